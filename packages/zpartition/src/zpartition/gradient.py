@@ -1,0 +1,174 @@
+"""The gradient of one bucket on its way from autograd to the optimizer.
+
+Autograd hands a parameter's gradient over once per backward.  The first one of a step is copied into the
+bucket's flat `local` buffer and `param.grad` becomes a view of it, so that further micro-steps accumulate in
+place without any work here.  Nothing is ever zeroed beforehand: "first" means copy.  Parameters whose
+dtype differs from the buffer's (half precision into fp32) are added and their `.grad` dropped at once, so a
+second gradient of the model's size never exists.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import final
+
+import attrs
+import torch
+from torch.nn import Parameter
+
+from zpartition.buffers import BufferPool
+from zpartition.layout import Bucket
+
+
+class Phase(enum.Enum):
+    """Who may touch a bucket's local buffer, and who pays for it."""
+
+    IDLE = "idle"  # no local buffer: costs nothing beyond `kept`
+    FILLING = "filling"  # a buffer of bucket.numel; hooks write into it
+    IN_FLIGHT = "in flight"  # the same buffer, owned by a collective until it is settled
+    SETTLED = "settled"  # no local buffer; a gradient arriving now is late (used again in this backward)
+
+
+@final
+@attrs.define(eq=False)
+class BucketGradient:
+    """Local contributions and the reduced accumulator of one bucket.
+
+    Invariants: `local is None` exactly in IDLE and SETTLED; `filled` is a subset of `seen`.
+    """
+
+    bucket: Bucket
+    params: tuple[Parameter, ...]  # in slot order
+    local_dtype: torch.dtype
+    pool: BufferPool
+    phase: Phase = Phase.IDLE
+    local: torch.Tensor | None = None  # pool buffer of at least bucket.numel elements
+    kept: torch.Tensor | None = None  # reduced sum so far, accumulate dtype; None: nothing reduced yet
+    borrowed: torch.Tensor | None = None  # the pool buffer that `kept` is, to be given back; None: it is `store`
+    store: torch.Tensor | None = None  # this bucket's own accumulator, made on first need and reused
+    filled: set[int] = attrs.field(factory=set)  # slots whose part of `local` holds a gradient
+    awaiting: set[int] = attrs.field(factory=set)  # slots that have not arrived in this round
+    late: set[int] = attrs.field(factory=set)  # slots that arrived after the bucket had left
+    seen: set[int] = attrs.field(factory=set)  # slots with any gradient since the last `reset`
+    _views: dict[int, list[torch.Tensor]] = attrs.field(factory=dict)  # per buffer address, in slot order
+
+    def open_round(self) -> None:
+        """A backward begins: every trainable parameter is awaited once."""
+        self.awaiting = {index for index, param in enumerate(self.params) if param.requires_grad}
+        if self.phase is not Phase.FILLING:
+            self.phase = Phase.IDLE
+        if self.kept is not None:
+            self.detach_grads()  # they may show `kept`, which autograd must not add to
+
+    def arrive(self, index: int) -> bool:
+        """Take `params[index].grad` into the local buffer; True when nothing more is awaited."""
+        param = self.params[index]
+        view = self.views_of(self._local())[index]
+        grad = param.grad
+        assert grad is not None
+        if grad is not view:
+            self._take(index, param, grad, view)
+        self.filled.add(index)
+        self.seen.add(index)
+        self.awaiting.discard(index)
+        return not self.awaiting
+
+    def _take(self, index: int, param: Parameter, grad: torch.Tensor, view: torch.Tensor) -> None:
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if grad.dtype == view.dtype:
+            view.copy_(grad)  # the first of the step, or (create_graph) a new total that holds the old one
+            param.grad = view
+        else:
+            if index in self.filled:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+            param.grad = None
+
+    def seal(self) -> torch.Tensor:
+        """Close the local buffer for sending: zeros where no gradient arrived. Shape (bucket.numel,)."""
+        local = self._local()
+        views = self.views_of(local)
+        for index in range(len(views)):
+            if index not in self.filled:
+                views[index].zero_()
+        self.detach_grads()
+        self.phase = Phase.IN_FLIGHT
+        return local[: self.bucket.numel]
+
+    def keep(self, received: torch.Tensor, factor: float, dtype: torch.dtype) -> None:
+        """Add `factor` x `received` (whole bucket or this rank's span) to the accumulator of `dtype`."""
+        if self.kept is not None:
+            self.kept.add_(received, alpha=factor)
+        else:
+            if received.data_ptr() == self.local_pointer and received.dtype == dtype:
+                self.kept, self.borrowed, self.local = received, self.local, None
+            else:
+                self.kept = self.accumulator(received.numel(), dtype)
+                if self.kept.data_ptr() != received.data_ptr():
+                    self.kept.copy_(received)
+            if factor != 1.0:
+                self.kept.mul_(factor)
+        if self.local is not None:
+            self.pool.give_back(self.local)
+            self.local = None
+        self.filled.clear()
+        self.phase = Phase.SETTLED
+
+    def accumulator(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """This bucket's own accumulator, made once; contents undefined."""
+        if self.store is None:
+            self.store = torch.empty(numel, dtype=dtype, device=self.pool.device)
+        return self.store
+
+    def attach_grads(self) -> None:
+        """Let `param.grad` show the kept (whole) gradient of those parameters that have one."""
+        if self.kept is None or self.kept.numel() != self.bucket.numel:
+            return
+        views = self.views_of(self.kept)
+        for index in self.seen:
+            if self.params[index].dtype == self.kept.dtype:
+                self.params[index].grad = views[index]
+
+    def detach_grads(self) -> None:
+        """Make autograd start afresh: no parameter of this bucket has a `.grad`."""
+        for param in self.params:
+            param.grad = None
+
+    def reset(self) -> None:
+        """Forget every gradient, reduced or not; buffers go back to the pool."""
+        for buffer in (self.local, self.borrowed):
+            if buffer is not None:
+                self.pool.give_back(buffer)
+        self.local = self.borrowed = self.kept = None
+        for slots in (self.filled, self.seen, self.late, self.awaiting):
+            slots.clear()
+        self.phase = Phase.IDLE
+        self.detach_grads()
+
+    def views_of(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The buffer seen as the parameters, in slot order; the same objects each time."""
+        views = self._views.get(buffer.data_ptr())
+        if views is None:
+            views = [buffer[slot.offset : slot.end].view(slot.shape) for slot in self.bucket.slots]
+            self._views[buffer.data_ptr()] = views
+        return views
+
+    @property
+    def local_pointer(self) -> int:
+        """Address of the local buffer, 0 without one."""
+        return 0 if self.local is None else self.local.data_ptr()
+
+    def adopt(self, buffer: torch.Tensor) -> None:
+        """Start filling `buffer`, which comes from the pool and may hold another bucket's leftovers."""
+        assert self.local is None
+        self.local = buffer
+        for lo, hi in self.bucket.gaps():
+            buffer[lo:hi].zero_()
+        self.phase = Phase.FILLING
+
+    def _local(self) -> torch.Tensor:
+        assert self.local is not None, f"bucket {self.bucket.index} is {self.phase.value}"
+        return self.local

@@ -1,0 +1,340 @@
+"""A module partitioned over ranks: the facade of this package.
+
+`shard(module, optimizer, policy=...)` moves the trainable parameters into flat buckets, hooks their gradients,
+and rebinds the optimizer onto this rank's spans.  A training step is then
+
+    with partition.micro_step(is_last=True):
+        loss.backward()
+    partition.finish_gradients()          # accumulators are in the optimizer's .grad
+    partition.apply(optimizer.step)       # update this rank's spans, publish them to all views
+    partition.zero_grad()
+
+Parameters that no rank used in a step keep their weights and their optimizer state, as they would in one process
+where their gradient is None; the caller learns from `num_unused` (summed over ranks) whether to ask for that.  One
+difference remains: parameters that share a shard share its step count, so Adam's bias correction of a parameter that
+skips steps runs ahead of its own; it fades with the correction itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import final
+
+import attrs
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+import zcomm
+from zpartition import state
+from zpartition.layout import Layout, ParamSpec, plan_layout
+from zpartition.policy import ZeroPolicy
+from zpartition.reducer import GradientReducer
+from zpartition.shard import Shard, whole
+from zpartition.storage import BucketStorage
+
+_owners: dict[int, weakref.ref[Partition]] = {}  # id(parameter) -> the partition that owns its memory
+
+
+def shard(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    policy: ZeroPolicy | None = None,
+    group: ProcessGroup | None = None,
+) -> Partition:
+    """Partition `module` over the ranks of `group` (None: the default group, or this process alone).
+
+    Only parameters that `optimizer` holds and that require a gradient are partitioned (all trainable ones
+    when there is no optimizer).  Weights and buffers are made equal to rank 0's.  The optimizer is rebound.
+
+    Raises:
+        ValueError: the module is partitioned already; the optimizer holds parameters of another model; it
+            needs whole tensors and the policy cuts them; parameters are spread over devices.
+    """
+    policy = policy or ZeroPolicy()
+    for name, param in module.named_parameters():
+        _refuse_owned(name, param)
+    groups = _named_groups(module, optimizer)
+    world_size = zcomm.group_size(group)
+    specs = [
+        ParamSpec(name, tuple(param.shape), param.dtype, group_index)
+        for name, param in module.named_parameters()
+        if (group_index := groups.get(name)) is not None
+    ]
+    layout = plan_layout(
+        specs,
+        world_size=world_size,
+        num_shards=1 if policy.keeps_whole else world_size,
+        bucket_numel=policy.bucket_numel,
+    )
+    partition = Partition.create(module, layout, policy, group)
+    if optimizer is not None:
+        partition.rebind(optimizer)
+    return partition
+
+
+@final
+@attrs.define(eq=False)
+class Partition:
+    """What lives where, for one module; owns the flat buffers, the reducer and the hooks.
+
+    Invariant: until `close`, every partitioned parameter's memory is a view into `storages`.
+    """
+
+    module: nn.Module
+    layout: Layout
+    policy: ZeroPolicy
+    group: ProcessGroup | None
+    params: dict[str, Parameter]  # partitioned ones by name, in registration order
+    storages: tuple[BucketStorage, ...]  # by bucket index
+    reducer: GradientReducer
+    rank: int  # within `group`
+    optimizer_state: Callable[[Parameter], dict[str, object]] = attrs.field(default=lambda _param: {})
+    holders: tuple[state.Holder, ...] = ()  # what the rebound optimizer updates
+
+    @classmethod
+    def create(cls, module: nn.Module, layout: Layout, policy: ZeroPolicy, group: ProcessGroup | None) -> Partition:
+        """Build the flat buffers and hook the parameters; see `shard`."""
+        planned = {slot.name for _, slot in layout.slots()}
+        params = {name: param for name, param in module.named_parameters() if name in planned}
+        device = _one_device(params)
+        rank = zcomm.group_rank(group)
+        storages = tuple(
+            BucketStorage.create(bucket, tuple(params[slot.name] for slot in bucket.slots), policy, rank)
+            for bucket in layout.buckets
+        )
+        reducer = GradientReducer.create(layout, policy, params, group, device)
+        partition = cls(module, layout, policy, group, params, storages, reducer, rank)
+        partition.holders = tuple(state.Holder(s.master, s.pieces(rank)) for s in storages)
+        for param in params.values():
+            _owners[id(param)] = weakref.ref(partition)
+        partition.synchronise()
+        return partition
+
+    def rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let `optimizer` update this partition's shards instead of the module's parameters."""
+        num_groups = len(optimizer.param_groups)
+        if not state.is_elementwise(optimizer):
+            self._refuse_shaped(optimizer)
+            self.holders = tuple(state.Holder.of_parameter(n, p) for n, p in self.params.items())
+        else:
+            held: list[list[state.Holder]] = [[] for _ in range(num_groups)]
+            for storage, holder in zip(self.storages, self.holders):
+                held[storage.bucket.group].append(holder)
+            state.rebind(optimizer, held, self.params)
+        self.optimizer_state = lambda param: optimizer.state.get(param, {})
+
+    def synchronise(self) -> None:
+        """Make weights, frozen parameters and buffers equal to rank 0's."""
+        for index, storage in enumerate(self.storages):
+            zcomm.broadcast(storage.flat, self.group, source=0, label=f"weights[{index}]")
+            storage.refresh_master()
+        for name, tensor in self._unpartitioned():
+            tensor.data = tensor.data.contiguous()  # a shard is flat memory
+            zcomm.broadcast(tensor.data, self.group, source=0, label=name)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def micro_step(self, *, is_last: bool = True) -> AbstractContextManager[None]:
+        """Around one backward; `is_last` says that a step follows."""
+        return self.reducer.round(is_last=is_last)
+
+    def finish_gradients(self) -> list[torch.Tensor]:
+        """The mean gradients that this rank keeps, one flat tensor per bucket, also set as `.grad` of the masters."""
+        kept = self.reducer.finish()
+        for storage, gradient in zip(self.storages, kept):
+            storage.master.grad = gradient.to(storage.master.dtype)
+        return kept
+
+    def num_unused(self) -> int:
+        """Partitioned parameters that got no gradient on this rank since `zero_grad`."""
+        return sum(len(g.params) - len(g.seen) for g in self.reducer.gradients)
+
+    def num_arrived(self) -> int:
+        """Gradients that the backward in progress (or the last one) has produced on this rank."""
+        return self.reducer.num_arrived
+
+    def sum_over_shards(self, vector: torch.Tensor) -> None:
+        """All-reduce (sum) of statistics whose first element is a sum over the kept gradients.
+
+        Where every rank keeps all gradients, rank 0's first element counts alone.
+        """
+        if self.layout.num_shards == 1 and self.rank != 0:
+            vector[0] = 0.0
+        zcomm.all_reduce(vector, self.group, label="gradient statistics")
+
+    def apply(self, step: Callable[[], object], *, any_unused: bool = False) -> None:
+        """Run the optimizer's `step` on this rank's shards and publish the result to the module.
+
+        `any_unused` (the same on all ranks) asks to leave parameters that no rank used as they are.
+
+        Raises:
+            ValueError: the policy forbids unused parameters and there are some; or a parameter was moved
+                out of the flat buffers (`module.half()`, `module.to(...)` after `shard`).
+        """
+        for storage in self.storages:
+            if name := storage.moved():
+                raise ValueError(
+                    f"parameter {name} no longer lives in the partition's memory: module.to(), .half(), .float() or "
+                    "an assignment to .data moved it after shard(). Convert the module first, then partition it."
+                )
+        unused = self._agree_on_unused() if any_unused else frozenset()
+        with self._untouched(unused):
+            step()
+        self.publish()
+
+    def publish(self) -> None:
+        """Make the masters' values visible in the module's parameters, on all ranks."""
+        handles = []
+        for index, storage in enumerate(self.storages):
+            storage.publish()
+            if self.layout.num_shards > 1:
+                label = f"weights[{index}]"
+                handles.append(
+                    zcomm.all_gather(storage.flat, storage.own_span, self.group, async_op=True, label=label)
+                )
+        for handle in handles:
+            handle.wait()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, of frozen and unpartitioned parameters too."""
+        self.reducer.reset()
+        for storage in self.storages:
+            storage.master.grad = None
+        for param in self.module.parameters():
+            param.grad = None
+
+    def close(self) -> None:
+        """Remove every hook and buffer; the module keeps its weights in memory of its own. Idempotent."""
+        self.reducer.close()
+        for param in self.params.values():
+            _owners.pop(id(param), None)
+        for storage in self.storages:
+            storage.release()
+        self.storages, self.holders, self.params = (), (), {}
+
+    # -- addresses -------------------------------------------------------------------------------
+
+    def shards(self) -> Iterator[Shard]:
+        """Weights with their global addresses: masters where there are any, frozen parameters, buffers."""
+        for storage in self.storages:
+            master = storage.master.data
+            for piece in storage.pieces(self.rank):
+                part = master[piece.offset : piece.offset + piece.numel]
+                box = tuple((0, size) for size in piece.slot.shape)
+                yield Shard(piece.slot.name, piece.slot.shape, box, piece.span, part)
+        for name, tensor in self._unpartitioned():
+            yield whole(name, tensor)
+
+    def names(self) -> tuple[str, ...]:
+        """Names of everything that `shards` yields, over all ranks."""
+        return (*self.params, *(name for name, _ in self._unpartitioned()))
+
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(parameter, this rank's flat part of its reduced gradient); valid after `finish_gradients`."""
+        for storage, gradient in zip(self.storages, self.reducer.gradients):
+            if gradient.kept is not None:
+                for piece in storage.pieces(self.rank):
+                    yield piece.slot.name, gradient.kept[piece.offset : piece.offset + piece.numel]
+
+    def ledger(self) -> dict[str, int]:
+        """Bytes on this rank by owner; what the layout predicts is in `zpartition.memory`."""
+        masters = sum(s.master.nbytes for s in self.storages if not s.shares_master)
+        stores = sum(g.store.nbytes for g in self.reducer.gradients if g.store is not None)
+        return {
+            "parameters": sum(s.flat.nbytes for s in self.storages),
+            "masters": masters,
+            "accumulators": stores,
+            "buckets": self.reducer.pool.total_bytes,
+        }
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _unpartitioned(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Frozen or unoptimized parameters and persistent buffers, by name."""
+        own = {id(param) for param in self.params.values()}
+        for name, param in self.module.named_parameters():
+            if id(param) not in own:
+                yield name, param
+        persistent = self.module.state_dict(keep_vars=True)
+        yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in persistent)
+
+    def _agree_on_unused(self) -> frozenset[str]:
+        """Names of the parameters that no rank used; the same on all ranks."""
+        slots = [slot.name for _, slot in self.layout.slots()]
+        flags = [i in gradient.seen for gradient in self.reducer.gradients for i in range(len(gradient.params))]
+        used = torch.tensor(flags, dtype=torch.int32, device=self.reducer.pool.device)
+        zcomm.all_reduce(used, self.group, op="max", label="used parameters")
+        names = frozenset(name for name, flag in zip(slots, used.tolist()) if not flag)
+        if names and not self.policy.ignore_unused:
+            raise ValueError(
+                f"no rank produced a gradient for {', '.join(sorted(names)[:10])} ({len(names)} in all). Use them in "
+                "the forward pass, freeze them, or set ignore_unused_parameters to true."
+            )
+        return names
+
+    @contextmanager
+    def _untouched(self, names: frozenset[str]) -> Iterator[None]:
+        """Put the weights and the optimizer state of `names` back after the update."""
+        saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for holder in self.holders if names else ():
+            tensors = [holder.tensor.data, *self.optimizer_state(holder.tensor).values()]
+            for piece in (piece for piece in holder.pieces if piece.slot.name in names):
+                for tensor in tensors:
+                    if isinstance(tensor, torch.Tensor) and tensor.numel() == holder.tensor.numel():
+                        part = tensor.view(-1)[piece.offset : piece.offset + piece.numel]
+                        saved.append((part, part.clone()))
+        yield
+        for part, before in saved:
+            part.copy_(before)
+
+    def _refuse_shaped(self, optimizer: torch.optim.Optimizer) -> None:
+        name = type(optimizer).__name__
+        if self.layout.num_shards > 1 or not all(s.shares_master for s in self.storages):
+            raise ValueError(
+                f"{name} needs whole tensors of full precision, but this policy cuts them into flat shards or keeps "
+                "masters apart. Use stage 0 with fp32 parameters, or an elementwise optimizer (AdamW, SGD, ...)."
+            )
+
+
+def _named_groups(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Parameter group of each parameter to partition, by name."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    if optimizer is None:
+        return {name: 0 for name, param in module.named_parameters() if param.requires_grad}
+    groups: dict[str, int] = {}
+    for index, param_group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(param_group["params"]):
+            if id(param) not in names:
+                raise ValueError(
+                    f"parameter {position} of the optimizer's group {index}, shape {tuple(param.shape)}, is not a "
+                    "parameter of the module. Build the optimizer from this module's parameters()."
+                )
+            if param.requires_grad:
+                groups[names[id(param)]] = index
+    return groups
+
+
+def _refuse_owned(name: str, param: Parameter) -> None:
+    owner = _owners.get(id(param))
+    if owner is not None and (other := owner()) is not None and other.params.get(name) is param:
+        raise ValueError(
+            f"parameter {name} is partitioned already: close() the partition (or the engine) that owns the module "
+            "before partitioning it again"
+        )
+
+
+def _one_device(params: dict[str, Parameter]) -> torch.device:
+    devices: dict[torch.device, str] = {}
+    for name, param in params.items():
+        devices.setdefault(param.device, name)
+        if param.is_complex():
+            raise ValueError(f"parameter {name} is {param.dtype}; complex parameters cannot be partitioned")
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(f"all parameters must live on one device, found {places}. Move the module first.")
+    return next(iter(devices), torch.device("cpu"))

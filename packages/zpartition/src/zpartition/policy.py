@@ -1,0 +1,96 @@
+"""What a partition should do, as frozen values.
+
+Two questions define every stage up to 2: *what is kept* (whole gradients, or this rank's shard) and
+*when gradients are reduced*.  Stage 0 keeps everything, stage 1 shards the optimizer, stage 2 the
+gradients too.  Stages are therefore not classes: one reducer reads this policy.
+
+When to reduce
+--------------
+`ReduceAt.MICRO_STEP` reduces after each backward and adds the reduced value to the accumulator:
+sum over micro-steps of (sum over ranks).  `ReduceAt.BOUNDARY` accumulates locally and reduces once:
+sum over ranks of (sum over micro-steps).  The two differ in the last bits, and no reordering of
+messages can hide it.  The first is the default for every stage, because then stages 0, 1 and 2 give the
+same bits and switching the stage of a run never changes its losses; the second saves traffic with
+accumulation at stages 0 and 1 and costs a full local gradient.  It is refused at stage 2, whose whole
+point is not to keep that gradient.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+import torch
+from attrs.validators import ge, gt, in_, instance_of
+
+
+class ReduceAt(enum.Enum):
+    """When local gradients are exchanged."""
+
+    MICRO_STEP = "micro_step"  # after every backward: GAS x traffic, no full local gradient between steps
+    BOUNDARY = "boundary"  # after the last backward of a step: 1 x traffic, one full local gradient
+
+
+@attrs.frozen(kw_only=True)
+class Averaging:
+    """How the sum over ranks becomes a mean, and on which side of the wire the division happens.
+
+    Dividing after the sum keeps small values exact in half precision, dividing before keeps large sums
+    from overflowing; `predivide` splits the division between the two.
+    """
+
+    operation: str = attrs.field(default="mean", validator=in_(("mean", "sum")))
+    prescale: bool = attrs.field(default=False, validator=instance_of(bool))  # divide by the world before
+    predivide: float = attrs.field(default=1.0, validator=gt(0))  # part of the division done before the sum
+
+    def factors(self, world_size: int) -> tuple[float, float]:
+        """The multipliers (before, after) the sum over `world_size` ranks."""
+        if self.operation == "sum" or world_size == 1:
+            return 1.0, 1.0
+        if self.prescale:
+            return 1.0 / world_size, 1.0
+        return 1.0 / self.predivide, self.predivide / world_size
+
+
+MEAN = Averaging()
+
+
+@attrs.frozen(kw_only=True)
+class ZeroPolicy:
+    """What lives where (Rajbhandari et al. 2020, sections 5.1-5.2).
+
+    With P parameters, W ranks and fp32 accumulators, a rank holds after a step:
+    stage 0: P weights, P gradients, P states; stage 1 and 2: P weights, P/W gradients, P/W states.
+    """
+
+    stage: int = attrs.field(default=0, validator=in_((0, 1, 2)))
+    bucket_numel: int = attrs.field(default=0, validator=ge(0))  # 0: derived from the model's size
+    reduce_dtype: torch.dtype | None = None  # on the wire; None: the dtype of the parameters themselves
+    accumulate_dtype: torch.dtype = torch.float32  # gradient accumulators
+    master_dtype: torch.dtype = torch.float32  # what the optimizer updates
+    averaging: Averaging = MEAN
+    reduce_at: ReduceAt = ReduceAt.MICRO_STEP
+    overlap: bool = True  # launch a bucket while backward still runs; False: all at its end
+    ignore_unused: bool = True  # False: a parameter without gradient on every rank is an error
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether every rank keeps all gradients and all optimizer states."""
+        return self.stage == 0
+
+    def accumulate_for(self, dtype: torch.dtype) -> torch.dtype:
+        """Accumulator of gradients of parameters of `dtype`: never narrower than the parameters."""
+        return torch.promote_types(dtype, self.accumulate_dtype)
+
+    def master_for(self, dtype: torch.dtype) -> torch.dtype:
+        """What the optimizer updates for parameters of `dtype`: never narrower than the parameters."""
+        return torch.promote_types(dtype, self.master_dtype)
+
+    def __attrs_post_init__(self) -> None:
+        if self.stage == 2 and self.reduce_at is ReduceAt.BOUNDARY:
+            raise ValueError(
+                "ZeroPolicy(stage=2, reduce_at=BOUNDARY) would keep a full local gradient, which stage 2 "
+                "exists to avoid: use stage=1 for one exchange per step, or reduce_at=MICRO_STEP"
+            )
+        if self.averaging.operation == "sum" and (self.averaging.prescale or self.averaging.predivide != 1.0):
+            raise ValueError("Averaging(operation='sum') does not divide: drop prescale and predivide")

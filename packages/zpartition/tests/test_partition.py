@@ -1,0 +1,503 @@
+"""The contract table of partitions: every stage equals one process, and says what it sends and holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zcomm
+import zpartition
+from zcomm.testing import recorded, run_ranks
+from zpartition import Averaging, ReduceAt, ZeroPolicy
+
+STAGES = (0, 1, 2)
+NUM_STEPS = 6
+
+
+class Net(nn.Module):
+    """Tied, frozen, sometimes unused and never used parameters, a scalar, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 24)
+        self.body = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 24))
+        self.sometimes = nn.Linear(24, 24)
+        self.never = nn.Linear(3, 3)
+        self.frozen = nn.Linear(24, 24)
+        self.frozen.requires_grad_(False)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(24, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.arange(24.0))
+
+    def forward(self, tokens: torch.Tensor, *, detour: bool = False) -> torch.Tensor:
+        hidden = self.embed(tokens) + self.frozen(self.table)
+        hidden = hidden + self.gain * self.body(hidden)
+        if detour:
+            hidden = hidden + self.sometimes(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+
+
+def batches(world_size: int, accumulation: int):
+    """Tokens of (step, micro-step, rank); the same everywhere."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(0, 11, (NUM_STEPS, accumulation, world_size, 4, 6), generator=generator)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    vectors = [p for p in trainable if p.dim() < 2]
+    matrices = [p for p in trainable if p.dim() >= 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=3e-2)
+
+
+def train_alone(world_size: int, accumulation: int, make=make_optimizer, every: int = 1) -> dict[str, torch.Tensor]:
+    """The oracle: one process that sees every rank's data; plain PyTorch. The detour is taken every `every` steps."""
+    model = Net()
+    optimizer = make(model)
+    for step, data in enumerate(batches(world_size, accumulation)):
+        for micro in data:
+            for tokens in micro:
+                (model(tokens, detour=step % every == 0) / accumulation / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def train(policy: ZeroPolicy, accumulation: int, make=make_optimizer, every: int = 1) -> dict[str, torch.Tensor]:
+    """One rank of the partitioned run."""
+    rank, world_size = zcomm.group_rank(), zcomm.group_size()
+    model = Net()
+    optimizer = make(model)
+    partition = zpartition.shard(model, optimizer, policy=policy)
+    for step, data in enumerate(batches(world_size, accumulation)):
+        for index, micro in enumerate(data):
+            with partition.micro_step(is_last=index == accumulation - 1):
+                (model(micro[rank], detour=step % every == 0) / accumulation).backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step, any_unused=True)
+        partition.zero_grad()
+    partition.close()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def make_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9, weight_decay=0.01
+    )
+
+
+def curves(policies: list[ZeroPolicy], accumulation: int) -> list[dict[str, torch.Tensor]]:
+    return [train(policy, accumulation) for policy in policies]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_stage_trains_like_one_process_and_stages_agree_bit_for_bit(world_size, accumulation):
+    policies = [ZeroPolicy(stage=stage, bucket_numel=2000) for stage in STAGES]
+    expected = train_alone(world_size, accumulation)
+    for results in run_ranks(curves, world_size, policies, accumulation):
+        for found in results:
+            assert_same(found, expected)
+            assert torch.equal(found["never.weight"], expected["never.weight"])
+        if world_size < 4:  # with more, Gloo's order of summation differs by collective
+            for found in results[1:]:
+                assert all(torch.equal(found[name], results[0][name]) for name in expected)
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Equal up to the rounding of fp32 sums in another order, which Adam's division by sqrt(v) magnifies."""
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=5e-6, atol=5e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_that_is_used_every_third_step_rests_in_between(world_size, stage):
+    policy = ZeroPolicy(stage=stage, bucket_numel=2000)
+    expected = train_alone(world_size, 1, make_momentum, every=3)
+    for found in run_ranks(train, world_size, policy, 1, make_momentum, every=3):
+        assert_same(found, expected)
+
+
+def test_reducing_once_a_step_trains_like_one_process_too():
+    policies = [ZeroPolicy(stage=s, bucket_numel=2000, reduce_at=ReduceAt.BOUNDARY) for s in (0, 1)]
+    policies.append(ZeroPolicy(stage=2, overlap=False))
+    expected = train_alone(2, 3)
+    for results in run_ranks(curves, 2, policies, 3):
+        for found in results:
+            assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    "averaging", [Averaging(prescale=True), Averaging(predivide=2.0), Averaging(predivide=4.0)], ids=str
+)
+def test_where_the_division_happens_does_not_matter_for_powers_of_two(averaging):
+    both = [ZeroPolicy(stage=2, bucket_numel=2000), ZeroPolicy(stage=2, bucket_numel=2000, averaging=averaging)]
+    (default, other), _ = run_ranks(curves, 2, both, 1)
+    assert all(torch.equal(default[name], other[name]) for name in default)
+
+
+def _gradients(policy: ZeroPolicy, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Linear(40, 40, bias=False).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    partition = zpartition.shard(model, optimizer, policy=policy)
+    x = torch.full((1, 40), 1.0 + zcomm.group_rank(), dtype=dtype)
+    for index in range(2):
+        with partition.micro_step(is_last=index == 1):
+            model(x).sum().backward()
+    partition.finish_gradients()
+    gradients = [(name, tensor.clone()) for name, tensor in partition.named_gradients()]
+    partition.apply(optimizer.step)
+    return [*gradients, ("weight", model.weight.detach().clone())]
+
+
+def test_a_sum_over_ranks_is_not_divided():
+    policy = ZeroPolicy(stage=2, averaging=Averaging(operation="sum"))
+    for result in run_ranks(_gradients, 2, policy, torch.float32):
+        assert result[0][1].unique().tolist() == [6.0]  # (1 + 2) twice
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_accumulates_in_fp32_and_keeps_fp32_masters(stage, dtype):
+    results = run_ranks(_gradients, 2, ZeroPolicy(stage=stage), dtype)
+    for gradients in results:
+        assert {tensor.dtype for _, tensor in gradients[:-1]} == {torch.float32}
+        assert gradients[0][1].unique().tolist() == [3.0]
+        assert gradients[-1][1].dtype == dtype
+    assert torch.equal(results[0][-1][1], results[1][-1][1])
+
+
+def _collectives(policy: ZeroPolicy, accumulation: int) -> list[str]:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    partition = zpartition.shard(model, optimizer, policy=policy)
+    with recorded() as log:
+        for index in range(accumulation):
+            with partition.micro_step(is_last=index == accumulation - 1):
+                model(torch.randn(2, 64)).sum().backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step)
+    return [f"{record.op} {record.label}" for record in log.records]
+
+
+@pytest.mark.parametrize(
+    ("stage", "reduce_at", "expected"),
+    [
+        (0, ReduceAt.MICRO_STEP, ["all_reduce"] * 4),
+        (0, ReduceAt.BOUNDARY, ["all_reduce"] * 2),
+        (1, ReduceAt.BOUNDARY, ["reduce_scatter"] * 2 + ["all_gather"] * 2),
+        (2, ReduceAt.MICRO_STEP, ["reduce_scatter"] * 4 + ["all_gather"] * 2),
+    ],
+)
+def test_the_number_and_order_of_collectives_follow_from_the_layout(stage, reduce_at, expected):
+    policy = ZeroPolicy(stage=stage, reduce_at=reduce_at, bucket_numel=2 * 64 * 65)
+    for found in run_ranks(_collectives, 2, policy, 2):
+        reductions = [line for line in found if "gradients" in line]
+        assert [line.split()[0] for line in found] == expected
+        assert [line.split()[1] for line in reductions] == ["gradients[0]", "gradients[1]"] * (len(reductions) // 2)
+
+
+def _ranks_disagree_on_usage(policy: ZeroPolicy) -> dict[str, torch.Tensor]:
+    """Rank 0 takes the detour, rank 1 does not: both must reduce the same buckets in the same order."""
+    model = Net()
+    optimizer = make_optimizer(model)
+    partition = zpartition.shard(model, optimizer, policy=policy)
+    for data in batches(2, 1):
+        with partition.micro_step():
+            model(data[0, zcomm.group_rank()], detour=zcomm.group_rank() == 0).backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step, any_unused=True)
+        partition.zero_grad()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_used_on_one_rank_only_gets_that_ranks_gradient(stage):
+    model = Net()
+    optimizer = make_optimizer(model)
+    for data in batches(2, 1):
+        for rank in range(2):
+            (model(data[0, rank], detour=rank == 0) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_ranks(_ranks_disagree_on_usage, 2, ZeroPolicy(stage=stage, bucket_numel=2000)):
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(found[name], tensor, rtol=5e-6, atol=5e-6)
+
+
+def _unused_is_an_error() -> str:
+    model = Net()
+    optimizer = make_optimizer(model)
+    partition = zpartition.shard(model, optimizer, policy=ZeroPolicy(stage=1, ignore_unused=False))
+    with partition.micro_step():
+        model(batches(2, 1)[0, 0, zcomm.group_rank()]).backward()
+    partition.finish_gradients()
+    with pytest.raises(ValueError, match=r"no rank produced a gradient for never\.bias, never\.weight, sometimes"):
+        partition.apply(optimizer.step, any_unused=partition.num_unused() > 0)
+    return "told"
+
+
+def test_unused_parameters_are_an_error_on_all_ranks_when_asked():
+    assert run_ranks(_unused_is_an_error, 2) == ["told", "told"]
+
+
+class Boom(Exception):
+    """Raised inside backward."""
+
+
+def _after_an_exception(policy: ZeroPolicy, fail_at: int) -> dict[str, torch.Tensor]:
+    """The second micro-step of step 2 fails in backward; the step is then done again from its first micro-step."""
+    model = Net()
+    optimizer = make_optimizer(model)
+    partition = zpartition.shard(model, optimizer, policy=policy)
+
+    def explode(_grad: torch.Tensor) -> None:
+        raise Boom
+
+    def run_micro_steps(step: int, data: torch.Tensor, failing: bool) -> None:
+        for index, micro in enumerate(data):
+            with partition.micro_step(is_last=index == 1):
+                loss = model(micro[zcomm.group_rank()], detour=True) / 2
+                if failing and index == fail_at:
+                    hidden = model.body[0].weight.register_hook(explode)
+                    try:
+                        loss.backward()
+                    finally:
+                        hidden.remove()
+                loss.backward()
+
+    for step, data in enumerate(batches(2, 2)):
+        if step == 2:
+            with pytest.raises(Boom):
+                run_micro_steps(step, data, True)
+        run_micro_steps(step, data, False)
+        partition.finish_gradients()
+        partition.apply(optimizer.step, any_unused=True)
+        partition.zero_grad()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("fail_at", [0, 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_an_exception_in_backward_the_step_can_be_done_again(stage, fail_at):
+    policy = ZeroPolicy(stage=stage, bucket_numel=2000)
+    failed = run_ranks(_after_an_exception, 2, policy, fail_at)
+    assert all(torch.equal(failed[0][name], failed[1][name]) for name in failed[0])
+    expected = train_with_detour()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(failed[0][name], tensor, rtol=5e-6, atol=5e-6)
+
+
+def train_with_detour() -> dict[str, torch.Tensor]:
+    model = Net()
+    optimizer = make_optimizer(model)
+    for data in batches(2, 2):
+        for micro in data:
+            for tokens in micro:
+                (model(tokens, detour=True) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def _several_backwards(policy: ZeroPolicy) -> dict[str, torch.Tensor]:
+    model = Net()
+    optimizer = make_optimizer(model)
+    partition = zpartition.shard(model, optimizer, policy=policy)
+    for data in batches(2, 2):
+        for micro in data:  # two losses, two backwards, one step: both are the last micro-step
+            with partition.micro_step(is_last=True):
+                (model(micro[zcomm.group_rank()], detour=True) / 2).backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step, any_unused=True)
+        partition.zero_grad()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("reduce_at", list(ReduceAt))
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_several_backwards_add_up(stage, reduce_at):
+    if stage == 2 and reduce_at is ReduceAt.BOUNDARY:
+        pytest.skip("refused at construction")
+    expected = train_with_detour()
+    policy = ZeroPolicy(stage=stage, bucket_numel=2000, reduce_at=reduce_at)
+    for found in run_ranks(_several_backwards, 2, policy):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=5e-6, atol=5e-6)
+
+
+def _reentrant(policy: ZeroPolicy) -> list[torch.Tensor]:
+    """A shared layer inside two re-entrant checkpoints: its gradient arrives twice in one backward."""
+    torch.manual_seed(0)
+    layer, head = nn.Linear(64, 64), nn.Linear(64, 1)
+    model = nn.ModuleList([layer, head])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    partition = zpartition.shard(model, optimizer, policy=policy)
+    generator = torch.Generator().manual_seed(zcomm.group_rank())
+    for _ in range(2):
+        with partition.micro_step():
+            hidden = torch.randn(3, 64, generator=generator, requires_grad=True)
+            for _ in range(2):
+                hidden = checkpoint(lambda x: torch.tanh(layer(x)), hidden, use_reentrant=True)
+            head(hidden).sum().backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step)
+        partition.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_arrives_twice_in_one_backward_counts_twice(stage):
+    torch.manual_seed(0)
+    layer, head = nn.Linear(64, 64), nn.Linear(64, 1)
+    optimizer = torch.optim.SGD([*layer.parameters(), *head.parameters()], lr=0.1)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    for _ in range(2):
+        for generator in generators:
+            hidden = torch.randn(3, 64, generator=generator)
+            for _ in range(2):
+                hidden = torch.tanh(layer(hidden))
+            (head(hidden).sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_ranks(_reentrant, 2, ZeroPolicy(stage=stage, bucket_numel=100)):
+        for mine, theirs in zip(found, [*layer.parameters(), *head.parameters()]):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def _ledger(stage: int, dtype: torch.dtype) -> tuple[dict[str, int], int, int, int]:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    partition = zpartition.shard(model, optimizer, policy=ZeroPolicy(stage=stage, bucket_numel=2 * 64 * 65))
+    for _ in range(2):
+        for index in range(2):
+            with partition.micro_step(is_last=index == 1):
+                model(torch.randn(2, 64, dtype=dtype)).sum().backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step)
+        partition.zero_grad()
+    state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if value.dim())
+    layout = partition.layout
+    return partition.ledger(), state, layout.padded_numel, max(bucket.numel for bucket in layout.buckets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_bytes_of_each_owner_are_what_the_layout_says(stage, dtype):
+    ledger, state, numel, bucket = run_ranks(_ledger, 2, stage, dtype)[1]
+    share = 1 if stage == 0 else 2
+    assert ledger["parameters"] == numel * dtype.itemsize
+    assert ledger["masters"] == (0 if dtype is torch.float32 else 4 * numel // share)
+    assert state == 8 * numel // share
+    if stage == 0 and dtype is torch.float32:
+        assert ledger["accumulators"] == 0  # the reduced bucket itself
+        assert ledger["buckets"] <= 4 * numel + 3 * 4 * bucket
+    else:
+        assert ledger["accumulators"] == 4 * numel // share
+        assert ledger["buckets"] <= 3 * bucket * dtype.itemsize
+
+
+def _refuses(case: str) -> str:
+    model = Net()
+    optimizer = make_optimizer(model)
+    partition = zpartition.shard(model, optimizer, policy=ZeroPolicy(stage=1))
+    if case == "twice":
+        zpartition.shard(model, optimizer)
+    if case == "moved":
+        model.half()
+        partition.apply(optimizer.step)
+    if case == "foreign":
+        zpartition.shard(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0))
+    if case == "plain backward after reduction":
+        with partition.micro_step():
+            model(batches(1, 1)[0, 0, 0]).backward()
+        model(batches(1, 1)[0, 0, 0]).backward()
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "message"),
+    [
+        ("twice", ValueError, r"parameter \S+ is partitioned already: close\(\) the partition"),
+        ("moved", ValueError, r"parameter \S+ no longer lives in the partition's memory: module.to\(\)"),
+        ("foreign", ValueError, r"parameter 0 of the optimizer's group 0, shape \(2, 2\), is not a parameter"),
+        ("plain backward after reduction", RuntimeError, r"outside micro_step\(\) after the gradients"),
+    ],
+)
+def test_mistakes_are_refused_by_name(case, error, message):
+    with pytest.raises(error, match=message):
+        _refuses(case)
+
+
+def test_a_plain_backward_needs_no_context():
+    ours, theirs = Net(), Net()
+    mine, other = make_optimizer(ours), make_optimizer(theirs)
+    partition = zpartition.shard(ours, mine)
+    for data in batches(1, 2):
+        for micro in data:
+            ours(micro[0], detour=True).backward()
+            theirs(micro[0], detour=True).backward()
+        partition.finish_gradients()
+        partition.apply(mine.step, any_unused=True)
+        partition.zero_grad()
+        other.step()
+        other.zero_grad()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_close_leaves_an_ordinary_module_that_can_be_partitioned_again():
+    model = Net()
+    partition = zpartition.shard(model, make_optimizer(model))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    partition.close()
+    partition.close()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
+    model(batches(1, 1)[0, 0, 0]).backward()
+    assert model.gain.grad is not None
+    zpartition.shard(model, make_optimizer(model)).close()
+
+
+def test_sparse_gradients_are_added_to_the_flat_buffer():
+    ours, theirs = nn.Embedding(10, 4, sparse=True), nn.Embedding(10, 4)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
+    partition = zpartition.shard(ours, optimizer)
+    tokens = torch.tensor([1, 1, 7])
+    for _ in range(2):
+        ours(tokens).square().sum().backward()
+    partition.finish_gradients()
+    partition.apply(optimizer.step)
+    for _ in range(2):
+        theirs(tokens).square().sum().backward()
+    torch.testing.assert_close(ours.weight.data, theirs.weight.data - theirs.weight.grad)
+
+
+def _different_starts() -> list[torch.Tensor]:
+    torch.manual_seed(zcomm.group_rank())
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].running_mean.fill_(zcomm.group_rank())
+    model[0].bias.requires_grad_(False)
+    zpartition.shard(model, policy=ZeroPolicy(stage=2))
+    return [tensor.detach().clone() for tensor in model.state_dict().values()]
+
+
+def test_ranks_start_from_rank_0s_weights_frozen_parameters_and_buffers():
+    first, second = run_ranks(_different_starts, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_a_model_without_parameters_to_train_is_a_partition_without_buckets():
+    model = nn.Linear(2, 2)
+    model.requires_grad_(False)
+    partition = zpartition.shard(model)
+    assert partition.finish_gradients() == []
+    assert sorted(shard.name for shard in partition.shards()) == ["bias", "weight"]

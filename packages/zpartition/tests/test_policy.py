@@ -1,0 +1,47 @@
+"""Policies: factors of averaging, and combinations that make no sense."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zpartition import Averaging, ReduceAt, ZeroPolicy
+
+
+@pytest.mark.parametrize(
+    ("averaging", "world_size", "factors"),
+    [
+        (Averaging(), 4, (1.0, 0.25)),
+        (Averaging(prescale=True), 4, (0.25, 1.0)),
+        (Averaging(predivide=2.0), 4, (0.5, 0.5)),
+        (Averaging(operation="sum"), 4, (1.0, 1.0)),
+        (Averaging(), 1, (1.0, 1.0)),
+        (Averaging(prescale=True), 1, (1.0, 1.0)),
+    ],
+)
+def test_the_mean_is_split_over_the_two_sides_of_the_wire(averaging, world_size, factors):
+    assert averaging.factors(world_size) == factors
+
+
+def test_stage_2_refuses_to_keep_a_full_gradient():
+    with pytest.raises(ValueError, match="use stage=1 for one exchange per step"):
+        ZeroPolicy(stage=2, reduce_at=ReduceAt.BOUNDARY)
+
+
+def test_a_sum_refuses_to_be_divided():
+    with pytest.raises(ValueError, match="does not divide"):
+        ZeroPolicy(averaging=Averaging(operation="sum", predivide=2.0))
+
+
+@pytest.mark.parametrize("stage", [-1, 3, 7])
+def test_unknown_stages_are_refused(stage):
+    with pytest.raises(ValueError, match="stage"):
+        ZeroPolicy(stage=stage)
+
+
+def test_accumulators_and_masters_are_never_narrower_than_the_parameters():
+    policy = ZeroPolicy()
+    assert policy.accumulate_for(torch.bfloat16) is torch.float32
+    assert policy.accumulate_for(torch.float64) is torch.float64
+    assert policy.master_for(torch.float16) is torch.float32
+    assert policy.master_for(torch.float64) is torch.float64

@@ -1,0 +1,154 @@
+"""Rebinding optimizers and addressing their state, at world size 1."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import zpartition
+from zpartition.state import is_elementwise
+
+ELEMENTWISE = [
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    lambda p: torch.optim.Adagrad(p, lr=0.1),
+    lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    lambda p: torch.optim.NAdam(p, lr=0.01),
+    lambda p: torch.optim.RAdam(p, lr=0.01),
+    lambda p: torch.optim.Adamax(p, lr=0.01),
+    lambda p: torch.optim.Adadelta(p),
+    lambda p: torch.optim.Rprop(p, lr=0.01),
+    lambda p: torch.optim.ASGD(p, lr=0.01),
+]
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def _train(model, step, zero, num_steps, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(num_steps):
+        model(torch.randn(4, 5, generator=generator)).square().mean().backward()
+        step()
+        zero()
+
+
+def _partitioned(model, optimizer, num_steps, seed=1):
+    partition = zpartition.shard(model, optimizer)
+
+    def step():
+        partition.finish_gradients()
+        partition.apply(optimizer.step)
+
+    _train(model, step, partition.zero_grad, num_steps, seed)
+    return partition
+
+
+@pytest.mark.parametrize("make", ELEMENTWISE, ids=lambda make: type(make([nn.Parameter(torch.ones(1))])).__name__)
+def test_a_rebound_optimizer_trains_as_it_would_on_the_parameters(make):
+    ours, theirs = _model(), _model()
+    _partitioned(ours, make(ours.parameters()), 5)
+    optimizer = make(theirs.parameters())
+    _train(theirs, optimizer.step, optimizer.zero_grad, 5)
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_state_from_before_the_partition_moves_along():
+    ours, theirs = _model(), _model()
+    mine, other = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (ours, theirs))
+    _train(ours, mine.step, mine.zero_grad, 3)
+    _partitioned(ours, mine, 3, seed=2)
+    _train(theirs, other.step, other.zero_grad, 3)
+    _train(theirs, other.step, other.zero_grad, 3, seed=2)
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_with_different_step_counts_cannot_share_a_shard():
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[0](torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="Partition before the first step"):
+        zpartition.shard(model, optimizer)
+
+
+def test_parameter_groups_keep_their_hyperparameters_and_their_parameters():
+    model = _model()
+    groups = [{"params": [model[0].weight, model[2].weight]}, {"params": [model[0].bias, model[2].bias], "lr": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    partition = zpartition.shard(model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    named = {holder.tensor: [piece.slot.name for piece in holder.pieces] for holder in partition.holders}
+    assert [named[group["params"][0]] for group in optimizer.param_groups] == [
+        ["2.weight", "0.weight"],
+        ["2.bias", "0.bias"],
+    ]
+
+
+def test_state_is_addressed_by_parameter_and_restored_bit_for_bit():
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    partition = _partitioned(model, optimizer, 2)
+    saved = {
+        (key, shard.name): copy.deepcopy(shard)
+        for key, shard in zpartition.state_shards(optimizer, partition.holders)
+    }
+    assert {key for key, _ in saved} == {"step", "exp_avg", "exp_avg_sq"}
+    assert saved["exp_avg", "0.weight"].global_shape == (7, 5)
+    assert saved["step", "0.weight"].tensor.item() == 2
+    kinds = {"step": (torch.float32, True), "exp_avg": (torch.float32, False), "exp_avg_sq": (torch.float32, False)}
+    zpartition.make_state(optimizer, partition.holders, lambda _name: kinds)
+    targets = list(zpartition.state_shards(optimizer, partition.holders))
+    assert not any(shard.tensor.any() for _, shard in targets)
+    for key, shard in targets:
+        shard.tensor.copy_(saved[key, shard.name].tensor)
+    for key, shard in zpartition.state_shards(optimizer, partition.holders):
+        assert torch.equal(shard.tensor, saved[key, shard.name].tensor)
+
+
+def test_an_optimizer_that_needs_shapes_keeps_the_parameters_when_nothing_is_cut():
+    ours, theirs = _model(), _model()
+    partition = _partitioned(ours, torch.optim.Adafactor(ours.parameters(), lr=0.1), 4)
+    optimizer = torch.optim.Adafactor(theirs.parameters(), lr=0.1)
+    _train(theirs, optimizer.step, optimizer.zero_grad, 4)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters()))
+    assert len(partition.holders) == 4
+
+
+def test_an_optimizer_that_needs_shapes_is_refused_where_masters_are_apart():
+    model = _model().to(torch.bfloat16)
+    with pytest.raises(ValueError, match="Adafactor needs whole tensors"):
+        zpartition.shard(model, torch.optim.Adafactor(model.parameters()))
+
+
+def test_an_unknown_optimizer_is_believed_with_a_warning_unless_it_says_itself():
+    class Mine(torch.optim.SGD):
+        pass
+
+    class Says(Mine):
+        elementwise = False
+
+    with pytest.warns(UserWarning, match="Mine is not known"):
+        assert is_elementwise(Mine([nn.Parameter(torch.ones(1))]))
+    assert not is_elementwise(Says([nn.Parameter(torch.ones(1))]))
+
+
+def test_state_that_no_checkpoint_can_hold_is_named():
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    partition = zpartition.shard(model, optimizer)
+    optimizer.state[partition.holders[0].tensor]["history"] = [1, 2]
+    with pytest.raises(TypeError, match=r"state 'history' of SGD .* is a list"):
+        list(zpartition.state_shards(optimizer, partition.holders))
