@@ -93,6 +93,7 @@ class Partition:
     storages: tuple[BucketStorage, ...]  # by bucket index
     reducer: GradientReducer
     rank: int  # within `group`
+    persistent: frozenset[str]  # names of buffers that belong to the module's state
     optimizer_state: Callable[[Parameter], dict[str, object]] = attrs.field(default=lambda _param: {})
     holders: tuple[state.Holder, ...] = ()  # what the rebound optimizer updates
 
@@ -108,7 +109,8 @@ class Partition:
             for bucket in layout.buckets
         )
         reducer = GradientReducer.create(layout, policy, params, group, device)
-        partition = cls(module, layout, policy, group, params, storages, reducer, rank)
+        persistent = frozenset(module.state_dict(keep_vars=True))
+        partition = cls(module, layout, policy, group, params, storages, reducer, rank, persistent)
         partition.holders = tuple(state.Holder(s.master, s.pieces(rank)) for s in storages)
         for param in params.values():
             _owners[id(param)] = weakref.ref(partition)
@@ -188,7 +190,7 @@ class Partition:
         self.publish()
 
     def publish(self) -> None:
-        """Make the masters' values visible in the module's parameters, on all ranks."""
+        """Make the masters' values visible in the module's parameters, and rank 0's buffers everywhere."""
         handles = []
         for index, storage in enumerate(self.storages):
             storage.publish()
@@ -199,6 +201,7 @@ class Partition:
                 )
         for handle in handles:
             handle.wait()
+        self._spread_buffers()
 
     def zero_grad(self) -> None:
         """Forget all gradients, of frozen and unpartitioned parameters too."""
@@ -252,6 +255,20 @@ class Partition:
             "buckets": self.reducer.pool.total_bytes,
         }
 
+    def _spread_buffers(self) -> None:
+        """Let persistent buffers (running statistics, say) follow rank 0, one message for each dtype.
+
+        Each rank updates them from its own data; without a rule the ranks, and what a checkpoint holds, drift apart.
+        """
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for _, buffer in self._buffers() if self.layout.world_size > 1 else ():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for dtype, buffers in by_dtype.items():
+            flat = torch.cat([buffer.view(-1) for buffer in buffers])
+            zcomm.broadcast(flat, self.group, source=0, label=f"{dtype} buffers")
+            for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+                buffer.view(-1).copy_(part)
+
     # -- helpers ---------------------------------------------------------------------------------
 
     def _unpartitioned(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -260,8 +277,11 @@ class Partition:
         for name, param in self.module.named_parameters():
             if id(param) not in own:
                 yield name, param
-        persistent = self.module.state_dict(keep_vars=True)
-        yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in persistent)
+        yield from self._buffers()
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Persistent buffers by name."""
+        yield from ((name, b) for name, b in self.module.named_buffers() if name in self.persistent)
 
     def _agree_on_unused(self) -> frozenset[str]:
         """Names of the parameters that no rank used; the same on all ranks."""

@@ -1,0 +1,115 @@
+"""What the user gave against what is allowed: validators of fields and readers of state dicts.
+
+Every message carries three things: the value as given, with the names of its owner and field; what is allowed;
+what to do.  The validators are plain functions in attrs' form `(instance, field, value)`, so that a rule reads
+as a list of its limits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def as_float32(value: float) -> float:
+    """`value` rounded to the nearest float32 (infinite when it has none), as a Python float."""
+    return ctypes.c_float(value).value
+
+
+def is_number(value: object) -> bool:
+    """An int or a float; a bool is neither a size nor a scale."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def positive(instance: object, field: attrs.Attribute[Any], value: float) -> None:
+    """A finite number > 0, also once rounded to float32."""
+    allowed = "a number > 0 within the range of float32"
+    if not is_number(value):
+        raise TypeError(_refusal(instance, field, value, allowed))
+    if not 0.0 < as_float32(value) <= FLOAT32_MAX:
+        raise ValueError(_refusal(instance, field, value, allowed))
+
+
+def above_one(instance: object, field: attrs.Attribute[Any], value: float) -> None:
+    """A finite number > 1, also once rounded to float32."""
+    allowed = "a number > 1 within the range of float32"
+    if not is_number(value):
+        raise TypeError(_refusal(instance, field, value, allowed))
+    if not 1.0 < as_float32(value) <= FLOAT32_MAX:
+        raise ValueError(_refusal(instance, field, value, allowed))
+
+
+def count(instance: object, field: attrs.Attribute[Any], value: int) -> None:
+    """An int >= 1 that an int32 counter can pass by one."""
+    highest = 2**31 - 2
+    allowed = f"an integer from 1 to {highest}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(_refusal(instance, field, value, allowed))
+    if not 1 <= value <= highest:
+        raise ValueError(_refusal(instance, field, value, allowed))
+
+
+def flag(instance: object, field: attrs.Attribute[Any], value: bool) -> None:
+    """True or False, nothing that merely counts as one."""
+    if not isinstance(value, bool):
+        raise TypeError(_refusal(instance, field, value, "True or False"))
+
+
+def floating(instance: object, field: attrs.Attribute[Any], value: torch.dtype) -> None:
+    """One of the dtypes in which weights and gradients are kept."""
+    allowed = "one of " + ", ".join(str(dtype) for dtype in FLOATING)
+    if not isinstance(value, torch.dtype):
+        raise TypeError(_refusal(instance, field, value, allowed))
+    if value not in FLOATING:
+        raise ValueError(_refusal(instance, field, value, allowed))
+
+
+def _refusal(instance: object, field: attrs.Attribute[Any], value: object, allowed: str) -> str:
+    plain_default = field.default is not attrs.NOTHING and not callable(getattr(field.default, "factory", None))
+    default = f"; leave it out for {field.default!r}" if plain_default else ""
+    return (
+        f"{type(instance).__name__}({field.name}={value!r}): {field.name} must be {allowed},"
+        f" got a {type(value).__name__}{default}"
+    )
+
+
+def check_keys(owner: object, state: Mapping[str, object], keys: Iterable[str]) -> None:
+    """Raises unless `state` is a mapping with exactly `keys`; names what is missing and what is unknown."""
+    name = type(owner).__name__
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{name}.load_state_dict got a {type(state).__name__}; give what state_dict() returned")
+    expected = set(keys)
+    missing, unknown = sorted(expected - set(state)), sorted(str(key) for key in set(state) - expected)
+    if missing or unknown:
+        raise ValueError(
+            f"{name} cannot load this state: missing {missing}, unknown {unknown}; it takes exactly"
+            f" {sorted(expected)}. If another kind of scaler saved it, leave it out and start afresh"
+        )
+
+
+def read_number(owner: object, state: Mapping[str, float | int], key: str, *, low: float, high: float) -> float:
+    """`state[key]`, a number in [low, high]; TypeError or ValueError with owner, key and limits."""
+    value = state[key]
+    if not is_number(value):
+        raise TypeError(f"{type(owner).__name__}: state {key}={value!r} is not a number; state_dict() has one")
+    if not low <= value <= high:
+        raise ValueError(
+            f"{type(owner).__name__}: state {key}={value!r} is outside {low}..{high}, which its rule allows;"
+            " load it under the rule it was saved with, or leave it out and start afresh"
+        )
+    return value
+
+
+def read_count(owner: object, state: Mapping[str, float | int], key: str, *, low: int, high: int) -> int:
+    """`state[key]`, an int in [low, high]; errors as of `read_number`."""
+    value = read_number(owner, state, key, low=low, high=high)
+    if not isinstance(value, int):
+        raise TypeError(f"{type(owner).__name__}: state {key}={value!r} is not whole; state_dict() has an int")
+    return value

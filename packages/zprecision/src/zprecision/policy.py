@@ -1,0 +1,151 @@
+"""Which dtype each number of training has.
+
+Four numbers decide: the weights that forward and backward use, the accumulator that micro-steps add their
+gradients to, the wire of the gradient reduction, and the master copy that the optimizer updates.  They are one
+frozen value, fixed before training starts; nothing elsewhere branches on a dtype.
+
+The defaults follow from `param` alone.  What is summed over many steps (accumulator, master) is float32 or
+better, because bf16 has 8 significant bits and a sum in it stops moving once a term is 256 times smaller than
+the sum (Micikevicius et al. 2018, section 3.1); the wire carries what the weights are in.
+
+Rejected: torch.autocast as the policy.  It picks a dtype per operation and casts the weights again in every
+forward.  It can still be used on top; FP32 is the right policy then.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from zprecision import checks
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+# These methods, unlike Module.to(dtype), leave complex tensors whole; no cast touches integers.
+_CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
+    torch.float16: nn.Module.half,
+    torch.bfloat16: nn.Module.bfloat16,
+    torch.float32: nn.Module.float,
+    torch.float64: nn.Module.double,
+}
+
+
+def _summing_dtype(policy: Precision) -> torch.dtype:
+    return torch.float64 if policy.param == torch.float64 else torch.float32
+
+
+def _param_dtype(policy: Precision) -> torch.dtype:
+    return policy.param
+
+
+@attrs.frozen(kw_only=True)
+class Precision:
+    """The dtypes of training. `Precision()` is the identity: float32 throughout.
+
+    Invariant: `accumulate` and `master` hold every value of `param` exactly.
+    """
+
+    # weights, activations and gradients of forward and backward
+    param: torch.dtype = attrs.field(default=torch.float32, validator=checks.floating)
+    # sums of gradients over micro-steps; float32, or float64 for float64 weights
+    accumulate: torch.dtype = attrs.field(
+        default=attrs.Factory(_summing_dtype, takes_self=True), validator=checks.floating
+    )
+    # gradients on the wire; as `param`; may be coarser, to save bandwidth
+    reduce: torch.dtype = attrs.field(default=attrs.Factory(_param_dtype, takes_self=True), validator=checks.floating)
+    # the copy that the optimizer updates; float32, or float64 for float64 weights
+    master: torch.dtype = attrs.field(
+        default=attrs.Factory(_summing_dtype, takes_self=True), validator=checks.floating
+    )
+
+    def __attrs_post_init__(self) -> None:
+        for name, dtype in (("accumulate", self.accumulate), ("master", self.master)):
+            if torch.promote_types(dtype, self.param) != dtype:
+                raise ValueError(
+                    f"Precision(param={self.param}, {name}={dtype}): {name} cannot hold every value of param;"
+                    f" use {torch.promote_types(dtype, self.param)} or leave {name} out"
+                )
+
+    def cast_module(self, module: ModuleT) -> ModuleT:
+        """Casts floating parameters (with their gradients) and buffers to `param` in place; returns `module`.
+
+        Parameters stay the same objects, so an optimizer made before still holds them. Integer, bool and
+        complex tensors are left alone, and so is whatever already has the dtype.
+        """
+        _CASTS[self.param](module)
+        return module
+
+    def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`args` and `kwargs` with every floating tensor in `param`; nothing that was given is modified.
+
+        Looks into lists, tuples (named ones too) and dicts at any depth; other objects pass as they are.
+        """
+        cast_args = tuple(_cast(value, self.param) for value in args)
+        return cast_args, {key: _cast(value, self.param) for key, value in kwargs.items()}
+
+
+FP32 = Precision()
+BF16 = Precision(param=torch.bfloat16)
+FP16 = Precision(param=torch.float16)  # its gradients need loss scaling: zprecision.scaling
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, dtype) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        same_kind = copy.copy(value)  # keeps an OrderedDict's order and a defaultdict's factory
+        same_kind.update((key, _cast(item, dtype)) for key, item in value.items())
+        return same_kind
+    return value
+
+
+# --- Is bf16 worth it here? ------------------------------------------------------------------------------
+
+_BUDGET_S = 0.05  # of measuring; the warm-up, and a dtype that is very slow, come on top
+_EDGE_CPU, _EDGE_ELSEWHERE = 512, 2048  # of the square matrices: about a millisecond a product
+
+
+def measure_bf16_speedup(device: torch.device | str) -> float:
+    """How many times faster a bf16 matrix product is than a float32 one on `device`; > 1: bf16 is faster.
+
+    Measured, not looked up: a CPU without bf16 instructions accepts bf16 and is several times slower in it.
+    The median over pairs (float32, bf16) timed back to back, so that a drifting clock hits both alike; about
+    50 ms in all. Draws nothing from any random generator.
+    """
+    device = torch.device(device)
+    edge = _EDGE_CPU if device.type == "cpu" else _EDGE_ELSEWHERE
+    wide = torch.full((edge, edge), 0.5, dtype=torch.float32, device=device)
+    narrow = wide.bfloat16()
+    with torch.no_grad():
+        for matrix in (wide, narrow):
+            _seconds(matrix)  # the first call chooses and builds kernels
+        ratios: list[float] = []
+        deadline = time.perf_counter() + _BUDGET_S
+        while len(ratios) < 3 or time.perf_counter() < deadline:
+            ratios.append(_seconds(wide) / _seconds(narrow))
+    return statistics.median(ratios)
+
+
+def _seconds(matrix: Tensor) -> float:
+    """Wall time of one matrix @ matrix, from an idle device to an idle device."""
+    _wait(matrix.device)
+    start = time.perf_counter()
+    torch.mm(matrix, matrix)
+    _wait(matrix.device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,210 @@
+"""Loss scaling: keeps small fp16 gradients from vanishing, by multiplying the loss before backward.
+
+The order of a step is the whole subject.  A scale enters the gradients when backward runs, so the gradients
+must be divided by that scale, and only then may it move:
+
+    scaler.scale(loss).backward()                     # the factor goes in
+    stats = inspect(gradients)                        # of the gradients as they are, still scaled
+    if stats.finite:
+        optimizer.grad_scale = clip_divisor(stats.norm, scaler.factor, max_norm)
+        optimizer.step()                              # the same factor comes out
+    scaler.update(stats.found_inf)                    # the factor moves, last
+
+Updating before dividing halves the one update at which the scale doubles; dividing without having multiplied
+shrinks every update by the scale.  Both have shipped in widely used systems.  `update` binds a new `factor`
+tensor and never writes into the old one, so whatever holds the old factor, or was computed from it, stays
+right.
+
+[Note: no host sync]  Factor and counters are () tensors on the training device, and the law (`advance` in
+zprecision.rules) is arithmetic on them without a branch, so the host never waits to learn whether a step
+overflowed.  Only `state_dict` and `at_floor` read them.
+
+Rejected: torch.amp.GradScaler.  It keeps a found_inf per optimizer and device, whereas with sharded gradients
+the decision is one value that every rank shares; and it has neither hysteresis nor a floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, final
+
+import attrs
+import torch
+from torch import Tensor
+
+from zprecision import checks
+from zprecision.rules import DynamicScaling, Scaling, StaticScaling, Unscaled, advance
+
+_CPU = torch.device("cpu")
+
+
+class Scaler(Protocol):
+    """What a training loop needs of loss scaling; `NoScaling` is the identity."""
+
+    @property
+    def factor(self) -> Tensor:
+        """() float32 on the device: what `scale` multiplies by. Read it every step anew, before `update`."""
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether the next overflow can no longer lower the factor. Waits for the device."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the factor; float16 and bf16 losses become float32."""
+
+    def update(self, found_inf: Tensor) -> None:
+        """Ends a step. found_inf: one element of any dtype; non-zero or NaN means that it overflowed."""
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Plain floats and ints, exact through JSON."""
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Restores `state_dict()`; refuses a foreign or impossible state by name and then changes nothing."""
+
+
+@final
+@attrs.define(eq=False)
+class NoScaling:
+    """The identity: the factor is 1, and an overflow moves nothing."""
+
+    device: torch.device = attrs.field(default=_CPU, converter=torch.device)
+    factor: Tensor = attrs.field(init=False)  # () float32, 1.0, never replaced
+
+    def __attrs_post_init__(self) -> None:
+        self.factor = torch.ones((), dtype=torch.float32, device=self.device)
+
+    @property
+    def at_floor(self) -> bool:
+        return False
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def update(self, found_inf: Tensor) -> None:
+        _overflow(found_inf, self.device)
+
+    def state_dict(self) -> dict[str, float | int]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        checks.check_keys(self, state, ())
+
+
+@final
+@attrs.define(eq=False)
+class StaticScaler:
+    """Multiplies by one factor for ever. Never `at_floor`: to skip the step is all that a static scale does."""
+
+    rule: StaticScaling
+    device: torch.device = attrs.field(default=_CPU, converter=torch.device)
+    factor: Tensor = attrs.field(init=False)  # () float32, rule.factor, never replaced
+
+    def __attrs_post_init__(self) -> None:
+        self.factor = torch.full((), self.rule.factor, dtype=torch.float32, device=self.device)
+
+    @property
+    def at_floor(self) -> bool:
+        return False
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return _scaled(loss, self.factor)
+
+    def update(self, found_inf: Tensor) -> None:
+        _overflow(found_inf, self.device)
+
+    def state_dict(self) -> dict[str, float | int]:
+        return {"static_factor": checks.as_float32(self.rule.factor)}
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """The rule alone decides the factor; a state saved under another one is refused."""
+        checks.check_keys(self, state, ("static_factor",))
+        only = checks.as_float32(self.rule.factor)
+        checks.read_number(self, state, "static_factor", low=only, high=only)
+
+
+@final
+@attrs.define(eq=False)
+class DynamicScaler:
+    """Grows after a window of clean steps, backs off when overflows have used up the hysteresis.
+
+    Invariant: rule.floor <= factor < inf, 0 <= clean_steps <= rule.window and
+    1 <= hysteresis_left <= rule.hysteresis.
+    """
+
+    rule: DynamicScaling = attrs.field(factory=DynamicScaling)
+    device: torch.device = attrs.field(default=_CPU, converter=torch.device)
+    # () float32 on device; replaced by update, never written into
+    factor: Tensor = attrs.field(init=False)
+    # () int32 on device; clean steps towards the next growth, which comes when they pass rule.window
+    clean_steps: Tensor = attrs.field(init=False)
+    # () int32 on device; at 1 the next overflow lowers the factor
+    hysteresis_left: Tensor = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._hold(self.rule.initial, 0, self.rule.hysteresis)
+
+    @property
+    def at_floor(self) -> bool:
+        """Factor at its floor and counter used up: asked before `update`, an overflow now is beyond help."""
+        return bool((self.factor <= self.rule.floor) & (self.hysteresis_left <= 1))
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return _scaled(loss, self.factor)
+
+    def update(self, found_inf: Tensor) -> None:
+        overflow = _overflow(found_inf, self.device)
+        with torch.no_grad():
+            self.factor, self.clean_steps, self.hysteresis_left = advance(
+                self.rule, self.factor, self.clean_steps, self.hysteresis_left, overflow
+            )
+
+    def state_dict(self) -> dict[str, float | int]:
+        return {
+            "factor": float(self.factor),
+            "clean_steps": int(self.clean_steps),
+            "hysteresis_left": int(self.hysteresis_left),
+        }
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        checks.check_keys(self, state, ("factor", "clean_steps", "hysteresis_left"))
+        floor = checks.as_float32(self.rule.floor)
+        self._hold(
+            checks.read_number(self, state, "factor", low=floor, high=checks.FLOAT32_MAX),
+            checks.read_count(self, state, "clean_steps", low=0, high=self.rule.window),
+            checks.read_count(self, state, "hysteresis_left", low=1, high=self.rule.hysteresis),
+        )
+
+    def _hold(self, factor: float, clean_steps: int, hysteresis_left: int) -> None:
+        self.factor = torch.full((), factor, dtype=torch.float32, device=self.device)
+        self.clean_steps = torch.full((), clean_steps, dtype=torch.int32, device=self.device)
+        self.hysteresis_left = torch.full((), hysteresis_left, dtype=torch.int32, device=self.device)
+
+
+def make_scaler(rule: Scaling, device: torch.device | str) -> Scaler:
+    """The scaler that follows `rule`, its state on `device`. TypeError for anything but the three rules."""
+    if isinstance(rule, DynamicScaling):
+        return DynamicScaler(rule, device)
+    if isinstance(rule, StaticScaling):
+        return StaticScaler(rule, device)
+    if isinstance(rule, Unscaled):
+        return NoScaling(device)
+    raise TypeError(f"make_scaler got {rule!r}; give Unscaled(), StaticScaling(factor) or DynamicScaling(...)")
+
+
+def _scaled(loss: Tensor, factor: Tensor) -> Tensor:
+    if not loss.is_floating_point():
+        raise TypeError(f"the loss to scale is {loss.dtype}; a floating-point tensor is needed")
+    # In float16 the product would overflow by itself: 2**16 is infinite there.
+    return loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
+
+
+def _overflow(found_inf: Tensor, device: torch.device) -> Tensor:
+    """() bool on device: true for any found_inf but zero, NaN included."""
+    if not isinstance(found_inf, Tensor):
+        raise TypeError(f"update(found_inf) got a {type(found_inf).__name__}; give inspect(...).found_inf")
+    if found_inf.numel() != 1:
+        raise ValueError(
+            f"update(found_inf) got shape {tuple(found_inf.shape)}; one element is needed, 0 or not 0,"
+            " such as inspect(...).found_inf"
+        )
+    return (found_inf.detach() != 0).reshape(()).to(device)
