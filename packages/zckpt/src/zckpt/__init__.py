@@ -1,0 +1,63 @@
+"""Durable, verified, reshardable checkpoints for PyTorch, without pickle.
+
+A checkpoint is a folder of safetensors files and one manifest.  Tensors go in as shards with a global address (name,
+shape, box, span) and come out at any other address, so no run is bound to the world size that saved it.  It becomes
+visible by one rename after everything is durable: a crash leaves the previous checkpoint or the new one.  Every byte
+has a checksum, and loading executes nothing.
+
+Saving: saving.py is the outline, planning.py decides, commit.py argues durability.  Loading: finding.py chooses,
+reading.py checks, regions.py computes, transfer.py copies.  FORMAT.md is the specification of what is on disk.
+"""
+
+from __future__ import annotations
+
+from . import rng
+from .checkpoint import Checkpoint
+from .errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointInputError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CheckpointReadError,
+    CheckpointWarning,
+    CheckpointWriteError,
+)
+from .finding import Seen, committed, find
+from .opening import open_checkpoint
+from .peers import ALONE, Peers
+from .reading import LoadReport
+from .saving import save
+from .shard import Shard, ShardLike, whole
+from .storage import LOCAL, LocalStorage, Storage
+from .version import __version__
+
+__all__ = [
+    "ALONE",
+    "LOCAL",
+    "Checkpoint",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointExists",
+    "CheckpointInputError",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
+    "CheckpointReadError",
+    "CheckpointWarning",
+    "CheckpointWriteError",
+    "LoadReport",
+    "LocalStorage",
+    "Peers",
+    "Seen",
+    "Shard",
+    "ShardLike",
+    "Storage",
+    "__version__",
+    "committed",
+    "find",
+    "open_checkpoint",
+    "rng",
+    "save",
+    "whole",
+]

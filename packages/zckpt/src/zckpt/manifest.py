@@ -1,0 +1,142 @@
+"""The manifest: the one file that makes a folder of tensors a checkpoint.
+
+It says for every tensor where each of its pieces lies and what the bytes hash to, so a reader needs nothing else: it
+never parses the header of a tensor file, and a flipped bit anywhere contradicts a checksum.  It is written last,
+and the folder gets its name after it; see saving.py.  FORMAT.md is the specification; schema.py reads.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+
+import attrs
+import numpy
+import torch
+import xxhash
+
+from . import canonical
+from .canonical import JSON
+from .dtypes import dtype_name
+from .regions import Region
+
+FORMAT = "zckpt"
+VERSION = 1
+FILE_NAME = "manifest.json"
+MAX_NBYTES = 1 << 29  # a manifest beyond this is refused unread; 512 MiB holds millions of pieces
+
+# The end of every manifest.  The checksum covers all bytes before it, so no reader must know our spelling of JSON.
+TAIL = re.compile(rb',"checksum":"([0-9a-f]{32})"\}\n\Z')
+TAIL_NBYTES = len(b',"checksum":""}\n') + 32
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """xxh3_128 as 32 lower-case hex digits: guards against accidents, not against forgers."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+@attrs.frozen
+class Piece:
+    """One stretch of bytes of one file: the elements of `region` in order."""
+
+    file: str
+    key: str  # its name in the safetensors header
+    region: Region
+    offset: int  # first byte, from the start of the file
+    nbytes: int
+    checksum: str  # of exactly these bytes
+
+
+@attrs.frozen
+class TensorEntry:
+    """Invariant: the pieces cover each element of the tensor exactly once; none is empty."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@attrs.frozen
+class FileEntry:
+    """Invariant: header, then the file's pieces without gap or overlap, then the end."""
+
+    nbytes: int  # of the whole file
+    header_nbytes: int  # length field and JSON header of safetensors: everything before the first piece
+    header_checksum: str
+
+
+@attrs.frozen(kw_only=True)
+class Manifest:
+    """Everything about one checkpoint but its tensors' values."""
+
+    tag: str  # also the name of its folder
+    step: int  # what orders checkpoints; clocks do not
+    attempt: str  # 16 hex digits drawn for this save, also inside every tensor file: tells mixtures apart
+    world_size: int  # ranks that saved
+    tensors: dict[str, TensorEntry]
+    files: dict[str, FileEntry]
+    objects: dict[str, JSON]  # of the run
+    rank_objects: tuple[dict[str, JSON], ...]  # of each rank, in rank order
+    libraries: dict[str, str]  # name -> version, of the writer
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensor files together."""
+        return sum(entry.nbytes for entry in self.files.values())
+
+
+def library_versions(own_version: str) -> dict[str, str]:
+    return {
+        "zckpt": own_version,
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "xxhash": xxhash.VERSION,
+        "python": platform.python_version(),
+    }
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json; equal manifests give equal bytes."""
+    body = canonical.dump(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "tag": manifest.tag,
+            "step": manifest.step,
+            "attempt": manifest.attempt,
+            "world_size": manifest.world_size,
+            "tensors": {name: _tensor(entry) for name, entry in manifest.tensors.items()},
+            "files": {name: _file(entry) for name, entry in manifest.files.items()},
+            "objects": manifest.objects,
+            "rank_objects": list(manifest.rank_objects),
+            "libraries": manifest.libraries,
+        }
+    )[:-1]
+    return body + f',"checksum":"{checksum(body)}"}}\n'.encode()
+
+
+def _tensor(entry: TensorEntry) -> JSON:
+    return {
+        "dtype": dtype_name(entry.dtype),
+        "shape": list(entry.shape),
+        "pieces": [
+            {
+                "file": piece.file,
+                "key": piece.key,
+                "box": [list(side) for side in piece.region.box],
+                "span": list(piece.region.span),
+                "offset": piece.offset,
+                "bytes": piece.nbytes,
+                "xxh3_128": piece.checksum,
+            }
+            for piece in entry.pieces
+        ],
+    }
+
+
+def _file(entry: FileEntry) -> JSON:
+    return {
+        "bytes": entry.nbytes,
+        "header_bytes": entry.header_nbytes,
+        "header_xxh3_128": entry.header_checksum,
+    }

@@ -1,0 +1,77 @@
+"""From a folder to a Checkpoint: the manifest read and checked, the sizes of its files compared."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import manifest as manifests
+from . import schema
+from .checkpoint import Checkpoint
+from .errors import CheckpointCorrupt, CheckpointNotFound, CheckpointReadError
+from .manifest import Manifest
+from .schema import Glimpse
+from .storage import LOCAL, Kind, Storage, read_all
+from .team import os_error_path, os_error_text
+from .verifying import foreign
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, tag: str = "", notes: tuple[str, ...] = (), storage: Storage = LOCAL
+) -> Checkpoint:
+    """The checkpoint in this very folder, which `tag` (by default the folder's name) must match."""
+    folder = Path(path)
+    with named_os_errors(f"opening checkpoint {folder}"):
+        found = _read_manifest(storage, folder)
+        expected = tag or folder.name
+        if found.tag != expected:
+            raise CheckpointCorrupt(
+                f"{folder}: its manifest says tag {found.tag!r}, expected {expected!r}: renamed or copied",
+                path=str(folder),
+            )
+        _check_sizes(storage, folder, found)
+        return Checkpoint(folder, found, storage, notes)
+
+
+@contextlib.contextmanager
+def named_os_errors(task: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointReadError(f"{task}: {os_error_text(error)}", path=os_error_path(error)) from error
+
+
+def peek(storage: Storage, folder: Path) -> Glimpse:
+    """What the manifest in this folder says it is, judged by its checksum only."""
+    path = folder / manifests.FILE_NAME
+    return schema.peek(read_all(storage, path, manifests.MAX_NBYTES), path)
+
+
+def _read_manifest(storage: Storage, folder: Path) -> Manifest:
+    path = folder / manifests.FILE_NAME
+    kind = storage.kind(path)
+    if kind is Kind.ABSENT:
+        state = "never committed" if storage.kind(folder) is Kind.FOLDER else "not there"
+        raise CheckpointNotFound(f"{folder} has no {manifests.FILE_NAME}: {state}", path=str(path))
+    if kind is not Kind.FILE:
+        raise CheckpointCorrupt(f"{path} is a {kind.value}, not a plain file: refused", path=str(path))
+    return schema.decode(read_all(storage, path, manifests.MAX_NBYTES), path)
+
+
+def _check_sizes(storage: Storage, folder: Path, manifest: Manifest) -> None:
+    for name, entry in manifest.files.items():
+        path = folder / name
+        kind = storage.kind(path)
+        if kind is not Kind.FILE:
+            what = "is missing" if kind is Kind.ABSENT else f"is a {kind.value}, not a plain file"
+            raise CheckpointCorrupt(f"checkpoint {folder}: {name} {what}", path=str(path))
+        found = storage.nbytes(path)
+        if found != entry.nbytes:
+            why = "truncated" if found < entry.nbytes else "longer than what was saved"
+            raise CheckpointCorrupt(
+                f"checkpoint {folder}: {name} is {found:,} bytes, the manifest says {entry.nbytes:,}: {why}"
+                f"{foreign(storage, path, manifest)}",
+                path=str(path),
+            )

@@ -1,0 +1,230 @@
+"""From what every rank offers to who writes what: pure, and the same on every rank.
+
+Each rank sends a proposal (its addresses, not its tensors); every rank then runs `settle` over all of them and comes
+to the same plan or the same error without asking again.  Nothing has touched the disk by then, so a rank that
+disagrees about the tag, or a tensor that has a hole, costs nothing but the message.
+
+Who writes what all hold: pieces that only one rank has go to it; then, from large to small, each replicated
+piece goes to the rank with the fewest bytes so far.  (Longest processing time first: at most 4/3 of the best.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+
+from . import canonical
+from .canonical import JSON
+from .coverage import tiling_problem
+from .dtypes import dtype_name, dtype_of
+from .errors import CheckpointInputError
+from .manifest import checksum
+from .places import check_tag
+from .regions import Region
+from .safefile import FileLayout, Part, lay_out
+from .shard import ShardLike, check_shard, describe, region_of, shape_of
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """What a rank asks for; the ranks must agree on it."""
+
+    tag: str
+    step: int
+    latest: bool
+    overwrite: bool
+
+    def checked(self) -> Request:
+        check_tag(self.tag)
+        if isinstance(self.step, bool) or not isinstance(self.step, int) or not 0 <= self.step < 2**62:
+            raise CheckpointInputError(f"step {self.step!r} must be an int, 0 or more: it orders the checkpoints")
+        return self
+
+
+@attrs.frozen(kw_only=True)
+class SavePlan:
+    """Everything about a save but the values."""
+
+    request: Request
+    attempt: str
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype, global shape; empty ones too
+    layouts: tuple[FileLayout, ...]  # of each rank's file, in rank order; no parts: no file
+    sources: tuple[tuple[int, ...], ...]  # for each rank and part: which of the shards it offered
+    objects: dict[str, JSON]
+    rank_objects: tuple[dict[str, JSON], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensor files."""
+        return sum(layout.nbytes for layout in self.layouts if layout.parts)
+
+
+def file_name(rank: int) -> str:
+    return f"rank{rank:05d}.safetensors"
+
+
+def propose(
+    request: Request,
+    attempt: str,
+    shards: Sequence[ShardLike],
+    objects: Mapping[str, JSON],
+    rank_objects: Mapping[str, JSON],
+) -> JSON:
+    """This rank's side, as JSON; CheckpointInputError if it cannot be saved."""
+    request.checked()
+    for shard in shards:
+        check_shard(shard)
+    plain: dict[str, JSON] = canonical.plain(dict(objects), "objects")
+    return {
+        "request": attrs.asdict(request),
+        "attempt": attempt,
+        "shards": [_address(shard) for shard in shards],
+        "objects": plain,
+        "digests": {key: checksum(canonical.dump(value)) for key, value in plain.items()},
+        "rank_objects": canonical.plain(dict(rank_objects), "rank_objects"),
+    }
+
+
+def trim(proposal: JSON, rank: int) -> JSON:
+    """Only rank 0's objects are stored; the others' digests are enough to compare."""
+    return proposal if rank == 0 else {**proposal, "objects": {}}
+
+
+def _address(shard: ShardLike) -> JSON:
+    region = region_of(shard)
+    shape = list(shape_of(shard))
+    return [shard.name, dtype_name(shard.tensor.dtype), shape, [list(side) for side in region.box], list(region.span)]
+
+
+@attrs.frozen
+class _Offer:
+    """One shard as its rank announced it."""
+
+    rank: int
+    index: int  # in that rank's list
+    part: Part
+
+
+def settle(proposals: Sequence[JSON]) -> SavePlan:
+    """The plan that follows from every rank's proposal, in rank order; CheckpointInputError if none does."""
+    request = Request(**_agreed("save arguments", [each["request"] for each in proposals]))
+    _check_objects([each["digests"] for each in proposals])
+    offers = [offer for rank, each in enumerate(proposals) for offer in _offers(rank, each["shards"])]
+    tensors = _tensors(offers)
+    owners = _assign([offer for offer in offers if offer.part.region.numel], len(proposals))
+    _check_coverage(tensors, owners)
+    attempt = proposals[0]["attempt"]
+    files = [
+        sorted((offer for offer in owners if offer.rank == rank), key=_file_order) for rank in range(len(proposals))
+    ]
+    return SavePlan(
+        request=request,
+        attempt=attempt,
+        tensors=tensors,
+        layouts=tuple(
+            lay_out([offer.part for offer in mine], _metadata(request.tag, attempt, rank))
+            for rank, mine in enumerate(files)
+        ),
+        sources=tuple(tuple(offer.index for offer in mine) for mine in files),
+        objects=proposals[0]["objects"],
+        rank_objects=tuple(each["rank_objects"] for each in proposals),
+    )
+
+
+def _metadata(tag: str, attempt: str, rank: int) -> dict[str, str]:
+    """Inside every tensor file, so that a file of another save put in its place can be named as such."""
+    return {"format": "pt", "zckpt_tag": tag, "zckpt_attempt": attempt, "zckpt_rank": str(rank)}
+
+
+def _file_order(offer: _Offer) -> tuple[int, str, object, object]:
+    """Falling itemsize keeps every tensor of a file aligned."""
+    return -offer.part.dtype.itemsize, offer.part.name, offer.part.region.box, offer.part.region.span
+
+
+def _by_value(values: Sequence[JSON]) -> str:
+    """ "'a' (rank 0, 1), 'b' (rank 2)": what ranks said, for an error."""
+    ranks: dict[str, list[str]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        ranks[repr(value)].append(str(rank))
+    shown = [f"{value} (rank {', '.join(who[:8])}{' ...' if len(who) > 8 else ''})" for value, who in ranks.items()]
+    return ", ".join(shown[:8])
+
+
+def _agreed(what: str, values: Sequence[dict[str, JSON]]) -> dict[str, JSON]:
+    for key in values[0]:
+        said = [value[key] for value in values]
+        if any(each != said[0] for each in said):
+            raise CheckpointInputError(f"ranks disagree on {key} ({what}): {_by_value(said)}")
+    return values[0]
+
+
+def _check_objects(digests: Sequence[dict[str, str]]) -> None:
+    """`objects` are the run's: a rank gives the same as rank 0, or none."""
+    for rank, mine in enumerate(digests):
+        differing = sorted(key for key in {*mine, *digests[0]} if mine.get(key) != digests[0].get(key))
+        if mine and differing:
+            raise CheckpointInputError(
+                f"objects[{differing[0]!r}] of rank {rank} differs from rank 0's: objects are stored once for all "
+                "ranks. Give what differs by rank in rank_objects."
+            )
+
+
+def _offers(rank: int, shards: Sequence[JSON]) -> list[_Offer]:
+    made = []
+    for index, (name, dtype, shape, box, span) in enumerate(shards):
+        region = Region(tuple((lo, hi) for lo, hi in box), (span[0], span[1]))
+        torch_dtype = dtype_of(dtype)
+        assert torch_dtype is not None, dtype  # the sender named it from the same table
+        made.append(_Offer(rank, index, Part(name, torch_dtype, tuple(shape), region)))
+    return made
+
+
+def _tensors(offers: Sequence[_Offer]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    first: dict[str, _Offer] = {}
+    for offer in offers:
+        known = first.setdefault(offer.part.name, offer)
+        if (known.part.dtype, known.part.shape) != (offer.part.dtype, offer.part.shape):
+            raise CheckpointInputError(
+                f"tensor {offer.part.name!r} is {describe(known.part.dtype, known.part.shape)} on rank {known.rank} "
+                f"and {describe(offer.part.dtype, offer.part.shape)} on rank {offer.rank}"
+            )
+    return {name: (offer.part.dtype, offer.part.shape) for name, offer in first.items()}
+
+
+def _assign(offers: Sequence[_Offer], world_size: int) -> list[_Offer]:
+    """One owner for every distinct (name, region)."""
+    holders: dict[tuple[str, Region], dict[int, _Offer]] = defaultdict(dict)
+    for offer in offers:
+        ranks = holders[offer.part.name, offer.part.region]
+        if offer.rank in ranks:
+            raise CheckpointInputError(
+                f"tensor {offer.part.name!r} {offer.part.region}: given twice by rank {offer.rank} (tied parameters "
+                "are one tensor: give them once)"
+            )
+        ranks[offer.rank] = offer
+    load = [0] * world_size
+    chosen = []
+    for ranks in sorted(holders.values(), key=_hardest_first):
+        owner = ranks[min(ranks, key=lambda rank: (load[rank], rank))]
+        load[owner.rank] += owner.part.nbytes
+        chosen.append(owner)
+    return chosen
+
+
+def _hardest_first(ranks: dict[int, _Offer]) -> tuple[bool, int, str, object, object]:
+    part = next(iter(ranks.values())).part
+    return len(ranks) > 1, -part.nbytes, part.name, part.region.box, part.region.span
+
+
+def _check_coverage(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], owners: Sequence[_Offer]) -> None:
+    regions: dict[str, list[Region]] = defaultdict(list)
+    for offer in owners:
+        regions[offer.part.name].append(offer.part.region)
+    for name, (dtype, shape) in tensors.items():
+        if trouble := tiling_problem(shape, regions[name]):
+            raise CheckpointInputError(
+                f"the shards of tensor {name!r}, {describe(dtype, shape)}, do not make it whole: {trouble}"
+            )

@@ -1,0 +1,265 @@
+"""Reading a manifest that may have been damaged or forged.
+
+Every field is named, typed and bounded, unknown keys are refused, and the facts are checked against each other:
+pieces lie in files, tile their tensor, tile their file.  After that the sizes in a manifest are bounded by the
+sizes of files that exist, so nothing later allocates on a forged number.  Only CheckpointCorrupt leaves here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import attrs
+
+from . import canonical
+from .canonical import JSON
+from .coverage import tiling_problem
+from .dtypes import dtype_of
+from .errors import CheckpointCorrupt, CheckpointInputError
+from .manifest import FORMAT, TAIL, TAIL_NBYTES, VERSION, FileEntry, Manifest, Piece, TensorEntry, checksum
+from .places import tag_problem
+from .regions import Region, box_numel, region_problem, whole_box
+from .shard import name_problem
+
+_MAX = 2**62
+_MAX_DIMS = 64
+_HASH = re.compile(r"[0-9a-f]{32}")
+_ATTEMPT = re.compile(r"[0-9a-f]{16}")
+_FILE = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors"
+)  # a plain name: no folder, no "..", no link's target
+
+
+@attrs.define(eq=False)
+class Node:
+    """A JSON value and where it stands, with the demands one can make on it."""
+
+    value: JSON
+    where: str  # 'tensors["w"].pieces[0].span'
+
+    def fail(self, reason: str) -> NoReturn:
+        raise CheckpointCorrupt(f"{self.where or 'top level'}: {reason}")
+
+    def members(self) -> dict[str, Node]:
+        if not isinstance(self.value, dict):
+            self.fail(f"must be an object, is {_kind(self.value)}")
+        return {key: Node(value, f"{self.where}[{key[:80]!r}]") for key, value in self.value.items()}
+
+    def fields(self, *names: str) -> list[Node]:
+        """The members of these names in this order; no other may be there."""
+        if not isinstance(self.value, dict):
+            self.fail(f"must be an object, is {_kind(self.value)}")
+        if self.value.keys() != set(names):
+            missing = [name for name in names if name not in self.value]
+            unknown = [str(key)[:80] for key in self.value if key not in names]
+            self.fail(
+                "; ".join(
+                    f"{what} {keys[:10]}" for what, keys in (("missing", missing), ("unknown", unknown)) if keys
+                )
+            )
+        dot = f"{self.where}." if self.where else ""
+        return [Node(self.value[name], dot + name) for name in names]
+
+    def items(self) -> list[Node]:
+        if not isinstance(self.value, list):
+            self.fail(f"must be an array, is {_kind(self.value)}")
+        return [Node(value, f"{self.where}[{i}]") for i, value in enumerate(self.value)]
+
+    def integer(self, low: int = 0, high: int = _MAX) -> int:
+        if type(self.value) is not int or not low <= self.value <= high:
+            self.fail(f"must be an integer from {low} to {high}, is {_kind(self.value)}")
+        return self.value
+
+    def pair(self) -> tuple[int, int]:
+        items = self.items()
+        if len(items) != 2:
+            self.fail(f"must be a pair, has {len(items)} items")
+        return items[0].integer(), items[1].integer()
+
+    def text(self, problem: Callable[[str], str] = lambda _: "") -> str:
+        if not isinstance(self.value, str):
+            self.fail(f"must be a string, is {_kind(self.value)}")
+        if trouble := problem(self.value):
+            self.fail(f"{self.value[:80]!r}: {trouble}")
+        return self.value
+
+
+def _kind(value: JSON) -> str:
+    text = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _matches(pattern: re.Pattern[str], what: str) -> Callable[[str], str]:
+    return lambda text: "" if pattern.fullmatch(text) else f"is not {what}"
+
+
+def decode(data: bytes, path: Path) -> Manifest:
+    """The manifest in these bytes; `path` is where they came from, for the error."""
+    try:
+        return _manifest(_top(data))
+    except CheckpointCorrupt as error:
+        raise CheckpointCorrupt(f"{path}: {error}", path=str(path)) from None
+
+
+@attrs.frozen
+class Glimpse:
+    """What a manifest says it is."""
+
+    tag: str
+    step: int
+    attempt: str
+
+
+def peek(data: bytes, path: Path) -> Glimpse:
+    """The glimpse of a manifest whose checksum is right, without the cost of checking the rest."""
+    try:
+        members = Node(_top(data), "").members()
+        return Glimpse(_tag(members["tag"]), members["step"].integer(), _attempt(members["attempt"]))
+    except KeyError as error:
+        raise CheckpointCorrupt(f"{path}: missing {error}", path=str(path)) from None
+    except CheckpointCorrupt as error:
+        raise CheckpointCorrupt(f"{path}: {error}", path=str(path)) from None
+
+
+def _top(data: bytes) -> JSON:
+    tail = TAIL.search(data, max(0, len(data) - TAIL_NBYTES))
+    if tail is None:
+        raise CheckpointCorrupt("does not end with a checksum: truncated, or not a manifest")
+    found = checksum(memoryview(data)[: tail.start()])
+    if found != tail[1].decode():
+        raise CheckpointCorrupt(f"checksum is {found}, its last line says {tail[1].decode()}: damaged or edited")
+    try:
+        top = canonical.load(data)
+    except ValueError as error:
+        raise CheckpointCorrupt(f"not valid JSON: {error}") from None
+    if not isinstance(top, dict) or top.get("format") != FORMAT:
+        raise CheckpointCorrupt(f'top level: must be an object with "format": "{FORMAT}"')
+    version = Node(top.get("version"), "version").integer(1)
+    if version > VERSION:
+        raise CheckpointCorrupt(f"format version {version}, this reader knows up to {VERSION}: upgrade zckpt")
+    return top
+
+
+def _tag(node: Node) -> str:
+    return node.text(tag_problem)
+
+
+def _attempt(node: Node) -> str:
+    return node.text(_matches(_ATTEMPT, "16 hex digits"))
+
+
+def _manifest(top: JSON) -> Manifest:
+    names = ("tag", "step", "attempt", "world_size", "tensors", "files", "objects", "rank_objects", "libraries")
+    root = Node(top, "")
+    tag, step, attempt, world, tensors, files, objects, rank_objects, libraries, *_ = root.fields(
+        *names, "format", "version", "checksum"
+    )
+    manifest = Manifest(
+        tag=_tag(tag),
+        step=step.integer(),
+        attempt=_attempt(attempt),
+        world_size=world.integer(1),
+        tensors={_name(node, name): _tensor(node) for name, node in tensors.members().items()},
+        files={_file_name(node, name): _file(node) for name, node in files.members().items()},
+        objects=_object(objects),
+        rank_objects=tuple(_object(node) for node in rank_objects.items()),
+        libraries={name: node.text() for name, node in libraries.members().items()},
+    )
+    if len(manifest.rank_objects) != manifest.world_size:
+        rank_objects.fail(f"has {len(manifest.rank_objects)} items for {manifest.world_size} ranks")
+    _check_files(manifest)
+    return manifest
+
+
+def _name(node: Node, name: str) -> str:
+    if trouble := name_problem(name):
+        node.fail(trouble)
+    return name
+
+
+def _file_name(node: Node, name: str) -> str:
+    if not _FILE.fullmatch(name):
+        node.fail("must be a plain name of letters, digits, - and _ that ends with .safetensors")
+    return name
+
+
+def _object(node: Node) -> dict[str, JSON]:
+    node.members()
+    try:
+        made: dict[str, JSON] = canonical.plain(node.value, node.where)
+    except CheckpointInputError as error:
+        raise CheckpointCorrupt(str(error)) from None
+    return made
+
+
+def _file(node: Node) -> FileEntry:
+    nbytes, header_nbytes, header_checksum = node.fields("bytes", "header_bytes", "header_xxh3_128")
+    return FileEntry(
+        nbytes=nbytes.integer(),
+        header_nbytes=header_nbytes.integer(8),
+        header_checksum=header_checksum.text(_matches(_HASH, "32 hex digits")),
+    )
+
+
+def _tensor(node: Node) -> TensorEntry:
+    dtype_node, shape_node, pieces_node = node.fields("dtype", "shape", "pieces")
+    dtype = dtype_of(dtype_node.text())
+    if dtype is None:
+        dtype_node.fail(f"{dtype_node.value[:80]!r} is not a dtype this version knows")
+    sizes = shape_node.items()
+    if len(sizes) > _MAX_DIMS:
+        shape_node.fail(f"has {len(sizes)} dims, at most {_MAX_DIMS}")
+    shape = tuple(size.integer() for size in sizes)
+    if box_numel(whole_box(shape)) > _MAX:
+        shape_node.fail("has more than 2**62 elements")
+    pieces = tuple(_piece(piece, shape, dtype.itemsize) for piece in pieces_node.items())
+    try:
+        trouble = tiling_problem(shape, [piece.region for piece in pieces])
+    except ValueError as error:
+        trouble = str(error)
+    if trouble:
+        pieces_node.fail(trouble)
+    return TensorEntry(dtype, shape, pieces)
+
+
+def _piece(node: Node, shape: tuple[int, ...], itemsize: int) -> Piece:
+    file, key, box, span, offset, nbytes, digest = node.fields(
+        "file", "key", "box", "span", "offset", "bytes", "xxh3_128"
+    )
+    region = Region(tuple(side.pair() for side in box.items()), span.pair())
+    if trouble := region_problem(shape, region):
+        node.fail(trouble)
+    if region.numel == 0 or nbytes.integer() != region.numel * itemsize:
+        node.fail(f"bytes {nbytes.value} for {region.numel} elements of {itemsize} bytes")
+    return Piece(
+        file=file.text(),
+        key=key.text(),
+        region=region,
+        offset=offset.integer(),
+        nbytes=nbytes.value,
+        checksum=digest.text(_matches(_HASH, "32 hex digits")),
+    )
+
+
+def _check_files(manifest: Manifest) -> None:
+    """Every piece lies in a listed file, and every listed file is header, pieces, end, with nothing between."""
+    held: dict[str, list[Piece]] = defaultdict(list)
+    for name, entry in manifest.tensors.items():
+        for piece in entry.pieces:
+            if piece.file not in manifest.files:
+                raise CheckpointCorrupt(f"tensors[{name[:80]!r}]: no file {piece.file[:80]!r} in files")
+            held[piece.file].append(piece)
+    for name, file in manifest.files.items():
+        where, end = Node(None, f"files[{name!r}]"), file.header_nbytes
+        if len({piece.key for piece in held[name]}) != len(held[name]):
+            where.fail("two pieces have one key")
+        for piece in sorted(held[name], key=lambda each: each.offset):
+            if piece.offset != end:
+                where.fail(f"piece {piece.key[:80]!r} begins at byte {piece.offset:,}, expected {end:,}")
+            end += piece.nbytes
+        if end != file.nbytes:
+            where.fail(f"its pieces end at byte {end:,}, its size is {file.nbytes:,}")

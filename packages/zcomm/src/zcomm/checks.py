@@ -1,0 +1,60 @@
+"""What a flat collective demands of its tensors, said before the back end is asked.
+
+Gloo and NCCL answer a wrong length with "connection reset by peer" on *another* rank, or with a wrong sum.  Every
+check here is local, costs about a microsecond, and holds at world size 1 too, so that a mistake shows on a
+laptop.  That the *ranks* agree with each other is not checked here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zcomm.handles import named
+
+
+def dense(op: str, label: str, role: str, tensor: object) -> None:
+    """Raise unless `tensor` is a contiguous, strided tensor of any shape."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{named(op, label)}: {role} must be a torch.Tensor, got {type(tensor).__name__}.")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{named(op, label)}: {role} is {tensor.layout}; pass a dense tensor (.to_dense()).")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{named(op, label)}: {role} of shape {list(tensor.shape)} and strides {list(tensor.stride())} "
+            "is not contiguous; pass a contiguous tensor, because the result is written into it in place."
+        )
+
+
+def flat_pair(op: str, label: str, output: Tensor, input: Tensor, *, size: int, rank: int) -> None:
+    """Raise unless one of two flat tensors is `size` times the other, as `op` demands, and they fit together.
+
+    output, input: 1-D contiguous tensors of one dtype and device.  The smaller may be slice number `rank` of the
+    larger; any other overlap would be written while it is read.
+    """
+    for role, tensor in (("output", output), ("input", input)):
+        dense(op, label, role, tensor)
+        if tensor.dim() != 1:
+            raise ValueError(f"{named(op, label)}: {role} must be 1-D, got shape {list(tensor.shape)}; flatten it.")
+    for what in ("dtype", "device"):
+        given = (getattr(output, what), getattr(input, what))
+        if given[0] != given[1]:
+            raise ValueError(f"{named(op, label)}: output has {what} {given[0]}, input {given[1]}; they must agree.")
+    small, large = (output, input) if op == "reduce_scatter" else (input, output)
+    if large.numel() != small.numel() * size:
+        small_role, large_role = ("output", "input") if small is output else ("input", "output")
+        raise ValueError(
+            f"{named(op, label)}: {large_role} has {large.numel()} elements, {small_role} has {small.numel()}; over "
+            f"{size} ranks {large_role} must have {small.numel()} x {size} = {small.numel() * size} elements."
+        )
+    _own_slice_or_apart(op, label, small, large, rank)
+
+
+def _own_slice_or_apart(op: str, label: str, small: Tensor, large: Tensor, rank: int) -> None:
+    offset_bytes = small.data_ptr() - large.data_ptr()
+    apart = offset_bytes >= large.nbytes or offset_bytes + small.nbytes <= 0
+    if not apart and offset_bytes != rank * small.nbytes:
+        raise ValueError(
+            f"{named(op, label)}: the smaller tensor overlaps the larger at byte {offset_bytes}; only slice {rank} "
+            f"(this rank's own, at byte {rank * small.nbytes}) may share its memory."
+        )

@@ -1,0 +1,178 @@
+"""The collectives that flat data parallelism needs, in one shape.
+
+Every verb works in place or into a given tensor, takes an optional `group` and `label`, returns a `Handle`, and
+is a skip at world size 1: nothing is issued, nothing is traced, and what must be copied is copied.  A
+synchronous call is the asynchronous one and its wait; there is no second path.
+
+`group=None` is the default group where torch.distributed is initialised and a world of one where it is not, so
+a script without any launcher runs the same code.
+
+Rejected: averaging as an op.  Gloo has none, and a mean over ranks times a mean over micro-steps is one scalar
+that the caller already multiplies by.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zcomm import checks, compat
+from zcomm.handles import DONE, Call, Handle, named, start
+
+__all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "group_rank", "group_size", "reduce_scatter"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def group_size(group: ProcessGroup | None = None) -> int:
+    """Ranks in `group`; 1 where torch.distributed is not initialised and no group is given.
+
+    Raises ValueError if this process is not a member of `group`.
+    """
+    if group is None and not dist.is_initialized():
+        return 1
+    size = dist.get_world_size(group)
+    if size < 1:
+        raise ValueError(
+            f"Rank {dist.get_rank()} is not a member of the given group. "
+            "Only members may communicate over it; take the group from axis_group(mesh, axis)."
+        )
+    return size
+
+
+def group_rank(group: ProcessGroup | None = None) -> int:
+    """This process's place in `group`, from 0; 0 where torch.distributed is not initialised."""
+    return dist.get_rank(group) if group_size(group) > 1 else 0
+
+
+def all_reduce(
+    tensor: Tensor, group: ProcessGroup | None = None, *, op: str = "sum", async_op: bool = False, label: str = ""
+) -> Handle:
+    """Replace `tensor` on every rank by its sum (or "max", "min") over the ranks.
+
+    tensor: contiguous, any shape, same shape and dtype on every rank; written in place.
+    Raises ValueError naming the call for an unknown op or a tensor that cannot be reduced in place.
+    """
+    reduction = _reduction("all_reduce", label, op)
+    checks.dense("all_reduce", label, "tensor", tensor)
+    size = group_size(group)
+    if size == 1:
+        return DONE
+    return start(
+        Call.of("all_reduce", label, size, tensor),
+        lambda: dist.all_reduce(tensor, op=reduction, group=group, async_op=True),
+        (tensor,),
+        async_op=async_op,
+    )
+
+
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    op: str = "sum",
+    async_op: bool = False,
+    label: str = "",
+) -> Handle:
+    """Reduce `input` over the ranks and keep slice number `group_rank()` of the result in `output`.
+
+    input: (size * n,) contiguous; output: (n,) contiguous, same dtype and device, or this rank's slice of input.
+    The other slices of `input` are undefined afterwards where the two share memory.
+    Raises ValueError naming the call if the tensors do not fit together.
+    """
+    reduction = _reduction("reduce_scatter", label, op)
+    size, rank = group_size(group), group_rank(group)
+    checks.flat_pair("reduce_scatter", label, output, input, size=size, rank=rank)
+    if size == 1:
+        return _copied(output, input)
+    return start(
+        Call.of("reduce_scatter", label, size, input),
+        lambda: compat.reduce_scatter_flat(output, input, op=reduction, group=group, async_op=True),
+        (output, input),
+        async_op=async_op,
+    )
+
+
+def all_gather(
+    output: Tensor, input: Tensor, group: ProcessGroup | None = None, *, async_op: bool = False, label: str = ""
+) -> Handle:
+    """Write every rank's `input` into `output`, in the order of the ranks.
+
+    input: (n,) contiguous; output: (size * n,) contiguous, same dtype and device; input may be this rank's slice
+    of output.  Raises ValueError naming the call if the tensors do not fit together.
+    """
+    size, rank = group_size(group), group_rank(group)
+    checks.flat_pair("all_gather", label, output, input, size=size, rank=rank)
+    if size == 1:
+        return _copied(output, input)
+    return start(
+        Call.of("all_gather", label, size, output),
+        lambda: compat.all_gather_flat(output, input, group=group, async_op=True),
+        (output, input),
+        async_op=async_op,
+    )
+
+
+def broadcast(
+    tensor: Tensor, group: ProcessGroup | None = None, *, source: int = 0, async_op: bool = False, label: str = ""
+) -> Handle:
+    """Replace `tensor` on every rank by that of rank `source` of the group (not of the world).
+
+    tensor: contiguous, any shape, same shape and dtype on every rank; written in place.
+    Raises ValueError naming the call if there is no such rank.
+    """
+    checks.dense("broadcast", label, "tensor", tensor)
+    size = group_size(group)
+    if not 0 <= source < size:
+        raise ValueError(
+            f"{named('broadcast', label)}: source {source} is not a rank of the group; allowed: 0 to {size - 1}."
+        )
+    if size == 1:
+        return DONE
+    sender = source if group is None else dist.get_global_rank(group, source)
+    return start(
+        Call.of("broadcast", label, size, tensor),
+        lambda: dist.broadcast(tensor, src=sender, group=group, async_op=True),
+        (tensor,),
+        async_op=async_op,
+    )
+
+
+def barrier(group: ProcessGroup | None = None, *, label: str = "") -> None:
+    """Return when every rank of the group has come here.  Raises CollectiveFailed if one does not."""
+    size = group_size(group)
+    if size == 1:
+        return
+    device = wire_device(group)
+    device_ids = [device.index] if device.type == "cuda" else None
+    start(
+        Call("barrier", label, size),
+        lambda: dist.barrier(group=group, async_op=True, device_ids=device_ids),
+        (),
+        async_op=False,
+    )
+
+
+def wire_device(group: ProcessGroup | None = None) -> torch.device:
+    """Where tensors must live to travel over `group`: the current GPU for NCCL, else the CPU."""
+    backend = dist.get_backend(group) if dist.is_initialized() else "gloo"
+    if "nccl" in backend and "gloo" not in backend:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _reduction(call: str, label: str, op: str) -> dist.ReduceOp.RedOpType:
+    if op not in _OPS:
+        raise ValueError(f"{named(call, label)}: unknown op {op!r}; allowed: {', '.join(map(repr, _OPS))}.")
+    return _OPS[op]
+
+
+def _copied(output: Tensor, input: Tensor) -> Handle:
+    """What a gather or a scatter is at world size 1."""
+    if output.data_ptr() != input.data_ptr():
+        with torch.no_grad():
+            output.copy_(input)
+    return DONE

@@ -1,0 +1,32 @@
+"""The one place that knows which torch is installed.
+
+torch 2.13 renames the flat collectives (`all_gather_into_tensor` became `all_gather_single`) and warns about the
+old names; torch 2.6 to 2.12 have only the old ones.  The choice is made once, at import, so that no call pays
+for it and no other file carries a version test.  `group_timeout_s` reads a private attribute; without it the
+answer is the caller's own figure, and a test fails loudly when a new torch moves it.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Public classes that torch leaves out of the export list its types are checked by.
+FileStore: Any = dist.FileStore  # type: ignore[attr-defined,unused-ignore]
+HashStore: Any = dist.HashStore  # type: ignore[attr-defined,unused-ignore]
+PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined,unused-ignore]
+rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined,unused-ignore]
+
+
+def group_timeout_s(group: Any, device: Any, otherwise: float) -> float:
+    """Seconds that the collectives of `group` on `device` may take, or `otherwise` where torch does not tell."""
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return otherwise
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else otherwise

@@ -1,0 +1,166 @@
+"""What a collective returns: something to wait for.
+
+torch's `Work` is not enough for three reasons: it does not say *which* collective failed, it leaves the life of
+the tensors to the back end, and its time is unknown to us.  `Pending` adds the caller's label to every error,
+keeps the tensors alive until the wait, and closes the trace record there.  World size 1 returns `DONE`, a
+handle like any other, so that callers never ask.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, final
+
+import attrs
+from torch import Tensor
+
+from zcomm import trace
+
+__all__ = ["DONE", "CollectiveFailed", "Handle"]
+
+
+class CollectiveFailed(RuntimeError):
+    """A collective ended in an error: a peer died, timed out, or called something else.  The cause is chained."""
+
+
+class Handle(Protocol):
+    """A collective that was issued."""
+
+    def wait(self) -> None:
+        """Return when the result may be used (on a GPU: by work of the current stream).  May be called again.
+
+        Raises CollectiveFailed if the collective did not succeed.
+        """
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+
+@final
+class Done:
+    """The handle of a collective that is finished or had nothing to move."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "zcomm.DONE"
+
+
+DONE: Handle = Done()
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """One collective in words: the subject of its error messages and of its trace record.  Holds no tensor."""
+
+    op: str  # the public function's name
+    label: str  # the caller's name for this use of it
+    group_size: int  # ranks that take part
+    payload: str = ""  # "float32[1024] on cpu": the larger of input and output; "" for a barrier
+    dtype: str = ""  # of the payload, without the "torch." prefix
+    numel: int = 0  # elements of the payload
+    nbytes: int = 0  # bytes of the payload
+
+    @classmethod
+    def of(cls, op: str, label: str, group_size: int, tensor: Tensor) -> Call:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        payload = f"{dtype}{list(tensor.shape)} on {tensor.device}"
+        return cls(op, label, group_size, payload, dtype, tensor.numel(), tensor.nbytes)
+
+    def __str__(self) -> str:
+        name = named(self.op, self.label)
+        return f"{name} {f'of {self.payload} ' if self.payload else ''}over {self.group_size} ranks"
+
+
+def named(op: str, label: str) -> str:
+    """How messages name a collective: `all_reduce 'grad_bucket[3]'`."""
+    return f"{op} {label!r}" if label else op
+
+
+@final
+@attrs.define(eq=False)
+class Pending:
+    """A collective under way.
+
+    Invariant: `work` is None exactly when the collective has been waited for with success; from then on no
+    tensor is held.  After a failure every further wait raises again.
+    """
+
+    call: Call
+    work: Any  # torch.distributed.Work; torch leaves it untyped in places
+    tensors: tuple[Tensor, ...]  # kept alive until the wait
+    sinks: tuple[trace.Sink, ...]  # the traces that were open at the issue
+    index: int  # order of issue, for the trace
+    issued_s: float  # time.perf_counter() at the issue
+
+    def is_done(self) -> bool:
+        return self.work is None or bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        if self.work is None:
+            return
+        began_s = time.perf_counter()
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise _failure(self.call, error, time.perf_counter() - self.issued_s) from error
+        sinks = self.sinks
+        self.work, self.tensors, self.sinks = None, (), ()
+        if sinks:
+            trace.deliver(sinks, self._record(began_s, time.perf_counter()))
+
+    def _record(self, began_s: float, ended_s: float) -> trace.Record:
+        return trace.Record(
+            op=self.call.op,
+            label=self.call.label,
+            nbytes=self.call.nbytes,
+            ms=(ended_s - self.issued_s) * 1e3,
+            group_size=self.call.group_size,
+            dtype=self.call.dtype,
+            numel=self.call.numel,
+            wait_ms=(ended_s - began_s) * 1e3,
+            index=self.index,
+        )
+
+
+def start(call: Call, issue: Callable[[], Any], tensors: tuple[Tensor, ...], *, async_op: bool) -> Handle:
+    """Issue a collective through torch; wait for it unless `async_op`.
+
+    `issue` calls torch with async_op=True and returns the Work.  Raises ValueError where the back end cannot
+    do this at all (dtype, device) and CollectiveFailed where it tried and failed.
+    """
+    sinks, index, issued_s = trace.open_sinks(), trace.next_index(), time.perf_counter()
+    try:
+        work = issue()
+    except RuntimeError as error:
+        raise _failure(call, error, time.perf_counter() - issued_s) from error
+    handle = Pending(call, work, tensors, sinks, index, issued_s)
+    if async_op:
+        return handle
+    handle.wait()
+    return DONE
+
+
+_UNSUPPORTED = {
+    "Invalid scalar type": "the back end cannot move or reduce this dtype. Cast it, or view it as uint8 to move it.",
+    "No backend type associated with device": (
+        "the group has no back end for this device. NCCL groups take cuda tensors, Gloo groups cpu tensors."
+    ),
+}
+
+
+def _failure(call: Call, error: RuntimeError, after_s: float) -> Exception:
+    """The error to raise in place of torch's."""
+    for sign, advice in _UNSUPPORTED.items():
+        if sign in str(error):
+            return ValueError(f"{call}: {advice}")
+    first_line = (str(error).splitlines() or [""])[0]
+    return CollectiveFailed(
+        f"{call} failed after {after_s:.1f} s: {first_line} "
+        "(A peer died, timed out or called another collective; look at the other ranks first.)"
+    )

@@ -1,0 +1,117 @@
+"""One warm rank process, seen from the test process: start it, talk to it, ask where it is, bury it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import attrs
+
+from zcomm.testing import rank as rank_module
+from zcomm.testing.rank import DUMP_SIGNAL
+
+RANK_NAME = "zcomm-rank"  # of the processes
+START_LIMIT_S = 60.0  # for a process to start; the first one also waits for the fork server to import torch
+_PRELOAD = ["torch", "torch.distributed", "numpy", "zcomm", "zcomm.testing.rank"]
+
+
+@attrs.define(eq=False)
+class Rank:
+    """One warm process."""
+
+    process: BaseProcess
+    connection: Connection  # jobs go out, answers come in
+    stack_path: Path  # where the process writes its Python stack when asked, or when it crashes
+
+    @classmethod
+    def start(cls, stack_path: Path) -> Rank:
+        """Fork a process from the fork server.  It is not ready yet: see `await_ready`."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*_PRELOAD, *(["pytest"] if "pytest" in sys.modules else [])])
+        ours, theirs = context.Pipe()
+        with _without_main_module():
+            process = context.Process(
+                target=rank_module.serve, args=(theirs, str(stack_path)), name=RANK_NAME, daemon=True
+            )
+            process.start()
+        theirs.close()  # so that the end of the process is the end of the file for us
+        return cls(process, ours, stack_path)
+
+    def await_ready(self) -> None:
+        if not self.connection.poll(START_LIMIT_S):
+            raise RuntimeError(f"A rank process did not start within {START_LIMIT_S:.0f} s.\n{self.stack()}")
+        try:
+            self.connection.recv_bytes()
+        except EOFError:
+            raise RuntimeError(f"A rank process could not start: {self.epitaph()}") from None
+
+    def stack(self, within_s: float = 1.0) -> str:
+        """The Python stack of every thread in the process, most recent call first.
+
+        The answer comes from a signal handler in C, so it comes from a process that is stuck in native code too.
+        """
+        if self.process.pid is None or not self.process.is_alive():
+            return "(the process is gone)"
+        before = len(self.stack_path.read_text())
+        os.kill(self.process.pid, DUMP_SIGNAL)
+        deadline_s, text = time.monotonic() + within_s, ""
+        while time.monotonic() < deadline_s:
+            time.sleep(0.02)
+            grown = self.stack_path.read_text()[before:]
+            if grown and grown == text:
+                return _without_harness(text)
+            text = grown
+        return "(no answer: the process is stopped, by SIGSTOP or a debugger)"
+
+    def epitaph(self) -> str:
+        """How the process ended, and its Python stack if it crashed."""
+        self.process.join(5.0)
+        code = self.process.exitcode
+        crash = _without_harness(self.stack_path.read_text())
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name} (signal {-code})\n{crash}"
+        return f"the process exited with code {code} before the function returned\n{crash}"
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def bury(self) -> None:
+        self.process.join(5.0)
+        self.connection.close()
+
+
+def _without_harness(stack: str) -> str:
+    """Drop the frames below the user's function (faulthandler prints the most recent call first)."""
+    kept, skipping = [], False
+    for line in stack.splitlines():
+        if not line.startswith("  File"):
+            skipping = False
+        elif f'"{rank_module.__file__}"' in line:
+            skipping = True
+        if not skipping:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Keep multiprocessing from executing the caller's main script in every new process.
+
+    Functions travel by file path, so nothing needs it; a script without an `if __name__ == "__main__"` guard
+    would otherwise start itself again.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -1,0 +1,140 @@
+"""The inside of a warm rank process: a loop that runs one function after another.
+
+A rank lives through many tests, so nothing a test sets may reach the next one: environment, working directory,
+import path, seeds, default dtype, threads, gradient mode and signal handlers are set anew for every job.  The
+process group of a job is destroyed only when *every* rank has returned (the parent says so): a rank that closed
+its sockets early would break the last collective of a slower one.
+
+This module is preloaded by the fork server and must only import: a thread pool started before the fork would
+hang the children.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import sys
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from zcomm import compat
+from zcomm.testing.failure import Ending, RankReport, describe, is_lost_peer
+from zcomm.testing.reference import FunctionRef, resolve
+
+DUMP_SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2))  # asks for the Python stack; out of users' way
+STARTED, FINISHED = b"started", b"finished"  # rank -> parent: function begins; parent -> rank: all returned
+
+
+@attrs.frozen
+class Job:
+    """One function for one rank."""
+
+    rank: int
+    world_size: int
+    store_path: str  # file through which the ranks of this job find each other
+    timeout_s: float  # the parent's time limit; collectives get more, so that the parent is first
+    function: FunctionRef
+    arguments: bytes  # pickle of (args, kwargs); opened only when the function's module is loaded
+    environ: dict[str, str]  # the caller's environment
+    cwd: str
+    path: list[str]  # the caller's sys.path
+
+
+def serve(connection: Connection, stack_path: str) -> None:
+    """Run jobs until the parent hangs up.  Leaves with os._exit after a failure, so that peers see it at once."""
+    _settle(stack_path)
+    connection.send_bytes(STARTED)
+    while True:
+        try:
+            job: Job = pickle.loads(connection.recv_bytes())
+            answer, ended_well = _run(job, connection)
+            connection.send_bytes(answer)
+            if not ended_well:
+                os._exit(1)
+            connection.recv_bytes()  # FINISHED
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+        _clean()
+
+
+def _settle(stack_path: str) -> None:
+    """Once a process: die with the parent, leave Ctrl-C to it, be able to show the stack."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    stack_file = open(stack_path, "w")  # noqa: SIM115 - must stay open for the signal handler
+    faulthandler.enable(file=stack_file)
+    faulthandler.register(DUMP_SIGNAL, file=stack_file, all_threads=True)
+
+
+def _run(job: Job, connection: Connection) -> tuple[bytes, bool]:
+    """The pickled answer of one job, (ending, value or RankReport), and whether the function returned."""
+    try:
+        _prepare(job)
+        function = resolve(job.function)
+        args, kwargs = pickle.loads(job.arguments)
+        _join(job)
+        connection.send_bytes(STARTED)
+        value = function(*args, **kwargs)
+        return _pickled(job, value), True
+    except BaseException as error:
+        ending = Ending.LOST_PEER if is_lost_peer(error) else Ending.RAISED
+        report = RankReport(job.rank, ending, describe(error, hide=__file__), type(error).__name__)
+        return pickle.dumps((ending, report)), False
+
+
+def _pickled(job: Job, value: Any) -> bytes:
+    try:
+        return pickle.dumps((Ending.RETURNED, value))
+    except Exception as error:
+        raise TypeError(
+            f"{job.function.qualname} returned a {type(value).__name__} that cannot be pickled ({error}). "
+            "Return plain values or tensors."
+        ) from error
+
+
+def _prepare(job: Job) -> None:
+    """Everything a test may have changed, as new."""
+    os.environ.clear()
+    os.environ.update(job.environ)
+    os.chdir(job.cwd)
+    sys.path[:] = job.path
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    if torch.are_deterministic_algorithms_enabled():  # asked first: the setter imports the compiler, 2 s
+        torch.use_deterministic_algorithms(False)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def _join(job: Job) -> None:
+    """The default process group of this job."""
+    dist.init_process_group(
+        "gloo",
+        store=compat.FileStore(job.store_path, job.world_size),
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout_s + 60),
+    )
+
+
+def _clean() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM"):
+        number = getattr(signal, name, None)
+        if number is not None and number != DUMP_SIGNAL:
+            signal.signal(number, signal.SIG_DFL)

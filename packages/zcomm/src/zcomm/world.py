@@ -1,0 +1,223 @@
+"""Joining the other processes, once, from wherever this one was started.
+
+`init()` asks `launch.detect` who this process is, picks NCCL where there is a GPU and Gloo where there is none,
+meets the others at one address, and gives back a `World`.  It may be called by every layer that needs a world:
+the first call does the work, later ones return the same object, and a default group that somebody else made is
+adopted and never destroyed.
+
+A world of one is a real process group (Gloo over a store in memory: no port, no name look-up), so that meshes
+and collectives need no second path.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from types import TracebackType
+from typing import final
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from zcomm import compat
+from zcomm.launch import SINGLE, Launch, detect
+from zcomm.rendezvous import meeting_point, rendezvous_failed
+
+__all__ = ["World", "init"]
+
+_DEFAULT_TIMEOUT_S = 600.0
+_BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
+
+
+@final
+@attrs.define(eq=False)
+class World:
+    """The processes of one run, as this one sees them.  A context manager that closes itself.
+
+    Invariant: `group` is torch.distributed's default group until `close()`, then None.
+    """
+
+    launch: Launch  # who this process is
+    backend: str  # of the default group: one of "gloo", "nccl", "cpu:gloo,cuda:nccl" unless adopted
+    device: torch.device  # where this rank computes
+    group: ProcessGroup | None  # the default group
+    timeout_s: float  # how long the rendezvous and each collective may take
+    _resources: ExitStack = attrs.field(factory=ExitStack, repr=False)  # what init() made; empty when it adopted
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.launch.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self.launch.local_rank
+
+    def close(self) -> None:
+        """Destroy the default group if init() made it.  May be called again."""
+        self._resources.close()
+        self.group = None
+
+    def is_current(self) -> bool:
+        """Whether our group is still torch's default group: not closed, and not destroyed behind our back."""
+        return self.group is not None and dist.is_initialized() and dist.group.WORLD is self.group
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trail: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_current: World | None = None  # the one that init() gave last; torch's default group is one a process as well
+
+
+def init(
+    *,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    timeout_s: float | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> World:
+    """Join the other processes of this run and return the `World`.  Idempotent.
+
+    backend: "nccl", "gloo" or "cpu:gloo,cuda:nccl"; by default NCCL with a GPU and Gloo without.
+    device: where this rank computes; by default the GPU number local_rank, or the CPU.  A GPU becomes the current
+        CUDA device.
+    timeout_s: for the rendezvous and for every collective; by default ZCOMM_TIMEOUT_S (seconds), else
+        DEEPSPEED_TIMEOUT (minutes), else 600.
+    environ: read in place of os.environ.
+
+    Raises RendezvousFailed if the others do not come in time, ValueError for an environment or an argument that
+    contradicts itself, the machine, or the world that exists already.
+    """
+    global _current
+    env = os.environ if environ is None else environ
+    limit_s = resolve_timeout_s(timeout_s, env)
+    wanted = None if device is None else torch.device(device)
+    if _current is None or not _current.is_current():
+        make = _adopted if dist.is_initialized() else _created
+        _current = make(backend, wanted, limit_s, env)
+    _check_agreement(_current, backend, wanted)
+    return _current
+
+
+def resolve_timeout_s(given_s: float | None, env: Mapping[str, str]) -> float:
+    """The time limit in seconds from the argument, ZCOMM_TIMEOUT_S, DEEPSPEED_TIMEOUT (minutes) or the default."""
+    sources = (
+        ("timeout_s", given_s, "seconds"),
+        ("ZCOMM_TIMEOUT_S", env.get("ZCOMM_TIMEOUT_S") or None, "seconds"),
+        ("DEEPSPEED_TIMEOUT", env.get("DEEPSPEED_TIMEOUT") or None, "minutes"),
+        ("the default", _DEFAULT_TIMEOUT_S, "seconds"),
+    )
+    name, value, unit = next(source for source in sources if source[1] is not None)
+    try:
+        limit_s = float(value or 0) * {"seconds": 1, "minutes": 60}[unit]
+    except ValueError:
+        limit_s = 0.0
+    if not 0 < limit_s < 1e8:  # also refuses nan
+        raise ValueError(f"{name}={value!r} must be a positive number of {unit}.")
+    return limit_s
+
+
+def place(
+    backend: str | None, device: torch.device | None, launch: Launch, num_gpus: int
+) -> tuple[str, torch.device]:
+    """The back end and the device of a rank on a machine that shows it `num_gpus` GPUs.  Pure.
+
+    A rank that sees one GPU takes it whatever its local rank, because schedulers hide the GPUs of the others.
+    """
+    if backend is not None and backend not in _BACKENDS:
+        raise ValueError(f"backend {backend!r} is unknown; allowed: {', '.join(map(repr, _BACKENDS))}.")
+    wants_gpu = device.type == "cuda" if device is not None else num_gpus > 0 and backend != "gloo"
+    if not wants_gpu:
+        if backend not in (None, "gloo"):
+            reason = f"device is {device}" if device is not None else "this machine shows none"
+            raise ValueError(f"backend {backend!r} needs a GPU, but {reason}. Use backend='gloo'.")
+        return "gloo", device or torch.device("cpu")
+    default_index = 0 if num_gpus == 1 else launch.local_rank
+    index = default_index if device is None or device.index is None else device.index
+    if index >= num_gpus:
+        raise ValueError(
+            f"rank {launch.rank} (local rank {launch.local_rank}) wants GPU {index}, but this machine shows "
+            f"{num_gpus}. Start fewer processes on it, set LOCAL_RANK, or pass device='cpu'."
+        )
+    return backend or "nccl", torch.device("cuda", index)
+
+
+def _created(backend: str | None, device: torch.device | None, limit_s: float, env: Mapping[str, str]) -> World:
+    """Make the default group: who, where, meet, connect."""
+    launch = detect(env)
+    chosen, where = place(backend, device, launch, torch.cuda.device_count())
+    with ExitStack() as undo:
+        _prefer_loopback(launch, undo)
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+        try:
+            dist.init_process_group(
+                chosen,
+                store=meeting_point(launch, limit_s),
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timedelta(seconds=limit_s),
+                device_id=where if "nccl" in chosen else None,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise rendezvous_failed(launch, limit_s, error) from error
+        undo.callback(_destroy, dist.group.WORLD)
+        return World(launch, chosen, where, dist.group.WORLD, limit_s, undo.pop_all())
+
+
+def _destroy(group: ProcessGroup | None) -> None:
+    """Destroy the default group, unless somebody did, and perhaps made another."""
+    if dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()
+
+
+def _adopted(_: str | None, device: torch.device | None, limit_s: float, env: Mapping[str, str]) -> World:
+    """A World around the default group that somebody else made."""
+    rank, world_size, backend, group = dist.get_rank(), dist.get_world_size(), dist.get_backend(), dist.group.WORLD
+    try:
+        launch = detect(env)
+    except ValueError:  # the environment need not describe a group that was made without it
+        launch = SINGLE
+    if (launch.rank, launch.world_size) != (rank, world_size):
+        launch = Launch(rank, world_size, rank, world_size, SINGLE.address, SINGLE.port, "adopted")
+    on_gpu = "nccl" in backend and torch.cuda.is_available()
+    own = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    timeout_s = compat.group_timeout_s(group, own, otherwise=limit_s)
+    return World(launch, backend, own if device is None else device, group, timeout_s)
+
+
+def _check_agreement(world: World, backend: str | None, device: torch.device | None) -> None:
+    """Raise if the world that exists is not of the kind that is asked for."""
+    if backend not in (None, world.backend):
+        raise ValueError(
+            f"init(backend={backend!r}): this process has a default group already, with backend {world.backend!r}. "
+            "Leave backend out to use it, or close that world first."
+        )
+    if device is None:
+        return
+    if device.type != world.device.type or device.index not in (None, world.device.index):
+        raise ValueError(f"init(device={str(device)!r}): this process computes on {world.device} already.")
+
+
+def _prefer_loopback(launch: Launch, undo: ExitStack) -> None:
+    """Keep Gloo on the loopback interface where all ranks meet there, so that no host name is looked up.
+
+    Groups made later read the variable again, so it stays until the world is closed.
+    """
+    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if launch.meets_on_loopback and names and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = names.pop()
+        undo.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)

@@ -1,0 +1,117 @@
+"""Handles: lives of tensors, times, errors."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import zcomm
+from zcomm import handles
+from zcomm.handles import Call, start
+
+
+class FakeWork:
+    """A Work whose wait does what the test says."""
+
+    def __init__(self, on_wait: Callable[[], None] = lambda: None) -> None:
+        self.on_wait = on_wait
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.on_wait()
+
+    def is_completed(self) -> bool:
+        return self.waits > 0
+
+
+def call_on(tensor: torch.Tensor, label: str = "x") -> Call:
+    return Call.of("all_reduce", label, 2, tensor)
+
+
+def test_tensors_live_until_the_wait_and_not_longer() -> None:
+    tensor = torch.zeros(4)
+    seen = weakref.ref(tensor)
+    handle = start(call_on(tensor), FakeWork, (tensor,), async_op=True)
+    del tensor
+    gc.collect()
+    assert seen() is not None
+    handle.wait()
+    gc.collect()
+    assert seen() is None
+
+
+def test_waiting_twice_waits_once() -> None:
+    work = FakeWork()
+    handle = start(call_on(torch.zeros(1)), lambda: work, (), async_op=True)
+    assert not handle.is_done()
+    handle.wait()
+    handle.wait()
+    assert work.waits == 1
+    assert handle.is_done()
+
+
+def test_a_synchronous_call_waits_and_returns_done() -> None:
+    work = FakeWork()
+    assert start(call_on(torch.zeros(1)), lambda: work, (), async_op=False) is zcomm.DONE
+    assert work.waits == 1
+
+
+def test_times_run_from_the_issue_and_the_wait_alone_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = [100.0]
+    monkeypatch.setattr(handles.time, "perf_counter", lambda: clock_s[0])
+
+    def take(seconds: float) -> None:
+        clock_s[0] += seconds
+
+    with zcomm.traced([]) as log:
+        handle = start(call_on(torch.zeros(3)), lambda: FakeWork(lambda: take(2.0)), (), async_op=True)
+        take(5.0)  # the work that hides the communication
+        handle.wait()
+    assert [(record.ms, record.wait_ms) for record in log] == [(7000.0, 2000.0)]
+    assert (log[0].nbytes, log[0].numel, log[0].dtype, log[0].group_size) == (12, 3, "float32", 2)
+
+
+def test_a_failure_names_the_call_keeps_the_cause_and_repeats() -> None:
+    def break_down() -> None:
+        raise RuntimeError("Connection reset by peer\nsecond line")
+
+    handle = start(call_on(torch.zeros(2), "g[1]"), lambda: FakeWork(break_down), (), async_op=True)
+    for _ in range(2):
+        with pytest.raises(
+            zcomm.CollectiveFailed,
+            match=r"all_reduce 'g\[1\]' of float32\[2\] on cpu over 2 ranks failed after .* s: Connection reset by peer \(A",
+        ) as caught:
+            handle.wait()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_failure_is_not_recorded() -> None:
+    def break_down() -> None:
+        raise RuntimeError("gone")
+
+    with zcomm.traced([]) as log, pytest.raises(zcomm.CollectiveFailed):
+        start(call_on(torch.zeros(2)), lambda: FakeWork(break_down), (), async_op=False)
+    assert log == []
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [("Invalid scalar type", "view it as uint8"), ("No backend type associated with device type cpu", "NCCL groups")],
+)
+def test_what_the_back_end_cannot_do_is_a_value_error(said: str, advice: str) -> None:
+    def refuse() -> None:
+        raise RuntimeError(said)
+
+    with pytest.raises(ValueError, match=advice):
+        start(call_on(torch.zeros(1)), refuse, (), async_op=False)
+
+
+def test_done_is_a_handle_like_any_other() -> None:
+    zcomm.DONE.wait()
+    assert zcomm.DONE.is_done()
+    assert repr(zcomm.DONE) == "zcomm.DONE"

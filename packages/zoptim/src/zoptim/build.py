@@ -1,0 +1,144 @@
+"""Optimizers by name and option dict, as a DeepSpeed JSON config spells them.
+
+Names: adam, adamw and sgd in any case build zoptim's own; adagrad in any case and every other class of
+torch.optim by its exact name build torch's.  Names that DeepSpeed knows and zoptim does not have yet
+are refused as such.
+
+What DeepSpeed's spelling means, and is kept:
+
+* "Adam" decouples the weight decay (it is AdamW) unless `adam_w_mode` is false.
+* weight_decay is 0 unless given, also for "AdamW" (torch's AdamW class has 0.01).
+* `torch_adam` takes torch's class instead of ours.
+* `max_grad_norm` never clipped anything here: gradient_clipping does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .adam import Adam, AdamW
+from .checks import flag
+from .errors import NotAvailableYetError, UnknownNameError, did_you_mean, refuse_unknown_options
+from .flat import Params
+from .sgd import SGD
+
+__all__ = ["make_optimizer"]
+
+_KERNEL_OPTIONS = ("maximize", "fused", "foreach")
+_ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "bias_correction", *_KERNEL_OPTIONS)
+_DEEPSPEED_ADAM_OPTIONS = ("adam_w_mode", "torch_adam", "fp32_optimizer_states")
+_SGD_OPTIONS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", *_KERNEL_OPTIONS)
+
+# Folded name -> what to use meanwhile.
+_NOT_YET = {
+    "lamb": "AdamW",
+    "lion": "AdamW",
+    "muon": "AdamW, or an instance of torch.optim.Muon over the two-dimensional weights",
+    "onebitadam": "AdamW",
+    "zerooneadam": "AdamW",
+    "onebitlamb": "AdamW",
+    "muadam": "Adam",
+    "muadamw": "AdamW",
+    "musgd": "SGD",
+}
+
+
+def make_optimizer(name: str, params: Params, options: Mapping[str, Any] | None = None) -> torch.optim.Optimizer:
+    """The optimizer that a config's `{"type": name, "params": options}` asks for.
+
+    params: parameters, named parameters or group dicts, as torch.optim takes them.  Lists in `options` (as
+    JSON has them) become tuples.
+
+    Raises UnknownNameError for an unknown name or option (with the nearest one), NotAvailableYetError for DeepSpeed
+    optimizers that are not here, ValueError or TypeError for values out of range.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the optimizer's name is {name!r}; it must be a string such as 'AdamW'.")
+    given = {key: tuple(v) if isinstance(v, list) else v for key, v in (options or {}).items()}
+    if "max_grad_norm" in given:
+        raise ValueError(
+            f"{name} was given max_grad_norm={given['max_grad_norm']!r}; optimizers do not clip here. "
+            "Remove it and set gradient_clipping at the top level of the config."
+        )
+    maker = _OURS.get(name.lower())
+    return maker(name, params, given) if maker else _make_torch(name, params, given)
+
+
+def _make_adam(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
+    refuse_unknown_options(name, options, (*_ADAM_OPTIONS, *_DEEPSPEED_ADAM_OPTIONS))
+    decoupled = flag("adam_w_mode", options.pop("adam_w_mode", True))
+    use_torch = flag("torch_adam", options.pop("torch_adam", False))
+    if not flag("fp32_optimizer_states", options.pop("fp32_optimizer_states", True)):
+        raise NotAvailableYetError(
+            f"{name} was given fp32_optimizer_states=False; optimizer states below float32 are not available "
+            "yet. Remove the option, or set it to true."
+        )
+    if name.lower() == "adamw" and not decoupled:
+        raise ValueError(
+            f"{name} was given adam_w_mode=False, which contradicts its name. "
+            'Use type "Adam" with adam_w_mode false for L2 decay, or remove adam_w_mode.'
+        )
+    options.setdefault("weight_decay", 0.0)
+    if use_torch:
+        return _make_torch_adam(name, params, options, decoupled)
+    return AdamW(params, **options) if decoupled else Adam(params, **options)
+
+
+def _make_torch_adam(name: str, params: Params, options: dict[str, Any], decoupled: bool) -> torch.optim.Optimizer:
+    if not flag("bias_correction", options.pop("bias_correction", True)):
+        raise ValueError(
+            f"{name} was given torch_adam=True and bias_correction=False, but torch's Adam always corrects. "
+            "Remove one of the two; zoptim's own Adam honours bias_correction."
+        )
+    return torch.optim.AdamW(params, **options) if decoupled else torch.optim.Adam(params, **options)
+
+
+def _make_sgd(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
+    refuse_unknown_options(name, options, _SGD_OPTIONS)
+    return SGD(params, **options)
+
+
+def _make_adagrad(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
+    return _make_torch("Adagrad", params, options)
+
+
+def _make_torch(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
+    """A class of torch.optim by exact name; options pass through once their names are known."""
+    if name.lower() in _NOT_YET:
+        raise NotAvailableYetError(
+            f"the optimizer {name!r} is not available yet. Meanwhile use {_NOT_YET[name.lower()]}."
+        )
+    classes = _torch_classes()
+    if name not in classes:
+        own = ("Adam", "AdamW", "SGD", "Adagrad")
+        raise UnknownNameError(
+            f"there is no optimizer {name!r}.{did_you_mean(name, [*own, *classes])} "
+            f"Allowed: {', '.join(own)} in any case; by exact name torch's {', '.join(classes)}."
+        )
+    allowed = [option for option in inspect.signature(classes[name]).parameters if option != "params"]
+    refuse_unknown_options(f"torch.optim.{name}", options, allowed)
+    return classes[name](params, **options)
+
+
+def _torch_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
+    """torch.optim's optimizers by name, without the base class and without those that are ours to name."""
+    return {
+        name: value
+        for name, value in sorted(vars(torch.optim).items())
+        if isinstance(value, type)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
+        and name.lower() not in _NOT_YET
+    }
+
+
+_OURS: dict[str, Callable[[str, Params, dict[str, Any]], torch.optim.Optimizer]] = {
+    "adam": _make_adam,
+    "adamw": _make_adam,
+    "sgd": _make_sgd,
+    "adagrad": _make_adagrad,
+}

@@ -1,0 +1,112 @@
+"""The update rules as pure functions: the definition that every kernel is measured against.
+
+A rule takes tensors of any floating dtype and returns new tensors of that dtype; nothing is
+written in place and nothing is remembered, so the same call in float64 is the oracle for the
+float32 kernel, and the text of a rule can be read beside its paper.  A rule knows no loss scale:
+the caller divides the gradient first, which is what a kernel's `grad_scale` has to amount to.
+
+Rejected: sharing code with the kernels.  An oracle that calls what it judges judges nothing.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+__all__ = ["AdamMoments", "adam_rule", "adamw_rule", "sgd_rule"]
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class AdamMoments:
+    """What Adam remembers of one tensor.  All tensors have the parameter's shape and dtype."""
+
+    step: int = 0  # updates applied so far
+    exp_avg: Tensor  # running mean of the gradient
+    exp_avg_sq: Tensor  # running mean of its square
+    max_exp_avg_sq: Tensor | None = None  # running maximum of exp_avg_sq; present means AMSGrad
+
+    @classmethod
+    def zeros(cls, param: Tensor, *, amsgrad: bool = False) -> AdamMoments:
+        """The memory before the first update of `param`."""
+        zero = torch.zeros_like(param)
+        return cls(exp_avg=zero, exp_avg_sq=zero, max_exp_avg_sq=zero if amsgrad else None)
+
+
+def adamw_rule(
+    param: Tensor,
+    grad: Tensor,
+    moments: AdamMoments,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    maximize: bool = False,
+    bias_correction: bool = True,
+) -> tuple[Tensor, AdamMoments]:
+    """Adam with the decay taken off the weights directly (Loshchilov and Hutter 2019, algorithm 2).
+
+    Returns the new parameter and the new moments.  AMSGrad is on when `moments` carries the maximum.
+    """
+    direction, after = _adam_direction(-grad if maximize else grad, moments, betas, eps, bias_correction)
+    return param * (1 - lr * weight_decay) - lr * direction, after
+
+
+def adam_rule(
+    param: Tensor,
+    grad: Tensor,
+    moments: AdamMoments,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    bias_correction: bool = True,
+) -> tuple[Tensor, AdamMoments]:
+    """Adam with the decay added to the gradient, as an L2 penalty (Kingma and Ba 2015, algorithm 1)."""
+    penalised = (-grad if maximize else grad) + weight_decay * param
+    direction, after = _adam_direction(penalised, moments, betas, eps, bias_correction)
+    return param - lr * direction, after
+
+
+def sgd_rule(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    *,
+    lr: float = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Stochastic gradient descent in torch's form: the first buffer is the gradient, undampened.
+
+    `momentum_buffer` is None before the first update, and stays None without momentum.
+    """
+    direction = (-grad if maximize else grad) + weight_decay * param
+    if momentum == 0:
+        return param - lr * direction, None
+    buffer = direction  # the first buffer, see [Note: the first momentum] in sgd.py
+    if momentum_buffer is not None:
+        buffer = momentum * momentum_buffer + (1 - dampening) * direction
+    return param - lr * (direction + momentum * buffer if nesterov else buffer), buffer
+
+
+def _adam_direction(
+    grad: Tensor, moments: AdamMoments, betas: tuple[float, float], eps: float, bias_correction: bool
+) -> tuple[Tensor, AdamMoments]:
+    """m-hat / (sqrt(v-hat) + eps) and the moments that go with it."""
+    beta1, beta2 = betas
+    step = moments.step + 1
+    mean = beta1 * moments.exp_avg + (1 - beta1) * grad
+    square = beta2 * moments.exp_avg_sq + (1 - beta2) * grad * grad
+    largest = None if moments.max_exp_avg_sq is None else torch.maximum(moments.max_exp_avg_sq, square)
+    correction1 = 1 - beta1**step if bias_correction else 1.0
+    correction2 = 1 - beta2**step if bias_correction else 1.0
+    denominator = ((square if largest is None else largest) / correction2).sqrt() + eps
+    after = AdamMoments(step=step, exp_avg=mean, exp_avg_sq=square, max_exp_avg_sq=largest)
+    return mean / correction1 / denominator, after

@@ -1,0 +1,94 @@
+"""What the five schedules share: a counter, and a law that turns it into learning rates.
+
+The counter is the whole state.  Loading it sets the learning rates at once, so optimizer and schedule
+may be restored in any order.  Rejected: torch's LRScheduler as the base class; it is defined by
+recurrences and keeps a dozen attributes in its state, where these laws are closed forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import integer, number
+
+__all__ = ["Schedule"]
+
+
+class Schedule:
+    """Sets the learning rate of every group of an optimizer from the number of applied updates.
+
+    Call `step()` once after each *applied* update.  The base keeps each group's own learning rate.
+
+    Invariant: after construction, `step` and `load_state_dict`, every group's lr is the law's value at
+    `last_batch_iteration`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer.")
+        self.optimizer = optimizer
+        # Each group's own lr.  `initial_lr` is torch's name for it, and survives in optimizer checkpoints.
+        self.base_lrs = [float(g.setdefault("initial_lr", float(g["lr"]))) for g in optimizer.param_groups]
+        # -1 before the first applied update, 0 after it.
+        self.last_batch_iteration = integer("last_batch_iteration", last_batch_iteration, -1)
+        self._apply()
+
+    def lrs(self, t: int) -> list[float]:
+        """The law: one learning rate per group at t = last_batch_iteration.  Pure."""
+        return list(self.base_lrs)
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Count one applied update (or jump to the given count) and set the learning rates."""
+        t = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = integer("last_batch_iteration", t, -1)
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """The learning rates that the next update runs with, one per group."""
+        return self.lrs(self.last_batch_iteration)
+
+    def get_last_lr(self) -> list[float]:
+        """The same as get_lr: the rates set last, which are in the optimizer now."""
+        return self.get_lr()
+
+    def state_dict(self) -> dict[str, int]:
+        """{"last_batch_iteration": int}: the whole state."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the counter and set the learning rates.  Raises ValueError for another schedule's state."""
+        if "last_batch_iteration" not in state:
+            raise ValueError(
+                f"the state of a {type(self).__name__} needs last_batch_iteration; "
+                f"it has {', '.join(map(str, state)) or 'nothing'}."
+            )
+        self.step(state["last_batch_iteration"])
+
+    def _apply(self) -> None:
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.base_lrs):
+            raise ValueError(
+                f"{type(self).__name__} was built for {len(self.base_lrs)} parameter groups, the optimizer now "
+                f"has {len(groups)}. Build the schedule after the last add_param_group."
+            )
+        for group, lr in zip(groups, self.get_lr()):
+            if isinstance(group["lr"], Tensor):
+                with torch.no_grad():
+                    group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def _per_group(self, name: str, value: float | Sequence[float]) -> list[float]:
+        """One number >= 0 per group, from one number for all or a sequence of one each."""
+        if not isinstance(value, (list, tuple)):
+            return [number(name, value, 0)] * len(self.base_lrs)
+        if len(value) != len(self.base_lrs):
+            raise ValueError(
+                f"{name} has {len(value)} values for {len(self.base_lrs)} parameter groups; "
+                "give one number for all, or one for each."
+            )
+        return [number(f"{name}[{position}]", lr, 0) for position, lr in enumerate(value)]

@@ -1,0 +1,148 @@
+"""Warm-up schedules: hold, decay in a line, or decay along a cosine afterwards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from ..checks import flag, integer, number
+from ..errors import UnknownNameError, did_you_mean
+from . import laws
+from .base import Schedule
+
+__all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+
+Rate = float | Sequence[float]  # one for all groups, or one for each
+
+
+class WarmupLR(Schedule):
+    """From warmup_min_lr to warmup_max_lr over warmup_num_steps updates, then constant.
+
+    warmup_max_lr: None means each group's own lr.  warmup_type: "log" or "linear".  As in DeepSpeed, fewer
+    than 2 warm-up steps count as 2, and the first two updates run at warmup_min_lr.  `exact_peak=True` drops
+    both: see [Note: exact peak] in laws.py.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: Rate = 0.0,
+        warmup_max_lr: Rate | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+        *,
+        exact_peak: bool = False,
+    ) -> None:
+        self._limits = (warmup_min_lr, warmup_max_lr)
+        self.exact_peak = flag("exact_peak", exact_peak)
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps, exact_peak)
+        self.warmup_type = _warmup_type(warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def fraction(self, t: int) -> float:
+        """How far from warmup_min_lr (0) to warmup_max_lr (1).  Pure."""
+        law = laws.exact_warmup_fraction if self.exact_peak else laws.warmup_fraction
+        return law(t, self.warmup_num_steps, self.warmup_type)
+
+    def lrs(self, t: int) -> list[float]:
+        low, high = self._limits
+        lows = self._per_group("warmup_min_lr", low)
+        highs = self.base_lrs if high is None else self._per_group("warmup_max_lr", high)
+        return [least + (most - least) * self.fraction(t) for least, most in zip(lows, highs)]
+
+
+class WarmupDecayLR(WarmupLR):
+    """WarmupLR, then a straight line down to warmup_min_lr at total_num_steps.
+
+    As in DeepSpeed, warmup_max_lr is 0.001 unless given.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: Rate = 0.0,
+        warmup_max_lr: Rate | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+        *,
+        exact_peak: bool = False,
+    ) -> None:
+        self.total_num_steps = _total_steps(total_num_steps, warmup_num_steps)
+        super().__init__(
+            optimizer,
+            warmup_min_lr,
+            warmup_max_lr,
+            warmup_num_steps,
+            warmup_type,
+            last_batch_iteration,
+            exact_peak=exact_peak,
+        )
+
+    def fraction(self, t: int) -> float:
+        law = laws.exact_decay_fraction if self.exact_peak else laws.decay_fraction
+        return law(t, self.warmup_num_steps, self.total_num_steps, self.warmup_type)
+
+
+class WarmupCosineLR(Schedule):
+    """Each group's own lr times a ratio: warmup_min_ratio to 1, then along half a cosine to cos_min_ratio.
+
+    As in DeepSpeed the ratio never reaches 1; `exact_peak=True` makes it: see [Note: exact peak] in laws.py.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+        *,
+        exact_peak: bool = False,
+    ) -> None:
+        self.exact_peak = flag("exact_peak", exact_peak)
+        self.total_num_steps = _total_steps(total_num_steps, warmup_num_steps)
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps, exact_peak)
+        self.warmup_type = _warmup_type(warmup_type)
+        self.low_ratios = (
+            number("warmup_min_ratio", warmup_min_ratio, 0),
+            number("cos_min_ratio", cos_min_ratio, 0),
+        )
+        super().__init__(optimizer, last_batch_iteration)
+
+    def ratio(self, t: int) -> float:
+        """What every group's own lr is multiplied by.  Pure."""
+        law = laws.exact_cosine_ratio if self.exact_peak else laws.cosine_ratio
+        return law(t, self.warmup_num_steps, self.total_num_steps, self.warmup_type, self.low_ratios)
+
+    def lrs(self, t: int) -> list[float]:
+        return [base * self.ratio(t) for base in self.base_lrs]
+
+
+def _warmup_steps(value: int, exact_peak: bool) -> int:
+    steps = integer("warmup_num_steps", value)
+    return steps if exact_peak else max(2, steps)
+
+
+def _warmup_type(value: str) -> str:
+    if value not in ("log", "linear"):
+        raise UnknownNameError(
+            f"warmup_type is {value!r}.{did_you_mean(value, ('log', 'linear'))} Allowed: 'log', 'linear'."
+        )
+    return value
+
+
+def _total_steps(total: int, warmup: int) -> int:
+    total = integer("total_num_steps", total, 1)
+    if total < integer("warmup_num_steps", warmup):
+        warnings.warn(
+            f"total_num_steps {total} is less than warmup_num_steps {warmup}: the warm-up never ends.",
+            stacklevel=3,
+        )
+    return total

@@ -1,0 +1,147 @@
+"""The contract table of optimizers: a new optimizer is a new row of ROWS.
+
+`test_flat*.py` hold every row against the pure rules, torch, flat shards, the grad_scale protocol, state
+dicts and torch's manners.  `row`, `path` and `lab` are fixtures, because test files import no one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+import zoptim
+from zoptim.rules import AdamMoments, adam_rule, adamw_rule, sgd_rule
+
+Memory = Any  # whatever a rule remembers of one tensor
+
+
+@attrs.frozen
+class Row:
+    """One optimizer under contract."""
+
+    name: str
+    ours: type[zoptim.FlatOptimizer]
+    options: dict[str, Any]
+    rule: Callable[[Tensor, Tensor, Memory], tuple[Tensor, Memory]]  # pure; Memory None before the first update
+    torch_class: type[torch.optim.Optimizer] | None  # None: torch has no such option
+
+    def make(self, params: list[Tensor], **more: Any) -> zoptim.FlatOptimizer:
+        return self.ours(params, **self.options, **more)
+
+    def make_torch(self, params: list[Tensor], **more: Any) -> torch.optim.Optimizer:
+        if self.torch_class is None:
+            pytest.skip("torch has no counterpart")
+        return self.torch_class(params, **self.options, **more)
+
+
+def adam_row(name: str, ours: Any, rule: Any, torch_class: Any, amsgrad: bool = False, **hyper: Any) -> Row:
+    rule_hyper = {key: value for key, value in hyper.items() if key != "decoupled_weight_decay"}
+
+    def step(param: Tensor, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        return rule(param, grad, memory or AdamMoments.zeros(param, amsgrad=amsgrad), **rule_hyper)
+
+    return Row(name, ours, {**hyper, **({"amsgrad": True} if amsgrad else {})}, step, torch_class)
+
+
+def sgd_row(name: str, **hyper: Any) -> Row:
+    def step(param: Tensor, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        return sgd_rule(param, grad, memory, **hyper)
+
+    return Row(name, zoptim.SGD, hyper, step, torch.optim.SGD)
+
+
+ADAM = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+ROWS = [
+    adam_row("AdamW", zoptim.AdamW, adamw_rule, torch.optim.AdamW, **ADAM),
+    adam_row("AdamW amsgrad", zoptim.AdamW, adamw_rule, torch.optim.AdamW, amsgrad=True, **ADAM),
+    adam_row("AdamW maximize", zoptim.AdamW, adamw_rule, torch.optim.AdamW, maximize=True, **ADAM),
+    adam_row("AdamW uncorrected", zoptim.AdamW, adamw_rule, None, bias_correction=False, **ADAM),
+    adam_row("Adam", zoptim.Adam, adam_rule, torch.optim.Adam, **ADAM),
+    adam_row("Adam amsgrad", zoptim.Adam, adam_rule, torch.optim.Adam, amsgrad=True, maximize=True, **ADAM),
+    adam_row("Adam uncorrected", zoptim.Adam, adam_rule, None, bias_correction=False, **ADAM),
+    adam_row("Adam decoupled", zoptim.Adam, adamw_rule, torch.optim.Adam, decoupled_weight_decay=True, **ADAM),
+    sgd_row("SGD", lr=0.1, weight_decay=0.1),
+    sgd_row("SGD momentum", lr=0.1, momentum=0.9, weight_decay=0.1),
+    sgd_row("SGD dampening", lr=0.1, momentum=0.9, dampening=0.5, maximize=True),
+    sgd_row("SGD nesterov", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+]
+
+
+@pytest.fixture(params=ROWS, ids=lambda row: row.name)
+def row(request: pytest.FixtureRequest) -> Row:
+    """Every optimizer under contract."""
+    return request.param
+
+
+@pytest.fixture(params=[{}, {"foreach": True}], ids=["fused", "foreach"])
+def path(request: pytest.FixtureRequest) -> dict[str, bool]:
+    """Constructor options that force each of the two ways to update."""
+    return dict(request.param)
+
+
+@pytest.fixture
+def lab() -> type[Lab]:
+    """The tools of the contract tests."""
+    return Lab
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    """Tiny tensors: threads only wait for each other, most of all when test processes share the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+SHAPES = [(7,), (3, 5), (), (0,), (64,), (2, 3, 4, 5)]
+
+
+class Lab:
+    """Deterministic parameters and gradients, and comparisons that say how far apart things are."""
+
+    shapes = SHAPES
+
+    @staticmethod
+    def make_params(shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+    @staticmethod
+    def make_grads(step: int, shapes: list[tuple[int, ...]] = SHAPES) -> list[Tensor]:
+        """Gradients of very different sizes, the same in every dtype: exactly representable in float32."""
+        generator = torch.Generator().manual_seed(100 + step)
+        sizes = [10.0 ** ((step + i) % 5 - 3) for i in range(len(shapes))]
+        return [size * torch.randn(shape, generator=generator) for size, shape in zip(sizes, shapes)]
+
+    @staticmethod
+    def run(optimizer: Any, params: list[Tensor], steps: range, shapes: list[tuple[int, ...]] = SHAPES) -> None:
+        for step in steps:
+            for param, grad in zip(params, Lab.make_grads(step, shapes)):
+                param.grad = grad.to(param.dtype)
+            optimizer.step()
+
+    @staticmethod
+    def state_keys(state_dict: dict[str, Any]) -> dict[int, set[str]]:
+        return {index: set(state) for index, state in state_dict["state"].items() if state}
+
+    @staticmethod
+    def assert_bitwise(actual: list[Tensor], expected: list[Tensor]) -> None:
+        for a, e in zip(actual, expected, strict=True):
+            assert torch.equal(a, e), f"differ by up to {(a - e).abs().max()}"
+
+    @staticmethod
+    def assert_near(actual: list[Tensor], expected: list[Tensor], rtol: float, atol: float) -> None:
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a.detach().double(), e.detach().double(), rtol=rtol, atol=atol)
+
+    @staticmethod
+    def snapshot(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[Tensor]:
+        """Weights and every state tensor, copied."""
+        state = [value for param in params for value in optimizer.state[param].values()]
+        return [tensor.detach().clone() for tensor in [*params, *state]]

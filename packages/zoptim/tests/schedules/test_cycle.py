@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zoptim
+from zoptim import LRRangeTest, OneCycle
+
+CYCLE: dict[str, Any] = {
+    "cycle_min_lr": 0.01,
+    "cycle_max_lr": 0.1,
+    "cycle_first_step_size": 3,
+    "decay_lr_rate": 0.5,
+    "decay_step_size": 1,
+}
+
+
+def make_optimizer(cls: Any = zoptim.AdamW) -> torch.optim.Optimizer:
+    return cls([torch.ones(2, requires_grad=True)], lr=0.01)
+
+
+def curve(cls: Any, count: int, **params: Any) -> tuple[list[float], list[float]]:
+    """lr and betas[0] before the first step(), and after steps 1, 2, ..."""
+    optimizer = make_optimizer()
+    schedule = cls(optimizer, **params)
+    lrs, momenta = [], []
+    for _ in range(count):
+        (group,) = optimizer.param_groups
+        lrs.append(group["lr"])
+        momenta.append(group["betas"][0])
+        schedule.step()
+    return lrs, momenta
+
+
+def test_one_cycle_golden_values() -> None:
+    lrs, momenta = curve(OneCycle, 10, **CYCLE)
+    assert lrs == pytest.approx([0.01, 0.04, 0.07, 0.1, 0.07, 0.04, 0.01, 0.006667, 0.005, 0.004], abs=5e-7)
+    golden = [0.8, 0.8667, 0.8333, 0.8, 0.8333, 0.8667, 0.9, 0.9]
+    assert momenta[:8] == pytest.approx(golden, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("staircase", "golden"),
+    [(False, [0.01, 0.015, 0.02, 0.025, 0.03, 0.035]), (True, [0.01, 0.01, 0.02, 0.02, 0.03, 0.03])],
+)
+def test_range_test_golden_values(staircase: bool, golden: list[float]) -> None:
+    params = {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 1.0}
+    lrs, momenta = curve(LRRangeTest, 6, **params, lr_range_test_staircase=staircase)
+    assert lrs == pytest.approx(golden, abs=5e-7)
+    assert set(momenta) == {0.9}, "the range test leaves momentum alone"
+
+
+def test_exact_peak_begins_the_momentum_at_its_maximum() -> None:
+    lrs, momenta = curve(OneCycle, 4, **CYCLE, exact_peak=True)
+    assert momenta == pytest.approx([0.9, 0.8667, 0.8333, 0.8], abs=5e-5)
+    assert lrs == pytest.approx([0.01, 0.04, 0.07, 0.1])
+
+
+def test_the_two_halves_may_differ_and_the_decay_may_be_absent() -> None:
+    lrs, _ = curve(OneCycle, 7, cycle_min_lr=0, cycle_max_lr=0.4, cycle_first_step_size=2, cycle_second_step_size=4)
+    assert lrs == pytest.approx([0, 0.2, 0.4, 0.3, 0.2, 0.1, 0])
+    params = {**CYCLE, "decay_step_size": 0}
+    assert curve(OneCycle, 12, **params)[0][6:] == pytest.approx([0.01] * 6)
+
+
+def test_stairs_cut_both_halves_unless_told_apart() -> None:
+    lrs, _ = curve(OneCycle, 9, cycle_min_lr=0, cycle_max_lr=1, cycle_first_step_size=4, cycle_first_stair_count=2)
+    assert lrs == pytest.approx([0, 0, 0.5, 0.5, 1, 1, 0.5, 0.5, 0])
+
+
+def test_momentum_grows_after_the_cycle_with_its_own_rate() -> None:
+    momenta = curve(OneCycle, 9, **CYCLE, decay_mom_rate=0.01)[1]
+    assert momenta[6:] == pytest.approx([0.9, 0.9 * 1.01, 0.9 * 1.02])
+
+
+def test_momentum_is_left_alone_when_told_and_the_second_beta_always() -> None:
+    assert set(curve(OneCycle, 5, **CYCLE, cycle_momentum=False)[1]) == {0.9}
+    optimizer = make_optimizer()
+    schedule = OneCycle(optimizer, **CYCLE)
+    schedule.step()
+    assert optimizer.param_groups[0]["betas"] == (schedule.momentum(0), 0.999)
+    assert schedule.get_mom() == [(schedule.momentum(0), 0.999)]
+
+
+def test_an_optimizer_without_betas_is_warned_about_and_its_lr_cycles() -> None:
+    optimizer = make_optimizer(zoptim.SGD)
+    with pytest.warns(UserWarning, match="SGD has no betas. Set cycle_momentum to false"):
+        schedule = OneCycle(optimizer, **CYCLE)
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.04)
+    assert optimizer.param_groups[0]["momentum"] == 0.0
+
+
+def test_a_step_runs_with_cycled_momentum() -> None:
+    optimizer = make_optimizer()
+    schedule = OneCycle(optimizer, **CYCLE)
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.state[param]["exp_avg"][0].item() == pytest.approx(1 - schedule.momentum(-1))
+
+
+@pytest.mark.parametrize(
+    ("cls", "params", "message"),
+    [
+        (
+            OneCycle,
+            {**CYCLE, "cycle_first_step_size": 0},
+            r"cycle_first_step_size is 0; it must be a whole number >= 1",
+        ),
+        (OneCycle, {**CYCLE, "cycle_second_step_size": 0}, r"cycle_second_step_size is 0"),
+        (OneCycle, {**CYCLE, "cycle_first_stair_count": -1}, r"cycle_first_stair_count is -1"),
+        (OneCycle, {**CYCLE, "cycle_max_lr": "0.1"}, r"cycle_max_lr is '0\.1' \(str\)"),
+        (OneCycle, {**CYCLE, "cycle_min_mom": 1.0}, r"cycle_min_mom is 1\.0; it must be a number in \[0, 1\)"),
+        (OneCycle, {**CYCLE, "decay_lr_rate": -0.5}, r"decay_lr_rate is -0\.5"),
+        (OneCycle, {**CYCLE, "cycle_momentum": "no"}, r"cycle_momentum is 'no' \(str\); it must be True or False"),
+        (LRRangeTest, {"lr_range_test_step_size": 0}, r"lr_range_test_step_size is 0"),
+        (
+            LRRangeTest,
+            {"lr_range_test_min_lr": [0.1, 0.2]},
+            r"lr_range_test_min_lr has 2 values for 1 parameter groups",
+        ),
+        (LRRangeTest, {"lr_range_test_staircase": 1}, r"lr_range_test_staircase is 1"),
+    ],
+)
+def test_bad_parameters_are_named(cls: Any, params: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        cls(make_optimizer(), **params)

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoptim
+from zoptim import NotAvailableYetError, UnknownNameError, make_optimizer
+
+
+def make_params() -> list[Tensor]:
+    return [torch.ones(4, requires_grad=True)]
+
+
+def make(name: str, **options: Any) -> torch.optim.Optimizer:
+    return make_optimizer(name, make_params(), options)
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("Adam", zoptim.AdamW),
+        ("adam", zoptim.AdamW),
+        ("AdamW", zoptim.AdamW),
+        ("ADAMW", zoptim.AdamW),
+        ("sgd", zoptim.SGD),
+        ("SGD", zoptim.SGD),
+        ("Adagrad", torch.optim.Adagrad),
+        ("adagrad", torch.optim.Adagrad),
+        ("RMSprop", torch.optim.RMSprop),
+        ("Adafactor", torch.optim.Adafactor),
+        ("NAdam", torch.optim.NAdam),
+    ],
+)
+def test_names_build_these_classes(name: str, cls: type) -> None:
+    assert type(make(name, lr=0.01)) is cls
+
+
+def test_adam_decouples_the_decay_unless_adam_w_mode_is_false() -> None:
+    assert make("Adam").param_groups[0]["decoupled_weight_decay"] is True
+    coupled = make("Adam", adam_w_mode=False)
+    assert type(coupled) is zoptim.Adam
+    assert coupled.param_groups[0]["decoupled_weight_decay"] is False
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("torch_adam", [False, True])
+def test_defaults_are_those_of_deepspeed(name: str, torch_adam: bool) -> None:
+    group = make(name, torch_adam=torch_adam).param_groups[0]
+    found = tuple(group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad"))
+    assert found == (1e-3, (0.9, 0.999), 1e-8, 0.0, False)
+
+
+def test_every_option_reaches_the_optimizer() -> None:
+    options = {
+        "lr": 0.02,
+        "betas": [0.8, 0.9],
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "bias_correction": False,
+        "amsgrad": True,
+        "foreach": True,
+        "fused": False,
+        "maximize": True,
+    }
+    optimizer = make_optimizer("Adam", make_params(), {**options, "fp32_optimizer_states": True, "torch_adam": False})
+    group = optimizer.param_groups[0]
+    assert {key: group[key] for key in options} == {**options, "betas": (0.8, 0.9)}
+    assert options["betas"] == [0.8, 0.9], "the config is left as it was"
+    sgd = make("SGD", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1).param_groups[0]
+    assert (sgd["momentum"], sgd["nesterov"], sgd["weight_decay"]) == (0.9, True, 0.1)
+
+
+def test_torch_adam_takes_torchs_classes() -> None:
+    assert type(make("Adam", torch_adam=True)) is torch.optim.AdamW
+    assert type(make("Adam", torch_adam=True, adam_w_mode=False)) is torch.optim.Adam
+    assert type(make("AdamW", torch_adam=True, fused=True)) is torch.optim.AdamW
+
+
+def test_groups_and_generators_are_taken_as_torch_takes_them() -> None:
+    groups = [{"params": make_params(), "lr": 0.5}, {"params": make_params()}]
+    optimizer = make_optimizer("AdamW", groups, {"lr": 0.1})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    assert make_optimizer("SGD", iter(make_params())).param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Adam", {"max_grad_norm": 1.0}, r"Adam was given max_grad_norm=1\.0;.*set gradient_clipping"),
+        ("RMSprop", {"max_grad_norm": 1.0}, r"set gradient_clipping"),
+        ("AdamW", {"adam_w_mode": False}, r"AdamW was given adam_w_mode=False, which contradicts its name"),
+        ("Adam", {"torch_adam": True, "bias_correction": False}, r"torch's Adam always corrects"),
+        ("Adam", {"torch_adam": "true"}, r"torch_adam is 'true' \(str\); it must be True or False"),
+        ("AdamW", {"lr": "auto"}, r"lr is 'auto' \(str\); it must be a number"),
+        ("AdamW", {"betas": [0.9, 2]}, r"betas\[1\] is 2"),
+    ],
+)
+def test_bad_options_are_refused_with_what_to_do(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "nearest"),
+    [
+        ("Adam", "weigth_decay", "weight_decay"),
+        ("AdamW", "adamw_mode", "adam_w_mode"),
+        ("SGD", "momentun", "momentum"),
+        ("Adagrad", "lr_decai", "lr_decay"),
+        ("RMSprop", "alhpa", "alpha"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_nearest_one(name: str, option: str, nearest: str) -> None:
+    with pytest.raises(UnknownNameError, match=rf"{name} has no option '{option}'\. Did you mean '{nearest}'\?"):
+        make(name, **{option: 0.1})
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("AdamX", "Adam"), ("rmsprop", "RMSprop"), ("Adamaxx", "Adamax"), ("sgdd", "SGD")]
+)
+def test_an_unknown_optimizer_is_refused_with_the_nearest_one_and_the_list(name: str, nearest: str) -> None:
+    with pytest.raises(
+        UnknownNameError, match=rf"no optimizer '{name}'\. Did you mean '{nearest}.*'\? Allowed: Adam, "
+    ):
+        make(name)
+
+
+def test_the_list_of_allowed_names_has_no_base_class_and_nothing_that_is_refused() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        make("Optimizer")
+    listed = str(caught.value).partition("Allowed:")[2]
+    assert "NAdam" in listed
+    assert "Muon" not in listed
+    assert "Optimizer" not in listed
+
+
+NOT_YET = ("Lamb", "lamb", "Lion", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_optimizers_that_deepspeed_has_and_we_do_not_yet_are_called_so(name: str) -> None:
+    with pytest.raises(NotAvailableYetError, match=rf"optimizer '{name}' is not available yet\. Meanwhile use "):
+        make(name)
+
+
+def test_states_below_float32_are_not_available_yet() -> None:
+    with pytest.raises(NotAvailableYetError, match="fp32_optimizer_states=False"):
+        make("Adam", fp32_optimizer_states=False)
+
+
+def test_a_name_that_is_no_string_is_refused() -> None:
+    with pytest.raises(TypeError, match="optimizer's name is None; it must be a string"):
+        make_optimizer(None, make_params())  # type: ignore[arg-type]
