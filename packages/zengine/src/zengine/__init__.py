@@ -1,0 +1,38 @@
+"""A DeepSpeed-compatible training engine, thin over five small packages.
+
+    engine, optimizer, loader, scheduler = zengine.initialize(model=model, config="config.json", training_data=data)
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)
+        report = engine.step()
+
+The config is DeepSpeed's JSON.  What each part does is documented in its own package: communication in `zcomm`,
+precision in `zprecision`, partitioning in `zpartition`, optimizers in `zoptim`, checkpoints in `zckpt`.
+"""
+
+from __future__ import annotations
+
+from zengine.agreement import RanksDisagree
+from zengine.arguments import add_config_arguments
+from zengine.clock import CallOrderError, MicroStep
+from zengine.config import ConfigError
+from zengine.engine import Engine
+from zengine.features import Feature
+from zengine.initialize import initialize
+from zengine.report import StepReport
+from zengine.verdict import LossScaleExhausted
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CallOrderError",
+    "ConfigError",
+    "Engine",
+    "Feature",
+    "LossScaleExhausted",
+    "MicroStep",
+    "RanksDisagree",
+    "StepReport",
+    "add_config_arguments",
+    "initialize",
+]

@@ -1,0 +1,5 @@
+"""`python -m zengine`: see `zengine.cli`."""
+
+from zengine.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,78 @@
+"""Ranks compare what they were given before anything assumes that they agree.
+
+Two ranks with another learning rate train something that no one asked for; two with another parameter order mix
+their sums; both without a word.  One exchange of a description at start costs nothing and names the difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+import zcomm
+from zengine.config import Plan
+
+
+class RanksDisagree(ValueError):
+    """Ranks were given different configs, models or versions."""
+
+
+def check_agreement(model: nn.Module, plan: Plan, group: ProcessGroup | None) -> None:
+    """Compare plan, parameters and versions over the ranks of `group`.
+
+    Raises:
+        RanksDisagree: on every rank; names the first difference, both values and their ranks.
+    """
+    mine = {"plan": plan_lines(plan), "parameters": parameter_lines(model), "versions": version_lines()}
+    digests = zcomm.exchange({topic: _digest(lines) for topic, lines in mine.items()}, group)
+    if all(digest == digests[0] for digest in digests):
+        return
+    everyone = zcomm.exchange(mine, group)
+    raise RanksDisagree(first_difference(everyone))
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan as text, one value a line."""
+    return plan.describe().splitlines()
+
+
+def parameter_lines(model: nn.Module) -> list[str]:
+    """Name, shape, dtype and trainability of each parameter, in order."""
+    return [
+        f"{name} {tuple(param.shape)} {str(param.dtype).removeprefix('torch.')} "
+        f"{'trainable' if param.requires_grad else 'frozen'}"
+        for name, param in model.named_parameters()
+    ]
+
+
+def version_lines() -> list[str]:
+    """Versions that change arithmetic or formats."""
+    from zengine import __version__
+
+    return [f"python {platform.python_version()}", f"torch {torch.__version__}", f"zengine {__version__}"]
+
+
+def first_difference(everyone: Sequence[Mapping[str, Sequence[str]]]) -> str:
+    """The first line in which a rank differs from rank 0, in words."""
+    for rank, theirs in enumerate(everyone):
+        for topic, lines in theirs.items():
+            base = everyone[0][topic]
+            for index in range(max(len(base), len(lines))):
+                ours = base[index] if index < len(base) else "(nothing)"
+                other = lines[index] if index < len(lines) else "(nothing)"
+                if ours != other:
+                    return (
+                        f"ranks were given different {topic}: rank 0 has [{' '.join(ours.split())}], "
+                        f"rank {rank} has [{' '.join(other.split())}]. Start all ranks with the same script, config "
+                        "and environment."
+                    )
+    return "ranks sent different digests of equal descriptions"
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,161 @@
+"""From a plan to parts: the one file that names the concrete classes of the five packages.
+
+Every choice between implementations is made here, once; the engine afterwards only calls its slots.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import zcomm
+import zoptim
+import zpartition
+import zprecision
+from zengine.config import Plan
+from zengine.data import make_loader
+from zengine.features import DumpState, Feature
+from zengine.parts import CastingRunner, ConstantRate, NoOptimizer, Parts, Runner, Sequential, ShardOptimizer
+from zengine.telemetry import make_telemetry
+from zengine.verdict import Judge, SkipNonFinite, apply_always
+
+log = logging.getLogger("zengine")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Client:
+    """What the caller of `initialize` brought; None where the config is to provide it."""
+
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None
+    parameters: Iterable[Any] | None = None  # parameters, or group dicts, for an optimizer to be made
+    scheduler: Any = None  # a schedule, or a callable optimizer -> schedule
+    training_data: Any = None  # a dataset
+    collate_fn: Callable[[list[Any]], Any] | None = None
+
+
+def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, group: ProcessGroup | None) -> Parts:
+    """Build every part for `plan`; `module` is moved to the device, cast, and partitioned over `group`."""
+    plan.precision.cast_module(module.to(world.device))
+    optimizer = make_optimizer(module, client, plan)
+    partition = zpartition.shard(module, optimizer, policy=plan.zero, group=group)
+    scaler = zprecision.make_scaler(plan.scaling, world.device)
+    scheduler = make_scheduler(optimizer, client, plan)
+    return Parts(
+        world=world,
+        partition=partition,
+        scaler=scaler,
+        optimizer=NoOptimizer() if optimizer is None else _slot(optimizer),
+        scheduler=ConstantRate() if scheduler is None else scheduler,
+        runner=make_runner(plan),
+        telemetry=make_telemetry(
+            plan.telemetry,
+            device=world.device,
+            rank=world.rank,
+            micro_batch_size=plan.batch.micro_batch_size,
+            batch_size=plan.batch.train_batch_size,
+        ),
+        inspect=functools.partial(zprecision.inspect, all_reduce=partition.sum_over_shards),
+        divisor=make_divisor(plan),
+        judge=make_judge(plan, scaler, group),
+        loader=make_training_loader(client, plan, group),
+        client_scheduler=scheduler,
+    )
+
+
+def make_features(plan: Plan) -> tuple[Feature, ...]:
+    """The optional behaviour that the plan asks for, in the order of its hooks."""
+    return (DumpState(),) if plan.dump_state else ()
+
+
+def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim.Optimizer | None:
+    """The caller's optimizer, or the config's; None when neither has one."""
+    if isinstance(client.optimizer, torch.optim.Optimizer):
+        _say_unused("optimizer", plan.optimizer.type)
+        return client.optimizer
+    parameters = list(client.parameters) if client.parameters is not None else _trainable(module)
+    if client.optimizer is not None:
+        _say_unused("optimizer", plan.optimizer.type)
+        return _made_by(client.optimizer, parameters)
+    if not plan.optimizer.type:
+        return None
+    return zoptim.make_optimizer(plan.optimizer.type, parameters, plan.optimizer.params)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan: Plan) -> Any:
+    """The caller's schedule, or the config's; None when neither has one.
+
+    Raises:
+        ValueError: there is a schedule and no optimizer for it to drive.
+    """
+    if client.scheduler is None and not plan.scheduler.type:
+        return None
+    if optimizer is None:
+        raise ValueError(
+            f"a learning-rate schedule ({plan.scheduler.type or client.scheduler!r}) needs an optimizer, and neither "
+            'initialize(optimizer=...) nor the config\'s "optimizer" section gives one'
+        )
+    if client.scheduler is not None:
+        _say_unused("scheduler", plan.scheduler.type)
+        return client.scheduler(optimizer) if callable(client.scheduler) else client.scheduler
+    return zoptim.make_schedule(plan.scheduler.type, optimizer, plan.scheduler.params)
+
+
+def make_runner(plan: Plan) -> Runner:
+    """How a forward is carried out."""
+    return CastingRunner(plan.precision) if plan.cast_inputs else Sequential()
+
+
+def make_divisor(plan: Plan) -> Callable[[Tensor, Tensor], Tensor | None]:
+    """What gradients are divided by, from (norm, loss scale); None when that is one for ever."""
+    if plan.clip_norm == 0 and isinstance(plan.scaling, zprecision.Unscaled):
+        return lambda _norm, _factor: None
+    return lambda norm, factor: zprecision.clip_divisor(norm, factor, plan.clip_norm)
+
+
+def make_judge(plan: Plan, scaler: zprecision.Scaler, group: ProcessGroup | None) -> Judge:
+    """Whether updates with non-finite gradients are left out."""
+    return SkipNonFinite(scaler, group) if plan.skip_nonfinite else apply_always
+
+
+def make_training_loader(client: Client, plan: Plan, group: ProcessGroup | None) -> Any:
+    """A loader over the caller's dataset; None without one."""
+    if client.training_data is None:
+        return None
+    return make_loader(
+        client.training_data,
+        micro_batch_size=plan.batch.micro_batch_size,
+        rank=zcomm.group_rank(group),
+        world_size=plan.batch.replicas,
+        seed=plan.data.seed,
+        drop_last=plan.data.drop_last,
+        collate_fn=client.collate_fn,
+    )
+
+
+def _slot(optimizer: torch.optim.Optimizer) -> ShardOptimizer:
+    return ShardOptimizer(optimizer, zoptim.accept_grad_scale(optimizer))
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [param for param in module.parameters() if param.requires_grad]
+
+
+def _made_by(maker: Callable[[Any], torch.optim.Optimizer], parameters: list[Any]) -> torch.optim.Optimizer:
+    made = maker(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"optimizer= returned a {type(made).__name__}; it must return a torch.optim.Optimizer")
+    return made
+
+
+def _say_unused(section: str, configured: str) -> None:
+    if configured:
+        log.warning(
+            'the config\'s "%s" section (%s) is not used: initialize() was given a %s', section, configured, section
+        )

@@ -1,0 +1,169 @@
+"""The one answer to "where are we?": phase, micro-step, step, and whether a boundary is due.
+
+Problem.  An engine that decides in five places whether the accumulation boundary has been reached decides
+differently in one of them.
+
+Design.  The boundary is decided once, when backward begins, and travels as a frozen `MicroStep`.  Calls in a
+wrong order raise with the phase, what is legal, and the position.  Counters live here too, so that a checkpoint
+saves one object and a chart has one x axis.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import final
+
+import attrs
+
+
+class Phase(enum.Enum):
+    """What the engine has done in this micro-step."""
+
+    IDLE = "IDLE"  # nothing yet; legal: forward
+    FORWARD = "FORWARD"  # a forward with gradients; legal: forward, backward
+    BACKWARD = "BACKWARD"  # gradients are there; legal: forward, backward, step
+    CLOSED = "CLOSED"  # closed; legal: nothing
+
+
+_LEGAL = {
+    Phase.IDLE: "forward()",
+    Phase.FORWARD: "forward(), backward()",
+    Phase.BACKWARD: "forward(), backward(), step()",
+    Phase.CLOSED: "nothing: the engine is closed",
+}
+
+
+class Boundary(enum.Enum):
+    """Who decides whether the next step() updates the weights."""
+
+    COUNTED = "counted"  # every `accumulation`-th micro-step
+    FORCED = "forced"  # the next one
+    WITHHELD = "withheld"  # not until told otherwise
+
+
+class CallOrderError(RuntimeError):
+    """forward, backward and step were called in an order that makes no sense."""
+
+
+@attrs.frozen(kw_only=True)
+class MicroStep:
+    """One forward-backward within a step."""
+
+    index: int  # 0-based, within the step
+    count: int  # micro-steps that make up the step: what the loss is divided by
+    step: int  # 0-based number of the step
+    is_first: bool  # whether no backward of the step came before
+    is_last: bool  # whether step() will update the weights
+
+
+@final
+@attrs.define(eq=False)
+class Clock:
+    """Phase and counters of one engine.
+
+    Invariants: `index < accumulation` unless the boundary is withheld; `steps == applied_steps + skipped_steps`.
+    """
+
+    accumulation: int  # micro-steps per step
+    samples_per_micro_step: int  # over all replicas
+    phase: Phase = Phase.IDLE
+    boundary: Boundary = Boundary.COUNTED
+    index: int = 0  # micro-steps done in the current step
+    micro_steps: int = 0  # micro-steps ever
+    steps: int = 0  # boundaries ever, skipped ones too
+    applied_steps: int = 0
+    skipped_steps: int = 0
+    samples: int = 0  # samples of all steps that are complete
+
+    def micro_step(self) -> MicroStep:
+        """The micro-step that is running."""
+        return MicroStep(
+            index=self.index,
+            count=self.accumulation,
+            step=self.steps,
+            is_first=self.index == 0 and self.phase is Phase.FORWARD,
+            is_last=self.at_boundary,
+        )
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the next step() updates the weights."""
+        if self.boundary is Boundary.COUNTED:
+            return self.index + 1 >= self.accumulation
+        return self.boundary is Boundary.FORCED
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no gradient of an unfinished step is pending."""
+        return self.index == 0 and self.phase in (Phase.IDLE, Phase.FORWARD)
+
+    def forward(self, *, with_grad: bool) -> None:
+        """A forward begins; one without gradients (evaluation) leaves the phase as it is."""
+        self._require("forward", Phase.IDLE, Phase.FORWARD, Phase.BACKWARD)
+        if with_grad and self.phase is Phase.IDLE:
+            self.phase = Phase.FORWARD
+
+    @contextmanager
+    def backward(self) -> Iterator[MicroStep]:
+        """A backward; an exception inside takes the engine back to the beginning of the step."""
+        self._require("backward", Phase.FORWARD, Phase.BACKWARD)
+        micro = self.micro_step()
+        try:
+            yield micro
+        except BaseException as error:
+            _add_note(
+                error,
+                f"engine: the gradients of step {self.steps} so far (micro-step {self.index + 1} of "
+                f"{self.accumulation}) were dropped; the step begins again with the next forward().",
+            )
+            self.phase, self.index = Phase.IDLE, 0
+            raise
+        self.phase = Phase.BACKWARD
+
+    def end_micro_step(self) -> MicroStep:
+        """step() was called: count the micro-step and say whether the weights are due."""
+        self._require("step", Phase.BACKWARD)
+        micro = self.micro_step()
+        self.phase = Phase.IDLE
+        self.micro_steps += 1
+        self.index += 1
+        return micro
+
+    def end_step(self, *, applied: bool) -> None:
+        """A boundary is over, applied or skipped."""
+        self.samples += self.index * self.samples_per_micro_step
+        self.index = 0
+        self.steps += 1
+        self.applied_steps += applied
+        self.skipped_steps += not applied
+        if self.boundary is Boundary.FORCED:
+            self.boundary = Boundary.COUNTED
+
+    def close(self) -> None:
+        """Nothing is legal any more."""
+        self.phase = Phase.CLOSED
+
+    def state_dict(self) -> dict[str, int]:
+        """The counters; a clock is saved between steps only."""
+        names = ("micro_steps", "steps", "applied_steps", "skipped_steps", "samples")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore the counters; the phase becomes IDLE."""
+        for name in self.state_dict():
+            setattr(self, name, int(state[name]))
+        self.phase, self.index, self.boundary = Phase.IDLE, 0, Boundary.COUNTED
+
+    def _require(self, call: str, *legal: Phase) -> None:
+        if self.phase not in legal:
+            raise CallOrderError(
+                f"{call}() called in phase {self.phase.value}; legal here: {_LEGAL[self.phase]}. "
+                f"(micro-step {self.index + 1} of {self.accumulation}, step {self.steps})"
+            )
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """What Python 3.11 does with `add_note`, for 3.10 too: tracebacks there ignore it, debuggers show it."""
+    error.__dict__.setdefault("__notes__", []).append(note)

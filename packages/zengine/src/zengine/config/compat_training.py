@@ -1,0 +1,229 @@
+"""Known keys that shape training and are not settings of ours: batch, gradients, precision, ZeRO, checkpoints.
+
+Each says what a person needs to know when it is met: what it waits for, what happens anyway, or the new name.
+"""
+
+from __future__ import annotations
+
+from zengine.config.kinds import ANYTHING, DTYPE, LIST, MAPPING, TEXT, TRUTH, literal, null_or, number, whole
+from zengine.config.table import (
+    Entry,
+    Section,
+    all_without_effect,
+    limited,
+    no_effect,
+    refused,
+    renamed,
+    switched,
+)
+
+COUNT = whole(0)
+ALWAYS_OFFERED = "every torch optimizer is accepted"
+STAGE_3 = "for ZeRO stage 3 only"
+NVME = "for offload to NVMe, which is not available yet"
+
+TOP: dict[str, Entry] = {
+    "managed_gradient_accumulation": limited(TRUTH, True, why="leaving the boundary to the caller"),
+    "use_data_before_expert_parallelism": limited(TRUTH, False, why="expert parallelism"),
+    "vocabulary_size": no_effect(null_or(COUNT, 0), why="it only asks for advice on padding"),
+    "seq_parallel_communication_data_type": no_effect(DTYPE, why="sequence parallelism is not available yet"),
+    "sparse_gradients": limited(TRUTH, False, why="the sparse exchange of embedding gradients"),
+    "disable_allgather": no_effect(TRUTH, False, why="it lost its meaning before this engine existed"),
+    "zero_allow_untested_optimizer": no_effect(TRUTH, True, why=ALWAYS_OFFERED),
+    "zero_force_ds_cpu_optimizer": no_effect(TRUTH, False, why=ALWAYS_OFFERED),
+    "disable_python_gc": limited(TRUTH, False, why="switching the garbage collector off"),
+    "sequence_parallel_size": limited(whole(1), 1, why="sequence parallelism"),
+}
+
+OPTIMIZER: dict[str, Entry] = {
+    "legacy_fusion": no_effect(TRUTH, False, why="there is one fusion, and it is always on"),
+}
+
+FP16: dict[str, Entry] = {
+    "fp16_master_weights_and_grads": limited(TRUTH, False, why="master weights in float16"),
+}
+
+BF16: dict[str, Entry] = {
+    "immediate_grad_update": no_effect(TRUTH, True, why="gradients are accumulated in float32 at once anyway"),
+    "bf16_master_weights_and_grads": limited(TRUTH, False, why="master weights in bfloat16"),
+    "bf16_optimizer_states": limited(TRUTH, False, why="optimizer states in bfloat16"),
+}
+
+AMP = Section(
+    keys={
+        "enabled": limited(
+            TRUTH,
+            False,
+            why="Apex AMP was given up by its authors, and torch_autocast, which replaces it,",
+            instead='Write "bf16": {"enabled": true} or "fp16": {"enabled": true}.',
+        )
+    },
+    switch="enabled",
+    is_open=True,
+)
+
+AUTOCAST = switched(
+    "torch.autocast inside the engine",
+    {
+        "dtype": no_effect(null_or(DTYPE, ""), why="torch_autocast is off"),
+        "lower_precision_safe_modules": no_effect(null_or(LIST, ()), why="torch_autocast is off"),
+    },
+)
+
+DATA_TYPES: dict[str, Entry] = {
+    "param_dtype": limited(
+        null_or(DTYPE, None), None, why="a parameter dtype apart from fp16 and bf16", instead="Use fp16 or bf16."
+    ),
+    "buffer_dtype": limited(null_or(DTYPE, None), None, why="a dtype of its own for buffers"),
+    "keep_in_fp32_modules": limited(literal(LIST, "auto"), "auto", (), why="keeping single modules in float32"),
+}
+
+OFFLOAD_OPTIMIZER = Section(
+    keys={
+        "device": limited(literal(TEXT, None), "none", None, why="offload of the optimizer"),
+        **all_without_effect(
+            "nothing is offloaded",
+            nvme_path=null_or(TEXT, ""),
+            pin_memory=TRUTH,
+            ratio=number(0, 1),
+            buffer_count=whole(1),
+            pipeline_read=TRUTH,
+            pipeline_write=TRUTH,
+            fast_init=TRUTH,
+            super_offload=TRUTH,
+            cpuadam_cores_perc=number(0, 1),
+        ),
+    },
+    switch="device",
+    off=("none", None),
+)
+
+OFFLOAD_PARAM = Section(
+    keys={
+        "device": limited(literal(TEXT, None), "none", None, why="offload of parameters"),
+        **all_without_effect(
+            "nothing is offloaded",
+            nvme_path=null_or(TEXT, ""),
+            buffer_count=whole(1),
+            buffer_size=COUNT,
+            max_in_cpu=COUNT,
+            pin_memory=TRUTH,
+        ),
+    },
+    switch="device",
+    off=("none", None),
+)
+
+LEAF_MODULE = Section(keys=all_without_effect(STAGE_3, classes=LIST, names=LIST, name_suffixes=LIST))
+
+ZENFLOW = Section(
+    why_not="ZenFlow is not available yet",
+    keys=all_without_effect(
+        "",
+        topk_ratio=number(0, 1),
+        select_strategy=ANYTHING,
+        select_interval=ANYTHING,
+        update_interval=ANYTHING,
+        overlap_step=TRUTH,
+        offload=TRUTH,
+        auto_ratio=number(0, 1),
+        full_warm_up_rounds=COUNT,
+        pt_reserved_cores_perc=number(0, 1),
+    ),
+)
+
+LOCO = Section(
+    why_not="error feedback for quantized gradients (LoCo) is not available yet",
+    keys=all_without_effect("", err_beta=number(0, 1), reset_T=COUNT),
+)
+
+QUANTIZED = "quantized communication (ZeRO++)"
+SUBGROUPS = "sharding inside sub-groups (MiCS)"
+
+ZERO: dict[str, Entry] = {
+    "contiguous_gradients": limited(TRUTH, True, why="an engine without one flat gradient buffer"),
+    "reduce_scatter": no_effect(TRUTH, True, why="sharded gradients are always reduce-scattered"),
+    "use_multi_rank_bucket_allreduce": no_effect(TRUTH, True, why="a bucket may always span several owners"),
+    "allgather_partitions": no_effect(TRUTH, True, why="updated weights are always all-gathered"),
+    "allgather_bucket_size": no_effect(whole(1), why="weights are gathered in the buckets of the reduction"),
+    "round_robin_gradients": no_effect(TRUTH, False, why="it balances a copy to the host that is not made"),
+    "load_from_fp32_weights": limited(TRUTH, True, why="rebuilding masters from half-precision weights"),
+    "compute_grad_norm": no_effect(TRUTH, True, why="every step report holds the norm"),
+    "parameter_alignment": no_effect(TRUTH, why="the layout decides the padding"),
+    "elastic_checkpoint": no_effect(TRUTH, why="every checkpoint loads at any world size"),
+    "legacy_stage1": limited(TRUTH, False, why="the old stage 1"),
+    **all_without_effect(
+        STAGE_3,
+        sub_group_size=COUNT,
+        stage3_prefetch_bucket_size=COUNT,
+        stage3_param_persistence_threshold=COUNT,
+        stage3_model_persistence_threshold=COUNT,
+        stage3_max_live_parameters=COUNT,
+        stage3_max_reuse_distance=COUNT,
+        stage3_module_granularity_threshold=COUNT,
+        stage3_use_all_reduce_for_fetch_params=TRUTH,
+        stage3_allgather_sequential=TRUTH,
+        memory_efficient_linear=TRUTH,
+        override_module_apply=TRUTH,
+        log_trace_cache_warnings=TRUTH,
+    ),
+    "stage3_gather_16bit_weights_on_model_save": no_effect(TRUTH, why="saving never needs it"),
+    "leaf_module": LEAF_MODULE,
+    "zero_hpz_partition_size": limited(whole(1), 1, why="a secondary shard in each node (ZeRO++)"),
+    "zero_quantized_weights": limited(TRUTH, False, why=QUANTIZED),
+    "zero_quantized_nontrainable_weights": limited(TRUTH, False, why=QUANTIZED),
+    "zero_quantized_gradients": limited(TRUTH, False, why=QUANTIZED),
+    "zeropp_loco_param": LOCO,
+    "mics_shard_size": limited(whole(-1), -1, why=SUBGROUPS),
+    "mics_hierarchical_params_gather": limited(TRUTH, False, why=SUBGROUPS),
+    "pipeline_loading_checkpoint": no_effect(TRUTH, False, why="loading streams shards in its own way"),
+    "save_muon_momentum_buffer_in_memory": no_effect(TRUTH, False, why="Muon is not available yet"),
+    "enable_sanity_checks": no_effect(TRUTH, False, why="the checks of this engine are always on"),
+    "offload_optimizer": OFFLOAD_OPTIMIZER,
+    "offload_param": OFFLOAD_PARAM,
+    "zenflow": ZENFLOW,
+    "cpu_offload": renamed(TRUTH, "offload_optimizer", "device", convert=lambda on: "cpu" if on else "none"),
+    "cpu_offload_param": renamed(TRUTH, "offload_param", "device", convert=lambda on: "cpu" if on else "none"),
+    "cpu_offload_use_pin_memory": renamed(TRUTH, "offload_optimizer", "pin_memory"),
+    "stage3_gather_fp16_weights_on_model_save": renamed(TRUTH, "stage3_gather_16bit_weights_on_model_save"),
+}
+
+AIO = Section(
+    keys=all_without_effect(
+        NVME,
+        block_size=whole(1),
+        queue_depth=whole(1),
+        intra_op_parallelism=whole(1),
+        single_submit=TRUTH,
+        overlap_events=TRUTH,
+        use_gds=TRUTH,
+    )
+    | {"thread_count": renamed(whole(1), "intra_op_parallelism")}
+)
+
+CHECKPOINT: dict[str, Entry] = {
+    "load_universal": no_effect(TRUTH, False, why="every checkpoint loads at any world size"),
+    "use_node_local_storage": limited(TRUTH, False, why="checkpoints on each node's own disk"),
+    "parallel_write": Section(
+        keys={"pipeline_stage": no_effect(TRUTH, False, why="every rank always writes its own share")}
+    ),
+    "checkpoint_serialization": no_effect(TRUTH, True, why="the format has one serialization"),
+    "writer": Section(
+        why_not="a checkpoint writer by name is not available yet",
+        keys=all_without_effect(
+            "",
+            type=TEXT,
+            decoupled=TRUTH,
+            io_buffer_size=whole(1),
+            io_buffer_double=TRUTH,
+            show_statistics=TRUTH,
+            data_parallel=TEXT,
+            io_multiplier=whole(1),
+        ),
+    ),
+}
+
+NEBULA = Section(keys={"enabled": limited(TRUTH, False, why="the Nebula service")}, switch="enabled", is_open=True)
+DATASTATES = refused("the external engine DataStates is not supported", "Remove the section.")
+ZERO_SHORTHAND: dict[bool, dict[str, object]] = {True: {"stage": 1}, False: {"stage": 0}}
+BFLOAT16 = renamed(MAPPING, "bf16")

@@ -1,0 +1,100 @@
+"""A plan as a table that a person can check: key, value, where the value comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zengine.config.errors import shown
+from zprecision import DynamicScaling, StaticScaling
+
+if TYPE_CHECKING:
+    from zengine.config.plan import MonitorPlan, Plan
+
+Row = tuple[str, Any]  # the key of the config, the value of the plan
+
+
+def rows(plan: Plan) -> Iterator[Row]:
+    """Every value of the plan under the key that sets it, in the order of a config."""
+    yield "train_batch_size", plan.batch.train_batch_size
+    yield "train_micro_batch_size_per_gpu", plan.batch.micro_batch_size
+    yield "gradient_accumulation_steps", plan.batch.accumulation
+    yield "managed_gradient_accumulation", plan.managed_accumulation
+    yield "data_parallel_size", plan.batch.replicas
+    yield "dataloader_drop_last", plan.data.drop_last
+    yield "data_efficiency.seed", plan.data.seed
+    for section, choice in (("optimizer", plan.optimizer), ("scheduler", plan.scheduler)):
+        yield f"{section}.type", choice.type or "(none in the config)"
+        yield from ((f"{section}.params.{name}", value) for name, value in choice.params.items())
+    yield "gradient_clipping", plan.clip_norm or "off"
+    yield from _precision_rows(plan)
+    yield from _reduction_rows(plan)
+    yield from _telemetry_rows(plan)
+    yield "checkpoint.tag_validation", plan.tag_validation
+    yield "dump_state", plan.dump_state
+    yield "log_level", plan.log_level or "(unchanged)"
+
+
+def _precision_rows(plan: Plan) -> Iterator[Row]:
+    precision, scaling = plan.precision, plan.scaling
+    yield "fp16.enabled", precision.param == torch.float16
+    if precision.param == torch.float16:
+        yield "fp16.auto_cast", plan.cast_inputs
+        yield "fp16.loss_scale", scaling.factor if isinstance(scaling, StaticScaling) else "dynamic"
+    if isinstance(scaling, DynamicScaling):
+        yield "fp16.initial_scale_power", f"starts at {scaling.initial:g}"
+        yield "fp16.loss_scale_window", scaling.window
+        yield "fp16.hysteresis", scaling.hysteresis
+        yield "fp16.consecutive_hysteresis", scaling.consecutive_hysteresis
+        yield "fp16.min_loss_scale", scaling.floor
+    yield "bf16.enabled", precision.param == torch.bfloat16
+    if precision.param == torch.bfloat16:
+        yield "bf16.check_grad_overflow", plan.skip_nonfinite
+    yield "data_types.grad_accum_dtype", precision.accumulate
+
+
+def _reduction_rows(plan: Plan) -> Iterator[Row]:
+    zero = plan.zero
+    yield "zero_optimization.stage", zero.stage
+    yield "zero_optimization.reduce_bucket_size", zero.bucket_numel or "(from the model's size)"
+    yield "zero_optimization.overlap_comm", zero.overlap
+    yield "zero_optimization.ignore_unused_parameters", zero.ignore_unused
+    yield "communication_data_type", plan.precision.reduce
+    yield "gradient_allreduce_op", zero.averaging.operation
+    yield "prescale_gradients", zero.averaging.prescale
+    yield "gradient_predivide_factor", zero.averaging.predivide
+
+
+def _telemetry_rows(plan: Plan) -> Iterator[Row]:
+    telemetry = plan.telemetry
+    yield "steps_per_print", telemetry.steps_per_print or "never"
+    yield "wall_clock_breakdown", telemetry.wall_clock_breakdown
+    yield "memory_breakdown", telemetry.memory_breakdown
+    yield "timers.throughput.enabled", telemetry.throughput
+    yield "comms_logger.enabled", telemetry.comms_log
+    yield from _monitor_rows("tensorboard", telemetry.tensorboard, "output_path", "job_name")
+    yield from _monitor_rows("csv_monitor", telemetry.csv_monitor, "output_path", "job_name")
+    yield from _monitor_rows("wandb", telemetry.wandb, "group", "team", "project")
+
+
+def _monitor_rows(section: str, monitor: MonitorPlan, *names: str) -> Iterator[Row]:
+    yield f"{section}.enabled", monitor.enabled
+    if monitor.enabled:
+        yield from ((f"{section}.{name}", getattr(monitor, name) or "(default)") for name in names)
+
+
+def table(plan: Plan) -> str:
+    """The rows in columns, then the notices, one a line."""
+    lines = [(key, _text(value), plan.origins.get(key, "default")) for key, value in rows(plan)]
+    key_width = max(len(key) for key, _, _ in lines)
+    value_width = max(len(value) for _, value, _ in lines)
+    text = [f"{key:<{key_width}}  {value:<{value_width}}  {origin}" for key, value, origin in lines]
+    return "\n".join([*text, *(f"note: {notice}" for notice in plan.notices)])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value if isinstance(value, str) else shown(value)

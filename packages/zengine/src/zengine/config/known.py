@@ -1,0 +1,87 @@
+"""The whole table: every key that a config may hold, in one tree.
+
+`ROOT` is data.  `structure` reads a document by it, the suggestions and the tests walk it.
+"""
+
+from __future__ import annotations
+
+from zengine.config import compat_features as features
+from zengine.config import compat_parallel as parallel
+from zengine.config import compat_training as training
+from zengine.config import schema
+from zengine.config.compat_compression import COMPRESSION_TRAINING
+from zengine.config.compat_inference import INFERENCE
+from zengine.config.kinds import LIST, TRUTH
+from zengine.config.table import Entry, Section, honoured, no_effect
+
+_PRINTING = "the log is kept in one form"
+
+SECTIONS: dict[str, Entry] = {
+    "optimizer": honoured(schema.Optimizer, training.OPTIMIZER),
+    "scheduler": honoured(schema.Scheduler),
+    "fp16": honoured(schema.Fp16, training.FP16, switch="enabled"),
+    "bf16": honoured(schema.Bf16, training.BF16, switch="enabled"),
+    "bfloat16": training.BFLOAT16,
+    "amp": training.AMP,
+    "torch_autocast": training.AUTOCAST,
+    "data_types": honoured(schema.DataTypes, training.DATA_TYPES),
+    "zero_optimization": honoured(schema.Zero, training.ZERO, shorthand=training.ZERO_SHORTHAND),
+    "aio": training.AIO,
+    "checkpoint": honoured(schema.CheckpointSettings, training.CHECKPOINT),
+    "nebula": training.NEBULA,
+    "datastates_ckpt": training.DATASTATES,
+    "timers": Section(
+        builds=schema.Timers,
+        keys={
+            "throughput": honoured(
+                schema.Throughput,
+                {"synchronized": no_effect(TRUTH, True, why="timing always waits for the device")},
+                switch="enabled",
+            )
+        },
+    ),
+    "comms_logger": honoured(
+        schema.CommsLogger,
+        {
+            "prof_all": no_effect(TRUTH, True, why="every collective is counted"),
+            "prof_ops": no_effect(LIST, (), why="every collective is counted"),
+            "verbose": no_effect(TRUTH, False, why=_PRINTING),
+            "debug": no_effect(TRUTH, False, why=_PRINTING),
+        },
+        switch="enabled",
+    ),
+    "tensorboard": honoured(schema.EventFiles, switch="enabled"),
+    "csv_monitor": honoured(schema.EventFiles, switch="enabled"),
+    "wandb": honoured(schema.Wandb, switch="enabled"),
+    "data_efficiency": honoured(
+        schema.DataEfficiency,
+        {
+            "enabled": no_effect(TRUTH, False, why="only the seed of this section acts"),
+            "data_sampling": features.DATA_SAMPLING,
+            "data_routing": features.DATA_ROUTING,
+        },
+    ),
+}
+
+FEATURES: dict[str, Entry] = {
+    "activation_checkpointing": parallel.ACTIVATION_CHECKPOINTING,
+    "tensor_parallel": parallel.TENSOR_PARALLEL,
+    "expert_parallel": parallel.EXPERT_PARALLEL,
+    "pipeline": parallel.PIPELINE,
+    "hybrid_engine": parallel.HYBRID_ENGINE,
+    "compile": parallel.COMPILE,
+    "flops_profiler": features.FLOPS_PROFILER,
+    "comet": features.COMET,
+    "progressive_layer_drop": features.PROGRESSIVE_LAYER_DROP,
+    "eigenvalue": features.EIGENVALUE,
+    "curriculum_learning": features.CURRICULUM_LEARNING,
+    "compression_training": COMPRESSION_TRAINING,
+    "quantize_training": features.QUANTIZE_TRAINING,
+    "elasticity": features.ELASTICITY,
+    "autotuning": features.AUTOTUNING,
+    "sparse_attention": features.SPARSE_ATTENTION,
+    "graph_harvesting": features.GRAPH_HARVESTING,
+    "weight_quantization": features.WEIGHT_QUANTIZATION,
+}
+
+ROOT = honoured(schema.Settings, {**training.TOP, **SECTIONS, **FEATURES, **INFERENCE})

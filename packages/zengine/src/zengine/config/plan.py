@@ -1,0 +1,123 @@
+"""The resolved config: every question answered, nothing left to look up.
+
+A `Config` says what a person wrote; a `Plan` says what will happen.  It holds no `None` and no "auto": "off" is
+a value (an empty name, a factor of one, a count of zero), dtypes are `torch.dtype`, and the three batch sizes
+agree with the number of replicas.  Each part of the engine is given its own piece and never sees the rest.
+
+Rejected: one flat namespace of a hundred settings, as large engines have; nobody can say who reads which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from zengine.config.describe import table
+from zpartition import ZeroPolicy
+from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
+
+
+@attrs.frozen(kw_only=True)
+class Facts:
+    """What only the machine knows when a config is resolved."""
+
+    world_size: int  # processes in the run
+    replicas: int  # data-parallel copies of the model: the W of the batch equation
+    device_type: str = "cpu"  # "cpu" | "cuda"
+    bf16_is_faster: bool = False  # measured: a bf16 matmul beats an fp32 one here
+
+    def __attrs_post_init__(self) -> None:
+        if self.world_size < 1 or self.replicas < 1 or self.world_size % self.replicas:
+            raise ValueError(
+                f"Facts(world_size={self.world_size}, replicas={self.replicas}): both must be at least 1 "
+                "and replicas must divide world_size"
+            )
+
+
+@attrs.frozen(kw_only=True)
+class BatchPlan:
+    """Invariant: train_batch_size == micro_batch_size * accumulation * replicas."""
+
+    train_batch_size: int  # samples per optimizer step, over all replicas
+    micro_batch_size: int  # samples per forward on one rank
+    accumulation: int  # micro-steps per optimizer step
+    replicas: int  # data-parallel copies of the model
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerPlan:
+    """The optimizer to build by name; an empty type means that the caller brings one."""
+
+    type: str = ""
+    params: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class SchedulerPlan:
+    """The learning-rate schedule to build by name; an empty type means none, or the caller's."""
+
+    type: str = ""
+    params: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class MonitorPlan:
+    """Where one kind of event file goes.  Names that a monitor does not know stay empty."""
+
+    enabled: bool = False
+    output_path: str = ""  # folder; "" means the working directory's default of that monitor
+    job_name: str = ""  # folder of the run inside output_path
+    group: str = ""  # wandb only
+    team: str = ""  # wandb only
+    project: str = ""  # wandb only
+
+
+@attrs.frozen(kw_only=True)
+class TelemetryPlan:
+    """What is measured and where it is written."""
+
+    steps_per_print: int = 0  # optimizer steps between two console lines; 0 = never
+    wall_clock_breakdown: bool = False  # time forward, backward, communication and step
+    memory_breakdown: bool = False  # memory at each phase
+    throughput: bool = True  # samples per second (timers.throughput)
+    comms_log: bool = False  # count, bytes and time of every collective
+    tensorboard: MonitorPlan = MonitorPlan()
+    csv_monitor: MonitorPlan = MonitorPlan()
+    wandb: MonitorPlan = MonitorPlan()
+
+
+@attrs.frozen(kw_only=True)
+class DataPlan:
+    """How the loader walks through the data."""
+
+    drop_last: bool = False  # leave out the last, partial batch of an epoch
+    seed: int = 1234  # of the order of samples (data_efficiency.seed)
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """Everything `assemble` needs, one piece per part."""
+
+    batch: BatchPlan
+    precision: Precision
+    scaling: Unscaled | StaticScaling | DynamicScaling
+    cast_inputs: bool  # floating inputs of forward become precision.param
+    zero: ZeroPolicy
+    optimizer: OptimizerPlan
+    scheduler: SchedulerPlan
+    clip_norm: float  # global L2 norm that gradients are clipped to; 0 = off
+    skip_nonfinite: bool  # an update with NaN or inf gradients is left out and reported
+    telemetry: TelemetryPlan
+    data: DataPlan
+    tag_validation: str  # "IGNORE" | "WARN" | "FAIL": ranks that name different checkpoint tags
+    dump_state: bool  # print the plan at start
+    log_level: str  # "" leaves the loggers alone
+    managed_accumulation: bool  # the engine decides which step() is a boundary
+    origins: Mapping[str, str] = attrs.field(factory=dict)  # key -> "file:line" | "dict" | "default" | ...
+    notices: tuple[str, ...] = ()  # accepted keys without effect here, old names that were translated
+
+    def describe(self) -> str:
+        """A table of every value with its origin, and the notices; for people."""
+        return table(self)

@@ -1,0 +1,203 @@
+"""From a config and the facts of a machine to a plan: pure, and complete.
+
+Derived values are worked out once, here, and say so in `Plan.origins`; no part of the engine derives again.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from zengine.config.batch import BatchTerms, Unsolvable, solve
+from zengine.config.errors import NOWHERE, ConfigError, Problem
+from zengine.config.known import ROOT
+from zengine.config.load import Config
+from zengine.config.plan import (
+    BatchPlan,
+    DataPlan,
+    Facts,
+    MonitorPlan,
+    OptimizerPlan,
+    Plan,
+    SchedulerPlan,
+    TelemetryPlan,
+)
+from zengine.config.rules import violations
+from zengine.config.schema import EventFiles, Settings, Wandb
+from zengine.config.table import Care, walk
+from zpartition import Averaging, ZeroPolicy
+from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+DYNAMIC_KEYS = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+
+
+def resolve(config: Config, facts: Facts) -> Plan:
+    """Answer every question that `config` leaves open.
+
+    Raises ConfigError with all rules that are broken: the batch equation for `facts.replicas`, and those between
+    keys.
+    """
+    batch = _batch(config, facts)
+    problems = violations(config) + ([batch] if isinstance(batch, Problem) else [])
+    problems += _replicas_as_expected(config, facts)
+    if isinstance(batch, Problem) or problems:
+        raise ConfigError(config.source, problems)
+    settings = config.settings
+    precision = _precision(settings, facts)
+    return Plan(
+        batch=batch,
+        precision=precision,
+        scaling=_scaling(settings),
+        cast_inputs=settings.fp16.enabled and settings.fp16.auto_cast,
+        zero=_zero(settings, precision),
+        optimizer=OptimizerPlan(type=settings.optimizer.type, params=dict(settings.optimizer.params)),
+        scheduler=SchedulerPlan(type=settings.scheduler.type, params=dict(settings.scheduler.params)),
+        clip_norm=settings.gradient_clipping,
+        skip_nonfinite=precision.param != torch.bfloat16 or settings.bf16.check_grad_overflow,
+        telemetry=_telemetry(settings),
+        data=DataPlan(drop_last=settings.dataloader_drop_last, seed=settings.data_efficiency.seed),
+        tag_validation=settings.checkpoint.tag_validation,
+        dump_state=settings.dump_state,
+        log_level=settings.log_level,
+        managed_accumulation=True,
+        origins=_origins(config),
+        notices=(*config.notices, *_notices(config, facts)),
+    )
+
+
+def _batch(config: Config, facts: Facts) -> BatchPlan | Problem:
+    settings = config.settings
+    terms = BatchTerms(
+        train=settings.train_batch_size,
+        micro=settings.train_micro_batch_size_per_gpu,
+        accumulation=settings.gradient_accumulation_steps,
+    )
+    try:
+        return solve(terms, facts.replicas)
+    except Unsolvable as unsolvable:
+        places = [config.given[key] for key in BATCH_KEYS if key in config.given]
+        lines = [str(place.line) for place in places if place.line]
+        where = f" [line{'s' if len(lines) > 1 else ''} {', '.join(lines)}]" if lines else ""
+        return Problem(
+            place=places[0] if places else NOWHERE,
+            reason=unsolvable.reason + where,
+            suggestion=unsolvable.suggestion,
+        )
+
+
+def _replicas_as_expected(config: Config, facts: Facts) -> list[Problem]:
+    expected = config.settings.data_parallel_size
+    if expected in (0, facts.replicas):
+        return []
+    return [
+        Problem(
+            place=config.given.get("data_parallel_size", NOWHERE),
+            key="data_parallel_size",
+            given=expected,
+            reason=f"this run has {facts.replicas} replicas (world size {facts.world_size})",
+            suggestion=f"Start {expected} replicas, set it to {facts.replicas}, or leave it out.",
+        )
+    ]
+
+
+def _precision(settings: Settings, facts: Facts) -> Precision:
+    is_bf16 = facts.bf16_is_faster if settings.bf16.enabled == "auto" else bool(settings.bf16.enabled)
+    param = torch.float16 if settings.fp16.enabled else torch.bfloat16 if is_bf16 else torch.float32
+    return Precision(
+        param=param,
+        accumulate=_dtype(settings.data_types.grad_accum_dtype, torch.float32),
+        reduce=_dtype(settings.communication_data_type, param),
+    )
+
+
+def _dtype(name: str, default: torch.dtype) -> torch.dtype:
+    dtypes = {"": default, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    return dtypes[name]
+
+
+def _scaling(settings: Settings) -> Unscaled | StaticScaling | DynamicScaling:
+    fp16 = settings.fp16
+    if not fp16.enabled:
+        return Unscaled()
+    if fp16.loss_scale:
+        return StaticScaling(fp16.loss_scale)
+    return DynamicScaling(
+        initial=2.0**fp16.initial_scale_power,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        floor=fp16.min_loss_scale,
+    )
+
+
+def _zero(settings: Settings, precision: Precision) -> ZeroPolicy:
+    zero = settings.zero_optimization
+    return ZeroPolicy(
+        stage=zero.stage,
+        bucket_numel=zero.reduce_bucket_size,
+        reduce_dtype=precision.reduce,
+        accumulate_dtype=precision.accumulate,
+        master_dtype=precision.master,
+        averaging=Averaging(
+            operation=settings.gradient_allreduce_op,
+            prescale=settings.prescale_gradients,
+            predivide=settings.gradient_predivide_factor,
+        ),
+        overlap=zero.overlap_comm,
+        ignore_unused=zero.ignore_unused_parameters,
+    )
+
+
+def _telemetry(settings: Settings) -> TelemetryPlan:
+    return TelemetryPlan(
+        steps_per_print=settings.steps_per_print,
+        wall_clock_breakdown=settings.wall_clock_breakdown,
+        memory_breakdown=settings.memory_breakdown,
+        throughput=settings.timers.throughput.enabled,
+        comms_log=settings.comms_logger.enabled,
+        tensorboard=_monitor(settings.tensorboard),
+        csv_monitor=_monitor(settings.csv_monitor),
+        wandb=_monitor(settings.wandb),
+    )
+
+
+def _monitor(section: EventFiles | Wandb) -> MonitorPlan:
+    return MonitorPlan(**attrs.asdict(section))
+
+
+def _origins(config: Config) -> dict[str, str]:
+    """Where each value of the plan comes from, by the key that sets it."""
+    keys = [".".join(path) for path, entry in walk(ROOT) if entry.care is Care.HONOURED]
+    keys += ["managed_gradient_accumulation", *(key for key in config.given if ".params." in key)]
+    origins = {key: config.origin(key) for key in keys}
+    written = [key for key in BATCH_KEYS if key in config.given]
+    solved = next((key for key in BATCH_KEYS if key not in written), "")  # accumulation alone defaults to 1
+    for key in {solved, "data_parallel_size", "communication_data_type"} - {"", *config.given}:
+        origins[key] = "derived"
+    if config.settings.bf16.enabled == "auto":
+        origins["bf16.enabled"] = "auto"
+    return origins
+
+
+def _notices(config: Config, facts: Facts) -> list[str]:
+    """What the person should hear about once, now that the machine is known."""
+    settings, notices = config.settings, []
+    if "gradient_clipping" not in config.given:
+        notices.append(
+            "gradient_clipping is not given: gradients are clipped to a norm of 1.0; older DeepSpeed releases did "
+            'not clip unless asked to (write "gradient_clipping": 0 for that)'
+        )
+    idle = [f"fp16.{key}" for key in DYNAMIC_KEYS if f"fp16.{key}" in config.given]
+    if settings.fp16.enabled and settings.fp16.loss_scale and idle:
+        verb = "has" if len(idle) == 1 else "have"
+        notices.append(
+            f"{config.origin(idle[0])}: {', '.join(idle)} {verb} no effect here: fp16.loss_scale is static"
+        )
+    if settings.bf16.enabled == "auto" and not facts.bf16_is_faster:
+        also = ", and bf16.check_grad_overflow has no effect" * ("bf16.check_grad_overflow" in config.given)
+        notices.append(
+            f'{config.origin("bf16.enabled")}: bf16.enabled is "auto" and bf16 is not faster on this '
+            f"{facts.device_type}: training in float32{also}"
+        )
+    return notices

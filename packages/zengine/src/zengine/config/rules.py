@@ -1,0 +1,111 @@
+"""Rules between keys: each names both sides, where they stand, and which to drop.
+
+A rule is a function from a config to a problem or none; `RULES` is the list.  None needs a machine, so that
+`zengine check` can apply them anywhere; the batch equation, which does, has a module of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zengine.config.errors import NOWHERE, Problem
+from zengine.config.load import Config
+
+Rule = Callable[[Config], Problem | None]
+
+
+def _at(config: Config, key: str) -> str:
+    """`key (config.json:4)`, the key alone when it was not written in a file."""
+    place = config.given.get(key, NOWHERE)
+    return f"{key} ({place.origin()})" if place.line else key
+
+
+def _violation(config: Config, key: str, reason: str, suggestion: str) -> Problem:
+    return Problem(place=config.given.get(key, NOWHERE), reason=reason, suggestion=suggestion)
+
+
+def one_half_precision(config: Config) -> Problem | None:
+    """fp16 and bf16 exclude each other, whatever "auto" would turn out to be."""
+    if not (config.settings.fp16.enabled and config.settings.bf16.enabled):
+        return None
+    fp16, bf16 = _at(config, "fp16.enabled"), _at(config, "bf16.enabled")
+    return _violation(config, "fp16.enabled", f"{fp16} and {bf16} are both on", "Keep one of them.")
+
+
+def prescale_leaves_nothing_to_predivide(config: Config) -> Problem | None:
+    """prescale_gradients divides by all replicas before the sum, so no part is left for the factor."""
+    settings = config.settings
+    if not settings.prescale_gradients or settings.gradient_predivide_factor == 1.0:
+        return None
+    return _violation(
+        config,
+        "gradient_predivide_factor",
+        f"{_at(config, 'gradient_predivide_factor')} = {settings.gradient_predivide_factor:g} has no part of the "
+        f"division left: {_at(config, 'prescale_gradients')} does all of it before the sum",
+        "Keep one of them.",
+    )
+
+
+def a_sum_is_not_divided(config: Config) -> Problem | None:
+    """gradient_allreduce_op "sum" asks for no division at all."""
+    settings = config.settings
+    if settings.gradient_allreduce_op != "sum":
+        return None
+    dividing = [key for key in ("prescale_gradients",) if settings.prescale_gradients]
+    dividing += [key for key in ("gradient_predivide_factor",) if settings.gradient_predivide_factor != 1.0]
+    if not dividing:
+        return None
+    return _violation(
+        config,
+        "gradient_allreduce_op",
+        f'{_at(config, "gradient_allreduce_op")} = "sum" divides nothing, yet '
+        f"{' and '.join(_at(config, key) for key in dividing)} would divide",
+        'Drop them, or use "mean".',
+    )
+
+
+def accumulator_holds_gradients(config: Config) -> Problem | None:
+    """A sum is kept in float32, or in the dtype of the gradients themselves."""
+    settings = config.settings
+    chosen = settings.data_types.grad_accum_dtype or "float32"
+    model = {"float16"} if settings.fp16.enabled else {"float32"}
+    if settings.bf16.enabled:
+        model = {"bfloat16"} | ({"float32"} if settings.bf16.enabled == "auto" else set())
+    if chosen == "float32" or model == {chosen}:
+        return None
+    return _violation(
+        config,
+        "data_types.grad_accum_dtype",
+        f"{_at(config, 'data_types.grad_accum_dtype')} = {chosen} cannot hold gradients in "
+        f"{' or '.join(sorted(model))} exactly",
+        'Use "fp32", or leave it out.',
+    )
+
+
+def scale_starts_above_its_floor(config: Config) -> Problem | None:
+    """A dynamic loss scale starts at or above min_loss_scale."""
+    fp16 = config.settings.fp16
+    start = 2.0**fp16.initial_scale_power
+    if not fp16.enabled or fp16.loss_scale or fp16.min_loss_scale <= start:
+        return None
+    return _violation(
+        config,
+        "fp16.min_loss_scale",
+        f"{_at(config, 'fp16.min_loss_scale')} = {fp16.min_loss_scale:g} is above the first scale, 2 to the "
+        f"{_at(config, 'fp16.initial_scale_power')} {fp16.initial_scale_power} = {start:g}",
+        "Lower the floor or raise the power.",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    one_half_precision,
+    prescale_leaves_nothing_to_predivide,
+    a_sum_is_not_divided,
+    accumulator_holds_gradients,
+    scale_starts_above_its_floor,
+)
+
+
+def violations(config: Config) -> list[Problem]:
+    """Every rule that `config` breaks."""
+    return [problem for rule in RULES if (problem := rule(config)) is not None]

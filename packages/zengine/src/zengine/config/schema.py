@@ -1,0 +1,203 @@
+"""The settings that this engine honours, one class a section, one field a key.
+
+Names, types and meanings are DeepSpeed's, so that a config can move in both directions.  Defaults are too, except
+where a comment says otherwise.  An empty name or a zero stands for "not given" where a value is derived later; who
+needs to know whether a default was typed asks `Config.given`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from zengine.config.kinds import (
+    DTYPE,
+    MAPPING,
+    TEXT,
+    TRUTH,
+    Kind,
+    Mismatch,
+    choice,
+    literal,
+    null_or,
+    number,
+    whole,
+)
+from zengine.config.table import setting
+
+
+def _read_stage(value: object) -> int:
+    try:
+        stage: int = whole(-math.inf).read(value)
+    except Mismatch as mismatch:
+        raise Mismatch(mismatch.reason.replace("a whole number", "0, 1 or 2"), mismatch.suggestion) from None
+    if stage == 3:
+        raise Mismatch("ZeRO stage 3 is not available yet", "Use stage 2: states and gradients are sharded.")
+    if stage not in (0, 1, 2):
+        raise Mismatch("must be 0, 1 or 2")
+    return stage
+
+
+def _read_interval(value: object) -> int:
+    """Steps between prints; integrations write infinity, or null, for never."""
+    if value is None or value == math.inf:
+        return 0
+    interval: int = whole(0).read(value)
+    return interval
+
+
+BATCH = null_or(whole(1), 0)
+STAGE = Kind("0, 1 or 2", _read_stage)
+INTERVAL = Kind("a whole number >= 0", _read_interval)
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@attrs.frozen(kw_only=True)
+class Optimizer:
+    """optimizer: built by name; without it the caller brings one."""
+
+    type: str = setting(TEXT, "", "name of the optimizer; empty: the caller brings one")
+    params: Mapping[str, Any] = setting(MAPPING, {}, "keyword arguments of the optimizer")
+
+
+@attrs.frozen(kw_only=True)
+class Scheduler:
+    """scheduler: learning-rate schedule built by name."""
+
+    type: str = setting(TEXT, "", "name of the schedule; empty: none, or the caller's")
+    params: Mapping[str, Any] = setting(MAPPING, {}, "keyword arguments of the schedule")
+
+
+@attrs.frozen(kw_only=True)
+class Fp16:
+    """fp16: half precision with loss scaling."""
+
+    enabled: bool = setting(TRUTH, False, "train in float16")
+    auto_cast: bool = setting(TRUTH, False, "cast floating inputs of forward to float16")
+    loss_scale: float = setting(number(0), 0.0, "factor on the loss; 0 = dynamic")
+    initial_scale_power: int = setting(whole(0, 126), 16, "a dynamic scale starts at 2 to this power")
+    loss_scale_window: int = setting(whole(1), 1000, "clean steps before a dynamic scale doubles")
+    hysteresis: int = setting(whole(1), 2, "overflows tolerated before the scale halves")
+    consecutive_hysteresis: bool = setting(TRUTH, False, "a clean step refills the hysteresis")
+    min_loss_scale: float = setting(number(above=0), 1.0, "a dynamic scale never falls below this")
+
+
+@attrs.frozen(kw_only=True)
+class Bf16:
+    """bf16: bfloat16 training."""
+
+    enabled: bool | str = setting(literal(TRUTH, "auto"), False, 'train in bfloat16; "auto": where it is faster')
+    check_grad_overflow: bool = setting(TRUTH, True, "leave out an update with non-finite gradients")
+
+
+@attrs.frozen(kw_only=True)
+class DataTypes:
+    """data_types: dtypes that precision does not already decide."""
+
+    grad_accum_dtype: str = setting(null_or(DTYPE, ""), "", "dtype of the gradient accumulators; default float32")
+
+
+@attrs.frozen(kw_only=True)
+class Zero:
+    """zero_optimization: what each rank keeps."""
+
+    stage: int = setting(STAGE, 0, "0: everything, 1: sharded optimizer states, 2: sharded gradients too")
+    reduce_bucket_size: int = setting(whole(1), 0, "elements reduced at once; default: derived from the model")
+    # DeepSpeed's default is false below stage 3; here overlap changes no bit of the result.
+    overlap_comm: bool = setting(null_or(TRUTH, True), True, "reduce while backward still runs")
+    ignore_unused_parameters: bool = setting(TRUTH, True, "false: a parameter without gradient is an error")
+
+
+@attrs.frozen(kw_only=True)
+class EventFiles:
+    """tensorboard and csv_monitor: event files."""
+
+    enabled: bool = setting(TRUTH, False, "write events")
+    output_path: str = setting(null_or(TEXT, ""), "", "folder of the files")
+    job_name: str = setting(null_or(TEXT, ""), "DeepSpeedJobName", "folder of this run inside it")
+
+
+@attrs.frozen(kw_only=True)
+class Wandb:
+    """wandb: Weights & Biases."""
+
+    enabled: bool = setting(TRUTH, False, "log to Weights & Biases; needs the wandb package")
+    group: str = setting(null_or(TEXT, ""), "", "group of runs")
+    team: str = setting(null_or(TEXT, ""), "", "team that owns the run")
+    project: str = setting(null_or(TEXT, ""), "deepspeed", "project of the run")
+
+
+@attrs.frozen(kw_only=True)
+class Throughput:
+    """timers.throughput."""
+
+    enabled: bool = setting(TRUTH, True, "measure samples per second")
+
+
+@attrs.frozen(kw_only=True)
+class Timers:
+    """timers."""
+
+    throughput: Throughput = attrs.field(factory=Throughput)
+
+
+@attrs.frozen(kw_only=True)
+class CommsLogger:
+    """comms_logger."""
+
+    enabled: bool = setting(TRUTH, False, "count calls, bytes and time of every collective")
+
+
+@attrs.frozen(kw_only=True)
+class CheckpointSettings:
+    """checkpoint."""
+
+    tag_validation: str = setting(
+        choice("IGNORE", "WARN", "FAIL", fold=str.upper), "WARN", "when ranks save under different tags"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class DataEfficiency:
+    """data_efficiency."""
+
+    seed: int = setting(whole(0), 1234, "seed of the order of samples")
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """The top level of a config."""
+
+    train_batch_size: int = setting(BATCH, 0, "samples per optimizer step over all replicas")
+    train_micro_batch_size_per_gpu: int = setting(BATCH, 0, "samples per forward on one rank")
+    gradient_accumulation_steps: int = setting(BATCH, 0, "micro-steps per optimizer step")
+    dataloader_drop_last: bool = setting(TRUTH, False, "leave out the last, partial batch")
+    gradient_clipping: float = setting(number(0), 1.0, "global L2 norm to clip to; 0 = off")
+    prescale_gradients: bool = setting(TRUTH, False, "divide by the replicas before the reduction")
+    gradient_predivide_factor: float = setting(number(above=0), 1.0, "part of the division done before it")
+    gradient_allreduce_op: str = setting(choice("mean", "sum"), "mean", "how replicas' gradients combine")
+    communication_data_type: str = setting(null_or(DTYPE, ""), "", "dtype on the wire; default: the model's")
+    data_parallel_size: int = setting(BATCH, 0, "expected number of replicas; checked")
+    steps_per_print: int = setting(INTERVAL, 0, "optimizer steps between console lines; 0 = never")
+    wall_clock_breakdown: bool = setting(TRUTH, False, "time forward, backward, communication and step")
+    memory_breakdown: bool = setting(TRUTH, False, "memory at each phase")
+    dump_state: bool = setting(TRUTH, False, "print the resolved plan at start")
+    log_level: str = setting(
+        null_or(choice(*LEVELS, fold=str.lower), ""), "", "level of the loggers; empty: left alone"
+    )
+    optimizer: Optimizer = attrs.field(factory=Optimizer)
+    scheduler: Scheduler = attrs.field(factory=Scheduler)
+    fp16: Fp16 = attrs.field(factory=Fp16)
+    bf16: Bf16 = attrs.field(factory=Bf16)
+    data_types: DataTypes = attrs.field(factory=DataTypes)
+    zero_optimization: Zero = attrs.field(factory=Zero)
+    tensorboard: EventFiles = attrs.field(factory=EventFiles)
+    csv_monitor: EventFiles = attrs.field(factory=EventFiles)
+    wandb: Wandb = attrs.field(factory=Wandb)
+    timers: Timers = attrs.field(factory=Timers)
+    comms_logger: CommsLogger = attrs.field(factory=CommsLogger)
+    checkpoint: CheckpointSettings = attrs.field(factory=CheckpointSettings)
+    data_efficiency: DataEfficiency = attrs.field(factory=DataEfficiency)

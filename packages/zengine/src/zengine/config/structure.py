@@ -1,0 +1,240 @@
+"""From a document to settings: one walk that meets every key once.
+
+The walk never stops at a mistake: a bad leaf keeps its default and is reported, so that the report holds all
+of them.  Old names are moved to their new place before their section is read; `moved` remembers from where, so
+that every message points at what the person wrote.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from zengine.config.errors import NOTHING, Place, Problem, shown
+from zengine.config.kinds import MAPPING, TRUTH, Mismatch
+from zengine.config.known import ROOT
+from zengine.config.scan import Document, Path, dotted
+from zengine.config.schema import Settings
+from zengine.config.suggest import meant, nearest
+from zengine.config.table import Care, Key, Section
+
+SWITCHED_OFF = "the section is switched off"
+
+
+class Mode(enum.Enum):
+    """What a section's keys do."""
+
+    ACTIVE = "active"  # they act
+    OFF = "off"  # the section is switched off: given keys are said to have no effect
+    MUTE = "mute"  # the section is refused, and said so once: only spelling and types are checked
+
+
+@attrs.frozen(kw_only=True)
+class Reading:
+    """What one walk found."""
+
+    settings: Settings
+    given: Mapping[str, Place]  # keys that were written and act, with their places
+    notices: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def structure(document: Document) -> Reading:
+    """Read `document` by the table.  Never raises: the reading carries the problems."""
+    walk = _Walk(document)
+    settings = walk.section(ROOT, document.data, (), Mode.ACTIVE)
+    return Reading(
+        settings=settings if isinstance(settings, Settings) else Settings(),
+        given=walk.given,
+        notices=walk.all_notices(),
+        problems=tuple(walk.problems),
+    )
+
+
+class _Walk:
+    """Collects while it reads.  Invariant: every key of the document is met exactly once."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.given: dict[str, Place] = {}
+        self.problems: list[Problem] = []
+        self.moved: dict[Path, Path] = {}  # new path of a renamed key -> path as written
+        self.typed: dict[Path, object] = {}  # new path of a renamed key -> value as written
+        self.notices: list[str] = []
+        self.idle: dict[tuple[str, str], list[Path]] = {}  # (top key, reason) -> keys without effect
+
+    def section(self, section: Section, data: object, path: Path, outer: Mode) -> Any:
+        """The settings object of a section, with defaults where a key is missing or bad."""
+        if isinstance(data, bool) and data in section.shorthand:
+            self.say(path, f'"{dotted(path)}": {shown(data)} is read as {shown(section.shorthand[data])}')
+            data = section.shorthand[data]
+        try:
+            members = self.translated(section, MAPPING.read(data), path)
+        except Mismatch as mismatch:
+            self.complain(path, mismatch.reason, _section_hint(section, data), given=data)
+            return section.builds()
+        mode = self.mode(section, members, path) if outer is Mode.ACTIVE else outer
+        found = {
+            name: self.entry(section, name, value, (*path, name), outer if name == section.switch else mode)
+            for name, value in members.items()
+        }
+        return section.builds(**{name: value for name, value in found.items() if value is not NOTHING})
+
+    def entry(self, section: Section, name: str, value: object, path: Path, mode: Mode) -> Any:
+        """What one key contributes to its section's settings, or NOTHING."""
+        entry = section.keys.get(name)
+        if section.each:
+            return self.inner_section(section.each[0], value, path, mode)
+        if isinstance(entry, Section):
+            return self.inner_section(entry, value, path, mode)
+        if isinstance(entry, Key):
+            return self.key(entry, value, path, mode)
+        if not section.is_open or nearest(name, section.keys, tolerance=1):
+            self.complain(path, "unknown key", meant(name, section), given=value)
+        elif mode is Mode.OFF:
+            self.rest(path, SWITCHED_OFF)
+        return NOTHING
+
+    def inner_section(self, section: Section, value: object, path: Path, mode: Mode) -> Any:
+        if value is None:  # the way to write an absent section
+            return NOTHING
+        if section.each and isinstance(value, (list, tuple)):
+            for index, member in enumerate(value):
+                self.section(section.each[0], member, (*path, index), mode)
+            return NOTHING
+        if section.why_not and mode is Mode.ACTIVE:
+            self.complain(path, section.why_not, "Remove the section.")
+            mode = Mode.MUTE
+        built = self.section(section, value, path, mode)
+        return NOTHING if isinstance(built, dict) else built
+
+    def key(self, entry: Key, value: object, path: Path, mode: Mode) -> Any:
+        if entry.care is Care.REFUSED:
+            if mode is Mode.ACTIVE:
+                self.complain(path, entry.why, entry.instead, given=value)
+            return NOTHING
+        try:
+            read = entry.kind.read(value)
+        except Mismatch as mismatch:
+            self.complain(path, mismatch.reason, mismatch.suggestion, given=value)
+            return NOTHING
+        if mode is Mode.OFF:
+            self.rest(path, SWITCHED_OFF)
+        elif mode is Mode.ACTIVE:
+            self.act(entry, read, value, path)
+        return read if entry.care is Care.HONOURED else NOTHING
+
+    def act(self, entry: Key, read: object, value: object, path: Path) -> None:
+        """Record what a key does whose section is on."""
+        is_natural = _among(read, entry.natural)
+        if entry.care is Care.HONOURED or (entry.care is Care.LIMITED and is_natural):
+            if value is not None:  # null is the way to write the default
+                self.given[dotted(path)] = self.place(path)
+        elif is_natural:
+            return
+        elif entry.care is Care.NO_EFFECT:
+            self.rest(path, entry.why)
+        else:
+            self.complain(path, entry.why, entry.instead or _say_natural(entry), given=value)
+
+    def mode(self, section: Section, members: Mapping[str, Any], path: Path) -> Mode:
+        """Whether a section acts, by the value of its switch."""
+        entry = section.keys.get(section.switch)
+        if not isinstance(entry, Key):
+            return Mode.ACTIVE
+        is_ours = entry.care is Care.HONOURED
+        try:
+            value = entry.kind.read(members.get(section.switch, entry.default if is_ours else section.off[0]))
+        except Mismatch:  # reported when the switch itself is read
+            return Mode.MUTE
+        if _among(value, section.off):
+            return Mode.OFF
+        return Mode.ACTIVE if is_ours else Mode.MUTE
+
+    def translated(self, section: Section, members: dict[str, Any], path: Path) -> dict[str, Any]:
+        """`members` with old names replaced by new ones."""
+        for name, value in list(members.items()):
+            entry = section.keys.get(name) if isinstance(name, str) else None
+            if isinstance(entry, Key) and entry.care is Care.RENAMED:
+                del members[name]
+                self.move(entry, members, (*path, name), value)
+        return members
+
+    def move(self, entry: Key, members: dict[str, Any], old: Path, value: object) -> None:
+        new = (*old[:-1], *entry.target)
+        try:
+            converted = entry.convert(entry.kind.read(value))
+        except Mismatch as mismatch:
+            self.complain(old, mismatch.reason, mismatch.suggestion, given=value)
+            return
+        home: Any = members
+        for part in entry.target[:-1]:
+            if not isinstance(home.get(part) or {}, Mapping):
+                return  # reported when that section is read
+            home[part] = dict(home.get(part) or {})
+            home = home[part]
+        if entry.target[-1] in home:
+            other = self.place(new).origin()
+            self.complain(old, f'the old name of "{dotted(new)}", which is given too ({other})', "Keep the new one.")
+            return
+        home[entry.target[-1]] = converted
+        self.moved[new], self.typed[new] = old, value
+        text = f" = {shown(converted)}" if entry.kind is TRUTH else ""
+        self.say(old, f'"{dotted(old)}" is an old name: read as "{dotted(new)}"{text}')
+
+    def written(self, path: Path) -> Path:
+        """The path of a key in the words of the person."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.moved:
+                return (*self.moved[path[:end]], *path[end:])
+        return path
+
+    def place(self, path: Path) -> Place:
+        return self.document.place(self.written(path))
+
+    def complain(self, path: Path, reason: str, suggestion: str = "", given: object = NOTHING) -> None:
+        written = self.written(path)
+        place = self.document.place(written)
+        if path in self.moved:  # the new name is news: the notice goes down with this error
+            reason, given = f'the old name of "{dotted(path)}": {reason}', self.typed[path]
+            suggestion = "Leave it out."
+        self.problems.append(
+            Problem(place=place, key=dotted(written), given=given, reason=reason, suggestion=suggestion)
+        )
+
+    def say(self, path: Path, text: str) -> None:
+        self.notices.append(f"{self.place(path).origin()}: {text}")
+
+    def all_notices(self) -> tuple[str, ...]:
+        """Translations, and one line for each reason of having no effect."""
+        return (*self.notices, *(self.no_effect(why, paths) for (_, why), paths in self.idle.items()))
+
+    def rest(self, path: Path, why: str) -> None:
+        """A key that is accepted and does nothing."""
+        self.idle.setdefault((str(path[0]), why), []).append(path)
+
+    def no_effect(self, why: str, paths: list[Path]) -> str:
+        names = ", ".join(dotted(path) for path in paths)
+        verb = "has" if len(paths) == 1 else "have"
+        return f"{self.place(paths[0]).origin()}: {names} {verb} no effect here: {why}"
+
+
+def _section_hint(section: Section, data: object) -> str:
+    """What to write where an object was expected."""
+    if isinstance(data, bool) and section.switch == "enabled":
+        return f'Write {{"enabled": {shown(data)}}}.'
+    return 'Write {"type": ' + f"{shown(data)}}}." if isinstance(data, str) and "type" in section.keys else ""
+
+
+def _among(value: object, natural: tuple[object, ...]) -> bool:
+    """Equality that tells true from 1."""
+    return any(type(value) is type(other) and value == other for other in natural)
+
+
+def _say_natural(entry: Key) -> str:
+    if not entry.natural:
+        return "Leave it out."
+    return f"Set it to {' or '.join(shown(value) for value in entry.natural)}, or leave it out."

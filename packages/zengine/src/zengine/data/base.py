@@ -1,0 +1,102 @@
+"""Batches with a position that can be saved.
+
+    loader = make_loader(dataset, micro_batch_size=4, rank=0, world_size=1, seed=1, drop_last=True)
+    for batch in loader: ...          # from the position to the end of the epoch
+    state = loader.state_dict()       # JSON-able; load_state_dict continues with the very next batch
+
+The position is what the caller was handed, not what workers fetched ahead. `iter` always goes on from it:
+leaving a loop in the middle of an epoch and iterating again continues that epoch. When the last batch of an
+epoch is handed over, the position becomes the start of the next one, with a fresh shuffle. Only one iteration
+is alive at a time; an older one that is asked for more raises StaleIterationError instead of moving the
+position behind the newer one's back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zengine.data.fetch import Fetching
+
+_END = object()
+
+
+class StaleIterationError(RuntimeError):
+    """An iteration was asked for a batch after a newer one began, or after the position was loaded."""
+
+
+class Loader(ABC):
+    """Iterates from its position to the end of the epoch; subclasses know what a position is."""
+
+    dataset: Any  # as given
+    batch_size: int  # samples of this rank in a batch: the micro-batch size
+    epoch: int  # passes completed
+    consumed_samples: int  # samples of this epoch handed to all ranks together
+
+    def __init__(self, dataset: Any, batch_size: int, fetching: Fetching) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.epoch = 0
+        self.consumed_samples = 0
+        self._fetching = fetching
+        self._alive: object = None  # the iteration that may move the position
+
+    def __iter__(self) -> Iterator[Any]:
+        alive = self._alive = object()
+        batches = self._open()
+        while True:
+            if self._alive is not alive:
+                raise StaleIterationError(
+                    "this iteration over the loader is over: a newer one began or a position was loaded since. "
+                    "Call iter(loader) again, or use forever(loader), which follows the position"
+                )
+            batch = next(batches, _END)
+            if batch is _END:
+                break
+            self._handed()
+            yield batch
+        self._ended()
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Batches of this rank in a whole epoch, wherever the position is."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The position, JSON-able."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position; an iteration under way ends with StaleIterationError.
+
+        ValueError if the state does not fit; nothing has changed then.
+        """
+        self._load(state)
+        self._alive = None
+
+    @abstractmethod
+    def _open(self) -> Iterator[Any]:
+        """The batches from the position to the end of the epoch."""
+
+    @abstractmethod
+    def _load(self, state: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
+    def _handed(self) -> None:
+        """One more batch is with the caller."""
+
+    @abstractmethod
+    def _ended(self) -> None:
+        """The epoch had no more batches."""
+
+
+def whole_numbers(state: Mapping[str, Any], *names: str) -> list[int]:
+    """The named numbers of a saved state; ValueError says which is missing or not a whole number >= 0."""
+    for name in names:
+        value = state.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(
+                f"loader state: {name} must be a whole number of at least 0, got {value!r}; "
+                f"the state has {', '.join(state) or 'nothing'}"
+            )
+    return [state[name] for name in names]

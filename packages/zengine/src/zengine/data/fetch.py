@@ -1,0 +1,74 @@
+"""From tickets to batches: torch's DataLoader, driven by tickets and kept away from the global RNG.
+
+A DataLoader without a generator of its own draws a seed from torch's global RNG for every pass, so the number
+of passes would change the run; ours has one. In worker processes a dataset's random draws (augmentation)
+would depend on how many batches that worker has made before, which no checkpoint can restore. So a worker is
+seeded afresh for each ticket, from the ticket: the same batch comes out for any number of workers and after
+any interruption. Without workers the draws are the main process's own, whose generators a checkpoint saves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+
+from zengine.data.order import Ticket
+
+Collate = Callable[[list[Any]], Any]
+
+
+@attrs.frozen(kw_only=True)
+class Fetching:
+    """How samples become batches."""
+
+    collate_fn: Collate = default_collate  # a list of samples to a batch
+    num_workers: int = 0  # processes that fetch ahead; 0 fetches in this one
+    pin_memory: bool = False  # page-locked batches, for copies that overlap with computation
+
+    def of_tickets(self, dataset: Any, tickets: Iterable[Ticket], seed: int) -> Iterator[Any]:
+        """One batch a ticket, in order. `dataset` has `__getitem__` and perhaps `__getitems__`."""
+        view = _TicketView(dataset, seed)
+        return self._open(view, seed, batch_size=None, sampler=tickets, collate_fn=self.collate_fn)
+
+    def of_stream(
+        self, dataset: IterableDataset[Any], batch_size: int, *, drop_last: bool, seed: int
+    ) -> Iterator[Any]:
+        """Batches of an IterableDataset, in its own order."""
+        options = {"batch_size": batch_size, "drop_last": drop_last, "collate_fn": self.collate_fn}
+        return self._open(dataset, seed, **options)
+
+    def _open(self, dataset: Dataset[Any], seed: int, **options: Any) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        pin_memory = self.pin_memory and torch.cuda.is_available()
+        return iter(
+            DataLoader(dataset, num_workers=self.num_workers, pin_memory=pin_memory, generator=generator, **options)
+        )
+
+
+class _TicketView(Dataset[list[Any]]):
+    """A dataset of batches: indexed by a ticket, it yields the ticket's samples."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, ticket: Ticket) -> list[Any]:
+        if get_worker_info() is not None:
+            _seed_worker(self._seed, ticket)
+        indices = list(ticket.indices)
+        many = getattr(self._dataset, "__getitems__", None)  # a dataset may read several samples at once
+        return many(indices) if many is not None else [self._dataset[index] for index in indices]
+
+
+def _seed_worker(seed: int, ticket: Ticket) -> None:
+    """Seed every generator that a dataset may draw from, for this ticket alone."""
+    words = np.random.SeedSequence([seed, ticket.epoch, ticket.begin]).generate_state(4)
+    random.seed(int(words[0]))
+    np.random.seed(words[1])
+    torch.manual_seed(int(words[2]) << 32 | int(words[3]))

@@ -1,0 +1,86 @@
+"""The loader of datasets with a length and an index: any position is a number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import attrs
+
+from zengine.data.base import Loader, whole_numbers
+from zengine.data.fetch import Fetching
+from zengine.data.order import Order
+
+
+@final
+class MapLoader(Loader):
+    """Over a dataset with a length and an index.
+
+    Invariant: at least one batch is left in the epoch at the position.
+    """
+
+    def __init__(self, dataset: Any, order: Order, *, rank: int, drop_last: bool, fetching: Fetching) -> None:
+        super().__init__(dataset, order.micro_batch_size, fetching)
+        self._order = order
+        self._rank = rank
+        self._drop_last = drop_last
+
+    def __len__(self) -> int:
+        return self._order.num_batches(drop_last=self._drop_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{seed, epoch, consumed_samples, num_samples, shuffle}; the same on every rank and in every world."""
+        return {
+            "seed": self._order.seed,
+            "epoch": self.epoch,
+            "consumed_samples": self.consumed_samples,
+            "num_samples": self._order.num_samples,
+            "shuffle": self._order.shuffle,
+        }
+
+    def _open(self) -> Iterator[Any]:
+        tickets = self._order.tickets(
+            self._rank, epoch=self.epoch, consumed=self.consumed_samples, drop_last=self._drop_last
+        )
+        return self._fetching.of_tickets(self.dataset, tickets, self._order.seed)
+
+    def _handed(self) -> None:
+        self.consumed_samples += self._order.stride
+        self._enter_next_epoch_if_done()
+
+    def _ended(self) -> None: ...
+
+    def _enter_next_epoch_if_done(self) -> None:
+        if self._order.num_batches(drop_last=self._drop_last, consumed=self.consumed_samples) <= 0:
+            self.epoch, self.consumed_samples = self.epoch + 1, 0
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """The saved seed is kept, since it made the order that the position is a place in.
+
+        With other ranks or another micro-batch size the epoch goes on at the same sample. If it has fewer
+        samples left than one micro-batch of all ranks and drop_last is set, they are dropped.
+        """
+        seed, epoch, consumed = whole_numbers(state, "seed", "epoch", "consumed_samples")
+        self._check_same_data(state)
+        if consumed >= self._order.num_samples:
+            raise ValueError(
+                f"loader state: consumed_samples is {consumed}, which is not below the {self._order.num_samples} "
+                f"samples of an epoch"
+            )
+        self._order = attrs.evolve(self._order, seed=seed)
+        self.epoch, self.consumed_samples = epoch, consumed
+        self._enter_next_epoch_if_done()
+
+    def _check_same_data(self, state: Mapping[str, Any]) -> None:
+        (num_samples,) = whole_numbers(state, "num_samples")
+        if num_samples != self._order.num_samples:
+            raise ValueError(
+                f"loader state: the position was saved in a dataset of {num_samples} samples, this one has "
+                f"{self._order.num_samples}, so the same place would be another sample. Use the same dataset, or "
+                f"do not load the loader's state and begin a new epoch"
+            )
+        if bool(state.get("shuffle", True)) != self._order.shuffle:
+            raise ValueError(
+                f"loader state: the position was saved with shuffle={not self._order.shuffle}, this loader has "
+                f"shuffle={self._order.shuffle}. Build the loader as it was"
+            )

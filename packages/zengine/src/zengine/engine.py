@@ -1,0 +1,200 @@
+"""The engine: a module that trains itself, five slots and one clock.
+
+    loss = engine(batch)
+    engine.backward(loss)
+    report = engine.step()
+
+`backward` divides the loss by the accumulation count and scales it; `step` counts the micro-step and, at a
+boundary, inspects the gradients once, updates this rank's shards, publishes the weights and returns a
+`StepReport`.  Between boundaries it returns None.
+
+What varies lives in five slots (`Parts`), each a Protocol with an identity implementation, so nothing here asks
+whether something is enabled.  Everything optional is a feature with hooks that default to the identity.
+What users may look up is in `facts`, what goes to disk in `checkpointing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zengine import checkpointing
+from zengine.clock import Boundary, Clock
+from zengine.config import Plan
+from zengine.facts import EngineFacts
+from zengine.features import Feature
+from zengine.losses import check_loss, check_reached
+from zengine.parts import Parts
+from zengine.report import StepReport
+
+
+class Engine(EngineFacts, nn.Module):
+    """Trains `module` as `plan` says; made by `zengine.initialize`.
+
+    Invariant: `module`'s parameters always show the newest weights, on every rank, when no method is running.
+    """
+
+    def __init__(self, module: nn.Module, parts: Parts, plan: Plan, features: tuple[Feature, ...] = ()) -> None:
+        super().__init__()
+        self.module = module
+        self.parts = parts
+        self.plan = plan
+        self.features = features
+        self.clock = Clock(
+            accumulation=plan.batch.accumulation,
+            samples_per_micro_step=plan.batch.micro_batch_size * plan.batch.replicas,
+        )
+        self.last_report: StepReport | None = None
+        self._step_loss = torch.zeros((), dtype=torch.float64, device=parts.world.device)
+        for feature in features:
+            feature.attach(self)
+
+    def add_feature(self, feature: Feature) -> None:
+        """Hook `feature` in, after those that are there."""
+        self.features = (*self.features, feature)
+        feature.attach(self)
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; its value is returned untouched.
+
+        Raises:
+            CallOrderError: the engine is closed.
+        """
+        self.clock.forward(with_grad=torch.is_grad_enabled())
+        with self.parts.telemetry.span("forward"):
+            for feature in self.features:
+                args, kwargs = feature.forward_begin(args, kwargs)
+            output = self.parts.runner.forward(self.module, args, kwargs)
+            for feature in self.features:
+                output = feature.forward_end(output)
+        return output
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Compute and reduce gradients of `loss` (a scalar: the mean over this rank's micro-batch).
+
+        Returns the loss divided by the accumulation count (unless `scale_wrt_gas` is False), detached.  May be
+        called several times before `step`; the gradients add up.
+
+        Raises:
+            CallOrderError: no forward came before.
+            ValueError: the loss is not a scalar, has no graph, or reaches no parameter of this engine.
+        """
+        parts = self.parts
+        with (
+            self.clock.backward() as micro,
+            parts.telemetry.span("backward"),
+            parts.partition.micro_step(is_last=micro.is_last),
+        ):
+            check_loss(loss)
+            for feature in self.features:
+                loss = feature.backward_begin(micro, loss)
+            share = loss / micro.count if scale_wrt_gas else loss
+            parts.scaler.scale(share).backward(retain_graph=retain_graph)
+            check_reached(parts.partition.num_arrived())
+        share = share.detach()
+        self._step_loss = share.double() if micro.is_first else self._step_loss + share
+        return share
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport | None:
+        """End the micro-step; at a boundary update the weights and return the report, else None.
+
+        `lr_kwargs` are passed to the schedule's `step` (a metric, say).
+
+        Raises:
+            CallOrderError: no backward came before.
+            LossScaleExhausted: fp16 gradients overflow although the scale is at its floor.
+        """
+        micro = self.clock.end_micro_step()
+        report = None
+        with self.parts.telemetry.span("step"):
+            if micro.is_last:
+                report = self._update(dict(lr_kwargs or {}))
+        self.parts.telemetry.micro_step_end()
+        if report is not None:
+            self.parts.telemetry.step_end(report)
+            for feature in self.features:
+                feature.step_end(report)
+        return report
+
+    def _update(self, lr_kwargs: dict[str, Any]) -> StepReport:
+        """The boundary: inspect once, judge, update, publish, forget the gradients."""
+        parts = self.parts
+        for feature in self.features:
+            feature.step_begin()
+        gradients = parts.partition.finish_gradients()
+        stats = parts.inspect(gradients, extra=self._statistics())
+        lr = parts.optimizer.lr()
+        factor = parts.scaler.factor.clone()
+        fault = parts.judge(stats, parts.partition)
+        if not fault:
+            divisor = parts.divisor(stats.norm, factor)
+            parts.optimizer.update(parts.partition, divisor, any_unused=bool(stats.extra[0]))
+            parts.scheduler.step(**lr_kwargs)
+        parts.scaler.update(stats.found_inf)
+        parts.partition.zero_grad()
+        self.clock.end_step(applied=not fault)
+        self.last_report = parts.report(self.clock, stats, factor, lr, fault)
+        fault.raise_if_fatal(self.clock.steps)
+        return self.last_report
+
+    def _statistics(self) -> Tensor:
+        """What rides along with the norm in the one all-reduce: unused parameters, mean loss."""
+        unused = self._step_loss.new_tensor(float(self.parts.partition.num_unused()))
+        return torch.stack((unused, self._step_loss.view(()) / self.plan.batch.replicas))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the step so far; `step` does it by itself."""
+        self.parts.partition.zero_grad()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide yourself whether the next `step` updates the weights (until the decision is changed)."""
+        self.clock.boundary = Boundary.FORCED if is_boundary else Boundary.WITHHELD
+
+    # -- on disk ---------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> str:
+        """Save the whole run; every rank must call it. See `checkpointing.save`."""
+        return checkpointing.save(self, save_dir, tag, client_state or {}, save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """Restore a run saved by `save_checkpoint`, at any world size and stage. See `checkpointing.load`."""
+        what = checkpointing.What.choose(load_module_only, load_optimizer_states, load_lr_scheduler_states)
+        return checkpointing.load(self, load_dir, tag, what, strict=load_module_strict)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's, with its own names: the engine stands in for the module."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights into the module and into the masters behind it (on rank 0; it is broadcast)."""
+        result = self.module.load_state_dict(state_dict, strict=strict, assign=False)
+        self.parts.partition.synchronise()
+        return result
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Remove hooks, buffers and writers; the module keeps its weights. Idempotent."""
+        self.clock.close()
+        self.parts.close()
+
+    destroy = close

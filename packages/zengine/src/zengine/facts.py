@@ -1,0 +1,176 @@
+"""What users look up on an engine: getters with the names that DeepSpeed scripts and integrations use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from zengine.clock import Clock
+    from zengine.config import Plan
+    from zengine.parts import Parts
+    from zengine.report import StepReport
+
+
+class EngineFacts:
+    """Read-only answers from the plan, the clock and the last report; mixed into `Engine`."""
+
+    if TYPE_CHECKING:
+        module: nn.Module
+        parts: Parts
+        plan: Plan
+        clock: Clock
+        last_report: StepReport | None
+
+    # -- where we are ----------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        """Boundaries so far, skipped ones included."""
+        return self.clock.steps
+
+    @property
+    def applied_steps(self) -> int:
+        """Boundaries that changed the weights."""
+        return self.clock.applied_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Boundaries that did not."""
+        return self.clock.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """`step` calls so far."""
+        return self.clock.micro_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all complete steps, over all replicas."""
+        return self.clock.samples
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` updates the weights."""
+        return self.clock.at_boundary
+
+    def was_step_applied(self) -> bool:
+        """Whether the last boundary changed the weights."""
+        return bool(self.last_report)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the averaged gradients at the last boundary, before clipping, unscaled; None before the first."""
+        return None if self.last_report is None else self.last_report.grad_norm
+
+    # -- what was decided ------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step, over all replicas."""
+        return self.plan.batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per forward on one rank."""
+        return self.plan.batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps per optimizer step."""
+        return self.plan.batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train batch size, micro-batch size, accumulation)."""
+        batch = self.plan.batch
+        return batch.train_batch_size, batch.micro_batch_size, batch.accumulation
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self.plan.zero.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.plan.zero.stage > 0
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are float16."""
+        return self.plan.precision.param == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are bfloat16."""
+        return self.plan.precision.param == torch.bfloat16
+
+    def gradient_clipping(self) -> float:
+        """Global norm that gradients are clipped to; 0 = off."""
+        return self.plan.clip_norm
+
+    # -- who we are ------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> Any:
+        """This process's place in the run (`zcomm.World`)."""
+        return self.parts.world
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module lives."""
+        return self.parts.world.device
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return self.parts.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank within this host."""
+        return self.parts.world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.parts.world.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Data-parallel replicas."""
+        return self.plan.batch.replicas
+
+    # -- the parts that users hold ---------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, its groups rebound onto this rank's shards."""
+        return self.parts.optimizer.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The learning-rate schedule; None without one."""
+        return self.parts.client_scheduler
+
+    @property
+    def training_dataloader(self) -> Any:
+        """The loader made from training_data; None without it."""
+        return self.parts.loader
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        return list(self.parts.optimizer.lr())
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that the next loss is multiplied by."""
+        return float(self.parts.scaler.factor)
+
+    def __getattr__(self, name: str) -> Any:
+        """Anything else is the module's own (`engine.generate`, `engine.config`, ...)."""
+        if name == "module":
+            return nn.Module.__getattr__(self, name)  # type: ignore[arg-type]
+        try:
+            return nn.Module.__getattr__(self, name)  # type: ignore[arg-type]
+        except AttributeError:
+            pass
+        try:
+            return getattr(self.module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"neither the engine nor its module ({type(self.module).__name__}) has an attribute {name!r}"
+            ) from error

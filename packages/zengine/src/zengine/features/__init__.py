@@ -1,0 +1,10 @@
+"""Optional behaviour as objects with hooks; a feature that is off is absent.
+
+The order of the tuple given to the engine is the order of the hooks.  Features get the engine in `attach` and
+nowhere else, must not keep tensors of the step they were called in, and save their own state.
+"""
+
+from zengine.features.base import Feature
+from zengine.features.dump_state import DumpState
+
+__all__ = ["DumpState", "Feature"]

@@ -1,0 +1,47 @@
+"""The identity feature: every hook returns what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from zengine.clock import MicroStep
+    from zengine.engine import Engine
+    from zengine.report import StepReport
+
+
+class Feature:
+    """Override what you need; each hook runs once per call of the engine's method of that name."""
+
+    name: str = ""  # key of its state in checkpoints; "" means that it has none
+
+    def attach(self, engine: Engine) -> None:
+        """The engine is complete; called once."""
+
+    def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before the module runs; returns the arguments it shall get."""
+        return args, kwargs
+
+    def forward_end(self, output: Any) -> Any:
+        """After the module ran; returns what the caller shall get."""
+        return output
+
+    def backward_begin(self, micro: MicroStep, loss: Tensor) -> Tensor:
+        """Before the loss is divided and scaled; returns the loss to differentiate."""
+        return loss
+
+    def step_begin(self) -> None:
+        """At a boundary, before gradients are inspected."""
+
+    def step_end(self, report: StepReport) -> None:
+        """After a boundary, applied or skipped."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """JSON-able state to save."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""

@@ -1,0 +1,129 @@
+"""`initialize`: from a plain module and a config to the four things that a training loop needs.
+
+1. one config source, read strictly;     (errors here name key, line and cure, on every rank alike)
+2. resolved against the world's size, before any process group exists;
+3. the world: torchrun, SLURM, MPI, or this process alone;
+4. agreement: ranks compare what they were given, before anything is exchanged that assumes they agree;
+5. parts, and an engine around them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+import zcomm
+from zengine.agreement import check_agreement
+from zengine.assemble import Client, assemble, make_features
+from zengine.config import Facts, Plan, load, resolve
+from zengine.engine import Engine
+from zengine.measure import bf16_is_faster
+from zengine.sources import data_parallel_group, pick_config
+
+log = logging.getLogger("zengine")
+
+Initialized = tuple[Engine, torch.optim.Optimizer | None, Any, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh: Any = None,
+    config_params: Any = None,
+) -> Initialized:
+    """Make `model` train as `config` says; returns (engine, optimizer, dataloader, lr_scheduler).
+
+    Args:
+        args: may carry the config's path as `args.deepspeed_config`.
+        model: any module; it is moved to the device, cast and partitioned in place.
+        optimizer: an instance over the model's parameters, or a callable (parameters -> optimizer); wins over the
+            config's section, with a warning.
+        model_parameters: what the optimizer is made over; default: every parameter that requires a gradient.
+        training_data: a dataset; the returned dataloader shards, shuffles and remembers its position.
+        lr_scheduler: a schedule, or a callable (optimizer -> schedule); advanced once per applied update.
+        distributed_port: port of the rendezvous, where the environment names none.
+        mpu: an object with `get_data_parallel_group()`; model parallelism of more than one rank is refused.
+        dist_init_required: False: a process group must exist already. None or True: made when there is none.
+        collate_fn: joins samples to a batch.
+        config: path, dict or JSON text in DeepSpeed's format; `config_params` is an old name of it.
+        mesh: a one-dimensional DeviceMesh whose group the replicas form.
+
+    The optimizer, dataloader and lr_scheduler are None where neither the caller nor the config gives one.
+
+    Raises:
+        ConfigError: the config, or its combination with the world; before any process group exists.
+        TypeError, ValueError: an argument; names it.
+    """
+    source = pick_config(args, config, config_params)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize() needs model=, a torch.nn.Module; got {type(model).__name__}")
+    settings = load(source)
+    launch = zcomm.detect()
+    facts = Facts(world_size=launch.world_size, replicas=launch.world_size, device_type=_device_type())
+    resolve(settings, facts)  # every rule that a config can break is checked before ranks depend on each other
+    world = _make_world(dist_init_required, distributed_port)
+    group = data_parallel_group(mpu, mesh)
+    facts = Facts(
+        world_size=world.world_size,
+        replicas=zcomm.group_size(group),
+        device_type=world.device.type,
+        bf16_is_faster=bf16_is_faster(settings, world.device, group),
+    )
+    plan = resolve(settings, facts)
+    check_agreement(model, plan, group)
+    _announce(plan, world)
+    client = Client(
+        optimizer=optimizer,
+        parameters=model_parameters,
+        scheduler=lr_scheduler,
+        training_data=training_data,
+        collate_fn=collate_fn,
+    )
+    engine = make_engine(model, client, plan, world, group)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def make_engine(
+    model: nn.Module, client: Client, plan: Plan, world: zcomm.World, group: ProcessGroup | None
+) -> Engine:
+    """An engine from a resolved plan, for callers that have no JSON."""
+    parts = assemble(model, client, plan, world, group)
+    return Engine(model, parts, plan, make_features(plan))
+
+
+def _make_world(dist_init_required: bool | None, port: int | None) -> zcomm.World:
+    if dist_init_required is False and not torch.distributed.is_initialized():
+        raise ValueError(
+            "dist_init_required=False, but torch.distributed has no default process group: call "
+            "init_process_group() (or zcomm.init()) first, or leave dist_init_required out"
+        )
+    if port is not None:
+        os.environ.setdefault("MASTER_PORT", str(port))
+    return zcomm.init()
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _announce(plan: Plan, world: zcomm.World) -> None:
+    if plan.log_level:
+        log.setLevel(plan.log_level.upper())
+    if world.rank == 0:
+        for notice in plan.notices:
+            log.warning("%s", notice)

@@ -1,0 +1,190 @@
+"""The engine's slots, as protocols, with the identity implementations that live here.
+
+| slot | identity | others |
+|---|---|---|
+| partition | stage 0 (`ZeroPolicy()`) | ZeRO 1, 2 |
+| scaler | `zprecision.NoScaling` | static, dynamic |
+| optimizer | `NoOptimizer` | `ShardOptimizer` over any torch or zoptim optimizer |
+| runner | `Sequential` | `CastingRunner` |
+| telemetry | `zengine.telemetry.Silent` | spans, throughput, sinks |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, final
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+import zcomm
+import zpartition
+import zprecision
+from zengine.clock import Clock
+from zengine.report import StepReport
+from zengine.verdict import Fault, Judge
+
+
+class Runner(Protocol):
+    """Carries out one forward of the module."""
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+@final
+class Sequential:
+    """The identity: call the module."""
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return module(*args, **kwargs)
+
+
+@final
+@attrs.frozen
+class CastingRunner:
+    """Casts floating inputs to the parameters' dtype first (fp16.auto_cast)."""
+
+    precision: zprecision.Precision
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = self.precision.cast_inputs(args, kwargs)
+        return module(*args, **kwargs)
+
+
+class Schedule(Protocol):
+    """A learning-rate schedule, as torch's and zoptim's are."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@final
+class ConstantRate:
+    """The identity schedule: the learning rate stays what the optimizer says."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class ScaledStep(Protocol):
+    """An optimizer step that divides gradients by `grad_scale` while it updates."""
+
+    grad_scale: Tensor | None
+
+    def step(self) -> object: ...
+
+
+class OptimizerSlot(Protocol):
+    """Updates the shards of a partition."""
+
+    def update(self, partition: zpartition.Partition, divisor: Tensor | None, *, any_unused: bool) -> None: ...
+    def lr(self) -> tuple[float, ...]: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
+
+
+@final
+@attrs.define(eq=False)
+class ShardOptimizer:
+    """Any torch optimizer, rebound onto the shards."""
+
+    optimizer: torch.optim.Optimizer
+    scaled: ScaledStep  # the same optimizer, or an adapter that divides for it
+
+    def update(self, partition: zpartition.Partition, divisor: Tensor | None, *, any_unused: bool) -> None:
+        """One step with gradients divided by `divisor` (None: by one)."""
+        self.scaled.grad_scale = divisor
+        try:
+            partition.apply(self.scaled.step, any_unused=any_unused)
+        finally:
+            self.scaled.grad_scale = None
+
+    def lr(self) -> tuple[float, ...]:
+        """Learning rate of each parameter group."""
+        return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+
+
+@final
+@attrs.define(eq=False)
+class NoOptimizer:
+    """For engines that only run forward; an update is refused."""
+
+    optimizer: None = None
+
+    def update(self, partition: zpartition.Partition, divisor: Tensor | None, *, any_unused: bool) -> None:
+        raise ValueError(
+            "step() needs an optimizer, and this engine has none: pass optimizer= to initialize(), or add an "
+            '"optimizer" section to the config'
+        )
+
+    def lr(self) -> tuple[float, ...]:
+        """No groups."""
+        return ()
+
+
+class TelemetrySlot(Protocol):
+    """Measures and reports; see `zengine.telemetry`."""
+
+    def span(self, name: str) -> AbstractContextManager[None]: ...
+    def micro_step_end(self) -> None: ...
+    def step_end(self, report: StepReport) -> None: ...
+    def paused(self) -> AbstractContextManager[None]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Inspect(Protocol):
+    """Looks at the gradients once; see `zprecision.inspect`."""
+
+    def __call__(self, grads: Sequence[Tensor], *, extra: Tensor) -> zprecision.GradientStats: ...
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Parts:
+    """What an engine is made of; `assemble` chooses."""
+
+    world: zcomm.World
+    partition: zpartition.Partition
+    scaler: zprecision.Scaler
+    optimizer: OptimizerSlot
+    scheduler: Schedule
+    runner: Runner
+    telemetry: TelemetrySlot
+    inspect: Inspect
+    divisor: Callable[[Tensor, Tensor], Tensor | None]  # (norm, loss scale) -> what gradients are divided by
+    judge: Judge
+    loader: Any  # the zengine loader, or None when the caller brings the data
+    client_scheduler: Any  # what the caller sees as lr_scheduler; None without one
+
+    def report(
+        self, clock: Clock, stats: zprecision.GradientStats, factor: Tensor, lr: tuple[float, ...], fault: Fault
+    ) -> StepReport:
+        """The report of the boundary that the clock has just counted; `factor` is the scale it was computed with."""
+        scale, scale_now = float(factor), float(self.scaler.factor)
+        reason = f"{fault.reason} (step {clock.steps}, loss scale {scale:g}): step skipped" if fault else ""
+        if fault and scale_now != scale:
+            reason += f", scale now {scale_now:g}"
+        return StepReport(
+            applied=not fault,
+            reason=reason,
+            step=clock.steps,
+            applied_steps=clock.applied_steps,
+            skipped_steps=clock.skipped_steps,
+            samples=clock.samples,
+            loss=float(stats.extra[1]),
+            grad_norm=float(stats.norm) / scale,
+            loss_scale=scale,
+            lr=lr,
+        )
+
+    def close(self) -> None:
+        """Give back hooks, buffers and files. The world stays: others may use it."""
+        self.partition.close()
+        self.telemetry.close()

@@ -1,0 +1,14 @@
+"""What training looked like: phase times, throughput, memory, communication; to files and the console.
+
+    telemetry = make_telemetry(plan.telemetry, device=device, rank=rank, micro_batch_size=4, batch_size=32)
+    with telemetry.span("forward"): ...
+    telemetry.micro_step_end()
+    telemetry.step_end(report)        # at a boundary
+
+Importing this package imports no writer: tensorboard and wandb are loaded when a plan enables them.
+"""
+
+from zengine.telemetry.sinks import MissingPackageError
+from zengine.telemetry.telemetry import Silent, Telemetry, make_telemetry
+
+__all__ = ["MissingPackageError", "Silent", "Telemetry", "make_telemetry"]

@@ -1,0 +1,84 @@
+"""Memory of this process and, on CUDA, of the allocator, in bytes."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import final
+
+import torch
+
+from zengine.telemetry.spans import Observer
+
+_STATUS = Path("/proc/self/status")
+_FIELDS = {"VmRSS:": "process", "VmHWM:": "process_peak"}
+
+
+def process_memory() -> dict[str, int]:
+    """Resident bytes of this process: `process` now and `process_peak` since its start.
+
+    Without /proc (not Linux) only the peak is known. /proc is preferred for the peak too: `getrusage`
+    inherits the peak of the program that started this one.
+    """
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {"process_peak": peak if sys.platform == "darwin" else peak * 1024}
+    words = (line.split() for line in lines if line.startswith(tuple(_FIELDS)))
+    return {_FIELDS[name]: int(kib) * 1024 for name, kib, _unit in words}
+
+
+def device_memory(device: torch.device) -> dict[str, int]:
+    """Bytes in torch's CUDA allocator; nothing on other devices."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "cuda": torch.cuda.memory_allocated(device),
+        "cuda_peak": torch.cuda.max_memory_allocated(device),
+        "cuda_reserved": torch.cuda.memory_reserved(device),
+    }
+
+
+def read_memory(device: torch.device) -> dict[str, int]:
+    """Everything known now, by name."""
+    return {**process_memory(), **device_memory(device)}
+
+
+def current_bytes(device: torch.device) -> int:
+    """The one number that a phase moves: allocated on CUDA, resident elsewhere (0 where neither is known)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return process_memory().get("process", 0)
+
+
+@final
+class MemoryMarks:
+    """Observes the phases and keeps the memory at the last end of each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: dict[str, int] = {}
+
+    def observers(self) -> tuple[Observer, ...]:
+        return (self,)
+
+    def phase_begin(self, name: str) -> None: ...
+
+    def phase_end(self, name: str) -> None:
+        self._marks[f"after_{name}"] = current_bytes(self._device)
+
+    def read(self) -> dict[str, int]:
+        return dict(self._marks)
+
+
+@final
+class NoMemoryMarks:
+    """The identity."""
+
+    def observers(self) -> tuple[Observer, ...]:
+        return ()
+
+    def read(self) -> dict[str, int]:
+        return {}

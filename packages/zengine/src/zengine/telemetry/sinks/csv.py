@@ -1,0 +1,41 @@
+"""CSV files, one a tag, as DeepSpeed's csv_monitor writes them.
+
+`Train/Samples/lr` becomes `Train_Samples_lr.csv` with the header `step,lr`; `step` is the number of samples
+seen. One table for all tags was rejected: tags come and go during a run (throughput after the warm-up), and a
+table cannot grow a column. A file that is there already is continued.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TextIO, final
+
+from zengine.telemetry.snapshot import Snapshot
+
+
+@final
+class CsvSink:
+    """Appends one row a boundary to each tag's file in `folder`, and flushes it."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._files: dict[str, TextIO] = {}  # by tag
+
+    def write(self, snapshot: Snapshot) -> None:
+        for tag, value in snapshot.scalars().items():
+            file = self._files.get(tag) or self._open(tag)
+            csv.writer(file).writerow([snapshot.report.samples, repr(float(value))])
+            file.flush()
+
+    def close(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def _open(self, tag: str) -> TextIO:
+        path = self._folder / f"{tag.replace('/', '_').replace(' ', '_')}.csv"
+        file = self._files[tag] = open(path, "a", newline="", encoding="utf-8")  # noqa: SIM115
+        if file.tell() == 0:
+            csv.writer(file).writerow(["step", tag.rsplit("/", 1)[-1]])
+        return file

@@ -1,0 +1,99 @@
+"""Samples per second, from boundary to boundary.
+
+The time of a step is the whole time since the boundary before it: waiting for data counts, because the user
+waits for it too. What is not training (a validation pass, writing a checkpoint) is left out by `paused()`.
+The first two steps are not measured: the first has no boundary before it, and both carry allocation and
+compilation. Rejected: timing forward to step only, which makes a run that starves for data look fast.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import final
+
+import attrs
+
+WARMUP_STEPS = 2
+
+
+@attrs.frozen(kw_only=True)
+class Rate:
+    """Samples of all ranks, and the time they took. Rates add up over steps."""
+
+    samples: int = 0
+    ms: float = 0.0
+    steps: int = 0  # 0 means not measured
+
+    def __add__(self, other: Rate) -> Rate:
+        return Rate(samples=self.samples + other.samples, ms=self.ms + other.ms, steps=self.steps + other.steps)
+
+    def __bool__(self) -> bool:
+        return self.steps > 0 and self.ms > 0
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.ms * 1e3 if self else 0.0
+
+    @property
+    def step_ms(self) -> float:
+        """Mean milliseconds of a step."""
+        return self.ms / self.steps if self else 0.0
+
+
+@final
+@attrs.define(eq=False)
+class Throughput:
+    """Measures each step after the warm-up."""
+
+    _clock: Callable[[], float] = time.perf_counter  # seconds
+    total: Rate = attrs.field(factory=Rate, init=False)  # since the warm-up
+    _seen: int = attrs.field(default=0, init=False)  # boundaries since the start or a reset
+    _last_time: float = attrs.field(default=0.0, init=False)  # clock at the last boundary
+    _last_samples: int = attrs.field(default=0, init=False)  # sample counter at the last boundary
+    _pause: float = attrs.field(default=0.0, init=False)  # seconds since it that are not training
+    _depth: int = attrs.field(default=0, init=False)  # pauses open now; the outermost is timed
+
+    def step_end(self, samples: int) -> Rate:
+        """The rate of the step that ends now, at `samples` samples since the start of training."""
+        now = self._clock()
+        self._seen += 1
+        step = Rate(samples=samples - self._last_samples, ms=(now - self._last_time - self._pause) * 1e3, steps=1)
+        self._last_time, self._last_samples, self._pause = now, samples, 0.0
+        if self._seen <= WARMUP_STEPS:
+            return Rate()
+        self.total += step
+        return step
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside does not count as training; pauses may be nested."""
+        begin = self._clock()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._pause += self._clock() - begin
+
+    def reset(self) -> None:
+        """Start again, with a warm-up: the sample counter has jumped."""
+        self.total, self._seen = Rate(), 0
+
+
+@final
+class NoThroughput:
+    """The identity."""
+
+    total = Rate()
+
+    def step_end(self, samples: int) -> Rate:
+        return Rate()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        yield
+
+    def reset(self) -> None: ...

@@ -1,0 +1,111 @@
+"""Optimizers and schedules are tried before the model exists."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from zengine.config import ConfigError, load
+
+
+def problems(**source: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(source)
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "torch_adam": True}}},
+        {"optimizer": {"type": "adam", "params": {"adam_w_mode": False}}},
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}}},
+        {"optimizer": {"type": "RMSprop"}},
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 20}}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}},
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}}},
+        {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}}},
+        {
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "scheduler": {"type": "StepLR", "params": {"step_size": 1}},
+        },
+    ],
+)
+def test_what_can_be_built_is_accepted_without_a_warning(source: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(source).settings
+
+
+def test_a_misspelt_name_is_reported_at_its_type() -> None:
+    (problem,) = problems(optimizer={"type": "AdmaW"})
+    assert problem.startswith("optimizer.type = \"AdmaW\": there is no optimizer 'AdmaW'. Did you mean 'AdamW'?")
+    (problem,) = problems(scheduler={"type": "WarmupLr"})
+    assert problem.startswith(
+        "scheduler.type = \"WarmupLr\": there is no schedule 'WarmupLr'. Did you mean 'WarmupLR'?"
+    )
+
+
+def test_every_misspelt_option_is_reported_not_only_the_first() -> None:
+    found = problems(
+        optimizer={"type": "AdamW", "params": {"lrr": 0.1, "weight_deacy": 0.1}},
+        scheduler={"type": "WarmupDecayLR", "params": {"total_num_step": 3}},
+    )
+    assert [problem.split("'?")[0] for problem in found] == [
+        "optimizer.params.lrr = 0.1: AdamW has no option 'lrr'. Did you mean 'lr",
+        "optimizer.params.weight_deacy = 0.1: AdamW has no option 'weight_deacy'. Did you mean 'weight_decay",
+        "scheduler.params.total_num_step = 3: WarmupDecayLR has no option 'total_num_step'. Did you mean "
+        "'total_num_steps",
+    ]
+
+
+def test_an_optimizer_that_is_not_here_yet_says_what_to_use() -> None:
+    (problem,) = problems(optimizer={"type": "Lamb", "params": {"lr": 0.1}})
+    assert problem.startswith('optimizer.type = "Lamb": ')
+    assert "not available yet" in problem
+
+
+@pytest.mark.parametrize(
+    ("params", "start"),
+    [
+        ({"lr": -1.0}, "optimizer.params.lr = -1.0: "),
+        ({"lr": "0.1"}, 'optimizer.params.lr = "0.1": '),
+        ({"betas": [0.9, 1.5]}, "optimizer.params.betas = [0.9, 1.5]: "),
+        ({"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm = 1.0: "),
+    ],
+)
+def test_a_value_out_of_range_is_reported_at_its_option(params: dict[str, Any], start: str) -> None:
+    (problem,) = problems(optimizer={"type": "AdamW", "params": params})
+    assert problem.startswith(start)
+
+
+def test_a_missing_option_of_a_schedule_is_reported_at_its_params() -> None:
+    (problem,) = problems(scheduler={"type": "WarmupDecayLR"})
+    assert problem.startswith("scheduler.params: WarmupDecayLR needs total_num_steps")
+
+
+def test_auto_options_are_sent_back() -> None:
+    assert problems(optimizer={"type": "AdamW", "params": {"lr": "auto"}}) == [
+        'optimizer.params.lr = "auto": must be resolved by the integration that wrote it'
+    ]
+
+
+def test_params_without_a_type_are_refused() -> None:
+    assert problems(optimizer={"params": {"lr": 0.1}}) == [
+        "optimizer.params: given without optimizer.type, the name of what to build"
+    ]
+
+
+def test_places_of_options_are_kept() -> None:
+    config = load('{"optimizer": {"type": "SGD",\n"params": {\n"lr": 0.1}}}')
+    assert config.origin("optimizer.params.lr") == "<json>:3"
+
+
+def test_no_random_number_is_drawn() -> None:
+    import torch
+
+    before = torch.random.get_rng_state()
+    load({"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}})
+    assert torch.equal(before, torch.random.get_rng_state())

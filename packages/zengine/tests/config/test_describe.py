@@ -1,0 +1,58 @@
+"""The table of a plan: every value, under the key that sets it, with its origin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zengine.config import Facts, Plan, load, resolve
+from zengine.config.describe import rows
+
+EVERYTHING = {
+    "train_batch_size": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    "tensorboard": {"enabled": True},
+    "csv_monitor": {"enabled": True},
+    "wandb": {"enabled": True},
+}
+
+
+def plan_of(**source: Any) -> Plan:
+    return resolve(load(source), Facts(world_size=2, replicas=2))
+
+
+def test_every_origin_has_its_row_and_every_row_its_origin() -> None:
+    plans = [plan_of(**EVERYTHING, fp16={"enabled": True}), plan_of(**EVERYTHING, bf16={"enabled": True})]
+    shown = {key for plan in plans for key, _ in rows(plan)}
+    free = {"optimizer.params", "scheduler.params"}  # shown option by option
+    assert {key for plan in plans for key in plan.origins} == shown | free
+    for plan in plans:
+        keys = [key for key, _ in rows(plan)]
+        assert len(keys) == len(set(keys))
+
+
+def test_no_row_shows_none_or_auto() -> None:
+    plan = plan_of(train_batch_size=8, bf16={"enabled": "auto"})
+    for key, value in rows(plan):
+        assert value is not None, key
+        assert value != "auto", key
+
+
+def test_a_line_holds_key_value_and_origin() -> None:
+    text = '{"train_batch_size": 64,\n"bfloat16": {"enabled": true},\n"zero_optimization": {"stage": 2}}'
+    lines = resolve(load(text), Facts(world_size=4, replicas=4)).describe().splitlines()
+    cells = {tuple(line.split()) for line in lines}
+    assert ("train_batch_size", "64", "<json>:1") in cells
+    assert ("train_micro_batch_size_per_gpu", "16", "derived") in cells
+    assert ("gradient_accumulation_steps", "1", "default") in cells
+    assert ("bf16.enabled", "true", "<json>:2") in cells
+    assert ("communication_data_type", "bfloat16", "derived") in cells
+    assert ("zero_optimization.stage", "2", "<json>:3") in cells
+    assert ("steps_per_print", "never", "default") in cells
+    assert 'note: <json>:2: "bfloat16" is an old name: read as "bf16"' in lines
+
+
+def test_the_columns_are_aligned() -> None:
+    lines = [line for line in plan_of(**EVERYTHING).describe().splitlines() if not line.startswith("note")]
+    starts = {line.index(line.split()[-1], line.rindex("  ")) for line in lines}
+    assert len(starts) == 1

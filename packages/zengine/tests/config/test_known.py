@@ -1,0 +1,114 @@
+"""The table of keys: complete against the reference list, and frozen where it is ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zengine.config.known import ROOT
+from zengine.config.table import Care, Key, Section, walk
+
+REFERENCE = Path(__file__).with_name("reference_keys.txt")
+
+
+def reference_keys() -> list[tuple[str, str]]:
+    """(dotted path, category) of every key of the reference."""
+    found = []
+    for line in REFERENCE.read_text().splitlines():
+        if line and not line.startswith("#"):
+            section, category, names = line.split(": ")
+            prefix = "" if section == "." else f"{section}."
+            found += [(f"{prefix}{name}", category) for name in names.split()]
+    return found
+
+
+KNOWN = {".".join(path): entry for path, entry in walk(ROOT)}
+
+
+@pytest.mark.parametrize(("path", "category"), reference_keys())
+def test_every_reference_key_is_recognised_with_its_category(path: str, category: str) -> None:
+    assert KNOWN[path].care.value == category
+
+
+def test_the_reference_list_holds_no_key_twice() -> None:
+    paths = [path for path, _ in reference_keys()]
+    assert len(paths) == len(set(paths)) > 350
+
+
+def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
+    extra = {path for path in KNOWN if not path.endswith("*")} - {path for path, _ in reference_keys()}
+    technique = ("shared_parameters", "different_groups")
+    extra = {path for path in extra if not any(part in path for part in technique)}
+    assert extra == {"autotuning.tuner_early_stopping", "autotuning.tuner_num_trials"}
+
+
+HONOURED = """
+bf16.check_grad_overflow bf16.enabled
+checkpoint.tag_validation
+comms_logger.enabled
+communication_data_type
+csv_monitor.enabled csv_monitor.job_name csv_monitor.output_path
+data_efficiency.seed data_parallel_size data_types.grad_accum_dtype dataloader_drop_last
+dump_state
+fp16.auto_cast fp16.consecutive_hysteresis fp16.enabled fp16.hysteresis fp16.initial_scale_power
+fp16.loss_scale fp16.loss_scale_window fp16.min_loss_scale
+gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
+log_level
+memory_breakdown
+optimizer.params optimizer.type
+prescale_gradients
+scheduler.params scheduler.type
+steps_per_print
+tensorboard.enabled tensorboard.job_name tensorboard.output_path
+timers.throughput.enabled
+train_batch_size train_micro_batch_size_per_gpu
+wall_clock_breakdown
+wandb.enabled wandb.group wandb.project wandb.team
+zero_optimization.ignore_unused_parameters zero_optimization.overlap_comm
+zero_optimization.reduce_bucket_size zero_optimization.stage
+"""
+
+
+def test_the_honoured_options_are_frozen() -> None:
+    """A ratchet: an option that is added or dropped is named here, in the same change."""
+    honoured = sorted(path for path, entry in KNOWN.items() if entry.care is Care.HONOURED)
+    assert honoured == sorted(HONOURED.split())
+
+
+def test_every_key_says_why_it_does_not_act() -> None:
+    speechless = {
+        path
+        for path, entry in KNOWN.items()
+        if isinstance(entry, Key) and entry.care in (Care.LIMITED, Care.REFUSED) and not entry.why
+    }
+    assert speechless == set()
+
+
+def test_every_honoured_key_is_documented_and_its_default_is_of_its_kind() -> None:
+    for path, entry in KNOWN.items():
+        if isinstance(entry, Key) and entry.care is Care.HONOURED:
+            assert entry.doc, path
+            derived_when_zero = entry.default == 0 and path.endswith(("_size", "_steps", "_gpu"))
+            not_given_when_empty = entry.default == ""
+            if not derived_when_zero and not not_given_when_empty:
+                assert entry.kind.read(entry.default) == entry.default, path
+
+
+def test_every_natural_value_is_of_its_kind() -> None:
+    for path, entry in KNOWN.items():
+        if isinstance(entry, Key):
+            assert all(entry.kind.read(value) == value for value in entry.natural), path
+
+
+def test_every_renamed_key_points_at_a_known_one() -> None:
+    for path, entry in KNOWN.items():
+        if isinstance(entry, Key) and entry.care is Care.RENAMED:
+            home = path.rpartition(".")[0]
+            assert ".".join(filter(None, (home, *entry.target))) in KNOWN, path
+
+
+def test_the_switch_of_every_section_is_one_of_its_keys() -> None:
+    for path, entry in KNOWN.items():
+        if isinstance(entry, Section) and entry.switch:
+            assert entry.switch in entry.keys, path

@@ -1,0 +1,73 @@
+"""Rules between keys, each broken alone, and all together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zengine.config import load, violations
+from zengine.config.rules import RULES
+
+BREAKING: dict[str, tuple[dict[str, Any], str]] = {
+    "one_half_precision": (
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        "fp16.enabled and bf16.enabled are both on. Keep one of them.",
+    ),
+    "prescale_leaves_nothing_to_predivide": (
+        {"prescale_gradients": True, "gradient_predivide_factor": 2},
+        "gradient_predivide_factor = 2 has no part of the division left: prescale_gradients does all of it "
+        "before the sum. Keep one of them.",
+    ),
+    "a_sum_is_not_divided": (
+        {"gradient_allreduce_op": "sum", "gradient_predivide_factor": 2.0},
+        'gradient_allreduce_op = "sum" divides nothing, yet gradient_predivide_factor would divide. Drop them, or '
+        'use "mean".',
+    ),
+    "accumulator_holds_gradients": (
+        {"data_types": {"grad_accum_dtype": "bf16"}, "bf16": {"enabled": "auto"}},
+        "data_types.grad_accum_dtype = bfloat16 cannot hold gradients in bfloat16 or float32 exactly. "
+        'Use "fp32", or leave it out.',
+    ),
+    "scale_starts_above_its_floor": (
+        {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}},
+        "fp16.min_loss_scale = 8 is above the first scale, 2 to the fp16.initial_scale_power 2 = 4. "
+        "Lower the floor or raise the power.",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_each_rule_reports_its_violation_and_no_other_rule_does(rule: Any) -> None:
+    source, text = BREAKING[rule.__name__]
+    assert [str(problem) for problem in violations(load(source))] == [text]
+    assert rule(load({})) is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+        {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
+        {"fp16": {"enabled": True, "loss_scale": 2, "min_loss_scale": 1e9}},
+        {"fp16": {"enabled": True, "initial_scale_power": 3, "min_loss_scale": 8}},
+        {"prescale_gradients": True, "gradient_predivide_factor": 1.0},
+        {"gradient_predivide_factor": 4},
+        {"gradient_allreduce_op": "sum"},
+        {"fp16": {"enabled": False, "min_loss_scale": 1e9}, "bf16": {"enabled": True}},
+    ],
+)
+def test_what_only_looks_like_a_conflict_passes(source: dict[str, Any]) -> None:
+    assert violations(load(source)) == []
+
+
+def test_a_violation_in_a_file_names_both_lines() -> None:
+    (problem,) = violations(load('{"fp16": {"enabled": true},\n"bf16": {"enabled": "auto"}}'))
+    assert str(problem) == (
+        "<json>:1:11: fp16.enabled (<json>:1) and bf16.enabled (<json>:2) are both on. Keep one of them."
+    )
+
+
+def test_sum_names_every_key_that_would_divide() -> None:
+    source = {"gradient_allreduce_op": "sum", "prescale_gradients": True}
+    assert "yet prescale_gradients would divide" in str(violations(load(source))[0])

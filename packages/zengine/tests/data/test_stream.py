@@ -1,0 +1,91 @@
+"""Iterable datasets pass through; they have a position only if they know it."""
+
+import json
+import logging
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from zengine.data import make_loader
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+class Remembering(IterableDataset):
+    """Knows its position."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __iter__(self):
+        while self.position < 10:
+            self.position += 1
+            yield self.position - 1
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Sized(Stream):
+    def __len__(self):
+        return 10
+
+
+def loader_of(dataset, **options):
+    return make_loader(
+        dataset, **{"micro_batch_size": 4, "rank": 0, "world_size": 2, "seed": 0, "drop_last": False, **options}
+    )
+
+
+def test_the_stream_is_batched_in_its_own_order():
+    assert [batch.tolist() for batch in loader_of(Stream())] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [len(batch) for batch in loader_of(Stream(), drop_last=True)] == [4, 4]
+
+
+def test_epochs_and_samples_of_all_ranks_are_counted():
+    loader = loader_of(Stream())
+    next(iter(loader))
+    assert (loader.epoch, loader.consumed_samples) == (0, 8)
+    next(iter(loader))  # without a position of its own the stream starts anew
+    assert (loader.epoch, loader.consumed_samples) == (0, 8)
+    list(loader)
+    assert (loader.epoch, loader.consumed_samples) == (1, 0)
+
+
+def test_a_dataset_that_knows_its_position_resumes_at_the_next_batch():
+    killed = loader_of(Remembering())
+    next(iter(killed))
+    resumed = loader_of(Remembering())
+    resumed.load_state_dict(json.loads(json.dumps(killed.state_dict())))
+    assert resumed.consumed_samples == 8
+    assert [batch.tolist() for batch in resumed] == [[4, 5, 6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("options", [{"dataset": Stream()}, {"dataset": Remembering(), "num_workers": 1}])
+def test_a_stream_without_position_starts_anew_and_says_so(options, caplog):
+    with caplog.at_level(logging.WARNING, logger="zengine.data"):
+        loader = loader_of(**options)
+        loader.load_state_dict({"epoch": 2, "consumed_samples": 8, "dataset": {}})
+    assert (loader.epoch, loader.consumed_samples) == (2, 0)
+    assert f"{type(options['dataset']).__name__} has no position that could be restored" in caplog.text
+    assert "8 samples" in caplog.text
+    assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+
+
+def test_at_the_start_of_an_epoch_nothing_is_lost_so_nothing_is_said(caplog):
+    loader_of(Stream()).load_state_dict({"epoch": 2, "consumed_samples": 0, "dataset": {}})
+    assert not caplog.records
+
+
+def test_the_length_is_that_of_the_dataset_if_it_has_one():
+    assert len(loader_of(Sized())) == 3
+    assert len(loader_of(Sized(), drop_last=True)) == 2
+    with pytest.raises(TypeError):
+        len(loader_of(Stream()))

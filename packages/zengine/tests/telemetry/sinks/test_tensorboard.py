@@ -1,0 +1,133 @@
+"""TensorBoard events, read back with TensorBoard's own reader."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from zengine.report import StepReport
+from zengine.telemetry.comms import Tally
+from zengine.telemetry.sinks.tensorboard import LAYOUT, TensorBoardSink
+from zengine.telemetry.snapshot import Snapshot
+from zengine.telemetry.spans import TIMERS
+from zengine.telemetry.throughput import Rate
+
+
+def snapshot(samples, loss=1.0, **measured):
+    report = StepReport(
+        applied=True, reason="", step=1, applied_steps=1, skipped_steps=0, samples=samples,
+        loss=loss, grad_norm=1.0, loss_scale=1.0, lr=(0.1, 0.2),
+    )  # fmt: skip
+    return Snapshot(report=report, **measured)
+
+
+def everything(samples):
+    """A snapshot with every kind of measurement."""
+    timers = dict.fromkeys(TIMERS, 1.0)
+    return snapshot(
+        samples,
+        rate=Rate(samples=8, ms=10, steps=1),
+        phase_ms=timers,
+        micro_ms=timers,
+        memory={"process": 1, "process_peak": 2, "cuda": 3, "cuda_peak": 4, "cuda_reserved": 5, "after_step": 6},
+        comms={"all_reduce": Tally(count=1, nbytes=2, ms=3.0)},
+    )
+
+
+def read(folder):
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def points(folder, tag="Train/Samples/train_loss"):
+    return [(event.step, event.value) for event in read(folder).Scalars(tag)]
+
+
+def test_every_scalar_is_read_back_at_the_number_of_samples(tmp_path):
+    sink = TensorBoardSink(tmp_path / "runs" / "a")
+    sink.write(everything(32))
+    sink.write(everything(64))
+    sink.close()
+    accumulator = read(tmp_path / "runs" / "a")
+    expected = everything(0).scalars()
+    assert set(accumulator.Tags()["scalars"]) == set(expected)
+    for tag, value in expected.items():
+        assert [(event.step, event.value) for event in accumulator.Scalars(tag)] == [
+            (32, pytest.approx(value)),
+            (64, pytest.approx(value)),
+        ]
+
+
+def test_a_boundary_is_one_event(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    sink.write(everything(32))
+    sink.write(everything(64))
+    sink.close()
+    (file,) = tmp_path.iterdir()
+    events = [event for event in LegacyEventFileLoader(str(file)).Load() if event.step]
+    assert [len(event.summary.value) for event in events if event.HasField("summary")] == [
+        len(everything(0).scalars())
+    ] * 2
+
+
+def test_what_is_written_can_be_read_before_the_file_is_closed(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    sink.write(snapshot(32, 2.5))
+    assert points(tmp_path) == [(32, 2.5)]
+    sink.close()
+
+
+def test_a_resumed_run_in_the_same_folder_replaces_the_steps_that_were_lost(tmp_path):
+    killed = TensorBoardSink(tmp_path)
+    for samples in (10, 20, 30, 40):
+        killed.write(snapshot(samples, samples / 10))
+    resumed = TensorBoardSink(tmp_path)
+    for samples in (30, 40, 50):
+        resumed.write(snapshot(samples, -samples / 10))
+    assert points(tmp_path) == [(10, 1), (20, 2), (30, -3), (40, -4), (50, -5)]
+    killed.close()
+    resumed.close()
+
+
+def test_two_sinks_in_one_second_have_files_of_their_own(tmp_path):
+    sinks = [TensorBoardSink(tmp_path) for _ in range(3)]
+    for sink in sinks:
+        sink.close()
+    names = [path.name for path in tmp_path.iterdir()]
+    assert len(names) == 3
+    assert all("tfevents" in name and f".{os.getpid()}." in name for name in names)
+
+
+def test_nan_and_infinity_are_kept(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    sink.write(snapshot(1, math.nan))
+    sink.write(snapshot(2, math.inf))
+    sink.close()
+    (_, nan), (_, inf) = points(tmp_path)
+    assert math.isnan(nan)
+    assert inf == math.inf
+
+
+def test_the_layout_is_stored_and_draws_every_tag_in_exactly_one_chart(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    sink.write(everything(32))
+    sink.close()
+    (event,) = read(tmp_path).Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(LAYOUT)
+    charts = [chart for category in layout.category for chart in category.chart]
+    for tag in everything(0).scalars():
+        drawn = [chart.title for chart in charts if any(re.match(pattern, tag) for pattern in chart.multiline.tag)]
+        assert len(drawn) == 1, (tag, drawn)
+
+
+def test_importing_telemetry_does_not_import_tensorboard():
+    code = "import sys, zengine.telemetry; sys.exit(any(name.split('.')[0] == 'tensorboard' for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
