@@ -1,7 +1,7 @@
 """A run that is killed between any two steps and resumed is the run that was not.
 
-The model has dropout, the data is shuffled over several epochs, the schedule moves, fp16 moves its scale; losses, norms,
-rates, scales and weights must be equal bit for bit, at any step, for every stage.
+The model has dropout, the data is shuffled over several epochs, the schedule moves, fp16 moves its scale; losses,
+norms, rates, scales and weights must be equal bit for bit, at any step, for every stage.
 """
 
 from __future__ import annotations
@@ -145,55 +145,6 @@ def test_any_world_size_and_stage_loads_what_any_other_saved(tmp_path, saved):
             assert counters == [5, 40]
 
 
-def _refuse(root: str, case: str) -> None:
-    engine, loader = make(0)
-    if case == "middle":
-        engine.backward(engine(next(iter(loader))))
-        engine.step()
-        engine.save_checkpoint(root)
-    if case == "state":
-        engine.save_checkpoint(root, client_state={"best": object()})
-    if case == "model":
-        engine.save_checkpoint(root)
-        other = nn.Sequential(nn.Linear(6, 24))
-        config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-        zengine.initialize(model=other, config=config)[0].load_checkpoint(root)
-    if case == "nothing":
-        engine.load_checkpoint(root)
-    if case == "no optimizer":
-        run(engine, loader, 1)
-        zengine.initialize(model=(bare := Net()), config={"train_batch_size": 1})
-        del bare
-        checkpointless = make(0)[0]
-        run(checkpointless, loader, 1)
-        zckpt.save(
-            root,
-            "weights",
-            shards=[zckpt.whole(f"model.{n}", t) for n, t in checkpointless.module.state_dict().items()],
-            objects={"client_state": {}, "clock": {"applied_steps": 3}},
-        )
-        engine.load_checkpoint(root)
-
-
-@pytest.mark.parametrize(
-    ("case", "error", "message"),
-    [
-        ("middle", ValueError, r"legal between steps; micro-step 2 of 2 of step 0 is under way"),
-        ("state", TypeError, r"client_state\.best is a object"),
-        (
-            "model",
-            zckpt.CheckpointMismatch,
-            r"not of this model: 2 tensors are missing in it \(0.bias, 0.weight\), \d+",
-        ),
-        ("nothing", zckpt.CheckpointNotFound, "."),
-        ("no optimizer", zckpt.CheckpointMismatch, "holds no optimizer state.*load_optimizer_states=False"),
-    ],
-)
-def test_mistakes_are_refused_by_name(tmp_path, case, error, message):
-    with pytest.raises(error, match=message):
-        _refuse(str(tmp_path / "runs"), case)
-
-
 def test_weights_alone_can_be_loaded(tmp_path):
     root = str(tmp_path)
     engine, loader = make(2)
@@ -204,22 +155,3 @@ def test_weights_alone_can_be_loaded(tmp_path):
     assert fresh.global_steps == 0
     assert fresh.optimizer.state == {}
     assert all(torch.equal(fresh.state_dict()[name], tensor) for name, tensor in weights(engine).items())
-
-
-def _tags(validation: str) -> list[str]:
-    engine, *_ = zengine.initialize(
-        model=Net(), config={"train_batch_size": 2, "checkpoint": {"tag_validation": validation}}
-    )
-    import tempfile
-
-    root = zcomm.exchange(tempfile.mkdtemp())[0]
-    try:
-        return [Path(engine.save_checkpoint(root, tag=f"rank{zcomm.group_rank()}")).name]
-    except ValueError as error:
-        return [str(error)]
-
-
-def test_ranks_that_name_different_tags_save_under_rank_0s_or_fail_as_the_config_says():
-    assert run_ranks(_tags, 2, "WARN") == [["rank0"], ["rank0"]]
-    for message in run_ranks(_tags, 2, "FAIL"):
-        assert "different tags (rank 0: 'rank0', rank 1: 'rank1')" in message[0]

@@ -88,7 +88,7 @@ def test_a_load_is_bit_equal_at_any_other_world_size_and_cut(
     assert [outcome.error for outcome in run_threads(rank, ranks)] == [None] * ranks
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), st.lists(st.integers(1, 5), max_size=3).map(tuple), st.integers(1, 4))
 def test_any_wanted_region_is_what_slicing_gives(data, shape: tuple[int, ...], ranks: int) -> None:
     storage = ModelStorage()

@@ -14,7 +14,7 @@ def plan(*ranks: list[Shard], objects=({},), rank_objects=({},), requests=({},))
     proposals = []
     for rank, shards in enumerate(ranks):
         request = Request(
-            **{"tag": "a", "step": 1, "latest": True, "overwrite": False, **requests[rank % len(requests)]}
+            **{"tag": "a", "step": 1, "latest": True, "overwrite": "refuse", **requests[rank % len(requests)]}
         )
         proposal = propose(request, f"{rank:016x}", shards, objects[rank % len(objects)], rank_objects[0])
         proposals.append(trim(proposal, rank))
@@ -94,7 +94,7 @@ def test_shards_that_do_not_make_their_tensors_are_refused(ranks: list[list[Shar
     [
         (({"tag": "a"}, {"tag": "b"}), r"disagree on tag \(save arguments\): 'a' \(rank 0, 2\), 'b' \(rank 1\)"),
         (({}, {"step": 2}), r"disagree on step .*1 \(rank 0, 2\), 2 \(rank 1\)"),
-        (({}, {"overwrite": True}), "disagree on overwrite"),
+        (({}, {"overwrite": "replace"}), "disagree on overwrite"),
         (({}, {"latest": False}), "disagree on latest"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,9 @@ def stranger() -> Iterator[int]:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         yield int(listener.getsockname()[1])
+    for thread in threading.enumerate():
+        if thread.name == "zcomm-rendezvous":
+            thread.join(20)  # the client ends now that the stranger is gone
 
 
 @pytest.fixture

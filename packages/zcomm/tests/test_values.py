@@ -34,7 +34,7 @@ def test_alone_the_value_makes_the_round_trip_through_json_too() -> None:
 
 
 def test_alone_a_value_that_is_not_json_is_refused() -> None:
-    with pytest.raises(TypeError, match="exchange: set is not JSON: .*Use None, bool, int"):
+    with pytest.raises(TypeError, match=r"exchange: set is not JSON: .*Use None, bool, int"):
         zcomm.exchange({1, 2})
 
 

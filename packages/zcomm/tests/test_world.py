@@ -135,14 +135,14 @@ def free_port() -> int:
 
 
 SCRIPT = """
-import torch, zcomm
+import os, torch, zcomm
 for _ in range(2):
     with zcomm.init(device="cpu", timeout_s=30) as world:
         tensor = torch.ones(3)
         zcomm.all_reduce(tensor)
         assert tensor.tolist() == [2.0] * 3, tensor
         assert zcomm.exchange(world.rank) == [0, 1]
-print("rank", world.rank, "from", world.launch.source)
+os.write(1, f"rank {world.rank} from {world.launch.source}\n".encode())
 """
 
 

@@ -147,7 +147,7 @@ class Keeper(Bystander):
         final = self.place.final
         if self.storage.kind(final) is Kind.ABSENT:
             return
-        if not self.plan.request.overwrite:
+        if self.plan.request.overwrite == "refuse":
             raise CheckpointExists(
                 f"{final} exists: choose another tag, or replace it with overwrite=True", path=str(final)
             )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import attrs
 import torch
@@ -35,7 +36,7 @@ class Request:
     tag: str
     step: int
     latest: bool
-    overwrite: bool
+    overwrite: Literal["refuse", "replace"]  # what is done about a tag that is taken
 
     def checked(self) -> Request:
         check_tag(self.tag)

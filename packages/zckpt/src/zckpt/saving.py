@@ -55,7 +55,7 @@ def save(
     and the path).
     """
     folder, mine = Path(root), list(shards)
-    request = Request(tag=tag, step=step, latest=latest, overwrite=overwrite)
+    request = Request(tag=tag, step=step, latest=latest, overwrite="replace" if overwrite else "refuse")
     team = Team(peers, f"save of {tag!r:.200} into {folder}", CheckpointWriteError)
 
     def proposal() -> JSON:

@@ -41,9 +41,8 @@ def exchange(value: JSON, group: ProcessGroup | None = None) -> list[JSON]:
     refused = [number for number, length in enumerate(lengths) if length < 0]
     if refused:
         reason = problem or "another rank's value is not JSON; see its own error"
-        raise TypeError(
-            f"exchange: {reason} (refused: rank {', '.join(map(str, refused))} of {size}; this is {rank})"
-        )
+        culprits = ", ".join(map(str, refused))
+        raise TypeError(f"exchange: {reason} (refused: rank {culprits} of {size}; this is rank {rank})")
     padded = np.zeros(max(lengths), dtype=np.uint8)
     padded[: len(data)] = np.frombuffer(data, dtype=np.uint8)
     rows = _gathered(torch.from_numpy(padded), size, group, "exchange values").view(size, -1).numpy()

@@ -67,6 +67,14 @@ def test_the_processes_stay_warm_between_tests() -> None:
     assert run_ranks(rank_tells_pid, 2) == run_ranks(rank_tells_pid, 2)
 
 
+def test_a_rank_that_was_ended_while_idle_is_replaced() -> None:
+    victim, other = run_ranks(rank_tells_pid, 2)
+    os.kill(victim, signal.SIGKILL)
+    while Path(f"/proc/{victim}").exists():  # until its parent, the fork server, has buried it
+        time.sleep(0.01)
+    assert not set(run_ranks(rank_tells_pid, 2)) & {victim, other}
+
+
 # --- failures
 
 
@@ -217,7 +225,7 @@ def rank_nests() -> None:
 
 
 def test_ranks_inside_ranks_are_refused() -> None:
-    with pytest.raises(RankFailed, match="run_ranks was called inside a rank process"):
+    with pytest.raises(RankFailed, match=r"run_ranks was called inside a rank process.*__main__"):
         run_ranks(rank_nests, 1)
 
 
@@ -232,7 +240,7 @@ def rank_makes_a_mess() -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(2)
     torch.set_grad_enabled(False)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
 
@@ -266,8 +274,9 @@ def test_environment_and_working_directory_are_the_callers(monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     state = run_ranks(rank_tells_state, 1)[0]
     assert (state["mess"], state["cwd"]) == ("from the caller", str(tmp_path))
-    assert run_ranks(rank_reads_launch, 2) == [["0", "2", "0", "2", "127.0.0.1", None]] * 1 + [
-        ["1", "2", "1", "2", "127.0.0.1", None]
+    assert run_ranks(rank_reads_launch, 2) == [
+        ["0", "2", "0", "2", "127.0.0.1", None],
+        ["1", "2", "1", "2", "127.0.0.1", None],
     ]
 
 
@@ -279,28 +288,32 @@ def rank_reads_launch() -> list[str | None]:
 # --- whole processes
 
 SCRIPT = """
-import os, sys, torch
+import multiprocessing, os, zcomm
 from zcomm.testing import run_ranks
 
 print("executed", flush=True)
-
-def rank_tells_pid():
-    return os.getpid()
-
-print("pids", *run_ranks(rank_tells_pid, 2), flush=True)
+run_ranks(zcomm.group_rank, 2)
+print("pids", *[child.pid for child in multiprocessing.active_children()], flush=True)
 {end}
 """
 
 
-@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
-def test_an_unguarded_script_runs_once_and_leaves_no_process_however_it_ends(end: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(end=end))
-    done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=100)
-    assert done.returncode == (-9 if end else 0)
-    lines = done.stdout.splitlines()
-    pids = lines[-1].split()[1:]
-    assert len(pids) == 2
+def test_an_unguarded_script_runs_once_and_leaves_no_process_however_it_ends(tmp_path: Path) -> None:
+    running = []
+    for name, end, code in (("normal", "", 0), ("killed", "os.kill(os.getpid(), 9)", -9)):
+        script = tmp_path / f"{name}.py"
+        script.write_text(SCRIPT.format(end=end))
+        running.append((subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True), code))
+    for process, code in running:
+        output, _ = process.communicate(timeout=100)
+        assert process.returncode == code
+        executed, pids = output.splitlines()
+        assert executed == "executed"
+        assert len(pids.split()) == 3
+        await_end_of(pids.split()[1:])
+
+
+def await_end_of(pids: list[str]) -> None:
     deadline_s = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline_s, "rank processes outlived their parent"

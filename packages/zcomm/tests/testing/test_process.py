@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zcomm.testing.process import Rank, _without_harness, _without_main_module
+from zcomm.testing.process import Rank, _users_frames, _without_main_module
 from zcomm.testing.rank import __file__ as harness
 
 
@@ -21,9 +21,16 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     started.bury()
 
 
-def test_an_idle_rank_shows_its_stack_and_can_be_asked_again(rank: Rank) -> None:
-    assert "most recent call first" in rank.stack()
-    assert "most recent call first" in rank.stack()
+def test_an_idle_rank_answers_that_it_is_idle_and_can_be_asked_again(rank: Rank) -> None:
+    assert rank.stack() == "(not inside the function)"
+    assert rank.stack() == "(not inside the function)"
+
+
+def test_telling_a_rank_that_is_gone_is_no_error(rank: Rank) -> None:
+    rank.kill()
+    rank.epitaph()
+    rank.tell(b"anybody there?")
+    rank.tell(b"anybody there?")
 
 
 def test_a_rank_that_is_gone_has_an_epitaph_and_no_stack(rank: Rank) -> None:
@@ -40,17 +47,21 @@ def test_frames_below_the_users_function_are_dropped() -> None:
             "",
             "Current thread 0x2 (most recent call first):",
             '  File "/x/test.py", line 5 in user',
-            f'  File "{harness}", line 80 in _run',
+            f'  File "{harness}", line 80 in call',
             '  File "/usr/lib/process.py", line 1 in run',
         ]
     )
-    assert _without_harness(stack).splitlines()[-1] == '  File "/x/test.py", line 5 in user'
-    assert "helper.py" in _without_harness(stack)
+    assert _users_frames(stack) == "\n".join(stack.splitlines()[:5])
+
+
+def test_a_thread_that_is_only_the_harness_is_left_out() -> None:
+    assert _users_frames(f'Thread 0x1:\n  File "/x/c.py", line 1 in recv\n  File "{harness}", line 9 in serve') == ""
 
 
 def test_the_main_module_is_back_even_after_an_error() -> None:
     main = sys.modules["__main__"]
-    with pytest.raises(KeyError), _without_main_module():
+    with _without_main_module():
         assert sys.modules["__main__"] is not main
+    with pytest.raises(KeyError), _without_main_module():
         raise KeyError
     assert sys.modules["__main__"] is main

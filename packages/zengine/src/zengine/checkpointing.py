@@ -139,19 +139,24 @@ def _model_shards(partition: zpartition.Partition) -> Iterator[zpartition.Shard]
 
 def _objects(engine: Engine, client_state: Mapping[str, Any]) -> dict[str, Any]:
     parts = engine.parts
-    groups = [] if engine.optimizer is None else engine.optimizer.param_groups
     return {
         "client_state": encode(dict(client_state), "client_state"),
         "clock": encode(engine.clock.state_dict()),
-        "optimizer_groups": [
-            encode({key: value for key, value in group.items() if key != "params"}, f"optimizer group {index}")
-            for index, group in enumerate(groups)
-        ],
+        "optimizer": None if engine.optimizer is None else _describe_optimizer(engine.optimizer),
         "scheduler": encode(parts.scheduler.state_dict(), "the scheduler's state"),
         "scaler": encode(parts.scaler.state_dict()),
         "features": {f.name: encode(f.state_dict(), f"feature {f.name}") for f in engine.features if f.name},
         "plan": engine.plan.describe(),
     }
+
+
+def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its kind, and the hyperparameters of each group."""
+    groups = [
+        encode({key: value for key, value in group.items() if key != "params"}, f"optimizer group {index}")
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    return {"kind": type(optimizer).__name__, "groups": groups}
 
 
 def _rank_objects(engine: Engine) -> dict[str, Any]:
@@ -201,19 +206,14 @@ def _prepare_optimizer(engine: Engine, checkpoint: zckpt.Checkpoint) -> Restored
     """Make state for the optimizer as the checkpoint has it, and say where to read it into.
 
     Raises:
-        zckpt.CheckpointMismatch: the checkpoint is of a trained model but holds no optimizer state.
+        zckpt.CheckpointMismatch: the checkpoint is of another optimizer, or of none.
     """
     restored, optimizer = RestoredState(), engine.optimizer
     if optimizer is None:
         return restored
     partition = engine.parts.partition
     kinds = _state_kinds(checkpoint)
-    steps = checkpoint.objects["clock"]
-    if not kinds and isinstance(steps, dict) and steps["applied_steps"]:
-        raise zckpt.CheckpointMismatch(
-            f"checkpoint {checkpoint.path} holds no optimizer state: it was saved without an optimizer. To go on "
-            "with fresh state, load with load_optimizer_states=False"
-        )
+    _compare_optimizers(checkpoint, optimizer)
     zpartition.make_state(optimizer, partition.holders, lambda name: kinds.get(name, {}))
     for key, shard in zpartition.state_shards(optimizer, partition.holders):
         if key in kinds.get(shard.name, {}):
@@ -237,7 +237,7 @@ def _state_kinds(checkpoint: zckpt.Checkpoint) -> dict[str, dict[str, tuple[torc
 def _restore_objects(engine: Engine, objects: Mapping[str, Any], what: What) -> None:
     parts = engine.parts
     if what.optimizer and engine.optimizer is not None:
-        _restore_groups(engine.optimizer, objects["optimizer_groups"])
+        _restore_groups(engine.optimizer, objects["optimizer"]["groups"])
         parts.scaler.load_state_dict(decode(objects["scaler"]))
     if what.scheduler:
         parts.scheduler.load_state_dict(decode(objects["scheduler"]))
@@ -250,11 +250,6 @@ def _restore_objects(engine: Engine, objects: Mapping[str, Any], what: What) -> 
 
 
 def _restore_groups(optimizer: torch.optim.Optimizer, saved: list[Any]) -> None:
-    if len(saved) != len(optimizer.param_groups):
-        raise zckpt.CheckpointMismatch(
-            f"the checkpoint's optimizer has {len(saved)} parameter groups, this one has "
-            f"{len(optimizer.param_groups)}. Build the same groups, or load with load_optimizer_states=False"
-        )
     for group, state in zip(optimizer.param_groups, saved):
         for key, value in decode(state).items():
             if isinstance(group.get(key), torch.Tensor):
@@ -315,6 +310,24 @@ def _find(root: str, tag: str | None, peers: GroupPeers) -> zckpt.Checkpoint:
         )
     assert found is not None
     return found if found.tag == tags[0] else zckpt.find(root, str(tags[0]))
+
+
+def _compare_optimizers(checkpoint: zckpt.Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the state of another optimizer before anything is read."""
+    saved: Any = checkpoint.objects.get("optimizer")
+    kind, num_groups = type(optimizer).__name__, len(optimizer.param_groups)
+    problem = ""
+    if saved is None:
+        problem = f"holds no optimizer state, and this engine has an optimizer ({kind})"
+    elif saved["kind"] != kind:
+        problem = f"holds the state of {saved['kind']}, and this engine's optimizer is {kind}"
+    elif len(saved["groups"]) != num_groups:
+        problem = f"has {len(saved['groups'])} parameter groups, and this engine's optimizer has {num_groups}"
+    if problem:
+        raise zckpt.CheckpointMismatch(
+            f"checkpoint {checkpoint.path} {problem}. To go on with fresh optimizer state, load with "
+            "load_optimizer_states=False"
+        )
 
 
 def _compare_names(partition: zpartition.Partition, names: Iterable[str], where: str) -> None:

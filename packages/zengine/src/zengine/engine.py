@@ -94,7 +94,7 @@ class Engine(EngineFacts, nn.Module):
             for feature in self.features:
                 loss = feature.backward_begin(micro, loss)
             share = loss / micro.count if scale_wrt_gas else loss
-            parts.scaler.scale(share).backward(retain_graph=retain_graph)
+            torch.autograd.backward(parts.scaler.scale(share), retain_graph=retain_graph)
             check_reached(parts.partition.num_arrived())
         share = share.detach()
         self._step_loss = share.double() if micro.is_first else self._step_loss + share
@@ -180,7 +180,7 @@ class Engine(EngineFacts, nn.Module):
         what = checkpointing.What.choose(load_module_only, load_optimizer_states, load_lr_scheduler_states)
         return checkpointing.load(self, load_dir, tag, what, strict=load_module_strict)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's, with its own names: the engine stands in for the module."""
         return self.module.state_dict(*args, **kwargs)
 

@@ -66,7 +66,7 @@ train_batch_size train_micro_batch_size_per_gpu
 wall_clock_breakdown
 wandb.enabled wandb.group wandb.project wandb.team
 zero_optimization.ignore_unused_parameters zero_optimization.overlap_comm
-zero_optimization.reduce_bucket_size zero_optimization.stage
+zero_optimization.reduce_at zero_optimization.reduce_bucket_size zero_optimization.stage
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zengine.config import ConfigError, Facts, Plan, load, resolve
-from zpartition import Averaging, ZeroPolicy
+from zpartition import Averaging, ReduceAt, ZeroPolicy
 from zprecision import BF16, FP16, FP32, DynamicScaling, Precision, StaticScaling, Unscaled
 
 
@@ -102,6 +102,8 @@ def test_zero_and_averaging_reach_the_policy() -> None:
         overlap=False,
         ignore_unused=False,
     )
+    once = plan_of({"zero_optimization": {"stage": 1, "reduce_at": "boundary"}}).zero
+    assert once.reduce_at is ReduceAt.BOUNDARY
     assert plan_of({"prescale_gradients": True}).zero.averaging == Averaging(prescale=True)
     assert plan_of({"gradient_allreduce_op": "sum"}).zero.averaging == Averaging(operation="sum")
 

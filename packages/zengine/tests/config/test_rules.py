@@ -29,6 +29,12 @@ BREAKING: dict[str, tuple[dict[str, Any], str]] = {
         "data_types.grad_accum_dtype = bfloat16 cannot hold gradients in bfloat16 or float32 exactly. "
         'Use "fp32", or leave it out.',
     ),
+    "stage_2_keeps_no_full_gradient": (
+        {"zero_optimization": {"stage": 2, "reduce_at": "boundary"}},
+        'zero_optimization.reduce_at = "boundary" keeps a full gradient on every rank, which '
+        "zero_optimization.stage = 2 exists to avoid. "
+        'Use stage 1 for one exchange per step, or "micro_step".',
+    ),
     "scale_starts_above_its_floor": (
         {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}},
         "fp16.min_loss_scale = 8 is above the first scale, 2 to the fp16.initial_scale_power 2 = 4. "

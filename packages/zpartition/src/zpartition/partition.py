@@ -266,7 +266,7 @@ class Partition:
         for dtype, buffers in by_dtype.items():
             flat = torch.cat([buffer.view(-1) for buffer in buffers])
             zcomm.broadcast(flat, self.group, source=0, label=f"{dtype} buffers")
-            for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+            for buffer, part in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers])):
                 buffer.view(-1).copy_(part)
 
     # -- helpers ---------------------------------------------------------------------------------

@@ -106,7 +106,8 @@ class GradientReducer:
         for gradient in gradients:
             for index, param in enumerate(gradient.params):
                 hook = reducer._hook(gradient, index)
-                reducer.hooks.append(param.register_post_accumulate_grad_hook(hook))
+                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                reducer.hooks.append(handle)
         return reducer
 
     @contextmanager

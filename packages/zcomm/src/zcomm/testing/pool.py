@@ -41,7 +41,7 @@ import attrs
 
 from zcomm.testing.failure import Ending, RankFailed, RankReport
 from zcomm.testing.process import RANK_NAME, START_LIMIT_S, Rank
-from zcomm.testing.rank import FINISHED, STARTED, Job
+from zcomm.testing.rank import FINISHED, GO, READY, Job
 from zcomm.testing.reference import FunctionRef, refer
 
 __all__ = ["run_ranks"]
@@ -86,7 +86,10 @@ _pool: Pool | None = None
 def _warm_pool() -> Pool:
     global _pool
     if multiprocessing.current_process().name == RANK_NAME:
-        raise RuntimeError("run_ranks was called inside a rank process; call it from the test itself.")
+        raise RuntimeError(
+            "run_ranks was called inside a rank process. Call it from the test itself; in a script, under "
+            "`if __name__ == '__main__':`, because a rank loads the file of its function."
+        )
     if _pool is None or _pool.owner_pid != os.getpid():  # a forked child must not talk to its parent's ranks
         _pool = Pool()
         atexit.register(_pool.kill)
@@ -143,14 +146,16 @@ class Pool:
 
     def run(self, task: Task) -> list[Any]:
         """Send, gather, release.  Raises RankFailed, after which the pool must be killed."""
+        if not all(rank.process.is_alive() for rank in self.ranks):
+            self.kill()  # somebody ended an idle rank
         self._grow(task.world_size)
         ranks = self.ranks[: task.world_size]
         store_path = str(Path(self.folder.name, f"store-{next(self.numbers)}"))
         for number, rank in enumerate(ranks):
-            rank.connection.send_bytes(pickle.dumps(task.for_rank(number, store_path)))
+            rank.tell(pickle.dumps(task.for_rank(number, store_path)))
         answers = Gathering(ranks, task).gather()
         for rank in ranks:
-            rank.connection.send_bytes(FINISHED)
+            rank.tell(FINISHED)
         return answers
 
     def _grow(self, world_size: int) -> None:
@@ -179,7 +184,7 @@ class Gathering:
 
     ranks: list[Rank]
     task: Task
-    started: int = 0  # ranks that are inside the function
+    ready: int = 0  # ranks that are connected and wait for the others
     values: dict[int, Any] = attrs.field(factory=dict)  # of ranks that returned
     reports: dict[int, RankReport] = attrs.field(factory=dict)  # of ranks that did not
     deadline_s: float = attrs.field(factory=lambda: time.monotonic() + START_LIMIT_S)
@@ -210,10 +215,10 @@ class Gathering:
         except (EOFError, ConnectionResetError):
             self._failed(RankReport(number, Ending.DIED, self.ranks[number].epitaph()))
             return
-        if message == STARTED:
-            self.started += 1
-            if self.started == len(self.ranks):
-                self.deadline_s = time.monotonic() + self.task.timeout_s
+        if message == READY:
+            self.ready += 1
+            if self.ready == len(self.ranks):
+                self._go()
             return
         try:
             ending, value = pickle.loads(message)
@@ -226,12 +231,22 @@ class Gathering:
         else:
             self._failed(value)
 
+    def _go(self) -> None:
+        """Let all ranks call the function; their time runs from here."""
+        self.deadline_s = time.monotonic() + self.task.timeout_s
+        for rank in self.ranks:
+            rank.tell(GO)
+
     def _failed(self, report: RankReport) -> None:
         self.reports[report.rank] = report
         self.deadline_s = min(self.deadline_s, time.monotonic() + _GRACE_S)
 
     def _failure(self, hung: list[int]) -> RankFailed:
-        note = "" if self.reports or not hung else f": no answer within {self.task.timeout_s:g} s"
+        note = f": no answer within {self.task.timeout_s:g} s"
+        if self.ready < len(self.ranks):
+            note = f": not all ranks were connected within {START_LIMIT_S:g} s"
+        if self.reports:
+            note = ""  # they say enough
         for number in hung:
             self.reports[number] = RankReport(number, Ending.HUNG, self.ranks[number].stack())
         returned = [RankReport(number, Ending.RETURNED, "") for number in self.values]

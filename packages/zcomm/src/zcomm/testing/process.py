@@ -9,7 +9,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -54,6 +54,11 @@ class Rank:
         except EOFError:
             raise RuntimeError(f"A rank process could not start: {self.epitaph()}") from None
 
+    def tell(self, message: bytes) -> None:
+        """Send; a process that is gone is noticed where its answer is awaited."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send_bytes(message)
+
     def stack(self, within_s: float = 1.0) -> str:
         """The Python stack of every thread in the process, most recent call first.
 
@@ -68,7 +73,7 @@ class Rank:
             time.sleep(0.02)
             grown = self.stack_path.read_text()[before:]
             if grown and grown == text:
-                return _without_harness(text)
+                return _users_frames(text) or "(not inside the function)"
             text = grown
         return "(no answer: the process is stopped, by SIGSTOP or a debugger)"
 
@@ -76,7 +81,7 @@ class Rank:
         """How the process ended, and its Python stack if it crashed."""
         self.process.join(5.0)
         code = self.process.exitcode
-        crash = _without_harness(self.stack_path.read_text())
+        crash = _users_frames(self.stack_path.read_text())
         if code is not None and code < 0:
             return f"killed by {signal.Signals(-code).name} (signal {-code})\n{crash}"
         return f"the process exited with code {code} before the function returned\n{crash}"
@@ -89,17 +94,20 @@ class Rank:
         self.connection.close()
 
 
-def _without_harness(stack: str) -> str:
-    """Drop the frames below the user's function (faulthandler prints the most recent call first)."""
-    kept, skipping = [], False
-    for line in stack.splitlines():
-        if not line.startswith("  File"):
-            skipping = False
-        elif f'"{rank_module.__file__}"' in line:
-            skipping = True
-        if not skipping:
-            kept.append(line)
-    return "\n".join(kept)
+def _users_frames(stack: str) -> str:
+    """The stack (most recent call first) without the harness: in each thread, the frames above `rank.call`.
+
+    A thread of the harness that is not inside the user's function is left out.
+    """
+    threads = []
+    for thread in stack.split("\n\n"):
+        frames = thread.rstrip().split("\n")
+        ours = [f'"{rank_module.__file__}"' in frame for frame in frames]
+        if not any(ours):
+            threads.append(frames)
+        elif frames[ours.index(True)].endswith(" in call"):
+            threads.append(frames[: ours.index(True)])
+    return "\n\n".join("\n".join(frames) for frames in threads).strip()
 
 
 @contextmanager

@@ -32,7 +32,8 @@ from zcomm.testing.failure import Ending, RankReport, describe, is_lost_peer
 from zcomm.testing.reference import FunctionRef, resolve
 
 DUMP_SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2))  # asks for the Python stack; out of users' way
-STARTED, FINISHED = b"started", b"finished"  # rank -> parent: function begins; parent -> rank: all returned
+READY = b"ready"  # rank -> parent: connected to the others, about to call the function
+GO, FINISHED = b"go", b"finished"  # parent -> rank: all are ready; all have returned
 
 
 @attrs.frozen
@@ -53,7 +54,7 @@ class Job:
 def serve(connection: Connection, stack_path: str) -> None:
     """Run jobs until the parent hangs up.  Leaves with os._exit after a failure, so that peers see it at once."""
     _settle(stack_path)
-    connection.send_bytes(STARTED)
+    connection.send_bytes(READY)
     while True:
         try:
             job: Job = pickle.loads(connection.recv_bytes())
@@ -85,13 +86,18 @@ def _run(job: Job, connection: Connection) -> tuple[bytes, bool]:
         function = resolve(job.function)
         args, kwargs = pickle.loads(job.arguments)
         _join(job)
-        connection.send_bytes(STARTED)
-        value = function(*args, **kwargs)
-        return _pickled(job, value), True
+        connection.send_bytes(READY)
+        connection.recv_bytes()  # GO: no rank may fail while another is still connecting
+        return _pickled(job, call(function, args, kwargs)), True
     except BaseException as error:
         ending = Ending.LOST_PEER if is_lost_peer(error) else Ending.RAISED
         report = RankReport(job.rank, ending, describe(error, hide=__file__), type(error).__name__)
         return pickle.dumps((ending, report)), False
+
+
+def call(function: Any, args: Any, kwargs: Any) -> Any:
+    """The frame below which a stack is the user's."""
+    return function(*args, **kwargs)
 
 
 def _pickled(job: Job, value: Any) -> bytes:
@@ -113,8 +119,7 @@ def _prepare(job: Job) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    if torch.are_deterministic_algorithms_enabled():  # asked first: the setter imports the compiler, 2 s
-        torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")  # not use_deterministic_algorithms: it imports the compiler, 2 s
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -60,6 +60,7 @@ def _reduction_rows(plan: Plan) -> Iterator[Row]:
     yield "zero_optimization.stage", zero.stage
     yield "zero_optimization.reduce_bucket_size", zero.bucket_numel or "(from the model's size)"
     yield "zero_optimization.overlap_comm", zero.overlap
+    yield "zero_optimization.reduce_at", zero.reduce_at.value
     yield "zero_optimization.ignore_unused_parameters", zero.ignore_unused
     yield "communication_data_type", plan.precision.reduce
     yield "gradient_allreduce_op", zero.averaging.operation

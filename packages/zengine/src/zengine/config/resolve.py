@@ -25,7 +25,7 @@ from zengine.config.plan import (
 from zengine.config.rules import violations
 from zengine.config.schema import EventFiles, Settings, Wandb
 from zengine.config.table import Care, walk
-from zpartition import Averaging, ZeroPolicy
+from zpartition import Averaging, ReduceAt, ZeroPolicy
 from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -144,6 +144,7 @@ def _zero(settings: Settings, precision: Precision) -> ZeroPolicy:
             prescale=settings.prescale_gradients,
             predivide=settings.gradient_predivide_factor,
         ),
+        reduce_at=ReduceAt(zero.reduce_at),
         overlap=zero.overlap_comm,
         ignore_unused=zero.ignore_unused_parameters,
     )

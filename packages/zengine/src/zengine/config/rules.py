@@ -82,6 +82,20 @@ def accumulator_holds_gradients(config: Config) -> Problem | None:
     )
 
 
+def stage_2_keeps_no_full_gradient(config: Config) -> Problem | None:
+    """Reducing once a step needs a full local gradient, which stage 2 exists to avoid."""
+    zero = config.settings.zero_optimization
+    if zero.stage < 2 or zero.reduce_at == "micro_step":
+        return None
+    return _violation(
+        config,
+        "zero_optimization.reduce_at",
+        f'{_at(config, "zero_optimization.reduce_at")} = "boundary" keeps a full gradient on every rank, which '
+        f"{_at(config, 'zero_optimization.stage')} = {zero.stage} exists to avoid",
+        'Use stage 1 for one exchange per step, or "micro_step".',
+    )
+
+
 def scale_starts_above_its_floor(config: Config) -> Problem | None:
     """A dynamic loss scale starts at or above min_loss_scale."""
     fp16 = config.settings.fp16
@@ -102,6 +116,7 @@ RULES: tuple[Rule, ...] = (
     prescale_leaves_nothing_to_predivide,
     a_sum_is_not_divided,
     accumulator_holds_gradients,
+    stage_2_keeps_no_full_gradient,
     scale_starts_above_its_floor,
 )
 

@@ -108,6 +108,8 @@ class Zero:
     reduce_bucket_size: int = setting(whole(1), 0, "elements reduced at once; default: derived from the model")
     # DeepSpeed's default is false below stage 3; here overlap changes no bit of the result.
     overlap_comm: bool = setting(null_or(TRUTH, True), True, "reduce while backward still runs")
+    # Ours: DeepSpeed has no such key. "micro_step" makes stages 0, 1 and 2 equal bit for bit.
+    reduce_at: str = setting(choice("micro_step", "boundary"), "micro_step", "exchange after each backward, or once")
     ignore_unused_parameters: bool = setting(TRUTH, True, "false: a parameter without gradient is an error")
 
 

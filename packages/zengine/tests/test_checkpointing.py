@@ -1,0 +1,150 @@
+"""Saving and loading: what is refused, and with which words. (That resuming is exact is tests/recovery.)"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zckpt
+import zcomm
+import zengine
+from zcomm.testing import run_ranks
+from zengine.checkpointing import RestoredState, What
+from zpartition import Shard
+
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
+
+
+def make(model: nn.Module | None = None, **config: object) -> zengine.Engine:
+    base = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW}
+    return zengine.initialize(model=model or nn.Linear(3, 2), config={**base, **config})[0]
+
+
+def one_step(engine: zengine.Engine) -> zengine.Engine:
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(torch.ones(2, 3)).square().mean())
+        engine.step()
+    return engine
+
+
+def test_gradients_of_an_unfinished_step_are_not_lost_silently(tmp_path):
+    engine = make(gradient_accumulation_steps=2)
+    engine.backward(engine(torch.ones(2, 3)).mean())
+    engine.step()
+    with pytest.raises(ValueError, match="legal between steps; micro-step 2 of 2 of step 0 is under way"):
+        engine.save_checkpoint(tmp_path)
+
+
+def test_client_state_that_is_no_data_is_refused_with_its_place(tmp_path):
+    with pytest.raises(TypeError, match=r"client_state\.best is a object"):
+        make().save_checkpoint(tmp_path, client_state={"best": object()})
+    assert not any(tmp_path.iterdir())
+
+
+def test_client_state_comes_back_clean(tmp_path):
+    state = {"epoch": 3, "best": float("inf"), "shape": (2, 3), "seen": {1: "a"}}
+    make().save_checkpoint(tmp_path, client_state=state)
+    path, back = make().load_checkpoint(tmp_path)
+    assert back == state
+    assert Path(path) == tmp_path / "global_step0"
+
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+@pytest.mark.parametrize(
+    ("other", "config", "message"),
+    [
+        (nn.Sequential(nn.Linear(3, 2)), {}, r"2 tensors are missing in it \(0\.bias, 0\.weight\), 2 are"),
+        (nn.Linear(3, 4), {}, r"weight"),
+        (nn.Linear(3, 2), SGD, r"holds the state of AdamW, and this engine's optimizer is SGD"),
+    ],
+)
+def test_another_model_or_optimizer_is_named_and_nothing_is_loaded(tmp_path, other, config, message):
+    one_step(make()).save_checkpoint(tmp_path)
+    engine = make(other, **config)
+    before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    with pytest.raises(zckpt.CheckpointMismatch, match=message):
+        engine.load_checkpoint(tmp_path)
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.state_dict().items())
+
+
+def test_a_checkpoint_without_optimizer_state_is_an_error_unless_asked_for(tmp_path):
+    bare = zengine.initialize(model=nn.Linear(3, 2), config={"train_batch_size": 1})[0]
+    bare.save_checkpoint(tmp_path)
+    with pytest.raises(zckpt.CheckpointMismatch, match=r"holds no optimizer state.*load_optimizer_states=False"):
+        make().load_checkpoint(tmp_path)
+    engine = make()
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert torch.equal(engine.module.weight, bare.module.weight)
+
+
+def test_an_optimizer_without_state_of_its_own_resumes(tmp_path):
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = one_step(make(**config))
+    engine.save_checkpoint(tmp_path)
+    other = make(**config)
+    other.load_checkpoint(tmp_path)
+    assert one_step(engine).last_report == one_step(other).last_report
+
+
+def test_nothing_there_says_so(tmp_path):
+    with pytest.raises(zckpt.CheckpointNotFound, match=str(tmp_path)):
+        make().load_checkpoint(tmp_path / "runs")
+
+
+def test_hyperparameters_and_tensor_learning_rates_come_back(tmp_path):
+    def build() -> tuple[zengine.Engine, torch.optim.Optimizer]:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), betas=(0.8, 0.9))
+        return zengine.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})[:2]
+
+    engine, optimizer = build()
+    optimizer.param_groups[0]["lr"].fill_(0.125)
+    optimizer.param_groups[0]["betas"] = (0.7, 0.75)
+    one_step(engine).save_checkpoint(tmp_path)
+    other, restored = build()
+    lr = restored.param_groups[0]["lr"]
+    other.load_checkpoint(tmp_path)
+    assert restored.param_groups[0]["lr"] is lr
+    assert lr.item() == 0.125
+    assert restored.param_groups[0]["betas"] == (0.7, 0.75)
+
+
+def test_what_to_restore_follows_from_the_arguments():
+    assert What.choose(False, True, True) == What(optimizer=True, scheduler=True, run=True)
+    assert What.choose(True, True, True) == What(optimizer=False, scheduler=False, run=False)
+    assert What.choose(False, False, True) == What(optimizer=False, scheduler=True, run=True)
+
+
+def test_scalars_that_share_a_tensor_must_agree():
+    live = torch.zeros(1)
+    restored = RestoredState()
+    for name in ("optimizer.step.a", "optimizer.step.b"):
+        restored.add(name, Shard(name, (), (), (0, 1), live))
+    for shard, value in zip(restored.shards, (3.0, 4.0)):
+        shard.tensor.fill_(value)
+    with pytest.raises(ValueError, match=r"optimizer\.step\.a = 3\.0 and optimizer\.step\.b = 4\.0"):
+        restored.commit()
+    restored.shards[1].tensor.fill_(3.0)
+    restored.commit()
+    assert live.item() == 3.0
+
+
+def _tags(validation: str) -> list[str]:
+    engine = make(checkpoint={"tag_validation": validation})
+    root = zcomm.exchange(tempfile.mkdtemp())[0]
+    try:
+        return [Path(engine.save_checkpoint(root, tag=f"rank{zcomm.group_rank()}")).name]
+    except ValueError as error:
+        return [str(error)]
+
+
+def test_ranks_that_name_different_tags_save_under_rank_0s_or_fail_as_the_config_says():
+    assert run_ranks(_tags, 2, "WARN") == [["rank0"], ["rank0"]]
+    for message in run_ranks(_tags, 2, "FAIL"):
+        assert "different tags (rank 0: 'rank0', rank 1: 'rank1')" in message[0]

@@ -1,0 +1,131 @@
+"""What `initialize` takes and returns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zengine
+
+
+class Net(nn.Module):
+    """A regression net with a method and an attribute of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(3, 3)
+        self.tail = nn.Linear(3, 1)
+        self.color = "blue"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tail(torch.tanh(self.body(x))).square().mean()
+
+    def describe(self) -> str:
+        return f"net of {self.color}"
+
+
+def make(model: nn.Module | None = None, **config: object):
+    base = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    return zengine.initialize(model=model or Net(), config={**base, **config})
+
+
+def one_step(engine, x: torch.Tensor | None = None):
+    report = None
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(torch.ones(2, 3) if x is None else x))
+        report = engine.step()
+    return report
+
+
+def test_initialize_returns_the_four_things():
+    data = [torch.full((3,), float(i)) for i in range(8)]
+    engine, optimizer, loader, scheduler = zengine.initialize(
+        model=Net(),
+        training_data=data,
+        config={
+            "train_batch_size": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        },
+    )
+    assert isinstance(engine, zengine.Engine)
+    assert isinstance(engine, nn.Module)
+    assert engine.optimizer is optimizer
+    assert engine.lr_scheduler is scheduler
+    assert engine.training_dataloader is loader
+    assert [batch.shape for batch in loader] == [(2, 3)] * 4
+
+
+def test_what_neither_the_caller_nor_the_config_gives_is_none():
+    engine, optimizer, loader, scheduler = zengine.initialize(model=Net(), config={"train_batch_size": 1})
+    assert (optimizer, loader, scheduler) == (None, None, None)
+    engine.backward(engine(torch.ones(2, 3)))
+    with pytest.raises(ValueError, match=r"step\(\) needs an optimizer, and this engine has none"):
+        engine.step()
+
+
+def test_optimizer_and_schedule_may_be_callables_or_instances():
+    model = Net()
+    engine, optimizer, _, scheduler = zengine.initialize(
+        model=model,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lr_scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5),
+        config={"train_batch_size": 1},
+    )
+    assert isinstance(optimizer, torch.optim.SGD)
+    rates = [one_step(engine).lr[0] for _ in range(3)]
+    assert rates == pytest.approx([0.1, 0.05, 0.025])
+    assert scheduler.last_epoch == 3
+    engine.close()
+    instance = torch.optim.SGD(model.parameters(), lr=0.5)
+    assert zengine.initialize(model=model, optimizer=instance, config={"train_batch_size": 1})[1] is instance
+
+
+def test_a_callers_optimizer_wins_over_the_config_with_a_warning(caplog):
+    model = Net()
+    mine = torch.optim.SGD(model.parameters(), lr=0.5)
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    assert zengine.initialize(model=model, optimizer=mine, config=config)[1] is mine
+    assert '"optimizer" section (AdamW) is not used' in caplog.text
+
+
+def test_a_schedule_without_an_optimizer_is_refused():
+    with pytest.raises(ValueError, match="needs an optimizer"):
+        zengine.initialize(model=Net(), lr_scheduler=lambda opt: None, config={"train_batch_size": 1})
+
+
+def test_the_same_model_cannot_have_two_engines_until_the_first_is_closed():
+    model = Net()
+    engine, *_ = make(model)
+    with pytest.raises(ValueError, match=r"close\(\) the partition \(or the engine\)"):
+        make(model)
+    engine.close()
+    make(model)[0].close()
+
+
+def test_a_model_is_needed():
+    with pytest.raises(TypeError, match=r"needs model=, a torch.nn.Module; got NoneType"):
+        zengine.initialize(config={"train_batch_size": 1})
+
+
+def test_dist_init_required_false_wants_a_group(monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    with pytest.raises(ValueError, match=r"but torch\.distributed has no default"):
+        zengine.initialize(model=Net(), config={"train_batch_size": 1}, dist_init_required=False)
+
+
+def test_a_config_mistake_is_found_before_any_process_group_exists(monkeypatch):
+    monkeypatch.setattr("zcomm.init", lambda: pytest.fail("a process group was asked for"))
+    with pytest.raises(zengine.ConfigError, match="Did you mean"):
+        zengine.initialize(model=Net(), config={"train_batch_size": 1, "gradient_cliping": 1.0})
+
+
+def test_an_optimizer_maker_must_return_an_optimizer():
+    with pytest.raises(TypeError, match=r"optimizer= returned a list"):
+        zengine.initialize(model=Net(), optimizer=lambda params: [], config={"train_batch_size": 1})
