@@ -194,6 +194,33 @@ def test_the_same_state_gives_the_same_bytes_but_for_the_attempt(
         assert (tmp_path / "a" / "t" / name).read_bytes() == (tmp_path / "b" / "t" / name).read_bytes()
 
 
+def test_each_rank_syncs_its_file_and_the_name_of_it_before_it_votes() -> None:
+    """On a file system of several machines no other rank can do that for it."""
+    storage, voted = ModelStorage(), []
+
+    class Watched:
+        def __init__(self, peers: Peers) -> None:
+            self.peers, self.rank, self.world_size = peers, peers.rank, peers.world_size
+
+        def exchange(self, value):
+            voted.append((self.rank, value, len(storage.journal)))
+            return self.peers.exchange(value)
+
+    def rank(peers: Peers) -> None:
+        shards = [whole(f"w{peers.rank}", torch.zeros(2))]
+        save("/r", "a", shards=shards, objects={}, peers=Watched(peers), storage=storage)
+
+    run_threads(rank, 2)
+    for rank_, at in [(rank, at) for rank, value, at in voted if isinstance(value.get("ok"), list)]:
+        names = [op.name for op in storage.journal[:at] if f"rank{rank_:05d}" in op.path.name]
+        assert names[0] == "create"
+        assert names[-1] == "sync"
+        synced = next(
+            i for i, op in enumerate(storage.journal) if op.name == "sync" and f"{rank_:05d}" in op.path.name
+        )
+        assert any(op.name == "sync_folder" for op in storage.journal[synced:at])
+
+
 def test_a_storage_of_ones_own_is_all_that_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zckpt.storage.os", None)
     storage = ModelStorage()

@@ -31,7 +31,8 @@ from .reading import LoadReport
 from .saving import save
 from .shard import Shard, ShardLike, whole
 from .storage import LOCAL, LocalStorage, Storage
-from .version import __version__
+
+__version__ = "0.1.0"
 
 __all__ = [
     "ALONE",

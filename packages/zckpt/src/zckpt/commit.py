@@ -14,7 +14,8 @@ next save finishes the rename, so that a run resumes from the checkpoint it last
 
 Replacing a tag takes two renames, as POSIX cannot swap folders: the old one becomes .old-<tag>-<attempt>, then
 the new one takes the name.  A crash between the two leaves the old one complete under its other name, where
-readers look (finding.py) and from where the next save puts it back.
+readers look (finding.py) and from where the next save puts it back.  Nothing is synced between the two: whichever
+of them a power cut leaves, a whole checkpoint has a name that is looked at.
 
 What commits raises; what only tidies up (removing remains) warns, since a file that cannot be removed must not stop
 the saves of a run.
@@ -112,7 +113,6 @@ class Keeper(Bystander):
             write_file(self.storage, self.place.new_latest, f"{self.place.tag}\n".encode())
         if self.storage.kind(self.place.final) is not Kind.ABSENT:
             self.storage.rename(self.place.final, self.place.aside)
-            self.storage.sync_folder(self.place.root)
         self.storage.rename(self.place.folder, self.place.final)
         self.storage.sync_folder(self.place.root)
         self.phase = Phase.COMMITTED
@@ -172,7 +172,6 @@ class Keeper(Bystander):
             moved_aside = self.storage.kind(self.place.aside) is not Kind.ABSENT
             if moved_aside and self.storage.kind(self.place.final) is Kind.ABSENT:
                 self.storage.rename(self.place.aside, self.place.final)
-                self.storage.sync_folder(self.place.root)
             for path in (self.place.new_latest, self.place.folder):
                 if self.storage.kind(path) is not Kind.ABSENT:
                     remove(self.storage, path)
@@ -225,11 +224,9 @@ def sweep(storage: Storage, root: Path) -> None:
         aside = newest_aside(storage, root, tag)
         if aside is not None and storage.kind(root / tag) is Kind.ABSENT:
             storage.rename(aside, root / tag)
-            storage.sync_folder(root)
     pending = pending_pointer(storage, root)
     if pending is not None:
         storage.rename(root / pending.name, root / LATEST)
-        storage.sync_folder(root)
     for each in found:
         if storage.kind(root / each.name) is not Kind.ABSENT:
             remove(storage, root / each.name)

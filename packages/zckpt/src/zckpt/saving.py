@@ -24,7 +24,6 @@ from .planning import Request, SavePlan, file_name, propose, settle, trim
 from .shard import ShardLike
 from .storage import LOCAL, Storage
 from .team import Team, os_error_text
-from .version import __version__
 
 
 def save(
@@ -74,6 +73,8 @@ def save(
 def _keeper(place: Place, plan: SavePlan, peers: Peers, storage: Storage) -> Bystander:
     if peers.rank != 0:
         return Bystander()
+    from . import __version__  # not at the top: the package imports this module
+
     owner = f"pid {os.getpid()} on {socket.gethostname()}, tag {place.tag!r}, attempt {place.attempt}"
     return Keeper(place, plan, storage, library_versions(__version__), owner)
 

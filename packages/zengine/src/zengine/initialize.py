@@ -73,9 +73,9 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize() needs model=, a torch.nn.Module; got {type(model).__name__}")
     settings = load(source)
-    launch = zcomm.detect()
-    facts = Facts(world_size=launch.world_size, replicas=launch.world_size, device_type=_device_type())
-    resolve(settings, facts)  # every rule that a config can break is checked before ranks depend on each other
+    if not torch.distributed.is_initialized():  # every rule is checked before ranks depend on each other
+        num_ranks = zcomm.detect().world_size
+        resolve(settings, Facts(world_size=num_ranks, replicas=num_ranks, device_type=_device_type()))
     world = _make_world(dist_init_required, distributed_port)
     group = data_parallel_group(mpu, mesh)
     facts = Facts(

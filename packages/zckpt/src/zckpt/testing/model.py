@@ -9,6 +9,7 @@ written is the death of a process, which loses nothing.  A rename is atomic in a
 
 from __future__ import annotations
 
+import copy
 import errno
 import itertools
 import os
@@ -78,14 +79,18 @@ class ModelStorage:
     mutex: threading.RLock = attrs.field(factory=threading.RLock)  # ranks may be threads
 
     def __attrs_post_init__(self) -> None:
-        self.top = _copy(self.base)
+        self.top = copy.deepcopy(self.base)
 
     def crash(self, at: int, survival: Survival) -> ModelStorage:
-        """The file system as found after a crash before operation `at` of the journal; locks are gone."""
+        """The file system as found after a crash before operation `at` of the journal; locks are gone.
+
+        After the death of a process (KILLED) what was not synced still is not, and a second crash may take it.
+        """
         replayed = ModelStorage(free=self.free, base=self.base)
         for op in self.journal[:at]:
             replayed.apply(op)
-        return ModelStorage(free=self.free, base=_survived_folder(replayed.top, survival))
+        base = replayed.top if survival == KILLED else _survived_folder(replayed.top, survival)
+        return ModelStorage(free=self.free, base=base)
 
     def apply(self, op: Op) -> None:
         """Do it, and only then write it into the journal."""
@@ -196,11 +201,6 @@ class ModelStorage:
 
 def _os_error(code: int, path: Path) -> OSError:
     return OSError(code, os.strerror(code), str(path))
-
-
-def _copy(folder: _Folder) -> _Folder:
-    """A durable folder tree, again."""
-    return _survived_folder(folder, KILLED)
 
 
 def _survived_folder(folder: _Folder, survival: Survival) -> _Folder:
