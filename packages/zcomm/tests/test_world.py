@@ -142,7 +142,7 @@ for _ in range(2):
         zcomm.all_reduce(tensor)
         assert tensor.tolist() == [2.0] * 3, tensor
         assert zcomm.exchange(world.rank) == [0, 1]
-os.write(1, f"rank {world.rank} from {world.launch.source}\n".encode())
+os.write(1, f"rank {world.rank} from {world.launch.source}\\n".encode())
 """
 
 

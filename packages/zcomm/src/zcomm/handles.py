@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, final
 
 import attrs
+import torch
 from torch import Tensor
 
 from zcomm import trace
@@ -61,20 +62,20 @@ class Call:
     op: str  # the public function's name
     label: str  # the caller's name for this use of it
     group_size: int  # ranks that take part
-    payload: str = ""  # "float32[1024] on cpu": the larger of input and output; "" for a barrier
-    dtype: str = ""  # of the payload, without the "torch." prefix
+    dtype: str = ""  # of the payload, the larger of input and output, without "torch."; "" for a barrier
     numel: int = 0  # elements of the payload
     nbytes: int = 0  # bytes of the payload
+    shape: tuple[int, ...] = ()  # of the payload
+    device: torch.device | None = None  # of the payload
 
     @classmethod
-    def of(cls, op: str, label: str, group_size: int, tensor: Tensor) -> Call:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        payload = f"{dtype}{list(tensor.shape)} on {tensor.device}"
-        return cls(op, label, group_size, payload, dtype, tensor.numel(), tensor.nbytes)
+    def of(cls, op: str, label: str, group_size: int, payload: Tensor) -> Call:
+        dtype = str(payload.dtype).removeprefix("torch.")
+        return cls(op, label, group_size, dtype, payload.numel(), payload.nbytes, payload.shape, payload.device)
 
     def __str__(self) -> str:
-        name = named(self.op, self.label)
-        return f"{name} {f'of {self.payload} ' if self.payload else ''}over {self.group_size} ranks"
+        payload = f" of {self.dtype}{list(self.shape)} on {self.device}" if self.dtype else ""
+        return f"{named(self.op, self.label)}{payload} over {self.group_size} ranks"
 
 
 def named(op: str, label: str) -> str:

@@ -11,15 +11,16 @@ hang the children.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import random
 import signal
 import sys
+import threading
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import attrs
@@ -59,6 +60,7 @@ def serve(connection: Connection, stack_path: str) -> None:
         try:
             job: Job = pickle.loads(connection.recv_bytes())
             answer, ended_well = _run(job, connection)
+            sys.stdout.flush()  # what the function printed belongs to its test
             connection.send_bytes(answer)
             if not ended_well:
                 os._exit(1)
@@ -71,12 +73,21 @@ def serve(connection: Connection, stack_path: str) -> None:
 def _settle(stack_path: str) -> None:
     """Once a process: die with the parent, leave Ctrl-C to it, be able to show the stack."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    threading.Thread(target=_end_with_parent, daemon=True, name="zcomm-parent").start()
     stack_file = open(stack_path, "w")  # noqa: SIM115 - must stay open for the signal handler
     faulthandler.enable(file=stack_file)
     faulthandler.register(DUMP_SIGNAL, file=stack_file, all_threads=True)
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the test process, however it ends, and go too, whatever the function is doing.
+
+    A broken pipe alone would only be noticed between jobs, and the fork server lives as long as its children.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank was not started by multiprocessing"
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _run(job: Job, connection: Connection) -> tuple[bytes, bool]:
@@ -116,9 +127,12 @@ def _prepare(job: Job) -> None:
     os.environ.update(job.environ)
     os.chdir(job.cwd)
     sys.path[:] = job.path
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
+    if torch.get_default_device().type != "cpu":
+        torch.set_default_device(None)
     torch.set_deterministic_debug_mode("default")  # not use_deterministic_algorithms: it imports the compiler, 2 s
     random.seed(0)
     np.random.seed(0)
