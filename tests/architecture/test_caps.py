@@ -1,0 +1,127 @@
+"""Sizes that may only shrink.  A change that needs more room makes a new room.
+
+The numbers for functions and booleans are ratchets: `test_the_ratchets_are_tight` says when the tree allows a
+lower one; none is ever raised.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import repo
+import sources
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 45  # in packages, without the docstring: initialize(), whose signature is given
+MAX_OTHER_FUNCTION_LINES = 60  # in tests and tools
+MAX_P90_FUNCTION_LINES = 20  # in packages
+MAX_PUBLIC_PARAMETERS = 15  # OneCycle: its signature is given
+MAX_PARAMETERS = 6
+MAX_ENGINE_LINES = 200
+
+# Classes with more than one boolean attribute, and how many: this table may only shrink.
+BOOLEANS = {
+    "zpartition.policy.ZeroPolicy": 2,  # two independent switches of the user's config
+    "zengine.clock.MicroStep": 2,  # two facts of one frozen value
+    "zengine.checkpointing.What": 3,
+}
+
+# The engine never asks what an object is or has: features and policies are objects, or absent.
+ENGINE = repo.source_folder("zengine") / "engine.py"
+FORBIDDEN_IN_ENGINE = {"isinstance", "hasattr", "getattr", "type", "issubclass"}
+
+# Classes whose booleans are keys of the user's JSON, not states of ours.
+MIRRORS_THE_CONFIG = ("packages/zengine/src/zengine/config/",)
+
+PYTHON_FILES = [
+    path for path in repo.files(".py") if path.parts[len(repo.ROOT.parts)] in ("packages", "tests", "tools")
+]
+SOURCES = [path for name in repo.PACKAGES for path in repo.source_modules(name)]
+
+
+def place(path: Path) -> str:
+    return path.relative_to(repo.ROOT).as_posix()
+
+
+def all_functions(paths: list[Path]) -> list[tuple[str, sources.Function]]:
+    return [
+        (f"{place(path)}:{found.line} {found.name}", found) for path in paths for found in sources.functions(path)
+    ]
+
+
+def percentile_90(values: list[int]) -> int:
+    return sorted(values)[int(0.9 * (len(values) - 1))]
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    bad = [f"{place(path)}: {num_lines(path)}" for path in PYTHON_FILES if num_lines(path) > MAX_FILE_LINES]
+    assert not bad, "\n".join(["split these by subject:", *bad])
+
+
+def test_no_function_is_longer_than_the_cap() -> None:
+    bad = [
+        f"{where}: {found.num_lines}"
+        for where, found in all_functions(PYTHON_FILES)
+        if found.num_lines > (MAX_FUNCTION_LINES if "/src/" in where else MAX_OTHER_FUNCTION_LINES)
+    ]
+    assert not bad, "\n".join(["functions over the cap, docstrings not counted:", *bad])
+
+
+def test_nine_functions_in_ten_are_short() -> None:
+    lengths = [found.num_lines for _, found in all_functions(SOURCES)]
+    assert percentile_90(lengths) <= MAX_P90_FUNCTION_LINES
+
+
+def test_public_functions_take_at_most_15_parameters_and_others_at_most_6() -> None:
+    bad = [
+        f"{where}: {found.num_parameters}"
+        for where, found in all_functions(SOURCES)
+        if found.num_parameters > (MAX_PUBLIC_PARAMETERS if found.is_public else MAX_PARAMETERS)
+    ]
+    assert not bad, "\n".join(["too many parameters; group them in a frozen value:", *bad])
+
+
+def test_the_ratchets_are_tight() -> None:
+    """Fails when the tree has become better than the caps say: then lower the caps."""
+    lengths = [found.num_lines for _, found in all_functions(SOURCES)]
+    assert max(lengths) > MAX_FUNCTION_LINES - 10, f"the longest has {max(lengths)} lines: lower MAX_FUNCTION_LINES"
+    p90 = percentile_90(lengths)
+    assert p90 > MAX_P90_FUNCTION_LINES - 10, f"p90 is {p90}: lower MAX_P90_FUNCTION_LINES"
+    parameters = max(found.num_parameters for _, found in all_functions(SOURCES) if not found.is_public)
+    assert parameters > MAX_PARAMETERS - 2, f"the most is {parameters}: lower MAX_PARAMETERS"
+    stale = [name for name, count in BOOLEANS.items() if num_booleans().get(name, 0) < count]
+    assert not stale, f"fewer booleans now, lower or remove in BOOLEANS: {stale}"
+
+
+def test_the_engine_is_at_most_200_lines() -> None:
+    assert num_lines(ENGINE) <= MAX_ENGINE_LINES
+
+
+def test_the_engine_never_asks_what_an_object_is() -> None:
+    calls = [node for node in ast.walk(sources.tree(ENGINE)) if isinstance(node, ast.Call)]
+    asked = [f"line {c.lineno}: {ast.unparse(c)}" for c in calls if ast.unparse(c.func) in FORBIDDEN_IN_ENGINE]
+    assert not asked, asked
+
+
+def test_a_class_has_at_most_one_boolean_attribute() -> None:
+    bad = [f"{name}: {count}" for name, count in num_booleans().items() if count > BOOLEANS.get(name, 1)]
+    assert not bad, "\n".join(["make the states of these an enum, or the option an object that may be absent:", *bad])
+
+
+def num_booleans() -> dict[str, int]:
+    """Boolean attributes of every class, settings of the user's config left out."""
+    return {
+        f"{repo.module_name(path)}.{node.name}": sum(map(is_boolean, node.body))
+        for path in SOURCES
+        for node in sources.classes(path)
+        if not place(path).startswith(MIRRORS_THE_CONFIG)
+    }
+
+
+def is_boolean(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.AnnAssign) and ast.unparse(statement.annotation) == "bool"

@@ -1,0 +1,164 @@
+"""Who may import whom.  The tables are the architecture (ARCHITECTURE.md); the tests only read them.
+
+To let a package use something new: one line in a table, and the reason in the change that does it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import repo
+import sources
+
+# Everything outside the standard library that a package may import.
+MAY_IMPORT = {
+    "zcomm": {"torch", "numpy", "attrs"},
+    "zprecision": {"torch", "numpy", "attrs"},
+    "zpartition": {"torch", "numpy", "attrs", "zcomm"},
+    "zoptim": {"torch", "numpy", "attrs", "cffi", "cupy"},
+    "zckpt": {"torch", "numpy", "attrs", "safetensors", "xxhash"},
+    "zengine": {
+        "torch", "numpy", "attrs", "tensorboard", "wandb",
+        "zcomm", "zprecision", "zpartition", "zoptim", "zckpt",
+    },
+}  # fmt: skip
+
+# Heavy or optional: only inside functions, so that `import zengine` neither pays for them nor needs them.
+ONLY_LAZILY = {"cffi", "cupy", "tensorboard", "wandb"}
+
+# Imported if the user installed them; never a declared dependency.
+OPTIONAL = {"cupy", "wandb"}
+
+# Inside zengine one file composes the five packages: only there are classes with behaviour made or chosen.  The
+# others use the names listed here: frozen policy values in the config, functions and errors where they are a file's
+# own subject.  A key is a file or, with a slash, a folder.  Names in annotations are free: they decide nothing.
+ASSEMBLER = "assemble.py"
+ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
+    "config/": {
+        "zprecision": {"Precision", "Unscaled", "StaticScaling", "DynamicScaling"},
+        "zpartition": {"ZeroPolicy", "Averaging", "ReduceAt"},
+    },
+    # asks zoptim whether it knows a name and its options, on a dummy parameter, so that the config never lists them
+    "config/choices.py": {"zoptim": {"make_optimizer", "make_schedule", "UnknownNameError", "NotAvailableYetError"}},
+    # reads the signatures, to suggest the nearest option
+    "config/suggest.py": {
+        "zoptim": {"AdamW", "SGD", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR"},
+    },
+    "telemetry/": {"zcomm": {"traced", "Record"}},
+    # the world comes before the parts
+    "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
+    # ranks tell each other what they have and decide alike
+    "agreement.py": {"zcomm": {"exchange"}},
+    "verdict.py": {"zcomm": {"exchange"}, "zprecision": {"first_nonfinite"}},
+    "measure.py": {"zcomm": {"exchange", "group_rank"}, "zprecision": {"measure_bf16_speedup"}},
+    "checkpointing.py": {
+        "zckpt": {"save", "find", "rng", "CheckpointError", "CheckpointMismatch", "CheckpointNotFound"},
+        "zcomm": {"exchange", "group_rank", "group_size"},
+        "zpartition": {"make_state", "state_shards"},
+    },
+}
+
+# Files that may touch private parts of torch; each has a fallback and a test that fails on a torch without them.
+MAY_USE_PRIVATE_TORCH = {"_compat.py"}
+
+each_package = pytest.mark.parametrize("package", repo.PACKAGES)
+
+
+def place(path: Path, line: int) -> str:
+    return f"{path.relative_to(repo.ROOT)}:{line}"
+
+
+def all_imports(package: str) -> list[tuple[Path, sources.Import]]:
+    return [(path, item) for path in repo.source_modules(package) for item in sources.imports(path)]
+
+
+@each_package
+def test_a_package_imports_only_what_the_table_allows(package: str) -> None:
+    allowed = MAY_IMPORT[package] | set(sys.stdlib_module_names) | {package}
+    bad = [
+        f"{place(path, item.line)} {item.module}" for path, item in all_imports(package) if item.top not in allowed
+    ]
+    assert not bad, "\n".join([f"{package} may import {sorted(MAY_IMPORT[package])}, and not:", *bad])
+
+
+@each_package
+def test_heavy_and_optional_libraries_are_imported_inside_functions(package: str) -> None:
+    found = [(path, item) for path, item in all_imports(package) if item.at_import and item.top in ONLY_LAZILY]
+    bad = [f"{place(path, item.line)} {item.module}" for path, item in found]
+    assert not bad, "\n".join(["import these inside the function that needs them:", *bad])
+
+
+@each_package
+def test_a_package_uses_only_the_public_names_of_the_others(package: str) -> None:
+    bad = []
+    for path in repo.source_modules(package):
+        for other in sorted(set(repo.PACKAGES) - {package}):
+            hidden = sources.uses(path, other) - public_names(other)
+            bad += [f"{path.relative_to(repo.ROOT)} {other}.{name}" for name in sorted(hidden)]
+    assert not bad, "\n".join(["not in an `__all__` of the package that has it:", *bad])
+
+
+def public_names(package: str) -> set[str]:
+    """Names of `__all__`, plainly and below public sub-packages: {"init", "testing", "testing.run_ranks"}."""
+    root = repo.source_folder(package)
+    found = set(sources.public_names(root / "__init__.py") or [])
+    for path in root.glob("*/__init__.py"):
+        names = sources.public_names(path) or []
+        found |= {path.parent.name, *(f"{path.parent.name}.{name}" for name in names)} if names else set()
+    return found
+
+
+def test_only_the_assembler_composes_the_five_packages() -> None:
+    root = repo.source_folder("zengine")
+    bad = []
+    for path in repo.source_modules("zengine"):
+        for package in sorted(set(repo.PACKAGES) - {"zengine"} if path != root / ASSEMBLER else ()):
+            extra = sources.uses(path, package, with_types=False) - may_use(
+                path.relative_to(root).as_posix(), package
+            )
+            bad += [f"{path.relative_to(repo.ROOT)} {package}.{name}" for name in sorted(extra)]
+    assert not bad, "\n".join([f"{ASSEMBLER} must hand these over, or the table must name them:", *bad])
+
+
+def may_use(place: str, package: str) -> set[str]:
+    """The names of `package` that the file of zengine at `place` may use at run time."""
+    tables = [
+        table for key, table in ZENGINE_MAY_USE.items() if place == key or place.startswith(key.rstrip("/") + "/")
+    ]
+    return {name for table in tables for name in table.get(package, ())}
+
+
+@each_package
+def test_private_parts_of_torch_are_touched_in_compatibility_files_only(package: str) -> None:
+    bad = []
+    for path in repo.source_modules(package):
+        if path.name in MAY_USE_PRIVATE_TORCH:
+            continue
+        named = [(f"{item.module}.{item.name}", item.line) for item in sources.imports(path) if item.top == "torch"]
+        dotted = [(name, line) for name, line in sources.dotted_names(path) if name.startswith(("torch.", "dist."))]
+        bad += [
+            f"{place(path, line)} {name}" for name, line in named + dotted if any(map(is_private, name.split(".")))
+        ]
+    assert not bad, "\n".join([f"move these to one of {sorted(MAY_USE_PRIVATE_TORCH)}:", *bad])
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+@each_package
+def test_the_declared_dependencies_are_the_imported_ones(package: str) -> None:
+    declared = {re.split(r"[<>=!~;\[ ]", line, maxsplit=1)[0] for line in repo.declared_dependencies(package)}
+    tops = {item.top for _, item in all_imports(package)} & (MAY_IMPORT[package] - OPTIONAL)
+    imported = {repo.DISTRIBUTIONS.get(top, top) for top in tops} | {"torch"}
+    assert declared == imported, f"only declared: {declared - imported}; only imported: {imported - declared}"
+
+
+def test_every_package_stands_on_earlier_ones_and_the_leaves_on_none() -> None:
+    for position, package in enumerate(repo.PACKAGES):
+        assert not MAY_IMPORT[package] & set(repo.PACKAGES[position:])
+    leaves = [name for name in repo.PACKAGES if not MAY_IMPORT[name] & set(repo.PACKAGES)]
+    assert leaves == ["zcomm", "zprecision", "zoptim", "zckpt"]

@@ -1,0 +1,53 @@
+"""No file names the machine that it was written on: such a path works there and nowhere else.
+
+Machine facts are taken from where the test runs, so they cannot be listed here: the folder of this checkout and
+the one above it, the interpreter's prefix, pip's local indexes.  What is always wrong is a home folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import repo
+
+HOMES = re.compile(r"(?<![\w.~-])/(?:home|root|Users)/(?!\.\.\.)\w")
+# Folders that text may name although a checkout can lie in them.
+COMMON = {"/", "/tmp", "/var/tmp", "/usr", "/usr/local", "/opt", "/srv", "/home", "/root", "/mnt", "/data"}
+PIP_SETTINGS = ("PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT")
+FILES = [
+    path for path in repo.files() if path.suffix not in (".png", ".safetensors", ".bin") and not path.is_symlink()
+]
+
+
+def machine_paths() -> list[str]:
+    """Folders of this machine that no file may name."""
+    settings = " ".join(os.environ.get(name, "") for name in PIP_SETTINGS).split()
+    folders = [str(repo.ROOT), str(repo.ROOT.parent), sys.base_prefix, *settings]
+    return [folder.rstrip("/") for folder in folders if folder.rstrip("/") not in COMMON and len(folder) > 3]
+
+
+def place(path: Path) -> str:
+    return path.relative_to(repo.ROOT).as_posix()
+
+
+def machine_names(text: str) -> list[str]:
+    patterns = [HOMES.pattern, *(rf"(?<![\w.~-]){re.escape(folder)}(?![\w-])" for folder in machine_paths())]
+    return sorted({match.group() for pattern in patterns for match in re.finditer(pattern, text)})
+
+
+def test_no_file_names_a_folder_of_a_machine() -> None:
+    found = [f"{place(path)}: {name}" for path in FILES for name in machine_names(path.read_text(encoding="utf-8"))]
+    assert not found, "\n".join(found)
+
+
+def test_every_file_is_utf8_with_unix_lines_and_a_last_newline() -> None:
+    bad = [place(path) for path in FILES if not is_plain(path.read_bytes())]
+    assert not bad
+
+
+def is_plain(content: bytes) -> bool:
+    content.decode("utf-8")
+    return b"\r" not in content and (not content or content.endswith(b"\n"))

@@ -1,0 +1,126 @@
+"""What a run is made of, and how options and files settle it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import zengine
+from train.launch import choose_name, parser
+from train.recipe import Folder, Recipe, RecipeError, pinned, settle, settled
+
+
+def options_of(*arguments: str):
+    return parser().parse_args(list(arguments))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(path=tmp_path / "runs" / "mine")
+
+
+def test_the_defaults_are_those_of_the_config_file(folder):
+    recipe = settle(options_of(), folder)
+    assert recipe.must_win
+    assert recipe.seed == 0
+    assert recipe.steps == recipe.config["scheduler"]["params"]["total_num_steps"]
+    assert recipe.config["zero_optimization"]["stage"] == 2
+    assert recipe.config["tensorboard"] == {
+        "enabled": True,
+        "output_path": str(folder.path),
+        "job_name": "tensorboard",
+    }
+
+
+def test_a_shorter_run_has_its_whole_schedule_and_need_not_win(folder):
+    full = settle(options_of(), folder)
+    recipe = settle(options_of("--steps", str(full.steps // 10)), folder)
+    schedule, planned = (each.config["scheduler"]["params"] for each in (recipe, full))
+    assert schedule["total_num_steps"] == recipe.steps == full.steps // 10
+    assert schedule["warmup_num_steps"] == planned["warmup_num_steps"] // 10
+    assert not recipe.must_win
+
+
+def test_only_a_full_length_run_can_be_defeated(folder):
+    full, short = settle(options_of(), folder), settle(options_of("--steps", "10"), folder)
+    assert full.is_defeat(step=full.steps, wins=False)
+    assert not full.is_defeat(step=full.steps, wins=True)
+    assert not full.is_defeat(step=full.steps - 1, wins=False)
+    assert not short.is_defeat(step=10, wins=False)
+
+
+def test_options_reach_the_config(folder):
+    recipe = settle(options_of("--stage", "1", "--micro-batch", "3", "--seed", "7"), folder)
+    assert recipe.config["zero_optimization"]["stage"] == 1
+    assert recipe.config["train_micro_batch_size_per_gpu"] == 3
+    assert recipe.config["data_efficiency"]["seed"] == recipe.seed == 7
+
+
+def test_a_misspelt_key_is_named_with_its_file_and_the_nearest_name(folder, tmp_path):
+    source = tmp_path / "mine.json"
+    source.write_text('{\n  "train_micro_batch_size_per_gpu": 4,\n  "gradient_cliping": 1.0\n}\n')
+    with pytest.raises(zengine.ConfigError, match=r"(?s)gradient_cliping.*gradient_clipping"):
+        settle(options_of("--config", str(source), "--steps", "3"), folder)
+
+
+def test_a_config_without_a_length_asks_for_one(folder, tmp_path):
+    source = tmp_path / "mine.json"
+    source.write_text('{"train_micro_batch_size_per_gpu": 4}')
+    with pytest.raises(RecipeError, match="total_num_steps: say how long to train with --steps N"):
+        settle(options_of("--config", str(source)), folder)
+    assert settle(options_of("--config", str(source), "--steps", "3"), folder).steps == 3
+    with pytest.raises(RecipeError, match=r"absent\.json: there is no such file"):
+        settle(options_of("--config", str(tmp_path / "absent.json")), folder)
+
+
+def test_a_recipe_survives_its_file(folder):
+    recipe = settle(options_of("--quick"), folder)
+    recipe.write(folder.recipe)
+    assert Recipe.read(folder.recipe) == recipe
+
+
+def test_what_was_measured_is_not_measured_again(folder):
+    recipe = settle(options_of(), folder)
+    assert recipe.config["bf16"]["enabled"] == "auto"
+    assert pinned(recipe, bf16=True).config["bf16"]["enabled"] is True
+    assert pinned(recipe, bf16=False).config["bf16"]["enabled"] is False
+
+
+@pytest.mark.parametrize("conflict", [["--steps", "99"], ["--seed", "1"], ["--stage", "0"], ["--micro-batch", "9"]])
+def test_a_resumed_run_goes_on_as_it_began(folder, conflict):
+    settle(options_of("--quick", "--steps", "12"), folder).write(folder.recipe)
+    assert settled(options_of("--resume"), folder).steps == 12
+    assert settled(options_of("--resume", "--steps", "12", "--stage", "2"), folder).steps == 12
+    with pytest.raises(RecipeError, match=f"{conflict[0]} {conflict[1]}: the run 'mine' was started with"):
+        settled(options_of("--resume", *conflict), folder)
+
+
+def saved_run(runs, name: str) -> None:
+    checkpoints = runs / name / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (runs / name / "run.json").write_text(json.dumps({}))
+    (checkpoints / "latest").write_text("global_step1")
+
+
+def test_names_are_chosen_so_that_nothing_is_overwritten(tmp_path):
+    runs = ["--runs", str(tmp_path)]
+    with pytest.raises(ValueError, match="nothing to resume"):
+        choose_name(options_of(*runs, "--resume"))
+    saved_run(tmp_path, "first")
+    with pytest.raises(ValueError, match="has a run 'first' already"):
+        choose_name(options_of(*runs, "--name", "first"))
+    with pytest.raises(ValueError, match=r"no run 'second'.* there are first"):
+        choose_name(options_of(*runs, "--resume", "--name", "second"))
+    assert choose_name(options_of(*runs, "--name", "second")) == "second"
+    assert choose_name(options_of(*runs, "--resume")) == "first"
+    assert choose_name(options_of(*runs)) not in ("first", "second")
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--ranks", "0"], ["--steps", "many"], ["--name", "a/b"], ["--name", ".."], ["--stage", "4"]]
+)
+def test_impossible_options_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        options_of(*wrong)
+    assert wrong[0] in capsys.readouterr().err

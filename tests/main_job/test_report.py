@@ -1,0 +1,180 @@
+"""The page and its charts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from train.chart import Line, label, line_chart, smoothed, stacked_chart, thinned, ticks
+from train.evaluate import Result
+from train.model import Shape
+from train.recipe import Recipe
+from train.report import Story, page, read_phases
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Checker(HTMLParser):
+    """Complains about tags that are not closed in order; collects what a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.tags: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.fetched += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open[-1:] == [tag], f"</{tag}> closes {self.open[-1:]}"
+        self.open.pop()
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def make_story(**changes) -> Story:
+    rows = []
+    for step in range(1, 41):
+        loss = math.nan if step == 9 else 5.5 - step / 20
+        skipped = "gradients are not finite" if step == 9 else ""
+        row = {"step": step, "loss": loss, "lr": 1e-3, "grad_norm": loss, "skipped": skipped}
+        rows.append({**row, "ms": 100.0, "bytes_per_s": 1000.0, "memory_bytes": 2**28})
+        if step % 10 == 0:
+            rows.append({"step": step, "validation": math.inf if step == 10 else loss + 0.1})
+    recipe = Recipe(
+        config={"train_micro_batch_size_per_gpu": 4},
+        shape=Shape(),
+        seed=0,
+        steps=40,
+        validate_every=10,
+        save_every=10,
+        glance_windows=4,
+        final_windows=8,
+        must_win=False,
+    )
+    phases = {name: [(step, 30.0) for step in range(1, 41)] for name in ("forward", "backward", "step")}
+    result = Result(unigram=4.6, bigram=3.5, model=2.5, step=40, guesses=512, fingerprint="0123456789abcdef")
+    story = {
+        "name": "a <run>",
+        "recipe": recipe,
+        "rows": rows,
+        "phases": phases,
+        "result": result,
+        "sample": "if a < b & c: </script><script>alert(1)</script>",
+        "environment": {"device": "<cpu>"},
+        "corpus": {"source": "/usr/lib"},
+    }
+    return Story(**{**story, **changes})
+
+
+def checked(text: str) -> Checker:
+    checker = Checker()
+    checker.feed(text)
+    checker.close()
+    assert checker.open == []
+    return checker
+
+
+def test_the_page_is_well_formed_and_fetches_nothing():
+    text = page(make_story())
+    checker = checked(text)
+    assert checker.fetched == []
+    assert not re.search(r"https?://|@import|url\((?!#)", text)
+    assert checker.tags.count("figure") == 6
+
+
+def test_what_the_model_wrote_cannot_become_markup():
+    text = page(make_story())
+    assert "alert(1)</script>" not in text
+    assert "&lt;/script&gt;" in text
+    assert "a &lt;run&gt;" in text
+    assert "&lt;cpu&gt;" in text
+
+
+def test_the_figures_are_on_the_page():
+    text = "".join(checked(page(make_story())).text)
+    for figure in ("2.500", "4.600", "3.500", "29%", "1k", "0:04", "it beats", "/usr/lib", "40 of 40"):
+        assert figure in text, figure
+    beaten = Result(unigram=4.6, bigram=3.5, model=3.6, step=40, guesses=512, fingerprint="")
+    assert "does not beat" in page(make_story(result=beaten))
+
+
+def test_skipped_steps_are_named():
+    text = "".join(checked(page(make_story())).text)
+    assert "skipped steps9" in text
+
+
+def test_every_chart_carries_its_points_for_the_cursor():
+    charts = re.findall(r'<script type="application/json">(.*?)</script>', page(make_story()))
+    for chart in charts:
+        plot = json.loads(chart, parse_constant=pytest.fail)  # NaN and Infinity, which a browser refuses
+        assert plot["x"] == [1, 40]
+        assert all(series["points"] for series in plot["series"])
+
+
+def test_a_page_without_phase_times_leaves_that_chart_out():
+    assert checked(page(make_story(phases={}))).tags.count("figure") == 5
+
+
+def test_a_gap_interrupts_the_line():
+    chart = line_chart("t", "u", [Line("a", [(1, 1.0), (2, 2.0), (3, math.nan), (4, 3.0), (5, 2.5)])])
+    (path,) = re.findall(r' d="([^"]*)"', chart)
+    assert path.count("M") == 2
+    assert path.count("L") == 2
+
+
+def test_stacked_areas_add_up():
+    chart = stacked_chart("t", "ms", [Line("a", [(0, 1.0), (1, 1.0)]), Line("b", [(0, 2.0), (1, 2.0)])])
+    lower, upper = re.findall(r'<path class="area[^"]*" d="([^"]*)"', chart)
+    tops = [float(re.search(r"M\S+ (\S+?)L", path).group(1)) for path in (lower, upper)]
+    base = 250 - 28
+    assert (base - tops[1]) == pytest.approx(3 * (base - tops[0]), rel=0.01)
+
+
+def test_nothing_to_draw_draws_nothing():
+    assert line_chart("t", "u", [Line("a", [])]) == ""
+    assert line_chart("t", "u", [Line("a", [(1, math.nan)])]) == ""
+    assert stacked_chart("t", "u", []) == ""
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 4.4), (0, 15_000), (0, 2e-3), (3, 3), (950, 1300)])
+def test_ticks_are_few_round_numbers_within_the_range(low, high):
+    values = ticks(low, high)
+    assert 1 <= len(values) <= 7
+    assert all(low - 1e-9 <= value <= high + 1e-9 for value in values)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (1500, "1.5k"), (5e-4, "5e-4"), (1.5e-3, "1.5e-3"), (2.5, "2.5")]
+)
+def test_labels_are_short(value, text):
+    assert label(value) == text
+
+
+def test_smoothing_keeps_a_straight_line_and_thinning_keeps_the_mean():
+    line = [(i, 2.0 * i) for i in range(1000)]
+    assert [y for _, y in smoothed(line, 25)] == pytest.approx([y for _, y in line])
+    few = thinned(line, 100)
+    assert len(few) == 100
+    assert sum(y for _, y in few) / 100 == pytest.approx(999.0)
+
+
+def test_phase_times_of_a_resumed_run_count_once(tmp_path):
+    for phase, ms in (("forward", 1.0), ("backward", 2.0), ("step", 3.0)):
+        lines = [f"step,{phase}", f"8,{ms}", f"16,{ms}", f"16,{ms * 10}", f"24,{ms}"]
+        (tmp_path / f"Train_Samples_elapsed_time_ms_{phase}.csv").write_text("\n".join(lines) + "\n")
+    assert read_phases(tmp_path, 8)["forward"] == [(1.0, 1.0), (2.0, 10.0), (3.0, 1.0)]
+    assert read_phases(tmp_path / "absent", 8) == {}

@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""Everything that must hold before a change goes in: one verdict line per part, full output of failing parts only.
+
+    python3 tools/dev.py check [--fast] [--only types,lint] [--fix]
+
+Each part is a command that a person can also run alone; `--verbose` shows the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import repo
+from dev import PYTEST
+
+
+class Part(NamedTuple):
+    name: str
+    command: list[str]  # arguments after the interpreter
+    summary: str  # regular expression of the line of the output that the verdict quotes
+
+
+QUICK_PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+FOLDERS = ["packages", "tests", "tools"]
+PARTS = (
+    Part("format", ["-m", "ruff", "format", "--check", *FOLDERS], r"\d+ files? .*"),
+    Part("lint", ["-m", "ruff", "check", *FOLDERS], r"Found .*"),
+    Part("types", ["-m", "mypy", *(f"packages/{n}/src" for n in repo.PACKAGES), "tools"], r"(Found|Success).*"),
+    Part(
+        "architecture",
+        [*QUICK_PYTEST, "tests/architecture", "--ignore=tests/architecture/test_caps.py"],
+        r"\d.* in .*",
+    ),
+    Part("caps", [*QUICK_PYTEST, "tests/architecture/test_caps.py"], r"\d.* in .*"),
+    Part("doctests", [*QUICK_PYTEST, "-n", "2", "tests/docs"], r"\d.* in .*"),
+    # the folders of the parts above are left out: `dev.py test` runs them all
+    Part("tests", [*PYTEST, "-q", "--ignore=tests/architecture", "--ignore=tests/docs"], r"\d.* in .*"),
+)
+NAMES = [part.name for part in PARTS]
+
+
+class Outcome(NamedTuple):
+    code: int
+    output: str
+    seconds: float
+
+
+def run(part: Part) -> Outcome:
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *part.command], cwd=repo.ROOT, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
+    )  # fmt: skip
+    return Outcome(done.returncode, done.stdout, time.monotonic() - start)
+
+
+def summarise(part: Part, output: str) -> str:
+    """The last line of `output` that says how much was looked at, without decoration; `""` when there is none."""
+    found = [line.strip("= ") for line in output.splitlines() if re.fullmatch(part.summary, line.strip("= "))]
+    return found[-1] if found else ""
+
+
+def verdict(part: Part, outcome: Outcome) -> str:
+    word = "ok" if outcome.code == 0 else "FAIL"
+    return f"{word:4} {outcome.seconds:6.1f} s  {summarise(part, outcome.output)}".rstrip()
+
+
+def fix() -> None:
+    """Lets ruff repair what it can: order of imports, layout, old idioms."""
+    subprocess.run([sys.executable, "-m", "ruff", "check", "--fix", "--quiet", *FOLDERS], cwd=repo.ROOT, check=False)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", *FOLDERS], cwd=repo.ROOT, check=False)
+
+
+def select(only: str, fast: bool) -> list[Part]:
+    """The parts to run.  Raises `ValueError` for an unknown name."""
+    wanted = [name.strip() for name in only.split(",") if name.strip()] or NAMES
+    unknown = sorted(set(wanted) - set(NAMES))
+    if unknown:
+        raise ValueError(f"--only {','.join(unknown)}: no such part; choose from {', '.join(NAMES)}")
+    return [part for part in PARTS if part.name in wanted and not (fast and part.name == "tests")]
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="dev.py check", description=(__doc__ or "").splitlines()[0])
+    result.add_argument("--fast", action="store_true", help="everything but the tests")
+    result.add_argument("--only", default="", metavar="NAMES", help=f"some of: {','.join(NAMES)}")
+    result.add_argument("--fix", action="store_true", help="first let ruff repair format and lint")
+    result.add_argument("--verbose", action="store_true", help="show each part's command, and all output")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    try:
+        parts = select(options.only, options.fast)
+    except ValueError as error:
+        print(f"check: {error}", file=sys.stderr)
+        return 2
+    if options.fix:
+        fix()
+    failed = []
+    for part in parts:
+        if options.verbose:
+            print(f"$ python {' '.join(part.command)}")
+        print(f"{part.name:13}", end="", flush=True)
+        outcome = run(part)
+        print(verdict(part, outcome), flush=True)
+        if outcome.code:
+            failed.append(part.name)
+        if outcome.code or options.verbose:
+            print(outcome.output.rstrip() + "\n", flush=True)
+    print(f"check: {'FAIL: ' + ', '.join(failed) if failed else 'ok'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""The verbs of this repository.  Each does its own set-up first; with nothing to do that takes milliseconds.
+
+    python3 tools/dev.py VERB [ARGUMENTS...]
+
+Arguments after the verb go to what the verb runs: `test -k bucket`, `train --steps 20`, `check --fast`.
+`--here` before the verb skips the set-up and uses the running interpreter with the packages' sources on its
+path: for machines that bring their own torch and have no package index.
+
+Standard library only.  What the environment is and how it is made: devenv.py beside this file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import devenv
+from devenv import ROOT, SetupError, say, venv_python
+
+# Two workers: the suite's tests start ranks of their own, and its time limit is set for two cores.
+PYTEST = ("-m", "pytest", "-n", "2", "--dist", "worksteal")
+PYTEST_ALONE = ("-m", "pytest")  # for an interpreter of the user's own without pytest-xdist
+LEFTOVERS = (".cache", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "build", "dist")
+
+
+def pytest_command(python: str, arguments: list[str], here: bool = False) -> list[str]:
+    """Later options win, so `-n 0` after the verb turns the workers off."""
+    from importlib.util import find_spec
+
+    has_workers = not here or find_spec("xdist") is not None
+    return [python, *(PYTEST if has_workers else PYTEST_ALONE), *arguments]
+
+
+def train_command(python: str, arguments: list[str]) -> list[str]:
+    return [python, "tools/train/launch.py", *arguments]
+
+
+def check_command(python: str, arguments: list[str]) -> list[str]:
+    return [python, "tools/check.py", *arguments]
+
+
+def here_environment() -> dict[str, str]:
+    """The present environment, with the packages imported from their sources."""
+    sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
+    present = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sources + ([present] if present else []))}
+
+
+def prepare(here: bool) -> tuple[str, dict[str, str]]:
+    """The interpreter and the environment variables that a verb runs with."""
+    if here:
+        return sys.executable, here_environment()
+    devenv.ensure()
+    return venv_python(), devenv.child_environment()
+
+
+def run(command: list[str], environ: dict[str, str]) -> int:
+    """Runs to the end, also through Ctrl-C, which the child receives as well and answers in its own way."""
+    import subprocess
+
+    with subprocess.Popen(command, cwd=ROOT, env=environ) as child:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                continue
+
+
+def become(command: list[str], environ: dict[str, str]) -> int:
+    """Replaces this process, so that signals and the exit code are the program's own."""
+    sys.stdout.flush()
+    os.chdir(ROOT)
+    os.execve(command[0], command, environ)
+
+
+def train(arguments: list[str], here: bool) -> int:
+    """run the main job: train a small language model on two ranks (train --help lists its options)"""
+    python, environ = prepare(here)
+    return become(train_command(python, arguments), environ)
+
+
+def test(arguments: list[str], here: bool) -> int:
+    """run the tests; pytest's arguments: test packages/zoptim, test -k bucket, test -n 0 -x"""
+    python, environ = prepare(here)
+    # One computing thread per process: two workers and their ranks already fill the cores.
+    environ.setdefault("OMP_NUM_THREADS", "1")
+    start = time.monotonic()
+    code = run(pytest_command(python, arguments, here), environ)
+    verdict = "ok" if code == 0 else f"FAILED (pytest exit code {code})"
+    say(f"test {verdict} in {time.monotonic() - start:.0f} s")
+    return code
+
+
+def check(arguments: list[str], here: bool) -> int:
+    """format, lint, types, architecture, caps, doctests, tests: a verdict line each (--fast, --only, --fix)"""
+    python, environ = prepare(here)
+    environ.setdefault("OMP_NUM_THREADS", "1")
+    return become(check_command(python, arguments), environ)
+
+
+def build(arguments: list[str], here: bool) -> int:
+    """compile the kernels of the packages that have any, whether or not their sources changed"""
+    if arguments or here:
+        raise SetupError("build takes no arguments and works in .venv only")
+    devenv.ensure()
+    packages = devenv.kernel_packages()
+    if not packages:
+        say("nothing to build: no package has compiled kernels (packages/*/hatch_build.py)")
+        return 0
+    with devenv.exclusive() as lock:
+        devenv.build_kernels(packages, lock)
+    return 0
+
+
+def clean(arguments: list[str], here: bool) -> int:
+    """remove .venv and every cache and build output; runs/ with its checkpoints stays"""
+    if arguments or here:
+        raise SetupError("clean takes no arguments")
+    import shutil
+
+    with devenv.exclusive():
+        bytecode = [path for top in ("packages", "tests", "tools") for path in ROOT.glob(f"{top}/**/__pycache__")]
+        devenv.discard()
+        for path in [*(ROOT / name for name in LEFTOVERS), *bytecode]:
+            shutil.rmtree(path, ignore_errors=True)
+    say("removed .venv, caches and build outputs")
+    return 0
+
+
+VERBS = {verb.__name__: verb for verb in (train, test, check, build, clean)}
+
+
+def usage() -> str:
+    lines = [f"  {name:7}{verb.__doc__}" for name, verb in VERBS.items()]
+    return "\n".join([(__doc__ or "").strip(), "", "Verbs:", *lines])
+
+
+def parse(argv: list[str]) -> tuple[str, list[str], bool]:
+    """Splits a command line into verb, its arguments, and whether `--here` was given.  The verb is `help` for a plea.
+
+    Raises `SetupError` for an unknown verb.
+    """
+    here = argv[:1] == ["--here"]
+    rest = argv[1:] if here else argv
+    if not rest or rest[0] in ("-h", "--help", "help"):
+        return "help", rest[1:], here
+    if rest[0] not in VERBS:
+        import difflib
+
+        near = difflib.get_close_matches(rest[0], VERBS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(VERBS)}"
+        raise SetupError(f"unknown verb {rest[0]!r}: {hint}")
+    return rest[0], rest[1:], here
+
+
+def main(argv: list[str]) -> int:
+    try:
+        verb, arguments, here = parse(argv)
+        if verb == "help":
+            print(usage())
+            return 0
+        return VERBS[verb](arguments, here)
+    except SetupError as error:
+        print(f"dev: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print("dev: interrupted", file=sys.stderr, flush=True)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

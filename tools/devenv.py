@@ -1,0 +1,274 @@
+"""The development environment: one virtual environment in `.venv`, made and kept up to date without being asked.
+
+Problem: a newcomer types one command on a fresh clone, or interrupts it half-way, or types it in two
+terminals at once; each must end in the same environment.  Design:
+
+* A stamp inside `.venv` records what it was made from.  When the stamp fits, set-up is three file reads.
+* A marker inside `.venv` exists exactly while it is being changed.  A marker found at the start means that
+  a set-up was killed, and since pip takes a half-copied package for an installed one, the whole
+  environment is made again.  A set-up that *fails* (no index, say) removes its marker: pip has rolled back.
+* An advisory lock on the folder of this file keeps two set-ups apart.  Children inherit the lock on
+  purpose: a pip that outlives a killed parent still holds it.
+
+Rejected: uv (several times faster, but one more tool to get and to configure), tox and nox (an environment,
+and therefore a torch, for every session).
+
+Standard library only, and cheap to import: every command of `dev.py` passes through here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "dev-stamp"  # line 1: the checkout it belongs to; line 2: digest of what it was made from
+MARKER = VENV / "dev-unfinished"  # exists while the environment is being changed
+DISCARDED = ROOT / ".venv.old"  # an environment being deleted
+LOG = ROOT / ".cache" / "setup.log"  # the full output of venv, pip and the kernel builds
+OLDEST_PYTHON = (3, 10)
+# Builds the packages without isolation, which is 25 s faster; versions come from the constraints.
+BUILD_TOOLS = ("hatchling", "editables")
+FOREIGN_SETTINGS = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_REQUIREMENT")
+
+
+class SetupError(Exception):
+    """The environment could not be made; the message says why and what to do."""
+
+
+def say(text: str) -> None:
+    print(f"dev: {text}", flush=True)
+
+
+@contextlib.contextmanager
+def step(text: str) -> Iterator[None]:
+    """Prints `dev: text ... 1.2 s`, or `... failed after 1.2 s` when the body raises."""
+    print(f"dev: {text} ... ", end="", flush=True)
+    start = time.monotonic()
+    try:
+        yield
+    except BaseException:
+        print(f"failed after {time.monotonic() - start:.1f} s", flush=True)
+        raise
+    print(f"{time.monotonic() - start:.1f} s", flush=True)
+
+
+def venv_python() -> str:
+    return str(VENV / "bin" / "python")
+
+
+def setup_inputs() -> list[Path]:
+    """The files that decide what is installed."""
+    return [ROOT / "constraints.txt", ROOT / "requirements-dev.txt", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+
+
+def digest(paths: Sequence[Path], salt: str = "") -> str:
+    """sha256 over the names and contents of `paths`; every part carries its length, so none can run into the next."""
+    total = hashlib.sha256()
+    parts = [salt.encode()]
+    for path in paths:
+        parts += [path.relative_to(ROOT).as_posix().encode(), path.read_bytes()]
+    for part in parts:
+        total.update(len(part).to_bytes(8, "big") + part)
+    return total.hexdigest()
+
+
+def venv_version() -> str:
+    """The interpreter version that the environment was made with, `""` when there is none."""
+    with contextlib.suppress(OSError):
+        for line in (VENV / "pyvenv.cfg").read_text().splitlines():
+            key, _, value = line.partition("=")
+            if key.strip() in ("version", "version_info"):
+                return value.strip()
+    return ""
+
+
+def stamp_text() -> str:
+    """What the stamp of a current environment says."""
+    return f"{ROOT}\n{digest(setup_inputs(), venv_version())}\n"
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def is_current() -> bool:
+    """Whether `.venv` is complete and made from exactly these files."""
+    if MARKER.exists() or not os.access(venv_python(), os.X_OK):
+        return False
+    return read_text(STAMP) == stamp_text()
+
+
+def reason_to_remake() -> str:
+    """Why the existing `.venv` cannot be repaired by pip alone; `""` when it can, or when there is none."""
+    if not VENV.exists():
+        return ""
+    if MARKER.exists():
+        return "a set-up was interrupted"
+    owner = read_text(STAMP).partition("\n")[0]
+    if owner and owner != str(ROOT):
+        return f"it belongs to {owner}"  # launchers in bin/ carry absolute paths
+    probe = [venv_python(), "-c", "import pip, sys; sys.exit(sys.version_info < (3, 10))"]
+    try:
+        healthy = subprocess.run(probe, env=child_environment(), capture_output=True, check=False).returncode == 0
+    except OSError:
+        healthy = False
+    return "" if healthy else "its interpreter or its pip does not work"
+
+
+def child_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables for programs of `.venv`: as if activated, less foreign settings that misplace packages."""
+    result = {k: v for k, v in (os.environ if environ is None else environ).items() if k not in FOREIGN_SETTINGS}
+    result["VIRTUAL_ENV"] = str(VENV)
+    result["PATH"] = os.pathsep.join([str(VENV / "bin"), result.get("PATH", os.defpath)])
+    result["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+    result["PIP_NO_INPUT"] = "1"
+    return result
+
+
+@contextlib.contextmanager
+def exclusive() -> Iterator[int]:
+    """Holds the set-up lock of this checkout; waits, and says so, while another process holds it.
+
+    Yields the descriptor, for children to inherit.  The kernel frees the lock when the last holder ends.
+    """
+    descriptor = os.open(Path(__file__).resolve().parent, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with step("another set-up of this checkout is running; waiting for it"):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def call(command: Sequence[str], what: str, lock: int, cwd: Path = ROOT) -> None:
+    """Runs one step of the set-up, its output into the log; a failure raises `SetupError` with the last lines."""
+    LOG.parent.mkdir(exist_ok=True)
+    with step(what), LOG.open("ab") as log:
+        start = log.tell()
+        log.write(f"$ {' '.join(command)}\n".encode())
+        log.flush()
+        done = subprocess.run(
+            command, cwd=cwd, env=child_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            pass_fds=[lock], check=False,
+        )  # fmt: skip
+        if done.returncode:
+            output = LOG.read_bytes()[start:].decode(errors="replace")
+            raise SetupError(explain(what, done.returncode, output))
+
+
+def explain(what: str, returncode: int, output: str) -> str:
+    """The message for a failed step: what failed, the likely cause, the last lines of its output."""
+    causes = {
+        "no package index in reach has it: check the network and `python3 -m pip config list`": (
+            "No matching distribution", "Could not find a version", "NewConnectionError", "Name or service not known",
+            "name resolution", "Max retries exceeded", "ConnectTimeoutError", "ReadTimeoutError", "Read timed out",
+        ),
+        "the disk is full: the environment needs about 1.5 GB": ("No space left on device",),
+        "this Python has no venv module: install your system's python3-venv package": ("ensurepip is not",),
+    }  # fmt: skip
+    likely = [cause for cause, signs in causes.items() if any(sign in output for sign in signs)]
+    tail = "\n".join(f"    {line}" for line in output.strip().splitlines()[-12:])
+    lines = [f"{what}: failed with exit code {returncode}", *(f"likely cause: {cause}" for cause in likely[:1])]
+    return "\n".join([*lines, f"last lines of {LOG.relative_to(ROOT)}:", tail])
+
+
+def ensure() -> None:
+    """Makes `.venv` what the files of this checkout ask for.  Does nothing, in milliseconds, when it already is.
+
+    Raises `SetupError`.
+    """
+    if is_current() and not stale_kernels():
+        return
+    check_python()
+    with exclusive() as lock:
+        if not is_current():  # the set-up that was waited for may have done it all
+            install(lock)
+        build_kernels(stale_kernels(), lock)
+
+
+def check_python() -> None:
+    if sys.version_info < OLDEST_PYTHON:
+        given = ".".join(map(str, sys.version_info[:3]))
+        raise SetupError(
+            f"this is Python {given} ({sys.executable}); the project needs Python 3.10 or newer and is "
+            "developed on 3.11: run the same command with `python3.11`"
+        )
+
+
+def install(lock: int) -> None:
+    """Phases: remove a broken environment, create, install with pip, stamp."""
+    start = time.monotonic()
+    reason = reason_to_remake()
+    if reason:
+        with step(f"removing .venv ({reason})"):
+            discard()
+    is_new = not VENV.exists()
+    VENV.mkdir(exist_ok=True)
+    MARKER.touch()
+    if is_new:
+        call([sys.executable, "-m", "venv", str(VENV)], f"making .venv with Python {sys.version.split()[0]}", lock)
+    pip = [venv_python(), "-m", "pip", "install", "--no-color", "--progress-bar", "off"]
+    try:
+        call([*pip, "-c", "constraints.txt", *BUILD_TOOLS], "installing the build tools", lock)
+        call(
+            [*pip, "--no-build-isolation", "-r", "requirements-dev.txt"],
+            "installing the six packages and what they need (about a minute when torch is at hand)", lock,
+        )  # fmt: skip
+    except SetupError:
+        MARKER.unlink()  # pip failed by itself and rolled back: what is there is whole
+        raise
+    write_stamp(STAMP, stamp_text())
+    MARKER.unlink()
+    say(f"environment ready in {time.monotonic() - start:.0f} s")
+
+
+def discard() -> None:
+    """Deletes `.venv`, renamed first: a deletion that is interrupted must not leave half of it in place."""
+    shutil.rmtree(DISCARDED, ignore_errors=True)
+    if VENV.exists():
+        VENV.rename(DISCARDED)
+        shutil.rmtree(DISCARDED)
+
+
+def write_stamp(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def kernel_packages() -> list[Path]:
+    """Packages with compiled kernels: their `hatch_build.py`, run as a script, builds them in place."""
+    return [path.parent for path in sorted(ROOT.glob("packages/*/hatch_build.py"))]
+
+
+def kernel_digest(package: Path) -> str:
+    sources = sorted(path for path in package.glob("src/*/csrc/**/*") if path.is_file())
+    return digest([package / "hatch_build.py", *sources])
+
+
+def stale_kernels() -> list[Path]:
+    """Packages whose kernels were not yet built from their present sources."""
+    packages = kernel_packages()
+    return [p for p in packages if read_text(VENV / f"dev-built-{p.name}") != kernel_digest(p)]
+
+
+def build_kernels(packages: Sequence[Path], lock: int) -> None:
+    for package in packages:
+        call([venv_python(), "hatch_build.py"], f"building the kernels of {package.name}", lock, cwd=package)
+        write_stamp(VENV / f"dev-built-{package.name}", kernel_digest(package))

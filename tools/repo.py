@@ -1,0 +1,72 @@
+"""Where things are in this repository: what the checks, the tests and the release tools share.
+
+Standard library only; every function reads the tree anew and changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("zcomm", "zprecision", "zpartition", "zoptim", "zckpt", "zengine")  # leaves first
+# Distribution names.  On the package index strangers hold "zcomm" and "zengine".
+DISTRIBUTIONS = {name: f"{name}-torch" if name in ("zcomm", "zengine") else name for name in PACKAGES}
+_IGNORED = {".git", ".venv", ".cache", "__pycache__", "build", "dist", "runs"}
+
+
+def package_folder(name: str) -> Path:
+    return ROOT / "packages" / name
+
+
+def source_folder(name: str) -> Path:
+    return package_folder(name) / "src" / name
+
+
+def files(*suffixes: str, under: Path = ROOT) -> list[Path]:
+    """Every file that git tracks or would track, with one of `suffixes` (all when none is given), sorted."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", str(under)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listed.returncode == 0:
+        found = [ROOT / name for name in listed.stdout.split("\0") if name]
+    else:  # an unpacked archive
+        found = [path for path in under.rglob("*") if not _IGNORED.intersection(path.parts)]
+    return sorted(path for path in found if path.is_file() and (not suffixes or path.suffix in suffixes))
+
+
+def source_modules(name: str) -> list[Path]:
+    """The Python files of one package's `src`."""
+    return files(".py", under=source_folder(name))
+
+
+def module_name(path: Path) -> str:
+    """`packages/zcomm/src/zcomm/testing/__init__.py` -> `zcomm.testing`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[parts.index("src") + 1 :]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def sibling_dependencies(name: str) -> list[str]:
+    """The packages of this repository that `name` declares as dependencies, in the order of `PACKAGES`."""
+    declared = {re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0] for line in declared_dependencies(name)}
+    return [other for other in PACKAGES if DISTRIBUTIONS[other] in declared]
+
+
+def closure(names: Sequence[str]) -> list[str]:
+    """`names` with everything of this repository that they need, leaves first."""
+    wanted = set(names)
+    for name in reversed(PACKAGES):  # a package only depends on earlier ones
+        if name in wanted:
+            wanted.update(sibling_dependencies(name))
+    return [name for name in PACKAGES if name in wanted]
+
+
+def declared_dependencies(name: str) -> list[str]:
+    """The strings of `[project] dependencies`, read without a TOML parser, which Python 3.10 lacks."""
+    text = (package_folder(name) / "pyproject.toml").read_text()
+    block = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    return re.findall(r'"([^"]+)"', block.group(1)) if block else []

@@ -1,0 +1,1 @@
+"""The main job: a small GPT learns the Python standard library.  Start reading in main.py."""

@@ -1,0 +1,150 @@
+"""A small GPT over bytes: pre-norm blocks, causal attention, rotary positions, the output tied to the embedding.
+
+The smallest honest member of the family: what is learnt here about sharding, precision and schedules holds for
+its large relatives, because the parameter kinds are theirs (matrices, vectors, an embedding used twice).
+Positions are rotations of queries and keys (Su et al. 2021), so a head can look at "the byte before" from the
+first steps on; learnt position vectors spent a quarter of a short run finding that out, and the last positions of
+the context, which few bytes look back at, never learnt it.
+forward takes a batch of windows and returns the loss, so the training loop needs no knowledge of the model.
+"""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .text import VOCABULARY
+
+
+@attrs.frozen(kw_only=True)
+class Shape:
+    """The size of the model: everything that fixes the parameters' shapes."""
+
+    depth: int = 4  # blocks
+    width: int = 128  # features of the residual stream
+    heads: int = 2  # attention heads; must divide width
+    context: int = 256  # longest window, in bytes
+
+    def __attrs_post_init__(self) -> None:
+        for field, value in attrs.asdict(self).items():
+            if value < 1:
+                raise ValueError(f"{field} is {value}; it must be at least 1")
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width {self.width} is not an even multiple of heads {self.heads}")
+
+
+def rotations(time: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, each (time, size / 2), of every position's angles; dtype and device of `like`.
+
+    Computed in float32 for every forward, which is cheap: a table kept in bfloat16 would blur the positions.
+    """
+    speeds = 10_000.0 ** -torch.arange(0, 1, 2 / size, device=like.device)
+    angles = torch.outer(torch.arange(time, device=like.device), speeds)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (first half, second half) of the features turned by its position's angle; x (..., time, size)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)).  x is (batch, time, width)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.attention_norm = nn.LayerNorm(shape.width)
+        self.qkv = nn.Linear(shape.width, 3 * shape.width)
+        self.attention_out = nn.Linear(shape.width, shape.width)
+        self.mlp_norm = nn.LayerNorm(shape.width)
+        self.mlp_in = nn.Linear(shape.width, 4 * shape.width)
+        self.mlp_out = nn.Linear(4 * shape.width, shape.width)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, width / heads)
+        query, key = rotated(query, cos, sin), rotated(key, cos, sin)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, time, width))
+        hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
+        output: Tensor = x + self.mlp_out(hidden)
+        return output
+
+
+class GPT(nn.Module):
+    """The language model.  Weights depend on `shape` and `seed` only, not on the global random state."""
+
+    def __init__(self, shape: Shape, *, seed: int = 0) -> None:
+        super().__init__()
+        self.shape = shape
+        self.token_embedding = nn.Embedding(VOCABULARY, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
+        self.final_norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.head.weight = self.token_embedding.weight
+        self._initialise(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator) -> None:
+        """GPT-2's rule: normal(0, 0.02), biases 0, and layers that write into the stream 1/sqrt(2 depth) smaller."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:  # the gains of the norms
+                parameter.fill_(1.0)
+            else:
+                writes = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                parameter.normal_(0.0, 0.02 / math.sqrt(2 * self.shape.depth if writes else 1), generator=generator)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Scores of the next byte after each position: tokens (batch, time) int64 -> (batch, time, 256)."""
+        time = tokens.shape[1]
+        if time > self.shape.context:
+            raise ValueError(f"a window of {time} bytes is longer than the model's context of {self.shape.context}")
+        x = self.token_embedding(tokens)
+        cos, sin = rotations(time, self.shape.width // self.shape.heads, like=x)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        scores: Tensor = self.head(self.final_norm(x))
+        return scores
+
+    def forward(self, windows: Tensor) -> Tensor:
+        """Mean loss in nats per byte, () float32; windows (batch, time + 1) of any integer dtype."""
+        tokens = windows.long()
+        scores = self.logits(tokens[:, :-1])
+        return F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Matrices decay, vectors (biases and gains) do not: pulling those towards zero only costs fit."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt: bytes, *, num_bytes: int, temperature: float = 0.7, seed: int = 0) -> bytes:
+    """Continue `prompt` by `num_bytes` sampled bytes; temperature 0 takes the likeliest each time.
+
+    Draws from a generator of its own, so that writing a sample does not disturb the training's random state.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    device = model.token_embedding.weight.device
+    text = list(prompt)
+    for _ in range(num_bytes):
+        tokens = torch.tensor([text[-model.shape.context :]], device=device)
+        scores = model.logits(tokens)[0, -1].float().cpu()
+        if temperature == 0:
+            text.append(int(scores.argmax()))
+        else:
+            text.append(int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)))
+    return bytes(text)

@@ -1,0 +1,178 @@
+"""report.html: what happened in a run, as one file that opens anywhere and can be mailed.
+
+Loss and speed come from the journal, phase times from the CSV files that the engine's monitor wrote.  The page loads
+nothing: charts are inline SVG, the style sheet and the small hover script are read from page.css and page.js beside
+this file, and it is as readable in a dark browser as in a light one.
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import attrs
+
+from .chart import CLIP, Line, line_chart, smoothed, stacked_chart
+from .evaluate import LN2, Result
+from .journal import Row
+from .progress import amount, duration
+from .recipe import Recipe
+
+HERE = Path(__file__).parent
+PHASES = ("forward", "backward", "step")  # timers of the engine that do not contain each other
+TIMER_FILE = "Train_Samples_elapsed_time_ms_{}.csv"
+
+Facts = Mapping[str, object]  # one table: what is named, and its value
+Points = list[tuple[float, float]]
+
+
+@attrs.frozen(kw_only=True)
+class Story:
+    """Everything that the page tells."""
+
+    name: str
+    recipe: Recipe
+    rows: list[Row]  # of the journal
+    phases: Mapping[str, Points]  # ms by timer, over steps
+    result: Result
+    sample: str  # generated text
+    environment: Facts
+    corpus: Facts
+
+
+def read_phases(folder: Path, samples_per_step: int) -> dict[str, Points]:
+    """The phase times that the CSV monitor left in `folder`, over steps; empty where it was off."""
+    found = {phase: folder / TIMER_FILE.format(phase) for phase in PHASES}
+    phases = {}
+    for phase, path in found.items():
+        if path.exists():
+            with path.open(newline="") as file:
+                rows = list(csv.reader(file))[1:]  # after the header
+            by_sample = {
+                int(samples): float(ms) for samples, ms in rows
+            }  # done twice after a resume: the later counts
+            phases[phase] = [(samples / samples_per_step, ms) for samples, ms in sorted(by_sample.items())]
+    lengths = {len(points) for points in phases.values()}
+    return phases if len(lengths) == 1 else {}
+
+
+def charts(story: Story) -> Iterable[str]:
+    steps = [row for row in story.rows if "loss" in row]
+    looks = [row for row in story.rows if "validation" in row]
+
+    def series(key: str, factor: float = 1.0) -> Points:
+        return [(row["step"], row[key] * factor) for row in steps]
+
+    span = max(1, len(steps) // 40)
+    loss = series("loss", 1 / LN2)
+    held_out = [(row["step"], row["validation"] / LN2) for row in looks]
+    yield line_chart(
+        "Loss",
+        "bits per byte",
+        [Line("each batch", loss, faint=True), Line("training", smoothed(loss, span)), Line("held-out", held_out)],
+        marks={"unigram": story.result.unigram, "bigram": story.result.bigram},
+    )
+    speed = series("bytes_per_s")
+    yield line_chart(
+        "Throughput",
+        "tokens per second, all ranks",
+        [Line("each step", speed, faint=True), Line("smoothed", smoothed(speed, span))],
+    )
+    yield stacked_chart("Where a step's time goes", "ms, rank 0", phase_lines(story.phases))
+    yield line_chart("Learning rate", "", [Line("learning rate", series("lr"))])
+    norm = series("grad_norm")
+    yield line_chart(
+        "Gradient norm",
+        "before clipping",
+        [Line("each step", norm, faint=True), Line("smoothed", smoothed(norm, span))],
+    )
+    yield line_chart("Memory", "MiB, rank 0", [Line("resident", series("memory_bytes", 2**-20))])
+
+
+def phase_lines(phases: Mapping[str, Points]) -> list[Line]:
+    """What is stacked: the phases, each averaged over a few steps."""
+    return [Line(name, smoothed(points, max(1, len(points) // 60))) for name, points in phases.items()]
+
+
+def table(facts: Facts) -> str:
+    """Two columns, escaped."""
+    cells = ((html.escape(name), html.escape(str(value))) for name, value in facts.items())
+    rows = (f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells)
+    return f"<table>{''.join(rows)}</table>"
+
+
+def bars(result: Result) -> str:
+    """The three contestants as horizontal bars."""
+    contestants = {"byte frequencies": result.unigram, "byte pairs": result.bigram, "the model": result.model}
+    longest = max(contestants.values())
+    rows = []
+    for name, bits in contestants.items():
+        kind = "bar model" if name == "the model" else "bar"
+        rows.append(
+            f"<tr><th>{name}</th><td class='number'>{bits:.3f}</td>"
+            f"<td class='track'><div class='{kind}' style='width:{bits / longest:.1%}'></div></td></tr>"
+        )
+    return f"<table class='bars'>{''.join(rows)}</table>"
+
+
+def tiles(story: Story) -> str:
+    """The four figures to take home."""
+    steps = [row for row in story.rows if "loss" in row]
+    seconds = sum(row["ms"] for row in steps) / 1e3
+    total_bytes = sum(row["bytes_per_s"] * row["ms"] / 1e3 for row in steps)
+    figures = {
+        "bits per byte, held out": f"{story.result.model:.3f}",
+        "better than byte pairs by": f"{1 - story.result.model / story.result.bigram:.0%}",
+        "tokens per second": amount(total_bytes / seconds) if seconds else "-",
+        "training time": duration(seconds),
+    }
+    return "".join(f"<div class='tile'><b>{value}</b><span>{name}</span></div>" for name, value in figures.items())
+
+
+def run_facts(story: Story) -> Facts:
+    recipe, steps = story.recipe, [row for row in story.rows if "loss" in row]
+    skipped = [row["step"] for row in steps if row["skipped"]]
+    return {
+        "steps": f"{story.result.step} of {recipe.steps}",
+        "skipped steps": ", ".join(map(str, skipped)) or "none",
+        "model": f"{recipe.shape.depth} blocks, width {recipe.shape.width}, {recipe.shape.heads} heads",
+        "context": f"{recipe.shape.context} bytes",
+        "final loss (nats per byte)": f"{steps[-1]['loss']:.4f} in training, {story.result.model * LN2:.4f} held out",
+        "seed": recipe.seed,
+    }
+
+
+def page(story: Story) -> str:
+    """The whole file."""
+    verdict = "beats" if story.result.wins else "does not beat"
+    perplexity = math.exp(story.result.model * LN2)
+    sections = [
+        f"<h1>{html.escape(story.name)}</h1>"
+        f"<p class='lead'>A byte-level GPT trained on the Python standard library. On {story.result.guesses:,} bytes "
+        f"of files it never saw it needs {story.result.model:.3f} bits per byte, as if choosing among "
+        f"{perplexity:.1f} equally likely bytes; it {verdict} the table of byte pairs.</p>"
+        f"<div class='tiles'>{tiles(story)}</div>",
+        f"<section class='charts'>{''.join(charts(story))}</section>",
+        f"<section><h2>Held-out text, bits per byte</h2>{bars(story.result)}</section>",
+        f"<section><h2>What it writes</h2><pre class='sample'>{html.escape(story.sample)}</pre></section>",
+        f"<section class='columns'><div><h2>Run</h2>{table(run_facts(story))}</div>"
+        f"<div><h2>Environment</h2>{table(story.environment)}</div>"
+        f"<div><h2>Text</h2>{table(story.corpus)}</div></section>",
+        "<section><details><summary>Configuration, as handed to <code>zengine.initialize</code></summary>"
+        f"<pre>{html.escape(json.dumps(story.recipe.config, indent=2))}</pre></details></section>",
+    ]
+    style, script = (HERE / "page.css").read_text(), (HERE / "page.js").read_text()
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(story.name)}: training report</title><style>{style}</style></head>"
+        f"<body>{CLIP}<main>{''.join(sections)}</main><script>{script}</script></body></html>\n"
+    )
+
+
+def write_report(story: Story, path: Path) -> None:
+    path.write_text(page(story), encoding="utf-8")
