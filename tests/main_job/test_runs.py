@@ -76,11 +76,21 @@ def test_one_rank_trains_and_leaves_everything_that_was_promised(tmp_path):
     assert "step 16/16" in output
 
 
+def without_measuring(folder: Path) -> Path:
+    """The default config with the precision settled: on a busy machine two measurements may disagree."""
+    config = json.loads((LAUNCH.parent / "config.json").read_text())
+    config["bf16"]["enabled"] = False
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
 @pytest.mark.timeout(400)  # three runs, one after the other
 def test_a_killed_run_continues_bit_for_bit(tmp_path):
-    code, output = train(tmp_path, *QUICK, "--ranks", "2", "--name", "whole")
+    same = (*QUICK, "--ranks", "2", "--config", str(without_measuring(tmp_path)))
+    code, output = train(tmp_path, *same, "--name", "whole")
     assert code == 0, output
-    code, output = train(tmp_path, *QUICK, "--ranks", "2", "--name", "killed", "--die-at", "13")
+    code, output = train(tmp_path, *same, "--name", "killed", "--die-at", "13")
     assert code == 128 + signal.SIGKILL, output
     before = figures(tmp_path / "killed")
     assert before[-1][0] == 13

@@ -2,9 +2,9 @@
 
     .venv/bin/python packages/zengine/bench/step.py --ranks 2 --width 256 --blocks 6
 
-All variants run interleaved in the same rank processes (A B C A B C), so that the machine's moods hit all alike; what is
-printed is the median, and its ratio to the floor: forward, backward, clipping and a torch fused AdamW over the share of
-parameters that a rank of that variant updates, with no message sent.
+All variants run interleaved in the same rank processes (A B C A B C), so that the machine's moods hit all alike; what
+is printed is the median, and its ratio to the floor: forward, backward, clipping and a torch fused AdamW over the share
+of parameters that a rank of that variant updates, with no message sent.
 """
 
 from __future__ import annotations
@@ -119,10 +119,8 @@ def main() -> None:
     sizes = (options.width, options.blocks, options.tokens, options.rounds)
     medians, numel = run_ranks(measure, options.ranks, *sizes, timeout_s=600)[0]
     floor = medians["floor (nothing sent)"]
-    print(
-        f"{numel / 1e6:.1f}M parameters, {options.ranks} ranks, {options.tokens} tokens a rank, torch {torch.__version__}, "
-        f"{platform.machine()}"
-    )
+    sizes_text = f"{numel / 1e6:.1f}M parameters, {options.ranks} ranks, {options.tokens} tokens a rank"
+    print(f"{sizes_text}, torch {torch.__version__}, {platform.machine()}")
     for name, milliseconds in medians.items():
         print(f"{name:24} {milliseconds:9.1f} ms   {milliseconds / floor:5.2f} x floor")
 
