@@ -3,8 +3,8 @@
     .venv/bin/python packages/zengine/bench/step.py --ranks 2 --width 256 --blocks 6
 
 All variants run interleaved in the same rank processes (A B C A B C), so that the machine's moods hit all alike; what
-is printed is the median, and its ratio to the floor: forward, backward, clipping and a torch fused AdamW over the share
-of parameters that a rank of that variant updates, with no message sent.
+is printed is the median, and its ratio to the floor: forward, backward, clipping and a torch fused AdamW over the
+parameters that a rank of that variant updates, with no message sent.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Rig:
 
     def communicate(self, ms):
         for sink in self.sinks:
-            sink(SimpleNamespace(op="all_reduce", nbytes=4, ms=ms))
+            sink(SimpleNamespace(op="all_reduce", nbytes=4, ms=ms + 1000.0, wait_ms=ms))
 
 
 @pytest.fixture

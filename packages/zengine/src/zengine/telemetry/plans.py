@@ -80,6 +80,9 @@ class TraceRecord(Protocol):
     @property
     def ms(self) -> float: ...  # host time from issue to the return of wait
 
+    @property
+    def wait_ms(self) -> float: ...  # the part of it that the host spent waiting
+
 
 RecordSink: TypeAlias = Callable[[TraceRecord], None]
 Trace: TypeAlias = Callable[[RecordSink], AbstractContextManager[object]]  # zcomm.traced, or a stand-in

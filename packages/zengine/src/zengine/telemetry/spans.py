@@ -8,9 +8,10 @@ Two families, by the names that users of DeepSpeed have in their dashboards:
   boundary.
 
 A phase is inclusive: what is nested in it counts in it too, and a phase entered again while it is open is
-timed once, from its outermost entry to its outermost exit. `backward_allreduce` is communication: the sum of
-the times of all collectives that finish while any phase is open. It is part of the phase it happens in, not
-beside it, and overlapping asynchronous collectives add up, so it may exceed the wall clock.
+timed once, from its outermost entry to its outermost exit. `backward_allreduce` is the communication that shows:
+the time that this rank spent waiting for collectives while any phase was open. It is part of the phase it happens
+in, not beside it; what overlaps with computation is not in it (the communication table of `comms_logger` has the
+whole time of each collective). Under NCCL waiting happens on the device, where the host cannot see it.
 
 On CUDA each edge of a phase synchronises the device, otherwise the host would time the launches. That is the
 price of the breakdown, and why nothing is timed unless it was asked for. Rejected: CUDA events without
@@ -134,7 +135,7 @@ class Stopwatch:
         return _all_timers(self._total)
 
     def _communicated(self, record: TraceRecord) -> None:
-        self._add(COMMUNICATION, record.ms)
+        self._add(COMMUNICATION, record.wait_ms)
 
     def _add(self, timer: str, ms: float) -> None:
         with self._lock:

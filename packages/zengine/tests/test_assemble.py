@@ -1,0 +1,85 @@
+"""Which parts a plan gets. (That they work together is tests/parity.)"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zoptim
+import zprecision
+from zengine.assemble import (
+    Client,
+    make_divisor,
+    make_features,
+    make_judge,
+    make_optimizer,
+    make_runner,
+    make_scheduler,
+)
+from zengine.config import Facts, Plan, load, resolve
+from zengine.features import DumpState
+from zengine.parts import CastingRunner, Sequential
+from zengine.verdict import SkipNonFinite, apply_always
+
+NORM, FACTOR = torch.tensor(8.0, dtype=torch.float64), torch.tensor(4.0)
+
+
+def plan_of(**config: object) -> Plan:
+    return resolve(load({"train_batch_size": 1, **config}), Facts(world_size=1, replicas=1))
+
+
+def test_nothing_is_divided_when_there_is_neither_clipping_nor_scaling():
+    assert make_divisor(plan_of(gradient_clipping=0))(NORM, FACTOR) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "divisor"),
+    [
+        ({"gradient_clipping": 0, "fp16": {"enabled": True}}, 4.0),
+        ({"gradient_clipping": 1.0, "fp16": {"enabled": True}}, 8.0),
+        ({"gradient_clipping": 100.0}, 4.0),
+    ],
+)
+def test_the_divisor_undoes_the_scale_and_clips(config, divisor):
+    assert make_divisor(plan_of(**config))(NORM, FACTOR).item() == pytest.approx(divisor, rel=1e-5)
+
+
+def test_non_finite_updates_are_left_out_unless_bf16_says_otherwise():
+    scaler = zprecision.NoScaling()
+    assert isinstance(make_judge(plan_of(), scaler, None), SkipNonFinite)
+    lax = plan_of(bf16={"enabled": True, "check_grad_overflow": False})
+    assert make_judge(lax, scaler, None) is apply_always
+
+
+def test_inputs_are_cast_only_when_asked():
+    assert isinstance(make_runner(plan_of(fp16={"enabled": True})), Sequential)
+    assert isinstance(make_runner(plan_of(fp16={"enabled": True, "auto_cast": True})), CastingRunner)
+
+
+def test_a_feature_that_is_off_is_absent():
+    assert make_features(plan_of()) == ()
+    assert [type(feature) for feature in make_features(plan_of(dump_state=True))] == [DumpState]
+
+
+def test_the_optimizer_is_made_over_trainable_parameters_unless_others_are_given():
+    module = nn.Linear(2, 2)
+    module.bias.requires_grad_(False)
+    plan = plan_of(optimizer={"type": "AdamW", "params": {"lr": 0.5}})
+    made = make_optimizer(module, Client(), plan)
+    assert isinstance(made, zoptim.AdamW)
+    assert made.param_groups[0]["params"] == [module.weight]
+    given = make_optimizer(module, Client(parameters=[{"params": [module.weight], "lr": 0.25}]), plan)
+    assert given.param_groups[0]["lr"] == 0.25
+    assert make_optimizer(module, Client(), plan_of()) is None
+
+
+def test_a_schedule_is_an_instance_a_maker_or_a_name():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    ready = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert make_scheduler(optimizer, Client(scheduler=ready), plan_of()) is ready
+    made = make_scheduler(optimizer, Client(scheduler=torch.optim.lr_scheduler.ConstantLR), plan_of())
+    assert isinstance(made, torch.optim.lr_scheduler.ConstantLR)
+    named = plan_of(scheduler={"type": "WarmupLR", "params": {}})
+    assert isinstance(make_scheduler(optimizer, Client(), named), zoptim.WarmupLR)
+    assert make_scheduler(optimizer, Client(), plan_of()) is None
