@@ -33,6 +33,11 @@ def test_what_was_decided(engine):
     assert engine.loss_scale == 1.0
 
 
+def test_a_pause_is_a_context_whether_or_not_anything_is_measured(engine):
+    with engine.paused(), torch.no_grad():
+        engine(torch.ones(1, 2, dtype=torch.bfloat16))
+
+
 def test_who_we_are(engine):
     assert (engine.global_rank, engine.local_rank, engine.world_size, engine.dp_world_size) == (0, 0, 1, 1)
     assert engine.world.rank == 0

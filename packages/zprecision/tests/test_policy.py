@@ -161,10 +161,13 @@ def test_the_speed_of_bf16_is_a_positive_ratio_and_draws_no_random_number() -> N
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_speed_of_bf16_is_the_median_of_paired_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_of_bf16_compares_the_best_times_because_others_can_only_disturb(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from zprecision import policy
 
-    seconds = {torch.float32: iter([9.0, 4.0, 6.0, 20.0]), torch.bfloat16: iter([9.0, 2.0, 2.0, 2.0])}
+    disturbed = [9.0, 4.0, 6.0, 20.0, 5.0, 30.0, 4.5, 8.0]  # the first call warms up
+    seconds = {torch.float32: iter(disturbed), torch.bfloat16: iter([9.0, 2.0, 2.5, 90.0, 3.0, 2.1, 7.0, 2.2])}
     monkeypatch.setattr(policy, "_seconds", lambda matrix: next(seconds[matrix.dtype]))
     monkeypatch.setattr(policy, "_BUDGET_S", 0.0)
-    assert measure_bf16_speedup(torch.device("cpu")) == 3.0  # of 2, 3 and 10; the first pair warms up
+    assert measure_bf16_speedup(torch.device("cpu")) == 2.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +63,10 @@ class EngineFacts:
     def get_global_grad_norm(self) -> float | None:
         """Norm of the averaged gradients at the last boundary, before clipping, unscaled; None before the first."""
         return None if self.last_report is None else self.last_report.grad_norm
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Around what is not training (validation, sampling): its time is left out of the throughput."""
+        return self.parts.telemetry.paused()
 
     # -- what was decided ------------------------------------------------------------------------
 
