@@ -115,11 +115,8 @@ def test_every_stage_has_the_loss_curve_of_a_plain_loop(world_size, accumulation
         for losses, _ in by_stage:
             assert losses == pytest.approx(expected, rel=1e-6)
         for (losses, norms), (other_losses, other_norms) in itertools.pairwise(by_stage):
-            if world_size < 4:  # from four ranks on, Gloo's order of summation differs by collective
-                assert losses == other_losses
-                assert norms == pytest.approx(other_norms, rel=1e-12)  # float64 sums in another order
-            else:
-                assert losses == pytest.approx(other_losses, rel=1e-6)
+            assert losses == other_losses
+            assert norms == pytest.approx(other_norms, rel=1e-12)  # float64 sums in another order
 
 
 @pytest.mark.parametrize("section", ["bf16", "fp16"])

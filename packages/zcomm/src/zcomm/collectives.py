@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zcomm import checks, compat
+from zcomm import checks, compat, gloo
 from zcomm.handles import DONE, Call, Handle, named, start
 
 __all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "group_rank", "group_size", "reduce_scatter"]
@@ -90,7 +90,11 @@ def reduce_scatter(
         return _copied(output, input)
     return start(
         Call.of("reduce_scatter", label, size, input),
-        lambda: compat.reduce_scatter_flat(output, input, op=reduction, group=group, async_op=True),
+        lambda: (
+            dist.all_reduce(input, op=reduction, group=group, async_op=True)
+            if gloo.carries(input, group) and output.data_ptr() == input[rank * output.numel() :].data_ptr()
+            else compat.reduce_scatter_flat(output, input, op=reduction, group=group, async_op=True)
+        ),
         (output, input),
         async_op=async_op,
     )
@@ -110,7 +114,11 @@ def all_gather(
         return _copied(output, input)
     return start(
         Call.of("all_gather", label, size, output),
-        lambda: compat.all_gather_flat(output, input, group=group, async_op=True),
+        lambda: (
+            gloo.all_gather(output.detach(), input.detach(), group, size=size, rank=rank)
+            if gloo.carries(output, group)
+            else compat.all_gather_flat(output, input, group=group, async_op=True)
+        ),
         (output, input),
         async_op=async_op,
     )

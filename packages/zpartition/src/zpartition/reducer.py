@@ -75,6 +75,7 @@ class GradientReducer:
     group: ProcessGroup | None
     gradients: tuple[BucketGradient, ...]
     pool: BufferPool
+    rank: int  # within `group`
     hooks: list[RemovableHandle] = attrs.field(factory=list)
     flights: collections.deque[_Flight] = attrs.field(factory=collections.deque)
     kind: Round = Round.NONE
@@ -102,7 +103,7 @@ class GradientReducer:
             )
             for bucket in layout.buckets
         )
-        reducer = cls(layout, policy, group, gradients, pool)
+        reducer = cls(layout, policy, group, gradients, pool, zcomm.group_rank(group))
         for gradient in gradients:
             for index, param in enumerate(gradient.params):
                 hook = reducer._hook(gradient, index)
@@ -245,16 +246,9 @@ class GradientReducer:
             received = sent
             handle = zcomm.all_reduce(sent, self.group, async_op=True, label=label)
         else:
-            received = self._target(gradient, wire)
+            received = sent[slice(*gradient.bucket.span(self.rank))]  # in place: nothing else is needed of `sent`
             handle = zcomm.reduce_scatter(received, sent, self.group, async_op=True, label=label)
         self.flights.append(_Flight(gradient, handle, sent, received))
-
-    def _target(self, gradient: BucketGradient, wire: torch.dtype) -> torch.Tensor:
-        """Where a reduce_scatter writes: the accumulator itself when it is free and of the wire's dtype."""
-        span_numel = gradient.bucket.span_numel
-        if gradient.kept is None and wire == self.policy.accumulate_for(gradient.bucket.dtype):
-            return gradient.accumulator(span_numel, wire)
-        return torch.empty(span_numel, dtype=wire, device=self.pool.device)
 
     def _settle(self, leave: int) -> None:
         """Wait for the oldest messages until `leave` are on the wire."""

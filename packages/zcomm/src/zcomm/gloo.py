@@ -1,0 +1,52 @@
+"""Gather and scatter over Gloo without the copies that torch makes around them.
+
+torch's Gloo back end gathers into a fresh flat buffer and copies out of it, and its reduce_scatter is slower than its
+all_reduce.  Measured on two CPU ranks of one host, 64 MiB of fp32 (milliseconds): all_gather 161, a broadcast of each
+rank's slice straight into the output 32; reduce_scatter 127-151, all_reduce 62.  So a gather is W broadcasts, and a
+scatter whose output lies in its input, where the other slices are given up anyway, is an all_reduce.  The second has
+a side effect worth having: sharded and replicated gradients are summed in the same order, so they are equal bit for
+bit at any number of ranks.
+
+Rejected: send and receive between all pairs (as fast at two ranks, but W * (W - 1) messages, and every rank must
+agree on tags); shared memory, which is faster still and a module of its own when it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+@final
+@attrs.frozen(eq=False)
+class Several:
+    """Works of one collective that count as one."""
+
+    works: Sequence[Any]  # torch.distributed.Work
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+def carries(tensor: Tensor, group: ProcessGroup | None) -> bool:
+    """Whether `tensor` would travel over Gloo."""
+    return tensor.device.type == "cpu" and "gloo" in dist.get_backend(group)
+
+
+def all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None, *, size: int, rank: int) -> Several:
+    """Every rank's `input` into its slice of `output`; the arguments of `zcomm.all_gather`, already checked."""
+    slices = output.view(torch.uint8).chunk(size) if output.numel() else ()
+    if slices and slices[rank].data_ptr() != input.data_ptr():
+        slices[rank].copy_(input.view(torch.uint8))
+    senders = range(size) if group is None else [dist.get_global_rank(group, index) for index in range(size)]
+    return Several([dist.broadcast(s, src=i, group=group, async_op=True) for s, i in zip(slices, senders)])
