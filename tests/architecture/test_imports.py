@@ -54,10 +54,10 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "agreement.py": {"zcomm": {"exchange"}},
     "verdict.py": {"zcomm": {"exchange"}, "zprecision": {"first_nonfinite"}},
     "measure.py": {"zcomm": {"exchange", "group_rank"}, "zprecision": {"measure_bf16_speedup"}},
-    "checkpointing.py": {
-        "zckpt": {"save", "find", "rng", "CheckpointError", "CheckpointMismatch", "CheckpointNotFound"},
+    "checkpointing.py": {"zckpt": {"save", "rng"}, "zpartition": {"make_state", "state_shards"}},
+    "consensus.py": {
+        "zckpt": {"find", "CheckpointError", "CheckpointMismatch", "CheckpointNotFound"},
         "zcomm": {"exchange", "group_rank", "group_size"},
-        "zpartition": {"make_state", "state_shards"},
     },
 }
 

@@ -16,8 +16,11 @@ def _initialize(case: str) -> str:
     features = 3 if case == "model" and rank == 1 else 2
     lr = 0.5 if case == "config" and rank == 1 else 0.1
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": lr}}}
+    model = nn.Linear(2, features)
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    groups = groups[::-1] if case == "groups" and rank == 1 else groups
     try:
-        zengine.initialize(model=nn.Linear(2, features), config=config)
+        zengine.initialize(model=model, model_parameters=groups, config=config)
     except zengine.RanksDisagree as error:
         return str(error)
     return "agreed"
@@ -37,6 +40,11 @@ def test_another_learning_rate_is_named_on_all_ranks():
 def test_another_shape_is_named_on_all_ranks():
     for message in run_ranks(_initialize, 2, "model"):
         assert "rank 0 has [weight (2, 2) float32 trainable], rank 1 has [weight (3, 2) float32 trainable]" in message
+
+
+def test_another_grouping_is_named_on_all_ranks():
+    for message in run_ranks(_initialize, 2, "groups"):
+        assert "different optimizer: rank 0 has [group 0 holds weight], rank 1 has [group 0 holds bias]" in message
 
 
 def test_a_missing_line_is_a_difference():

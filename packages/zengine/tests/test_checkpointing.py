@@ -115,6 +115,71 @@ def test_hyperparameters_and_tensor_learning_rates_come_back(tmp_path):
     assert restored.param_groups[0]["betas"] == (0.7, 0.75)
 
 
+def test_a_load_forgets_the_gradients_of_an_unfinished_step(tmp_path):
+    def after(pending: bool) -> zengine.StepReport:
+        engine = make(gradient_accumulation_steps=2)
+        engine.load_checkpoint(tmp_path)
+        if pending:
+            engine.backward(engine(torch.full((2, 3), 9.0)).mean())
+            engine.step()
+            engine.load_checkpoint(tmp_path)
+        return one_step(engine).last_report
+
+    one_step(make(gradient_accumulation_steps=2)).save_checkpoint(tmp_path)
+    assert after(pending=True) == after(pending=False)
+
+
+def test_a_load_that_fails_leaves_optimizer_scaler_and_schedule_as_they_were(tmp_path):
+    config = {"fp16": {"enabled": True, "initial_scale_power": 4}, "scheduler": {"type": "WarmupLR", "params": {}}}
+
+    def build() -> zengine.Engine:
+        torch.manual_seed(0)
+        return make(nn.Linear(3, 2), **config)
+
+    def step(engine: zengine.Engine) -> zengine.Engine:
+        engine.backward(engine(torch.ones(2, 3, dtype=torch.float16)).float().square().mean())
+        engine.step()
+        return engine
+
+    saved = Path(step(build()).save_checkpoint(tmp_path))
+    data = next(saved.glob("*.safetensors"))
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    engine, twin = step(step(build())), step(step(build()))
+    with pytest.raises(zckpt.CheckpointCorrupt):
+        engine.load_checkpoint(tmp_path)
+    assert step(engine).last_report == step(twin).last_report
+    assert all(torch.equal(a, b) for a, b in zip(engine.state_dict().values(), twin.state_dict().values()))
+
+
+def test_another_kind_of_schedule_is_named_and_another_scaler_starts_afresh(tmp_path, caplog):
+    warmup = {"scheduler": {"type": "WarmupLR", "params": {}}}
+    one_step(make(**warmup)).save_checkpoint(tmp_path)
+    with pytest.raises(zckpt.CheckpointMismatch, match=r"schedule WarmupLR, .* ConstantRate.*load_lr_scheduler_st"):
+        make().load_checkpoint(tmp_path)
+    half = make(fp16={"enabled": True, "initial_scale_power": 4}, **warmup)
+    half.load_checkpoint(tmp_path)
+    assert half.loss_scale == 16.0
+    assert "the loss scale starts afresh" in caplog.text
+
+
+def _bad_client_state_on_rank_1() -> str:
+    root = zcomm.exchange(tempfile.mkdtemp())[0]
+    state = {"x": object()} if zcomm.group_rank() == 1 else {}
+    try:
+        make().save_checkpoint(root, client_state=state)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_bad_value_on_one_rank_is_told_to_all():
+    first, second = run_ranks(_bad_client_state_on_rank_1, 2)
+    assert first.startswith("nothing was saved, because of rank 1: client_state.x is a object")
+    assert second.startswith("client_state.x is a object")
+
+
 def test_what_to_restore_follows_from_the_arguments():
     assert What.choose(False, True, True) == What(optimizer=True, scheduler=True, run=True)
     assert What.choose(True, True, True) == What(optimizer=False, scheduler=False, run=False)

@@ -225,9 +225,38 @@ def test_features_see_every_phase_in_order():
 def test_the_caller_may_decide_the_boundary():
     engine = make(gradient_accumulation_steps=2)[0]
     engine.set_gradient_accumulation_boundary(True)
-    engine.backward(engine(torch.ones(2, 3)))
-    assert engine.step()
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 3)))
+        assert engine.step()
     engine.set_gradient_accumulation_boundary(False)
     for _ in range(3):
         engine.backward(engine(torch.ones(2, 3)))
         assert engine.step() is None
+
+
+def test_a_caller_who_steps_at_boundaries_only_gets_the_same_counts_and_weights():
+    managed, counted = (make(gradient_accumulation_steps=2)[0] for _ in range(2))
+    for index in range(4):
+        managed.set_gradient_accumulation_boundary(index % 2 == 1)
+        managed.backward(managed(torch.ones(2, 3)))
+        if index % 2 == 1:
+            report = managed.step()
+    for _ in range(2):
+        expected = one_step(counted)
+    assert report == expected
+    assert managed.micro_steps == counted.micro_steps == 4
+    assert all(torch.equal(a, b) for a, b in zip(managed.state_dict().values(), counted.state_dict().values()))
+
+
+def test_an_exception_in_the_schedule_leaves_no_gradient_behind():
+    engine, *_ = zengine.initialize(
+        model=Net(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+        lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau,
+        config={"train_batch_size": 2, "gradient_clipping": 0},
+    )
+    clean = make()[0]
+    with pytest.raises(TypeError, match="metrics"):
+        one_step(engine)
+    engine.backward(engine(torch.ones(2, 3)))
+    assert engine.step(lr_kwargs={"metrics": 1.0}).grad_norm == one_step(clean).grad_norm

@@ -129,3 +129,13 @@ def test_a_config_mistake_is_found_before_any_process_group_exists(monkeypatch):
 def test_an_optimizer_maker_must_return_an_optimizer():
     with pytest.raises(TypeError, match=r"optimizer= returned a list"):
         zengine.initialize(model=Net(), optimizer=lambda params: [], config={"train_batch_size": 1})
+
+
+@pytest.mark.parametrize("bad", ["data", "schedule"])
+def test_an_initialize_that_fails_leaves_the_model_free(bad):
+    model, config = Net(), {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    broken = {"training_data": [torch.ones(3)]} if bad == "data" else {"lr_scheduler": lambda optimizer: 1 / 0}
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        zengine.initialize(model=model, config=config, **broken)
+    engine, *_ = zengine.initialize(model=model, config=config)
+    assert one_step(engine)

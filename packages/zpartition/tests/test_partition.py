@@ -203,7 +203,12 @@ def _ledger(stage: int, dtype: torch.dtype) -> tuple[dict[str, int], int, int, i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_bytes_of_each_owner_are_what_the_layout_says(stage, dtype):
-    ledger, state, numel, bucket = run_ranks(_ledger, 2, stage, dtype)[1]
+    for each in run_ranks(_ledger, 2, stage, dtype):
+        _check_ledger(each, stage, dtype)
+
+
+def _check_ledger(found: tuple[dict[str, int], int, int, int], stage: int, dtype: torch.dtype) -> None:
+    ledger, state, numel, bucket = found
     share = 1 if stage == 0 else 2
     assert ledger["parameters"] == numel * dtype.itemsize
     assert ledger["masters"] == (0 if dtype is torch.float32 else 4 * numel // share)
@@ -313,3 +318,81 @@ def test_a_model_without_parameters_to_train_is_a_partition_without_buckets():
     partition = zpartition.shard(model)
     assert partition.finish_gradients() == []
     assert sorted(shard.name for shard in partition.shards()) == ["bias", "weight"]
+
+
+class LateEmbedding(nn.Module):
+    """Registered last, so in the first bucket, but its gradient comes last in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        self.pooler = nn.Linear(64, 64)  # never used
+        self.embed = nn.Embedding(64, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.embed(tokens)).square().mean()
+
+
+def _late_embedding() -> tuple[int, int]:
+    model = LateEmbedding()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    partition = zpartition.shard(model, optimizer, policy=ZeroPolicy(stage=2, bucket_numel=64 * 65))
+    for _ in range(3):
+        with partition.micro_step():
+            model(torch.arange(9)).backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step, any_unused=True)
+        partition.zero_grad()
+    return partition.ledger()["buckets"], 4 * max(bucket.numel for bucket in partition.layout.buckets)
+
+
+def test_once_the_order_is_learnt_three_buffers_serve_all_buckets():
+    for buckets, largest in run_ranks(_late_embedding, 2):
+        assert buckets <= 3 * largest
+
+
+def _shaped_on_one_rank() -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+    partition = zpartition.shard(model, optimizer)
+    for _ in range(3):
+        with partition.micro_step():
+            hidden = model[0](torch.ones(1, 8))
+            (model[1](hidden) if zcomm.group_rank() == 0 else hidden).sum().backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step, any_unused=True)
+        partition.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_replicas_stay_equal_under_an_optimizer_that_needs_shapes():
+    first, second = run_ranks(_shaped_on_one_rank, 2)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.RMSprop(p, lr=0.01, weight_decay=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1),
+    ],
+    ids=["SGD", "RMSprop", "Adagrad"],
+)
+def test_a_parameter_that_is_first_used_in_the_third_step_has_no_past(make):
+    ours, theirs = (nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    mine, other = make(ours.parameters()), make(theirs.parameters())
+    partition = zpartition.shard(ours, mine)
+    for step in range(5):
+        for model in (ours, theirs):
+            hidden = model[0](torch.ones(1, 4))
+            (model[1](hidden) if step >= 2 else hidden).square().sum().backward()
+        partition.finish_gradients()
+        partition.apply(mine.step, any_unused=True)
+        partition.zero_grad()
+        other.step()
+        other.zero_grad()
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

@@ -82,12 +82,18 @@ def _collectives(policy: ZeroPolicy, accumulation: int) -> list[str]:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     partition = zpartition.shard(model, optimizer, policy=policy)
-    with recorded() as log:
+
+    def step() -> None:
         for index in range(accumulation):
             with partition.micro_step(is_last=index == accumulation - 1):
                 model(torch.randn(2, 64)).sum().backward()
         partition.finish_gradients()
         partition.apply(optimizer.step)
+        partition.zero_grad()
+
+    step()  # the first round learns the order, with one exchange
+    with recorded() as log:
+        step()
     return [f"{record.op} {record.label}" for record in log.records]
 
 
@@ -218,3 +224,64 @@ def test_a_gradient_that_arrives_twice_in_one_backward_counts_twice(stage):
     for found in run_ranks(_reentrant, 2, ZeroPolicy(stage=stage, bucket_numel=100)):
         for mine, theirs in zip(found, [*layer.parameters(), *head.parameters()]):
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def _adversaries(policy: ZeroPolicy) -> list[torch.Tensor]:
+    """The generator's backward flows through the discriminator, outside of the discriminator's rounds."""
+    torch.manual_seed(0)
+    maker, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (maker, critic)]
+    parts = [zpartition.shard(m, o, policy=policy) for m, o in pairs]
+    noise = torch.full((2, 4), 1.0 + zcomm.group_rank())
+    for _ in range(3):
+        for (module, optimizer), partition in zip(pairs, parts):
+            partition.zero_grad()
+            with partition.micro_step():
+                score = critic(maker(noise) if module is maker else maker(noise).detach())
+                (-score if module is maker else score).mean().backward()
+            partition.finish_gradients()
+            partition.apply(optimizer.step)
+            partition.zero_grad()
+    return [p.detach().clone() for m in (maker, critic) for p in m.parameters()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_from_outside_a_round_are_left_alone(stage):
+    torch.manual_seed(0)
+    maker, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (maker, critic)]
+    for _ in range(3):
+        for module, optimizer in pairs:
+            optimizer.zero_grad()
+            for rank in range(2):
+                noise = torch.full((2, 4), 1.0 + rank)
+                score = critic(maker(noise) if module is maker else maker(noise).detach())
+                ((-score if module is maker else score).mean() / 2).backward()
+            optimizer.step()
+    for found in run_ranks(_adversaries, 2, ZeroPolicy(stage=stage)):
+        for mine, theirs in zip(found, [*maker.parameters(), *critic.parameters()]):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def _late_on_one_rank() -> list[torch.Tensor]:
+    """Rank 0 alone uses a re-entrantly checkpointed layer twice, from the first step on."""
+    torch.manual_seed(0)
+    layer, head = nn.Linear(64, 64), nn.Linear(64, 1)
+    model = nn.ModuleList([layer, head])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    partition = zpartition.shard(model, optimizer, policy=ZeroPolicy(stage=2, bucket_numel=100))
+    for _ in range(3):
+        with partition.micro_step():
+            hidden = torch.ones(3, 64, requires_grad=True)
+            for _ in range(2 - zcomm.group_rank()):
+                hidden = checkpoint(lambda x: torch.tanh(layer(x)), hidden, use_reentrant=True)
+            head(hidden).sum().backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step)
+        partition.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_ranks_agree_on_what_is_sent_twice_when_only_one_of_them_needs_it():
+    first, second = run_ranks(_late_on_one_rank, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))

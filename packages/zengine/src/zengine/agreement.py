@@ -10,6 +10,7 @@ import hashlib
 import platform
 from collections.abc import Mapping, Sequence
 
+import attrs
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -22,13 +23,20 @@ class RanksDisagree(ValueError):
     """Ranks were given different configs, models or versions."""
 
 
-def check_agreement(model: nn.Module, plan: Plan, group: ProcessGroup | None) -> None:
-    """Compare plan, parameters and versions over the ranks of `group`.
+def check_agreement(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, group: ProcessGroup | None
+) -> None:
+    """Compare plan, parameters, optimizer and versions over the ranks of `group`.
 
     Raises:
         RanksDisagree: on every rank; names the first difference, both values and their ranks.
     """
-    mine = {"plan": plan_lines(plan), "parameters": parameter_lines(model), "versions": version_lines()}
+    mine = {
+        "plan": plan_lines(plan),
+        "parameters": parameter_lines(model),
+        "optimizer": optimizer_lines(model, optimizer),
+        "versions": version_lines(),
+    }
     digests = zcomm.exchange({topic: _digest(lines) for topic, lines in mine.items()}, group)
     if all(digest == digests[0] for digest in digests):
         return
@@ -37,17 +45,33 @@ def check_agreement(model: nn.Module, plan: Plan, group: ProcessGroup | None) ->
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The plan as text, one value a line."""
-    return plan.describe().splitlines()
+    """The plan as text, one value a line; not where the values came from, which may differ."""
+    fields = [field.name for field in attrs.fields(Plan) if field.name not in ("origins", "notices")]
+    return [f"{name} = {getattr(plan, name)!r}" for name in fields]
 
 
 def parameter_lines(model: nn.Module) -> list[str]:
-    """Name, shape, dtype and trainability of each parameter, in order."""
-    return [
+    """Name, shape, dtype and trainability of each parameter, in order; then the buffers."""
+    params = [
         f"{name} {tuple(param.shape)} {str(param.dtype).removeprefix('torch.')} "
         f"{'trainable' if param.requires_grad else 'frozen'}"
         for name, param in model.named_parameters()
     ]
+    buffers = [f"{name} {tuple(b.shape)} {str(b.dtype).removeprefix('torch.')}" for name, b in model.named_buffers()]
+    return params + buffers
+
+
+def optimizer_lines(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    """Class, and for each group its hyperparameters and members."""
+    if optimizer is None:
+        return ["none"]
+    names = {id(param): name for name, param in model.named_parameters()}
+    lines = [type(optimizer).__name__]
+    for index, param_group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in param_group.items() if key != "params"}
+        lines.append(f"group {index}: {options}")
+        lines += [f"group {index} holds {names.get(id(param), 'a stranger')}" for param in param_group["params"]]
+    return lines
 
 
 def version_lines() -> list[str]:

@@ -19,6 +19,7 @@ import zcomm
 import zoptim
 import zpartition
 import zprecision
+from zengine.agreement import check_agreement
 from zengine.config import Plan
 from zengine.data import make_loader
 from zengine.features import DumpState, Feature
@@ -42,9 +43,27 @@ class Client:
 
 def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, group: ProcessGroup | None) -> Parts:
     """Build every part for `plan`; `module` is moved to the device, cast, and partitioned over `group`."""
+    loader = make_training_loader(client, plan, group)
     plan.precision.cast_module(module.to(world.device))
     optimizer = make_optimizer(module, client, plan)
+    check_agreement(module, optimizer, plan, group)
     partition = zpartition.shard(module, optimizer, policy=plan.zero, group=group)
+    try:
+        return _around(partition, optimizer, loader, client, plan, world)
+    except BaseException:
+        partition.close()  # the module is free for another attempt
+        raise
+
+
+def _around(
+    partition: zpartition.Partition,
+    optimizer: torch.optim.Optimizer | None,
+    loader: Any,
+    client: Client,
+    plan: Plan,
+    world: zcomm.World,
+) -> Parts:
+    """The other parts, once the module is partitioned."""
     scaler = zprecision.make_scaler(plan.scaling, world.device)
     scheduler = make_scheduler(optimizer, client, plan)
     return Parts(
@@ -63,8 +82,8 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
         ),
         inspect=functools.partial(zprecision.inspect, all_reduce=partition.sum_over_shards),
         divisor=make_divisor(plan),
-        judge=make_judge(plan, scaler, group),
-        loader=make_training_loader(client, plan, group),
+        judge=make_judge(plan, scaler, partition.group),
+        loader=loader,
         client_scheduler=scheduler,
     )
 

@@ -12,16 +12,18 @@ Gradients are not saved: a checkpoint is taken between steps, and a save in the 
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 import zckpt
-import zcomm
 import zpartition
+from zengine.consensus import MODEL, GroupPeers, common_tag, compare_kinds, compare_names, find, on_every_rank
 from zengine.jsonable import decode, encode
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zengine")
 
-_MODEL, _OPTIMIZER = "model.", "optimizer."  # prefixes of tensor names; "optimizer.<state key>.<parameter>"
+_OPTIMIZER = "optimizer."  # prefix of tensor names: "optimizer.<state key>.<parameter>"
 
 
 @attrs.frozen
@@ -46,25 +48,6 @@ class What:
         return cls(optimizer and not module_only, scheduler and not module_only, not module_only)
 
 
-@attrs.frozen(eq=False)
-class GroupPeers:
-    """A process group as zckpt wants to see it."""
-
-    group: torch.distributed.ProcessGroup | None
-    rank: int
-    world_size: int
-
-    @classmethod
-    def of(cls, engine: Engine) -> GroupPeers:
-        """All ranks of the engine's partition."""
-        group = engine.parts.partition.group
-        return cls(group, zcomm.group_rank(group), zcomm.group_size(group))
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
-        return zcomm.exchange(value, self.group)
-
-
 def save(engine: Engine, root: str, tag: str | None, client_state: Mapping[str, Any], latest: bool) -> str:
     """Write a checkpoint; returns its folder. `tag` defaults to global_step<N>; every rank must call.
 
@@ -74,6 +57,7 @@ def save(engine: Engine, root: str, tag: str | None, client_state: Mapping[str, 
         zckpt.CheckpointError: on every rank, when any rank failed; earlier checkpoints are untouched.
     """
     clock = engine.clock
+    clock.require_open("save_checkpoint")
     if not clock.is_between_steps:
         raise ValueError(
             f"save_checkpoint() is legal between steps; micro-step {clock.index + 1} of {clock.accumulation} of "
@@ -81,12 +65,14 @@ def save(engine: Engine, root: str, tag: str | None, client_state: Mapping[str, 
             "step() that returned a report."
         )
     peers = GroupPeers.of(engine)
+    common = common_tag(f"global_step{clock.steps}" if tag is None else str(tag), engine.plan.tag_validation, peers)
+    objects = on_every_rank(lambda: _objects(engine, client_state), peers)
     with engine.parts.telemetry.paused():
         folder = zckpt.save(
             root,
-            _common_tag(tag or f"global_step{clock.steps}", engine.plan.tag_validation, peers),
+            common,
             shards=_shards(engine),
-            objects=_objects(engine, client_state),
+            objects=objects,
             rank_objects=_rank_objects(engine),
             peers=peers,
             step=clock.steps,
@@ -104,16 +90,21 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
     Raises:
         zckpt.CheckpointError: on every rank; nothing there, damaged, or not this model. No weight has changed then.
     """
+    engine.clock.require_open("load_checkpoint")
     peers = GroupPeers.of(engine)
-    checkpoint = _find(root, tag, peers)
-    names = checkpoint.names()
+    checkpoint = find(root, tag, peers)
+    names = frozenset(checkpoint.names())
     partition = engine.parts.partition
     if strict:
-        _compare_names(partition, names, str(checkpoint.path))
-    wanted = [shard for shard in _model_shards(partition) if shard.name in set(names)]
-    restored = _prepare_optimizer(engine, checkpoint) if what.optimizer else RestoredState()
-    checkpoint.read([*wanted, *restored.shards], strict=False, peers=peers)
-    restored.commit()
+        compare_names(partition, names, str(checkpoint.path))
+    compare_kinds(engine, checkpoint, optimizer=what.optimizer, scheduler=what.scheduler)
+    partition.zero_grad()
+    wanted = [shard for shard in _model_shards(partition) if shard.name in names]
+    with _undone_on_error(engine):
+        _restore_small(engine, checkpoint.objects, what)
+        restored = _prepare_optimizer(engine, checkpoint) if what.optimizer else RestoredState()
+        checkpoint.read([*wanted, *restored.shards], strict=False, peers=peers)
+        restored.commit()
     partition.publish()
     _restore_objects(engine, checkpoint.objects, what)
     if what.run:
@@ -134,7 +125,7 @@ def _shards(engine: Engine) -> Iterator[zpartition.Shard]:
 
 def _model_shards(partition: zpartition.Partition) -> Iterator[zpartition.Shard]:
     for shard in partition.shards():
-        yield attrs.evolve(shard, name=_MODEL + shard.name)
+        yield attrs.evolve(shard, name=MODEL + shard.name)
 
 
 def _objects(engine: Engine, client_state: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,8 +134,11 @@ def _objects(engine: Engine, client_state: Mapping[str, Any]) -> dict[str, Any]:
         "client_state": encode(dict(client_state), "client_state"),
         "clock": encode(engine.clock.state_dict()),
         "optimizer": None if engine.optimizer is None else _describe_optimizer(engine.optimizer),
-        "scheduler": encode(parts.scheduler.state_dict(), "the scheduler's state"),
-        "scaler": encode(parts.scaler.state_dict()),
+        "scheduler": {
+            "kind": type(parts.scheduler).__name__,
+            "state": encode(parts.scheduler.state_dict(), "the scheduler's state"),
+        },
+        "scaler": {"kind": type(parts.scaler).__name__, "state": encode(parts.scaler.state_dict())},
         "features": {f.name: encode(f.state_dict(), f"feature {f.name}") for f in engine.features if f.name},
         "plan": engine.plan.describe(),
     }
@@ -213,7 +207,6 @@ def _prepare_optimizer(engine: Engine, checkpoint: zckpt.Checkpoint) -> Restored
         return restored
     partition = engine.parts.partition
     kinds = _state_kinds(checkpoint)
-    _compare_optimizers(checkpoint, optimizer)
     zpartition.make_state(optimizer, partition.holders, lambda name: kinds.get(name, {}))
     for key, shard in zpartition.state_shards(optimizer, partition.holders):
         if key in kinds.get(shard.name, {}):
@@ -224,23 +217,63 @@ def _prepare_optimizer(engine: Engine, checkpoint: zckpt.Checkpoint) -> Restored
 def _state_kinds(checkpoint: zckpt.Checkpoint) -> dict[str, dict[str, tuple[torch.dtype, bool]]]:
     """For each parameter, its state keys with (dtype, whether it is a scalar)."""
     tensors = checkpoint.manifest.tensors
+    shapes = {name.removeprefix(MODEL): tuple(e.shape) for name, e in tensors.items() if name.startswith(MODEL)}
+    entries = [
+        (*name.removeprefix(_OPTIMIZER).partition(".")[::2], entry)
+        for name, entry in tensors.items()
+        if name.startswith(_OPTIMIZER)
+    ]
+    # A counter is () beside parameters of any shape; beside a parameter of shape () it looks like its state.
+    counters = {key for key, param, entry in entries if tuple(entry.shape) == () and shapes.get(param, ()) != ()}
     kinds: dict[str, dict[str, tuple[torch.dtype, bool]]] = {}
-    for name, entry in tensors.items():
-        if name.startswith(_OPTIMIZER):
-            key, _, param = name.removeprefix(_OPTIMIZER).partition(".")
-            shape = tensors[_MODEL + param].shape if _MODEL + param in tensors else None
-            is_scalar = tuple(entry.shape) == () and (key == "step" or shape != ())
-            kinds.setdefault(param, {})[key] = (entry.dtype, is_scalar)
+    for key, param, entry in entries:
+        is_scalar = tuple(entry.shape) == () and (key in counters or key == "step")
+        kinds.setdefault(param, {})[key] = (entry.dtype, is_scalar)
     return kinds
 
 
-def _restore_objects(engine: Engine, objects: Mapping[str, Any], what: What) -> None:
+@contextmanager
+def _undone_on_error(engine: Engine) -> Iterator[None]:
+    """Put the optimizer's state, the scaler and the schedule back if the load fails before any weight has moved."""
+    parts, optimizer = engine.parts, engine.optimizer
+    state = {} if optimizer is None else dict(optimizer.state)
+    scaler, scheduler = parts.scaler.state_dict(), copy.deepcopy(parts.scheduler.state_dict())
+    rates = [] if optimizer is None else [group["lr"] for group in optimizer.param_groups]
+    try:
+        yield
+    except BaseException:
+        if optimizer is not None:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+        parts.scaler.load_state_dict(scaler)
+        parts.scheduler.load_state_dict(scheduler)
+        for group, lr in zip([] if optimizer is None else optimizer.param_groups, rates):
+            group["lr"] = lr
+        raise
+
+
+def _restore_small(engine: Engine, objects: Mapping[str, Any], what: What) -> None:
+    """Scaler and schedule, which may refuse: before any weight moves."""
     parts = engine.parts
-    if what.optimizer and engine.optimizer is not None:
-        _restore_groups(engine.optimizer, objects["optimizer"]["groups"])
-        parts.scaler.load_state_dict(decode(objects["scaler"]))
-    if what.scheduler:
-        parts.scheduler.load_state_dict(decode(objects["scheduler"]))
+    if what.optimizer and objects["scaler"]["kind"] == type(parts.scaler).__name__:
+        parts.scaler.load_state_dict(decode(objects["scaler"]["state"]))
+    elif what.optimizer:
+        log.warning(
+            "the checkpoint was trained with %s, this engine has %s: the loss scale starts afresh",
+            objects["scaler"]["kind"],
+            type(parts.scaler).__name__,
+        )
+    if what.scheduler and objects["scheduler"]["kind"] == type(parts.scheduler).__name__:
+        parts.scheduler.load_state_dict(decode(objects["scheduler"]["state"]))
+
+
+def _restore_objects(engine: Engine, objects: Mapping[str, Any], what: What) -> None:
+    parts, optimizer = engine.parts, engine.optimizer
+    if what.optimizer and optimizer is not None:
+        _restore_groups(optimizer, objects["optimizer"]["groups"])
+    elif what.scheduler and optimizer is not None and parts.client_scheduler is not None:
+        for group, lr in zip(optimizer.param_groups, parts.client_scheduler.get_last_lr()):
+            group["lr"] = lr
     if what.run:
         engine.clock.load_state_dict(decode(objects["clock"]))
         parts.telemetry.load_state_dict({})
@@ -275,74 +308,3 @@ def _restore_rank(engine: Engine, checkpoint: zckpt.Checkpoint, peers: GroupPeer
             saved_world,
             peers.world_size,
         )
-
-
-# -- agreement -----------------------------------------------------------------------------------
-
-
-def _common_tag(tag: str, validation: str, peers: GroupPeers) -> str:
-    """Rank 0's tag; what happens when another rank names another one is the config's `tag_validation`."""
-    tags = peers.exchange(tag)
-    if any(other != tags[0] for other in tags) and validation != "IGNORE":
-        named = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(tags))
-        message = f"ranks save under different tags ({named}); a checkpoint has one"
-        if validation == "FAIL":
-            raise ValueError(
-                f'{message}. Pass the same tag on all ranks, or set checkpoint.tag_validation to "WARN".'
-            )
-        log.warning("%s: rank 0's is taken", message)
-    return str(tags[0])
-
-
-def _find(root: str, tag: str | None, peers: GroupPeers) -> zckpt.Checkpoint:
-    """The same checkpoint on every rank, or the same error."""
-    try:
-        found, problem = zckpt.find(root, tag), None
-    except zckpt.CheckpointError as error:
-        found, problem = None, error
-    tags = peers.exchange(None if found is None else found.tag)
-    if problem is not None:
-        raise problem
-    if None in tags:
-        raise zckpt.CheckpointNotFound(
-            f"rank {tags.index(None)} finds no checkpoint in {root}, this rank finds {found.tag!r}: do all "  # type: ignore[union-attr]
-            "hosts see the same file system?"
-        )
-    assert found is not None
-    return found if found.tag == tags[0] else zckpt.find(root, str(tags[0]))
-
-
-def _compare_optimizers(checkpoint: zckpt.Checkpoint, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse the state of another optimizer before anything is read."""
-    saved: Any = checkpoint.objects.get("optimizer")
-    kind, num_groups = type(optimizer).__name__, len(optimizer.param_groups)
-    problem = ""
-    if saved is None:
-        problem = f"holds no optimizer state, and this engine has an optimizer ({kind})"
-    elif saved["kind"] != kind:
-        problem = f"holds the state of {saved['kind']}, and this engine's optimizer is {kind}"
-    elif len(saved["groups"]) != num_groups:
-        problem = f"has {len(saved['groups'])} parameter groups, and this engine's optimizer has {num_groups}"
-    if problem:
-        raise zckpt.CheckpointMismatch(
-            f"checkpoint {checkpoint.path} {problem}. To go on with fresh optimizer state, load with "
-            "load_optimizer_states=False"
-        )
-
-
-def _compare_names(partition: zpartition.Partition, names: Iterable[str], where: str) -> None:
-    """Refuse a checkpoint of another model before anything is read."""
-    ours = {_MODEL + name for name in partition.names()}
-    theirs = {name for name in names if name.startswith(_MODEL)}
-    missing, extra = sorted(ours - theirs), sorted(theirs - ours)
-    if missing or extra:
-        raise zckpt.CheckpointMismatch(
-            f"checkpoint {where} is not of this model: "
-            f"{len(missing)} tensors are missing in it ({_first(missing)}), {len(extra)} are not wanted "
-            f"({_first(extra)}). load_module_strict=False loads what fits"
-        )
-
-
-def _first(names: list[str]) -> str:
-    shown = ", ".join(name.removeprefix(_MODEL) for name in names[:10]) or "none"
-    return f"{shown}, ..." if len(names) > 10 else shown

@@ -39,7 +39,7 @@ class Boundary(enum.Enum):
     """Who decides whether the next step() updates the weights."""
 
     COUNTED = "counted"  # every `accumulation`-th micro-step
-    FORCED = "forced"  # the next one
+    FORCED = "forced"  # the next one, until told otherwise
     WITHHELD = "withheld"  # not until told otherwise
 
 
@@ -102,6 +102,8 @@ class Clock:
     def forward(self, *, with_grad: bool) -> None:
         """A forward begins; one without gradients (evaluation) leaves the phase as it is."""
         self._require("forward", Phase.IDLE, Phase.FORWARD, Phase.BACKWARD)
+        if with_grad and self.phase is Phase.BACKWARD and self.boundary is not Boundary.COUNTED:
+            self._count_micro_step()  # the caller decides about boundaries and calls step() at those only
         if with_grad and self.phase is Phase.IDLE:
             self.phase = Phase.FORWARD
 
@@ -126,10 +128,17 @@ class Clock:
         """step() was called: count the micro-step and say whether the weights are due."""
         self._require("step", Phase.BACKWARD)
         micro = self.micro_step()
-        self.phase = Phase.IDLE
-        self.micro_steps += 1
-        self.index += 1
+        self._count_micro_step()
         return micro
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """A boundary; an exception inside leaves the engine at the beginning of the next attempt at this step."""
+        try:
+            yield
+        except BaseException:
+            self.phase, self.index = Phase.IDLE, 0
+            raise
 
     def end_step(self, *, applied: bool) -> None:
         """A boundary is over, applied or skipped."""
@@ -138,8 +147,10 @@ class Clock:
         self.steps += 1
         self.applied_steps += applied
         self.skipped_steps += not applied
-        if self.boundary is Boundary.FORCED:
-            self.boundary = Boundary.COUNTED
+
+    def require_open(self, call: str) -> None:
+        """Refuse `call` after close()."""
+        self._require(call, Phase.IDLE, Phase.FORWARD, Phase.BACKWARD)
 
     def close(self) -> None:
         """Nothing is legal any more."""
@@ -154,7 +165,12 @@ class Clock:
         """Restore the counters; the phase becomes IDLE."""
         for name in self.state_dict():
             setattr(self, name, int(state[name]))
-        self.phase, self.index, self.boundary = Phase.IDLE, 0, Boundary.COUNTED
+        self.phase, self.index = Phase.IDLE, 0
+
+    def _count_micro_step(self) -> None:
+        self.phase = Phase.IDLE
+        self.micro_steps += 1
+        self.index += 1
 
     def _require(self, call: str, *legal: Phase) -> None:
         if self.phase not in legal:

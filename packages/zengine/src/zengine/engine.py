@@ -95,7 +95,7 @@ class Engine(EngineFacts, nn.Module):
                 loss = feature.backward_begin(micro, loss)
             share = loss / micro.count if scale_wrt_gas else loss
             torch.autograd.backward(parts.scaler.scale(share), retain_graph=retain_graph)
-            check_reached(parts.partition.num_arrived())
+            check_reached(parts.partition)
         share = share.detach()
         self._step_loss = share.double() if micro.is_first else self._step_loss + share
         return share
@@ -109,14 +109,15 @@ class Engine(EngineFacts, nn.Module):
             CallOrderError: no backward came before.
             LossScaleExhausted: fp16 gradients overflow although the scale is at its floor.
         """
+        parts, report = self.parts, None
         micro = self.clock.end_micro_step()
-        report = None
-        with self.parts.telemetry.span("step"):
+        with parts.telemetry.span("step"):
             if micro.is_last:
-                report = self._update(dict(lr_kwargs or {}))
-        self.parts.telemetry.micro_step_end()
+                with self.clock.update(), parts.partition.forgetting():
+                    report = self._update(dict(lr_kwargs or {}))
+        parts.telemetry.micro_step_end()
         if report is not None:
-            self.parts.telemetry.step_end(report)
+            parts.telemetry.step_end(report)
             for feature in self.features:
                 feature.step_end(report)
         return report
@@ -128,17 +129,16 @@ class Engine(EngineFacts, nn.Module):
             feature.step_begin()
         gradients = parts.partition.finish_gradients()
         stats = parts.inspect(gradients, extra=self._statistics())
+        numbers = parts.read(stats)
         lr = parts.optimizer.lr()
-        factor = parts.scaler.factor.clone()
-        fault = parts.judge(stats, parts.partition)
+        fault = parts.judge(numbers.is_finite, parts.partition)
         if not fault:
-            divisor = parts.divisor(stats.norm, factor)
-            parts.optimizer.update(parts.partition, divisor, any_unused=bool(stats.extra[0]))
+            divisor = parts.divisor(stats.norm, parts.scaler.factor)
+            parts.optimizer.update(parts.partition, divisor, any_unused=numbers.num_unused > 0)
             parts.scheduler.step(**lr_kwargs)
         parts.scaler.update(stats.found_inf)
-        parts.partition.zero_grad()
         self.clock.end_step(applied=not fault)
-        self.last_report = parts.report(self.clock, stats, factor, lr, fault)
+        self.last_report = parts.report(self.clock, numbers, lr, fault)
         fault.raise_if_fatal(self.clock.steps)
         return self.last_report
 

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 import zcomm
-from zengine.agreement import check_agreement
 from zengine.assemble import Client, assemble, make_features
 from zengine.config import Facts, Plan, load, resolve
 from zengine.engine import Engine
@@ -85,7 +84,6 @@ def initialize(
         bf16_is_faster=bf16_is_faster(settings, world.device, group),
     )
     plan = resolve(settings, facts)
-    check_agreement(model, plan, group)
     _announce(plan, world)
     client = Client(
         optimizer=optimizer,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 
@@ -25,13 +27,24 @@ def check_loss(loss: object) -> None:
         )
 
 
-def check_reached(num_arrived: int) -> None:
+class Reached(Protocol):
+    """What a partition tells about the backward in progress."""
+
+    @property
+    def is_alone(self) -> bool: ...
+    def num_arrived(self) -> int: ...
+
+
+def check_reached(partition: Reached) -> None:
     """Refuse a loss that is not computed from the engine's parameters.
 
+    With several ranks one of them may have nothing to learn from (a batch that is all padding); that no rank has is
+    found at the boundary, where they agree on it.
+
     Raises:
-        ValueError: backward produced no gradient here.
+        ValueError: backward produced no gradient, and there is no other rank.
     """
-    if num_arrived == 0:
+    if partition.is_alone and partition.num_arrived() == 0:
         raise ValueError(
             "backward() got a loss that reaches no parameter of this engine: it was computed by another module, or "
             "every parameter behind it is frozen or missing from the optimizer"

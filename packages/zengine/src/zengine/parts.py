@@ -140,6 +140,17 @@ class TelemetrySlot(Protocol):
     def close(self) -> None: ...
 
 
+@attrs.frozen(kw_only=True)
+class Numbers:
+    """One inspection of the gradients, on the host; equal on all ranks."""
+
+    is_finite: bool
+    norm: float  # still scaled
+    scale: float  # the loss scale that the gradients carry
+    num_unused: int  # parameters without gradient, summed over ranks
+    loss: float  # mean over micro-steps and ranks
+
+
 class Inspect(Protocol):
     """Looks at the gradients once; see `zprecision.inspect`."""
 
@@ -163,14 +174,20 @@ class Parts:
     loader: Any  # the zengine loader, or None when the caller brings the data
     client_scheduler: Any  # what the caller sees as lr_scheduler; None without one
 
-    def report(
-        self, clock: Clock, stats: zprecision.GradientStats, factor: Tensor, lr: tuple[float, ...], fault: Fault
-    ) -> StepReport:
-        """The report of the boundary that the clock has just counted; `factor` is the scale it was computed with."""
-        scale, scale_now = float(factor), float(self.scaler.factor)
-        reason = f"{fault.reason} (step {clock.steps}, loss scale {scale:g}): step skipped" if fault else ""
-        if fault and scale_now != scale:
-            reason += f", scale now {scale_now:g}"
+    def read(self, stats: zprecision.GradientStats) -> Numbers:
+        """What one boundary needs on the host, in one transfer, before anything moves."""
+        factor = self.scaler.factor.double()
+        values = torch.stack((stats.found_inf.double(), stats.norm, factor, *stats.extra.unbind())).tolist()
+        found_inf, norm, scale, unused, loss = values
+        return Numbers(is_finite=not found_inf, norm=norm, scale=scale, num_unused=int(unused), loss=loss)
+
+    def report(self, clock: Clock, numbers: Numbers, lr: tuple[float, ...], fault: Fault) -> StepReport:
+        """The report of the boundary that the clock has just counted."""
+        reason = ""
+        if fault:
+            reason = f"{fault.reason} (step {clock.steps}, loss scale {numbers.scale:g}): step skipped"
+            scale_now = float(self.scaler.factor)
+            reason += f", scale now {scale_now:g}" if scale_now != numbers.scale else ""
         return StepReport(
             applied=not fault,
             reason=reason,
@@ -178,9 +195,9 @@ class Parts:
             applied_steps=clock.applied_steps,
             skipped_steps=clock.skipped_steps,
             samples=clock.samples,
-            loss=float(stats.extra[1]),
-            grad_norm=float(stats.norm) / scale,
-            loss_scale=scale,
+            loss=numbers.loss,
+            grad_norm=numbers.norm / numbers.scale,
+            loss_scale=numbers.scale,
             lr=lr,
         )
 

@@ -54,10 +54,10 @@ class Gradients(Protocol):
 class Judge(Protocol):
     """Decides about one update."""
 
-    def __call__(self, stats: zprecision.GradientStats, gradients: Gradients) -> Fault: ...
+    def __call__(self, is_finite: bool, gradients: Gradients) -> Fault: ...
 
 
-def apply_always(stats: zprecision.GradientStats, gradients: Gradients) -> Fault:
+def apply_always(is_finite: bool, gradients: Gradients) -> Fault:
     """bf16.check_grad_overflow = false: whatever comes is applied."""
     return NO_FAULT
 
@@ -70,8 +70,8 @@ class SkipNonFinite:
     scaler: zprecision.Scaler
     group: torch.distributed.ProcessGroup | None
 
-    def __call__(self, stats: zprecision.GradientStats, gradients: Gradients) -> Fault:
-        if stats.finite:
+    def __call__(self, is_finite: bool, gradients: Gradients) -> Fault:
+        if is_finite:
             return NO_FAULT
         culprit = zprecision.first_nonfinite(gradients.named_gradients())
         mine = None if culprit is None else [culprit.name, culprit.kind]

@@ -50,6 +50,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # The update of an element reads that element only: shards may cut anywhere.
     elementwise = True
+    counts_on_device: ClassVar[bool] = True  # `step` lives beside the parameter
     # Devices and dtypes on which the rule has a fused kernel.
     _fused_on: ClassVar[FusedOn] = {}
     # What a state_dict written by torch.optim means by the options that it lacks.

@@ -22,7 +22,8 @@ class BufferPool:
 
     device: torch.device
     free: list[torch.Tensor] = attrs.field(factory=list)
-    total_bytes: int = 0  # of all buffers ever made, free or not: they live as long as the pool
+    num_made: int = 0  # buffers that exist, free or not
+    total_bytes: int = 0  # of those: they live as long as the pool, unless cleared
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """The smallest free buffer of `dtype` with at least `numel` elements; None when there is none."""
@@ -37,6 +38,7 @@ class BufferPool:
         """A new zeroed buffer of exactly `numel` elements, owned by the caller until `give_back`."""
         buffer = torch.zeros(numel, dtype=dtype, device=self.device)
         self.total_bytes += buffer.nbytes
+        self.num_made += 1
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
@@ -46,4 +48,5 @@ class BufferPool:
     def clear(self) -> None:
         """Drop every free buffer."""
         self.total_bytes -= sum(buffer.nbytes for buffer in self.free)
+        self.num_made -= len(self.free)
         self.free.clear()

@@ -2,9 +2,9 @@
 
 Autograd hands a parameter's gradient over once per backward.  The first one of a step is copied into the
 bucket's flat `local` buffer and `param.grad` becomes a view of it, so that further micro-steps accumulate in
-place without any work here.  Nothing is ever zeroed beforehand: "first" means copy.  Parameters whose
-dtype differs from the buffer's (half precision into fp32) are added and their `.grad` dropped at once, so a
-second gradient of the model's size never exists.
+place without any work here.  Nothing is ever zeroed beforehand: "first" means copy.  Where that copy can do more
+(divide by the number of ranks, or convert half precision to fp32) it does, and `.grad` is dropped at once, so that
+what comes next is handed over again and a second gradient of the model's size never exists.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class BucketGradient:
     params: tuple[Parameter, ...]  # in slot order
     local_dtype: torch.dtype
     pool: BufferPool
+    factor: float = 1.0  # what contributions are multiplied by on their way into `local`
     phase: Phase = Phase.IDLE
     local: torch.Tensor | None = None  # pool buffer of at least bucket.numel elements
     kept: torch.Tensor | None = None  # reduced sum so far, accumulate dtype; None: nothing reduced yet
@@ -75,17 +76,18 @@ class BucketGradient:
         return not self.awaiting
 
     def _take(self, index: int, param: Parameter, grad: torch.Tensor, view: torch.Tensor) -> None:
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        if grad.dtype == view.dtype:
+        grad = grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
+        if grad.dtype == view.dtype and self.factor == 1.0:
             view.copy_(grad)  # the first of the step, or (create_graph) a new total that holds the old one
             param.grad = view
+            return
+        if index in self.filled:
+            view.add_(grad, alpha=self.factor)
+        elif self.factor == 1.0:
+            view.copy_(grad)
         else:
-            if index in self.filled:
-                view.add_(grad)
-            else:
-                view.copy_(grad)
-            param.grad = None
+            torch.mul(grad, self.factor, out=view)
+        param.grad = None
 
     def seal(self) -> torch.Tensor:
         """Close the local buffer for sending: zeros where no gradient arrived. Shape (bucket.numel,)."""
@@ -103,7 +105,8 @@ class BucketGradient:
         if self.kept is not None:
             self.kept.add_(received, alpha=factor)
         else:
-            if received.data_ptr() == self.local_pointer and received.dtype == dtype:
+            is_whole = received.numel() == self.bucket.numel and received.data_ptr() == self.local_pointer
+            if is_whole and received.dtype == dtype:
                 self.kept, self.borrowed, self.local = received, self.local, None
             else:
                 self.kept = self.accumulator(received.numel(), dtype)
@@ -123,14 +126,19 @@ class BucketGradient:
             self.store = torch.empty(numel, dtype=dtype, device=self.pool.device)
         return self.store
 
-    def attach_grads(self) -> None:
-        """Let `param.grad` show the kept (whole) gradient of those parameters that have one."""
+    def attach_grads(self, resting: frozenset[str] | None = None) -> None:
+        """Let `param.grad` show the kept (whole) gradient: of the parameters seen here, or of all but `resting`."""
         if self.kept is None or self.kept.numel() != self.bucket.numel:
             return
         views = self.views_of(self.kept)
-        for index in self.seen:
-            if self.params[index].dtype == self.kept.dtype:
+        for index, slot in enumerate(self.bucket.slots):
+            shown = index in self.seen if resting is None else slot.name not in resting
+            if shown and self.params[index].dtype == self.kept.dtype:
                 self.params[index].grad = views[index]
+
+    def shows_kept(self, index: int) -> bool:
+        """Whether `params[index].grad` is the reduced gradient, to which nothing local may be added."""
+        return self.kept is not None and self.params[index].grad is self.views_of(self.kept)[index]
 
     def detach_grads(self) -> None:
         """Make autograd start afresh: no parameter of this bucket has a `.grad`."""

@@ -17,7 +17,6 @@ skips steps runs ahead of its own; it fades with the correction itself.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import final
@@ -30,13 +29,12 @@ from torch.nn import Parameter
 
 import zcomm
 from zpartition import state
-from zpartition.layout import Layout, ParamSpec, plan_layout
+from zpartition.admission import claim, disclaim, named_groups, one_device, refuse_owned
+from zpartition.layout import Layout, ParamSpec, Piece, plan_layout
 from zpartition.policy import ZeroPolicy
 from zpartition.reducer import GradientReducer
 from zpartition.shard import Shard, whole
 from zpartition.storage import BucketStorage
-
-_owners: dict[int, weakref.ref[Partition]] = {}  # id(parameter) -> the partition that owns its memory
 
 
 def shard(
@@ -57,8 +55,8 @@ def shard(
     """
     policy = policy or ZeroPolicy()
     for name, param in module.named_parameters():
-        _refuse_owned(name, param)
-    groups = _named_groups(module, optimizer)
+        refuse_owned(name, param)
+    groups = named_groups(module, optimizer)
     world_size = zcomm.group_size(group)
     specs = [
         ParamSpec(name, tuple(param.shape), param.dtype, group_index)
@@ -96,13 +94,14 @@ class Partition:
     persistent: frozenset[str]  # names of buffers that belong to the module's state
     optimizer_state: Callable[[Parameter], dict[str, object]] = attrs.field(default=lambda _param: {})
     holders: tuple[state.Holder, ...] = ()  # what the rebound optimizer updates
+    updates_parameters: bool = False  # whether those are the module's own parameters, not flat spans
 
     @classmethod
     def create(cls, module: nn.Module, layout: Layout, policy: ZeroPolicy, group: ProcessGroup | None) -> Partition:
         """Build the flat buffers and hook the parameters; see `shard`."""
         planned = {slot.name for _, slot in layout.slots()}
         params = {name: param for name, param in module.named_parameters() if name in planned}
-        device = _one_device(params)
+        device = one_device(params)
         rank = zcomm.group_rank(group)
         storages = tuple(
             BucketStorage.create(bucket, tuple(params[slot.name] for slot in bucket.slots), policy, rank)
@@ -112,8 +111,7 @@ class Partition:
         persistent = frozenset(module.state_dict(keep_vars=True))
         partition = cls(module, layout, policy, group, params, storages, reducer, rank, persistent)
         partition.holders = tuple(state.Holder(s.master, s.pieces(rank)) for s in storages)
-        for param in params.values():
-            _owners[id(param)] = weakref.ref(partition)
+        claim(partition, params, reducer.hooks)
         partition.synchronise()
         return partition
 
@@ -123,6 +121,7 @@ class Partition:
         if not state.is_elementwise(optimizer):
             self._refuse_shaped(optimizer)
             self.holders = tuple(state.Holder.of_parameter(n, p) for n, p in self.params.items())
+            self.updates_parameters = True
         else:
             held: list[list[state.Holder]] = [[] for _ in range(num_groups)]
             for storage, holder in zip(self.storages, self.holders):
@@ -160,6 +159,11 @@ class Partition:
         """Gradients that the backward in progress (or the last one) has produced on this rank."""
         return self.reducer.num_arrived
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank takes part."""
+        return self.layout.world_size == 1
+
     def sum_over_shards(self, vector: torch.Tensor) -> None:
         """All-reduce (sum) of statistics whose first element is a sum over the kept gradients.
 
@@ -185,6 +189,9 @@ class Partition:
                     "an assignment to .data moved it after shard(). Convert the module first, then partition it."
                 )
         unused = self._agree_on_unused() if any_unused else frozenset()
+        if self.updates_parameters:
+            for gradient in self.reducer.gradients:
+                gradient.attach_grads(unused)
         with self._untouched(unused):
             step()
         self.publish()
@@ -211,11 +218,18 @@ class Partition:
         for param in self.module.parameters():
             param.grad = None
 
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Around the boundary: when it is over, however it ends, no gradient is left."""
+        try:
+            yield
+        finally:
+            self.zero_grad()
+
     def close(self) -> None:
         """Remove every hook and buffer; the module keeps its weights in memory of its own. Idempotent."""
         self.reducer.close()
-        for param in self.params.values():
-            _owners.pop(id(param), None)
+        disclaim(self.params)
         for storage in self.storages:
             storage.release()
         self.storages, self.holders, self.params = (), (), {}
@@ -245,7 +259,7 @@ class Partition:
                     yield piece.slot.name, gradient.kept[piece.offset : piece.offset + piece.numel]
 
     def ledger(self) -> dict[str, int]:
-        """Bytes on this rank by owner; what the layout predicts is in `zpartition.memory`."""
+        """Bytes on this rank by owner: flat weights, separate masters, reduced gradients, bucket buffers."""
         masters = sum(s.master.nbytes for s in self.storages if not s.shares_master)
         stores = sum(g.store.nbytes for g in self.reducer.gradients if g.store is not None)
         return {
@@ -290,6 +304,10 @@ class Partition:
         used = torch.tensor(flags, dtype=torch.int32, device=self.reducer.pool.device)
         zcomm.all_reduce(used, self.group, op="max", label="used parameters")
         names = frozenset(name for name, flag in zip(slots, used.tolist()) if not flag)
+        if slots and len(names) == len(slots):
+            raise ValueError(
+                "no rank produced a gradient for any parameter: the loss comes from another module, or is constant"
+            )
         if names and not self.policy.ignore_unused:
             raise ValueError(
                 f"no rank produced a gradient for {', '.join(sorted(names)[:10])} ({len(names)} in all). Use them in "
@@ -301,16 +319,19 @@ class Partition:
     def _untouched(self, names: frozenset[str]) -> Iterator[None]:
         """Put the weights and the optimizer state of `names` back after the update."""
         saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for holder in self.holders if names else ():
-            tensors = [holder.tensor.data, *self.optimizer_state(holder.tensor).values()]
-            for piece in (piece for piece in holder.pieces if piece.slot.name in names):
-                for tensor in tensors:
-                    if isinstance(tensor, torch.Tensor) and tensor.numel() == holder.tensor.numel():
-                        part = tensor.view(-1)[piece.offset : piece.offset + piece.numel]
-                        saved.append((part, part.clone()))
+        resting = [(h, p) for h in (self.holders if names else ()) for p in h.pieces if p.slot.name in names]
+        known = {id(holder.tensor): set(self.optimizer_state(holder.tensor)) for holder, _ in resting}
+        for holder, piece in resting:
+            for tensor in (holder.tensor.data, *self.optimizer_state(holder.tensor).values()):
+                saved.extend((part, part.clone()) for part in _parts(tensor, holder, piece))
         yield
         for part, before in saved:
             part.copy_(before)
+        for holder, piece in resting:  # state that the step has just made is as it would be without the step
+            for key, tensor in self.optimizer_state(holder.tensor).items():
+                if key not in known[id(holder.tensor)] and key != "step_size":  # Rprop's starts at lr and stays
+                    for part in _parts(tensor, holder, piece):
+                        part.zero_()
 
     def _refuse_shaped(self, optimizer: torch.optim.Optimizer) -> None:
         name = type(optimizer).__name__
@@ -321,40 +342,7 @@ class Partition:
             )
 
 
-def _named_groups(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Parameter group of each parameter to partition, by name."""
-    names = {id(param): name for name, param in module.named_parameters()}
-    if optimizer is None:
-        return {name: 0 for name, param in module.named_parameters() if param.requires_grad}
-    groups: dict[str, int] = {}
-    for index, param_group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(param_group["params"]):
-            if id(param) not in names:
-                raise ValueError(
-                    f"parameter {position} of the optimizer's group {index}, shape {tuple(param.shape)}, is not a "
-                    "parameter of the module. Build the optimizer from this module's parameters()."
-                )
-            if param.requires_grad:
-                groups[names[id(param)]] = index
-    return groups
-
-
-def _refuse_owned(name: str, param: Parameter) -> None:
-    owner = _owners.get(id(param))
-    if owner is not None and (other := owner()) is not None and other.params.get(name) is param:
-        raise ValueError(
-            f"parameter {name} is partitioned already: close() the partition (or the engine) that owns the module "
-            "before partitioning it again"
-        )
-
-
-def _one_device(params: dict[str, Parameter]) -> torch.device:
-    devices: dict[torch.device, str] = {}
-    for name, param in params.items():
-        devices.setdefault(param.device, name)
-        if param.is_complex():
-            raise ValueError(f"parameter {name} is {param.dtype}; complex parameters cannot be partitioned")
-    if len(devices) > 1:
-        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ValueError(f"all parameters must live on one device, found {places}. Move the module first.")
-    return next(iter(devices), torch.device("cpu"))
+def _parts(value: object, holder: state.Holder, piece: Piece) -> Iterator[torch.Tensor]:
+    """The elements of `piece` in a tensor that is laid out like `holder`; nothing for any other value."""
+    if isinstance(value, torch.Tensor) and value.numel() == holder.tensor.numel() and value.dim():
+        yield value.view(-1)[piece.offset : piece.offset + piece.numel]

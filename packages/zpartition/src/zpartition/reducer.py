@@ -4,11 +4,17 @@ Problem.  Gradients arrive in an order that autograd decides, some never arrive,
 backward (re-entrant checkpointing of shared weights); but all ranks must issue the same collectives in the
 same order, or they hang or mix their sums.
 
-Design.  A backward is a *round*.  In a reducing round every bucket is sent exactly once, in index order,
-whatever arrived: as soon as a bucket and all before it are complete, and at the end of the round for the
-rest, with zeros for what is missing.  So the sequence of collectives is a function of the layout alone.  What
-arrives after its bucket has left forms a second message of that bucket at the end of the round; sums are
-linear.  At most `IN_FLIGHT_LIMIT` transient buffers travel at once, which bounds memory when gradients are
+Design.  A backward is a *round*.  In a sending round every bucket is sent exactly once, in one order that all ranks
+share, whatever arrived: as soon as a bucket and all before it are complete, and at the end of the round for the rest,
+with zeros for what is missing.  So the sequence of collectives does not depend on what a rank computed.
+
+After the first sending round, in index order, the ranks learn from it with one exchange: the order in which buckets
+became complete (rank 0's is taken by all), and which buckets got a gradient after they had left, on any rank.  Those
+form a second message now, sums being linear, and are held back until the end of the round ever after.  A gradient
+that comes twice for the first time in a later round forms a second message too; there, ranks must do alike.
+
+Outside a round the hooks do nothing, as when a GAN's generator trains through its discriminator: `.grad` behaves as
+it does in plain torch.  At most `IN_FLIGHT_LIMIT` buckets travel at once, which bounds memory when gradients are
 sharded.
 
 Rejected.  Counting expected contributions per parameter (wrong as soon as control flow depends on data);
@@ -20,6 +26,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import final
@@ -33,7 +40,7 @@ from torch.utils.hooks import RemovableHandle
 import zcomm
 from zpartition.buffers import BufferPool
 from zpartition.gradient import BucketGradient, Phase
-from zpartition.layout import Layout
+from zpartition.layout import Bucket, Layout
 from zpartition.policy import ReduceAt, ZeroPolicy
 
 IN_FLIGHT_LIMIT = 2  # transient buffers travelling at once: one being sent, one being filled behind it
@@ -80,7 +87,11 @@ class GradientReducer:
     flights: collections.deque[_Flight] = attrs.field(factory=collections.deque)
     kind: Round = Round.NONE
     num_arrived: int = 0  # gradients since the running (or last) round was opened
-    _next: int = 0  # index of the bucket to be sent next
+    order: tuple[int, ...] = ()  # bucket indices in the order of sending
+    has_learnt: bool = False  # whether the ranks have agreed on that order after a first round
+    held: set[int] = attrs.field(factory=set)  # buckets that leave at the end of the round only
+    _next: int = 0  # position in `order` of the bucket to be sent next
+    _completed: list[int] = attrs.field(factory=list)  # bucket indices in the order in which they became complete
 
     @classmethod
     def create(
@@ -100,13 +111,15 @@ class GradientReducer:
                 params=tuple(params[slot.name] for slot in bucket.slots),
                 local_dtype=policy.accumulate_for(bucket.dtype) if accumulating else bucket.dtype,
                 pool=pool,
+                factor=_factors(policy, layout, bucket).on_arrival,
             )
             for bucket in layout.buckets
         )
         reducer = cls(layout, policy, group, gradients, pool, zcomm.group_rank(group))
+        reducer.order = tuple(range(len(gradients)))
         for gradient in gradients:
             for index, param in enumerate(gradient.params):
-                hook = reducer._hook(gradient, index)
+                hook = _hook(weakref.ref(reducer), weakref.ref(gradient), index)
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 reducer.hooks.append(handle)
         return reducer
@@ -124,34 +137,35 @@ class GradientReducer:
             yield
             self._close_round()
         except BaseException:
-            self.abort()
+            self.reset()
             raise
 
     def finish(self) -> list[torch.Tensor]:
         """The accumulators, one per bucket: mean gradients of this rank's span (or of the whole bucket).
 
-        Outside `round` (a plain `loss.backward()`) this also sends what has not been sent.
+        What plain `loss.backward()` calls left in `.grad`, outside of any round, is taken and sent first.
         """
-        if self.kind is not Round.NONE:
-            self._close_round()
         if any(gradient.phase is Phase.FILLING or gradient.kept is None for gradient in self.gradients):
-            self._open(Round.SENDING)
-            self._close_round()
+            with self.round(is_last=True):
+                self._take_plain()
         kept = [gradient.kept for gradient in self.gradients]
         assert all(tensor is not None for tensor in kept)
         return [tensor for tensor in kept if tensor is not None]
 
     def reset(self) -> None:
-        """Forget all gradients: the next one of each parameter is a first one."""
-        for gradient in self.gradients:
-            gradient.reset()
-
-    def abort(self) -> None:
-        """After a failed backward: receive what is on the wire, then forget everything."""
+        """Receive what is on the wire, then forget all gradients: the next of each parameter is a first one."""
         while self.flights:
             self.flights.popleft().handle.wait()
         self.kind = Round.NONE
-        self.reset()
+        for gradient in self.gradients:
+            gradient.reset()
+
+    def _take_plain(self) -> None:
+        for gradient in self.gradients:
+            for index, param in enumerate(gradient.params):
+                if param.grad is not None and index not in gradient.filled:
+                    self._provide(gradient)
+                    gradient.arrive(index)
 
     def close(self) -> None:
         """Remove the hooks and drop the buffers."""
@@ -165,57 +179,72 @@ class GradientReducer:
 
     def _open(self, kind: Round) -> None:
         self.kind, self._next, self.num_arrived = kind, 0, 0
+        self._completed.clear()
         for gradient in self.gradients:
             gradient.open_round()
 
-    def _hook(self, gradient: BucketGradient, index: int) -> Callable[[torch.Tensor], None]:
-        def arrived(_param: torch.Tensor) -> None:
-            if self.kind is Round.NONE:  # a plain loss.backward(), outside `round`
-                self._refuse_after_reduction()
-                self._open(Round.SENDING)
-            self.num_arrived += 1
-            if gradient.phase in (Phase.IN_FLIGHT, Phase.SETTLED):
-                gradient.late.add(index)
-                return
-            self._provide(gradient)
-            if gradient.arrive(index) and self.policy.overlap and self.kind is Round.SENDING:
+    def _arrived(self, gradient: BucketGradient, index: int) -> None:
+        """Autograd has put a gradient into `params[index].grad`."""
+        if self.kind is Round.NONE:
+            if gradient.shows_kept(index):
+                raise RuntimeError(_MIXED)
+            return
+        self.num_arrived += 1
+        if gradient.phase in (Phase.IN_FLIGHT, Phase.SETTLED):
+            gradient.late.add(index)
+            self.held.add(gradient.bucket.index)
+            return
+        self._provide(gradient)
+        if gradient.arrive(index):
+            self._completed.append(gradient.bucket.index)
+            if self.policy.overlap and self.kind is Round.SENDING:
                 self._send_complete()
 
-        return arrived
-
-    def _refuse_after_reduction(self) -> None:
-        if any(gradient.kept is not None for gradient in self.gradients):
-            raise RuntimeError(
-                "a backward outside micro_step() after the gradients of this step were reduced would mix local and "
-                "reduced values: call zero_grad() first, or run every backward of the step inside micro_step()"
-            )
-
     def _send_complete(self) -> None:
-        while self._next < len(self.gradients) and not self.gradients[self._next].awaiting:
-            self._send(self.gradients[self._next])
+        while self._next < len(self.order):
+            index = self.order[self._next]
+            if index in self.held or self.gradients[index].awaiting:
+                return
+            self._send(self.gradients[index])
             self._next += 1
 
     def _close_round(self) -> None:
         if self.kind is Round.SENDING:
-            for gradient in self.gradients[self._next :]:
-                self._send(gradient)
-            self._next = len(self.gradients)
+            for index in self.order[self._next :]:
+                self._send(self.gradients[index])
+            self._next = len(self.order)
             self._settle(0)
-            self._send_late()
+            self._send_late(self._late() if self.has_learnt else self._learn())
+            if not self.has_learnt:
+                self.has_learnt = True
+                self.pool.clear()  # in an order not yet learnt, more buckets may have been open than ever again
             for gradient in self.gradients:
                 gradient.attach_grads()
         self.kind = Round.NONE
 
-    def _send_late(self) -> None:
-        for gradient in self.gradients:
-            if gradient.late:
-                late, gradient.late = sorted(gradient.late), set()
-                gradient.phase = Phase.IDLE
-                self._provide(gradient)
-                for index in late:
-                    gradient.arrive(index)
-                self._send(gradient)
-                self._settle(0)
+    def _late(self) -> set[int]:
+        return {gradient.bucket.index for gradient in self.gradients if gradient.late}
+
+    def _learn(self) -> set[int]:
+        """Agree on the order from now on and on the buckets that some rank must send again; returns these."""
+        completed = list(dict.fromkeys(self._completed))
+        resting = [index for index in self.order if index not in set(completed)]  # waited for until the end: last
+        answers = zcomm.exchange({"order": completed + resting, "late": sorted(self._late())}, self.group)
+        late = {index for answer in answers for index in answer["late"]}
+        self.order = tuple(answers[0]["order"])
+        self.held |= late
+        return late
+
+    def _send_late(self, indices: set[int]) -> None:
+        for index in sorted(indices):
+            gradient = self.gradients[index]
+            late, gradient.late = sorted(gradient.late), set()
+            gradient.phase = Phase.IDLE
+            self._provide(gradient)
+            for slot in late:
+                gradient.arrive(slot)
+            self._send(gradient)
+            self._settle(0)
 
     # -- a message -------------------------------------------------------------------------------
 
@@ -229,14 +258,19 @@ class GradientReducer:
             self._settle(IN_FLIGHT_LIMIT - 1)
             buffer = self.pool.take(numel, dtype)
         if buffer is None:
-            shared = self.layout.num_shards > 1  # then any bucket may use it later: make it fit the largest
-            buffer = self.pool.make(max(b.numel for b in self.layout.buckets) if shared else numel, dtype)
+            buffer = self.pool.make(self._capacity(numel), dtype)
         gradient.adopt(buffer)
+
+    def _capacity(self, numel: int) -> int:
+        """Elements of a new buffer: the first few fit any bucket and serve all in turn; more are made to measure."""
+        serve_all = self.layout.num_shards > 1 and self.pool.num_made <= IN_FLIGHT_LIMIT
+        serve_all &= _reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP
+        return max(bucket.numel for bucket in self.layout.buckets) if serve_all else numel
 
     def _send(self, gradient: BucketGradient) -> None:
         self._provide(gradient)
         wire = self.policy.reduce_dtype or gradient.bucket.dtype
-        before, _ = self.policy.averaging.factors(self.layout.world_size)
+        before = _factors(self.policy, self.layout, gradient.bucket).before
         local = gradient.seal()
         sent = local if self.layout.world_size == 1 else local.to(wire)
         if before != 1.0:
@@ -252,10 +286,51 @@ class GradientReducer:
 
     def _settle(self, leave: int) -> None:
         """Wait for the oldest messages until `leave` are on the wire."""
-        _, after = self.policy.averaging.factors(self.layout.world_size)
         while len(self.flights) > leave:
             flight = self.flights.popleft()
-            flight.settle(after, self.policy.accumulate_for(flight.gradient.bucket.dtype))
+            bucket = flight.gradient.bucket
+            after = _factors(self.policy, self.layout, bucket).after
+            flight.settle(after, self.policy.accumulate_for(bucket.dtype))
+
+
+def _hook(
+    reducer: weakref.ref[GradientReducer], gradient: weakref.ref[BucketGradient], index: int
+) -> Callable[[torch.Tensor], None]:
+    """A hook that keeps nothing alive: the garbage collector does not see through autograd's hooks."""
+
+    def arrived(_param: torch.Tensor) -> None:
+        owner, own = reducer(), gradient()
+        if owner is not None and own is not None:
+            owner._arrived(own, index)
+
+    return arrived
+
+
+_MIXED = (
+    "a backward outside micro_step() after the gradients of this step were reduced would mix local and reduced "
+    "values: call zero_grad() first, or run every backward of the step inside micro_step()"
+)
+
+
+@attrs.frozen
+class _Factors:
+    """Where the division by the number of ranks happens; the product is 1 / ranks, or 1 for a sum."""
+
+    on_arrival: float  # while a gradient is copied into its bucket: costs nothing
+    before: float  # in the bucket, before it is sent
+    after: float  # in what was received
+
+
+def _factors(policy: ZeroPolicy, layout: Layout, bucket: Bucket) -> _Factors:
+    """Full precision divides on arrival, wherever the policy asks for it: no range is at stake and a pass is saved.
+
+    Buffers that accumulate over micro-steps hold plain sums, as `param.grad` shows them.
+    """
+    before, after = policy.averaging.factors(layout.world_size)
+    is_wide = bucket.dtype.itemsize >= 4 and (policy.reduce_dtype or bucket.dtype).itemsize >= 4
+    if is_wide and _reduce_at(policy, layout) is ReduceAt.MICRO_STEP:
+        return _Factors(before * after, 1.0, 1.0)
+    return _Factors(1.0, before, after)
 
 
 def _reduce_at(policy: ZeroPolicy, layout: Layout) -> ReduceAt:

@@ -28,6 +28,9 @@ ELEMENTWISE = frozenset(
 SHAPED = frozenset({"Adafactor", "Muon", "LBFGS", "SparseAdam"})  # of torch.optim: need whole tensors
 
 
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})  # state of torch.optim that is one number a parameter
+
+
 @attrs.frozen(eq=False)
 class Holder:
     """One tensor that the optimizer updates, and whose elements it holds."""
@@ -51,8 +54,10 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     declared = getattr(optimizer, "elementwise", None)
     if declared is not None:
         return bool(declared)
+    if kind.__name__ in SHAPED:
+        return False
     if kind.__module__.startswith("torch.optim"):
-        return kind.__name__ not in SHAPED
+        return True
     if kind.__name__ not in ELEMENTWISE:
         warnings.warn(
             f"{kind.__name__} is not known to update each element by itself; it is given flat shards. If it uses "
@@ -118,14 +123,15 @@ def make_state(
 ) -> None:
     """Create zeroed state for every holder, so that `state_shards` yields targets to load into.
 
-    `kinds_of(parameter name)[key]` is (dtype, is_scalar).  A scalar lives where torch keeps it: with the parameter
-    when the group is fused or capturable, else on the CPU.
+    `kinds_of(parameter name)[key]` is (dtype, is_scalar).  A scalar lives where the optimizer keeps it: with the
+    parameter when the group is fused or capturable or the class says `counts_on_device`, else on the CPU.
     """
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     optimizer.state.clear()
     for holder in holders:
         group = group_of[id(holder.tensor)]
-        scalar_device = holder.tensor.device if group.get("fused") or group.get("capturable") else "cpu"
+        beside = group.get("fused") or group.get("capturable") or getattr(optimizer, "counts_on_device", False)
+        scalar_device = holder.tensor.device if beside else "cpu"
         state: dict[str, torch.Tensor] = {}
         for key, (dtype, is_scalar) in _kinds_of_holder(holder, kinds_of).items():
             if is_scalar:
@@ -151,9 +157,10 @@ def _merge_state(holder: Holder, states: Mapping[str, Mapping[str, Any]]) -> dic
     for piece in holder.pieces:
         name = piece.slot.name
         for key, value in states[name].items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == piece.slot.numel:
+            if isinstance(value, torch.Tensor) and value.shape == piece.slot.shape and key not in COUNTERS:
                 if key not in merged:
-                    merged[key] = torch.zeros_like(holder.tensor.data, dtype=value.dtype)
+                    wide = torch.promote_types(value.dtype, holder.tensor.dtype)  # beside an fp32 master: fp32
+                    merged[key] = torch.zeros_like(holder.tensor.data, dtype=wide)
                 part = value.detach().reshape(-1)[piece.span[0] : piece.span[1]]
                 merged[key][piece.offset : piece.offset + piece.numel].copy_(part)
             elif merged.setdefault(key, value) != value:

@@ -1,0 +1,140 @@
+"""What ranks must agree on before a checkpoint is saved or loaded.
+
+A rank that decides alone (which folder, which tag, whether the model fits) leaves the others in a collective that
+never completes, or in another checkpoint.  Each decision here is either made by all alike or told to all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+import zckpt
+import zcomm
+import zpartition
+
+if TYPE_CHECKING:
+    from zengine.engine import Engine
+
+log = logging.getLogger("zengine")
+
+MODEL = "model."  # prefix of the names of weights and buffers
+
+
+@attrs.frozen(eq=False)
+class GroupPeers:
+    """A process group as zckpt wants to see it."""
+
+    group: torch.distributed.ProcessGroup | None
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> GroupPeers:
+        """All ranks of the engine's partition."""
+        group = engine.parts.partition.group
+        return cls(group, zcomm.group_rank(group), zcomm.group_size(group))
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        return zcomm.exchange(value, self.group)
+
+
+def common_tag(tag: str, validation: str, peers: GroupPeers) -> str:
+    """Rank 0's tag; what happens when another rank names another one is the config's `tag_validation`."""
+    tags = peers.exchange(tag)
+    if any(other != tags[0] for other in tags) and validation != "IGNORE":
+        named = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(tags))
+        message = f"ranks save under different tags ({named}); a checkpoint has one"
+        if validation == "FAIL":
+            raise ValueError(
+                f'{message}. Pass the same tag on all ranks, or set checkpoint.tag_validation to "WARN".'
+            )
+        log.warning("%s: rank 0's is taken", message)
+    return str(tags[0])
+
+
+def on_every_rank(work: Callable[[], dict[str, Any]], peers: GroupPeers) -> dict[str, Any]:
+    """The result of `work`, if it succeeds on all ranks; else its error here, or word of where it failed."""
+    try:
+        result, problem = work(), None
+    except (TypeError, ValueError) as error:
+        result, problem = {}, error
+    texts = peers.exchange("" if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+    if failed:
+        raise ValueError(f"nothing was saved, because of {failed[0]}")
+    return result
+
+
+def find(root: str, tag: str | None, peers: GroupPeers) -> zckpt.Checkpoint:
+    """The same checkpoint on every rank, or the same error."""
+    try:
+        found, problem = zckpt.find(root, None if tag is None else str(tag)), None
+    except zckpt.CheckpointError as error:
+        found, problem = None, error
+    tags = peers.exchange(None if found is None else found.tag)
+    if problem is not None:
+        raise problem
+    if None in tags:
+        raise zckpt.CheckpointNotFound(
+            f"rank {tags.index(None)} finds no checkpoint in {root}, this rank finds {found.tag!r}: do all "  # type: ignore[union-attr]
+            "hosts see the same file system?"
+        )
+    assert found is not None
+    return found if found.tag == tags[0] else zckpt.find(root, str(tags[0]))
+
+
+def compare_kinds(engine: Engine, checkpoint: zckpt.Checkpoint, *, optimizer: bool, scheduler: bool) -> None:
+    """Refuse another optimizer or schedule before anything is read."""
+    if optimizer and engine.optimizer is not None:
+        _compare_optimizers(checkpoint, engine.optimizer)
+    saved: Any = checkpoint.objects["scheduler"]
+    kind = type(engine.parts.scheduler).__name__
+    if scheduler and engine.optimizer is not None and saved["kind"] != kind:
+        raise zckpt.CheckpointMismatch(
+            f"checkpoint {checkpoint.path} holds the schedule {saved['kind']}, and this engine has {kind}. To start "
+            "the present schedule afresh, load with load_lr_scheduler_states=False"
+        )
+
+
+def _compare_optimizers(checkpoint: zckpt.Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the state of another optimizer before anything is read."""
+    saved: Any = checkpoint.objects.get("optimizer")
+    kind, num_groups = type(optimizer).__name__, len(optimizer.param_groups)
+    problem = ""
+    if saved is None:
+        problem = f"holds no optimizer state, and this engine has an optimizer ({kind})"
+    elif saved["kind"] != kind:
+        problem = f"holds the state of {saved['kind']}, and this engine's optimizer is {kind}"
+    elif len(saved["groups"]) != num_groups:
+        problem = f"has {len(saved['groups'])} parameter groups, and this engine's optimizer has {num_groups}"
+    if problem:
+        raise zckpt.CheckpointMismatch(
+            f"checkpoint {checkpoint.path} {problem}. To go on with fresh optimizer state, load with "
+            "load_optimizer_states=False"
+        )
+
+
+def compare_names(partition: zpartition.Partition, names: Iterable[str], where: str) -> None:
+    """Refuse a checkpoint of another model before anything is read."""
+    ours = {MODEL + name for name in partition.names()}
+    theirs = {name for name in names if name.startswith(MODEL)}
+    missing, extra = sorted(ours - theirs), sorted(theirs - ours)
+    if missing or extra:
+        raise zckpt.CheckpointMismatch(
+            f"checkpoint {where} is not of this model: "
+            f"{len(missing)} tensors are missing in it ({_first(missing)}), {len(extra)} are not wanted "
+            f"({_first(extra)}). load_module_strict=False loads what fits"
+        )
+
+
+def _first(names: list[str]) -> str:
+    shown = ", ".join(name.removeprefix(MODEL) for name in names[:10]) or "none"
+    return f"{shown}, ..." if len(names) > 10 else shown

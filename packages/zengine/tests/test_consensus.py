@@ -1,0 +1,83 @@
+"""Decisions about checkpoints that all ranks make alike."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+from torch import nn
+
+import zckpt
+import zcomm
+import zengine
+from zcomm.testing import run_ranks
+from zengine.consensus import GroupPeers, common_tag, find, on_every_rank
+
+
+def _peers() -> GroupPeers:
+    return GroupPeers(None, zcomm.group_rank(), zcomm.group_size())
+
+
+def _tags(validation: str) -> str:
+    try:
+        return common_tag(f"rank{zcomm.group_rank()}", validation, _peers())
+    except ValueError as error:
+        return str(error)
+
+
+def test_rank_0s_tag_is_taken_or_all_ranks_fail():
+    assert run_ranks(_tags, 2, "WARN") == run_ranks(_tags, 2, "IGNORE") == ["rank0", "rank0"]
+    assert all("rank 0: 'rank0', rank 1: 'rank1'" in message for message in run_ranks(_tags, 2, "FAIL"))
+
+
+def _fails_on(bad: int) -> str:
+    def work() -> dict[str, int]:
+        if zcomm.group_rank() == bad:
+            raise TypeError("no")
+        return {"rank": zcomm.group_rank()}
+
+    try:
+        return str(on_every_rank(work, _peers()))
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__} {error}"
+
+
+def test_work_succeeds_on_all_ranks_or_on_none():
+    assert run_ranks(_fails_on, 2, 9) == ["{'rank': 0}", "{'rank': 1}"]
+    assert run_ranks(_fails_on, 2, 1) == ["ValueError nothing was saved, because of rank 1: no", "TypeError no"]
+
+
+def _two_file_systems() -> str:
+    root = tempfile.mkdtemp()
+    if zcomm.group_rank() == 0:
+        zckpt.save(root, "only-here", shards=[], objects={})
+    try:
+        return find(root, None, _peers()).tag
+    except zckpt.CheckpointError as error:
+        return str(error)
+
+
+def test_a_rank_that_sees_another_file_system_stops_all():
+    first, second = run_ranks(_two_file_systems, 2)
+    assert "rank 1 finds no checkpoint" in first
+    assert "this rank finds 'only-here': do all hosts see the same file system?" in first
+    assert second
+
+
+def test_an_engine_that_only_runs_forward_loads_a_trained_checkpoint(tmp_path):
+    model = nn.Linear(2, 1)
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {}},
+    }
+    engine, *_ = zengine.initialize(model=model, config=config)
+    engine.backward(engine(torch.ones(1, 2)).mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    forward_only, *_ = zengine.initialize(model=nn.Linear(2, 1), config={"train_batch_size": 1})
+    forward_only.load_checkpoint(tmp_path)
+    assert torch.equal(forward_only.module.weight, model.weight)
+    with pytest.raises(zckpt.CheckpointNotFound):
+        forward_only.load_checkpoint(tmp_path, tag="global_step9")
