@@ -85,10 +85,13 @@ def save(engine: Engine, root: str, tag: str | None, client_state: Mapping[str, 
 def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool) -> tuple[str, dict[str, Any]]:
     """Restore `what` from the checkpoint `tag` of `root` (None: the newest); returns (folder, client state).
 
-    Phases: find (all ranks the same one), compare names, read, publish, restore the rest.
+    Phases: find (all ranks the same one), compare names and kinds, restore what may refuse, read, publish, restore
+    the rest.
 
     Raises:
         zckpt.CheckpointError: on every rank; nothing there, damaged, or not this model. No weight has changed then.
+        ValueError: the scaler or the schedule refuses its state (no weight has changed), or parameters that share a
+            step count here were saved with different ones (weights have been read: load again or start over).
     """
     engine.clock.require_open("load_checkpoint")
     peers = GroupPeers.of(engine)
@@ -197,11 +200,7 @@ class RestoredState:
 
 
 def _prepare_optimizer(engine: Engine, checkpoint: zckpt.Checkpoint) -> RestoredState:
-    """Make state for the optimizer as the checkpoint has it, and say where to read it into.
-
-    Raises:
-        zckpt.CheckpointMismatch: the checkpoint is of another optimizer, or of none.
-    """
+    """Make state for the optimizer as the checkpoint has it, and say where to read it into."""
     restored, optimizer = RestoredState(), engine.optimizer
     if optimizer is None:
         return restored
@@ -238,7 +237,7 @@ def _undone_on_error(engine: Engine) -> Iterator[None]:
     parts, optimizer = engine.parts, engine.optimizer
     state = {} if optimizer is None else dict(optimizer.state)
     scaler, scheduler = parts.scaler.state_dict(), copy.deepcopy(parts.scheduler.state_dict())
-    rates = [] if optimizer is None else [group["lr"] for group in optimizer.param_groups]
+    rates = [] if optimizer is None else [copy.deepcopy(group["lr"]) for group in optimizer.param_groups]
     try:
         yield
     except BaseException:
@@ -248,7 +247,7 @@ def _undone_on_error(engine: Engine) -> Iterator[None]:
         parts.scaler.load_state_dict(scaler)
         parts.scheduler.load_state_dict(scheduler)
         for group, lr in zip([] if optimizer is None else optimizer.param_groups, rates):
-            group["lr"] = lr
+            _set_option(group, "lr", lr)
         raise
 
 
@@ -273,7 +272,7 @@ def _restore_objects(engine: Engine, objects: Mapping[str, Any], what: What) -> 
         _restore_groups(optimizer, objects["optimizer"]["groups"])
     elif what.scheduler and optimizer is not None and parts.client_scheduler is not None:
         for group, lr in zip(optimizer.param_groups, parts.client_scheduler.get_last_lr()):
-            group["lr"] = lr
+            _set_option(group, "lr", lr)
     if what.run:
         engine.clock.load_state_dict(decode(objects["clock"]))
         parts.telemetry.load_state_dict({})
@@ -285,10 +284,15 @@ def _restore_objects(engine: Engine, objects: Mapping[str, Any], what: What) -> 
 def _restore_groups(optimizer: torch.optim.Optimizer, saved: list[Any]) -> None:
     for group, state in zip(optimizer.param_groups, saved):
         for key, value in decode(state).items():
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].copy_(value)
-            else:
-                group[key] = value
+            _set_option(group, key, value)
+
+
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Into the tensor that is there (a captured graph may hold it), else in its place."""
+    if isinstance(group.get(key), torch.Tensor):
+        group[key].copy_(torch.as_tensor(value))
+    else:
+        group[key] = value
 
 
 def _restore_rank(engine: Engine, checkpoint: zckpt.Checkpoint, peers: GroupPeers) -> None:

@@ -148,7 +148,7 @@ class Engine(EngineFacts, nn.Module):
         return torch.stack((unused, self._step_loss.view(()) / self.plan.batch.replicas))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step so far; `step` does it by itself."""
+        """Drop the gradients of the step so far (`step` does it by itself); micro-steps done still count."""
         self.parts.partition.zero_grad()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -185,7 +185,7 @@ class Engine(EngineFacts, nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights into the module and into the masters behind it (on rank 0; it is broadcast)."""
+        """Copy weights (also with `assign`) and their masters, in the module's dtype; all ranks call, rank 0's count."""
         result = self.module.load_state_dict(state_dict, strict=strict, assign=False)
         self.parts.partition.synchronise()
         return result
