@@ -1,0 +1,166 @@
+/* Number formats of one element, in plain C that gcc, clang and NVRTC read alike.
+ *
+ * Everything here is exact arithmetic or one IEEE rounding per written operation: the builds forbid FMA
+ * contraction (gcc -ffp-contract=off, NVRTC --fmad=false), so every instruction set and the GPU give
+ * the same bits.  No _Float16 and no intrinsics: gcc vectorises these integer forms on every target.
+ *
+ * Stochastic rounding draws its noise from the bits of the value being rounded and the step count.  It is
+ * therefore a pure function: the same on any cut of a tensor into shards, on any thread count, after any
+ * resume, on CPU and GPU, and no generator state has to be saved.
+ */
+#ifndef ZK_MATH_H
+#define ZK_MATH_H
+
+#ifdef __CUDACC__ /* zk_gpu.h has defined the fixed-width types */
+#define ZK_FN static __device__ __forceinline__
+#define ZK_TABLE_FN static __device__
+#define zk_bits(x) __float_as_uint(x)
+#define zk_float(u) __uint_as_float(u)
+#define zk_sqrtf(x) sqrtf(x)
+#define zk_sqrt(x) sqrt(x)
+#else
+#include <stdint.h>
+#define ZK_FN static inline __attribute__((always_inline, unused))
+#define ZK_TABLE_FN static inline __attribute__((unused))
+ZK_FN uint32_t zk_bits(float x) { uint32_t u; __builtin_memcpy(&u, &x, 4); return u; }
+ZK_FN float zk_float(uint32_t u) { float x; __builtin_memcpy(&x, &u, 4); return x; }
+#define zk_sqrtf(x) __builtin_sqrtf(x)
+#define zk_sqrt(x) __builtin_sqrt(x)
+#endif
+
+/* Formats of a stream of elements.  The numbers are part of the ABI with Python (native.py). */
+#define ZK_NONE 0
+#define ZK_F32 1
+#define ZK_BF16 2  /* gradients and copies: nearest even; weights and states: stochastic */
+#define ZK_F16 3   /* nearest even */
+#define ZK_SPLIT 4 /* weights: bf16 plus int16 remainder make one exact float32 */
+#define ZK_Q8 5    /* states: 8-bit codes, one float32 scale per ZK_BLOCK elements */
+
+#define ZK_BLOCK 256 /* elements that share a scale of ZK_Q8; threads and GPU blocks cut at its multiples */
+
+/* Noise --------------------------------------------------------------------------------------------- */
+
+/* A bijection of 32 bits whose output bits all depend on all input bits (two rounds of multiply-xorshift). */
+ZK_FN uint32_t zk_mix(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  x ^= x >> 16;
+  return x;
+}
+
+/* The seed of stream `stream` (0: weight, 1..3: states) at update `step`. */
+ZK_FN uint32_t zk_seed(uint32_t step, uint32_t stream) {
+  return zk_mix(step * 0x9e3779b9u + stream * 0x85ebca6bu + 1u);
+}
+
+ZK_FN uint32_t zk_noise(float x, uint32_t seed) { return zk_mix(zk_bits(x) ^ seed); }
+
+/* bfloat16 ------------------------------------------------------------------------------------------ */
+
+ZK_FN float zk_from_bf16(uint16_t h) { return zk_float((uint32_t)h << 16); }
+
+/* Adds `noise` (16 bits) below the kept bits and truncates; infinities and NaN stay what they are. */
+ZK_FN uint16_t zk_to_bf16(float x, uint32_t noise) {
+  uint32_t u = zk_bits(x);
+  uint32_t rounded = (u + noise) >> 16;
+  uint32_t special = (u >> 16) | ((u & 0x007fffffu) ? 0x40u : 0u);
+  return (uint16_t)((u & 0x7f800000u) == 0x7f800000u ? special : rounded);
+}
+
+ZK_FN uint16_t zk_to_bf16_nearest(float x) { return zk_to_bf16(x, 0x7fffu + ((zk_bits(x) >> 16) & 1u)); }
+
+ZK_FN uint16_t zk_to_bf16_stochastic(float x, uint32_t seed) { return zk_to_bf16(x, zk_noise(x, seed) >> 16); }
+
+/* float16 ------------------------------------------------------------------------------------------- */
+
+ZK_FN float zk_from_f16(uint16_t h) {
+  uint32_t magnitude = ((uint32_t)h & 0x7fffu) << 13;
+  uint32_t exponent = magnitude & 0x0f800000u;
+  uint32_t u = magnitude + 0x38000000u; /* exponent bias 15 -> 127 */
+  u += exponent == 0x0f800000u ? 0x38000000u : 0u; /* infinities and NaN */
+  float subnormal = zk_float(u + 0x00800000u) - zk_float(0x38800000u);
+  u = exponent == 0u ? zk_bits(subnormal) : u;
+  return zk_float(u | ((uint32_t)h & 0x8000u) << 16);
+}
+
+ZK_FN uint16_t zk_to_f16_nearest(float x) {
+  uint32_t u = zk_bits(x);
+  uint32_t sign = u & 0x80000000u;
+  u ^= sign;
+  uint32_t normal = (u + 0xc8000fffu + ((u >> 13) & 1u)) >> 13; /* bias 127 -> 15, round to even */
+  uint32_t subnormal = zk_bits(zk_float(u) + 0.5f) - 0x3f000000u;
+  uint32_t special = u > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  uint32_t h = u < 0x38800000u ? subnormal : normal;
+  h = u >= 0x47800000u ? special : h;
+  return (uint16_t)(h | sign >> 16);
+}
+
+/* Split master -------------------------------------------------------------------------------------- */
+
+/* float32 bits = (bf16 << 16) + remainder; the bf16 is the float32 rounded half up, the weight itself. */
+ZK_FN float zk_join(uint16_t high, int16_t low) {
+  return zk_float(((uint32_t)high << 16) + (uint32_t)(int32_t)low);
+}
+
+ZK_FN uint16_t zk_split_high(float x) { return (uint16_t)((zk_bits(x) + 0x8000u) >> 16); }
+
+ZK_FN int16_t zk_split_low(float x) { return (int16_t)(uint16_t)(zk_bits(x) & 0xffffu); }
+
+/* 8-bit codes ---------------------------------------------------------------------------------------
+ *
+ * A value in [0, 1] (the magnitude over the block's largest) becomes a small floating-point code: MANTISSA
+ * bits per binade from 2**-15 to 1, and evenly spaced below 2**-15.  The top code is exactly 1, so the
+ * largest element of a block survives exactly and code -> float32 -> code is the identity.
+ *
+ *   signed   (first moments):   sign, 3 mantissa bits, magnitudes 0..127
+ *   unsigned (second moments):  4 mantissa bits, 0..255, of the square root: twice the range in decades,
+ *                               and the root is what the update divides by
+ */
+#define ZK_TINY 1e-37f /* a block whose largest magnitude is below has scale 0 */
+#define ZK_BINADE_FLOOR 3.0517578125e-05f /* 2**-15 */
+
+/* The factor that takes the largest magnitude to 1 or a hair above; the code clips at 1. */
+ZK_FN float zk_q8_factor(float absmax) {
+  return absmax < ZK_TINY ? 0.0f : (1.0f / absmax) * 1.0000002384185791f; /* 1 + 2**-22 */
+}
+
+/* y >= 0; noise holds (23 - mantissa) random bits, or half of their range to round to nearest. */
+ZK_FN uint32_t zk_q8_code(float y, uint32_t noise, uint32_t mantissa, uint32_t top) {
+  uint32_t shift = 23u - mantissa;
+  uint32_t linear_codes = (1u << mantissa) - 1u; /* codes below the first binade */
+  y = y < 1.0f ? y : 1.0f; /* NaN becomes 1: its block's scale is NaN and says so */
+  uint32_t binary = ((zk_bits(y) + noise) >> shift) - ((127u << mantissa) - top);
+  float even = y * (32768.0f * (float)linear_codes) + (float)noise * (1.0f / (float)(1u << shift));
+  uint32_t code = y < ZK_BINADE_FLOOR ? (uint32_t)(int32_t)even : binary;
+  return code < top ? code : top;
+}
+
+ZK_FN float zk_q8_value(uint32_t code, uint32_t mantissa, uint32_t top) {
+  uint32_t linear_codes = (1u << mantissa) - 1u;
+  float even = (float)(int32_t)code * (ZK_BINADE_FLOOR / (float)linear_codes);
+  float binary = zk_float((code + ((127u << mantissa) - top)) << (23u - mantissa));
+  return code < linear_codes ? even : binary;
+}
+
+ZK_FN uint8_t zk_to_q8_signed(float x, float factor, uint32_t noise20) {
+  uint32_t magnitude = zk_bits(x) & 0x7fffffffu;
+  uint32_t code = zk_q8_code(zk_float(magnitude) * factor, noise20, 3u, 127u);
+  return (uint8_t)(code | (zk_bits(x) >> 31) << 7);
+}
+
+ZK_FN float zk_from_q8_signed(uint8_t code, float absmax) {
+  float y = zk_q8_value(code & 127u, 3u, 127u) * absmax;
+  return zk_float(zk_bits(y) | ((uint32_t)code >> 7) << 31);
+}
+
+/* x is the root of a second moment.  A positive one never becomes 0: the update would divide by eps alone. */
+ZK_FN uint8_t zk_to_q8_root(float root, float factor, uint32_t noise19) {
+  uint32_t code = zk_q8_code(root * factor, noise19, 4u, 255u);
+  return (uint8_t)(code == 0u && root > 0.0f ? 1u : code);
+}
+
+ZK_FN float zk_from_q8_root(uint8_t code, float absmax) { return zk_q8_value(code, 4u, 255u) * absmax; }
+
+#endif
