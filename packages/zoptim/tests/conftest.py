@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import zoptim
-from zoptim.rules import AdamMoments, adam_rule, adamw_rule, sgd_rule
+from zoptim.rules import AdamMoments, adagrad_rule, adam_rule, adamw_rule, lamb_rule, lion_rule, sgd_rule
 
 Memory = Any  # whatever a rule remembers of one tensor
 
@@ -29,6 +29,8 @@ class Row:
     options: dict[str, Any]
     rule: Callable[[Tensor, Tensor, Memory], tuple[Tensor, Memory]]  # pure; Memory None before the first update
     torch_class: type[torch.optim.Optimizer] | None  # None: torch has no such option
+    pace: float = 0.05  # an lr that brings a quadratic home in 200 steps
+    elementwise: bool = True  # what the class must say of itself
 
     def make(self, params: list[Tensor], **more: Any) -> zoptim.FlatOptimizer:
         return self.ours(params, **self.options, **more)
@@ -55,6 +57,32 @@ def sgd_row(name: str, **hyper: Any) -> Row:
     return Row(name, zoptim.SGD, hyper, step, torch.optim.SGD)
 
 
+def adagrad_row(name: str, **hyper: Any) -> Row:
+    rule_hyper = {key: value for key, value in hyper.items() if key != "initial_accumulator_value"}
+
+    def step(param: Tensor, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        first = torch.full_like(param, hyper.get("initial_accumulator_value", 0.0))
+        count, total = memory or (0, first)
+        new, total = adagrad_rule(param, grad, total, step=count, **rule_hyper)
+        return new, (count + 1, total)
+
+    return Row(name, zoptim.Adagrad, hyper, step, torch.optim.Adagrad, pace=0.5)
+
+
+def lion_row(name: str, **hyper: Any) -> Row:
+    def step(param: Tensor, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        return lion_rule(param, grad, torch.zeros_like(param) if memory is None else memory, **hyper)
+
+    return Row(name, zoptim.Lion, hyper, step, None)
+
+
+def lamb_row(name: str, **hyper: Any) -> Row:
+    def step(param: Tensor, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        return lamb_rule(param, grad, memory or AdamMoments.zeros(param), **hyper)
+
+    return Row(name, zoptim.LAMB, hyper, step, None, pace=0.01, elementwise=False)
+
+
 ADAM = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 ROWS = [
     adam_row("AdamW", zoptim.AdamW, adamw_rule, torch.optim.AdamW, **ADAM),
@@ -69,6 +97,14 @@ ROWS = [
     sgd_row("SGD momentum", lr=0.1, momentum=0.9, weight_decay=0.1),
     sgd_row("SGD dampening", lr=0.1, momentum=0.9, dampening=0.5, maximize=True),
     sgd_row("SGD nesterov", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    adagrad_row("Adagrad", lr=0.1, weight_decay=0.1),
+    adagrad_row("Adagrad decaying", lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5, eps=1e-6),
+    adagrad_row("Adagrad maximize", lr=0.1, maximize=True, weight_decay=0.01),
+    lion_row("Lion", lr=1e-2, betas=(0.8, 0.98), weight_decay=0.1),
+    lion_row("Lion maximize", lr=1e-2, maximize=True),
+    lamb_row("LAMB", **ADAM),
+    lamb_row("LAMB eps inside", **ADAM, eps_inside_sqrt=True, maximize=True),
+    lamb_row("LAMB uncorrected", **ADAM, bias_correction=False, max_coeff=0.5),
 ]
 
 
@@ -78,7 +114,13 @@ def row(request: pytest.FixtureRequest) -> Row:
     return request.param
 
 
-@pytest.fixture(params=[{}, {"foreach": True}], ids=["fused", "foreach"])
+@pytest.fixture(params=[row for row in ROWS if row.elementwise], ids=lambda row: row.name)
+def elementwise(request: pytest.FixtureRequest) -> Row:
+    """Every optimizer that may be cut anywhere."""
+    return request.param
+
+
+@pytest.fixture(params=[{}, {"foreach": True}], ids=["kernel", "torch"])
 def path(request: pytest.FixtureRequest) -> dict[str, bool]:
     """Constructor options that force each of the two ways to update."""
     return dict(request.param)

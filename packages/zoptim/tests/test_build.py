@@ -27,10 +27,13 @@ def make(name: str, **options: Any) -> torch.optim.Optimizer:
         ("ADAMW", zoptim.AdamW),
         ("sgd", zoptim.SGD),
         ("SGD", zoptim.SGD),
-        ("Adagrad", torch.optim.Adagrad),
-        ("adagrad", torch.optim.Adagrad),
+        ("Adagrad", zoptim.Adagrad),
+        ("adagrad", zoptim.Adagrad),
+        ("Lamb", zoptim.LAMB),
+        ("LAMB", zoptim.LAMB),
+        ("Lion", zoptim.Lion),
+        ("lion", zoptim.Lion),
         ("RMSprop", torch.optim.RMSprop),
-        ("Adafactor", torch.optim.Adafactor),
         ("NAdam", torch.optim.NAdam),
     ],
 )
@@ -92,7 +95,29 @@ def test_groups_and_generators_are_taken_as_torch_takes_them() -> None:
         ("Adam", {"max_grad_norm": 1.0}, r"Adam was given max_grad_norm=1\.0;.*set gradient_clipping"),
         ("RMSprop", {"max_grad_norm": 1.0}, r"set gradient_clipping"),
         ("AdamW", {"adam_w_mode": False}, r"AdamW was given adam_w_mode=False, which contradicts its name"),
-        ("Adam", {"torch_adam": True, "bias_correction": False}, r"torch's Adam always corrects"),
+        (
+            "Adam",
+            {"torch_adam": True, "bias_correction": False},
+            r"torch_adam=True and bias_correction=False, which torch's Adam does not have",
+        ),
+        (
+            "Adam",
+            {"torch_adam": True, "state_dtype": "bf16"},
+            r"torch_adam=True and state_dtype='bf16'.*honours state_dtype",
+        ),
+        ("Adam", {"torch_adam": True, "split_master": True}, r"torch_adam=True and split_master=True"),
+        ("Adam", {"torch_adam": True, "fp32_optimizer_states": False}, r"torch_adam=True and state_dtype='bf16'"),
+        (
+            "AdamW",
+            {"fp32_optimizer_states": False, "state_dtype": "8bit"},
+            r"fp32_optimizer_states=False, which means bf16 states, and state_dtype='8bit'\. Remove one",
+        ),
+        (
+            "AdamW",
+            {"fp32_optimizer_states": "no"},
+            r"fp32_optimizer_states is 'no' \(str\); it must be True or False",
+        ),
+        ("SGD", {"state_dtype": "bf8"}, r"state_dtype is 'bf8'; it must be None"),
         ("Adam", {"torch_adam": "true"}, r"torch_adam is 'true' \(str\); it must be True or False"),
         ("AdamW", {"lr": "auto"}, r"lr is 'auto' \(str\); it must be a number"),
         ("AdamW", {"betas": [0.9, 2]}, r"betas\[1\] is 2"),
@@ -110,6 +135,9 @@ def test_bad_options_are_refused_with_what_to_do(name: str, options: dict[str, A
         ("AdamW", "adamw_mode", "adam_w_mode"),
         ("SGD", "momentun", "momentum"),
         ("Adagrad", "lr_decai", "lr_decay"),
+        ("Lamb", "min_coef", "min_coeff"),
+        ("Lion", "beta", "betas"),
+        ("AdamW", "state_dtyp", "state_dtype"),
         ("RMSprop", "alhpa", "alpha"),
     ],
 )
@@ -132,12 +160,13 @@ def test_the_list_of_allowed_names_has_no_base_class_and_nothing_that_is_refused
     with pytest.raises(UnknownNameError) as caught:
         make("Optimizer")
     listed = str(caught.value).partition("Allowed:")[2]
+    assert listed.startswith(" Adam, AdamW, SGD, Adagrad, LAMB, Lion, Muon, Adafactor in any case;")
     assert "NAdam" in listed
-    assert "Muon" not in listed
     assert "Optimizer" not in listed
+    assert listed.count("Adagrad") == listed.count("Muon") == 1, "ours hide torch's"
 
 
-NOT_YET = ("Lamb", "lamb", "Lion", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
+NOT_YET = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD", "onebitlamb")
 
 
 @pytest.mark.parametrize("name", NOT_YET)
@@ -146,9 +175,43 @@ def test_optimizers_that_deepspeed_has_and_we_do_not_yet_are_called_so(name: str
         make(name)
 
 
-def test_states_below_float32_are_not_available_yet() -> None:
-    with pytest.raises(NotAvailableYetError, match="fp32_optimizer_states=False"):
-        make("Adam", fp32_optimizer_states=False)
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_deepspeeds_switch_for_states_below_float32_means_bf16(name: str) -> None:
+    optimizer = make(name, fp32_optimizer_states=False)
+    assert optimizer.param_groups[0]["state_dtype"] == "bf16"
+    assert make(name, fp32_optimizer_states=True).param_groups[0]["state_dtype"] is None
+    assert make(name, fp32_optimizer_states=False, state_dtype="bf16").param_groups[0]["state_dtype"] == "bf16"
+    params = optimizer.param_groups[0]["params"]
+    params[0].grad = torch.ones(4)
+    optimizer.step()
+    assert optimizer.state[params[0]]["exp_avg"].dtype is torch.bfloat16
+
+
+def test_lion_has_the_defaults_of_deepspeed_and_keeps_what_is_given() -> None:
+    group = make("Lion").param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.9, 0.999), 0.0)
+    assert make("Lion", betas=[0.9, 0.95]).param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_lamb_has_the_defaults_of_deepspeed() -> None:
+    group = make("Lamb").param_groups[0]
+    found = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "max_coeff", "min_coeff")}
+    wanted = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "max_coeff": 10.0,
+        "min_coeff": 0.01,
+    }
+    assert found == wanted
+    assert (group["bias_correction"], group["eps_inside_sqrt"]) == (True, False)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad", "Lamb", "Lion"])
+def test_state_formats_are_options_like_any_other(name: str) -> None:
+    group = make(name, state_dtype="8bit").param_groups[0]
+    assert (group["state_dtype"], group["split_master"]) == ("8bit", False)
 
 
 def test_a_name_that_is_no_string_is_refused() -> None:

@@ -1,40 +1,120 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from zoptim.checks import check_adam, check_sgd, flag, integer, number, optional_flag
+from zoptim.checks import (
+    check_adagrad,
+    check_adam,
+    check_lamb,
+    check_lion,
+    check_sgd,
+    flag,
+    integer,
+    number,
+    optional_flag,
+)
 
-ADAM = {
+Check = Callable[[Mapping[str, Any]], None]
+
+COMMON = {
     "lr": 0.1,
+    "weight_decay": 0.0,
+    "maximize": False,
+    "fused": None,
+    "foreach": None,
+    "state_dtype": None,
+    "split_master": False,
+}
+ADAM = {
+    **COMMON,
     "betas": (0.9, 0.99),
     "eps": 1e-8,
-    "weight_decay": 0.0,
     "amsgrad": False,
-    "maximize": False,
     "decoupled_weight_decay": True,
     "bias_correction": True,
-    "fused": None,
-    "foreach": None,
 }
-SGD = {
-    "lr": 0.1,
-    "momentum": 0.9,
-    "dampening": 0.0,
-    "weight_decay": 0.0,
-    "nesterov": True,
-    "maximize": False,
-    "fused": None,
-    "foreach": None,
+SGD = {**COMMON, "momentum": 0.9, "dampening": 0.0, "nesterov": True}
+LION = {**COMMON, "betas": (0.9, 0.99)}
+ADAGRAD = {**COMMON, "lr_decay": 0.1, "initial_accumulator_value": 0.1, "eps": 1e-10}
+LAMB = {
+    **COMMON,
+    "betas": (0.9, 0.99),
+    "eps": 1e-8,
+    "bias_correction": True,
+    "eps_inside_sqrt": False,
+    "min_coeff": 0.01,
+    "max_coeff": 10.0,
 }
+EVERY = [(check_adam, ADAM), (check_sgd, SGD), (check_lion, LION), (check_adagrad, ADAGRAD), (check_lamb, LAMB)]
+every = pytest.mark.parametrize(("check", "good"), EVERY, ids=["adam", "sgd", "lion", "adagrad", "lamb"])
 
 
-def test_good_options_pass() -> None:
-    check_adam(ADAM)
-    check_sgd(SGD)
+@every
+def test_good_options_pass(check: Check, good: dict[str, Any]) -> None:
+    check(good)
+
+
+@every
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("lr", -0.1, r"lr is -0\.1; it must be a number in \[0, inf\)"),
+        ("weight_decay", -1, r"weight_decay is -1; it must be a number in \[0, inf\)"),
+        ("maximize", 1, r"maximize is 1 \(int\); it must be True or False"),
+        ("split_master", None, r"split_master is None \(NoneType\); it must be True or False"),
+        ("state_dtype", "bf17", r"state_dtype is 'bf17'; it must be None .*\"bf16\".*\"8bit\""),
+        ("state_dtype", torch.float64, r"state_dtype is torch\.float64; it must be None"),
+        ("fused", "yes", r"fused is 'yes' \(str\); it must be True or False"),
+        ("foreach", 0, r"foreach is 0 \(int\); it must be True or False"),
+    ],
+)
+def test_what_all_have_is_checked_in_all(
+    check: Check, good: dict[str, Any], option: str, value: Any, message: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        check({**good, option: value})
+
+
+@every
+@pytest.mark.parametrize("value", ["fp32", "BF16", "8bit", torch.bfloat16, torch.float32, "float32", None])
+def test_a_state_dtype_may_be_a_name_or_a_dtype(check: Check, good: dict[str, Any], value: Any) -> None:
+    check({**good, "state_dtype": value})
+
+
+@every
+def test_fused_and_foreach_exclude_each_other(check: Check, good: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"fused=True and foreach=True; choose one, or leave both None"):
+        check({**good, "fused": True, "foreach": True})
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "options", "message"),
+    [
+        (check_lion, LION, {"betas": (0.9, 1)}, r"betas\[1\] is 1; it must be a number in \[0, 1\)"),
+        (check_lion, LION, {"betas": None}, r"betas is None; it must be two numbers"),
+        (check_adagrad, ADAGRAD, {"lr_decay": -0.1}, r"lr_decay is -0\.1; it must be a number in \[0, inf\)"),
+        (check_adagrad, ADAGRAD, {"initial_accumulator_value": -1.0}, r"initial_accumulator_value is -1\.0"),
+        (check_adagrad, ADAGRAD, {"eps": math.nan}, r"eps is nan; it must be a number"),
+        (check_lamb, LAMB, {"betas": (1.0, 0.9)}, r"betas\[0\] is 1\.0"),
+        (check_lamb, LAMB, {"eps": "1e-6"}, r"eps is '1e-6' \(str\)"),
+        (check_lamb, LAMB, {"bias_correction": 1}, r"bias_correction is 1 \(int\)"),
+        (check_lamb, LAMB, {"eps_inside_sqrt": None}, r"eps_inside_sqrt is None"),
+        (check_lamb, LAMB, {"state_dtype": torch.float16}, r"state_dtype is fp16; LAMB takes fp32, bf16 and 8bit"),
+        (check_lamb, LAMB, {"min_coeff": -0.1}, r"min_coeff is -0\.1; it must be a number in \[0, inf\)"),
+        (check_lamb, LAMB, {"max_coeff": math.inf}, r"max_coeff is inf; it must be a number in \[0, inf\)"),
+        (check_lamb, LAMB, {"min_coeff": 2.0, "max_coeff": 1.0}, r"max_coeff is 1\.0, below min_coeff 2"),
+    ],
+)
+def test_what_one_has_alone_is_checked(
+    check: Check, good: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        check({**good, **options})
 
 
 @pytest.mark.parametrize(
@@ -86,6 +166,8 @@ def test_a_bad_option_of_sgd_is_named(options: dict[str, Any], message: str) -> 
 def test_limits_themselves() -> None:
     check_adam({**ADAM, "lr": 0, "betas": [0.0, 0.0], "eps": 0, "weight_decay": 0})
     check_sgd({**SGD, "lr": torch.tensor([0.0]), "momentum": 1.5})
+    check_lamb({**LAMB, "min_coeff": 1.0, "max_coeff": 1.0, "eps": 0})
+    check_adagrad({**ADAGRAD, "lr_decay": 0, "initial_accumulator_value": 0})
 
 
 def test_whole_numbers_may_be_written_as_floats() -> None:

@@ -29,13 +29,6 @@ def test_twenty_steps_follow_torch(row: Any, path: Any, lab: Any) -> None:
     lab.assert_near(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_fused_steps_equal_torch_fused_bit_for_bit(row: Any, lab: Any) -> None:
-    ours, theirs = lab.make_params(), lab.make_params()
-    lab.run(row.make(ours), ours, range(5))
-    lab.run(row.make_torch(theirs, fused=True), theirs, range(5))
-    lab.assert_bitwise(ours, theirs)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_parameters_stay_near_the_rule(row: Any, dtype: torch.dtype, lab: Any) -> None:
     params = lab.make_params(dtype=dtype)
@@ -48,7 +41,7 @@ def test_low_precision_parameters_stay_near_the_rule(row: Any, dtype: torch.dtyp
 
 def test_training_a_quadratic_converges(row: Any, path: Any, lab: Any) -> None:
     sign = -1.0 if row.options.get("maximize") else 1.0
-    options = {**row.options, "weight_decay": 0.0, "lr": 0.05}
+    options = {**row.options, "weight_decay": 0.0, "lr": row.pace}
     param = torch.full((33,), 2.0, requires_grad=True)
     optimizer = row.ours([param], **options, **path)
     for _ in range(200):
@@ -59,29 +52,76 @@ def test_training_a_quadratic_converges(row: Any, path: Any, lab: Any) -> None:
 
 
 ALIGNED = [(64,), (5, 16), (2, 8), (32,)]  # multiples of 16 elements
+BLOCKS = [(256,), (3, 256), (512,), (2, 128)]  # multiples of what shares a scale of 8-bit states
+CUTS = [0, 1, 64, 77, 200, 201]  # anywhere
+
+
+def run_flat(optimizer: Any, shards: list[torch.Tensor], shapes: Any, cuts: list[int], lab: Any) -> None:
+    """Six steps on flat shards that begin at `cuts`."""
+    for step in range(6):
+        flat = torch.cat([grad.flatten() for grad in lab.make_grads(step, shapes)])
+        for shard, grad in zip(shards, flat.tensor_split(cuts[1:])):
+            shard.grad = grad.to(shard.dtype)
+        optimizer.step()
+
+
+def flat_and_whole(
+    row: Any, shapes: Any, cuts: list[int], lab: Any, dtype: torch.dtype = torch.float32, **more: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Weights and states after six steps: on flat shards that begin at `cuts`, and on whole tensors."""
+    whole = lab.make_params(shapes, dtype)
+    flat = torch.cat([param.detach().flatten() for param in whole])
+    shards = [shard.clone().requires_grad_() for shard in flat.tensor_split(cuts[1:])]
+    cut, uncut = row.make(shards, **more), row.make(whole, **more)
+    run_flat(cut, shards, shapes, cuts, lab)
+    lab.run(uncut, whole, range(6), shapes)
+    return joined(cut, shards), joined(uncut, whole)
+
+
+def joined(optimizer: Any, params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The weights, and each state over all of them, as one line of numbers."""
+    keys = [key for key in optimizer.state[params[0]] if key != "step"]
+    lines = [
+        [param.detach() for param in params],
+        *([optimizer.state[param][key] for param in params] for key in keys),
+    ]
+    return [torch.cat([tensor.flatten() for tensor in line]) for line in lines]
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
-def test_flat_shards_equal_whole_tensors_bit_for_bit(row: Any, path: Any, num_shards: int, lab: Any) -> None:
-    whole = lab.make_params(ALIGNED)
-    flat = torch.cat([param.detach().flatten() for param in whole])
-    shards = [shard.requires_grad_() for shard in flat.clone().chunk(num_shards)]
-    optimizers = [row.make([shard], **path) for shard in shards]
-    lab.run(row.make(whole, **path), whole, range(6), ALIGNED)
-    for step in range(6):
-        grads = torch.cat([grad.flatten() for grad in lab.make_grads(step, ALIGNED)]).chunk(num_shards)
-        for shard, grad, optimizer in zip(shards, grads, optimizers):
-            shard.grad = grad
-            optimizer.step()
-    lab.assert_bitwise([torch.cat([s.detach() for s in shards])], [torch.cat([p.detach().flatten() for p in whole])])
+def test_flat_shards_equal_whole_tensors_bit_for_bit(elementwise: Any, path: Any, num_shards: int, lab: Any) -> None:
+    cuts = list(range(0, 192, 192 // num_shards))
+    lab.assert_bitwise(*flat_and_whole(elementwise, ALIGNED, cuts, lab, **path))
 
 
-def test_flat_shards_cut_anywhere_equal_whole_tensors_to_rounding(row: Any, lab: Any) -> None:
-    whole = lab.make_params()
-    flat = torch.cat([param.detach().flatten() for param in whole]).requires_grad_()
-    optimizer = row.make([flat])
-    lab.run(row.make(whole), whole, range(6))
-    for step in range(6):
-        flat.grad = torch.cat([grad.flatten() for grad in lab.make_grads(step)])
-        optimizer.step()
-    lab.assert_near([flat], [torch.cat([p.detach().flatten() for p in whole])], rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(
+    ("dtype", "more"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"state_dtype": "bf16"}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"state_dtype": "fp32"}),
+        (torch.bfloat16, {"split_master": True}),
+        (torch.bfloat16, {"split_master": True, "state_dtype": "bf16"}),
+        (torch.float16, {}),
+    ],
+    ids=["fp32", "bf16 states", "all bf16", "bf16 weights", "split", "split bf16", "fp16"],
+)
+def test_flat_shards_cut_anywhere_equal_whole_tensors_bit_for_bit(
+    elementwise: Any, dtype: torch.dtype, more: dict[str, Any], lab: Any
+) -> None:
+    lab.assert_bitwise(*flat_and_whole(elementwise, lab.shapes, CUTS, lab, dtype, **more))
+
+
+def test_flat_shards_cut_anywhere_equal_whole_tensors_to_rounding_without_kernels(elementwise: Any, lab: Any) -> None:
+    flat, whole = flat_and_whole(elementwise, lab.shapes, CUTS, lab, foreach=True)
+    lab.assert_near(flat, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("more", [{}, {"split_master": True}], ids=["fp32", "split"])
+@pytest.mark.parametrize("cuts", [[0], [0, 256], [0, 768, 1024, 1536]], ids=["one", "two", "four"])
+def test_shards_with_8bit_states_equal_whole_tensors_when_cut_between_blocks(
+    elementwise: Any, cuts: list[int], more: dict[str, Any], lab: Any
+) -> None:
+    dtype = torch.bfloat16 if more else torch.float32
+    lab.assert_bitwise(*flat_and_whole(elementwise, BLOCKS, cuts, lab, dtype, state_dtype="8bit", **more))

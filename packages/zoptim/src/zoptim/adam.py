@@ -1,14 +1,12 @@
 """Adam and AdamW, drop-in for torch.optim's: same arguments, same state, same curve.
 
-Both are one algorithm with the decay in two places.  Against torch they add `bias_correction`, choose
-the fused kernel by themselves, and speak `grad_scale` / `found_inf` on every path.  They leave out
-`differentiable` (no autograd through the step) and `capturable` (the fused path keeps its step count on
-the device and needs no flag).
+Both are one algorithm with the decay in two places.  Against torch they add `bias_correction`, state formats and
+`grad_scale` / `found_inf` on every path.  They leave out `differentiable` (no autograd through the step) and
+`capturable` (the GPU kernel keeps its step count on the device and needs no flag).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -16,28 +14,36 @@ import torch
 from torch import Tensor
 
 from . import _compat
-from ._compat import AdamLists
-from .batch import Batch, Path
+from ._compat import AdamLists, Signals
 from .checks import check_adam
-from .flat import FlatOptimizer, Params
+from .contract import Params
+from .fallback import is_plain
+from .flat import FlatOptimizer
+from .job import Hyper, Rule, flags_of
+from .memory import Memory
+from .plan import Entry
+from .rules import AdamMoments, adam_rule, adamw_rule
 
 __all__ = ["Adam", "AdamW"]
+
+_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 
 
 class Adam(FlatOptimizer):
     """Adam (Kingma and Ba 2015); with `decoupled_weight_decay`, AdamW.
 
     lr >= 0 (a number, or a tensor of one element); betas in [0, 1); eps >= 0; weight_decay >= 0, added to
-    the gradient unless decoupled.  `bias_correction=False` uses the moments as they are.  `fused` and
-    `foreach` force a path; None takes the fused kernel wherever device, dtype and layout allow it.
+    the gradient unless decoupled.  `bias_correction=False` uses the moments as they are.  For `state_dtype`,
+    `split_master`, `fused` and `foreach` see FlatOptimizer.
 
     State of a parameter, by torch's names: `step` () float32; `exp_avg`, `exp_avg_sq` and, with amsgrad,
-    `max_exp_avg_sq` of the parameter's shape, dtype and device.
+    `max_exp_avg_sq` of the parameter's shape and device; with state_dtype "8bit" a `..._scale` beside each; with
+    split_master the `remainder`.
 
     Raises ValueError or TypeError naming the argument that is out of range.
     """
 
-    _fused_on = _compat.FUSED_ADAM_ON
+    _rule = Rule.ADAM
     _absent_options: ClassVar[Mapping[str, Any]] = {
         **FlatOptimizer._absent_options,
         "amsgrad": False,
@@ -59,6 +65,8 @@ class Adam(FlatOptimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         bias_correction: bool = True,
+        state_dtype: torch.dtype | str | None = None,
+        split_master: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -71,33 +79,66 @@ class Adam(FlatOptimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
             "bias_correction": bias_correction,
+            "state_dtype": state_dtype,
+            "split_master": split_master,
         }
         super().__init__(params, defaults)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         check_adam(options)
 
-    def _state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        keys = ("step", "exp_avg", "exp_avg_sq")
-        return (*keys, "max_exp_avg_sq") if group["amsgrad"] else keys
+    def _memory(self, group: Mapping[str, Any]) -> Memory:
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+        return self._memory_of(group, names, squares=_SQUARES, counts=True)
 
-    def _init_state(self, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-        step, *moments = self._state_keys(group)
-        state: dict[str, Any] = {step: torch.zeros((), dtype=torch.float32, device=param.device)}
-        for key in moments:
-            state[key] = torch.zeros_like(param, requires_grad=False)
-        return state
+    def _flags(self, group: Mapping[str, Any]) -> int:
+        chosen = {
+            Rule.DECOUPLED: group["decoupled_weight_decay"],
+            Rule.AMSGRAD: group["amsgrad"],
+            Rule.MAXIMIZE: group["maximize"],
+            Rule.NO_CORRECTION: not group["bias_correction"],
+        }
+        return flags_of(chosen)
 
-    def _update(self, group: Mapping[str, Any], batch: Batch) -> None:
-        if batch.path is Path.FUSED:
-            _advance(batch)
-            _compat.fused_adam(group, _lists(group, batch), batch.signals)
-        elif not batch.is_skipped():
-            if batch.signals.grad_scale is not None:
-                _compat.divide_(batch.grads, batch.signals.grad_scale)
-            _compat.foreach_adam(group, _lists(group, batch))  # advances the steps that it is given
-            if not group["bias_correction"]:
-                _advance(batch)
+    def _hyper(self, group: Mapping[str, Any]) -> Hyper:
+        beta1, beta2 = group["betas"]
+        decay = group["weight_decay"]
+        return Hyper(lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=decay)
+
+    def _evaluate(
+        self, group: Mapping[str, Any], param: Tensor, grad: Tensor, moments: dict[str, Tensor], step: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        rule = adamw_rule if group["decoupled_weight_decay"] else adam_rule
+        new, after = rule(
+            param,
+            grad,
+            AdamMoments(step=step - 1, **moments),
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+            bias_correction=group["bias_correction"],
+        )
+        return new, {name: getattr(after, name) for name in moments}
+
+    def _update_in_torch(self, group: Mapping[str, Any], entries: list[Entry], signals: Signals) -> None:
+        if not is_plain(entries) or not group["bias_correction"]:
+            super()._update_in_torch(group, entries, signals)
+            return
+
+        def column(name: str) -> list[Tensor]:
+            return [entry.state[name] for entry in entries]
+
+        lists = AdamLists(
+            params=[entry.param for entry in entries],
+            grads=_compat.divided([entry.grad for entry in entries], signals.grad_scale),
+            exp_avgs=column("exp_avg"),
+            exp_avg_sqs=column("exp_avg_sq"),
+            max_exp_avg_sqs=column("max_exp_avg_sq") if group["amsgrad"] else [],
+            steps=column("step"),
+        )
+        _compat.foreach_adam(group, lists)  # advances the steps
 
 
 class AdamW(Adam):
@@ -119,6 +160,8 @@ class AdamW(Adam):
         foreach: bool | None = None,
         fused: bool | None = None,
         bias_correction: bool = True,
+        state_dtype: torch.dtype | str | None = None,
+        split_master: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -132,31 +175,11 @@ class AdamW(Adam):
             fused=fused,
             decoupled_weight_decay=True,
             bias_correction=bias_correction,
+            state_dtype=state_dtype,
+            split_master=split_master,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:  # as in torch: AdamW stays AdamW, whoever wrote the state
             group["decoupled_weight_decay"] = True
-
-
-def _lists(group: Mapping[str, Any], batch: Batch) -> AdamLists:
-    """The batch as lists; without bias correction the kernel sees an infinite step, whose corrections are 1."""
-    steps = batch.state("step")
-    if not group["bias_correction"]:
-        steps = [torch.full_like(steps[0], math.inf)] * len(steps)
-    return AdamLists(
-        params=batch.params,
-        grads=batch.grads,
-        exp_avgs=batch.state("exp_avg"),
-        exp_avg_sqs=batch.state("exp_avg_sq"),
-        max_exp_avg_sqs=batch.state("max_exp_avg_sq") if group["amsgrad"] else [],
-        steps=steps,
-    )
-
-
-def _advance(batch: Batch) -> None:
-    """Add one to the step counts, or nothing when found_inf is set; decided on the device."""
-    steps = batch.state("step")
-    found_inf = batch.signals.found_inf
-    _compat.add_(steps, torch.ones_like(steps[0]) if found_inf is None else 1 - found_inf)

@@ -1,14 +1,16 @@
 """Optimizers by name and option dict, as a DeepSpeed JSON config spells them.
 
-Names: adam, adamw and sgd in any case build zoptim's own; adagrad in any case and every other class of
-torch.optim by its exact name build torch's.  Names that DeepSpeed knows and zoptim does not have yet
+Names: adam, adamw, sgd, adagrad, lamb, lion, muon and adafactor in any case build zoptim's own; every other class of
+torch.optim by its exact name builds torch's.  Names that DeepSpeed knows and zoptim does not have yet
 are refused as such.
 
 What DeepSpeed's spelling means, and is kept:
 
 * "Adam" decouples the weight decay (it is AdamW) unless `adam_w_mode` is false.
-* weight_decay is 0 unless given, also for "AdamW" (torch's AdamW class has 0.01).
+* weight_decay is 0 unless given, also for "AdamW" (torch's AdamW class has 0.01); "Lion" has lr 1e-3, betas (0.9,
+0.999).
 * `torch_adam` takes torch's class instead of ours.
+* `fp32_optimizer_states: false` keeps moments in bf16; it is `state_dtype: "bf16"`.
 * `max_grad_norm` never clipped anything here: gradient_clipping does.
 """
 
@@ -20,27 +22,28 @@ from typing import Any
 
 import torch
 
+from .adafactor import Adafactor
+from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .checks import flag
+from .contract import Params
 from .errors import NotAvailableYetError, UnknownNameError, did_you_mean, refuse_unknown_options
-from .flat import Params
+from .lamb import LAMB
+from .lion import Lion
+from .muon import Muon
 from .sgd import SGD
 
 __all__ = ["make_optimizer"]
 
-_KERNEL_OPTIONS = ("maximize", "fused", "foreach")
-_ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "bias_correction", *_KERNEL_OPTIONS)
 _DEEPSPEED_ADAM_OPTIONS = ("adam_w_mode", "torch_adam", "fp32_optimizer_states")
-_SGD_OPTIONS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", *_KERNEL_OPTIONS)
+# Options of a class that its name in a config does not take.
+_NOT_IN_CONFIGS = frozenset({"params", "decoupled_weight_decay", "use_muon"})
 
 # Folded name -> what to use meanwhile.
 _NOT_YET = {
-    "lamb": "AdamW",
-    "lion": "AdamW",
-    "muon": "AdamW, or an instance of torch.optim.Muon over the two-dimensional weights",
     "onebitadam": "AdamW",
     "zerooneadam": "AdamW",
-    "onebitlamb": "AdamW",
+    "onebitlamb": "LAMB",
     "muadam": "Adam",
     "muadamw": "AdamW",
     "musgd": "SGD",
@@ -68,14 +71,19 @@ def make_optimizer(name: str, params: Params, options: Mapping[str, Any] | None 
     return maker(name, params, given) if maker else _make_torch(name, params, given)
 
 
+def _options_of(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(cls).parameters if name not in _NOT_IN_CONFIGS)
+
+
 def _make_adam(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
-    refuse_unknown_options(name, options, (*_ADAM_OPTIONS, *_DEEPSPEED_ADAM_OPTIONS))
+    refuse_unknown_options(name, options, (*_options_of(AdamW), *_DEEPSPEED_ADAM_OPTIONS))
     decoupled = flag("adam_w_mode", options.pop("adam_w_mode", True))
     use_torch = flag("torch_adam", options.pop("torch_adam", False))
-    if not flag("fp32_optimizer_states", options.pop("fp32_optimizer_states", True)):
-        raise NotAvailableYetError(
-            f"{name} was given fp32_optimizer_states=False; optimizer states below float32 are not available "
-            "yet. Remove the option, or set it to true."
+    keeps_fp32 = flag("fp32_optimizer_states", options.pop("fp32_optimizer_states", True))
+    if not keeps_fp32 and options.setdefault("state_dtype", "bf16") != "bf16":
+        raise ValueError(
+            f"{name} was given fp32_optimizer_states=False, which means bf16 states, and "
+            f"state_dtype={options['state_dtype']!r}. Remove one of the two."
         )
     if name.lower() == "adamw" and not decoupled:
         raise ValueError(
@@ -89,21 +97,24 @@ def _make_adam(name: str, params: Params, options: dict[str, Any]) -> torch.opti
 
 
 def _make_torch_adam(name: str, params: Params, options: dict[str, Any], decoupled: bool) -> torch.optim.Optimizer:
-    if not flag("bias_correction", options.pop("bias_correction", True)):
-        raise ValueError(
-            f"{name} was given torch_adam=True and bias_correction=False, but torch's Adam always corrects. "
-            "Remove one of the two; zoptim's own Adam honours bias_correction."
-        )
+    ours = {"bias_correction": True, "state_dtype": None, "split_master": False}
+    for option, default in ours.items():
+        if (given := options.pop(option, default)) != default:
+            raise ValueError(
+                f"{name} was given torch_adam=True and {option}={given!r}, which torch's Adam does not have. "
+                f"Remove one of the two; zoptim's own Adam honours {option}."
+            )
     return torch.optim.AdamW(params, **options) if decoupled else torch.optim.Adam(params, **options)
 
 
-def _make_sgd(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
-    refuse_unknown_options(name, options, _SGD_OPTIONS)
-    return SGD(params, **options)
+def _maker(cls: type[torch.optim.Optimizer], **defaults: Any) -> Callable[..., torch.optim.Optimizer]:
+    """What makes `cls` from options that are its own arguments."""
 
+    def make(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
+        refuse_unknown_options(name, options, _options_of(cls))
+        return cls(params, **{**defaults, **options})
 
-def _make_adagrad(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
-    return _make_torch("Adagrad", params, options)
+    return make
 
 
 def _make_torch(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -114,7 +125,7 @@ def _make_torch(name: str, params: Params, options: dict[str, Any]) -> torch.opt
         )
     classes = _torch_classes()
     if name not in classes:
-        own = ("Adam", "AdamW", "SGD", "Adagrad")
+        own = ("Adam", "AdamW", "SGD", "Adagrad", "LAMB", "Lion", "Muon", "Adafactor")
         raise UnknownNameError(
             f"there is no optimizer {name!r}.{did_you_mean(name, [*own, *classes])} "
             f"Allowed: {', '.join(own)} in any case; by exact name torch's {', '.join(classes)}."
@@ -133,12 +144,17 @@ def _torch_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
         and issubclass(value, torch.optim.Optimizer)
         and value is not torch.optim.Optimizer
         and name.lower() not in _NOT_YET
+        and name.lower() not in _OURS
     }
 
 
 _OURS: dict[str, Callable[[str, Params, dict[str, Any]], torch.optim.Optimizer]] = {
     "adam": _make_adam,
     "adamw": _make_adam,
-    "sgd": _make_sgd,
-    "adagrad": _make_adagrad,
+    "sgd": _maker(SGD),
+    "adagrad": _maker(Adagrad),
+    "lamb": _maker(LAMB),
+    "lion": _maker(Lion, lr=1e-3, betas=(0.9, 0.999)),
+    "muon": _maker(Muon),
+    "adafactor": _maker(Adafactor),
 }

@@ -4,42 +4,46 @@ A training step has to unscale gradients, clip them and skip non-finite ones.  A
 these read all gradients three more times.  Here they are two scalars that the update reads while it
 updates: `grad_scale` (divide by it: the loss scale over the clip coefficient) and `found_inf`
 (non-zero: change nothing).  torch's fused optimizers speak the same protocol, and
-torch.amp.GradScaler uses it when `_step_supports_amp_scaling` is set.
+torch.amp.GradScaler uses it when `_step_supports_amp_scaling` is set.  `p.grad` is never written.
 
-The rules are elementwise: what happens to an element depends on that element alone, so an optimizer
+Most rules are elementwise: what happens to an element depends on that element alone, so an optimizer
 is correct on whole tensors and on flat shards that cut across tensors alike.  `elementwise` says so
 to whoever cuts.
 
-A subclass says three things: which options are legal (`_check_options`), what an untrained tensor's
-state is (`_init_state`), and how one batch of tensors is updated (`_update`).
-
-[Note: p.grad after a step] With a grad_scale, the divided gradient is left in `p.grad` (torch's fused
-kernels store it there, and the foreach path does the same).  A second step without `zero_grad` would
-divide twice.  Without a grad_scale, and on a skipped step, `p.grad` is not written.
+A step: sort the parameters into batches (`plan.py`, once), and update each batch by one kernel call, or by the pure
+rule in torch where there is no kernel for it.  A subclass says which options are legal, what it remembers of a
+parameter, and its rule twice: as numbers for the kernel (`_rule`, `_flags`, `_hyper`) and as torch (`_evaluate`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ._compat import FusedOn, has_fused_kernel
-from .batch import NO_SCALE, Batch, Entry, plan_batches, read_signals
-from .errors import UnsupportedTensorError
+from ._compat import Signals
+from .backends import job_for, why_none
+from .contract import Contract, Params
+from .fallback import update_in_torch
+from .formats import StateFormat
+from .job import Hyper, Streams, WrittenRanges, num_bytes
+from .loading import adopt
+from .memory import REMAINDER, STEP, Master, Memory
+from .plan import Batch, Entry, Path, Plan, in_layout_of, is_dense, is_in_layout_of, sort_entries, why_no_kernel
+from .signals import NO_SCALE, beside, is_skipped, read_signals
 
 __all__ = ["FlatOptimizer", "Params"]
 
-Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
+class FlatOptimizer(Contract):
+    """A torch optimizer with kernels, state formats, and the grad_scale / found_inf protocol.
 
-class FlatOptimizer(torch.optim.Optimizer):
-    """A torch optimizer with an elementwise rule and the grad_scale / found_inf protocol.
-
-    Invariant: every state tensor but `step` has its parameter's shape, dtype and device; `step` is a ()
-    float32 tensor beside the parameter.
+    Options of every subclass: `state_dtype` (None, "fp32", "bf16", "8bit": what moments are kept as), `split_master`
+    (bf16 parameters with float32 precision), `maximize`, `foreach=True` (force the torch path), `fused=True` (demand
+    a kernel; None takes one wherever there is one).
     """
 
     # Gradients are divided by it inside the update.  One element, any device; None or 1 divides nothing.
@@ -49,38 +53,40 @@ class FlatOptimizer(torch.optim.Optimizer):
     # torch.amp.GradScaler hands the two scalars over instead of unscaling by itself.
     _step_supports_amp_scaling = True
     # The update of an element reads that element only: shards may cut anywhere.
-    elementwise = True
+    elementwise: ClassVar[bool] = True
     counts_on_device: ClassVar[bool] = True  # `step` lives beside the parameter
-    # Devices and dtypes on which the rule has a fused kernel.
-    _fused_on: ClassVar[FusedOn] = {}
-    # What a state_dict written by torch.optim means by the options that it lacks.
-    _absent_options: ClassVar[Mapping[str, Any]] = {"fused": None, "foreach": None, "maximize": False}
+    _rule: ClassVar[int]  # of the kernels, see job.Rule
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
-        self._check_options(defaults)
+        self._set_up()
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; its options are checked like the constructor's.
+    def mirror(self, master: Tensor, weight: Tensor) -> None:
+        """Tie a low-precision `weight` to its `master`, one of this optimizer's float32 parameters of the same shape.
 
-        Raises ValueError or TypeError for options out of range, UnsupportedTensorError for complex parameters.
+        Each step writes the new master, rounded to nearest, into `weight` (bf16 or fp16) in the same pass; and where
+        `master` has no gradient of its own, `weight.grad` is read instead.
+
+        Raises ValueError for another shape, device or layout, TypeError for dtypes that do not fit.
         """
-        if isinstance(param_group, dict):
-            self._check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-        try:
-            self._check_params(len(self.param_groups) - 1)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
+        if master.dtype is not torch.float32 or weight.dtype not in (torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"mirror was given a {master.dtype} master and a {weight.dtype} weight; it takes a torch.float32 "
+                "master, and a weight of torch.bfloat16 or torch.float16."
+            )
+        here, there = (master.shape, master.device, master.stride()), (weight.shape, weight.device, weight.stride())
+        if here != there:
+            raise ValueError(f"the master has shape, device and strides {here}, the weight {there}; they must agree.")
+        self._mirrors[master] = weight
+        self._forget()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return the closure's loss, or None.
 
-        Phases: evaluate the closure, read the signals, refuse what cannot be updated (before the first
-        write), update batch by batch.  See [Note: p.grad after a step].
+        Phases: evaluate the closure, read the signals, plan all groups (which refuses what cannot be updated, before
+        the first write), update batch by batch.
 
-        Raises UnsupportedTensorError for sparse gradients, ValueError for state of another shape.
+        Raises UnsupportedTensorError for sparse gradients, ValueError for tensors that do not fit or overlap.
         """
         loss = None
         if closure is not None:
@@ -88,135 +94,180 @@ class FlatOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with torch.no_grad():
             signals = read_signals(self.grad_scale, self.found_inf)
-            for index in range(len(self.param_groups)):
-                self._check_gradients(index)
-            for group in self.param_groups:
-                for batch in plan_batches(group, self._entries(group), signals, self._fused_on):
-                    self._update(group, batch)
+            plans = [self._current_plan(index) for index in range(len(self.param_groups))]
+            for group, plan in zip(self.param_groups, plans):
+                for batch in plan.batches:
+                    self._update(group, batch, beside(signals, batch.entries[0].param.device))
         return loss
 
-    # What a subclass says -------------------------------------------------------------------------
+    # What a subclass says; and, of Contract, _check_options and _memory ----------------------------
 
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError or TypeError naming the option of one merged group that is out of range."""
+    def _flags(self, group: Mapping[str, Any]) -> int:
+        """Flags of the kernel's rule for this group, see job.Rule."""
         raise NotImplementedError
 
-    def _state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """The keys of a parameter's state, once it has been updated."""
+    def _hyper(self, group: Mapping[str, Any]) -> Hyper:
+        """Hyperparameters of the kernel's rule."""
         raise NotImplementedError
 
-    def _init_state(self, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-        """The state of `param` before its first update; {} if the first update makes it."""
+    def _evaluate(
+        self, group: Mapping[str, Any], param: Tensor, grad: Tensor, moments: dict[str, Tensor], step: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The pure rule: new weight and moments of one tensor after update number `step` (1 is the first)."""
         raise NotImplementedError
 
-    def _update(self, group: Mapping[str, Any], batch: Batch) -> None:
-        """Apply the rule in place to a batch: one device, one dtype, one path, any number of tensors."""
-        raise NotImplementedError
+    def _update(self, group: Mapping[str, Any], batch: Batch, signals: Signals) -> None:
+        """Apply the rule in place to a batch."""
+        if batch.path is Path.KERNEL:
+            assert batch.job is not None
+            batch.job.step(self._hyper(group), signals)
+        elif not is_skipped(signals):
+            self._update_in_torch(group, batch.entries, signals)
 
-    # Gathering and refusing -----------------------------------------------------------------------
+    def _update_in_torch(self, group: Mapping[str, Any], entries: list[Entry], signals: Signals) -> None:
+        """Apply the rule in place without a kernel; not called for skipped steps."""
+        update_in_torch(self, group, entries, signals)
 
-    def _entries(self, group: Mapping[str, Any]) -> Iterator[Entry]:
-        """The parameters of `group` that have gradients, with their state, made where missing."""
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            state = self.state[param]
-            if not state:
-                state.update(self._init_state(group, param))
-            # A parameter with `grad_dtype` set may carry gradients of another dtype than its own.
-            same = param.grad.dtype is param.dtype
-            yield Entry(param, param.grad if same else param.grad.to(param.dtype), state)
+    def _rows(self, index: int, entry: Entry) -> Iterator[Entry]:
+        """The entry as kernels should see it; LAMB cuts flat shards into segments here."""
+        yield entry
 
-    def _check_params(self, index: int) -> None:
+    # Planning -------------------------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        # master -> the low-precision weight that follows it; loading state cuts no tie
+        self._mirrors: dict[Tensor, Tensor] = getattr(self, "_mirrors", {})
+        self._told: set[str] = set()  # reasons for the torch path that were warned about
+        self._forget()
+
+    def _forget(self) -> None:
+        """Make all plans anew at the next step."""
+        self._plans: dict[int, Plan] = {}
+
+    def _memory_of(self, group: Mapping[str, Any], names: tuple[str, ...], **more: Any) -> Memory:
+        """The memory of a group with these moments; `more` are further fields of Memory."""
+        master = Master.SPLIT if group["split_master"] else Master.WEIGHT
+        state_format = StateFormat.parse(group["state_dtype"])
+        return Memory(names=names, format=state_format, master=master, **{"squares": frozenset(), **more})
+
+    def _gradient(self, param: Tensor) -> Tensor | None:
+        grad = param.grad
+        if grad is None and self._mirrors and param in self._mirrors:
+            return self._mirrors[param].grad
+        return grad
+
+    def _current_plan(self, index: int) -> Plan:
         group = self.param_groups[index]
-        for position, param in enumerate(group["params"]):
-            if param.is_complex():
-                raise UnsupportedTensorError(
-                    f"{self._name(index, position)} is complex ({param.dtype}); "
-                    f"{type(self).__name__} takes real tensors. Train torch.view_as_real(parameter)."
-                )
-            if group["fused"] and not has_fused_kernel(param, self._fused_on):
-                raise ValueError(
-                    f"fused=True, but torch has no fused kernel for {self._name(index, position)} "
-                    f"({param.dtype} on {param.device}). Leave fused=None to choose by tensor."
-                )
+        params = group["params"]
+        grads = [self._gradient(p) for p in params] if self._mirrors else [p.grad for p in params]
+        key = (group["foreach"], group["fused"], self._flags(group), self._memory(group))
+        plan = self._plans.get(index)
+        current = plan is not None and plan.is_current(key, params, self.state.values())
+        if plan is not None and current and plan.accept(grads, self._point(index)):
+            return plan
+        plan = self._plans[index] = self._make_plan(index, key, grads)
+        return plan
 
-    def _check_gradients(self, index: int) -> None:
-        for position, param in enumerate(self.param_groups[index]["params"]):
-            if param.grad is None:
-                continue
-            if param.grad.layout is not torch.strided:
-                raise UnsupportedTensorError(
-                    f"the gradient of {self._name(index, position)} is sparse ({param.grad.layout}); "
-                    f"{type(self).__name__} takes dense gradients. Build the embedding with sparse=False, "
-                    "or give its weights to torch.optim.SparseAdam."
-                )
-            self._check_shapes(index, position, {"gradient": param.grad, **self.state.get(param, {})})
+    def _point(self, index: int) -> Callable[[Batch], None]:
+        def point(batch: Batch) -> None:
+            self._refuse_read_overlap(index, batch)
+            assert batch.job is not None
+            batch.job.point(batch.streams)
 
-    def _check_shapes(self, index: int, position: int, beside: Mapping[str, Any]) -> None:
-        """Kernels read raw memory: tensors of another size than the parameter must never reach one."""
-        shape = self.param_groups[index]["params"][position].shape
-        for key, value in beside.items():
-            if key != "step" and isinstance(value, Tensor) and value.shape != shape:
-                raise ValueError(
-                    f"{key} of {self._name(index, position)} has shape {tuple(value.shape)}, the parameter has "
-                    f"{tuple(shape)}. Load the state of this model; or, if the parameter's data was replaced, "
-                    "clear its gradient and drop its entry from optimizer.state."
-                )
+        return point
 
-    def _name(self, index: int, position: int) -> str:
-        names = self.param_groups[index].get("param_names")
-        where = f"parameter {position} of group {index}"
-        return f"{where} ({names[position]!r})" if names else where
-
-    # Loading --------------------------------------------------------------------------------------
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Adopt loaded groups and state, from torch.optim or from here (torch calls this when loading).
-
-        Raises ValueError, with nothing adopted, for options out of range and state that does not fit.
-        """
-        previous = dict(self.__dict__)
-        super().__setstate__(state)
-        try:
-            for index, group in enumerate(self.param_groups):
-                for option, value in self._absent_options.items():
-                    group.setdefault(option, value)
-                self._check_loaded_group(index)
-                for position, param in enumerate(group["params"]):
-                    if self.state.get(param):
-                        self.state[param] = self._adopted(index, position)
-        except (TypeError, ValueError):
-            self.__dict__.update(previous)
-            raise
-
-    def _check_loaded_group(self, index: int) -> None:
+    def _make_plan(self, index: int, key: Any, grads: list[Tensor | None]) -> Plan:
+        """Phases: refuse what cannot be updated, make missing state, sort, lay out the kernel calls."""
         group = self.param_groups[index]
-        # torch itself adds "differentiable" to the defaults whenever it loads.
-        missing = [option for option in self.defaults if option not in group and option != "differentiable"]
-        if missing:
-            raise ValueError(
-                f"the loaded group {index} lacks the options {', '.join(missing)} of {type(self).__name__}; "
-                f"it has {', '.join(sorted(set(group) - {'params'}))}. It was written by another optimizer."
-            )
-        self._check_options(group)
+        self._check_gradients(index, grads)
+        entries = [row for entry in self._entries(index, grads) for row in self._rows(index, entry)]
+        batches = [
+            self._make_batch(index, path, members)
+            for path, members in sort_entries(entries, lambda entry: self._path_of(index, entry))
+        ]
+        copied = any(entry.grad is not grads[entry.index] for entry in entries if entry.part is None)
+        # A gradient in another layout is copied at every step: no key ever equals a fresh object.
+        return Plan.make(object() if copied else key, group["params"], grads, batches, self.state.values())
 
-    def _adopted(self, index: int, position: int) -> dict[str, Any]:
-        """The state of one parameter in the form that the kernels rely on."""
+    def _entries(self, index: int, grads: list[Tensor | None]) -> Iterator[Entry]:
+        """The parameters of the group that have gradients, with their state, made where missing."""
+        for position, (param, grad) in enumerate(zip(self.param_groups[index]["params"], grads)):
+            if grad is not None:
+                state = self._ready_state(index, position)
+                yield Entry(param, in_layout_of(grad, param), state, position, self._mirrors.get(param))
+
+    def _ready_state(self, index: int, position: int) -> dict[str, Any]:
+        """The state of a parameter: made where missing, laid out anew where the parameter's layout has changed."""
         group = self.param_groups[index]
-        param = group["params"][position]
-        state = {key: value for key, value in self.state[param].items() if value is not None}
-        missing = [key for key in self._state_keys(group) if key not in state]
-        if state and missing:
-            raise ValueError(
-                f"the loaded state of {self._name(index, position)} lacks {', '.join(missing)}; "
-                f"it has {', '.join(state)}. It was written by another optimizer than "
-                f"{type(self).__name__}, or by one with other options."
-            )
-        self._check_shapes(index, position, state)
-        for key, value in state.items():
-            if key == "step":
-                state[key] = torch.as_tensor(value, dtype=torch.float32).to(param.device).reshape(())
-            elif isinstance(value, Tensor) and value.stride() != param.stride():
-                state[key] = torch.empty_like(param, requires_grad=False).copy_(value)
+        param, memory = group["params"][position], self._memory(group)
+        state: dict[str, Any] = self.state[param]
+        if not all(key in state for key in memory.first_keys_for(param)):
+            made = memory.make(param)
+            state.update({key: state.get(key, made[key]) for key in memory.first_keys_for(param)})
+        shaped = (value for key, value in state.items() if isinstance(value, Tensor) and self._is_shaped(key))
+        if is_dense(param) and not all(is_in_layout_of(value, param) for value in shaped):
+            state.update(adopt(state, param, memory, self._name(index, position)))
         return state
+
+    def _path_of(self, index: int, entry: Entry) -> Path:
+        group = self.param_groups[index]
+        is_first = any(name not in entry.state for name in self._memory(group).lazy)
+        if group["foreach"] or is_first:
+            return Path.TORCH
+        reason = why_no_kernel(entry, why_none)
+        if reason is None:
+            return Path.KERNEL
+        name = self._name(index, entry.index)
+        if group["fused"]:
+            raise ValueError(f"fused=True, but {name} cannot take a kernel: {reason}. Leave fused=None.")
+        if reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(
+                f"{type(self).__name__} updates {name} by plain torch operations, which is slower: {reason}. "
+                "foreach=True chooses them without this warning.",
+                stacklevel=2,
+            )
+        return Path.TORCH
+
+    def _make_batch(self, index: int, path: Path, entries: list[Entry]) -> Batch:
+        group = self.param_groups[index]
+        if path is Path.TORCH:
+            return Batch(path, entries, Streams(weights=[], grads=[]))
+        batch = Batch(path, entries, self._streams(group, entries))
+        self._refuse_written_overlap(index, batch)
+        self._refuse_read_overlap(index, batch)
+        batch.job = job_for(entries[0].param.device)(self._rule, self._flags(group), batch.streams)
+        return batch
+
+    def _streams(self, group: Mapping[str, Any], entries: list[Entry]) -> Streams:
+        memory = self._memory(group)
+
+        kept = [memory.streams(entry.state) for entry in entries]
+        return Streams(
+            weights=[entry.param for entry in entries],
+            grads=[entry.grad for entry in entries],
+            states=tuple(list(column) for column in zip(*(states for states, _ in kept))),
+            scales=tuple(list(column) for column in zip(*(scales for _, scales in kept))),
+            remainders=[entry.state[REMAINDER] for entry in entries if memory.master is Master.SPLIT],
+            copies=[entry.copy for entry in entries if entry.copy is not None],
+            steps=[entry.state[STEP] for entry in entries if STEP in entry.state],
+        )
+
+    def _refuse_written_overlap(self, index: int, batch: Batch) -> None:
+        ranges = WrittenRanges.make(batch.streams.written())
+        if isinstance(ranges, tuple):
+            name = self._name(index, batch.entries[ranges[1]].index)
+            raise ValueError(
+                f"the memory of {name} or of its state overlaps that of another tensor which the same step writes. "
+                "Give each parameter memory of its own; one tensor can be in one group, once."
+            )
+        batch.ranges, batch.grad_bytes = ranges, num_bytes(batch.streams.grads)
+
+    def _refuse_read_overlap(self, index: int, batch: Batch) -> None:
+        found = batch.find_overlap()
+        if found is not None:
+            name = self._name(index, batch.entries[found].index)
+            raise ValueError(
+                f"the gradient of {name} overlaps memory that the step writes (a weight or a state). "
+                "Give the gradient memory of its own."
+            )

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from . import _compat
 from ._compat import Signals
-from .batch import read_signals
 from .flat import FlatOptimizer
+from .signals import read_signals
 
 __all__ = ["AcceptsGradScale", "GradScaled", "accept_grad_scale", "speaks_grad_scale"]
 

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["AdamMoments", "adam_rule", "adamw_rule", "sgd_rule"]
+__all__ = ["AdamMoments", "adagrad_rule", "adam_rule", "adamw_rule", "lamb_rule", "lion_rule", "sgd_rule"]
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -94,6 +94,76 @@ def sgd_rule(
     if momentum_buffer is not None:
         buffer = momentum * momentum_buffer + (1 - dampening) * direction
     return param - lr * (direction + momentum * buffer if nesterov else buffer), buffer
+
+
+def adagrad_rule(
+    param: Tensor,
+    grad: Tensor,
+    total: Tensor,
+    *,
+    step: int = 0,
+    lr: float = 1e-2,
+    lr_decay: float = 0.0,
+    weight_decay: float = 0.0,
+    eps: float = 1e-10,
+    maximize: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Adagrad (Duchi et al. 2011) in torch's form, with L2 decay; `step` updates have been applied so far.
+
+    Returns the new parameter and the new sum of squares.
+    """
+    penalised = (-grad if maximize else grad) + weight_decay * param
+    total = total + penalised * penalised
+    return param - lr / (1 + step * lr_decay) * penalised / (total.sqrt() + eps), total
+
+
+def lion_rule(
+    param: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    *,
+    lr: float = 1e-4,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Lion (Chen et al. 2023, algorithm 2): the sign of an interpolated gradient, and a slower mean of it."""
+    beta1, beta2 = betas
+    grad = -grad if maximize else grad
+    direction = (beta1 * mean + (1 - beta1) * grad).sign()
+    return param * (1 - lr * weight_decay) - lr * direction, beta2 * mean + (1 - beta2) * grad
+
+
+def lamb_rule(
+    param: Tensor,
+    grad: Tensor,
+    moments: AdamMoments,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
+    eps_inside_sqrt: bool = False,
+    min_coeff: float = 0.01,
+    max_coeff: float = 10.0,
+    maximize: bool = False,
+) -> tuple[Tensor, AdamMoments]:
+    """LAMB (You et al. 2020, algorithm 2) with DeepSpeed's bounds of the trust ratio, on one whole tensor."""
+    beta1, beta2 = betas
+    grad = -grad if maximize else grad
+    step = moments.step + 1
+    mean = beta1 * moments.exp_avg + (1 - beta1) * grad
+    square = beta2 * moments.exp_avg_sq + (1 - beta2) * grad * grad
+    corrected = mean / (1 - beta1**step) if bias_correction else mean
+    variance = square / (1 - beta2**step) if bias_correction else square
+    root = (variance + eps).sqrt() if eps_inside_sqrt else variance.sqrt() + eps
+    direction = corrected / root + weight_decay * param
+    ratio = 1.0
+    weight_norm, direction_norm = float(param.double().norm()), float(direction.double().norm())
+    if weight_norm > 0 and direction_norm > 0:
+        ratio = min(max(weight_norm / direction_norm, min_coeff), max_coeff)
+    return param - lr * ratio * direction, AdamMoments(step=step, exp_avg=mean, exp_avg_sq=square)
 
 
 def _adam_direction(

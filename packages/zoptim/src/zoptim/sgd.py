@@ -3,7 +3,7 @@
 [Note: the first momentum] torch starts the buffer as the gradient itself, so "the first update" is
 state: it is told by the absence of the buffer.  torch's fused path creates that buffer before it looks
 at found_inf, and a skipped first step leaves uninitialised memory behind; here a skipped first step
-leaves no buffer.  The price is one read of found_inf on the host, only while buffers are missing.
+leaves no buffer.  The price: the first update of a parameter takes the torch path.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import attrs
 import torch
 from torch import Tensor
 
 from . import _compat
-from ._compat import SgdLists
-from .batch import Batch, Entry, Path
+from ._compat import SgdLists, Signals
 from .checks import check_sgd
-from .flat import FlatOptimizer, Params
+from .contract import Params
+from .fallback import is_plain
+from .flat import FlatOptimizer
+from .job import Hyper, Rule, flags_of
+from .memory import Memory
+from .plan import Entry
+from .rules import sgd_rule
 
 __all__ = ["SGD"]
 
@@ -29,16 +33,16 @@ _BUFFER = "momentum_buffer"
 class SGD(FlatOptimizer):
     """SGD: lr >= 0 (a number, or a tensor of one element), momentum >= 0, dampening, weight_decay >= 0.
 
-    `nesterov` needs momentum > 0 and dampening 0.  `fused` and `foreach` force a path; None takes the fused
-    kernel wherever device, dtype and layout allow it.
+    `nesterov` needs momentum > 0 and dampening 0.  For `state_dtype`, `split_master`, `fused` and `foreach` see
+    FlatOptimizer.
 
-    State of a parameter, by torch's name: `momentum_buffer` of the parameter's shape, dtype and device, from
-    the first update on and only with momentum.
+    State of a parameter, by torch's name: `momentum_buffer` of the parameter's shape and device, from the first
+    update on and only with momentum; a `step` where rounding is stochastic.
 
     Raises ValueError or TypeError naming the argument that is out of range.
     """
 
-    _fused_on = _compat.FUSED_SGD_ON
+    _rule = Rule.SGD
     _absent_options: ClassVar[Mapping[str, Any]] = {**FlatOptimizer._absent_options, "nesterov": False}
 
     def __init__(
@@ -53,6 +57,8 @@ class SGD(FlatOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        split_master: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -63,48 +69,55 @@ class SGD(FlatOptimizer):
             "maximize": maximize,
             "foreach": foreach,
             "fused": fused,
+            "state_dtype": state_dtype,
+            "split_master": split_master,
         }
         super().__init__(params, defaults)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         check_sgd(options)
 
-    def _state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ()  # a buffer may be absent: before the first update, or without momentum
+    def _memory(self, group: Mapping[str, Any]) -> Memory:
+        names = (_BUFFER,) if group["momentum"] else ()
+        return self._memory_of(group, names, lazy=frozenset(names), counts=False)
 
-    def _init_state(self, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-        return {}  # see [Note: the first momentum]
+    def _flags(self, group: Mapping[str, Any]) -> int:
+        return flags_of({Rule.NESTEROV: group["nesterov"], Rule.MAXIMIZE: group["maximize"]})
 
-    def _update(self, group: Mapping[str, Any], batch: Batch) -> None:
-        if group["momentum"] == 0:
-            self._update_alike(group, batch, first=False)
+    def _hyper(self, group: Mapping[str, Any]) -> Hyper:
+        return Hyper(
+            lr=group["lr"],
+            beta1=group["momentum"],
+            beta2=group["dampening"],
+            weight_decay=group["weight_decay"],
+        )
+
+    def _evaluate(
+        self, group: Mapping[str, Any], param: Tensor, grad: Tensor, moments: dict[str, Tensor], step: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        new, buffer = sgd_rule(
+            param,
+            grad,
+            moments.get(_BUFFER),
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+        return new, {} if buffer is None else {_BUFFER: buffer}
+
+    def _update_in_torch(self, group: Mapping[str, Any], entries: list[Entry], signals: Signals) -> None:
+        if not is_plain(entries):
+            super()._update_in_torch(group, entries, signals)
             return
-        fresh = [entry for entry in batch.entries if _BUFFER not in entry.state]
-        seasoned = [entry for entry in batch.entries if _BUFFER in entry.state]
-        for entries, first in ((fresh, True), (seasoned, False)):
-            if entries:
-                self._update_alike(group, attrs.evolve(batch, entries=entries), first=first)
-
-    def _update_alike(self, group: Mapping[str, Any], batch: Batch, *, first: bool) -> None:
-        """Update entries that all have a buffer, or all have none."""
-        if (first or batch.path is Path.FOREACH) and batch.is_skipped():
-            return
-        momentum = group["momentum"] != 0
-        if batch.path is Path.FUSED:
-            buffers = _buffers(batch.entries, first) if momentum else []
-            lists = SgdLists(batch.params, batch.grads, buffers, first)
-            _compat.fused_sgd(group, lists, batch.signals)
-        else:
-            if batch.signals.grad_scale is not None:
-                _compat.divide_(batch.grads, batch.signals.grad_scale)
-            buffers = batch.state(_BUFFER) if momentum and not first else []
-            buffers = _compat.foreach_sgd(group, SgdLists(batch.params, batch.grads, buffers, first))
-        for entry, buffer in zip(batch.entries, buffers):
-            entry.state[_BUFFER] = buffer
-
-
-def _buffers(entries: list[Entry], first: bool) -> list[Tensor]:
-    """The momentum buffers; on the first update, unwritten ones that the kernel fills."""
-    if first:
-        return [torch.empty_like(entry.param, requires_grad=False) for entry in entries]
-    return [entry.state[_BUFFER] for entry in entries]
+        fresh = [entry for entry in entries if _BUFFER not in entry.state]
+        seasoned = [entry for entry in entries if _BUFFER in entry.state]
+        for some, first in ((fresh, True), (seasoned, False)):
+            grads = _compat.divided([entry.grad for entry in some], signals.grad_scale)
+            kept = [entry.state[_BUFFER] for entry in some] if group["momentum"] and not first else []
+            if some:
+                buffers = _compat.foreach_sgd(group, SgdLists([entry.param for entry in some], grads, kept, first))
+                for entry, buffer in zip(some, buffers):
+                    entry.state[_BUFFER] = buffer

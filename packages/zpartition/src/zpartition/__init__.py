@@ -7,11 +7,12 @@ under one `ZeroPolicy`).  Everything above (engines, checkpoints) talks in these
 
 from __future__ import annotations
 
+from zpartition.addressing import make_state, state_shards
 from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
 from zpartition.partition import Partition, shard
 from zpartition.policy import Averaging, ReduceAt, ZeroPolicy
 from zpartition.shard import Shard
-from zpartition.state import Holder, make_state, state_shards
+from zpartition.state import Holder
 
 __version__ = "0.1.0"
 

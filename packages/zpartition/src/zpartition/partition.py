@@ -30,9 +30,10 @@ from torch.nn import Parameter
 import zcomm
 from zpartition import state
 from zpartition.admission import claim, disclaim, named_groups, one_device, refuse_owned
-from zpartition.layout import Layout, ParamSpec, Piece, plan_layout
+from zpartition.layout import Layout, ParamSpec, plan_layout
 from zpartition.policy import ZeroPolicy
 from zpartition.reducer import GradientReducer
+from zpartition.resting import untouched
 from zpartition.shard import Shard, whole
 from zpartition.storage import BucketStorage
 
@@ -92,7 +93,7 @@ class Partition:
     reducer: GradientReducer
     rank: int  # within `group`
     persistent: frozenset[str]  # names of buffers that belong to the module's state
-    optimizer_state: Callable[[Parameter], dict[str, object]] = attrs.field(default=lambda _param: {})
+    optimizer: torch.optim.Optimizer | None = None  # the rebound one
     holders: tuple[state.Holder, ...] = ()  # what the rebound optimizer updates
     updates_parameters: bool = False  # whether those are the module's own parameters, not flat spans
 
@@ -117,6 +118,7 @@ class Partition:
 
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:
         """Let `optimizer` update this partition's shards instead of the module's parameters."""
+        state.refuse_split_master(optimizer)
         num_groups = len(optimizer.param_groups)
         if not state.is_elementwise(optimizer):
             self._refuse_shaped(optimizer)
@@ -127,7 +129,7 @@ class Partition:
             for storage, holder in zip(self.storages, self.holders):
                 held[storage.bucket.group].append(holder)
             state.rebind(optimizer, held, self.params)
-        self.optimizer_state = lambda param: optimizer.state.get(param, {})
+        self.optimizer = optimizer
 
     def synchronise(self) -> None:
         """Make weights, frozen parameters and buffers equal to rank 0's."""
@@ -315,23 +317,10 @@ class Partition:
             )
         return names
 
-    @contextmanager
-    def _untouched(self, names: frozenset[str]) -> Iterator[None]:
+    def _untouched(self, names: frozenset[str]) -> AbstractContextManager[None]:
         """Put the weights and the optimizer state of `names` back after the update."""
-        saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-        resting = [(h, p) for h in (self.holders if names else ()) for p in h.pieces if p.slot.name in names]
-        known = {id(holder.tensor): set(self.optimizer_state(holder.tensor)) for holder, _ in resting}
-        for holder, piece in resting:
-            for tensor in (holder.tensor.data, *self.optimizer_state(holder.tensor).values()):
-                saved.extend((part, part.clone()) for part in _parts(tensor, holder, piece))
-        yield
-        for part, before in saved:
-            part.copy_(before)
-        for holder, piece in resting:  # state that the step has just made is as it would be without the step
-            for key, tensor in self.optimizer_state(holder.tensor).items():
-                if key not in known[id(holder.tensor)] and key != "step_size":  # Rprop's starts at lr and stays
-                    for part in _parts(tensor, holder, piece):
-                        part.zero_()
+        resting = [(h, p) for h in self.holders if names for p in h.pieces if p.slot.name in names]
+        return untouched(self.optimizer, resting)
 
     def _refuse_shaped(self, optimizer: torch.optim.Optimizer) -> None:
         name = type(optimizer).__name__
@@ -340,9 +329,3 @@ class Partition:
                 f"{name} needs whole tensors of full precision, but this policy cuts them into flat shards or keeps "
                 "masters apart. Use stage 0 with fp32 parameters, or an elementwise optimizer (AdamW, SGD, ...)."
             )
-
-
-def _parts(value: object, holder: state.Holder, piece: Piece) -> Iterator[torch.Tensor]:
-    """The elements of `piece` in a tensor that is laid out like `holder`; nothing for any other value."""
-    if isinstance(value, torch.Tensor) and value.numel() == holder.tensor.numel() and value.dim():
-        yield value.view(-1)[piece.offset : piece.offset + piece.numel]

@@ -1,4 +1,4 @@
-"""Optimizer state on shards: rebinding an optimizer, and addressing what it keeps.
+"""Optimizer state on shards: rebinding an optimizer, and what it keeps.
 
 An elementwise optimizer (SGD, Adam and their kin) does not care where one parameter ends and the next begins, so
 it can update flat spans: a handful of long tensors in place of thousands, and only this rank's part.  `rebind` swaps
@@ -6,13 +6,20 @@ the tensors in its parameter groups; hyperparameters, schedulers and the object 
 looks at shapes (Muon, Adafactor) keeps the module's own parameters, which is possible as long as nothing is sharded.
 
 A `Holder` says which parameters' elements live where in one of the optimizer's tensors; through it the state of
-both kinds is read and restored by parameter name.
+both kinds is read and restored by parameter name (addressing.py).
+
+[Note: portable state] An optimizer may keep state in a form that only it can cut and join, such as 8-bit codes with
+a scale for every few elements.  Such a class has two methods.  `portable_state(tensor)` returns the state by key, as
+tensors, or, for what is coded, as objects with `dtype`, `shape` and `read(start, stop)`, which decodes a part;
+`take_portable_state(tensor, state)` accepts plain tensors in its place and encodes them.  So a checkpoint holds
+numbers, and state moves between formats as it moves between world sizes.  The options that say how state is kept
+(`kept_options`) belong to the object and not to the checkpoint.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -20,7 +27,6 @@ import torch
 from torch.nn import Parameter
 
 from zpartition.layout import Piece, Slot
-from zpartition.shard import Shard, full_box
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
@@ -43,6 +49,11 @@ class Holder:
         """The module's own parameter, held whole."""
         slot = Slot(name, tuple(param.shape), 0, param.numel())
         return cls(param, (Piece(slot, (0, slot.numel), 0),))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor is one parameter, in its shape."""
+        return len(self.pieces) == 1 and self.tensor.shape == self.pieces[0].slot.shape
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -67,6 +78,17 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
+def refuse_split_master(optimizer: torch.optim.Optimizer) -> None:
+    """ValueError if `optimizer` wants to keep the lower halves of weights whose fp32 masters are kept here."""
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("split_master"):
+            raise ValueError(
+                f"{type(optimizer).__name__} was made with split_master=True (parameter group {index}), but a "
+                "partition keeps fp32 masters of low-precision weights itself, and there would be nothing to split. "
+                'Leave split_master out; state_dtype="bf16" or "8bit" makes the optimizer smaller.'
+            )
+
+
 def rebind(
     optimizer: torch.optim.Optimizer,
     holders: Sequence[Sequence[Holder]],
@@ -79,7 +101,7 @@ def rebind(
     Raises:
         ValueError: the state of parameters that now share a tensor disagrees (step counts, say).
     """
-    old_state = {name: optimizer.state[param] for name, param in params.items() if param in optimizer.state}
+    old_state = {name: dict(state_of(optimizer, param)) for name, param in params.items() if param in optimizer.state}
     optimizer.state.clear()
     for group, group_holders in zip(optimizer.param_groups, holders):
         group["params"] = [holder.tensor for holder in group_holders]
@@ -87,68 +109,40 @@ def rebind(
         return
     for holder in (holder for group_holders in holders for holder in group_holders):
         if state := _merge_state(holder, {p.slot.name: old_state.get(p.slot.name, {}) for p in holder.pieces}):
-            optimizer.state[holder.tensor] = state
+            give_state(optimizer, holder.tensor, state)
 
 
-def state_shards(optimizer: torch.optim.Optimizer, holders: Iterable[Holder]) -> Iterator[tuple[str, Shard]]:
-    """(state key, shard) for every tensor that the optimizer keeps, addressed by parameter name.
+def state_of(optimizer: torch.optim.Optimizer, tensor: Parameter) -> Mapping[str, Any]:
+    """What the optimizer keeps of `tensor`, {} for nothing; see [Note: portable state]."""
+    portable = getattr(optimizer, "portable_state", None)
+    state: Mapping[str, Any] = optimizer.state.get(tensor, {}) if portable is None else portable(tensor)
+    return state
 
-    A state tensor as large as its parameter is cut like it; a scalar belongs whole to each parameter of the holder.
+
+def give_state(optimizer: torch.optim.Optimizer, tensor: Parameter, state: dict[str, Any]) -> None:
+    """Let the optimizer keep `state` of `tensor`; see [Note: portable state].
 
     Raises:
-        TypeError: the optimizer keeps something that is neither.
+        ValueError: the optimizer finds that something is missing, or of another size.
     """
-    for holder in holders:
-        for key, value in optimizer.state.get(holder.tensor, {}).items():
-            if isinstance(value, torch.Tensor) and value.numel() == holder.tensor.numel() and value.dim():
-                flat = value.detach().view(-1)
-                for piece in holder.pieces:
-                    part = flat[piece.offset : piece.offset + piece.numel]
-                    shape = piece.slot.shape
-                    yield key, Shard(piece.slot.name, shape, full_box(shape), piece.span, part)
-            elif isinstance(value, torch.Tensor) and value.numel() == 1:
-                for piece in holder.pieces:
-                    yield key, Shard(piece.slot.name, (), (), (0, 1), value.detach().view(-1))
-            else:
-                raise TypeError(
-                    f"state {key!r} of {type(optimizer).__name__} for {holder.pieces[0].slot.name} is "
-                    f"{_describe(value)}; a checkpoint can hold tensors shaped like the parameter, and scalars"
-                )
+    take = getattr(optimizer, "take_portable_state", None)
+    if take is None:
+        optimizer.state[tensor] = state
+    else:
+        take(tensor, state)
 
 
-def make_state(
-    optimizer: torch.optim.Optimizer,
-    holders: Iterable[Holder],
-    kinds_of: Callable[[str], Mapping[str, tuple[torch.dtype, bool]]],
-) -> None:
-    """Create zeroed state for every holder, so that `state_shards` yields targets to load into.
-
-    `kinds_of(parameter name)[key]` is (dtype, is_scalar).  A scalar lives where the optimizer keeps it: with the
-    parameter when the group is fused or capturable or the class says `counts_on_device`, else on the CPU.
-    """
-    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    optimizer.state.clear()
-    for holder in holders:
-        group = group_of[id(holder.tensor)]
-        beside = group.get("fused") or group.get("capturable") or getattr(optimizer, "counts_on_device", False)
-        scalar_device = holder.tensor.device if beside else "cpu"
-        state: dict[str, torch.Tensor] = {}
-        for key, (dtype, is_scalar) in _kinds_of_holder(holder, kinds_of).items():
-            if is_scalar:
-                state[key] = torch.zeros((), dtype=dtype, device=scalar_device)
-            else:
-                state[key] = torch.zeros_like(holder.tensor.data, dtype=dtype)
-        if state:
-            optimizer.state[holder.tensor] = state
+def elements(value: Any, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of a state: a flat view of a contiguous tensor, or what a coded one decodes to."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().view(-1)[start:stop]
+    part: torch.Tensor = value.read(start, stop)
+    return part
 
 
-def _kinds_of_holder(
-    holder: Holder, kinds_of: Callable[[str], Mapping[str, tuple[torch.dtype, bool]]]
-) -> dict[str, tuple[torch.dtype, bool]]:
-    kinds: dict[str, tuple[torch.dtype, bool]] = {}
-    for piece in holder.pieces:
-        kinds.update(kinds_of(piece.slot.name))
-    return kinds
+def is_coded(value: object) -> bool:
+    """Whether a state is not a tensor but can be read as one."""
+    return hasattr(value, "read")
 
 
 def _merge_state(holder: Holder, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -157,21 +151,15 @@ def _merge_state(holder: Holder, states: Mapping[str, Mapping[str, Any]]) -> dic
     for piece in holder.pieces:
         name = piece.slot.name
         for key, value in states[name].items():
-            if isinstance(value, torch.Tensor) and value.shape == piece.slot.shape and key not in COUNTERS:
+            if getattr(value, "shape", None) == piece.slot.shape and key not in COUNTERS:
                 if key not in merged:
                     wide = torch.promote_types(value.dtype, holder.tensor.dtype)  # beside an fp32 master: fp32
                     merged[key] = torch.zeros_like(holder.tensor.data, dtype=wide)
-                part = value.detach().reshape(-1)[piece.span[0] : piece.span[1]]
-                merged[key][piece.offset : piece.offset + piece.numel].copy_(part)
+                value = value.contiguous() if isinstance(value, torch.Tensor) else value
+                merged[key][piece.offset : piece.offset + piece.numel].copy_(elements(value, *piece.span))
             elif merged.setdefault(key, value) != value:
                 raise ValueError(
                     f"cannot join the optimizer state of parameters that share a shard: {key!r} is {value} for "
                     f"{name} and {merged[key]} for {holder.pieces[0].slot.name}. Partition before the first step."
                 )
     return merged
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"

@@ -22,6 +22,12 @@ from zengine.config.schema import Optimizer, Scheduler, Settings
 
 Make = Callable[[str, Mapping[str, Any]], object]
 
+# Options that are right for an optimizer alone and pointless beside what the engine does.
+_ENGINE_DOES: dict[str, str] = {
+    "split_master": "beside a low-precision model the engine keeps float32 masters of its own, so there is nothing to "
+    'split: remove it; "state_dtype": "bf16" or "8bit" makes the optimizer smaller',
+}
+
 
 @attrs.frozen(kw_only=True)
 class Choices:
@@ -84,6 +90,8 @@ class _Trial:
             if value == "auto":
                 reason = "must be resolved by the integration that wrote it"
                 yield self.problem(f"params.{name}", reason, value)
+            elif name in _ENGINE_DOES and value and not isinstance(failure, zoptim.UnknownNameError):
+                yield self.problem(f"params.{name}", _ENGINE_DOES[name], value)
             elif isinstance(failure, zoptim.UnknownNameError):
                 yield self.problem(f"params.{name}", _sentence(failure), value)
 

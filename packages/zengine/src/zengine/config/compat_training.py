@@ -46,7 +46,12 @@ FP16: dict[str, Entry] = {
 BF16: dict[str, Entry] = {
     "immediate_grad_update": no_effect(TRUTH, True, why="gradients are accumulated in float32 at once anyway"),
     "bf16_master_weights_and_grads": limited(TRUTH, False, why="master weights in bfloat16"),
-    "bf16_optimizer_states": limited(TRUTH, False, why="optimizer states in bfloat16"),
+    "bf16_optimizer_states": limited(
+        TRUTH,
+        False,
+        why="this spelling of optimizer states in bfloat16",
+        instead='Write "state_dtype": "bf16" into optimizer.params.',
+    ),
 }
 
 AMP = Section(

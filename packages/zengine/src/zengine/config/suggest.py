@@ -17,7 +17,15 @@ from zengine.config.known import ROOT
 from zengine.config.table import Section, walk
 
 _OPTIONS: dict[str, tuple[type, ...]] = {
-    "optimizer.params": (zoptim.AdamW, zoptim.SGD),
+    "optimizer.params": (
+        zoptim.AdamW,
+        zoptim.SGD,
+        zoptim.Adagrad,
+        zoptim.LAMB,
+        zoptim.Lion,
+        zoptim.Muon,
+        zoptim.Adafactor,
+    ),
     "scheduler.params": (zoptim.WarmupDecayLR, zoptim.WarmupCosineLR, zoptim.OneCycle, zoptim.LRRangeTest),
 }
 _LISTED = 12  # keys of a small section that are worth naming when nothing is near

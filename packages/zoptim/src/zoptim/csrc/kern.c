@@ -1,16 +1,25 @@
 /* The loops of one instruction set.  Compiled once per level with other flags and another ZK_SUFFIX.
  *
- * A piece of a row (ZK_PIECE elements: a few KB per stream, so it stays in the first-level cache) passes
- * three stations: streams that are not float32 are decoded into buffers on the stack; one loop per rule
- * updates float32 arrays; what was decoded is encoded back.  float32 streams are updated where they lie,
- * and when all of them are, the piece is the whole range.  So every rule takes every format, and there is
- * one loop per rule instead of one per combination.
+ * Two ways lead over a range of a row, with the same bits:
+ *
+ * - fused: for Adam in the common formats, one loop decodes, updates and encodes an element, so the
+ *   conversions hide behind the division and the root.
+ * - by pieces: for everything else.  A piece (ZK_PIECE elements: a few KB per stream, so it stays in the
+ *   first-level cache) passes three stations: streams that are not float32 are decoded into buffers on the
+ *   stack; one loop per rule updates float32 arrays; what was decoded is encoded back.  float32 streams are
+ *   updated where they lie.  So every rule takes every format without a loop per combination.
  */
 #include "zk_api.h"
 
 #define ZK_JOIN_(a, b) a##b
 #define ZK_JOIN(a, b) ZK_JOIN_(a, b)
 #define ZK_PIECE 1024 /* a multiple of ZK_BLOCK */
+
+#if defined(__clang__)
+#define ZK_LOOP _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define ZK_LOOP _Pragma("GCC ivdep") /* streams never overlap: Python refuses those that do */
+#endif
 
 typedef float *restrict out_f;
 typedef const float *restrict in_f;
@@ -54,52 +63,44 @@ static float largest(in_f x, int64_t n) {
 
 static void load_q8(const uint8_t *restrict x, const float *restrict scale, out_f y, int64_t n, int is_square) {
   for (int64_t at = 0; at < n; at += ZK_BLOCK) {
-    int64_t end = n - at < ZK_BLOCK ? n : at + ZK_BLOCK;
+    const int64_t end = n - at < ZK_BLOCK ? n : at + ZK_BLOCK;
     const float absmax = scale[at / ZK_BLOCK];
     if (is_square) {
-      for (int64_t i = at; i < end; i++) {
-        float root = zk_from_q8_root(x[i], absmax);
-        y[i] = root * root;
-      }
+      for (int64_t i = at; i < end; i++) y[i] = zk_from_q8_root(x[i], absmax);
     } else {
       for (int64_t i = at; i < end; i++) y[i] = zk_from_q8_signed(x[i], absmax);
     }
   }
 }
 
-/* Noise of `seed`, or none: rounding to nearest. */
-ZK_FN uint32_t noise_of(float x, uint32_t seed, int stochastic, uint32_t bits) {
+/* Noise of `seed`, or half the range: rounding to nearest. */
+ZK_FN uint32_t noise_of(float x, uint32_t seed, const int stochastic, uint32_t bits) {
   return stochastic ? zk_noise(x, seed) >> (32u - bits) : 1u << (bits - 1u);
 }
 
-ZK_FN void store_q8_as(in_f x, uint8_t *restrict y, float *restrict scale, int64_t n, int is_square, uint32_t seed,
-                       const int stochastic) {
-  float root[ZK_BLOCK];
+ZK_FN void store_q8_as(in_f x, uint8_t *restrict y, float *restrict scale, int64_t n, const int is_square,
+                       const uint32_t seed, const int stochastic) {
   for (int64_t at = 0; at < n; at += ZK_BLOCK) {
-    const int64_t m = n - at < ZK_BLOCK ? n - at : ZK_BLOCK;
-    const float *restrict value = x + at;
-    uint8_t *restrict code = y + at;
-    if (is_square) {
-      for (int64_t i = 0; i < m; i++) root[i] = zk_sqrtf(value[i]);
-      value = root;
-    }
-    const float absmax = largest(value, m);
+    const int64_t end = n - at < ZK_BLOCK ? n : at + ZK_BLOCK;
+    const float absmax = largest(x + at, end - at);
     const float factor = zk_q8_factor(absmax);
     scale[at / ZK_BLOCK] = absmax < ZK_TINY ? 0.0f : absmax;
-    if (is_square) {
-      for (int64_t i = 0; i < m; i++)
-        code[i] = zk_to_q8_root(value[i], factor, noise_of(value[i], seed, stochastic, 19));
-    } else {
-      for (int64_t i = 0; i < m; i++)
-        code[i] = zk_to_q8_signed(value[i], factor, noise_of(value[i], seed, stochastic, 20));
-    }
+    for (int64_t i = at; i < end; i++)
+      y[i] = is_square ? zk_to_q8_root(x[i], factor, noise_of(x[i], seed, stochastic, 19))
+                       : zk_to_q8_signed(x[i], factor, noise_of(x[i], seed, stochastic, 20));
   }
 }
 static void store_q8(in_f x, uint8_t *y, float *scale, int64_t n, int is_square, uint32_t seed) {
-  store_q8_as(x, y, scale, n, is_square, seed, 1);
+  if (is_square)
+    store_q8_as(x, y, scale, n, 1, seed, 1);
+  else
+    store_q8_as(x, y, scale, n, 0, seed, 1);
 }
 static void store_q8_nearest(in_f x, uint8_t *y, float *scale, int64_t n, int is_square) {
-  store_q8_as(x, y, scale, n, is_square, 0, 0);
+  if (is_square)
+    store_q8_as(x, y, scale, n, 1, 0, 0);
+  else
+    store_q8_as(x, y, scale, n, 0, 0, 0);
 }
 
 static int64_t width(int format) { return format == ZK_F32 ? 4 : format == ZK_Q8 ? 1 : format == ZK_NONE ? 0 : 2; }
@@ -152,6 +153,8 @@ ZK_FN void adam_as(arrays a, int64_t n, const zk_coef c, const int flags) {
 }
 static void adam(arrays a, int64_t n, const zk_coef *c) { adam_as(a, n, *c, 0); }
 static void adam_largest(arrays a, int64_t n, const zk_coef *c) { adam_as(a, n, *c, ZK_AMSGRAD); }
+static void adam_roots(arrays a, int64_t n, const zk_coef *c) { adam_as(a, n, *c, ZK_ROOTS); }
+static void adam_largest_roots(arrays a, int64_t n, const zk_coef *c) { adam_as(a, n, *c, ZK_AMSGRAD | ZK_ROOTS); }
 
 static void sgd(arrays a, int64_t n, const zk_coef *k) {
   const zk_coef c = *k;
@@ -167,12 +170,13 @@ ZK_FN void sgd_momentum_as(arrays a, int64_t n, const zk_coef c, const int flags
 static void sgd_momentum(arrays a, int64_t n, const zk_coef *c) { sgd_momentum_as(a, n, *c, 0); }
 static void sgd_nesterov(arrays a, int64_t n, const zk_coef *c) { sgd_momentum_as(a, n, *c, ZK_NESTEROV); }
 
-static void adagrad(arrays a, int64_t n, const zk_coef *k) {
-  const zk_coef c = *k;
+ZK_FN void adagrad_as(arrays a, int64_t n, const zk_coef c, const int flags) {
   out_f p = a.p, s = a.s0;
   in_f g = a.g;
-  for (int64_t i = 0; i < n; i++) p[i] = zk_adagrad(p[i], g[i], &s[i], &c);
+  for (int64_t i = 0; i < n; i++) p[i] = zk_adagrad(p[i], g[i], &s[i], &c, flags);
 }
+static void adagrad(arrays a, int64_t n, const zk_coef *c) { adagrad_as(a, n, *c, 0); }
+static void adagrad_roots(arrays a, int64_t n, const zk_coef *c) { adagrad_as(a, n, *c, ZK_ROOTS); }
 
 static void lion(arrays a, int64_t n, const zk_coef *k) {
   const zk_coef c = *k;
@@ -182,12 +186,18 @@ static void lion(arrays a, int64_t n, const zk_coef *k) {
 }
 
 static void apply_rule(const zk_job *job, arrays a, int64_t n, const zk_coef *c) {
+  const int roots = job->state == ZK_Q8;
   switch (job->rule) {
-    case ZK_ADAM: (job->flags & ZK_AMSGRAD ? adam_largest : adam)(a, n, c); break;
+    case ZK_ADAM:
+      if (job->flags & ZK_AMSGRAD)
+        (roots ? adam_largest_roots : adam_largest)(a, n, c);
+      else
+        (roots ? adam_roots : adam)(a, n, c);
+      break;
     case ZK_SGD:
       (job->state == ZK_NONE ? sgd : job->flags & ZK_NESTEROV ? sgd_nesterov : sgd_momentum)(a, n, c);
       break;
-    case ZK_ADAGRAD: adagrad(a, n, c); break;
+    case ZK_ADAGRAD: (roots ? adagrad_roots : adagrad)(a, n, c); break;
     default: lion(a, n, c); break;
   }
 }
@@ -233,49 +243,207 @@ static void visit_rule(const zk_job *job, arrays a, int64_t n, const zk_coef *c,
   apply_rule(job, a, n, c);
 }
 
+/* Adam in one loop ---------------------------------------------------------------------------------- */
+
+ZK_FN float get(const int format, const void *x, const void *beside, int64_t i) {
+  switch (format) {
+    case ZK_BF16: return zk_from_bf16(((const uint16_t *)x)[i]);
+    case ZK_F16: return zk_from_f16(((const uint16_t *)x)[i]);
+    case ZK_SPLIT: return zk_join(((const uint16_t *)x)[i], ((const int16_t *)beside)[i]);
+    default: return ((const float *)x)[i];
+  }
+}
+
+ZK_FN void put(const int format, void *x, void *beside, int64_t i, float y, uint32_t seed) {
+  switch (format) {
+    case ZK_BF16: ((uint16_t *)x)[i] = zk_to_bf16_stochastic(y, seed); break;
+    case ZK_SPLIT:
+      ((uint16_t *)x)[i] = zk_split_high(y);
+      ((int16_t *)beside)[i] = zk_split_low(y);
+      break;
+    default: ((float *)x)[i] = y; break;
+  }
+}
+
+ZK_FN void fused_adam(const zk_job *job, int64_t row, int64_t from, int64_t to, const int W, const int G, const int S,
+                      const int C) {
+  const zk_coef c = ((const zk_coef *)job->coefs)[row];
+  const uint32_t seed_p = zk_seed(c.seed, 0), seed_m = zk_seed(c.seed, 1), seed_v = zk_seed(c.seed, 2);
+  void *p = (void *)(uintptr_t)job->weights[row], *r = W == ZK_SPLIT ? (void *)(uintptr_t)job->remainders[row] : 0;
+  void *m = (void *)(uintptr_t)job->states[0][row], *v = (void *)(uintptr_t)job->states[1][row];
+  const void *g = (const void *)(uintptr_t)job->grads[row];
+  uint16_t *copy = C == ZK_NONE ? 0 : (uint16_t *)(uintptr_t)job->copies[row];
+  ZK_LOOP
+  for (int64_t i = from; i < to; i++) {
+    float mean = get(S, m, 0, i), square = get(S, v, 0, i);
+    float weight = zk_adam(get(W, p, r, i), get(G, g, 0, i), &mean, &square, 0, &c, 0);
+    put(S, m, 0, i, mean, seed_m);
+    put(S, v, 0, i, square, seed_v);
+    put(W, p, r, i, weight, seed_p);
+    if (C == ZK_BF16) copy[i] = zk_to_bf16_nearest(weight);
+    if (C == ZK_F16) copy[i] = zk_to_f16_nearest(weight);
+  }
+}
+
+/* weight, gradient, state, copy */
+#define ZK_FUSED(X)                                                                                          \
+  X(F32, F32, F32, NONE) X(F32, BF16, F32, NONE) X(F32, F16, F32, NONE) /* float32 masters */                \
+  X(F32, F32, F32, BF16) X(F32, BF16, F32, BF16) X(F32, F16, F32, F16)  /* with a copy: offload */           \
+  X(F32, F32, BF16, NONE) X(F32, BF16, BF16, NONE) X(F32, BF16, BF16, BF16)                                  \
+  X(SPLIT, BF16, F32, NONE) X(SPLIT, BF16, BF16, NONE)                                                       \
+  X(BF16, BF16, F32, NONE) X(BF16, BF16, BF16, NONE)
+
+#define ZK_DEFINE(W, G, S, C)                                                                                \
+  static void fused_##W##_##G##_##S##_##C(const zk_job *job, int64_t row, int64_t from, int64_t to) {        \
+    fused_adam(job, row, from, to, ZK_##W, ZK_##G, ZK_##S, ZK_##C);                                          \
+  }
+ZK_FUSED(ZK_DEFINE)
+
+/* Adam with 8-bit states: decoding and the largest magnitudes hide in the loop of the rule, then one loop encodes. */
+ZK_FN void fused_adam_q8(const zk_job *job, int64_t row, int64_t from, int64_t to, const int W, const int G, const int C) {
+  const zk_coef c = ((const zk_coef *)job->coefs)[row];
+  const uint32_t seed_p = zk_seed(c.seed, 0), seed_m = zk_seed(c.seed, 1), seed_v = zk_seed(c.seed, 2);
+  void *p = (void *)(uintptr_t)job->weights[row], *r = W == ZK_SPLIT ? (void *)(uintptr_t)job->remainders[row] : 0;
+  const void *g = (const void *)(uintptr_t)job->grads[row];
+  uint16_t *copy = C == ZK_NONE ? 0 : (uint16_t *)(uintptr_t)job->copies[row];
+  float mean[ZK_BLOCK], root[ZK_BLOCK];
+  for (int64_t at = from; at < to; at += ZK_BLOCK) {
+    const int64_t n = to - at < ZK_BLOCK ? to - at : ZK_BLOCK;
+    uint8_t *m = (uint8_t *)(uintptr_t)job->states[0][row] + at, *v = (uint8_t *)(uintptr_t)job->states[1][row] + at;
+    float *scale_m = (float *)(uintptr_t)job->scales[0][row] + at / ZK_BLOCK;
+    float *scale_v = (float *)(uintptr_t)job->scales[1][row] + at / ZK_BLOCK;
+    const float old_m = *scale_m, old_v = *scale_v;
+    uint32_t most_m = 0, most_v = 0;
+    ZK_LOOP
+    for (int64_t i = 0; i < n; i++) {
+      float x = zk_from_q8_signed(m[i], old_m), y = zk_from_q8_root(v[i], old_v);
+      float weight = zk_adam(get(W, p, r, at + i), get(G, g, 0, at + i), &x, &y, 0, &c, ZK_ROOTS);
+      put(W, p, r, at + i, weight, seed_p);
+      if (C == ZK_BF16) copy[at + i] = zk_to_bf16_nearest(weight);
+      mean[i] = x;
+      root[i] = y;
+      uint32_t bits_m = zk_bits(x) & 0x7fffffffu, bits_v = zk_bits(y) & 0x7fffffffu;
+      most_m = bits_m > most_m ? bits_m : most_m;
+      most_v = bits_v > most_v ? bits_v : most_v;
+    }
+    const float new_m = zk_float(most_m), new_v = zk_float(most_v);
+    const float factor_m = zk_q8_factor(new_m), factor_v = zk_q8_factor(new_v);
+    *scale_m = new_m < ZK_TINY ? 0.0f : new_m;
+    *scale_v = new_v < ZK_TINY ? 0.0f : new_v;
+    ZK_LOOP
+    for (int64_t i = 0; i < n; i++) {
+      m[i] = zk_to_q8_signed(mean[i], factor_m, zk_noise(mean[i], seed_m) >> 12);
+      v[i] = zk_to_q8_root(root[i], factor_v, zk_noise(root[i], seed_v) >> 13);
+    }
+  }
+}
+
+/* weight, gradient, copy */
+#define ZK_FUSED_Q8(X) X(F32, F32, NONE) X(F32, BF16, NONE) X(F32, BF16, BF16) X(SPLIT, BF16, NONE)
+
+#define ZK_DEFINE_Q8(W, G, C)                                                                                \
+  static void fused_##W##_##G##_Q8_##C(const zk_job *job, int64_t row, int64_t from, int64_t to) {           \
+    fused_adam_q8(job, row, from, to, ZK_##W, ZK_##G, ZK_##C);                                               \
+  }
+ZK_FUSED_Q8(ZK_DEFINE_Q8)
+
+#define ZK_KEY(W, G, S, C) ((W) << 12 | (G) << 8 | (S) << 4 | (C))
+#define ZK_CASE(W, G, S, C) \
+  case ZK_KEY(ZK_##W, ZK_##G, ZK_##S, ZK_##C): fused_##W##_##G##_##S##_##C(job, row, from, to); return;
+
+#define ZK_CASE_Q8(W, G, C) \
+  case ZK_KEY(ZK_##W, ZK_##G, ZK_Q8, ZK_##C): fused_##W##_##G##_Q8_##C(job, row, from, to); return;
+
 static void update(const zk_job *job, int64_t row, int64_t from, int64_t to) {
+  if (job->rule == ZK_ADAM && !(job->flags & ZK_AMSGRAD)) {
+    switch (ZK_KEY(job->weight, job->grad, job->state, job->copy)) { ZK_FUSED(ZK_CASE) ZK_FUSED_Q8(ZK_CASE_Q8) }
+  }
   pieces(job, row, from, to, visit_rule, 0, 3);
 }
 
 /* LAMB: two readings, because the size of the step needs two norms of the whole tensor ---------------- */
 
-#define ZK_LANES 16 /* sums run in as many lanes on every instruction set, so their bits agree */
+/* The squares of a piece are added up in float32, in 64 lanes on every instruction set (element i in lane
+ * i % 64: 16 additions a lane at most), and the lanes in double.  Where that could overflow or vanish, the
+ * piece is read again in double, where no square of a float32 does. */
+#define ZK_LANES 64
+typedef float lanes16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t halves16 __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t words16 __attribute__((vector_size(64)));
 
-static double add_lanes(const double *lane) {
+static double squares_in_double(const float *x, int64_t n) {
   double sum = 0;
-  for (int k = 0; k < ZK_LANES; k++) sum += lane[k];
+  for (int64_t i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
   return sum;
 }
 
+static int is_safe(double sum) { return sum > 1e-25 && sum < 1e37; }
+
+ZK_FN lanes16 take_f32(const void *x, int64_t i) { return *(const lanes16 *)((const float *)x + i); }
+ZK_FN lanes16 take_bf16(const void *x, int64_t i) {
+  words16 wide = __builtin_convertvector(*(const halves16 *)((const uint16_t *)x + i), words16) << 16;
+  return (lanes16)wide;
+}
+
+#define ZK_ADD_SQUARES(TAKE)                                                            \
+  for (; i + ZK_LANES <= n; i += ZK_LANES) {                                            \
+    lanes16 p = TAKE(x, i), q = TAKE(x, i + 16), r = TAKE(x, i + 32), s = TAKE(x, i + 48); \
+    a += p * p;                                                                         \
+    b += q * q;                                                                         \
+    c += r * r;                                                                         \
+    d += s * s;                                                                         \
+  }
+
+/* Squares of up to ZK_PIECE elements of float32 or bf16. */
+static double sum_squares(int format, const void *x, int64_t n) {
+  lanes16 a = {0}, b = {0}, c = {0}, d = {0};
+  int64_t i = 0;
+  if (format == ZK_BF16) {
+    ZK_ADD_SQUARES(take_bf16)
+  } else {
+    ZK_ADD_SQUARES(take_f32)
+  }
+  float rest[ZK_LANES], lane[16];
+  const float *tail = load(format, (char *)(uintptr_t)x + i * width(format), 0, rest, n - i, 0);
+  double sum = squares_in_double(tail, n - i);
+  *(lanes16 *)lane = (a + b) + (c + d);
+  double whole = 0;
+  for (int k = 0; k < 16; k++) whole += (double)lane[k];
+  if (i == 0 || is_safe(whole)) return sum + whole;
+  float again[ZK_PIECE];
+  return sum + squares_in_double(load(format, (void *)(uintptr_t)x, 0, again, i, 0), i);
+}
+
+/* Moments of up to ZK_PIECE elements, and the squares of their weights and directions. */
 ZK_FN void lamb_first_as(arrays a, int64_t n, const zk_coef c, double *squares, const int flags) {
   out_f m = a.s0, v = a.s1;
   in_f p = a.p, g = a.g;
-  double pp[ZK_LANES] = {0}, uu[ZK_LANES] = {0};
-  int64_t i = 0;
-  for (; i + ZK_LANES <= n; i += ZK_LANES)
-    for (int k = 0; k < ZK_LANES; k++) {
-      zk_lamb_moments(g[i + k], &m[i + k], &v[i + k], &c);
-      float u = zk_lamb_direction(p[i + k], m[i + k], v[i + k], &c, flags);
-      pp[k] += (double)p[i + k] * (double)p[i + k];
-      uu[k] += (double)u * (double)u;
-    }
-  for (int k = 0; i < n; i++, k++) {
-    zk_lamb_moments(g[i], &m[i], &v[i], &c);
-    float u = zk_lamb_direction(p[i], m[i], v[i], &c, flags);
-    pp[k] += (double)p[i] * (double)p[i];
-    uu[k] += (double)u * (double)u;
+  float direction[ZK_PIECE];
+  ZK_LOOP
+  for (int64_t i = 0; i < n; i++) {
+    float mean = m[i], square = v[i];
+    zk_lamb_moments(g[i], &mean, &square, &c, flags);
+    direction[i] = zk_lamb_direction(p[i], mean, square, &c, flags);
+    m[i] = mean;
+    v[i] = square;
   }
-  squares[0] += add_lanes(pp);
-  squares[1] += add_lanes(uu);
+  squares[0] += sum_squares(ZK_F32, p, n);
+  squares[1] += sum_squares(ZK_F32, direction, n);
 }
 
+/* The loops of LAMB for constant flags. */
+#define ZK_LAMB_FLAGS(CALL)                                                   \
+  switch ((job->flags & ZK_EPS_INSIDE) | (job->state == ZK_Q8 ? ZK_ROOTS : 0)) { \
+    case 0: CALL(0); break;                                                   \
+    case ZK_EPS_INSIDE: CALL(ZK_EPS_INSIDE); break;                           \
+    case ZK_ROOTS: CALL(ZK_ROOTS); break;                                     \
+    default: CALL(ZK_EPS_INSIDE | ZK_ROOTS); break;                           \
+  }
+
 static void visit_lamb_first(const zk_job *job, arrays a, int64_t n, const zk_coef *c, void *squares) {
-  float weight[ZK_PIECE]; /* the gradient may be decayed weights too: maximize is a sign of grad_mul */
-  (void)weight;
-  if (job->flags & ZK_EPS_INSIDE)
-    lamb_first_as(a, n, *c, squares, ZK_EPS_INSIDE);
-  else
-    lamb_first_as(a, n, *c, squares, 0);
+#define ZK_CALL(F) lamb_first_as(a, n, *c, squares, F)
+  ZK_LAMB_FLAGS(ZK_CALL)
+#undef ZK_CALL
 }
 
 ZK_FN void lamb_second_as(arrays a, int64_t n, const zk_coef c, float rate, const int flags) {
@@ -285,10 +453,9 @@ ZK_FN void lamb_second_as(arrays a, int64_t n, const zk_coef c, float rate, cons
 }
 
 static void visit_lamb_second(const zk_job *job, arrays a, int64_t n, const zk_coef *c, void *rate) {
-  if (job->flags & ZK_EPS_INSIDE)
-    lamb_second_as(a, n, *c, *(float *)rate, ZK_EPS_INSIDE);
-  else
-    lamb_second_as(a, n, *c, *(float *)rate, 0);
+#define ZK_CALL(F) lamb_second_as(a, n, *c, *(float *)rate, F)
+  ZK_LAMB_FLAGS(ZK_CALL)
+#undef ZK_CALL
 }
 
 static void lamb_sums(const zk_job *job, int64_t row, int64_t from, int64_t to, double *squares) {
@@ -308,15 +475,13 @@ static void lamb_apply(const zk_job *job, int64_t row, int64_t from, int64_t to)
 
 static double squares(int format, const void *row, int64_t from, int64_t to) {
   float buffer[ZK_PIECE];
-  double lane[ZK_LANES] = {0};
+  double sum = 0;
   for (int64_t at = from; at < to; at += ZK_PIECE) {
-    int64_t n = to - at < ZK_PIECE ? to - at : ZK_PIECE, i = 0;
-    in_f x = load(format, (char *)(uintptr_t)row + at * width(format), 0, buffer, n, 0);
-    for (; i + ZK_LANES <= n; i += ZK_LANES)
-      for (int k = 0; k < ZK_LANES; k++) lane[k] += (double)x[i + k] * (double)x[i + k];
-    for (int k = 0; i < n; i++, k++) lane[k] += (double)x[i] * (double)x[i];
+    int64_t n = to - at < ZK_PIECE ? to - at : ZK_PIECE;
+    void *x = (char *)(uintptr_t)row + at * width(format);
+    sum += format == ZK_F16 ? sum_squares(ZK_F32, load(format, x, 0, buffer, n, 0), n) : sum_squares(format, x, n);
   }
-  return add_lanes(lane);
+  return sum;
 }
 
 /* Whole rows between formats ------------------------------------------------------------------------ */

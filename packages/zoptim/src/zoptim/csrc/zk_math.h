@@ -40,19 +40,18 @@ ZK_FN float zk_float(uint32_t u) { float x; __builtin_memcpy(&x, &u, 4); return 
 
 /* Noise --------------------------------------------------------------------------------------------- */
 
-/* A bijection of 32 bits whose output bits all depend on all input bits (two rounds of multiply-xorshift). */
+/* 32 bits that all depend on all bits of `x`; the upper 20 are the good ones, and the only ones used. */
 ZK_FN uint32_t zk_mix(uint32_t x) {
-  x ^= x >> 16;
   x *= 0x7feb352du;
   x ^= x >> 15;
   x *= 0x846ca68bu;
-  x ^= x >> 16;
   return x;
 }
 
 /* The seed of stream `stream` (0: weight, 1..3: states) at update `step`. */
 ZK_FN uint32_t zk_seed(uint32_t step, uint32_t stream) {
-  return zk_mix(step * 0x9e3779b9u + stream * 0x85ebca6bu + 1u);
+  uint32_t x = zk_mix(step * 0x9e3779b9u + stream * 0x85ebca6bu + 1u);
+  return x ^ (x >> 16);
 }
 
 ZK_FN uint32_t zk_noise(float x, uint32_t seed) { return zk_mix(zk_bits(x) ^ seed); }
@@ -61,12 +60,12 @@ ZK_FN uint32_t zk_noise(float x, uint32_t seed) { return zk_mix(zk_bits(x) ^ see
 
 ZK_FN float zk_from_bf16(uint16_t h) { return zk_float((uint32_t)h << 16); }
 
-/* Adds `noise` (16 bits) below the kept bits and truncates; infinities and NaN stay what they are. */
+/* Adds `noise` (16 bits) below the kept bits and truncates.  Infinities and quiet NaN, the only ones that
+ * arithmetic produces, stay what they are. */
 ZK_FN uint16_t zk_to_bf16(float x, uint32_t noise) {
   uint32_t u = zk_bits(x);
-  uint32_t rounded = (u + noise) >> 16;
-  uint32_t special = (u >> 16) | ((u & 0x007fffffu) ? 0x40u : 0u);
-  return (uint16_t)((u & 0x7f800000u) == 0x7f800000u ? special : rounded);
+  uint32_t added = (u << 1) > 0xff000000u ? 0u : noise;
+  return (uint16_t)((u + added) >> 16);
 }
 
 ZK_FN uint16_t zk_to_bf16_nearest(float x) { return zk_to_bf16(x, 0x7fffu + ((zk_bits(x) >> 16) & 1u)); }
@@ -110,16 +109,18 @@ ZK_FN int16_t zk_split_low(float x) { return (int16_t)(uint16_t)(zk_bits(x) & 0x
 
 /* 8-bit codes ---------------------------------------------------------------------------------------
  *
- * A value in [0, 1] (the magnitude over the block's largest) becomes a small floating-point code: MANTISSA
- * bits per binade from 2**-15 to 1, and evenly spaced below 2**-15.  The top code is exactly 1, so the
- * largest element of a block survives exactly and code -> float32 -> code is the identity.
+ * A magnitude over the largest of its block, y in [0, 1], becomes the upper bits of the float32
+ * t = y * (1 - c) + c with c = 2**-15: MANTISSA bits per binade where y is well above c, evenly spaced
+ * near 0.  The top code is exactly 1, so the largest element of a block survives exactly, and
+ * code -> float32 -> code is the identity.
  *
- *   signed   (first moments):   sign, 3 mantissa bits, magnitudes 0..127
- *   unsigned (second moments):  4 mantissa bits, 0..255, of the square root: twice the range in decades,
- *                               and the root is what the update divides by
+ *   signed (first moments): sign, 3 mantissa bits, magnitudes 0..120
+ *   root (second moments):  4 mantissa bits, 0..240, of the square root: twice the range in decades, and the
+ *                           root is what the update divides by
  */
 #define ZK_TINY 1e-37f /* a block whose largest magnitude is below has scale 0 */
-#define ZK_BINADE_FLOOR 3.0517578125e-05f /* 2**-15 */
+#define ZK_C 3.0517578125e-05f /* c = 2**-15 */
+#define ZK_C_BITS 112u         /* its exponent field */
 
 /* The factor that takes the largest magnitude to 1 or a hair above; the code clips at 1. */
 ZK_FN float zk_q8_factor(float absmax) {
@@ -127,40 +128,37 @@ ZK_FN float zk_q8_factor(float absmax) {
 }
 
 /* y >= 0; noise holds (23 - mantissa) random bits, or half of their range to round to nearest. */
-ZK_FN uint32_t zk_q8_code(float y, uint32_t noise, uint32_t mantissa, uint32_t top) {
-  uint32_t shift = 23u - mantissa;
-  uint32_t linear_codes = (1u << mantissa) - 1u; /* codes below the first binade */
+ZK_FN uint32_t zk_q8_code(float y, uint32_t noise, uint32_t mantissa) {
   y = y < 1.0f ? y : 1.0f; /* NaN becomes 1: its block's scale is NaN and says so */
-  uint32_t binary = ((zk_bits(y) + noise) >> shift) - ((127u << mantissa) - top);
-  float even = y * (32768.0f * (float)linear_codes) + (float)noise * (1.0f / (float)(1u << shift));
-  uint32_t code = y < ZK_BINADE_FLOOR ? (uint32_t)(int32_t)even : binary;
-  return code < top ? code : top;
+  float t = y * (1.0f - ZK_C) + ZK_C;
+  uint32_t code = ((zk_bits(t) + noise) >> (23u - mantissa)) - (ZK_C_BITS << mantissa);
+  return code; /* at t = 1 the noise is below the first mantissa bit that is kept: never above the top */
 }
 
-ZK_FN float zk_q8_value(uint32_t code, uint32_t mantissa, uint32_t top) {
-  uint32_t linear_codes = (1u << mantissa) - 1u;
-  float even = (float)(int32_t)code * (ZK_BINADE_FLOOR / (float)linear_codes);
-  float binary = zk_float((code + ((127u << mantissa) - top)) << (23u - mantissa));
-  return code < linear_codes ? even : binary;
+/* The value of a code over the largest of its block, to be multiplied by zk_q8_unit(absmax). */
+ZK_FN float zk_q8_value(uint32_t code, uint32_t mantissa) {
+  return zk_float((code + (ZK_C_BITS << mantissa)) << (23u - mantissa)) - ZK_C;
 }
+
+/* 1 + 2**-15 inverts 1 - 2**-15 so well that the top code gives absmax exactly. */
+ZK_FN float zk_q8_unit(float y, float absmax) { return y * 1.000030517578125f * absmax; }
 
 ZK_FN uint8_t zk_to_q8_signed(float x, float factor, uint32_t noise20) {
-  uint32_t magnitude = zk_bits(x) & 0x7fffffffu;
-  uint32_t code = zk_q8_code(zk_float(magnitude) * factor, noise20, 3u, 127u);
+  uint32_t code = zk_q8_code(zk_float(zk_bits(x) & 0x7fffffffu) * factor, noise20, 3u);
   return (uint8_t)(code | (zk_bits(x) >> 31) << 7);
 }
 
 ZK_FN float zk_from_q8_signed(uint8_t code, float absmax) {
-  float y = zk_q8_value(code & 127u, 3u, 127u) * absmax;
+  float y = zk_q8_unit(zk_q8_value((uint32_t)code & 127u, 3u), absmax);
   return zk_float(zk_bits(y) | ((uint32_t)code >> 7) << 31);
 }
 
 /* x is the root of a second moment.  A positive one never becomes 0: the update would divide by eps alone. */
 ZK_FN uint8_t zk_to_q8_root(float root, float factor, uint32_t noise19) {
-  uint32_t code = zk_q8_code(root * factor, noise19, 4u, 255u);
-  return (uint8_t)(code == 0u && root > 0.0f ? 1u : code);
+  uint32_t code = zk_q8_code(root * factor, noise19, 4u);
+  return (uint8_t)(code + ((code == 0u) & (root > 0.0f)));
 }
 
-ZK_FN float zk_from_q8_root(uint8_t code, float absmax) { return zk_q8_value(code, 4u, 255u) * absmax; }
+ZK_FN float zk_from_q8_root(uint8_t code, float absmax) { return zk_q8_unit(zk_q8_value(code, 4u), absmax); }
 
 #endif

@@ -23,6 +23,7 @@
 #define ZK_FIRST 16          /* SGD: the momentum becomes the gradient itself */
 #define ZK_NO_CORRECTION 32  /* Adam, LAMB: the moments as they are */
 #define ZK_EPS_INSIDE 64     /* LAMB: eps under the root */
+#define ZK_ROOTS 128         /* second moments arrive and leave as their square roots (ZK_Q8 keeps those) */
 
 typedef struct {
   double lr, beta1, beta2, eps, weight_decay; /* SGD: beta1 = momentum, beta2 = dampening; Adagrad: beta1 = lr_decay */
@@ -90,17 +91,21 @@ ZK_FN float zk_gradient(float g, float p, const zk_coef *c) {
   return c->l2 == 0.0f ? g : g + c->l2 * p;
 }
 
+/* The second moment behind a state, and the state of a second moment. */
+ZK_FN float zk_square_of(float state, int flags) { return flags & ZK_ROOTS ? state * state : state; }
+
 /* Adam and AdamW; `largest` is read and written with AMSGrad only.  Returns the new weight. */
 ZK_FN float zk_adam(float p, float g, float *m, float *v, float *largest, const zk_coef *c, int flags) {
   g = zk_gradient(g, p, c);
   *m = c->b1 * *m + c->a1 * g;
-  *v = c->b2 * *v + c->a2 * (g * g);
-  float square = *v;
+  float square = c->b2 * zk_square_of(*v, flags) + c->a2 * (g * g);
+  float root = zk_sqrtf(square);
+  *v = flags & ZK_ROOTS ? root : square;
   if (flags & ZK_AMSGRAD) {
-    square = *largest = *largest > square ? *largest : square;
+    *largest = *largest > *v ? *largest : *v;
+    root = flags & ZK_ROOTS ? *largest : zk_sqrtf(*largest);
   }
-  float root = zk_sqrtf(square) * c->root_mul + c->eps;
-  return p * c->shrink - c->step_size * *m / root;
+  return p * c->shrink - c->step_size * *m / (root * c->root_mul + c->eps);
 }
 
 /* SGD without momentum: state 0 is absent. */
@@ -113,10 +118,12 @@ ZK_FN float zk_sgd_momentum(float p, float g, float *buffer, const zk_coef *c, i
   return p - c->step_size * direction;
 }
 
-ZK_FN float zk_adagrad(float p, float g, float *sum, const zk_coef *c) {
+ZK_FN float zk_adagrad(float p, float g, float *sum, const zk_coef *c, int flags) {
   g = zk_gradient(g, p, c);
-  *sum = *sum + g * g;
-  return p - c->step_size * g / (zk_sqrtf(*sum) + c->eps);
+  float square = zk_square_of(*sum, flags) + g * g;
+  float root = zk_sqrtf(square);
+  *sum = flags & ZK_ROOTS ? root : square;
+  return p - c->step_size * g / (root + c->eps);
 }
 
 ZK_FN float zk_lion(float p, float g, float *m, const zk_coef *c) {
@@ -129,15 +136,20 @@ ZK_FN float zk_lion(float p, float g, float *m, const zk_coef *c) {
 }
 
 /* The moments of LAMB. */
-ZK_FN void zk_lamb_moments(float g, float *m, float *v, const zk_coef *c) {
+ZK_FN void zk_lamb_moments(float g, float *m, float *v, const zk_coef *c, int flags) {
   g = g * c->grad_mul;
   *m = c->b1 * *m + c->a1 * g;
-  *v = c->b2 * *v + c->a2 * (g * g);
+  float square = c->b2 * zk_square_of(*v, flags) + c->a2 * (g * g);
+  *v = flags & ZK_ROOTS ? zk_sqrtf(square) : square;
 }
 
 /* The direction of LAMB before its trust ratio, from moments that are up to date. */
 ZK_FN float zk_lamb_direction(float p, float m, float v, const zk_coef *c, int flags) {
-  float root = flags & ZK_EPS_INSIDE ? zk_sqrtf(v * c->root_mul + c->eps) : zk_sqrtf(v) * c->root_mul + c->eps;
+  float root;
+  if (flags & ZK_EPS_INSIDE)
+    root = zk_sqrtf(zk_square_of(v, flags) * c->root_mul + c->eps);
+  else
+    root = (flags & ZK_ROOTS ? v : zk_sqrtf(v)) * c->root_mul + c->eps;
   return c->step_size * m / root + c->decay * p;
 }
 

@@ -1,0 +1,67 @@
+"""An update without a kernel: the pure rule, tensor by tensor, whatever the formats.
+
+The same text is the oracle of the kernels, so what is slow here is at least right: any device, any layout, float64.
+Low-precision weights and moments are read as float32, updated and rounded back with the kernels' own noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from . import formats
+from ._compat import Signals
+from .memory import STEP, Memory
+from .plan import Entry
+
+__all__ = ["HasRule", "is_plain", "update_in_torch"]
+
+
+class HasRule(Protocol):
+    """What the fallback asks of an optimizer."""
+
+    def _memory(self, group: Mapping[str, Any]) -> Memory: ...
+
+    def _evaluate(
+        self, group: Mapping[str, Any], param: Tensor, grad: Tensor, moments: dict[str, Tensor], step: int
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+def update_in_torch(optimizer: HasRule, group: Mapping[str, Any], entries: Sequence[Entry], signals: Signals) -> None:
+    """Update `entries`, none of them skipped."""
+    memory = optimizer._memory(group)
+    for entry in entries:
+        count = entry.state.get(STEP)
+        step = 1 if count is None else int(count) + 1
+        weight = memory.read_weight(entry.param, entry.state)
+        grad = entry.grad.to(weight.dtype)
+        if signals.grad_scale is not None:
+            grad = grad / signals.grad_scale.to(grad.dtype)
+        moments = {name: memory.read(entry.state, name) for name in memory.names if name in entry.state}
+        new, after = optimizer._evaluate(group, weight, grad, moments, step)
+        _write(memory, entry, new, after, step)
+    counts = {id(entry.state[STEP]): entry.state[STEP] for entry in entries if STEP in entry.state}
+    for count in counts.values():  # parts of one shard share theirs
+        count += 1
+
+
+def is_plain(entries: Sequence[Entry]) -> bool:
+    """Whether torch's own list functions can update these: one dtype for everything, nothing to round or copy."""
+    first = entries[0]
+    plain = (torch.float32, torch.float64)
+    moments = (value for value in first.state.values() if isinstance(value, Tensor) and value.dim())
+    same = all(value.dtype is first.param.dtype for value in (first.grad, *moments))
+    return same and first.param.dtype in plain and first.copy is None
+
+
+def _write(memory: Memory, entry: Entry, weight: Tensor, moments: Mapping[str, Tensor], step: int) -> None:
+    if memory.lazy:
+        entry.state.update({key: entry.state.get(key, made) for key, made in memory.make(entry.param).items()})
+    for stream, name in enumerate(memory.names, start=1):
+        memory.write(entry.state, name, moments[name], formats.seed_of(step, stream))
+    memory.write_weight(entry.param, entry.state, weight, formats.seed_of(step, 0))
+    if entry.copy is not None:
+        entry.copy.detach().copy_(weight)

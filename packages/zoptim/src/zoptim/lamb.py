@@ -1,0 +1,201 @@
+"""LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2), on tensors and on flat shards.
+
+LAMB is Adam whose step is scaled, for each tensor, by ||weight|| / ||direction||.  So it has to know what a tensor
+is: `lay_out` tells where the tensors lie in a flat shard, and who adds up the squares of tensors that are cut.
+
+The kernel reads twice: moments and both sums of squares first, then the weights, with the direction computed again
+from the moments.  Rejected: keeping the direction (4 more bytes an element written and read, against one more
+division).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import attrs
+import torch
+from torch import Tensor
+
+from ._compat import Signals
+from .checks import check_lamb
+from .contract import Params
+from .flat import FlatOptimizer
+from .job import BLOCK_NUMEL, CpuJob, Hyper, Rule, flags_of
+from .memory import Memory
+from .plan import Batch, Entry, Path
+from .rules import AdamMoments, lamb_rule
+from .segments import Segment
+
+__all__ = ["LAMB"]
+
+AllReduce = Callable[[Tensor], object]
+
+
+@attrs.frozen(eq=False)
+class _Layout:
+    """Where tensors lie in flat shards, and who adds up the squares of those that are cut."""
+
+    segments: Mapping[Tensor, tuple[Segment, ...]] = attrs.field(factory=dict)
+    num_tensors: int = 0
+    all_reduce: AllReduce | None = None  # None: every segment is a tensor of its own
+
+
+class LAMB(FlatOptimizer):
+    """LAMB: lr >= 0; betas in [0, 1); eps >= 0; weight_decay >= 0, part of the direction.
+
+    The trust ratio lies in [min_coeff, max_coeff], and is 1 where a norm is zero.  `eps_inside_sqrt` and
+    `bias_correction` as in DeepSpeed.  For `state_dtype`, `split_master`, `fused` and `foreach` see FlatOptimizer.
+
+    State of a parameter: `step` () float32; `exp_avg`, `exp_avg_sq` of its shape and device, in float32 for float16
+    parameters too unless state_dtype says otherwise ("fp16" is refused: small second moments would become 0).
+
+    Raises ValueError or TypeError naming the argument that is out of range.
+    """
+
+    _rule = Rule.LAMB
+    elementwise: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        eps_inside_sqrt: bool = False,
+        min_coeff: float = 0.01,
+        max_coeff: float = 10.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        split_master: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas) if isinstance(betas, list) else betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "min_coeff": min_coeff,
+            "max_coeff": max_coeff,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "state_dtype": state_dtype,
+            "split_master": split_master,
+        }
+        super().__init__(params, defaults)
+
+    def lay_out(
+        self,
+        segments: Mapping[Tensor, Sequence[Segment]],
+        *,
+        num_tensors: int = 0,
+        all_reduce: AllReduce | None = None,
+    ) -> None:
+        """Say which tensors lie in flat shards: `segments[shard]` are the parts of tensors that the shard holds.
+
+        A tensor that is cut has a segment on each rank that holds a part, with the same `index` < num_tensors;
+        `all_reduce` sums a (num_tensors, 2) float64 tensor over those ranks, in place, once a step per batch.
+        Without it, every segment is a tensor of its own.
+
+        Raises ValueError for segments that overlap, lie outside, or do not suit 8-bit states.
+        """
+        for shard, parts in segments.items():
+            Segment.check(parts, shard)
+            for part in parts:
+                if all_reduce is not None and not 0 <= part.index < num_tensors:
+                    raise ValueError(
+                        f"a segment has index {part.index}; num_tensors={num_tensors} allows 0 to one less."
+                    )
+        self._layout: _Layout = _Layout({s: tuple(parts) for s, parts in segments.items()}, num_tensors, all_reduce)
+        self._forget()
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self._layout = self.__dict__.get("_layout", _Layout())  # survives loading
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        check_lamb(options)
+
+    def _memory(self, group: Mapping[str, Any]) -> Memory:
+        # float16 takes a second moment below 6e-8 for 0, and the second reading would divide by eps alone.
+        narrow = frozenset({torch.float16})
+        squares = frozenset({"exp_avg_sq"})
+        return self._memory_of(group, ("exp_avg", "exp_avg_sq"), squares=squares, counts=True, too_narrow=narrow)
+
+    def _flags(self, group: Mapping[str, Any]) -> int:
+        chosen = {
+            Rule.MAXIMIZE: group["maximize"],
+            Rule.EPS_INSIDE: group["eps_inside_sqrt"],
+            Rule.NO_CORRECTION: not group["bias_correction"],
+        }
+        return flags_of(chosen)
+
+    def _hyper(self, group: Mapping[str, Any]) -> Hyper:
+        beta1, beta2 = group["betas"]
+        return Hyper(
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            min_ratio=group["min_coeff"],
+            max_ratio=group["max_coeff"],
+        )
+
+    def _rows(self, index: int, entry: Entry) -> Iterator[Entry]:
+        for part in self._layout.segments.get(entry.param, ()):
+            if part.start % BLOCK_NUMEL and entry.state["exp_avg"].dtype is torch.uint8:
+                raise ValueError(
+                    f"{self._name(index, entry.index)} has a segment from {part.start} on and 8-bit states, "
+                    f"whose scales belong to {BLOCK_NUMEL} elements each. Align segments to {BLOCK_NUMEL}, or use "
+                    "bf16 states."
+                )
+            yield entry.at(part.row, part.index)
+        if entry.param not in self._layout.segments:
+            yield entry
+
+    def _update(self, group: Mapping[str, Any], batch: Batch, signals: Signals) -> None:
+        all_reduce = self._layout.all_reduce
+        if all_reduce is None or any(entry.part is None for entry in batch.entries):
+            super()._update(group, batch, signals)
+            return
+        if batch.path is Path.TORCH:
+            raise ValueError(
+                "LAMB on shards of cut tensors needs its kernels; see zoptim.kernels() for what is missing."
+            )
+        job = cast(CpuJob, batch.job)
+        sums = job.sums(self._hyper(group), signals)
+        if sums is None:
+            return
+        everyone = sums.new_zeros(self._layout.num_tensors, 2)
+        indices = torch.tensor([entry.part.tensor for entry in batch.entries if entry.part], device=sums.device)
+        everyone.index_add_(0, indices, sums)
+        all_reduce(everyone)
+        sums.copy_(everyone[indices])
+        job.apply()
+
+    def _evaluate(
+        self, group: Mapping[str, Any], param: Tensor, grad: Tensor, moments: dict[str, Tensor], step: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        new, after = lamb_rule(
+            param,
+            grad,
+            AdamMoments(step=step - 1, **moments),
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            bias_correction=group["bias_correction"],
+            eps_inside_sqrt=group["eps_inside_sqrt"],
+            min_coeff=group["min_coeff"],
+            max_coeff=group["max_coeff"],
+            maximize=group["maximize"],
+        )
+        return new, {name: getattr(after, name) for name in moments}

@@ -1,0 +1,93 @@
+"""The norm of all gradients and whether they are finite, in one read at the speed of memory.
+
+Clipping needs the norm, loss scaling needs to know about infinities, and both end in one number that the update
+divides by.  So the gradients are read once here and once in the update, and never written:
+
+    stats = zoptim.grad_stats(p.grad for p in params)
+    optimizer.grad_scale, optimizer.found_inf = stats.divisor(max_norm=1.0, loss_scale=scale), stats.found_inf
+    optimizer.step()
+
+Squares are added up in float64, where no square of a finite float32 overflows, in an order that depends on nothing
+but the tensors' sizes: the same bits for any number of threads and any instruction set.  torch's norm of a float32
+CPU tensor of 67M elements adds in float32 and is 0.5% too small; of a bf16 tensor it runs at 1 GB/s.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from . import backends, native
+from .checks import number
+from .job import FORMAT_OF_DTYPE, addresses
+
+__all__ = ["GradStats", "grad_stats"]
+
+
+@attrs.frozen(eq=False)
+class GradStats:
+    """What one look at the gradients tells.  Both tensors are on the gradients' device."""
+
+    norm: Tensor  # () float64: L2 over all elements; infinite or NaN if one is
+    found_inf: Tensor  # () float32: 1 if any element is infinite or NaN, else 0
+
+    def divisor(self, *, max_norm: float = 0.0, loss_scale: float | Tensor = 1.0) -> Tensor:
+        """What `grad_scale` must be to undo `loss_scale` and to clip to `max_norm` (0: no clipping); () float32.
+
+        loss_scale * max(1, (norm / loss_scale + 1e-6) / max_norm), as torch.nn.utils.clip_grad_norm_ clips; does not
+        wait for the device.  Raises TypeError or ValueError for a negative max_norm.
+        """
+        number("max_norm", max_norm, 0)
+        scale = torch.as_tensor(loss_scale, dtype=torch.float64, device=self.norm.device)
+        if max_norm == 0:
+            return scale.float()
+        return (scale * ((self.norm / scale + 1e-6) / max_norm).clamp(min=1.0)).float()
+
+
+def grad_stats(grads: Iterable[Tensor | None]) -> GradStats:
+    """The norm and finiteness of `grads`: dense floating tensors on one device, of any shapes; None is skipped.
+
+    Raises TypeError or ValueError with the index of a gradient that does not fit.
+    """
+    given = [grad for grad in grads if grad is not None]
+    for index, grad in enumerate(given):
+        if grad.layout is not torch.strided or not grad.dtype.is_floating_point:
+            raise TypeError(f"gradient {index} is {grad.layout} {grad.dtype}; it must be dense and floating.")
+        if grad.device != given[0].device:
+            raise ValueError(
+                f"gradient {index} is on {grad.device}, gradient 0 on {given[0].device}; use one device."
+            )
+    if given and given[0].device.type == "cuda" and backends.why_none(given[0].device) is None:
+        from . import gpu
+
+        return GradStats(*gpu.grad_stats(given))
+    device = given[0].device if given else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for dtype in dict.fromkeys(grad.dtype for grad in given):
+        total += _squares([grad.detach() for grad in given if grad.dtype is dtype])
+    return GradStats(total.sqrt(), (~torch.isfinite(total)).float())
+
+
+def _squares(grads: Sequence[Tensor]) -> float | Tensor:
+    """The sum of squares of gradients of one dtype."""
+    library = native.library() if grads[0].device.type == "cpu" else None
+    if library is None or grads[0].dtype not in FORMAT_OF_DTYPE:
+        return torch.stack([grad.double().square().sum() for grad in grads]).sum()
+    rows = [grad if _is_dense(grad) else grad.contiguous() for grad in grads]
+    numel = array("q", [row.numel() for row in rows])
+    partials = library.ffi.new("double[]", max(1, sum(library.lib.zk_num_spans(count) for count in numel)))
+    view = library.ffi.from_buffer
+    row_addresses = array("Q", addresses(rows))
+    total = library.lib.zk_squares(
+        FORMAT_OF_DTYPE[rows[0].dtype], len(rows), view("uint64_t[]", row_addresses), view("int64_t[]", numel),
+        partials, native.num_threads(),
+    )  # fmt: skip
+    return float(total)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

@@ -1,0 +1,54 @@
+/* CUDA's words for a C compiler, so that the tests run zk_gpu.cu on a CPU.  Included before its text.
+ *
+ * Blocks run one after the other.  The 256 threads of a block are fibres (shim.c) that change at barriers and shuffles, as
+ * often as the text asks, so what is tested is the text itself: its indices, its reductions, its barriers.
+ * Misaligned vector accesses trap (-fsanitize=alignment), as they would on a GPU.
+ */
+#ifndef CUDA_SHIM_H
+#define CUDA_SHIM_H
+#include <stdint.h>
+
+typedef struct { uint32_t x[4]; } __attribute__((aligned(16))) shim_16;
+typedef struct { uint32_t x[2]; } __attribute__((aligned(8))) shim_8;
+typedef struct { uint32_t x; } shim_index;
+
+extern shim_index threadIdx, blockIdx; /* of the fibre that runs */
+
+void __syncthreads(void);
+uint32_t __shfl_xor_sync(uint32_t mask, uint32_t value, int distance);
+
+/* Runs `body(args)` as every thread of every block.  Returns 0, or 1 if threads wait for others that are gone. */
+int shim_run(void (*body)(const void *), int64_t num_blocks, const void *args);
+
+#define ZK_KERNEL(blocks, name, type)                                                        \
+  static void name##_body(const type a);                                                     \
+  static void name##_thread(const void *args) { name##_body(*(const type *)args); }          \
+  int name(int64_t num_blocks, const void *args) { return shim_run(name##_thread, num_blocks, args); } \
+  static void name##_body(const type a)
+#define ZK_SHARED static
+#define ZK_UNROLL
+#define ZK_UNROLL_16
+#define ZK_NO_UNROLL
+#define ZK_FENCE
+
+/* The sanitizer looks at the alignment of these. */
+static inline __attribute__((unused)) void zk_load16(uint64_t from, uint32_t *x) {
+  shim_16 y = *(const shim_16 *)from;
+  for (int k = 0; k < 4; k++) x[k] = y.x[k];
+}
+static inline __attribute__((unused)) void zk_load8(uint64_t from, uint32_t *x) {
+  shim_8 y = *(const shim_8 *)from;
+  for (int k = 0; k < 2; k++) x[k] = y.x[k];
+}
+static inline __attribute__((unused)) void zk_load4(uint64_t from, uint32_t *x) { *x = *(const uint32_t *)from; }
+static inline __attribute__((unused)) void zk_store16(uint64_t to, const uint32_t *x) {
+  shim_16 y = {{x[0], x[1], x[2], x[3]}};
+  *(shim_16 *)to = y;
+}
+static inline __attribute__((unused)) void zk_store8(uint64_t to, const uint32_t *x) {
+  shim_8 y = {{x[0], x[1]}};
+  *(shim_8 *)to = y;
+}
+static inline __attribute__((unused)) void zk_store4(uint64_t to, const uint32_t *x) { *(uint32_t *)to = *x; }
+
+#endif

@@ -1,0 +1,141 @@
+"""Optimizer state by parameter name and global address, to be saved and to be loaded into.
+
+Saving reads what the optimizer keeps in place, and decodes what it keeps in codes part by part.  Loading reads into
+tensors of its own, which the optimizer takes over afterwards: what is coded cannot be read into, and a load that
+fails half-way has changed nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, final
+
+import attrs
+import torch
+
+from zpartition.layout import Piece
+from zpartition.shard import LazyShard, Shard, full_box, whole
+from zpartition.state import Holder, elements, give_state, is_coded, state_of
+
+# For each state key of a parameter: dtype, and shape, or None for a number beside the parameter such as a step count.
+Kinds = Mapping[str, tuple[torch.dtype, "tuple[int, ...] | None"]]
+
+
+def state_shards(
+    optimizer: torch.optim.Optimizer, holders: Iterable[Holder]
+) -> Iterator[tuple[str, Shard | LazyShard]]:
+    """(state key, shard) for every tensor that the optimizer keeps, addressed by parameter name.
+
+    A state tensor as large as its parameter is cut like it; a scalar belongs whole to each parameter of the holder;
+    a parameter that is held whole may have state of any shape.  Coded state is decoded piece by piece when read.
+
+    Raises:
+        TypeError: the optimizer keeps something that is neither.
+    """
+    for holder in holders:
+        for key, value in state_of(optimizer, holder.tensor).items():
+            if (shards := _addressed(holder, value)) is None:
+                raise TypeError(
+                    f"state {key!r} of {type(optimizer).__name__} for {holder.pieces[0].slot.name} is "
+                    f"{_describe(value)}; a checkpoint can hold tensors shaped like the parameter, and scalars"
+                )
+            yield from ((key, shard) for shard in shards)
+
+
+@final
+@attrs.frozen(eq=False)
+class StagedState:
+    """State on its way into an optimizer, which keeps what it has until `hand_over`."""
+
+    optimizer: torch.optim.Optimizer
+    held: list[tuple[Holder, dict[str, torch.Tensor]]]  # zeros, to be read into
+
+    def shards(self) -> Iterator[tuple[str, Shard]]:
+        """(state key, shard) to read into, addressed as `state_shards` does it."""
+        for holder, state in self.held:
+            for key, value in state.items():
+                for shard in _addressed(holder, value) or ():
+                    assert isinstance(shard, Shard)
+                    yield key, shard
+
+    def hand_over(self) -> None:
+        """Let the optimizer keep what was read, in place of what it had.  Once.
+
+        Raises:
+            ValueError: the optimizer finds that something is missing.
+        """
+        self.optimizer.state.clear()
+        while self.held:
+            holder, state = self.held.pop(0)  # freed as it is taken
+            give_state(self.optimizer, holder.tensor, dict(state))
+
+
+def make_state(
+    optimizer: torch.optim.Optimizer,
+    holders: Iterable[Holder],
+    kinds_of: Callable[[str], Kinds],
+) -> StagedState:
+    """Zeroed state for every holder, to load into and then to hand over; the optimizer is left alone.
+
+    `kinds_of(parameter name)[key]` is (dtype, shape), with None for the shape of a scalar.  A scalar lives where the
+    optimizer keeps it: with the parameter when the group is fused or capturable or the class says `counts_on_device`,
+    else on the CPU.
+    """
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    staged = StagedState(optimizer, [])
+    for holder in holders:
+        group = group_of[id(holder.tensor)]
+        beside = group.get("fused") or group.get("capturable") or getattr(optimizer, "counts_on_device", False)
+        scalar_device = holder.tensor.device if beside else torch.device("cpu")
+        state: dict[str, torch.Tensor] = {}
+        for key, (dtype, shape) in _kinds_of_holder(holder, kinds_of).items():
+            if shape is None:
+                state[key] = torch.zeros((), dtype=dtype, device=scalar_device)
+            elif holder.is_whole:
+                state[key] = torch.zeros(shape, dtype=dtype, device=holder.tensor.device)
+            else:
+                state[key] = torch.zeros_like(holder.tensor.data, dtype=dtype)
+        if state:
+            staged.held.append((holder, state))
+    return staged
+
+
+def _addressed(holder: Holder, value: Any) -> Iterator[Shard | LazyShard] | None:
+    """The shards of one state of `holder`; None for what has no address."""
+    numel = holder.tensor.numel()
+    if isinstance(value, torch.Tensor) and value.dim() and holder.is_whole:
+        return iter([whole(holder.pieces[0].slot.name, value)])
+    if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
+        return (_cut(Shard, piece, elements(value, *_range(piece))) for piece in holder.pieces)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        number = value.detach().view(-1)
+        return (Shard(piece.slot.name, (), (), (0, 1), number) for piece in holder.pieces)
+    if is_coded(value) and value.shape == holder.tensor.shape:
+        reads = ((piece, functools.partial(value.read, *_range(piece))) for piece in holder.pieces)
+        return (_cut(LazyShard, piece, read) for piece, read in reads)
+    return None
+
+
+def _cut(kind: Callable[..., Any], piece: Piece, content: Any) -> Any:
+    """The Shard or LazyShard of `piece`."""
+    shape = piece.slot.shape
+    return kind(piece.slot.name, shape, full_box(shape), piece.span, content)
+
+
+def _range(piece: Piece) -> tuple[int, int]:
+    """Where `piece` lies in its holder's tensor."""
+    return piece.offset, piece.offset + piece.numel
+
+
+def _kinds_of_holder(holder: Holder, kinds_of: Callable[[str], Kinds]) -> Kinds:
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {}
+    for piece in holder.pieces:
+        kinds.update(kinds_of(piece.slot.name))
+    return kinds
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

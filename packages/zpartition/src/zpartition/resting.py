@@ -1,0 +1,75 @@
+"""Parameters that rest while the shard around them is updated.
+
+A flat shard is updated whole, so parameters that no rank used are updated too, with zero gradients: momentum would
+move them and decay would shrink them.  What they were is kept and put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zpartition.layout import Piece
+from zpartition.state import Holder, elements, give_state, is_coded, state_of
+
+_STAYS = "step_size"  # Rprop's starts at lr, not at zero
+
+Resting = Sequence[tuple[Holder, Piece]]
+
+
+@contextmanager
+def untouched(optimizer: torch.optim.Optimizer | None, resting: Resting) -> Iterator[None]:
+    """Put the weights and the optimizer state of these pieces back after the update inside.
+
+    State that the update has just made becomes zero.  State in a coarse format comes back as exactly as that can say
+    it: an element may share a scale with one that was updated.
+    """
+    weights = [(part, part.clone()) for holder, piece in resting for part in [_part(holder.tensor.data, piece)]]
+    states = [_parts(_state(optimizer, holder), holder, piece) for holder, piece in resting]
+    before = [{key: part.clone() for key, part in parts.items()} for parts in states]
+    yield
+    for part, value in weights:
+        part.copy_(value)
+    for holder in {id(holder): holder for holder, _ in resting}.values():
+        mine = [(piece, kept) for (other, piece), kept in zip(resting, before) if other is holder]
+        if optimizer is not None:
+            _put_back(optimizer, holder, mine)
+
+
+def _put_back(
+    optimizer: torch.optim.Optimizer, holder: Holder, mine: Sequence[tuple[Piece, dict[str, torch.Tensor]]]
+) -> None:
+    """Write what was kept of each piece into the state of `holder`; what is coded is decoded and encoded again."""
+    state = dict(_state(optimizer, holder))
+    coded = [key for key, value in state.items() if is_coded(value)]
+    state.update({key: elements(state[key], 0, holder.tensor.numel()).view(holder.tensor.shape) for key in coded})
+    for piece, kept in mine:
+        for key, part in _parts(state, holder, piece).items():
+            if key in kept:
+                part.copy_(kept[key])
+            elif key != _STAYS:
+                part.zero_()
+    if coded:
+        give_state(optimizer, holder.tensor, state)
+
+
+def _state(optimizer: torch.optim.Optimizer | None, holder: Holder) -> Any:
+    return {} if optimizer is None else state_of(optimizer, holder.tensor)
+
+
+def _parts(state: Any, holder: Holder, piece: Piece) -> dict[str, torch.Tensor]:
+    """The elements of `piece` in every state that is laid out like `holder`."""
+    numel = holder.tensor.numel()
+    laid_out = {
+        key: value
+        for key, value in state.items()
+        if is_coded(value) or (isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel)
+    }
+    return {key: elements(value, piece.offset, piece.offset + piece.numel) for key, value in laid_out.items()}
+
+
+def _part(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return tensor.view(-1)[piece.offset : piece.offset + piece.numel]
