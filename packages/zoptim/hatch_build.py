@@ -43,8 +43,8 @@ OLDEST_PYTHON = "cp310"
 LIMITED_API = "-DPy_LIMITED_API=0x030a0000"
 
 # -ffp-contract=off: the same bits on every instruction set.  -fno-math-errno, -fno-trapping-math: without them
-# square roots and selections do not vectorise.  -g0: debug information would triple the file.  -Wno-psabi: vectors are
-# passed between inlined functions only.
+# square roots and selections do not vectorise.  -g0: debug information would triple the file.  -Wno-psabi: vectors
+# are passed between inlined functions only.
 FLAGS = (
     "-O3", "-g0", "-std=c11", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     "-fvisibility=hidden", "-Wno-psabi",

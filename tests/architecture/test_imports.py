@@ -45,7 +45,10 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "config/choices.py": {"zoptim": {"make_optimizer", "make_schedule", "UnknownNameError", "NotAvailableYetError"}},
     # reads the signatures, to suggest the nearest option
     "config/suggest.py": {
-        "zoptim": {"AdamW", "SGD", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR"},
+        "zoptim": {
+            *("Adafactor", "Adagrad", "AdamW", "LAMB", "Lion", "Muon", "SGD"),
+            *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR"),
+        },
     },
     "telemetry/": {"zcomm": {"traced", "Record"}},
     # the world comes before the parts
@@ -149,11 +152,20 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
+# What an optional dependency brings, imported only beside it.
+COMES_WITH_OPTIONAL = {"zoptim": {"numpy"}}  # CuPy's
+# What a compiled module imports and no source file shows.
+NEEDED_BY_EXTENSIONS = {"zoptim": {"cffi"}}
+
+
 @each_package
 def test_the_declared_dependencies_are_the_imported_ones(package: str) -> None:
     declared = {re.split(r"[<>=!~;\[ ]", line, maxsplit=1)[0] for line in repo.declared_dependencies(package)}
     tops = {item.top for _, item in all_imports(package)} & (MAY_IMPORT[package] - OPTIONAL)
-    imported = {repo.DISTRIBUTIONS.get(top, top) for top in tops} | {"torch"}
+    tops -= COMES_WITH_OPTIONAL.get(package, set())
+    imported = (
+        {repo.DISTRIBUTIONS.get(top, top) for top in tops} | {"torch"} | NEEDED_BY_EXTENSIONS.get(package, set())
+    )
     assert declared == imported, f"only declared: {declared - imported}; only imported: {imported - declared}"
 
 

@@ -114,6 +114,15 @@ def row(request: pytest.FixtureRequest) -> Row:
     return request.param
 
 
+REPRESENTATIVES = ("AdamW", "Adam amsgrad", "SGD", "SGD momentum", "Adagrad decaying", "Lion", "LAMB")
+
+
+@pytest.fixture(params=[row for row in ROWS if row.name in REPRESENTATIVES], ids=lambda row: row.name)
+def kind(request: pytest.FixtureRequest) -> Row:
+    """One row for each way to remember: for tests that are about memory rather than arithmetic."""
+    return request.param
+
+
 @pytest.fixture(params=[row for row in ROWS if row.elementwise], ids=lambda row: row.name)
 def elementwise(request: pytest.FixtureRequest) -> Row:
     """Every optimizer that may be cut anywhere."""

@@ -140,7 +140,9 @@ def test_torchs_own_threads_are_found(library: native.Library) -> None:
 
 def test_importing_zoptim_loads_nothing_compiled_and_the_variable_is_read_at_the_first_use() -> None:
     code = """
-import sys, torch, zoptim
+import sys, warnings, torch
+warnings.simplefilter("error")  # torch itself warns, of NumPy, where that is absent
+import zoptim
 assert not {"zoptim._kernels", "_cffi_backend", "cffi", "cupy"} & set(sys.modules), "loaded at import"
 from zoptim import native
 try:
@@ -149,11 +151,12 @@ except ValueError as error:
     print(error)
 """
     environ = {**os.environ, native.VARIABLE: "fast"}
-    strict = [sys.executable, "-X", "dev", "-W", "error"]
-    done = subprocess.run([*strict, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", code], env=environ, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ZOPTIM_KERNELS=fast names no kernels of zoptim.")
-    assert not done.stderr
+    assert "zoptim" not in done.stderr
 
 
 # Same bits -----------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim
         return _made_by(client.optimizer, parameters)
     if not plan.optimizer.type:
         return None
-    return zoptim.make_optimizer(plan.optimizer.type, parameters, plan.optimizer.params)
+    return zoptim.make_optimizer(plan.optimizer.type, _named(module, parameters), plan.optimizer.params)
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan: Plan) -> Any:
@@ -164,6 +164,20 @@ def _slot(optimizer: torch.optim.Optimizer) -> ShardOptimizer:
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
     return [param for param in module.parameters() if param.requires_grad]
+
+
+def _named(module: nn.Module, parameters: list[Any]) -> list[Any]:
+    """The same parameters or groups with the module's names, by which Muon tells embeddings from other matrices."""
+    names = {id(param): name for name, param in module.named_parameters()}
+
+    def with_name(item: Any) -> Any:
+        if isinstance(item, dict) and not isinstance(item["params"], Tensor):
+            return {**item, "params": _named(module, list(item["params"]))}
+        return (names[id(item)], item) if id(item) in names else item
+
+    named = [with_name(item) for item in parameters]
+    strangers = any(isinstance(item, Tensor) for item in named)  # refused by name later on
+    return parameters if strangers else named
 
 
 def _made_by(maker: Callable[[Any], torch.optim.Optimizer], parameters: list[Any]) -> torch.optim.Optimizer:

@@ -157,7 +157,7 @@ def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _travelling_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The hyperparameters of each group, without the options that belong to the object, such as its state format."""
-    left = {"params", *getattr(optimizer, "kept_options", ())}
+    left = {"params", "param_names", *getattr(optimizer, "kept_options", ())}
     return [{key: value for key, value in group.items() if key not in left} for group in optimizer.param_groups]
 
 

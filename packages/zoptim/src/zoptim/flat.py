@@ -254,7 +254,7 @@ class FlatOptimizer(Contract):
         )
 
     def _refuse_written_overlap(self, index: int, batch: Batch) -> None:
-        ranges = WrittenRanges.make(batch.streams.written())
+        ranges = WrittenRanges.make(batch.streams.written(), batch.streams.steps)
         if isinstance(ranges, tuple):
             name = self._name(index, batch.entries[ranges[1]].index)
             raise ValueError(

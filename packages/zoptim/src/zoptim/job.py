@@ -85,8 +85,8 @@ class Streams:
     steps: list[Tensor] = attrs.field(factory=list)  # () float32; rows of one tensor share one
 
     def written(self) -> list[list[Tensor]]:
-        """The lists that a step writes; all but the gradients."""
-        lists = [self.weights, *self.states, *self.scales, self.remainders, self.copies, self.steps]
+        """The lists that a step writes, but for the counts."""
+        lists = [self.weights, *self.states, *self.scales, self.remainders, self.copies]
         return [tensors for tensors in lists if tensors]
 
 
@@ -122,15 +122,15 @@ class WrittenRanges:
     ends: array[int]
 
     @classmethod
-    def make(cls, lists: Sequence[Sequence[Tensor]]) -> WrittenRanges | tuple[int, int]:
-        """Empty tensors and repeated steps have no range of their own."""
+    def make(cls, lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor] = ()) -> WrittenRanges | tuple[int, int]:
+        """Empty tensors have no range; neighbours in `steps` may be one tensor, the count of both."""
         found = []
-        for which, tensors in enumerate(lists):
+        for which, tensors in enumerate([*lists, steps]):
             seen = None
             for position, (start, size) in enumerate(zip(addresses(tensors), num_bytes(tensors))):
                 if size and tensors[position] is not seen:
                     found.append((start, start + size, which, position))
-                seen = tensors[position]
+                seen = tensors[position] if tensors is steps else None
         found.sort()
         for before, after in itertools.pairwise(found):
             if after[0] < before[1]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .memory import REMAINDER, STEP, Memory, num_blocks, scale_key
+from .plan import is_dense
 from .portable import convert
 
 __all__ = ["adopt", "boxed", "unboxed"]
@@ -86,7 +87,9 @@ def _fill(state: dict[str, Any], key: str, given: dict[str, Any], param: Tensor,
 
 
 def _on(param: Tensor, tensor: Tensor) -> Tensor:
-    return tensor.detach().to(param.device)
+    """Beside the parameter, and without holes."""
+    tensor = tensor.detach().to(param.device)
+    return tensor if is_dense(tensor) else tensor.contiguous()
 
 
 def _check_shapes(given: Mapping[str, Any], param: Tensor, memory: Memory, who: str) -> None:

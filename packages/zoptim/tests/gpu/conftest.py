@@ -1,7 +1,7 @@
 """Running the GPU kernels without a GPU: a launcher of the same protocol, whose device is a C compiler and fibres.
 
-`shim` compiles each program once for all workers of a test run.  `case` makes streams of any formats on CPU tensors, at
-will beside each other in memory, so that a kernel that writes too far is seen.
+`shim` compiles each program once for all workers of a test run.  A `Case` makes streams of any formats, rows that lie in
+larger tensors, so that a kernel that writes too far is seen.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Case:
 
     @classmethod
     def of(cls, name: str, **more: Any) -> Case:
-        """From words: rule and flags, then weight-gradient-state and perhaps copy, as in "adam amsgrad: f32 bf16 q8"."""
+        """From words: rule and flags; weight, gradient, state and perhaps copy, as in "adam amsgrad: f32 bf16 q8"."""
         rule, formats = name.split(":")
         what, *flags = rule.split()
         return cls(

@@ -105,6 +105,7 @@ def rebind(
     optimizer.state.clear()
     for group, group_holders in zip(optimizer.param_groups, holders):
         group["params"] = [holder.tensor for holder in group_holders]
+        group.pop("param_names", None)  # a shard holds parts of several
     if not old_state:
         return
     for holder in (holder for group_holders in holders for holder in group_holders):

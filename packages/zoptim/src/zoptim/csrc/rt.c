@@ -232,7 +232,7 @@ int64_t zk_find_overlap(int64_t num_written, const uint64_t *starts, const uint6
       else
         high = middle;
     }
-    if (low < num_written && starts[low] < read_starts[i] + (uint64_t)read_bytes[i]) return i;
+    if (read_bytes[i] > 0 && low < num_written && starts[low] < read_starts[i] + (uint64_t)read_bytes[i]) return i;
   }
   return -1;
 }

@@ -29,7 +29,6 @@ class GpuJob:
     counts are read from device memory when the graph runs, other hyperparameters are those of the capture.
 
     Gradients may be float32, bfloat16 or float16 and are never written.  Where found_inf is set, nothing is.
-    The tensors behind the addresses are the caller's to keep alive.
     """
 
     def __init__(self, rule: int, flags: int, streams: Streams, launcher: Launcher | None = None) -> None:
@@ -38,6 +37,7 @@ class GpuJob:
         Raises RuntimeError while a CUDA graph is captured, ValueError for streams of several devices.
         """
         device = _one_device(streams)
+        self._streams = streams  # what the addresses point to stays alive
         self._launcher: Final = launcher or CupyLauncher(device)
         self._rule, self._flags = rule, flags
         program = Program.of(rule, flags, Formats.of(streams))
@@ -55,6 +55,7 @@ class GpuJob:
 
     def point(self, streams: Streams) -> None:
         """See Job.  Costs a launch for every 480 addresses that moved, and none where none did."""
+        self._streams = streams
         moved = self._table.move(columns_of(streams))
         self._launch([Call(self._kernels["zk_patch"], 1, args) for args in moved])
 
