@@ -97,7 +97,7 @@ def build_wheels(names: Sequence[str], target: Path) -> dict[str, Path]:
 
 
 def check_wheel(name: str, wheel: Path) -> None:
-    """The wheel carries the package and its type marker, and nothing beside the package."""
+    """The wheel carries the package, its type marker and its kernels, and nothing beside the package."""
     with zipfile.ZipFile(wheel) as archive:
         files = archive.namelist()
     if f"{name}/py.typed" not in files:
@@ -105,6 +105,10 @@ def check_wheel(name: str, wheel: Path) -> None:
     strays = [file for file in files if not file.startswith(f"{name}/") and ".dist-info/" not in file]
     if strays:
         raise IsolationError(f"{wheel.name} holds files outside {name}/: {strays[:5]}")
+    is_compiled = (repo.package_folder(name) / "hatch_build.py").exists()
+    if is_compiled != any(file.endswith(".so") for file in files) or is_compiled == wheel.stem.endswith("-none-any"):
+        expected = "an .so and the tag of a platform" if is_compiled else "no .so and the tag none-any"
+        raise IsolationError(f"{wheel.name} must have {expected}, because of {name}/hatch_build.py or its absence")
 
 
 def install(venv: Path, wheels: Sequence[Path], cwd: Path) -> str:

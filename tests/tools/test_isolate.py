@@ -35,11 +35,21 @@ def make_wheel(path: Path, *names: str) -> Path:
 
 
 def test_a_wheel_must_hold_the_type_marker_and_nothing_beside_the_package(tmp_path: Path) -> None:
-    isolate.check_wheel("zx", make_wheel(tmp_path / "good.whl", "zx/py.typed", "zx-1.dist-info/METADATA"))
+    isolate.check_wheel("zx", make_wheel(tmp_path / "good-none-any.whl", "zx/py.typed", "zx-1.dist-info/METADATA"))
     with pytest.raises(IsolationError, match=r"lacks zx/py\.typed"):
         isolate.check_wheel("zx", make_wheel(tmp_path / "untyped.whl", "zx/__init__.py"))
     with pytest.raises(IsolationError, match=r"outside zx/: \['tests/test_a\.py'\]"):
         isolate.check_wheel("zx", make_wheel(tmp_path / "stray.whl", "zx/py.typed", "tests/test_a.py"))
+
+
+def test_a_wheel_has_kernels_and_a_platform_exactly_when_the_package_builds_some(tmp_path: Path) -> None:
+    kernels = ("zoptim/py.typed", "zoptim/_kernels.abi3.so")
+    isolate.check_wheel("zoptim", make_wheel(tmp_path / "zoptim-cp310-abi3-linux_x86_64.whl", *kernels))
+    for name, files in (("zoptim-cp310-abi3-linux_x86_64.whl", kernels[:1]), ("zoptim-py3-none-any.whl", kernels)):
+        with pytest.raises(IsolationError, match=r"must have an \.so and the tag of a platform"):
+            isolate.check_wheel("zoptim", make_wheel(tmp_path / name, *files))
+    with pytest.raises(IsolationError, match=r"must have no \.so and the tag none-any"):
+        isolate.check_wheel("zx", make_wheel(tmp_path / "zx-py3-none-any.whl", "zx/py.typed", "zx/stray.so"))
 
 
 def test_the_fresh_environment_sees_nothing_of_this_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

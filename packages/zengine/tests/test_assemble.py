@@ -74,6 +74,25 @@ def test_the_optimizer_is_made_over_trainable_parameters_unless_others_are_given
     assert make_optimizer(module, Client(), plan_of()) is None
 
 
+def test_muon_is_told_names_so_that_embeddings_are_no_matrices():
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "body": nn.Linear(4, 4)})
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": [model["body"].bias], "lr": 0.5}]
+    plan = plan_of(optimizer={"type": "Muon", "params": {"lr": 0.1}})
+    for parameters in (None, groups):
+        optimizer = make_optimizer(model, Client(parameters=parameters), plan)
+        matrices = [p for group in optimizer.param_groups if group["use_muon"] for p in group["params"]]
+        assert [id(p) for p in matrices] == [id(model["body"].weight)]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1, 0.5]
+
+
+def test_parameters_that_are_no_parameters_of_the_module_get_no_names():
+    stranger = nn.Parameter(torch.zeros(1))
+    plan = plan_of(optimizer={"type": "SGD"})
+    model = nn.Linear(2, 2)
+    optimizer = make_optimizer(model, Client(parameters=[model.weight, stranger]), plan)
+    assert "param_names" not in optimizer.param_groups[0]  # torch takes names for all or for none
+
+
 def test_a_schedule_is_an_instance_a_maker_or_a_name():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     ready = torch.optim.lr_scheduler.ConstantLR(optimizer)

@@ -12,6 +12,7 @@ from torch import nn
 import zckpt
 import zcomm
 import zengine
+import zoptim
 from zcomm.testing import run_ranks
 from zengine.checkpointing import RestoredState, What
 from zpartition import Shard
@@ -90,6 +91,32 @@ def test_an_optimizer_without_state_of_its_own_resumes(tmp_path):
     other = make(**config)
     other.load_checkpoint(tmp_path)
     assert one_step(engine).last_report == one_step(other).last_report
+
+
+def test_the_state_format_is_the_runs_and_everything_else_the_checkpoints(tmp_path):
+    def build(**params: object) -> zengine.Engine:
+        torch.manual_seed(0)
+        return make(optimizer={"type": "SGD", "params": {"lr": 0.1, **params}})
+
+    engine = one_step(build(momentum=0.9))
+    engine.save_checkpoint(tmp_path)
+    other = build(state_dtype="bf16")  # has no momentum, until the checkpoint says so
+    other.load_checkpoint(tmp_path)
+    (group,) = other.optimizer.param_groups
+    assert (group["momentum"], group["state_dtype"]) == (0.9, "bf16")
+    (state,) = other.optimizer.state.values()
+    assert state["momentum_buffer"].dtype is torch.bfloat16
+    assert state["momentum_buffer"].any()
+    assert one_step(other).last_report.loss == pytest.approx(one_step(engine).last_report.loss, rel=1e-2)
+
+
+def test_a_split_master_is_refused_beside_masters_of_the_engine():
+    model = nn.Linear(3, 2).bfloat16()
+    optimizer = zoptim.AdamW(model.parameters(), split_master=True)
+    with pytest.raises(ValueError, match=r"split_master=True .*keeps fp32 masters.* Leave split_master out"):
+        zengine.initialize(
+            model=model, optimizer=optimizer, config={"train_batch_size": 2, "bf16": {"enabled": True}}
+        )
 
 
 def test_nothing_there_says_so(tmp_path):

@@ -194,5 +194,5 @@ class Lab:
     @staticmethod
     def snapshot(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[Tensor]:
         """Weights and every state tensor, copied."""
-        state = [value for param in params for value in optimizer.state[param].values()]
+        state = [value for param in params for _, value in sorted(optimizer.state[param].items())]
         return [tensor.detach().clone() for tensor in [*params, *state]]

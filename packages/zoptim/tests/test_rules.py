@@ -124,7 +124,9 @@ def lamb_by_the_paper(param: list[float], grads: list[list[float]], o: dict[str,
 
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("eps_inside_sqrt", [True, False])
-@pytest.mark.parametrize("bounds", [(0.01, 10.0), (0.9, 10.0), (0.01, 0.05)], ids=["free", "from below", "from above"])
+@pytest.mark.parametrize(
+    "bounds", [(0.01, 10.0), (0.9, 10.0), (0.01, 0.05)], ids=["free", "from below", "from above"]
+)
 def test_five_steps_of_lamb_follow_the_paper(
     bias_correction: bool, eps_inside_sqrt: bool, bounds: tuple[float, float]
 ) -> None:
@@ -138,7 +140,10 @@ def test_five_steps_of_lamb_follow_the_paper(
         "min_coeff": bounds[0],
         "max_coeff": bounds[1],
     }
-    start, grads = [0.3, -0.1, 0.2], [[1.0, -2.0, 0.1], [0.0, 3.0, -0.5], [2.0, 2.0, 2.0], [-1.0, 0, 4.0], [1, 1, 1.0]]
+    start, grads = (
+        [0.3, -0.1, 0.2],
+        [[1.0, -2.0, 0.1], [0.0, 3.0, -0.5], [2.0, 2.0, 2.0], [-1.0, 0, 4.0], [1, 1, 1.0]],
+    )
     param, memory = tensor(*start), AdamMoments.zeros(tensor(*start))
     for grad in grads:
         param, memory = lamb_rule(param, tensor(*grad), memory, **options)

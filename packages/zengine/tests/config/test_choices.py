@@ -23,6 +23,10 @@ def problems(**source: Any) -> list[str]:
         {"optimizer": {"type": "adam", "params": {"adam_w_mode": False}}},
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}}},
         {"optimizer": {"type": "RMSprop"}},
+        {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.99], "state_dtype": "8bit"}}},
+        {"optimizer": {"type": "Lamb", "params": {"max_coeff": 10.0, "min_coeff": 0.01, "bias_correction": False}}},
+        {"optimizer": {"type": "Muon", "params": {"momentum": 0.95, "adam_lr": 1e-3, "ns_method": "gram"}}},
+        {"optimizer": {"type": "Adafactor", "params": {"eps": [None, 1e-3], "d": 1.0}}},
         {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 20}}},
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}},
         {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}}},
@@ -62,9 +66,50 @@ def test_every_misspelt_option_is_reported_not_only_the_first() -> None:
 
 
 def test_an_optimizer_that_is_not_here_yet_says_what_to_use() -> None:
-    (problem,) = problems(optimizer={"type": "Lamb", "params": {"lr": 0.1}})
-    assert problem.startswith('optimizer.type = "Lamb": ')
+    (problem,) = problems(optimizer={"type": "OneBitAdam", "params": {"lr": 0.1}})
+    assert problem.startswith('optimizer.type = "OneBitAdam": ')
     assert "not available yet" in problem
+
+
+@pytest.mark.parametrize("name", ["Adam", "adamw", "SGD", "adagrad", "Lamb", "LION", "muon", "Adafactor"])
+def test_every_optimizer_of_ours_is_known_in_any_case_and_its_typos_are_told(name: str) -> None:
+    assert load({"optimizer": {"type": name, "params": {"lr": 0.1}}}).settings
+    (problem,) = problems(optimizer={"type": name, "params": {"weight_decya": 0.1}})
+    assert "Did you mean 'weight_decay'?" in problem
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad", "Lamb", "Lion", "Muon"])
+def test_the_state_format_is_checked_where_it_is_written(name: str) -> None:
+    for state_dtype in ("fp32", "bf16", "8bit"):
+        assert load({"optimizer": {"type": name, "params": {"state_dtype": state_dtype}}}).settings
+    (problem,) = problems(optimizer={"type": name, "params": {"state_dtype": "4bit"}})
+    assert problem.startswith("optimizer.params.state_dtype = \"4bit\": state_dtype is '4bit'; it must be ")
+
+
+def test_an_optimizer_without_state_formats_says_so() -> None:
+    (problem,) = problems(optimizer={"type": "RMSprop", "params": {"state_dtype": "8bit"}})
+    assert problem.startswith(
+        "optimizer.params.state_dtype = \"8bit\": torch.optim.RMSprop has no option 'state_dtype'"
+    )
+
+
+def test_bf16_states_are_honoured_in_deepspeeds_spelling() -> None:
+    assert load({"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}}).settings
+    (problem,) = problems(
+        optimizer={"type": "Adam", "params": {"fp32_optimizer_states": False, "state_dtype": "8bit"}}
+    )
+    assert "which means bf16 states" in problem
+    (problem,) = problems(bf16={"enabled": True, "bf16_optimizer_states": True})
+    assert 'Write "state_dtype": "bf16" into optimizer.params.' in problem
+
+
+def test_what_the_engine_does_itself_is_refused_with_the_reason() -> None:
+    (problem,) = problems(optimizer={"type": "AdamW", "params": {"lr": 0.1, "split_master": True}})
+    assert problem.startswith("optimizer.params.split_master = true: the engine keeps float32 masters ")
+    assert "Remove it" in problem
+    assert load({"optimizer": {"type": "AdamW", "params": {"split_master": False}}}).settings
+    (problem,) = problems(optimizer={"type": "RMSprop", "params": {"split_master": True}})
+    assert "has no option" in problem
 
 
 @pytest.mark.parametrize(

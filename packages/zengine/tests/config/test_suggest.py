@@ -70,6 +70,8 @@ def test_the_short_names_are_known_by_name() -> None:
         ("tp_size", 'Did you mean "mp_size" or "ep_size"? "tp_size" belongs under "tensor_parallel.tp".'),
         ("weight_decay", '"weight_decay" belongs under "optimizer.params".'),
         ("warmup_num_steps", '"warmup_num_steps" belongs under "scheduler.params".'),
+        ("state_dtype", '"state_dtype" belongs under "optimizer.params".'),
+        ("optimizer.ns_steps", '"ns_steps" belongs under "optimizer.params".'),
         ("fp16.train_batch_size", '"train_batch_size" belongs at the top level.'),
         ("fp16.stage", '"stage" belongs under "zero_optimization".'),
         ("check_grad_overflw", 'Did you mean "check_grad_overflow"? "check_grad_overflow" belongs under "bf16".'),

@@ -32,7 +32,7 @@ from .formats import StateFormat
 from .job import Hyper, Streams, WrittenRanges, num_bytes
 from .loading import adopt
 from .memory import REMAINDER, STEP, Master, Memory
-from .plan import Batch, Entry, Path, Plan, in_layout_of, is_dense, is_in_layout_of, sort_entries, why_no_kernel
+from .plan import Batch, Entry, Path, Plan, in_layout_of, is_dense, sort_entries, why_no_kernel
 from .signals import NO_SCALE, beside, is_skipped, read_signals
 
 __all__ = ["FlatOptimizer", "Params"]
@@ -197,15 +197,14 @@ class FlatOptimizer(Contract):
                 yield Entry(param, in_layout_of(grad, param), state, position, self._mirrors.get(param))
 
     def _ready_state(self, index: int, position: int) -> dict[str, Any]:
-        """The state of a parameter: made where missing, laid out anew where the parameter's layout has changed."""
+        """The state of a parameter: made where missing, converted where a kernel could not read it as it is."""
         group = self.param_groups[index]
         param, memory = group["params"][position], self._memory(group)
         state: dict[str, Any] = self.state[param]
         if not all(key in state for key in memory.first_keys_for(param)):
             made = memory.make(param)
             state.update({key: state.get(key, made[key]) for key in memory.first_keys_for(param)})
-        shaped = (value for key, value in state.items() if isinstance(value, Tensor) and self._is_shaped(key))
-        if is_dense(param) and not all(is_in_layout_of(value, param) for value in shaped):
+        if is_dense(param) and not memory.is_readable(param, state):
             state.update(adopt(state, param, memory, self._name(index, position)))
         return state
 

@@ -48,8 +48,11 @@ def adopt(loaded: Mapping[str, Any], param: Tensor, memory: Memory, who: str) ->
     Raises ValueError for state that lacks a moment or is of another size.
     """
     given = {key: value for key, value in loaded.items() if value is not None}
-    missing = [name for name in memory.names if name not in given and name not in memory.lazy]
+    moments = {name: given[name] for name in memory.names if isinstance(given.get(name), Tensor)}
+    missing = [name for name in memory.names if name not in moments and name not in memory.lazy]
     missing += [STEP] * (memory.counts and STEP not in given)
+    scales = [scale_key(name) for name, value in moments.items() if value.dtype is torch.uint8]
+    missing += [scale for scale in scales if scale not in given]
     if given and missing:
         raise ValueError(
             f"the loaded state of {who} lacks {', '.join(missing)}; it has {', '.join(given)}. It was written by "
@@ -57,8 +60,7 @@ def adopt(loaded: Mapping[str, Any], param: Tensor, memory: Memory, who: str) ->
         )
     _check_shapes(given, param, memory, who)
     state = memory.make(param) if given else {}
-    absent = [name for name in memory.names if name not in given]
-    for name in absent:  # the first update makes it
+    for name in set(memory.names) - set(moments):  # the first update makes it
         state.pop(name, None)
         state.pop(scale_key(name), None)
     with torch.no_grad():
@@ -95,8 +97,9 @@ def _on(param: Tensor, tensor: Tensor) -> Tensor:
 def _check_shapes(given: Mapping[str, Any], param: Tensor, memory: Memory, who: str) -> None:
     for key, shape in _expected_shapes(given, param, memory):
         if given[key].shape != shape:
+            wanted = "the parameter has" if shape == param.shape else "it must be"
             raise ValueError(
-                f"{key} of {who} has shape {tuple(given[key].shape)}, the parameter has {tuple(param.shape)}. "
+                f"{key} of {who} has shape {tuple(given[key].shape)}, {wanted} {tuple(shape)}. "
                 "Load the state of this model; or, if the parameter's data was replaced, clear its gradient and drop "
                 "its entry from optimizer.state."
             )

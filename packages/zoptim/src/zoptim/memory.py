@@ -27,7 +27,8 @@ from torch import Tensor
 
 from . import formats
 from .formats import StateFormat
-from .job import BLOCK_NUMEL
+from .job import BLOCK_NUMEL, FORMAT_OF_DTYPE
+from .plan import is_in_layout_of
 
 __all__ = ["REMAINDER", "STEP", "Master", "Memory", "num_blocks", "scale_key"]
 
@@ -111,6 +112,21 @@ class Memory:
                 self.write(state, name, torch.full_like(param, self.first, dtype=torch.float32))
         return state
 
+    def is_readable(self, param: Tensor, state: Mapping[str, Any]) -> bool:
+        """Whether what is kept of a dense `param` lies in memory as kernels read it, whoever put it there."""
+        for key, value in state.items():
+            if key == STEP:
+                good = isinstance(value, Tensor) and value.dtype is torch.float32 and not value.dim()
+            elif key in self.names:
+                good = isinstance(value, Tensor) and _is_kept_like(value, param)
+                if good and value.dtype is torch.uint8:
+                    good = _are_scales(state.get(scale_key(key)), param)
+            else:
+                good = key != REMAINDER or (value.dtype is torch.int16 and is_in_layout_of(value, param))
+            if not good:
+                return False
+        return True
+
     def read(self, state: Mapping[str, Any], name: str) -> Tensor:
         """Moment `name` as float32 (float64 stays), in the parameter's shape; a copy unless it is kept like that."""
         kept: Tensor = state[name]
@@ -156,6 +172,16 @@ class Memory:
         """Moments and their scales (if any), in the order of the kernel."""
         scales = [state[key] for key in map(scale_key, self.names) if key in state]
         return [state[name] for name in self.names], scales
+
+
+def _is_kept_like(moment: Tensor, param: Tensor) -> bool:
+    known = moment.dtype in FORMAT_OF_DTYPE or moment.dtype is param.dtype
+    return known and moment.shape == param.shape and is_in_layout_of(moment, param)
+
+
+def _are_scales(scales: Any, param: Tensor) -> bool:
+    is_float = isinstance(scales, Tensor) and scales.dtype is torch.float32
+    return is_float and scales.shape == (num_blocks(param),) and scales.is_contiguous()
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

@@ -159,7 +159,11 @@ def _source(entry: Entry) -> dict[str, Any]:
 
 
 def _state_addresses(sources: Sequence[dict[str, Any]]) -> list[int]:
-    return list(map(Tensor.data_ptr, itertools.chain.from_iterable(map(dict.values, sources))))
+    try:
+        return addresses(itertools.chain.from_iterable(map(dict.values, sources)))
+    except TypeError:  # somebody keeps things of his own there
+        values = itertools.chain.from_iterable(map(dict.values, sources))
+        return addresses(value for value in values if isinstance(value, Tensor))
 
 
 def why_no_kernel(entry: Entry, device_reason: Callable[[torch.device], str | None]) -> str | None:

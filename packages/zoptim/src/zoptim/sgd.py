@@ -109,7 +109,8 @@ class SGD(FlatOptimizer):
         return new, {} if buffer is None else {_BUFFER: buffer}
 
     def _update_in_torch(self, group: Mapping[str, Any], entries: list[Entry], signals: Signals) -> None:
-        if not is_plain(entries):
+        param = entries[0].param
+        if not is_plain(entries) or self._memory(group).dtype_for(param) is not param.dtype:
             super()._update_in_torch(group, entries, signals)
             return
         fresh = [entry for entry in entries if _BUFFER not in entry.state]

@@ -1,6 +1,6 @@
 """Running the GPU kernels without a GPU: a launcher of the same protocol, whose device is a C compiler and fibres.
 
-`shim` compiles each program once for all workers of a test run.  A `Case` makes streams of any formats, rows that lie in
+`shim` compiles each program once for all workers of a test run.  A `Case` makes streams of any formats: rows inside
 larger tensors, so that a kernel that writes too far is seen.
 """
 

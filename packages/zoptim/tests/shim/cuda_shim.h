@@ -1,7 +1,7 @@
 /* CUDA's words for a C compiler, so that the tests run zk_gpu.cu on a CPU.  Included before its text.
  *
- * Blocks run one after the other.  The 256 threads of a block are fibres (shim.c) that change at barriers and shuffles, as
- * often as the text asks, so what is tested is the text itself: its indices, its reductions, its barriers.
+ * Blocks run one after the other.  The 256 threads of a block are fibres (shim.c) that change at barriers and
+ * shuffles, so what is tested is the text itself: its indices, its reductions, its barriers.
  * Misaligned vector accesses trap (-fsanitize=alignment), as they would on a GPU.
  */
 #ifndef CUDA_SHIM_H

@@ -24,7 +24,7 @@ Make = Callable[[str, Mapping[str, Any]], object]
 
 # Options that are right for an optimizer alone and pointless beside what the engine does.
 _ENGINE_DOES: dict[str, str] = {
-    "split_master": "the engine keeps float32 masters of low-precision weights itself, which leaves nothing to split. "
+    "split_master": "the engine keeps float32 masters of low-precision weights itself: there is nothing to split. "
     'Remove it; "state_dtype": "bf16" or "8bit" makes the optimizer smaller',
 }
 

@@ -40,6 +40,10 @@ typedef struct {
   zk_hyper hyper;
 } zk_step_args;
 
+/* What job.py reserves and packs. */
+typedef char zk_coef_takes_48_bytes[sizeof(zk_coef) == 48 ? 1 : -1];
+typedef char zk_step_args_take_152_bytes[sizeof(zk_step_args) == 152 ? 1 : -1];
+
 ZK_FN int is_skipped(uint64_t found_inf) { return found_inf && *(const float *)found_inf != 0.0f; }
 
 ZK_FN double learning_rate(uint64_t address, int64_t is_double, double value) {
@@ -185,7 +189,7 @@ ZK_KERNEL(4, zk_squares_final, zk_squares_args) {
 #if ZK_RULE == ZK_LAMB || ZK_STATE == ZK_Q8
 #define ZK_RUNS 2 /* a whole ZK_BLOCK */
 #define ZK_APART 1 /* one run after the other, which takes fewer registers */
-#elif (ZK_STATE == ZK_BF16 || ZK_STATE == ZK_F16) && ZK_STATES < 3
+#elif (ZK_STATE == ZK_BF16 || ZK_STATE == ZK_F16) && ZK_STATES < 3 && ZK_COPY == ZK_NONE
 #define ZK_RUNS 2 /* elements are short: two accesses of each stream on their way */
 #define ZK_APART 0
 #else
@@ -199,7 +203,7 @@ ZK_KERNEL(4, zk_squares_final, zk_squares_args) {
 #else
 #define ZK_NEXT_RUN
 #endif
-#if ZK_APART && ZK_STATES == 3
+#if ZK_APART && (ZK_STATES == 3 || ZK_WEIGHT == ZK_SPLIT)
 #define ZK_NEXT_ELEMENT ZK_FENCE
 #else
 #define ZK_NEXT_ELEMENT
@@ -324,7 +328,10 @@ ZK_FN void load_state(const zk_row *row, const int k, zk_place w, int r, const i
     uint32_t raw[4];
     const float absmax = ((const float *)stream(&row->scale[k]))[w.at / ZK_BLOCK];
     fetch(1, &row->state[k], w, r, whole, raw);
-    ZK_FOUR(j) x[j] = is_square(k) ? zk_from_q8_root((uint8_t)raw[j], absmax) : zk_from_q8_signed((uint8_t)raw[j], absmax);
+    ZK_FOUR(j) {
+      const uint8_t code = (uint8_t)raw[j];
+      x[j] = is_square(k) ? zk_from_q8_root(code, absmax) : zk_from_q8_signed(code, absmax);
+    }
   }
 }
 
@@ -457,8 +464,8 @@ ZK_KERNEL(4, zk_update, zk_step_args) {
 
 #else /* LAMB: two readings, because the size of the step needs two norms of the whole tensor */
 
-/* Moments of a group; the squares of its weights and directions are added to `sums`.  In double: no square of a float
- * overflows there, and whatever the order of the additions, float32 does not see it. */
+/* Moments of a group; the squares of its weights and directions are added to `sums`, in double, where no square of a
+ * float overflows.  The order depends on how the row is aligned, which float32 hardly ever sees. */
 ZK_FN void sum_group(const zk_row *row, const zk_coef *c, zk_place w, const int whole, double *sums) {
   float x[2][ZK_EACH];
   ZK_EVERY_RUN(r) {

@@ -27,7 +27,8 @@ typedef unsigned long long uint64_t;
 
 /* 16, 8 and 4 bytes at once, at a multiple of as many.  Written out, because the compiler splits the stores. */
 static __device__ __forceinline__ void zk_load16(uint64_t from, uint32_t *x) {
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(from));
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(from));
 }
 static __device__ __forceinline__ void zk_load8(uint64_t from, uint32_t *x) {
   asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "l"(from));
@@ -36,7 +37,8 @@ static __device__ __forceinline__ void zk_load4(uint64_t from, uint32_t *x) {
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(x[0]) : "l"(from));
 }
 static __device__ __forceinline__ void zk_store16(uint64_t to, const uint32_t *x) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 static __device__ __forceinline__ void zk_store8(uint64_t to, const uint32_t *x) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x[0]), "r"(x[1]) : "memory");

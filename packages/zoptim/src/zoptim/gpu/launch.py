@@ -85,14 +85,15 @@ def reason_without() -> str | None:
         return "torch.cuda.is_available() is False: there is no CUDA device, or this torch is built without CUDA"
     if torch.version.cuda is None:
         return "this torch is built for ROCm; the GPU kernels are CUDA"
-    extra = f"cuda{torch.version.cuda.split('.')[0]}"
+    major = torch.version.cuda.split(".")[0]
     try:
         cupy = importlib.import_module("cupy")
         cupy.cuda.nvrtc.getVersion()
     except ImportError as error:
-        return f"CuPy cannot be imported ({error}): pip install 'zoptim[{extra}]'"
+        return f"CuPy cannot be imported ({error}): pip install 'zoptim[cuda{major}]'"
     except Exception as error:  # whatever the search for a shared library raises
-        return f"CuPy finds no NVRTC ({error}): pip install nvidia-cuda-nvrtc, or pip install 'zoptim[{extra}]'"
+        wheel = "nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc"
+        return f"CuPy finds no NVRTC ({error}): pip install {wheel}"
     return None
 
 

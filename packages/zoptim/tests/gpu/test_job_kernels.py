@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -126,10 +127,31 @@ def test_a_skipped_step_of_lamb_changes_nothing(shim: Any, make_case: Any, asser
     assert_same_bits(streams, case.streams())
 
 
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, one element off an aligned address."""
+    return torch.cat([tensor[:1], tensor])[1:]
+
+
+@pytest.mark.parametrize("which", ["weights", "grads", "remainders", "copies", "states"])
+def test_one_stream_off_the_grid_is_enough_to_go_by_elements(which: str, shim: Any, make_case: Any) -> None:
+    """A vector access to it would trap."""
+    case = make_case("adam: split bf16 f32 f16", numels=(600,))
+    aligned, awry = case.streams(), case.streams()
+    if which == "states":
+        awry = attrs.evolve(awry, states=(awry.states[0], [shifted(tensor) for tensor in awry.states[1]]))
+    else:
+        awry = attrs.evolve(awry, **{which: [shifted(tensor) for tensor in getattr(awry, which)]})
+    for streams in (aligned, awry):
+        GpuJob(case.rule, case.flags, streams, launcher=shim).step(HYPER, Signals())
+    for one, other in zip(aligned.written(), awry.written()):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0])
 @pytest.mark.parametrize(
     "name", ["adam: f32 f32 q8", "adam: bf16 bf16 bf16", "sgd: f32 f32 bf16", "lion: bf16 f32 f32"]
 )
-def test_infinities_and_zeros_go_the_same_way(name: str, shim: Any, make_case: Any) -> None:
+def test_infinities_and_zeros_go_the_same_way(name: str, scale: float, shim: Any, make_case: Any) -> None:
     case, results = make_case(name, numels=(600,)), []
     for job_class, more in ((GpuJob, {"launcher": shim}), (CpuJob, {})):
         streams = case.streams()
@@ -137,7 +159,7 @@ def test_infinities_and_zeros_go_the_same_way(name: str, shim: Any, make_case: A
         streams.grads[0][5], streams.grads[0][400] = float("inf"), float("nan")
         for states in streams.states:
             states[0][:256] = 0
-        job_class(case.rule, case.flags, streams, **more).step(HYPER, Signals())
-        results.append(streams.weights[0].float())
+        job_class(case.rule, case.flags, streams, **more).step(HYPER, Signals(torch.tensor(scale)))
+        results.append([tensors[0].float() for tensors in streams.written()])
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
-    assert results[0].isnan().any()
+    assert results[0][0].isnan().any()

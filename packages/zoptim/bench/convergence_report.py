@@ -1,0 +1,149 @@
+"""The outcome of the convergence runs: as lines, as markdown, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import attrs
+from convergence_runs import REFERENCE, Run
+
+__all__ = ["Outcome", "line", "markdown", "save", "svg", "text"]
+
+HEAD = ["", "bytes/param", "held-out bits/byte", "minus reference", "last 20 steps", "seconds"]
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """What a run came to."""
+
+    run: Run
+    bits: float  # per byte of held-out text, at the end
+    looks: tuple[tuple[int, float], ...]  # (step, bits per byte) on the way
+    last_losses: float  # bits per byte of training text, mean of the last 20 steps
+    bytes_per_param: float  # weights and state
+    seconds: float
+
+
+def difference(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
+    """To the reference, None while there is none."""
+    found = [other.bits for other in outcomes if other.run.key == REFERENCE]
+    return outcome.bits - found[0] if found else None
+
+
+def noise(outcomes: Sequence[Outcome]) -> float | None:
+    """The largest difference that another seed alone makes."""
+    found = [difference(o, outcomes) for o in outcomes if o.run.seed]
+    return max((abs(d) for d in found if d is not None), default=None)
+
+
+def cells(outcome: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
+    """A row of the table, without its name."""
+    gap = difference(outcome, outcomes)
+    return [
+        f"{outcome.bytes_per_param:.2f}",
+        f"{outcome.bits:.4f}",
+        "" if gap is None else f"{gap:+.4f}",
+        f"{outcome.last_losses:.4f}",
+        f"{outcome.seconds:.0f}",
+    ]
+
+
+def line(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
+    """While the others still run."""
+    return outcome.run.title.ljust(52) + "".join(cell.rjust(12) for cell in cells(outcome, outcomes))
+
+
+def text(outcomes: Sequence[Outcome], facts: dict[str, Any]) -> str:
+    """For a terminal."""
+    lines = [f"{name}: {value}" for name, value in facts.items() if name in ("job", "text", "held out")]
+    lines += [f"tables: {facts['bits per byte of tables']}", "", *(line(o, outcomes) for o in outcomes)]
+    return "\n".join(lines)
+
+
+def markdown(outcomes: Sequence[Outcome], facts: dict[str, Any]) -> str:
+    """The whole report."""
+    parts = ["# Convergence on the main job", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
+    parts += [
+        "The same first weights and the same windows in the same order; all arithmetic of the network in float32.",
+        "`bytes/param` counts weights and optimizer state.  A difference within that of another seed is noise"
+        + (f" (here {limit:.4f})." if (limit := noise(outcomes)) is not None else "."),
+        "Rates other than AdamW's were tried at two or three values, not searched.",
+        "",
+        "| " + " | ".join(HEAD) + " |",
+        "| --- |" + " ---: |" * (len(HEAD) - 1),
+    ]
+    parts += ["| " + " | ".join([o.run.title, *cells(o, outcomes)]) + " |" for o in outcomes]
+    return "\n".join([*parts, ""])
+
+
+def save(folder: Path, name: str, outcomes: Sequence[Outcome], facts: dict[str, Any]) -> list[Path]:
+    """Write NAME.json, NAME.md and NAME.svg into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = [
+        {
+            "key": o.run.key,
+            "title": o.run.title,
+            "optimizer": o.run.optimizer,
+            "options": o.run.options,
+            "weights": str(o.run.weights).removeprefix("torch."),
+            "seed": o.run.seed,
+            **{field: getattr(o, field) for field in ("bits", "looks", "last_losses", "bytes_per_param", "seconds")},
+        }
+        for o in outcomes
+    ]
+    contents = {
+        "json": json.dumps({"facts": facts, "runs": runs}, indent=1) + "\n",
+        "md": markdown(outcomes, facts),
+        "svg": svg(outcomes, f"Main job: {facts['job']}"),
+    }
+    for kind, content in contents.items():
+        (folder / f"{name}.{kind}").write_text(content, encoding="utf-8")
+    return [folder / f"{name}.{kind}" for kind in contents]
+
+
+# The picture: a bar for each run, left of the line is better than the reference -----------------------
+
+LEFT, RIGHT, TOP, ROW, WIDTH = 340, 90, 64, 24, 900
+CLIP = 0.2  # bits per byte at which a bar is cut off
+
+
+def svg(outcomes: Sequence[Outcome], title: str) -> str:
+    """Differences to the reference, over the band that another seed makes."""
+    gaps = [(o, difference(o, outcomes) or 0.0) for o in outcomes if o.run.key != REFERENCE]
+    band = noise(outcomes) or 0.0
+    reach = min(CLIP, max([1.1 * band, 0.01, *(1.1 * abs(gap) for _, gap in gaps)]))
+
+    def x(gap: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (max(-reach, min(reach, gap)) + reach) / (2 * reach)
+
+    bottom = TOP + ROW * len(gaps)
+    parts = [_text(12, 22, title, 15), _text(12, 42, "held-out bits per byte minus AdamW fp32; left is better", 11)]
+    parts.append(
+        f'<rect x="{x(-band):.1f}" y="{TOP - 6}" width="{x(band) - x(-band):.1f}" height="{bottom - TOP + 6}" '
+        'fill="#e9ecef"><title>what another seed makes of it</title></rect>'
+    )
+    for row, (outcome, gap) in enumerate(gaps):
+        y = TOP + ROW * row + ROW / 2
+        left, right = sorted((x(0), x(gap)))
+        colour = "#adb5bd" if outcome.run.seed else "#d6336c" if outcome.run.optimizer == "AdamW" else "#1c7ed6"
+        parts += [
+            _text(LEFT - 10, y + 4, f"{outcome.run.title} ({outcome.bytes_per_param:.1f} B)", 11, "end"),
+            f'<rect x="{left:.1f}" y="{y - 7:.1f}" width="{max(1.5, right - left):.1f}" height="14" fill="{colour}"/>',
+            _text(max(right, x(0)) + 6, y + 4, f"{gap:+.4f}", 11),
+        ]
+    parts.append(f'<line x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP - 6}" y2="{bottom}" stroke="#495057"/>')
+    parts.append(_text(x(0), bottom + 18, f"grey: between seeds (±{band:.4f})", 11, "middle"))
+    height = bottom + 32
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="system-ui,sans-serif">'
+    )
+    return "\n".join([head, f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>', *parts, "</svg>", ""])
+
+
+def _text(x: float, y: float, words: str, size: int, anchor: str = "start") -> str:
+    style = f'font-size="{size}" text-anchor="{anchor}" fill="#212529"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'

@@ -1,0 +1,107 @@
+"""Facts that a figure means nothing without: the processor, the versions, who else was busy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from floors import FLAGS, compiler
+
+import zoptim
+
+__all__ = ["facts", "import_cost", "load"]
+
+PACKAGES = ("torch", "zoptim", "numpy", "deepspeed", "cupy-cuda12x", "cupy-cuda13x")
+IMPORT_LIMIT_MS = 30
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """Machine and versions, ready for JSON."""
+    kernels = zoptim.kernels()
+    found = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "kernels": {"cpu": kernels.cpu, "threads": kernels.threads, "gpu": kernels.gpu},
+        "floor": f"{_first_line([compiler() or 'no compiler', '--version'])}, {' '.join(FLAGS)}",
+    }
+    if device.type == "cuda":
+        found |= {
+            "gpu": torch.cuda.get_device_name(device),
+            "cuda": torch.version.cuda,
+            "floor": "copies of 1 GiB on the device",
+        }
+    return found
+
+
+def load() -> float:
+    """The load average of the last minute; the bench itself adds up to its number of threads."""
+    return os.getloadavg()[0]
+
+
+def import_cost(runs: int = 5) -> dict[str, Any]:
+    """What `import zoptim` adds to `import torch`: the median of fresh interpreters, in ms."""
+    added = []
+    whole = []
+    for _ in range(runs):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-c", "import torch, zoptim"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        cumulative = _cumulative_us(done.stderr)
+        whole.append(cumulative["torch"] / 1e3)
+        added.append(cumulative["zoptim"] / 1e3)
+    return {
+        "torch_ms": round(statistics.median(whole), 1),
+        "zoptim_ms": round(statistics.median(added), 1),
+        "zoptim_least_ms": round(min(added), 1),
+        "limit_ms": IMPORT_LIMIT_MS,
+        "runs": runs,
+    }
+
+
+def _cumulative_us(report: str) -> dict[str, int]:
+    """Module -> cumulative time, out of what -X importtime prints: 'import time: self | cumulative | name'."""
+    found = {}
+    for line in report.splitlines():
+        if line.startswith("import time:") and line.count("|") == 2:
+            _, cumulative, name = line.split(":", 1)[1].split("|")
+            if cumulative.strip().isdigit():
+                found[name.strip()] = int(cumulative)
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()[0]
+    except (OSError, IndexError):
+        return command[0]

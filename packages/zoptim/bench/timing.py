@@ -1,0 +1,126 @@
+"""Taking turns: A B C A B C, so that whatever else the machine does falls on everybody.
+
+A sample is one call, or as many as fill a few milliseconds; then one call goes before them untimed, because what lies
+in the cache is the work of whoever ran last.  Slow contenders stop after their share of time, never before
+`MIN_ROUNDS`.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from contenders import Step
+
+__all__ = ["Samples", "Turns", "count_launches", "in_graph", "take_turns"]
+
+MIN_ROUNDS = 3
+SAMPLE_S = 0.005  # shorter calls are repeated until a sample takes this long
+MOST_CALLS = 200  # in a sample
+
+
+@attrs.frozen
+class Samples:
+    """Seconds a call, one value a sample, in the order of the rounds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """What to expect."""
+        return statistics.median(self.seconds)
+
+    @property
+    def least(self) -> float:
+        """What the machine can do when it is left alone."""
+        return min(self.seconds)
+
+
+@attrs.frozen
+class Turns:
+    """How long to measure."""
+
+    rounds: int = 15
+    seconds: float = 2.0  # a contender that has used so much stops
+
+
+def take_turns(steps: Mapping[str, Step], turns: Turns, device: torch.device) -> dict[str, Samples]:
+    """Run all `steps` round by round; each is called a few times before, which makes its plans and its memory."""
+    timed = _timed_on_gpu if device.type == "cuda" else _timed
+    calls = {name: _calls_for(step, timed) for name, step in steps.items()}
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(turns.rounds):
+            for name, step in steps.items():
+                used = sum(taken[name]) * calls[name]
+                if number < MIN_ROUNDS or used < turns.seconds:
+                    if calls[name] > 1:
+                        step()
+                    taken[name].append(timed(step, calls[name]))
+    finally:
+        gc.enable()
+    return {name: Samples(tuple(seconds)) for name, seconds in taken.items()}
+
+
+def _calls_for(step: Step, timed: Callable[[Step, int], float]) -> int:
+    step()
+    once = timed(step, 1)
+    if once < SAMPLE_S:
+        once = min(once, timed(step, 1), timed(step, 1))
+    return max(1, min(MOST_CALLS, int(SAMPLE_S / max(once, 1e-9))))
+
+
+def _timed(step: Step, calls: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(calls):
+        step()
+    return (time.perf_counter() - begin) / calls
+
+
+def _timed_on_gpu(step: Step, calls: int) -> float:
+    """By events on the device; the host may run ahead, as it does in training."""
+    event: Any = torch.cuda.Event
+    begin, end = event(enable_timing=True), event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(calls):
+        step()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / calls
+
+
+def in_graph(step: Step) -> Step:
+    """The replay of a CUDA graph of `step`, which runs a few times first, as capture demands."""
+    new_stream: Any = torch.cuda.Stream
+    stream = new_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def count_launches(step: Step) -> int:
+    """How many kernels one call starts on the GPU; copies and fills are not counted."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    on_gpu = [event for event in seen.events() or [] if str(event.device_type).endswith("CUDA")]
+    return sum(not event.name.lower().startswith(("memcpy", "memset")) for event in on_gpu)
