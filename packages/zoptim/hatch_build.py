@@ -51,7 +51,7 @@ FLAGS = (
 )  # fmt: skip
 AVX2 = ("-mavx2", "-mfma", "-mbmi2")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
-X86_LEVELS = {"base": (), "v3": AVX2, "v4": (*AVX2, *AVX512)}  # the names are those of rt.c
+X86_LEVELS = {"base": ("-DZK_ONLY_PIECES",), "v3": AVX2, "v4": (*AVX2, *AVX512)}  # the names are those of rt.c
 
 
 class BuildError(Exception):
@@ -161,7 +161,7 @@ def build(target: Path = EXTENSION) -> None:
         calls = [[*command, *FLAGS, "-c", *what, "-o", str(path)] for path, what in objects(folder).items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(run, calls))
-        shared = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
+        shared = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared", "-Wl,-s"]
         # linked beside its final place, so that the replacement is one rename: a running process keeps the old file
         linked = target.with_name(f".{target.name}.{os.getpid()}")
         try:

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+import attrs
 import torch
 from arena import Arena
 from cases import Case
 from contenders import Contender, Unavailable
 from torch import Tensor
 
-__all__ = ["refuse_differences"]
+__all__ = ["without_strangers"]
 
 NUMELS = (3000, 1, 257, 2000)
 NUM_STEPS = 3
 
 
-def refuse_differences(case: Case, device: torch.device) -> None:
-    """Run each contender on small memory of its own.  Raises RuntimeError where its weights are not ours."""
+def without_strangers(case: Case, device: torch.device) -> tuple[Case, list[str]]:
+    """The case with those who compute what we do, and a note for each who does not.
+
+    Every contender updates a small memory of its own.  Raises RuntimeError where nobody agrees with ours.
+    """
+    ours = case.contenders[0]
     first = torch.cat(Arena(NUMELS, device).get("weight", case.dtype)).float()
-    expected: Tensor | None = None
-    for contender in case.contenders:
-        result = _result(contender, case, device) if device.type in contender.devices else None
-        if result is None:
+    expected = _result(ours, case, device)
+    if expected is None:
+        return case, []
+    scale = (expected - first).abs().max()
+    kept, notes = [ours], []
+    for other in case.contenders[1:]:
+        try:
+            result = _result(other, case, device) if device.type in other.devices else expected
+        except Exception as failure:  # a broken peer must not cost the others their figures
+            notes.append(f"{other.name} is left out: {type(failure).__name__}: {failure}")
             continue
-        if expected is None:
-            expected = result
-        scale = (expected - first).abs().max()
-        error = (result - expected).abs().max() / scale
-        if not (torch.isfinite(scale) and scale > 0 and error <= case.tolerance):
-            raise RuntimeError(
-                f"{contender.name} and {case.contenders[0].name} disagree on {case.name} after {NUM_STEPS} steps: by "
-                f"{float(error):.3g} of the largest update; {case.tolerance:g} is allowed."
+        error = 0.0 if result is None else float((result - expected).abs().max() / scale)
+        if error <= case.tolerance:  # false for NaN
+            kept.append(other)
+        else:
+            notes.append(
+                f"{other.name} is left out: after {NUM_STEPS} steps of {case.name} its weights differ from ours by "
+                f"{error:.3g} of the largest update; {case.tolerance:g} is allowed."
             )
+    if notes and len(kept) == 1:
+        raise RuntimeError("\n".join([f"nobody computes the {case.name} that zoptim computes:", *notes]))
+    return attrs.evolve(case, contenders=tuple(kept)), notes
 
 
 def _result(contender: Contender, case: Case, device: torch.device) -> Tensor | None:

@@ -129,10 +129,11 @@ def svg(outcomes: Sequence[Outcome], title: str) -> str:
     for row, (outcome, gap) in enumerate(gaps):
         y = TOP + ROW * row + ROW / 2
         left, right = sorted((x(0), x(gap)))
+        length = max(1.5, right - left)
         colour = "#adb5bd" if outcome.run.seed else "#d6336c" if outcome.run.optimizer == "AdamW" else "#1c7ed6"
         parts += [
             _text(LEFT - 10, y + 4, f"{outcome.run.title} ({outcome.bytes_per_param:.1f} B)", 11, "end"),
-            f'<rect x="{left:.1f}" y="{y - 7:.1f}" width="{max(1.5, right - left):.1f}" height="14" fill="{colour}"/>',
+            f'<rect x="{left:.1f}" y="{y - 7:.1f}" width="{length:.1f}" height="14" fill="{colour}"/>',
             _text(max(right, x(0)) + 6, y + 4, f"{gap:+.4f}", 11),
         ]
     parts.append(f'<line x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP - 6}" y2="{bottom}" stroke="#495057"/>')

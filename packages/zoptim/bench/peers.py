@@ -72,11 +72,11 @@ def _by_passes(grads: list[Tensor]) -> Callable[[Tensor, Tensor], bool]:
     return divide
 
 
-# What DeepSpeed offers on CPUs: module, class, options beyond the shared ones, moments.
+# What DeepSpeed offers on CPUs: module, class, options beyond the shared ones, moments.  Not its Adagrad, which
+# leaves updates where the gradients were; here all read the same gradients.
 _DEEPSPEED: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "adamw": ("adam", "DeepSpeedCPUAdam", {"betas": BETAS, "eps": EPS}, ("exp_avg", "exp_avg_sq")),
     "lion": ("lion", "DeepSpeedCPULion", {"betas": BETAS}, ("exp_avg",)),
-    "adagrad": ("adagrad", "DeepSpeedCPUAdagrad", {"eps": EPS}, ("exp_avg_sq",)),
 }
 
 
@@ -92,8 +92,7 @@ def _deepspeed_inner(rule: str, arena: Arena, weights: str, grads: str) -> Inner
     except Exception as error:
         raise Unavailable(f"{name} cannot be made ({error})") from error
     for position, param in enumerate(params):
-        stream = "sum" if rule == "adagrad" else None
-        optimizer.state[param] = {"step": 0, **{key: arena.get(stream or key)[position] for key in moments}}
+        optimizer.state[param] = {"step": 0, **{name: arena.get(name)[position] for name in moments}}
     lists = arena.get(grads)
     return Inner(optimizer.step, lists, _by_passes(lists))
 

@@ -135,19 +135,22 @@ def test_a_floor_changes_no_value_but_those_it_only_writes() -> None:
     )
 
 
-def test_a_contender_that_computes_something_else_is_refused() -> None:
+def test_a_contender_that_computes_something_else_is_left_out() -> None:
     run_in_bench(
         "import attrs, torch\n"
-        "from agree import refuse_differences\n"
+        "from agree import without_strangers\n"
         "from cases import CASES\n"
         "from contenders import Contender\n"
         "def prepare(arena):\n"
         "    return lambda: torch._foreach_add_(arena.get('weight'), 1e-3)\n"
-        "case = attrs.evolve(CASES[0], contenders=(CASES[0].contenders[0], Contender('liar', prepare)))\n"
+        "ours, fused = CASES[0].contenders[:2]\n"
+        "liar, cpu = Contender('liar', prepare), torch.device('cpu')\n"
+        "case, notes = without_strangers(attrs.evolve(CASES[0], contenders=(ours, fused, liar)), cpu)\n"
+        "assert case.contenders == (ours, fused) and notes[0].startswith('liar is left out'), notes\n"
         "try:\n"
-        "    refuse_differences(case, torch.device('cpu'))\n"
+        "    without_strangers(attrs.evolve(CASES[0], contenders=(ours, liar)), cpu)\n"
         "except RuntimeError as error:\n"
-        "    assert 'liar and ours disagree on adamw' in str(error), error\n"
+        "    assert 'nobody computes the adamw' in str(error), error\n"
         "else:\n"
         "    raise SystemExit('nobody noticed')\n"
     )

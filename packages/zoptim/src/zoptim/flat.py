@@ -18,7 +18,7 @@ parameter, and its rule twice: as numbers for the kernel (`_rule`, `_flags`, `_h
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -95,9 +95,8 @@ class FlatOptimizer(Contract):
         with torch.no_grad():
             signals = read_signals(self.grad_scale, self.found_inf)
             plans = [self._current_plan(index) for index in range(len(self.param_groups))]
-            for group, plan in zip(self.param_groups, plans):
-                for batch in plan.batches:
-                    self._update(group, batch, beside(signals, batch.entries[0].param.device))
+            work = [(group, batch) for group, plan in zip(self.param_groups, plans) for batch in plan.batches]
+            self._update_all(work, signals)
         return loss
 
     # What a subclass says; and, of Contract, _check_options and _memory ----------------------------
@@ -115,6 +114,11 @@ class FlatOptimizer(Contract):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The pure rule: new weight and moments of one tensor after update number `step` (1 is the first)."""
         raise NotImplementedError
+
+    def _update_all(self, work: Sequence[tuple[Mapping[str, Any], Batch]], signals: Signals) -> None:
+        """Apply the rule in place to the batches of all groups."""
+        for group, batch in work:
+            self._update(group, batch, beside(signals, batch.entries[0].param.device))
 
     def _update(self, group: Mapping[str, Any], batch: Batch, signals: Signals) -> None:
         """Apply the rule in place to a batch."""

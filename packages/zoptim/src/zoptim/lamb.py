@@ -26,6 +26,7 @@ from .memory import Memory
 from .plan import Batch, Entry, Path
 from .rules import AdamMoments, lamb_rule
 from .segments import Segment
+from .signals import beside
 
 __all__ = ["LAMB"]
 
@@ -101,8 +102,8 @@ class LAMB(FlatOptimizer):
         """Say which tensors lie in flat shards: `segments[shard]` are the parts of tensors that the shard holds.
 
         A tensor that is cut has a segment on each rank that holds a part, with the same `index` < num_tensors;
-        `all_reduce` sums a (num_tensors, 2) float64 tensor over those ranks, in place, once a step per batch.
-        Without it, every segment is a tensor of its own.
+        `all_reduce` sums a (num_tensors, 2) float64 tensor over those ranks, in place, once a step on every rank
+        (not at all where found_inf, on the CPU, is set).  Without it, every segment is a tensor of its own.
 
         Raises ValueError for segments that overlap, lie outside, or do not suit 8-bit states.
         """
@@ -161,25 +162,38 @@ class LAMB(FlatOptimizer):
         if entry.param not in self._layout.segments:
             yield entry
 
-    def _update(self, group: Mapping[str, Any], batch: Batch, signals: Signals) -> None:
-        all_reduce = self._layout.all_reduce
-        if all_reduce is None or any(entry.part is None for entry in batch.entries):
-            super()._update(group, batch, signals)
-            return
-        if batch.path is Path.TORCH:
+    def _update_all(self, work: Sequence[tuple[Mapping[str, Any], Batch]], signals: Signals) -> None:
+        def is_cut(batch: Batch) -> bool:
+            return self._layout.all_reduce is not None and any(entry.part for entry in batch.entries)
+
+        if self._layout.all_reduce is not None:
+            self._update_cut([(group, batch) for group, batch in work if is_cut(batch)], signals)
+        super()._update_all([(group, batch) for group, batch in work if not is_cut(batch)], signals)
+
+    def _update_cut(self, work: Sequence[tuple[Mapping[str, Any], Batch]], signals: Signals) -> None:
+        """Phases: moments and sums of squares of every batch; one reduction, even without a batch; weights."""
+        if any(batch.path is Path.TORCH for _, batch in work):
             raise ValueError(
                 "LAMB on shards of cut tensors needs its kernels; see zoptim.kernels() for what is missing."
             )
-        job = cast(CpuJob, batch.job)
-        sums = job.sums(self._hyper(group), signals)
-        if sums is None:
-            return
-        everyone = sums.new_zeros(self._layout.num_tensors, 2)
-        indices = torch.tensor([entry.part.tensor for entry in batch.entries if entry.part], device=sums.device)
-        everyone.index_add_(0, indices, sums)
-        all_reduce(everyone)
-        sums.copy_(everyone[indices])
-        job.apply()
+        found_inf = signals.found_inf
+        if found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf):
+            return  # on every rank: they share found_inf
+        device = self.param_groups[0]["params"][0].device
+        everyone = torch.zeros(self._layout.num_tensors, 2, dtype=torch.float64, device=device)
+        halves = []
+        for group, batch in work:
+            job = cast(CpuJob, batch.job)
+            sums = job.sums(self._hyper(group), beside(signals, device))
+            parts = [(row, entry.part.tensor) for row, entry in enumerate(batch.entries) if entry.part]
+            rows, tensors = torch.tensor(parts, device=device).unbind(1)
+            assert sums is not None
+            everyone.index_add_(0, tensors, sums[rows])
+            halves.append((job, sums, rows, tensors))
+        cast(AllReduce, self._layout.all_reduce)(everyone)
+        for job, sums, rows, tensors in halves:
+            sums[rows] = everyone[tensors]
+            job.apply()
 
     def _evaluate(
         self, group: Mapping[str, Any], param: Tensor, grad: Tensor, moments: dict[str, Tensor], step: int

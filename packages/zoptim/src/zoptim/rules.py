@@ -130,7 +130,8 @@ def lion_rule(
     """Lion (Chen et al. 2023, algorithm 2): the sign of an interpolated gradient, and a slower mean of it."""
     beta1, beta2 = betas
     grad = -grad if maximize else grad
-    direction = (beta1 * mean + (1 - beta1) * grad).sign()
+    mixed = beta1 * mean + (1 - beta1) * grad
+    direction = torch.where(mixed.isnan(), mixed, mixed.sign())  # torch's sign of NaN is 0
     return param * (1 - lr * weight_decay) - lr * direction, beta2 * mean + (1 - beta2) * grad
 
 

@@ -74,7 +74,7 @@ class ShimLauncher:
         path = self.folder / f"{key.hexdigest()[:24]}.so"
         if not path.exists():
             made = self.folder / f"{path.name}.{os.getpid()}"
-            source = made.with_suffix(".c")
+            source = made.with_name(f"{made.name}.c")
             source.write_text(text)
             inputs = ["-include", "cuda_shim.h", str(source), str(SHIM / "shim.c")]
             subprocess.run([self.compiler, *FLAGS, f"-I{SHIM}", "-shared", *inputs, "-o", str(made)], check=True)

@@ -3,7 +3,7 @@
  * Two ways lead over a range of a row, with the same bits:
  *
  * - fused: for Adam in the common formats, one loop decodes, updates and encodes an element, so the
- *   conversions hide behind the division and the root.
+ *   conversions hide behind the division and the root.  Not compiled with ZK_ONLY_PIECES.
  * - by pieces: for everything else.  A piece (ZK_PIECE elements: a few KB per stream, so it stays in the
  *   first-level cache) passes three stations: streams that are not float32 are decoded into buffers on the
  *   stack; one loop per rule updates float32 arrays; what was decoded is encoded back.  float32 streams are
@@ -243,6 +243,7 @@ static void visit_rule(const zk_job *job, arrays a, int64_t n, const zk_coef *c,
   apply_rule(job, a, n, c);
 }
 
+#ifndef ZK_ONLY_PIECES
 /* Adam in one loop ---------------------------------------------------------------------------------- */
 
 ZK_FN float get(const int format, const void *x, const void *beside, int64_t i) {
@@ -353,11 +354,14 @@ ZK_FUSED_Q8(ZK_DEFINE_Q8)
 
 #define ZK_CASE_Q8(W, G, C) \
   case ZK_KEY(ZK_##W, ZK_##G, ZK_Q8, ZK_##C): fused_##W##_##G##_Q8_##C(job, row, from, to); return;
+#endif
 
 static void update(const zk_job *job, int64_t row, int64_t from, int64_t to) {
+#ifndef ZK_ONLY_PIECES /* SSE2 does without the fused loops: the wheel is a third smaller */
   if (job->rule == ZK_ADAM && !(job->flags & ZK_AMSGRAD)) {
     switch (ZK_KEY(job->weight, job->grad, job->state, job->copy)) { ZK_FUSED(ZK_CASE) ZK_FUSED_Q8(ZK_CASE_Q8) }
   }
+#endif
   pieces(job, row, from, to, visit_rule, 0, 3);
 }
 
@@ -488,12 +492,12 @@ static double squares(int format, const void *row, int64_t from, int64_t to) {
 
 static void decode(int format, int kind, const void *from, const void *beside, float *to, int64_t n) {
   const float *result = load(format, (void *)(uintptr_t)from, beside, to, n, kind == 2);
-  if (result != to) __builtin_memcpy(to, result, (uint64_t)n * 4);
+  if (result != to) __builtin_memmove(to, result, (uint64_t)n * 4);
 }
 
 static void encode(int format, int kind, const float *from, void *to, void *beside, int64_t n, uint32_t seed, int stochastic) {
   if (format == ZK_F32)
-    __builtin_memcpy(to, from, (uint64_t)n * 4);
+    __builtin_memmove(to, from, (uint64_t)n * 4);
   else if (format == ZK_BF16 && !(stochastic && kind != 3))
     store_bf16(from, to, n);
   else if (format == ZK_Q8 && !stochastic)
