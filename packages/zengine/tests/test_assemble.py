@@ -86,11 +86,14 @@ def test_muon_is_told_names_so_that_embeddings_are_no_matrices():
 
 
 def test_parameters_that_are_no_parameters_of_the_module_get_no_names():
-    stranger = nn.Parameter(torch.zeros(1))
+    model, stranger = nn.Linear(2, 2), nn.Parameter(torch.zeros(1))
     plan = plan_of(optimizer={"type": "SGD"})
-    model = nn.Linear(2, 2)
-    optimizer = make_optimizer(model, Client(parameters=[model.weight, stranger]), plan)
-    assert "param_names" not in optimizer.param_groups[0]  # torch takes names for all or for none
+    groups = [{"params": (p for p in [model.weight])}, {"params": stranger}]
+    for parameters in ([model.weight, stranger], groups):
+        optimizer = make_optimizer(model, Client(parameters=parameters), plan)
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        assert [id(p) for p in members] == [id(model.weight), id(stranger)]
+        assert "param_names" not in optimizer.param_groups[0]  # torch takes names for all or for none
 
 
 def test_a_schedule_is_an_instance_a_maker_or_a_name():

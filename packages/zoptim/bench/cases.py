@@ -46,7 +46,7 @@ class Case:
     limits: tuple[Limit, ...]
     tolerance: float  # how far results may differ, in units of the largest update
     dtype: torch.dtype = F32  # of the stream "weight", which every contender writes
-    on_gpu: bool = True
+    on_gpu: bool = True  # without being asked for by name
 
     @property
     def bytes_per_param(self) -> float:

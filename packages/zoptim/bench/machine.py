@@ -26,6 +26,7 @@ IMPORT_LIMIT_MS = 30
 def facts(device: torch.device) -> dict[str, Any]:
     """Machine and versions, ready for JSON."""
     kernels = zoptim.kernels()
+    used = kernels.gpu if device.type == "cuda" else f"{kernels.cpu}, {kernels.threads}"
     found = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "processor": _processor(),
@@ -35,7 +36,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
-        "kernels": {"cpu": kernels.cpu, "threads": kernels.threads, "gpu": kernels.gpu},
+        "kernels": used,
         "floor": f"{_first_line([compiler() or 'no compiler', '--version'])}, {' '.join(FLAGS)}",
     }
     if device.type == "cuda":

@@ -49,21 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     totals = [_count(word) for word in (options.total or TOTALS[device.type]).split(",")]
-    cases = [_without(case, options.without) for case in CASES if case.name in options.only]
-    cases = [case for case in cases if case.on_gpu or device.type == "cpu"]
+    usual = [case.name for case in CASES if case.on_gpu or device.type == "cpu"]
+    only = options.only or [*usual, "import"]
+    cases = [_without(case, options.without) for case in CASES if case.name in only]
     facts = machine.facts(device)
-    imports = machine.import_cost() if "import" in options.only else None
+    imports = machine.import_cost() if "import" in only else None
     if imports:
         print("import:", ", ".join(f"{name} {value}" for name, value in imports.items()))
     turns = Turns(rounds=options.rounds, seconds=options.seconds)
     tables: list[Table] = []
     for case in cases:
         case, strangers = without_strangers(case, device)
-        for note in strangers:
-            print(note)
         for total in totals:
             for shape in options.shapes:
-                tables.append(measure(case, shape, total, device, turns))
+                table = measure(case, shape, total, device, turns)
+                tables.append(attrs.evolve(table, notes=(*strangers, *table.notes)))
                 print(report.text(tables[-1]), end="\n\n", flush=True)
                 _save(options, tables, facts, imports)
     for path in _save(options, tables, facts, imports):
@@ -172,7 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*(case.name for case in CASES), "import"]
     result.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    result.add_argument("--only", type=_some_of(names), default=names, help=f"of {','.join(names)}")
+    result.add_argument(
+        "--only", type=_some_of(names), help=f"of {','.join(names)}; on a GPU the first four by default"
+    )
     result.add_argument("--total", help="parameters, such as 1M,10M (default 1M,10M,100M; on a GPU 100M,1G)")
     result.add_argument("--shapes", type=_some_of(list(SHAPES)), default=list(SHAPES), help="of flat,gpt2")
     result.add_argument("--without", type=lambda words: words.split(","), default=[], help="such as numpy,DeepSpeed")

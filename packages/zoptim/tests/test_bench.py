@@ -76,7 +76,7 @@ def test_torch_in_its_three_ways_is_among_the_contenders(ran: Path) -> None:
 
 def test_the_report_names_machine_and_versions_and_the_picture_is_xml(ran: Path) -> None:
     page = (ran / "tiny.md").read_text()
-    assert all(word in page for word in ("processor:", "versions: torch", "kernels: cpu", "load average"))
+    assert all(word in page for word in ("processor:", "versions: torch", "kernels: ", "load average"))
     dots = ElementTree.parse(ran / "tiny.svg").getroot().iter("{http://www.w3.org/2000/svg}circle")
     if shutil.which("cc"):
         assert any("ours: " in "".join(dot.itertext()) for dot in dots)

@@ -68,7 +68,7 @@ def optimizer_lines(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     names = {id(param): name for name, param in model.named_parameters()}
     lines = [type(optimizer).__name__]
     for index, param_group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in param_group.items() if key != "params"}
+        options = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
         lines.append(f"group {index}: {options}")
         lines += [f"group {index} holds {names.get(id(param), 'a stranger')}" for param in param_group["params"]]
     return lines

@@ -167,17 +167,27 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _named(module: nn.Module, parameters: list[Any]) -> list[Any]:
-    """The same parameters or groups with the module's names, by which Muon tells embeddings from other matrices."""
+    """The same parameters or groups with the module's names, by which Muon tells embeddings from other matrices.
+
+    All or none: what is not a parameter of the module has no name, and is refused later on.
+    """
     names = {id(param): name for name, param in module.named_parameters()}
+    groups = [{**item, "params": _listed(item["params"])} if isinstance(item, dict) else item for item in parameters]
+    members = [param for item in groups for param in (item["params"] if isinstance(item, dict) else [item])]
+    if any(id(param) not in names for param in members):
+        return groups
 
-    def with_name(item: Any) -> Any:
-        if isinstance(item, dict) and not isinstance(item["params"], Tensor):
-            return {**item, "params": _named(module, list(item["params"]))}
-        return (names[id(item)], item) if id(item) in names else item
+    def with_names(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {**item, "params": [(names[id(param)], param) for param in item["params"]]}
+        return names[id(item)], item
 
-    named = [with_name(item) for item in parameters]
-    strangers = any(isinstance(item, Tensor) for item in named)  # refused by name later on
-    return parameters if strangers else named
+    return [with_names(item) for item in groups]
+
+
+def _listed(params: Any) -> list[Any]:
+    """The members of a group, which may be a single parameter or a generator."""
+    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _made_by(maker: Callable[[Any], torch.optim.Optimizer], parameters: list[Any]) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ found_inf of exactly 1.0, never look at strides, and their SGD ignores most of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -106,3 +106,9 @@ def divide_(tensors: Sequence[Tensor], divisor: Tensor) -> None:
     """Divide tensors of one device in place by a () tensor on that device, in one call."""
     if tensors:
         torch._foreach_div_(list(tensors), divisor)
+
+
+def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """`cls.step` without the hooks that torch wraps around it once a `cls` has been made: a subclass has its own."""
+    step: Any = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]

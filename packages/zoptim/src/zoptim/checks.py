@@ -107,8 +107,7 @@ def check_adafactor(options: Mapping[str, Any]) -> None:
     number("weight_decay", options["weight_decay"], 0)
     if number("beta2_decay", options["beta2_decay"]) > 0:
         raise ValueError(f"beta2_decay is {options['beta2_decay']!r}; it must be at most 0.")
-    if number("d", options["d"], 0) == 0:
-        raise ValueError("d is 0; it must be above 0.")
+    number("d", options["d"], 1)
     eps = options["eps"]
     if not isinstance(eps, (tuple, list)) or len(eps) != 2:
         raise TypeError(f"eps is {eps!r}; it must be two numbers, such as (None, 1e-3).")

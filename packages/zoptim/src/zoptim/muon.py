@@ -26,75 +26,24 @@ from ._compat import Signals
 from .adam import Adam
 from .checks import check_muon
 from .contract import Params
+from .job import BLOCK_NUMEL
 from .memory import STEP, Memory
 from .plan import Batch, Entry, Path
+from .rules_muon import COEFFICIENTS, muon_rule, orthogonalize
 from .segments import Segment
 from .signals import is_skipped
 
 __all__ = ["Muon", "is_matrix", "muon_rule", "orthogonalize"]
 
-_COEFFICIENTS = (3.4445, -4.775, 2.0315)  # Jordan et al. 2024: the steepest slope at 0 of a quintic
 _BUFFER = "momentum_buffer"
+# In the names of embeddings and output heads: "embed_tokens", GPT-2's "wte" and "wpe", "lm_head".
+_LOOKED_UP = ("embed", "wte", "wpe", "lm_head")
+_STACK_NUMEL = 2**26  # elements that one batched iteration takes at most, unless one matrix has more
 
 
 def is_matrix(name: str, param: Tensor) -> bool:
     """The default rule: two or more dims, and no embedding or output head by name."""
-    return param.dim() >= 2 and not any(word in name.lower() for word in ("embed", "lm_head"))
-
-
-def orthogonalize(matrices: Tensor, steps: int = 5, method: str = "standard") -> Tensor:
-    """Matrices (..., rows, cols) with all singular values near 1 (0.7 to 1.2), and the same singular vectors.
-
-    Newton-Schulz with the quintic of Jordan et al. 2024.  "gram" iterates on the smaller Gram matrix and multiplies
-    by the matrix once at the end: fewer operations where one side is much longer.
-    """
-    tall = matrices.size(-2) > matrices.size(-1)
-    x = matrices.mT if tall else matrices
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    a, b, c = _COEFFICIENTS
-    gram = x @ x.mT
-    if method == "gram":
-        eye = torch.eye(x.size(-2), dtype=x.dtype, device=x.device)
-        total = eye.expand_as(gram)
-        for _ in range(steps):
-            factor = a * eye + b * gram + c * (gram @ gram)
-            total = factor @ total
-            gram = factor @ gram @ factor
-        x = total @ x
-    else:
-        for step in range(steps):
-            gram = x @ x.mT if step else gram
-            x = a * x + (b * gram + c * (gram @ gram)) @ x
-    result: Tensor = x.mT if tall else x
-    return result
-
-
-def muon_rule(
-    param: Tensor,
-    grad: Tensor,
-    buffer: Tensor,
-    *,
-    lr: float = 1e-3,
-    momentum: float = 0.95,
-    weight_decay: float = 0.1,
-    nesterov: bool = True,
-    ns_steps: int = 5,
-    ns_method: str = "standard",
-    adjust_lr: str = "original",
-    maximize: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Muon on one matrix (or several of one shape, stacked in front): the new weight and the new momentum.
-
-    adjust_lr "original" scales by sqrt(max(1, rows / cols)) (Jordan et al. 2024), "match_rms_adamw" by
-    0.2 * sqrt(max(rows, cols)) (Liu et al. 2025).
-    """
-    grad = -grad if maximize else grad
-    buffer = momentum * buffer + (1 - momentum) * grad
-    direction = (1 - momentum) * grad + momentum * buffer if nesterov else buffer
-    rows, cols = param.shape[-2:]
-    ratio = math.sqrt(max(1, rows / cols)) if adjust_lr == "original" else 0.2 * math.sqrt(max(rows, cols))
-    moved = orthogonalize(_compute(direction), ns_steps, ns_method).to(param.dtype)
-    return param * (1 - lr * weight_decay) - lr * ratio * moved, buffer
+    return param.dim() >= 2 and not any(word in name.lower() for word in _LOOKED_UP)
 
 
 class Muon(Adam):
@@ -103,10 +52,12 @@ class Muon(Adam):
     lr >= 0, for both unless `muon_lr` or `adam_lr` says otherwise; momentum in [0, 1); weight_decay >= 0, decoupled;
     `ns_steps` Newton-Schulz iterations by `ns_method` "standard" or "gram"; `adjust_lr` "original" or
     "match_rms_adamw"; betas and eps of the AdamW half.  `use_muon(name, parameter)` decides; pass named parameters
-    (`model.named_parameters()`) for names, else they are "".  For `state_dtype`, `split_master`, `fused` and
-    `foreach` see FlatOptimizer.
+    (`model.named_parameters()`) for names, else they are "".  For `state_dtype` and `split_master` see FlatOptimizer;
+    a group's `maximize` holds for both halves, its `fused` and `foreach` for AdamW.
 
-    State: `momentum_buffer` of a matrix; of the others, Adam's.
+    State: `momentum_buffer` of a matrix, a `step` where rounding is stochastic; of the others, Adam's.  That of
+    matrices moves to torch.optim.Muon and back.  A copy or a pickle keeps the groups, but neither `use_muon`, which
+    new groups would be split by, nor `lay_out`.
 
     Raises ValueError or TypeError naming the argument that is out of range.
     """
@@ -133,6 +84,7 @@ class Muon(Adam):
         state_dtype: torch.dtype | str | None = None,
         split_master: bool = False,
     ) -> None:
+        _check_is_function(use_muon)
         self._is_matrix = use_muon
         self._rates = {True: muon_lr, False: adam_lr}
         self._muon_options = {
@@ -158,9 +110,12 @@ class Muon(Adam):
     def lay_out(self, segments: Mapping[Tensor, Sequence[Segment]]) -> None:
         """Say which tensors lie whole in flat shards, which are parameters of a group with `use_muon=True`.
 
-        Segments of two or more dims are matrices.  ValueError for segments that overlap or lie outside.
+        Segments of two or more dims are matrices; elements outside of them are padding and stay as they are.
+
+        Raises ValueError for segments that overlap, lie outside or are no matrices, and for shards of nobody's.
         """
         for shard, parts in segments.items():
+            self._place(shard)
             Segment.check(parts, shard)
             for part in parts:
                 if len(part.shape) < 2:
@@ -181,11 +136,59 @@ class Muon(Adam):
         given = param_group["params"]
         items = [given] if isinstance(given, Tensor) else list(given)
         pairs = [item if isinstance(item, tuple) else ("", item) for item in items]
-        for wanted in (True, False):
-            chosen = [item for item, (name, param) in zip(items, pairs) if self._is_matrix(name, param) is wanted]
-            if chosen:
-                rate = {} if (lr := self._rates[wanted]) is None else {"lr": lr}
-                super().add_param_group({**rate, **param_group, "params": chosen, "use_muon": wanted})
+        if isinstance(given, set) or not all(isinstance(param, Tensor) for _, param in pairs):
+            super().add_param_group(param_group)  # torch refuses it
+            return
+        num_groups = len(self.param_groups)
+        try:
+            for wanted in (True, False):
+                self._add_half({**param_group, "params": items}, pairs, wanted)
+        except (TypeError, ValueError):
+            del self.param_groups[num_groups:]
+            raise
+
+    def _add_half(self, param_group: dict[str, Any], pairs: list[tuple[str, Tensor]], wanted: bool) -> None:
+        items = zip(param_group["params"], pairs)
+        chosen = [item for item, (name, param) in items if bool(self._is_matrix(name, param)) is wanted]
+        if chosen:
+            rate = {} if (lr := self._rates[wanted]) is None else {"lr": lr}
+            super().add_param_group({**rate, **param_group, "params": chosen, "use_muon": wanted})
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; groups of matrices have the options of torch.optim.Muon too, which may load it."""
+        found = super().state_dict()
+        for group in found["param_groups"]:
+            if group["use_muon"]:
+                group.update(ns_coefficients=COEFFICIENTS, adjust_lr_fn=group["adjust_lr"])
+        return found
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            self._translate(group, state.get("defaults", self.__dict__.get("defaults", {})))
+        super().__setstate__(state)
+
+    @staticmethod
+    def _translate(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Options of torch.optim.Muon become ours.  ValueError for other coefficients than ours."""
+        given = group.pop("ns_coefficients", COEFFICIENTS)
+        if tuple(given) != COEFFICIENTS:
+            raise ValueError(f"the loaded group has ns_coefficients {given}; zoptim.Muon has {COEFFICIENTS} alone.")
+        if "adjust_lr_fn" in group:
+            adjust_lr = group.pop("adjust_lr_fn") or "original"
+            if "use_muon" not in group:  # torch wrote it; its eps is that of the iteration
+                ours = {name: defaults[name] for name in ("betas", "eps", "ns_method")}
+                group.update(ours, adjust_lr=adjust_lr, use_muon=True, decoupled_weight_decay=True)
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        unset: dict[str, Any] = {
+            "_is_matrix": is_matrix,
+            "_rates": {True: None, False: None},
+            "_muon_options": {},  # the groups of a copy have them
+            "_segments": {},
+        }
+        for name, value in unset.items():  # loading keeps them, a copy has none
+            self.__dict__.setdefault(name, value)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         super()._check_options(options)
@@ -198,20 +201,31 @@ class Muon(Adam):
         return Path.TORCH if self.param_groups[index]["use_muon"] else super()._path_of(index, entry)
 
     def _rows(self, index: int, entry: Entry) -> Iterator[Entry]:
-        for part in self._segments.get(entry.param, ()):
-            yield entry.at(part.row, part.index, part.shape)
         if entry.param not in self._segments:
+            if self.param_groups[index]["use_muon"] and entry.param.dim() < 2:
+                raise ValueError(
+                    f"{self._name(index, entry.index)} has shape {tuple(entry.param.shape)}, which is no matrix. Put "
+                    "it into a group with use_muon=False; or, if it is a flat shard, say with lay_out where its "
+                    "matrices lie."
+                )
             yield entry
+        for part in self._segments.get(entry.param, ()):
+            if part.start % BLOCK_NUMEL and any(key.endswith("_scale") for key in entry.state):
+                raise ValueError(
+                    f"{self._name(index, entry.index)} has a segment from {part.start} on and 8-bit states, whose "
+                    f"scales belong to {BLOCK_NUMEL} elements each. Align segments to {BLOCK_NUMEL}, or use bf16 "
+                    "states."
+                )
+            yield entry.at(part.row, part.index, part.shape)
 
     def _update(self, group: Mapping[str, Any], batch: Batch, signals: Signals) -> None:
         if not group["use_muon"]:
             super()._update(group, batch, signals)
         elif not is_skipped(signals):
-            alike: dict[Any, list[Entry]] = {}
-            for entry in batch.entries:
-                alike.setdefault(_matrix_shape(entry.param), []).append(entry)
-            for shape, entries in alike.items():
+            for shape, entries in _stacks(batch.entries):
                 self._update_alike(group, shape, entries, signals)
+            for count in {id(e.state[STEP]): e.state[STEP] for e in batch.entries if STEP in e.state}.values():
+                count += 1  # segments of one shard share theirs
 
     def _update_alike(
         self, group: Mapping[str, Any], shape: tuple[int, int], entries: list[Entry], signals: Signals
@@ -237,13 +251,22 @@ class Muon(Adam):
             memory.write_weight(entry.param, entry.state, weight.view(entry.param.shape), formats.seed_of(step, 0))
             if entry.copy is not None:
                 entry.copy.detach().copy_(weight.view(entry.param.shape))
-        for count in {id(e.state[STEP]): e.state[STEP] for e in entries if STEP in e.state}.values():
-            count += 1
 
 
-def _compute(matrices: Tensor) -> Tensor:
-    """bf16 on accelerators, where the products run; float32 (or wider) elsewhere."""
-    return matrices.bfloat16() if matrices.is_cuda else matrices
+def _check_is_function(use_muon: object) -> None:
+    if not callable(use_muon):
+        raise TypeError(f"use_muon is {use_muon!r}; it must be a function of a name and a parameter.")
+
+
+def _stacks(entries: Sequence[Entry]) -> Iterator[tuple[tuple[int, int], list[Entry]]]:
+    """Entries by the shape of their matrices, in stacks of bounded size: an update needs several copies of one."""
+    alike: dict[tuple[int, int], list[Entry]] = {}
+    for entry in entries:
+        alike.setdefault(_matrix_shape(entry.param), []).append(entry)
+    for shape, members in alike.items():
+        most = max(1, _STACK_NUMEL // max(1, math.prod(shape)))
+        for start in range(0, len(members), most):
+            yield shape, members[start : start + most]
 
 
 def _matrix_shape(param: Tensor) -> tuple[int, int]:

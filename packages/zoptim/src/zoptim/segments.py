@@ -13,11 +13,18 @@ __all__ = ["Segment"]
 
 @attrs.frozen
 class Segment:
-    """A tensor, or the part of one, in a flat shard: elements [start, start + numel)."""
+    """A tensor, or the part of one, in a flat shard: elements [start, start + numel).
+
+    Raises ValueError for a negative start or size.
+    """
 
     start: int
-    shape: tuple[int, ...]  # of the tensor when it is whole; (numel,) when it is cut
+    shape: tuple[int, ...] = attrs.field(converter=tuple)  # of a whole tensor; (numel,) of one that is cut
     index: int = 0  # which tensor of the model it is
+
+    def __attrs_post_init__(self) -> None:
+        if self.start < 0 or any(size < 0 for size in self.shape):
+            raise ValueError(f"{self} has a negative start or shape; both count elements, from 0 on.")
 
     @property
     def numel(self) -> int:
