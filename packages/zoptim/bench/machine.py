@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from floors import FLAGS, compiler
 
 import zoptim
 
-__all__ = ["facts", "import_cost", "load"]
+__all__ = ["Watch", "facts", "import_cost", "load"]
 
 PACKAGES = ("torch", "zoptim", "numpy", "deepspeed", "cupy-cuda12x", "cupy-cuda13x")
 IMPORT_LIMIT_MS = 30
@@ -48,9 +49,36 @@ def facts(device: torch.device) -> dict[str, Any]:
     return found
 
 
+@attrs.frozen
+class Watch:
+    """Who used the processor since this was made: itself a number of seconds, all processes together another."""
+
+    wall: float = attrs.field(factory=time.monotonic)
+    own: float = attrs.field(factory=lambda: sum(os.times()[:4]))
+    everyone: float | None = attrs.field(factory=lambda: _busy_seconds())
+
+    def others(self) -> float | None:
+        """Cores that other processes kept busy, on average; None where the system does not tell."""
+        now = Watch()
+        if self.everyone is None or now.everyone is None:
+            return None
+        busy = now.everyone - self.everyone - (now.own - self.own)
+        return max(0.0, busy / max(now.wall - self.wall, 1e-3))
+
+
 def load() -> float:
     """The load average of the last minute; the bench itself adds up to its number of threads."""
     return os.getloadavg()[0]
+
+
+def _busy_seconds() -> float | None:
+    """Seconds in which a core did something, or was taken away by the hypervisor."""
+    try:
+        words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    except OSError:
+        return None
+    user, nice, system, _idle, _waiting, irq, softirq, stolen = map(int, words[:8])
+    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def import_cost(runs: int = 5) -> dict[str, Any]:

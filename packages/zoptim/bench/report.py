@@ -29,12 +29,19 @@ class Table:
     samples: dict[str, Samples]  # the floor first, where there is one
     notes: tuple[str, ...] = ()  # who could not run, and why; launches on a GPU
     load: float = 0.0  # load average when the case began
+    others: float | None = None  # cores that other processes kept busy meanwhile
 
     @property
     def title(self) -> str:
         """One line that says what it is."""
         tensors = "flat" if self.num_tensors == 1 else f"in {self.num_tensors} tensors"
         return f"{self.case.title}; {short(self.total)} {tensors}; {self.case.bytes_per_param:g} B/parameter"
+
+    @property
+    def company(self) -> str:
+        """Who else was there."""
+        others = "unknown" if self.others is None else f"{self.others:.2f} cores"
+        return f"load average {self.load:.1f} at the beginning, other processes {others}"
 
     def ratio(self, name: str, over: str = FLOOR) -> float | None:
         """Median over median; None where one of them is missing."""
@@ -88,7 +95,7 @@ def short(count: int) -> str:
     return str(count)
 
 
-HEAD = ["", "ns/param", "least", "GB/s", "x floor", "x floor, least", "rounds"]
+HEAD = ["", "ns/param", "least", "GB/s", "x floor", "x floor, least", "samples"]
 
 
 def cells(table: Table) -> Cells:
@@ -107,7 +114,7 @@ def text(table: Table) -> str:
     """For a terminal."""
     rows = cells(table)
     widths = [max(len(row[k]) for row in rows) for k in range(len(HEAD))]
-    lines = [f"{table.title} (load {table.load:.1f})"]
+    lines = [table.title, f"  {table.company}"]
     for row in rows:
         padded = [row[0].ljust(widths[0]), *(value.rjust(width) for value, width in zip(row[1:], widths[1:]))]
         lines.append("  " + "  ".join(padded))
@@ -138,7 +145,7 @@ def markdown(tables: Sequence[Table], facts: dict[str, Any], imports: dict[str, 
             *map(_row, rows),
             "",
         ]
-        parts += [f"- load average at the beginning: {table.load:.2f}", *(f"- {note}" for note in table.notes), ""]
+        parts += [f"- {table.company}", *(f"- {note}" for note in table.notes), ""]
     return "\n".join(parts)
 
 
@@ -156,6 +163,7 @@ def as_json(tables: Sequence[Table], facts: dict[str, Any], imports: dict[str, A
                 "num_tensors": table.num_tensors,
                 "total": table.total,
                 "load": table.load,
+                "others": table.others,
                 "notes": list(table.notes),
                 "seconds": {name: list(samples.seconds) for name, samples in table.samples.items()},
                 "x_floor": {name: table.ratio(name) for name in table.samples},

@@ -1,8 +1,10 @@
 """Taking turns: A B C A B C, so that whatever else the machine does falls on everybody.
 
-A sample is one call, or as many as fill a few milliseconds; then one call goes before them untimed, because what lies
-in the cache is the work of whoever ran last.  Slow contenders stop after their share of time, never before
-`MIN_ROUNDS`.
+Caches are cold by default: before every timed call on a CPU all threads read memory that nobody else uses.  In
+training a forward and a backward lie between two steps; a small model that stays in the cache from step to step is an
+artefact of benchmarks, which `is_warm` measures.  On a GPU calls follow each other, as the events want it.
+
+Slow contenders stop after their share of time, never before `MIN_ROUNDS`; short calls are sampled more often.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from contenders import Step
 __all__ = ["Samples", "Turns", "count_launches", "in_graph", "take_turns"]
 
 MIN_ROUNDS = 3
-SAMPLE_S = 0.005  # shorter calls are repeated until a sample takes this long
-MOST_CALLS = 200  # in a sample
+SAMPLE_S = 0.005  # a turn takes this long where calls are shorter,
+MOST_CALLS = 200  # of warm calls, whose mean is a sample,
+MOST_COLD_CALLS = 4  # or of cold ones, which are a sample each
+COLD_BYTES = 2**28  # more than the caches of a processor hold
 
 
 @attrs.frozen
 class Samples:
-    """Seconds a call, one value a sample, in the order of the rounds."""
+    """Seconds a call, in the order of the rounds."""
 
     seconds: tuple[float, ...]
 
@@ -47,26 +51,53 @@ class Turns:
 
     rounds: int = 15
     seconds: float = 2.0  # a contender that has used so much stops
+    is_warm: bool = False  # calls follow each other and find the cache as they left it
 
 
 def take_turns(steps: Mapping[str, Step], turns: Turns, device: torch.device) -> dict[str, Samples]:
     """Run all `steps` round by round; each is called a few times before, which makes its plans and its memory."""
-    timed = _timed_on_gpu if device.type == "cuda" else _timed
-    calls = {name: _calls_for(step, timed) for name, step in steps.items()}
+    sample = _sampler(turns, device)
+    calls = {
+        name: _calls_for(step, _timed_on_gpu if device.type == "cuda" else _timed) for name, step in steps.items()
+    }
     taken: dict[str, list[float]] = {name: [] for name in steps}
+    used = dict.fromkeys(steps, 0.0)
     gc.collect()
     gc.disable()
     try:
         for number in range(turns.rounds):
             for name, step in steps.items():
-                used = sum(taken[name]) * calls[name]
-                if number < MIN_ROUNDS or used < turns.seconds:
-                    if calls[name] > 1:
-                        step()
-                    taken[name].append(timed(step, calls[name]))
+                if number < MIN_ROUNDS or used[name] < turns.seconds:
+                    begin = time.perf_counter()
+                    taken[name] += sample(step, calls[name])
+                    used[name] += time.perf_counter() - begin
     finally:
         gc.enable()
     return {name: Samples(tuple(seconds)) for name, seconds in taken.items()}
+
+
+def _sampler(turns: Turns, device: torch.device) -> Callable[[Step, int], list[float]]:
+    """What makes the samples of one turn, out of about as many calls as it is told."""
+    if device.type == "cuda" or turns.is_warm:
+        timed = _timed_on_gpu if device.type == "cuda" else _timed
+
+        def warm(step: Step, calls: int) -> list[float]:
+            if calls > 1:
+                step()
+            return [timed(step, calls)]
+
+        return warm
+
+    stranger = torch.ones(COLD_BYTES // 4)
+
+    def cold(step: Step, calls: int) -> list[float]:
+        found = []
+        for _ in range(min(calls, MOST_COLD_CALLS)):
+            stranger.sum()  # by all threads of torch, which also wakes them
+            found.append(_timed(step, 1))
+        return found
+
+    return cold
 
 
 def _calls_for(step: Step, timed: Callable[[Step, int], float]) -> int:

@@ -32,7 +32,7 @@ from .formats import StateFormat
 from .job import Hyper, Streams, WrittenRanges, num_bytes
 from .loading import adopt
 from .memory import REMAINDER, STEP, Master, Memory
-from .plan import Batch, Entry, Path, Plan, in_layout_of, is_dense, sort_entries, why_no_kernel
+from .plan import Batch, Entry, Path, Plan, in_layout_of, is_dense, same_objects, sort_entries, why_no_kernel
 from .signals import NO_SCALE, beside, is_skipped, read_signals
 
 __all__ = ["FlatOptimizer", "Params"]
@@ -147,6 +147,7 @@ class FlatOptimizer(Contract):
     def _forget(self) -> None:
         """Make all plans anew at the next step."""
         self._plans: dict[int, Plan] = {}
+        self._mirrored: tuple[list[Tensor], list[Tensor]] = ([], [])  # parameters last asked for, and their weights
 
     def _memory_of(self, group: Mapping[str, Any], names: tuple[str, ...], **more: Any) -> Memory:
         """The memory of a group with these moments; `more` are further fields of Memory."""
@@ -154,16 +155,16 @@ class FlatOptimizer(Contract):
         state_format = StateFormat.parse(group["state_dtype"])
         return Memory(names=names, format=state_format, master=master, **{"squares": frozenset(), **more})
 
-    def _gradient(self, param: Tensor) -> Tensor | None:
-        grad = param.grad
-        if grad is None and self._mirrors and param in self._mirrors:
-            return self._mirrors[param].grad
-        return grad
+    def _gradients(self, params: list[Tensor]) -> list[Tensor | None]:
+        """The gradients of parameters, or of the weights that mirror them."""
+        if not same_objects(params, self._mirrored[0]):
+            self._mirrored = (list(params), [self._mirrors.get(param, param) for param in params])
+        return [p.grad if p.grad is not None else w.grad for p, w in zip(params, self._mirrored[1])]
 
     def _current_plan(self, index: int) -> Plan:
         group = self.param_groups[index]
         params = group["params"]
-        grads = [self._gradient(p) for p in params] if self._mirrors else [p.grad for p in params]
+        grads = self._gradients(params) if self._mirrors else [p.grad for p in params]
         key = (group["foreach"], group["fused"], self._flags(group), self._memory(group))
         plan = self._plans.get(index)
         current = plan is not None and plan.is_current(key, params, self.state.values())

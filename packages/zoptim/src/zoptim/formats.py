@@ -109,9 +109,10 @@ def to_bf16_stochastic(value: Tensor, seed: int) -> Tensor:
 
 
 def split(value: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 as (bf16, int16): the value rounded half up, and the exact rest."""
+    """float32 as (bf16, int16): the value rounded half up, and the exact rest.  NaN stays NaN, with other bits."""
     bits = _bits(value)
-    high = ((bits + 0x8000) & _MASK) >> 16
+    is_nan = ((bits << 1) & _MASK) > 0xFF000000
+    high = ((bits + torch.where(is_nan, 0, 0x8000)) & _MASK) >> 16
     return _as_int16(high).view(torch.bfloat16), _as_int16(bits & 0xFFFF)
 
 

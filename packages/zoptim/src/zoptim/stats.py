@@ -15,8 +15,10 @@ too small; of a bf16 tensor it runs at 1 GB/s.
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -27,6 +29,9 @@ from .checks import number
 from .job import FORMAT_OF_DTYPE, addresses
 
 __all__ = ["GradStats", "grad_stats"]
+
+SPAN_NUMEL = 16384  # elements of one partial sum (ZK_SPAN)
+_kind = operator.attrgetter("layout", "dtype", "device")
 
 
 @attrs.frozen(eq=False)
@@ -55,21 +60,18 @@ def grad_stats(grads: Iterable[Tensor | None]) -> GradStats:
     Raises TypeError or ValueError with the index of a gradient that does not fit.
     """
     given = [grad for grad in grads if grad is not None]
-    for index, grad in enumerate(given):
-        if grad.layout is not torch.strided or not grad.dtype.is_floating_point:
-            raise TypeError(f"gradient {index} is {grad.layout} {grad.dtype}; it must be dense and floating.")
-        if grad.device != given[0].device:
-            raise ValueError(
-                f"gradient {index} is on {grad.device}, gradient 0 on {given[0].device}; use one device."
-            )
+    kinds = list(map(_kind, given))
+    for kind in dict.fromkeys(kinds):
+        _refuse(kind, kinds.index(kind), kinds[0])
     if given and given[0].device.type == "cuda" and backends.why_none(given[0].device) is None:
         from . import gpu
 
         return GradStats(*gpu.grad_stats(given))
     device = given[0].device if given else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for dtype in dict.fromkeys(grad.dtype for grad in given):
-        total += _squares([grad.detach() for grad in given if grad.dtype is dtype])
+    for kind in dict.fromkeys(kinds):
+        with torch.no_grad():
+            total += _squares(given if kinds.count(kind) == len(given) else [g for g in given if _kind(g) == kind])
     return GradStats(total.sqrt(), (~torch.isfinite(total)).float())
 
 
@@ -78,9 +80,9 @@ def _squares(grads: Sequence[Tensor]) -> float | Tensor:
     library = native.library() if grads[0].device.type == "cpu" else None
     if library is None or grads[0].dtype not in FORMAT_OF_DTYPE:
         return torch.stack([grad.double().square().sum() for grad in grads]).sum()
-    rows = [grad if _is_dense(grad) else grad.contiguous() for grad in grads]
-    numel = array("q", [row.numel() for row in rows])
-    partials = library.ffi.new("double[]", max(1, sum(library.lib.zk_num_spans(count) for count in numel)))
+    rows = grads if all(map(Tensor.is_contiguous, grads)) else [_dense(grad) for grad in grads]
+    numel = array("q", map(Tensor.numel, rows))
+    partials = library.ffi.new("double[]", len(numel) + sum(numel) // SPAN_NUMEL)
     view = library.ffi.from_buffer
     row_addresses = array("Q", addresses(rows))
     total = library.lib.zk_squares(
@@ -90,5 +92,15 @@ def _squares(grads: Sequence[Tensor]) -> float | Tensor:
     return float(total)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+def _refuse(kind: tuple[Any, ...], index: int, first: tuple[Any, ...]) -> None:
+    layout, dtype, device = kind
+    if layout is not torch.strided or not dtype.is_floating_point:
+        raise TypeError(f"gradient {index} is {layout} {dtype}; it must be dense and floating.")
+    if device != first[2]:
+        raise ValueError(f"gradient {index} is on {device}, gradient 0 on {first[2]}; use one device.")
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy, with its elements side by side in any order."""
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+    return tensor if is_dense else tensor.contiguous()

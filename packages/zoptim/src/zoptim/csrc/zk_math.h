@@ -98,12 +98,16 @@ ZK_FN uint16_t zk_to_f16_nearest(float x) {
 
 /* Split master -------------------------------------------------------------------------------------- */
 
-/* float32 bits = (bf16 << 16) + remainder; the bf16 is the float32 rounded half up, the weight itself. */
+/* float32 bits = (bf16 << 16) + remainder; the bf16 is the float32 rounded half up, the weight itself.  NaN is cut
+ * instead: 0x7fffffff, which GPUs make, would become the bf16 -0. */
 ZK_FN float zk_join(uint16_t high, int16_t low) {
   return zk_float(((uint32_t)high << 16) + (uint32_t)(int32_t)low);
 }
 
-ZK_FN uint16_t zk_split_high(float x) { return (uint16_t)((zk_bits(x) + 0x8000u) >> 16); }
+ZK_FN uint16_t zk_split_high(float x) {
+  uint32_t u = zk_bits(x);
+  return (uint16_t)((u + ((u << 1) > 0xff000000u ? 0u : 0x8000u)) >> 16);
+}
 
 ZK_FN int16_t zk_split_low(float x) { return (int16_t)(uint16_t)(zk_bits(x) & 0xffffu); }
 
