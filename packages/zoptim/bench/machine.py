@@ -18,7 +18,7 @@ from floors import FLAGS, compiler
 
 import zoptim
 
-__all__ = ["Watch", "facts", "import_cost", "load"]
+__all__ = ["Watch", "facts", "import_cost", "load", "wait_for_peace"]
 
 PACKAGES = ("torch", "zoptim", "numpy", "deepspeed", "cupy-cuda12x", "cupy-cuda13x")
 IMPORT_LIMIT_MS = 30
@@ -64,6 +64,16 @@ class Watch:
             return None
         busy = now.everyone - self.everyone - (now.own - self.own)
         return max(0.0, busy / max(now.wall - self.wall, 1e-3))
+
+
+def wait_for_peace(seconds: float, most_cores: float) -> None:
+    """Sleep until other processes use at most so many cores, for two seconds; not longer than `seconds`."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        watch = Watch()
+        time.sleep(2)
+        if (watch.others() or 0.0) <= most_cores:
+            return
 
 
 def load() -> float:

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     imports = machine.import_cost() if "import" in only else None
     if imports:
         print("import:", ", ".join(f"{name} {value}" for name, value in imports.items()))
-    turns = Turns(options.rounds, options.seconds, options.warm)
+    turns = Turns(options.rounds, options.seconds, options.warm, options.wait)
     facts["caches"] = "warm" if options.warm or device.type == "cuda" else "cold"
     tables: list[Table] = []
     for case in cases:
@@ -87,6 +87,7 @@ def measure_in_peace(tries: int, *what: Any) -> Table:
 
 def measure(case: Case, shape: str, total: int, device: torch.device, turns: Turns) -> Table:
     """One table."""
+    machine.wait_for_peace(turns.patience, MUCH)
     load = machine.load()
     arena = Arena(numels_of(shape, total), device)
     steps, notes = _prepare(case, arena)
@@ -196,6 +197,9 @@ def _parser() -> argparse.ArgumentParser:
     result.add_argument("--rounds", type=int, default=15, help="turns at most (15)")
     result.add_argument(
         "--seconds", type=float, default=2.0, help="after which a contender rests, three turns done (2)"
+    )
+    result.add_argument(
+        "--wait", type=float, default=0, help="seconds to wait at most for other processes to rest (0)"
     )
     result.add_argument("--again", type=int, default=0, help="measure anew so often where others disturbed (0)")
     result.add_argument("--warm", action="store_true", help="leave caches as the last call left them (CPU)")

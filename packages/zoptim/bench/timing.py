@@ -52,6 +52,7 @@ class Turns:
     rounds: int = 15
     seconds: float = 2.0  # a contender that has used so much stops
     is_warm: bool = False  # calls follow each other and find the cache as they left it
+    patience: float = 0.0  # seconds that the bench waits at most for other processes to rest, before a table
 
 
 def take_turns(steps: Mapping[str, Step], turns: Turns, device: torch.device) -> dict[str, Samples]:

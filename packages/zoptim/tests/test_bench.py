@@ -23,7 +23,19 @@ pytestmark = [
 
 def run_step(folder: Path, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """step.py at a tiny size; DeepSpeed would compile for minutes."""
-    fixed = ["--without", "DeepSpeed", "--rounds", "1", "--threads", "1", "--results", str(folder), "--name", "tiny"]
+    fixed = [
+        "--without",
+        "DeepSpeed",
+        "--warm",
+        "--rounds",
+        "1",
+        "--threads",
+        "1",
+        "--results",
+        str(folder),
+        "--name",
+        "tiny",
+    ]
     return subprocess.run(
         [sys.executable, str(BENCH / "step.py"), *fixed, *options],
         env={**os.environ, **environ}, capture_output=True, text=True, timeout=110, check=False,

@@ -146,10 +146,10 @@ def exact() -> dict[str, float]:
     ("dtype", "more", "room"),
     [
         (torch.float32, {"state_dtype": "bf16"}, 0.03),
-        (torch.float32, {"state_dtype": "8bit"}, 0.05),
+        (torch.float32, {"state_dtype": "8bit"}, 0.08),
         (torch.bfloat16, {"split_master": True}, 0.03),
-        (torch.bfloat16, {"split_master": True, "state_dtype": "8bit"}, 0.05),
-        (torch.bfloat16, {}, 0.15),
+        (torch.bfloat16, {"split_master": True, "state_dtype": "8bit"}, 0.08),
+        (torch.bfloat16, {}, 0.05),
     ],
     ids=["bf16 states", "8bit", "split", "split 8bit", "all bf16"],
 )

@@ -46,7 +46,7 @@ class Rule:
     """Rules and flags of zk_rules.h."""
 
     ADAM, SGD, ADAGRAD, LION, LAMB = range(5)
-    DECOUPLED, AMSGRAD, MAXIMIZE, NESTEROV, FIRST, NO_CORRECTION, EPS_INSIDE = (1 << k for k in range(7))
+    DECOUPLED, AMSGRAD, MAXIMIZE, NESTEROV, NO_CORRECTION, EPS_INSIDE = (1 << k for k in range(6))
 
 
 def flags_of(chosen: Mapping[int, object]) -> int:

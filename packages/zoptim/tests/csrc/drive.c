@@ -179,7 +179,7 @@ static const struct {
     {"sgd", ZK_SGD, 0, 0},
     {"sgd", ZK_SGD, 0, 1},
     {"sgd", ZK_SGD, ZK_NESTEROV, 1},
-    {"sgd", ZK_SGD, ZK_FIRST, 1},
+    {"sgd", ZK_SGD, ZK_MAXIMIZE, 1},
     {"adagrad", ZK_ADAGRAD, 0, 1},
     {"lion", ZK_LION, ZK_DECOUPLED, 1},
     {"lamb", ZK_LAMB, 0, 2},

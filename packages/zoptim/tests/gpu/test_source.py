@@ -39,7 +39,7 @@ def test_formats_are_read_from_dtypes() -> None:
     ("rule", "flags", "in_text"),
     [
         (Rule.ADAM, Rule.DECOUPLED | Rule.AMSGRAD | Rule.MAXIMIZE, Rule.AMSGRAD),
-        (Rule.SGD, Rule.NESTEROV | Rule.FIRST, Rule.NESTEROV),
+        (Rule.SGD, Rule.NESTEROV | Rule.MAXIMIZE, Rule.NESTEROV),
         (Rule.LAMB, Rule.NO_CORRECTION | Rule.EPS_INSIDE, Rule.EPS_INSIDE),
         (Rule.LION, Rule.DECOUPLED, 0),
     ],

@@ -20,10 +20,9 @@
 #define ZK_AMSGRAD 2         /* state 2 keeps the maximum of state 1 */
 #define ZK_MAXIMIZE 4
 #define ZK_NESTEROV 8
-#define ZK_FIRST 16          /* SGD: the momentum becomes the gradient itself */
-#define ZK_NO_CORRECTION 32  /* Adam, LAMB: the moments as they are */
-#define ZK_EPS_INSIDE 64     /* LAMB: eps under the root */
-#define ZK_ROOTS 128         /* second moments arrive and leave as their square roots (ZK_Q8 keeps those) */
+#define ZK_NO_CORRECTION 16  /* Adam, LAMB: the moments as they are */
+#define ZK_EPS_INSIDE 32     /* LAMB: eps under the root */
+#define ZK_ROOTS 64          /* second moments arrive and leave as their square roots (ZK_Q8 keeps those) */
 
 typedef struct {
   double lr, beta1, beta2, eps, weight_decay; /* SGD: beta1 = momentum, beta2 = dampening; Adagrad: beta1 = lr_decay */
@@ -71,8 +70,7 @@ ZK_TABLE_FN void zk_prepare(zk_coef *c, const zk_hyper *h, int rule, int flags, 
   c->decay = (float)decay;
   c->seed = count;
   if (rule == ZK_SGD) {
-    c->b1 = (float)(flags & ZK_FIRST ? 0.0 : h->beta1);
-    c->a1 = (float)(flags & ZK_FIRST ? 1.0 : 1.0 - h->beta2);
+    c->a1 = (float)(1.0 - h->beta2);
     c->b2 = (float)h->beta1;
   } else if (rule == ZK_ADAGRAD) {
     c->step_size = (float)(lr / (1.0 + ((double)step - 1.0) * h->beta1));
