@@ -33,7 +33,6 @@ CASES = [
     "adam amsgrad: f32 bf16 q8",
     "sgd: f32 f32 -",
     "sgd: bf16 bf16 -",
-    "sgd first: f32 f32 f32",
     "sgd: f32 f16 f32 f16",
     "sgd nesterov: split bf16 bf16",
     "sgd: f32 f32 q8",
