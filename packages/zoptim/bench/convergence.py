@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Does a state format cost anything but bytes?  The repository's main job, once for each format and optimizer.
 
-    python packages/zoptim/bench/convergence.py                  every run: about 20 minutes on two cores
+    python packages/zoptim/bench/convergence.py                  every run: about 40 minutes on two cores
     python packages/zoptim/bench/convergence.py --only adamw,8bit --steps 100
     python packages/zoptim/bench/convergence.py --list           what there is
 
@@ -22,6 +22,8 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -59,23 +61,25 @@ class Setting:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Phases: read the text, run after run, print and save after each."""
+    """Phases: read the text, train side by side, print and save after each run."""
     options = _parser().parse_args(arguments)
     runs = [run for run in RUNS if run.key in options.only]
     if options.list:
         print("\n".join(f"{run.key:18}{run.title}" for run in RUNS))
         return 0
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    threads = options.threads or max(1, torch.get_num_threads() // options.jobs)
+    torch.set_num_threads(threads)
     corpus = read_corpus()
     setting = _setting(options, corpus)
     facts = {**machine.facts(torch.device("cpu")), **_facts(setting, corpus)}
     facts.pop("floor")
     outcomes: list[Outcome] = []
-    for run in runs:
-        outcomes.append(train(run, setting))
-        print(convergence_report.line(outcomes[-1], outcomes), flush=True)
-        files = convergence_report.save(options.results, options.name, outcomes, facts)
+    pool = ProcessPoolExecutor(options.jobs, get_context("spawn"), torch.set_num_threads, (threads,))
+    with pool:  # runs do not meet: one process each, so that small products need not be shared out
+        for outcome in pool.map(train, runs, [setting] * len(runs)):
+            outcomes.append(outcome)
+            print(convergence_report.line(outcome, outcomes), flush=True)
+            files = convergence_report.save(options.results, options.name, outcomes, facts)
     print("\n" + convergence_report.text(outcomes, facts))
     print("\n".join(map(str, files)))
     return 0
@@ -194,9 +198,10 @@ def _parser() -> argparse.ArgumentParser:
     result.add_argument("--only", type=lambda words: _known(words, keys), default=keys, metavar="KEY,KEY")
     result.add_argument("--list", action="store_true", help="say which runs there are")
     result.add_argument("--steps", type=int, default=400, help="updates of a run (400)")
-    result.add_argument("--batch", type=int, default=16, help="windows of a step (16, as the main job)")
+    result.add_argument("--batch", type=int, default=8, help="windows of a step (8)")
     result.add_argument("--quick", action="store_true", help="a tiny model: to see that everything works")
-    result.add_argument("--threads", type=int, help="torch's number of threads (default: as torch decides)")
+    result.add_argument("--jobs", type=int, default=2, help="runs side by side (2)")
+    result.add_argument("--threads", type=int, help="torch's number of threads in each (default: cores / jobs)")
     result.add_argument("--results", type=Path, default=RESULTS, help="folder for the report")
     result.add_argument("--name", default="convergence", help="of the report's files")
     return result

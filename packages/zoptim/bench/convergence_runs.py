@@ -84,7 +84,7 @@ RUNS = (
         key="muon",
         title="Muon, fp32",
         optimizer="Muon",
-        options={"lr": 2e-2, "adam_lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1},
+        options={"lr": 4e-2, "adam_lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1},
         as_main_job=False,
     ),
     Run(

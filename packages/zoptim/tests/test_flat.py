@@ -8,6 +8,7 @@ import pytest
 import torch
 
 
+@pytest.mark.filterwarnings("ignore:.* by plain torch operations, which is slower")
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-11), (torch.float32, 2e-5)])
 def test_twenty_steps_follow_the_pure_rule_in_float64(
     row: Any, path: Any, dtype: torch.dtype, rtol: float, lab: Any

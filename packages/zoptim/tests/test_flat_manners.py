@@ -105,6 +105,7 @@ def test_step_hooks_run(row: Any, lab: Any) -> None:
     assert seen == ["before", "after"]
 
 
+@pytest.mark.filterwarnings("ignore:.* by plain torch operations, which is slower")
 @pytest.mark.parametrize("layout", ["transposed", "strided", "channels last", "gradient in another layout"])
 def test_layout_does_not_change_the_update(row: Any, layout: str, lab: Any) -> None:
     base, grad = torch.randn(2, 4, 6, 6), torch.randn(2, 4, 6, 6)

@@ -18,6 +18,7 @@ def run_scaled(lab: Any, optimizer: Any, params: list[Tensor], steps: range, sca
         optimizer.grad_scale = None
 
 
+@pytest.mark.filterwarnings("ignore:.* by plain torch operations, which is slower")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_power_of_two_scale_changes_no_bit(row: Any, path: Any, dtype: torch.dtype, lab: Any) -> None:
     plain, scaled = lab.make_params(dtype=dtype), lab.make_params(dtype=dtype)

