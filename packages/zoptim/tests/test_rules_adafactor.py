@@ -65,7 +65,7 @@ def test_the_update_is_no_larger_than_d_times_the_relative_step() -> None:
     param, memory = torch.ones(40, dtype=torch.float64), AdafactorMoments.zeros(torch.ones(40).double())
     _, memory = adafactor_rule(param, torch.full_like(param, 1e-3), memory)
     new, _ = adafactor_rule(param, torch.full_like(param, 100.0), memory, lr=0.01, d=1.0)
-    size = (new - param).square().mean().sqrt()
+    size = (new - param).square().mean().sqrt().item()
     assert size == pytest.approx(0.01, rel=1e-9), "clipped to lr times the weights' root mean square"
 
 
