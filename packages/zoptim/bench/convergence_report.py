@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -29,15 +30,29 @@ class Outcome:
 
 
 def difference(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
-    """To the reference, None while there is none."""
-    found = [other.bits for other in outcomes if other.run.key == REFERENCE]
+    """To the reference from the same first weights; None while there is none."""
+    found = [other.bits for other in outcomes if (other.run.key, other.run.seed) == (REFERENCE, outcome.run.seed)]
     return outcome.bits - found[0] if found else None
 
 
 def noise(outcomes: Sequence[Outcome]) -> float | None:
-    """The largest difference that another seed alone makes."""
-    found = [difference(o, outcomes) for o in outcomes if o.run.seed]
-    return max((abs(d) for d in found if d is not None), default=None)
+    """How far apart the reference ends from other first weights: largest minus smallest."""
+    found = [o.bits for o in outcomes if o.run.key == REFERENCE]
+    return max(found) - min(found) if len(found) > 1 else None
+
+
+def means(outcomes: Sequence[Outcome]) -> list[tuple[str, float, float, int]]:
+    """(title, mean difference, its standard error, seeds) of what was trained from several first weights."""
+    gaps: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        gap = difference(outcome, outcomes)
+        if gap is not None and outcome.run.key != REFERENCE:
+            gaps.setdefault(outcome.run.title, []).append(gap)
+    return [
+        (title, statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5, len(found))
+        for title, found in gaps.items()
+        if len(found) > 1
+    ]
 
 
 def cells(outcome: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
@@ -54,13 +69,18 @@ def cells(outcome: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
 
 def line(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
     """While the others still run."""
-    return outcome.run.title.ljust(52) + "".join(cell.rjust(12) for cell in cells(outcome, outcomes))
+    return _name(outcome).ljust(52) + "".join(cell.rjust(12) for cell in cells(outcome, outcomes))
+
+
+def _name(outcome: Outcome) -> str:
+    return outcome.run.title + (f", seed {outcome.run.seed}" if outcome.run.seed else "")
 
 
 def text(outcomes: Sequence[Outcome], facts: dict[str, Any]) -> str:
     """For a terminal."""
     lines = [f"{name}: {value}" for name, value in facts.items() if name in ("job", "text", "held out")]
     lines += [f"tables: {facts['bits per byte of tables']}", "", *(line(o, outcomes) for o in outcomes)]
+    lines += ["", *(f"{t}: {mean:+.4f} +- {error:.4f} over {n} seeds" for t, mean, error, n in means(outcomes))]
     return "\n".join(lines)
 
 
@@ -69,14 +89,17 @@ def markdown(outcomes: Sequence[Outcome], facts: dict[str, Any]) -> str:
     parts = ["# Convergence on the main job", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
     parts += [
         "The same first weights and the same windows in the same order; all arithmetic of the network in float32.",
-        "`bytes/param` counts weights and optimizer state.  A difference within that of another seed is noise"
-        + (f" (here {limit:.4f})." if (limit := noise(outcomes)) is not None else "."),
+        "`bytes/param` counts weights and optimizer state.  Differences are to the reference with the same seed"
+        + (f"; other seeds alone move it by {limit:.4f}." if (limit := noise(outcomes)) is not None else "."),
         "Rates other than AdamW's were tried at two or three values, not searched.",
         "",
         "| " + " | ".join(HEAD) + " |",
         "| --- |" + " ---: |" * (len(HEAD) - 1),
     ]
-    parts += ["| " + " | ".join([o.run.title, *cells(o, outcomes)]) + " |" for o in outcomes]
+    parts += ["| " + " | ".join([_name(o), *cells(o, outcomes)]) + " |" for o in outcomes]
+    if found := means(outcomes):
+        parts += ["", "| | mean difference | standard error | seeds |", "| --- | ---: | ---: | ---: |"]
+        parts += [f"| {title} | {mean:+.4f} | {error:.4f} | {n} |" for title, mean, error, n in found]
     return "\n".join([*parts, ""])
 
 
@@ -124,20 +147,22 @@ def svg(outcomes: Sequence[Outcome], title: str) -> str:
     parts = [_text(12, 22, title, 15), _text(12, 42, "held-out bits per byte minus AdamW fp32; left is better", 11)]
     parts.append(
         f'<rect x="{x(-band):.1f}" y="{TOP - 6}" width="{x(band) - x(-band):.1f}" height="{bottom - TOP + 6}" '
-        'fill="#e9ecef"><title>what another seed makes of it</title></rect>'
+        'fill="#e9ecef"><title>what other first weights make of the reference</title></rect>'
     )
     for row, (outcome, gap) in enumerate(gaps):
         y = TOP + ROW * row + ROW / 2
         left, right = sorted((x(0), x(gap)))
         length = max(1.5, right - left)
-        colour = "#adb5bd" if outcome.run.seed else "#d6336c" if outcome.run.optimizer == "AdamW" else "#1c7ed6"
+        colour = "#d6336c" if outcome.run.optimizer == "AdamW" else "#1c7ed6"
         parts += [
-            _text(LEFT - 10, y + 4, f"{outcome.run.title} ({outcome.bytes_per_param:.1f} B)", 11, "end"),
+            _text(LEFT - 10, y + 4, f"{_name(outcome)} ({outcome.bytes_per_param:.1f} B)", 11, "end"),
             f'<rect x="{left:.1f}" y="{y - 7:.1f}" width="{length:.1f}" height="14" fill="{colour}"/>',
             _text(max(right, x(0)) + 6, y + 4, f"{gap:+.4f}", 11),
         ]
     parts.append(f'<line x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP - 6}" y2="{bottom}" stroke="#495057"/>')
-    parts.append(_text(x(0), bottom + 18, f"grey: between seeds (±{band:.4f})", 11, "middle"))
+    parts.append(
+        _text(x(0), bottom + 18, f"grey: between first weights of the reference (±{band:.4f})", 11, "middle")
+    )
     height = bottom + 32
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="system-ui,sans-serif">'

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import zoptim
-from zoptim.rules_adafactor import AdafactorMoments, adafactor_rule
+from zoptim import AdafactorMoments, adafactor_rule
 
 SHAPES = [(7,), (3, 5), (), (64,), (2, 3, 4, 5), (3, 5)]
 OPTIONS: list[dict[str, Any]] = [

@@ -141,3 +141,17 @@ def test_divided_by_nothing_is_the_same_tensors() -> None:
     tensors = [torch.ones(3)]
     assert _compat.divided(tensors, None)[0] is tensors[0]
     assert _compat.divided([], torch.tensor(2.0)) == []
+
+
+def test_adafactor_takes_lists_with_none_where_there_is_no_such_moment() -> None:
+    vector, matrix = torch.ones(4), torch.ones(2, 3)
+    lists = _compat.AdafactorLists()
+    lists.add(vector, torch.ones(4), {"step": torch.zeros(()), "variance": torch.zeros(4)})
+    moments = {"row_var": torch.zeros(2, 1), "col_var": torch.zeros(1, 3)}
+    lists.add(matrix, torch.ones(2, 3), {"step": torch.zeros(()), **moments})
+    group = {"foreach": None, "d": 1.0, "lr": 0.1, "beta2_decay": -0.8, "weight_decay": 0.0, "eps": (None, 1e-3)}
+    _compat.adafactor({**group, "maximize": False}, lists)
+    assert [float(step) for step in lists.steps] == [1, 1]
+    assert (vector < 1).all()
+    assert (matrix < 1).all()
+    assert moments["row_var"].all()

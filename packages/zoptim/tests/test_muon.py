@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import zoptim
-from zoptim.muon import is_matrix, muon_rule
+from zoptim import muon_rule
+from zoptim.muon import is_matrix
 from zoptim.rules import AdamMoments, adamw_rule
 
 SHAPES = [(8, 5), (5,), (8, 5), (5, 8), (), (4, 3, 2, 2), (16, 16)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoptim.muon import muon_rule, orthogonalize
+from zoptim import muon_rule, orthogonalize
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -25,6 +25,8 @@ from .lion import Lion
 from .muon import Muon
 from .native import Kernels, kernels
 from .rules import AdamMoments, adagrad_rule, adam_rule, adamw_rule, lamb_rule, lion_rule, sgd_rule
+from .rules_adafactor import AdafactorMoments, adafactor_rule
+from .rules_muon import muon_rule, orthogonalize
 from .schedules import (
     LRRangeTest,
     LRSchedule,
@@ -46,6 +48,7 @@ __all__ = [
     "SGD",
     "AcceptsGradScale",
     "Adafactor",
+    "AdafactorMoments",
     "Adagrad",
     "Adam",
     "AdamMoments",
@@ -69,6 +72,7 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "accept_grad_scale",
+    "adafactor_rule",
     "adagrad_rule",
     "adam_rule",
     "adamw_rule",
@@ -78,6 +82,8 @@ __all__ = [
     "lion_rule",
     "make_optimizer",
     "make_schedule",
+    "muon_rule",
+    "orthogonalize",
     "sgd_rule",
     "speaks_grad_scale",
 ]

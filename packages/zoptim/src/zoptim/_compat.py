@@ -13,12 +13,13 @@ found_inf of exactly 1.0, never look at strides, and their SGD ignores most of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
+from torch.optim._adafactor import adafactor as _functional_adafactor
 from torch.optim.adam import adam as _functional_adam
 from torch.optim.adamw import adamw as _functional_adamw
 from torch.optim.sgd import sgd as _functional_sgd
@@ -97,6 +98,47 @@ def foreach_sgd(group: Mapping[str, Any], lists: SgdLists) -> list[Tensor]:
     return [buffer for buffer in buffers if buffer is not None]
 
 
+@attrs.frozen(eq=False)
+class AdafactorLists:
+    """The tensors of one Adafactor update: lists of equal length; None where a tensor's state has no such moment."""
+
+    params: list[Tensor] = attrs.field(factory=list)
+    grads: list[Tensor] = attrs.field(factory=list)
+    row_vars: list[Tensor | None] = attrs.field(factory=list)
+    col_vars: list[Tensor | None] = attrs.field(factory=list)
+    variances: list[Tensor | None] = attrs.field(factory=list)
+    steps: list[Tensor] = attrs.field(factory=list)  # () float32 each
+
+    def add(self, param: Tensor, grad: Tensor, state: Mapping[str, Any]) -> None:
+        """One more tensor; `state` by torch's names."""
+        self.params.append(param)
+        self.grads.append(grad)
+        self.row_vars.append(state.get("row_var"))
+        self.col_vars.append(state.get("col_var"))
+        self.variances.append(state.get("variance"))
+        self.steps.append(state["step"])
+
+
+def adafactor(group: Mapping[str, Any], lists: AdafactorLists) -> None:
+    """One Adafactor update in place; advances `lists.steps` by one."""
+    _functional_adafactor(
+        lists.params,
+        lists.grads,
+        lists.row_vars,
+        lists.col_vars,
+        lists.variances,
+        lists.steps,
+        foreach=group["foreach"],
+        d=group["d"],
+        lr=group["lr"],
+        beta2_decay=group["beta2_decay"],
+        weight_decay=group["weight_decay"],
+        eps1=group["eps"][0],
+        eps2=group["eps"][1],
+        maximize=group["maximize"],
+    )
+
+
 def divided(tensors: Sequence[Tensor], divisor: Tensor | None) -> list[Tensor]:
     """Tensors of one device over a () tensor on that device, in one call; themselves where there is no divisor."""
     return list(tensors) if divisor is None or not tensors else list(torch._foreach_div(list(tensors), divisor))
@@ -106,9 +148,3 @@ def divide_(tensors: Sequence[Tensor], divisor: Tensor) -> None:
     """Divide tensors of one device in place by a () tensor on that device, in one call."""
     if tensors:
         torch._foreach_div_(list(tensors), divisor)
-
-
-def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """`cls.step` without the hooks that torch wraps around it once a `cls` has been made: a subclass has its own."""
-    step: Any = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]

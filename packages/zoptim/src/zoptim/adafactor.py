@@ -4,25 +4,33 @@ A matrix of rows x cols keeps rows + cols numbers in place of 2 * rows * cols.  
 torch.optim.Adafactor's, which is a loop of small products where a kernel of ours would gain nothing that its users
 came for; what is added are the grad_scale / found_inf attributes, and checks of the options.
 
-It looks at whole matrices: shards that cut them are refused by whoever cuts (`elementwise` is False).
+It looks at whole matrices.  On flat shards `lay_out` says where they lie, and the rows and columns of all of them
+are three flat tensors in the shard's state; a matrix that is cut over ranks has to be gathered first.  [Note: the
+host] a step reads found_inf on the host.
+
+Rejected: the pure rule tensor by tensor (`adafactor_rule`), which is right but a few times slower than torch's lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from . import _compat
+from ._compat import AdafactorLists, Signals
 from .checks import check_adafactor
 from .contract import Params
 from .errors import UnsupportedTensorError
+from .segments import Segment
 from .signals import NO_SCALE, beside, is_skipped, read_signals
 
 __all__ = ["Adafactor"]
+
+_MOMENTS = ("row_var", "col_var", "variance")
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -30,6 +38,10 @@ class Adafactor(torch.optim.Adafactor):
 
     lr >= 0 bounds the relative step; beta2_decay <= 0; eps (None or number, number); d >= 1; weight_decay >= 0.
     A tensor lr is read on the host.  `grad_scale` and `found_inf` as in FlatOptimizer; `p.grad` is never written.
+
+    State of a parameter: `step` () float32; of a matrix `row_var` (..., rows, 1) and `col_var` (..., 1, cols), of a
+    vector `variance`; of a flat shard all three, those of its tensors behind each other.  A copy or a pickle has no
+    `lay_out`.
 
     Raises ValueError or TypeError naming the argument that is out of range, UnsupportedTensorError for complex
     parameters.
@@ -52,8 +64,26 @@ class Adafactor(torch.optim.Adafactor):
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
+        self._segments: dict[Tensor, tuple[Segment, ...]] = {}
         check_adafactor({"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay})
         super().__init__(params, lr, beta2_decay, eps, d, weight_decay, foreach=foreach, maximize=maximize)
+
+    def lay_out(self, segments: Mapping[Tensor, Sequence[Segment]]) -> None:
+        """Say which tensors lie whole in flat shards, before the first step and before loading.
+
+        Segments of two or more dims are matrices (or stacks of them); elements outside of segments are padding and
+        stay as they are.
+
+        Raises ValueError for segments that overlap or lie outside, for shards of nobody's, and for state that is not
+        of these segments.
+        """
+        known = {id(param): self._name(*place) for place, param in self._parameters()}
+        for shard, parts in segments.items():
+            Segment.check(parts, shard)
+            if id(shard) not in known:
+                raise ValueError(f"a tensor of shape {tuple(shard.shape)} is not a parameter of this Adafactor.")
+            _check_state(self.state.get(shard, {}), shard, tuple(parts), known[id(shard)])
+        self._segments = {shard: tuple(parts) for shard, parts in segments.items()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its options are checked like the constructor's."""
@@ -63,21 +93,23 @@ class Adafactor(torch.optim.Adafactor):
         index = len(self.param_groups) - 1
         for position, param in enumerate(self.param_groups[index]["params"]):
             if param.is_complex():
+                who = self._name(index, position)
                 self.param_groups.pop()
                 raise UnsupportedTensorError(
-                    f"parameter {position} of group {index} is complex ({param.dtype}); Adafactor takes real "
-                    "tensors. Train torch.view_as_real(parameter)."
+                    f"{who} is complex ({param.dtype}); Adafactor takes real tensors. "
+                    "Train torch.view_as_real(parameter)."
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Adopt loaded groups and state.  Raises ValueError, with nothing adopted, for what does not fit."""
         previous = dict(self.__dict__)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__dict__.setdefault("_segments", {})  # loading keeps them, a copy has none
         try:
             for index, group in enumerate(self.param_groups):
                 _check_group(group, index, self.defaults)
-                for position, param in enumerate(group["params"]):
-                    _check_state(self.state.get(param, {}), param, f"parameter {position} of group {index}")
+            for place, param in self._parameters():
+                _check_state(self.state.get(param, {}), param, self._segments.get(param), self._name(*place))
         except (TypeError, ValueError):
             self.__dict__.update(previous)
             raise
@@ -90,26 +122,71 @@ class Adafactor(torch.optim.Adafactor):
                 loss = closure()
         signals = read_signals(self.grad_scale, self.found_inf)
         if not is_skipped(signals):
-            with self._divided(signals):
-                _compat.unhooked_step(torch.optim.Adafactor)(self)
+            with torch.no_grad():
+                for index, group in enumerate(self.param_groups):
+                    self._update(index, group, signals)
         return loss
 
-    @contextmanager
-    def _divided(self, signals: _compat.Signals) -> Iterator[None]:
-        """Lets torch see divided gradients, and puts the others back.  torch would refuse the attributes."""
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        kept = [p.grad for p in params]
-        scale, found = self.grad_scale, self.found_inf
-        try:
+    def _update(self, index: int, group: Mapping[str, Any], signals: Signals) -> None:
+        """Phases: refuse what cannot be updated, collect whole tensors and those in shards, update, count."""
+        lists, shards = AdafactorLists(), []
+        for position, param in enumerate(group["params"]):
+            if param.grad is None:
+                continue
+            self._check(param, self._name(index, position))
+            segments, state = self._segments.get(param), self.state[param]
+            if not state:
+                state.update(_first_state(param, segments))
+            grad = param.grad
             if signals.grad_scale is not None:
-                for p in params:
-                    p.grad = p.grad / beside(signals, p.device).grad_scale
-            self.grad_scale = self.found_inf = None
-            yield
-        finally:
-            self.grad_scale, self.found_inf = scale, found
-            for p, grad in zip(params, kept):
-                p.grad = grad
+                grad = grad / beside(signals, grad.device).grad_scale
+            if segments is None:
+                lists.add(param, grad, state)
+                continue
+            shards.append(state)
+            for part in _parts(state, segments):
+                row, shape = part.pop("row"), part.pop("shape")
+                lists.add(param.detach()[row].view(shape), grad[row].view(shape), part)
+        _compat.adafactor(group, lists)
+        for state in shards:
+            state["step"] += 1  # its tensors had copies
+
+    def _check(self, param: Tensor, who: str) -> None:
+        assert param.grad is not None
+        if param.grad.layout is not torch.strided:
+            raise UnsupportedTensorError(
+                f"the gradient of {who} is sparse ({param.grad.layout}); Adafactor takes dense gradients. "
+                "Build the embedding with sparse=False, or give its weights to torch.optim.SparseAdam."
+            )
+        if param not in self._segments and _is_of_shard(self.state.get(param, {})):
+            raise ValueError(f"the state of {who} is that of a flat shard; say with lay_out where its tensors lie.")
+
+    def _parameters(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """((group, position), parameter) of all."""
+        for index, group in enumerate(self.param_groups):
+            for position, param in enumerate(group["params"]):
+                yield (index, position), param
+
+    def _name(self, index: int, position: int) -> str:
+        names = self.param_groups[index].get("param_names")
+        return f"parameter {position} of group {index}" + (f" ({names[position]!r})" if names else "")
+
+
+def _first_state(param: Tensor, segments: Sequence[Segment] | None) -> dict[str, Tensor]:
+    """Zeros, as torch makes them: the count on the host."""
+    zeros = {key: param.new_zeros(shape) for key, shape in _expected_shapes(param, segments).items()}
+    return {"step": torch.zeros(()), **zeros}
+
+
+def _parts(state: Mapping[str, Tensor], segments: Sequence[Segment]) -> Iterator[dict[str, Any]]:
+    """The state of each tensor of a shard, as views of the shard's; the count is a copy."""
+    ends = dict.fromkeys(_MOMENTS, 0)
+    for segment in segments:
+        part: dict[str, Any] = {"step": state["step"].clone(), "row": segment.row, "shape": segment.shape}
+        for key, shape in _shapes(segment.shape).items():
+            start, ends[key] = ends[key], ends[key] + math.prod(shape)
+            part[key] = state[key][start : ends[key]].view(shape)
+        yield part
 
 
 def _check_group(group: Mapping[str, Any], index: int, defaults: Mapping[str, Any]) -> None:
@@ -123,21 +200,36 @@ def _check_group(group: Mapping[str, Any], index: int, defaults: Mapping[str, An
     check_adafactor(group)
 
 
-def _check_state(state: Mapping[str, Any], param: Tensor, who: str) -> None:
+def _check_state(state: Mapping[str, Any], param: Tensor, segments: Sequence[Segment] | None, who: str) -> None:
     """ValueError unless `state` is none, or what Adafactor remembers of `param`."""
-    for key, shape in _expected_shapes(param).items() if state else ():
+    if segments is None and _is_of_shard(state):
+        return  # of a shard that is not laid out yet
+    for key, shape in _expected_shapes(param, segments).items() if state else ():
         if key not in state:
             raise ValueError(f"the loaded state of {who} lacks {key}; it has {', '.join(state)}.")
         if state[key].shape != shape:
+            belongs = f"the parameter's {tuple(param.shape)}" if segments is None else "its segments"
             raise ValueError(
-                f"{key} of {who} has shape {tuple(state[key].shape)}, where {shape} belongs to the parameter's "
-                f"{tuple(param.shape)}. Load the state of this model."
+                f"{key} of {who} has shape {tuple(state[key].shape)}, where {shape} belongs to {belongs}. "
+                "Load the state of this model."
             )
 
 
-def _expected_shapes(param: Tensor) -> dict[str, tuple[int, ...]]:
+def _is_of_shard(state: Mapping[str, Any]) -> bool:
+    return all(key in state for key in _MOMENTS)
+
+
+def _expected_shapes(param: Tensor, segments: Sequence[Segment] | None) -> dict[str, tuple[int, ...]]:
     """Of the moments of `param`."""
-    if param.dim() < 2:
-        return {"variance": tuple(param.shape)}
-    *stack, rows, cols = param.shape
+    if segments is None:
+        return _shapes(tuple(param.shape))
+    found = [_shapes(segment.shape) for segment in segments]
+    return {key: (sum(math.prod(shapes[key]) for shapes in found if key in shapes),) for key in _MOMENTS}
+
+
+def _shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Of the moments of one tensor."""
+    if len(shape) < 2:
+        return {"variance": shape}
+    *stack, rows, cols = shape
     return {"row_var": (*stack, rows, 1), "col_var": (*stack, 1, cols)}

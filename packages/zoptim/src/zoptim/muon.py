@@ -29,11 +29,11 @@ from .contract import Params
 from .job import BLOCK_NUMEL
 from .memory import STEP, Memory
 from .plan import Batch, Entry, Path
-from .rules_muon import COEFFICIENTS, muon_rule, orthogonalize
+from .rules_muon import COEFFICIENTS, muon_rule
 from .segments import Segment
 from .signals import is_skipped
 
-__all__ = ["Muon", "is_matrix", "muon_rule", "orthogonalize"]
+__all__ = ["Muon", "is_matrix"]
 
 _BUFFER = "momentum_buffer"
 # In the names of embeddings and output heads: "embed_tokens", GPT-2's "wte" and "wpe", "lm_head".
