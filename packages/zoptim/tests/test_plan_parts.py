@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoptim.plan import Entry, Path, in_layout_of, is_dense, kinds_of, same_objects, sort_entries, why_no_kernel
+from zoptim.plan import Entry, Path, kinds_of, same_objects, sort_entries, why_no_kernel
 
 
 def test_the_batches_of_a_plan_share_path_and_dtypes_and_keep_their_order() -> None:
@@ -60,22 +60,6 @@ def test_a_part_of_an_entry_shows_the_memory_of_the_whole() -> None:
     assert part.state["m_scale"].tolist() == [1.0, 2.0]
     part.state["m"].zero_()
     assert state["m"][255:257].tolist() == [255.0, 0.0]
-
-
-def test_a_tensor_is_copied_only_when_its_layout_differs() -> None:
-    like = torch.ones(2, 3)
-    assert in_layout_of(like, like) is like
-    turned = torch.arange(6.0).view(3, 2).t()
-    laid = in_layout_of(turned, like)
-    assert (laid.stride(), torch.equal(laid, turned)) == (like.stride(), True)
-    one = torch.ones(3, 1)
-    assert in_layout_of(one.t().contiguous().t(), one).stride() in {(1, 1), (1, 3)}
-
-
-def test_dense_means_without_holes_in_any_order() -> None:
-    assert [is_dense(t) for t in (torch.ones(2, 3).t(), torch.ones(4)[::2], torch.ones(()), torch.ones(0))] == [
-        True, False, True, True
-    ]  # fmt: skip
 
 
 def test_kinds_tell_apart_everything_but_the_address() -> None:

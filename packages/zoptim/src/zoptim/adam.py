@@ -70,7 +70,7 @@ class Adam(FlatOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": tuple(betas) if isinstance(betas, list) else betas,
+            "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,

@@ -23,8 +23,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 
 
 class Contract(torch.optim.Optimizer):
-    """A torch optimizer whose options, parameters, gradients and loaded state are checked, with names in the
-    errors."""
+    """A torch optimizer that checks options, parameters, gradients and loaded state, with names in the errors."""
 
     # Options about the form of the state: loading leaves them alone.
     kept_options: ClassVar[tuple[str, ...]] = ("state_dtype", "split_master")
@@ -39,7 +38,7 @@ class Contract(torch.optim.Optimizer):
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self._check_options(defaults)
-        super().__init__(params, defaults)
+        super().__init__(params, {name: tuple(v) if isinstance(v, list) else v for name, v in defaults.items()})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its options are checked like the constructor's.

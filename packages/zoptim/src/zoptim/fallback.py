@@ -17,7 +17,15 @@ from ._compat import Signals
 from .memory import STEP, Memory
 from .plan import Entry
 
-__all__ = ["HasRule", "is_plain", "update_in_torch"]
+__all__ = [
+    "HasRule",
+    "count_update",
+    "divided_gradient",
+    "is_plain",
+    "next_step",
+    "update_in_torch",
+    "write_back",
+]
 
 
 class HasRule(Protocol):
@@ -34,18 +42,42 @@ def update_in_torch(optimizer: HasRule, group: Mapping[str, Any], entries: Seque
     """Update `entries`, none of them skipped."""
     memory = optimizer._memory(group)
     for entry in entries:
-        count = entry.state.get(STEP)
-        step = 1 if count is None else int(count) + 1
+        step = next_step(entry)
         weight = memory.read_weight(entry.param, entry.state)
-        grad = entry.grad.to(weight.dtype)
-        if signals.grad_scale is not None:
-            grad = grad / signals.grad_scale.to(grad.dtype)
+        grad = divided_gradient(entry, weight.dtype, signals)
         moments = {name: memory.read(entry.state, name) for name in memory.names if name in entry.state}
         new, after = optimizer._evaluate(group, weight, grad, moments, step)
-        _write(memory, entry, new, after, step)
-    counts = {id(entry.state[STEP]): entry.state[STEP] for entry in entries if STEP in entry.state}
-    for count in counts.values():  # parts of one shard share theirs
+        write_back(memory, entry, new, after, step)
+    count_update(entries)
+
+
+def next_step(entry: Entry) -> int:
+    """The number of the update that comes; 1 where none is counted."""
+    count = entry.state.get(STEP)
+    return 1 if count is None else int(count) + 1
+
+
+def count_update(entries: Sequence[Entry]) -> None:
+    """Advance the counts of entries by one update; parts of one shard share theirs."""
+    for count in {id(entry.state[STEP]): entry.state[STEP] for entry in entries if STEP in entry.state}.values():
         count += 1
+
+
+def divided_gradient(entry: Entry, dtype: torch.dtype, signals: Signals) -> Tensor:
+    """The gradient of an entry in `dtype`, unscaled."""
+    grad = entry.grad.to(dtype)
+    return grad if signals.grad_scale is None else grad / signals.grad_scale.to(dtype)
+
+
+def write_back(memory: Memory, entry: Entry, weight: Tensor, moments: Mapping[str, Tensor], step: int) -> None:
+    """Round what update number `step` made of an entry into its weight, state and copy."""
+    if memory.lazy:
+        entry.state.update({key: entry.state.get(key, made) for key, made in memory.make(entry.param).items()})
+    for stream, name in enumerate(memory.names, start=1):
+        memory.write(entry.state, name, moments[name], formats.seed_of(step, stream))
+    memory.write_weight(entry.param, entry.state, weight, formats.seed_of(step, 0))
+    if entry.copy is not None:
+        entry.copy.detach().copy_(weight)
 
 
 def is_plain(entries: Sequence[Entry]) -> bool:
@@ -55,13 +87,3 @@ def is_plain(entries: Sequence[Entry]) -> bool:
     moments = (value for value in first.state.values() if isinstance(value, Tensor) and value.dim())
     same = all(value.dtype is first.param.dtype for value in (first.grad, *moments))
     return same and first.param.dtype in plain and first.copy is None
-
-
-def _write(memory: Memory, entry: Entry, weight: Tensor, moments: Mapping[str, Tensor], step: int) -> None:
-    if memory.lazy:
-        entry.state.update({key: entry.state.get(key, made) for key, made in memory.make(entry.param).items()})
-    for stream, name in enumerate(memory.names, start=1):
-        memory.write(entry.state, name, moments[name], formats.seed_of(step, stream))
-    memory.write_weight(entry.param, entry.state, weight, formats.seed_of(step, 0))
-    if entry.copy is not None:
-        entry.copy.detach().copy_(weight)

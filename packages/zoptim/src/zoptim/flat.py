@@ -29,10 +29,12 @@ from .backends import job_for, why_none
 from .contract import Contract, Params
 from .fallback import update_in_torch
 from .formats import StateFormat
-from .job import Hyper, Streams, WrittenRanges, num_bytes
+from .job import BLOCK_NUMEL, Hyper, Streams, WrittenRanges, num_bytes
+from .layouts import in_layout_of, is_dense
 from .loading import adopt
 from .memory import REMAINDER, STEP, Master, Memory
-from .plan import Batch, Entry, Path, Plan, in_layout_of, is_dense, same_objects, sort_entries, why_no_kernel
+from .plan import Batch, Entry, Path, Plan, same_objects, sort_entries, why_no_kernel
+from .segments import Segment
 from .signals import NO_SCALE, beside, is_skipped, read_signals
 
 __all__ = ["FlatOptimizer", "Params"]
@@ -135,6 +137,15 @@ class FlatOptimizer(Contract):
     def _rows(self, index: int, entry: Entry) -> Iterator[Entry]:
         """The entry as kernels should see it; LAMB cuts flat shards into segments here."""
         yield entry
+
+    def _cut(self, index: int, entry: Entry, part: Segment, shape: tuple[int, ...] = (-1,)) -> Entry:
+        """The entry of `part` of a flat shard, in `shape`.  ValueError where it would share a block of codes."""
+        if part.start % BLOCK_NUMEL and any(key.endswith("_scale") for key in entry.state):
+            raise ValueError(
+                f"{self._name(index, entry.index)} has a segment from {part.start} on and 8-bit states, whose scales "
+                f"belong to {BLOCK_NUMEL} elements each. Align segments to {BLOCK_NUMEL}, or use bf16 states."
+            )
+        return entry.at(part.row, part.index, shape)
 
     # Planning -------------------------------------------------------------------------------------
 
@@ -245,7 +256,6 @@ class FlatOptimizer(Contract):
 
     def _streams(self, group: Mapping[str, Any], entries: list[Entry]) -> Streams:
         memory = self._memory(group)
-
         kept = [memory.streams(entry.state) for entry in entries]
         return Streams(
             weights=[entry.param for entry in entries],

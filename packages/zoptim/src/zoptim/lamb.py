@@ -21,7 +21,7 @@ from ._compat import Signals
 from .checks import check_lamb
 from .contract import Params
 from .flat import FlatOptimizer
-from .job import BLOCK_NUMEL, CpuJob, Hyper, Rule, flags_of
+from .job import CpuJob, Hyper, Rule, flags_of
 from .memory import Memory
 from .plan import Batch, Entry, Path
 from .rules import AdamMoments, lamb_rule
@@ -77,7 +77,7 @@ class LAMB(FlatOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": tuple(betas) if isinstance(betas, list) else betas,
+            "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
@@ -107,6 +107,8 @@ class LAMB(FlatOptimizer):
 
         Raises ValueError for segments that overlap, lie outside, or do not suit 8-bit states.
         """
+        if all_reduce is not None and len({shard.device for shard in segments}) > 1:
+            raise ValueError("cut tensors need their shards on one device, where their squares are added up.")
         for shard, parts in segments.items():
             Segment.check(parts, shard)
             for part in parts:
@@ -152,13 +154,7 @@ class LAMB(FlatOptimizer):
 
     def _rows(self, index: int, entry: Entry) -> Iterator[Entry]:
         for part in self._layout.segments.get(entry.param, ()):
-            if part.start % BLOCK_NUMEL and entry.state["exp_avg"].dtype is torch.uint8:
-                raise ValueError(
-                    f"{self._name(index, entry.index)} has a segment from {part.start} on and 8-bit states, "
-                    f"whose scales belong to {BLOCK_NUMEL} elements each. Align segments to {BLOCK_NUMEL}, or use "
-                    "bf16 states."
-                )
-            yield entry.at(part.row, part.index)
+            yield self._cut(index, entry, part)
         if entry.param not in self._layout.segments:
             yield entry
 

@@ -48,7 +48,7 @@ class Lion(FlatOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": tuple(betas) if isinstance(betas, list) else betas,
+            "betas": betas,
             "weight_decay": weight_decay,
             "maximize": maximize,
             "foreach": foreach,

@@ -14,8 +14,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from .layouts import dense
 from .memory import REMAINDER, STEP, Memory, num_blocks, scale_key
-from .plan import is_dense
 from .portable import convert
 
 __all__ = ["adopt", "boxed", "unboxed"]
@@ -90,8 +90,7 @@ def _fill(state: dict[str, Any], key: str, given: dict[str, Any], param: Tensor,
 
 def _on(param: Tensor, tensor: Tensor) -> Tensor:
     """Beside the parameter, and without holes."""
-    tensor = tensor.detach().to(param.device)
-    return tensor if is_dense(tensor) else tensor.contiguous()
+    return dense(tensor.detach().to(param.device))
 
 
 def _check_shapes(given: Mapping[str, Any], param: Tensor, memory: Memory, who: str) -> None:

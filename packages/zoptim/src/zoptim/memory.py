@@ -25,10 +25,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from . import formats
+from . import codes, formats
 from .formats import StateFormat
 from .job import BLOCK_NUMEL, FORMAT_OF_DTYPE
-from .plan import is_in_layout_of
+from .layouts import in_memory, is_in_layout_of
 
 __all__ = ["REMAINDER", "STEP", "Master", "Memory", "num_blocks", "scale_key"]
 
@@ -64,9 +64,7 @@ class Memory:
     counts: bool  # the rule itself needs the number of updates
     first: float = 0.0  # what every element of a moment is before the first update
     lazy: frozenset[str] = frozenset()  # those of `names` that the first update makes
-    too_narrow: frozenset[torch.dtype] = (
-        frozenset()
-    )  # parameters of these have float32 moments, unless `format` is set
+    too_narrow: frozenset[torch.dtype] = frozenset()  # parameters' dtypes that no moment follows: float32 instead
 
     def dtype_for(self, param: Tensor) -> torch.dtype:
         """What a moment of `param` is stored as."""
@@ -131,21 +129,17 @@ class Memory:
         """Moment `name` as float32 (float64 stays), in the parameter's shape; a copy unless it is kept like that."""
         kept: Tensor = state[name]
         if kept.dtype is torch.uint8:
-            decode = formats.decode_root if name in self.squares else formats.decode_signed
             made = torch.empty_like(kept, dtype=torch.float32)
-            _in_memory(made).copy_(decode(_in_memory(kept), state[scale_key(name)]))
-            return made.square_() if name in self.squares else made
+            codes.decode(in_memory(kept), state[scale_key(name)], in_memory(made), name in self.squares)
+            return made
         return kept if kept.dtype is torch.float64 else kept.float()
 
     def write(self, state: dict[str, Any], name: str, value: Tensor, seed: int | None = None) -> None:
         """Put a float32 (or float64) moment into `state` in its format: stochastic by `seed`, or to nearest."""
         kept: Tensor = state[name]
         if kept.dtype is torch.uint8:
-            encode = formats.encode_root if name in self.squares else formats.encode_signed
-            value = torch.empty_like(kept, dtype=torch.float32).copy_(value.sqrt() if name in self.squares else value)
-            codes, scales = encode(_in_memory(value), seed=seed)
-            _in_memory(kept).copy_(codes)
-            state[scale_key(name)].copy_(scales)
+            value = in_memory(torch.empty_like(kept, dtype=torch.float32).copy_(value))
+            codes.encode(value, in_memory(kept), state[scale_key(name)], name in self.squares, seed)
         elif kept.dtype is torch.bfloat16 and seed is not None:
             kept.copy_(formats.to_bf16_stochastic(value, seed))
         else:
@@ -182,8 +176,3 @@ def _is_kept_like(moment: Tensor, param: Tensor) -> bool:
 def _are_scales(scales: Any, param: Tensor) -> bool:
     is_float = isinstance(scales, Tensor) and scales.dtype is torch.float32
     return is_float and scales.shape == (num_blocks(param),) and scales.is_contiguous()
-
-
-def _in_memory(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order in which they lie, as 8-bit codes share their scales; a view."""
-    return tensor.as_strided((tensor.numel(),), (1,))

@@ -15,19 +15,18 @@ gathered first.  [Note: the host] a Muon step reads found_inf on the host; its A
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from . import formats
 from ._compat import Signals
 from .adam import Adam
 from .checks import check_muon
 from .contract import Params
-from .job import BLOCK_NUMEL
-from .memory import STEP, Memory
+from .fallback import count_update, divided_gradient, next_step, write_back
+from .memory import Memory
 from .plan import Batch, Entry, Path
 from .rules_muon import COEFFICIENTS, muon_rule
 from .segments import Segment
@@ -210,13 +209,7 @@ class Muon(Adam):
                 )
             yield entry
         for part in self._segments.get(entry.param, ()):
-            if part.start % BLOCK_NUMEL and any(key.endswith("_scale") for key in entry.state):
-                raise ValueError(
-                    f"{self._name(index, entry.index)} has a segment from {part.start} on and 8-bit states, whose "
-                    f"scales belong to {BLOCK_NUMEL} elements each. Align segments to {BLOCK_NUMEL}, or use bf16 "
-                    "states."
-                )
-            yield entry.at(part.row, part.index, part.shape)
+            yield self._cut(index, entry, part, part.shape)
 
     def _update(self, group: Mapping[str, Any], batch: Batch, signals: Signals) -> None:
         if not group["use_muon"]:
@@ -224,8 +217,7 @@ class Muon(Adam):
         elif not is_skipped(signals):
             for shape, entries in _stacks(batch.entries):
                 self._update_alike(group, shape, entries, signals)
-            for count in {id(e.state[STEP]): e.state[STEP] for e in batch.entries if STEP in e.state}.values():
-                count += 1  # segments of one shard share theirs
+            count_update(batch.entries)
 
     def _update_alike(
         self, group: Mapping[str, Any], shape: tuple[int, int], entries: list[Entry], signals: Signals
@@ -233,24 +225,18 @@ class Muon(Adam):
         """Matrices of one shape, stacked."""
         memory = self._memory(group)
 
-        def stack(tensors: Iterator[Tensor]) -> Tensor:
+        def stack(tensors: Iterable[Tensor]) -> Tensor:
             return torch.stack([tensor.reshape(shape) for tensor in tensors])
 
         weight = stack(memory.read_weight(entry.param, entry.state) for entry in entries)
-        grad = stack(entry.grad.to(weight.dtype) for entry in entries)
-        if signals.grad_scale is not None:
-            grad = grad / signals.grad_scale.to(grad.dtype)
+        grad = stack(divided_gradient(entry, weight.dtype, signals) for entry in entries)
         options = {name: group[name] for name in ("momentum", "weight_decay", "nesterov", "maximize")}
         options |= {name: group[name] for name in ("ns_steps", "ns_method", "adjust_lr")}
         buffer = stack(memory.read(entry.state, _BUFFER) for entry in entries)
         new, buffer = muon_rule(weight, grad, buffer, lr=float(group["lr"]), **options)
         for entry, weight, moment in zip(entries, new, buffer):
-            count = entry.state.get(STEP)
-            step = 1 if count is None else int(count) + 1
-            memory.write(entry.state, _BUFFER, moment.view(entry.param.shape), formats.seed_of(step, 1))
-            memory.write_weight(entry.param, entry.state, weight.view(entry.param.shape), formats.seed_of(step, 0))
-            if entry.copy is not None:
-                entry.copy.detach().copy_(weight.view(entry.param.shape))
+            moments = {_BUFFER: moment.view(entry.param.shape)}
+            write_back(memory, entry, weight.view(entry.param.shape), moments, next_step(entry))
 
 
 def _check_is_function(use_muon: object) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .job import BLOCK_NUMEL, FORMAT_OF_DTYPE, Job, Streams, WrittenRanges, addresses
+from .layouts import is_dense
 
 __all__ = ["Batch", "Entry", "Path", "Plan", "same_objects", "sort_entries", "why_no_kernel"]
 
@@ -190,23 +191,6 @@ def sort_entries(entries: Sequence[Entry], path_of: Callable[[Entry], Path]) -> 
         key = (path_of(entry), entry.param.device, entry.param.dtype, entry.grad.dtype, _kind(entry.copy), kinds)
         bins.setdefault(key, []).append(entry)
     return [(key[0], members) for key, members in bins.items()]
-
-
-def is_in_layout_of(tensor: Tensor, like: Tensor) -> bool:
-    """Whether element i in memory is the same element of both, which have one shape."""
-    return tensor.stride() == like.stride() or (tensor.is_contiguous() and like.is_contiguous())
-
-
-def in_layout_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor` where element i in memory is element i of `like`: itself, or a copy."""
-    if is_in_layout_of(tensor, like):
-        return tensor
-    return torch.empty_like(like, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order."""
-    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def _kind(value: Any) -> Any:

@@ -2,9 +2,8 @@
 
 8-bit codes mean something only beside the scales of their own blocks, so nobody else can cut or join them.  What
 travels is float32.  But an optimizer has 8-bit states because float32 ones did not fit, so a moment is never decoded
-whole: `Coded` gives the part that is asked for, and `convert` encodes by chunks.  The kernels do it where there are
-any; torch does it to the same bits.  Codes -> float32 -> codes is the identity, unless second moments are so small
-that float32 cannot hold their squares (roots below 1e-19).
+whole: `Coded` gives the part that is asked for, and `convert` encodes by chunks.  Codes -> float32 -> codes is the
+identity, unless second moments are so small that float32 cannot hold their squares (roots below 1e-19).
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from . import formats, native
-from .job import BLOCK_NUMEL, FORMAT_OF_DTYPE
+from .codes import decode, encode
+from .job import BLOCK_NUMEL
+from .layouts import in_memory
 from .memory import Memory, scale_key
 
 __all__ = ["Coded", "convert", "exported"]
 
 _CHUNK_NUMEL = 1 << 20  # elements decoded or encoded at once; a multiple of BLOCK_NUMEL
-_SIGNED, _ROOT = 1, 2  # kinds of zk_decode and zk_encode
 
 
 @attrs.frozen(eq=False)
@@ -47,14 +46,14 @@ class Coded:
         """(stop - start,) float32: elements [start, stop) of the flattened moment."""
         if not self.codes.is_contiguous():
             made = torch.empty_like(self.codes, dtype=torch.float32)
-            _decode(_in_memory(self.codes), self.scales, _in_memory(made), self.is_square)
+            decode(in_memory(self.codes), self.scales, in_memory(made), self.is_square)
             return made.reshape(-1)[start:stop]
         first = start // BLOCK_NUMEL
-        codes = _in_memory(self.codes)[first * BLOCK_NUMEL : stop]
+        codes = in_memory(self.codes)[first * BLOCK_NUMEL : stop]
         scales = self.scales[first : -(-stop // BLOCK_NUMEL)]
         made = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
         for chunk, blocks in _chunks(codes.numel()):
-            _decode(codes[chunk], scales[blocks], made[chunk], self.is_square)
+            decode(codes[chunk], scales[blocks], made[chunk], self.is_square)
         return made[start - first * BLOCK_NUMEL :]
 
 
@@ -77,15 +76,9 @@ def convert(memory: Memory, given: Mapping[str, Any], state: dict[str, Any], nam
     value = given[name]
     if value.stride() != kept.stride():
         value = torch.empty_like(kept, dtype=value.dtype).copy_(value)
-    flat, codes, scales = _in_memory(value), _in_memory(kept), state[scale_key(name)]
+    flat, codes, scales = in_memory(value), in_memory(kept), state[scale_key(name)]
     for chunk, blocks in _chunks(kept.numel()):
-        part = flat[chunk].float()
-        _encode(part.sqrt() if is_square else part, codes[chunk], scales[blocks], is_square)
-
-
-def _in_memory(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order in which they lie; a view."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
+        encode(flat[chunk].float(), codes[chunk], scales[blocks], is_square)
 
 
 def _chunks(numel: int) -> Iterator[tuple[slice, slice]]:
@@ -93,35 +86,3 @@ def _chunks(numel: int) -> Iterator[tuple[slice, slice]]:
     for start in range(0, numel, _CHUNK_NUMEL):
         stop = min(start + _CHUNK_NUMEL, numel)
         yield slice(start, stop), slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
-
-
-def _decode(codes: Tensor, scales: Tensor, value: Tensor, is_square: bool) -> None:
-    """Codes of whole blocks into `value`, float32 of the same length."""
-    found = _library(codes)
-    if found is not None:
-        address = found.ffi.cast
-        from_, beside = address("void *", codes.data_ptr()), address("void *", scales.data_ptr())
-        to, kind = address("float *", value.data_ptr()), _ROOT if is_square else _SIGNED
-        found.lib.zk_decode(FORMAT_OF_DTYPE[codes.dtype], kind, from_, beside, to, codes.numel())
-    else:
-        value.copy_(formats.decode_root(codes, scales) if is_square else formats.decode_signed(codes, scales))
-    if is_square:
-        value.square_()
-
-
-def _encode(value: Tensor, codes: Tensor, scales: Tensor, is_square: bool) -> None:
-    """`value`, float32 (roots, if it is of squares), into codes of whole blocks."""
-    found = _library(codes)
-    if found is not None:
-        address = found.ffi.cast
-        from_, to = address("float *", value.data_ptr()), address("void *", codes.data_ptr())
-        beside, kind = address("void *", scales.data_ptr()), _ROOT if is_square else _SIGNED
-        found.lib.zk_encode(FORMAT_OF_DTYPE[codes.dtype], kind, from_, to, beside, codes.numel(), 0, 0)
-    else:
-        made, made_scales = formats.encode_root(value) if is_square else formats.encode_signed(value)
-        codes.copy_(made)
-        scales.copy_(made_scales)
-
-
-def _library(tensor: Tensor) -> native.Library | None:
-    return native.library() if tensor.device.type == "cpu" else None

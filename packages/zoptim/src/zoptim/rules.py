@@ -151,26 +151,25 @@ def lamb_rule(
     maximize: bool = False,
 ) -> tuple[Tensor, AdamMoments]:
     """LAMB (You et al. 2020, algorithm 2) with DeepSpeed's bounds of the trust ratio, on one whole tensor."""
-    beta1, beta2 = betas
     grad = -grad if maximize else grad
-    step = moments.step + 1
-    mean = beta1 * moments.exp_avg + (1 - beta1) * grad
-    square = beta2 * moments.exp_avg_sq + (1 - beta2) * grad * grad
-    corrected = mean / (1 - beta1**step) if bias_correction else mean
-    variance = square / (1 - beta2**step) if bias_correction else square
-    root = (variance + eps).sqrt() if eps_inside_sqrt else variance.sqrt() + eps
-    direction = corrected / root + weight_decay * param
+    direction, after = _adam_direction(grad, moments, betas, eps, bias_correction, eps_inside_sqrt)
+    direction = direction + weight_decay * param
     ratio = 1.0
     weight_norm, direction_norm = float(param.double().norm()), float(direction.double().norm())
     if weight_norm > 0 and direction_norm > 0:
         ratio = min(max(weight_norm / direction_norm, min_coeff), max_coeff)
-    return param - lr * ratio * direction, AdamMoments(step=step, exp_avg=mean, exp_avg_sq=square)
+    return param - lr * ratio * direction, after
 
 
 def _adam_direction(
-    grad: Tensor, moments: AdamMoments, betas: tuple[float, float], eps: float, bias_correction: bool
+    grad: Tensor,
+    moments: AdamMoments,
+    betas: tuple[float, float],
+    eps: float,
+    bias_correction: bool,
+    eps_inside: bool = False,
 ) -> tuple[Tensor, AdamMoments]:
-    """m-hat / (sqrt(v-hat) + eps) and the moments that go with it."""
+    """m-hat / (sqrt(v-hat) + eps), or / sqrt(v-hat + eps), and the moments that go with it."""
     beta1, beta2 = betas
     step = moments.step + 1
     mean = beta1 * moments.exp_avg + (1 - beta1) * grad
@@ -178,6 +177,7 @@ def _adam_direction(
     largest = None if moments.max_exp_avg_sq is None else torch.maximum(moments.max_exp_avg_sq, square)
     correction1 = 1 - beta1**step if bias_correction else 1.0
     correction2 = 1 - beta2**step if bias_correction else 1.0
-    denominator = ((square if largest is None else largest) / correction2).sqrt() + eps
+    variance = (square if largest is None else largest) / correction2
+    denominator = (variance + eps).sqrt() if eps_inside else variance.sqrt() + eps
     after = AdamMoments(step=step, exp_avg=mean, exp_avg_sq=square, max_exp_avg_sq=largest)
     return mean / correction1 / denominator, after

@@ -27,6 +27,7 @@ from torch import Tensor
 from . import backends, native
 from .checks import number
 from .job import FORMAT_OF_DTYPE, addresses
+from .layouts import dense
 
 __all__ = ["GradStats", "grad_stats"]
 
@@ -80,7 +81,7 @@ def _squares(grads: Sequence[Tensor]) -> float | Tensor:
     library = native.library() if grads[0].device.type == "cpu" else None
     if library is None or grads[0].dtype not in FORMAT_OF_DTYPE:
         return torch.stack([grad.double().square().sum() for grad in grads]).sum()
-    rows = grads if all(map(Tensor.is_contiguous, grads)) else [_dense(grad) for grad in grads]
+    rows = grads if all(map(Tensor.is_contiguous, grads)) else list(map(dense, grads))
     numel = array("q", map(Tensor.numel, rows))
     partials = library.ffi.new("double[]", len(numel) + sum(numel) // SPAN_NUMEL)
     view = library.ffi.from_buffer
@@ -98,9 +99,3 @@ def _refuse(kind: tuple[Any, ...], index: int, first: tuple[Any, ...]) -> None:
         raise TypeError(f"gradient {index} is {layout} {dtype}; it must be dense and floating.")
     if device != first[2]:
         raise ValueError(f"gradient {index} is on {device}, gradient 0 on {first[2]}; use one device.")
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy, with its elements side by side in any order."""
-    is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
-    return tensor if is_dense else tensor.contiguous()

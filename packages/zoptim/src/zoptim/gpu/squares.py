@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..job import FORMAT_OF_DTYPE, addresses
+from ..layouts import dense
 from .launch import Call, CupyLauncher, Launcher
 from .source import COMMON
 from .tables import Table, make_items
@@ -33,14 +34,14 @@ class SquaresJob:
         self._kernels = self._launcher.load(COMMON)
         numels = [grad.numel() for grad in grads]
         self._items, _ = make_items(numels, COMMON.chunk_numel, self._device)
-        self._grads = _dense(grads)
+        self._grads = list(map(dense, grads))
         formats = [FORMAT_OF_DTYPE[grad.dtype] for grad in grads]
         self._table = Table.make([addresses(self._grads)], [numels, formats], self._device)
         self._partials = torch.empty(len(self._items), dtype=torch.float64, device=self._device)
 
     def point(self, grads: Sequence[Tensor]) -> None:
         """Take other tensors of the same sizes and dtypes."""
-        self._grads = _dense(grads)
+        self._grads = list(map(dense, grads))
         self._launch([("zk_patch", 1, args) for args in self._table.move([addresses(self._grads)])])
 
     def measure(self) -> tuple[Tensor, Tensor]:
@@ -87,9 +88,3 @@ def _check(grads: Sequence[Tensor]) -> None:
                 f"gradient {position} is on {grad.device}, gradient 0 on {grads[0].device}; "
                 "measure the gradients of each device by themselves."
             )
-
-
-def _dense(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients whose elements fill the memory from their first one on; copies of those with gaps."""
-    is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
-    return [grad if grad.is_contiguous() or is_dense(grad) else grad.contiguous() for grad in grads]
