@@ -54,9 +54,9 @@ def test_a_parameter_that_was_moved_is_named():
     assert storage.moved() == "b"
 
 
-def test_release_gives_every_parameter_its_own_memory():
+def test_close_gives_every_parameter_its_own_memory():
     storage, params = make(torch.float32)
     values = {name: p.detach().clone() for name, p in params.items()}
-    storage.release()
+    storage.close()
     storage.flat.zero_()
     assert all(torch.equal(params[name], value) for name, value in values.items())

@@ -7,11 +7,28 @@ under one `ZeroPolicy`).  Everything above (engines, checkpoints) talks in these
 
 from __future__ import annotations
 
+from zpartition.access import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
 from zpartition.addressing import make_state, state_shards
+from zpartition.gathered import gathered
 from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
-from zpartition.partition import Partition, shard
+from zpartition.memory_plan import MemoryPlan, plan
+from zpartition.partition import Partition
 from zpartition.policy import Averaging, ReduceAt, ZeroPolicy
 from zpartition.shard import Shard
+from zpartition.sharding import shard
 from zpartition.state import Holder
 
 __version__ = "0.1.0"
@@ -21,6 +38,7 @@ __all__ = [
     "Bucket",
     "Holder",
     "Layout",
+    "MemoryPlan",
     "ParamSpec",
     "Partition",
     "Piece",
@@ -28,8 +46,22 @@ __all__ = [
     "Shard",
     "Slot",
     "ZeroPolicy",
+    "gathered",
     "make_state",
+    "plan",
     "plan_layout",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
     "shard",
     "state_shards",
 ]

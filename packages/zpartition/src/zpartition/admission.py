@@ -7,30 +7,36 @@ away with the partition, closed or not.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from zpartition.partition import Partition
 
+
+class Removable(Protocol):
+    """A hook, or something that holds some."""
+
+    def remove(self) -> None: ...
+
+
 _owners: dict[int, weakref.ref[Partition]] = {}  # id(parameter) -> the partition that owns its memory
 
 
-def claim(partition: Partition, params: Mapping[str, Parameter], hooks: list[RemovableHandle]) -> None:
+def claim(partition: Partition, params: Sequence[Parameter], hooks: Sequence[Removable]) -> None:
     """Note that `partition` owns the memory of `params`; when it dies, claims and hooks go with it."""
-    for param in params.values():
+    for param in params:
         _owners[id(param)] = weakref.ref(partition)
-    weakref.finalize(partition, forget, [id(param) for param in params.values()], hooks)
+    weakref.finalize(partition, forget, [id(param) for param in params], hooks)
 
 
-def disclaim(params: Mapping[str, Parameter]) -> None:
+def disclaim(params: Sequence[Parameter]) -> None:
     """`params` belong to nobody."""
-    for param in params.values():
+    for param in params:
         _owners.pop(id(param), None)
 
 
@@ -52,17 +58,23 @@ def named_groups(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     return groups
 
 
+def owner_of(param: Parameter) -> Partition | None:
+    """The living partition that owns the memory of `param`."""
+    found = _owners.get(id(param))
+    owner = None if found is None else found()
+    return owner if owner is not None and owner.owns(param) else None
+
+
 def refuse_owned(name: str, param: Parameter) -> None:
     """ValueError if a living partition owns the memory of `param`."""
-    owner = _owners.get(id(param))
-    if owner is not None and (other := owner()) is not None and any(param is p for p in other.params.values()):
+    if owner_of(param) is not None:
         raise ValueError(
             f"parameter {name} is partitioned already: close() the partition (or the engine) that owns the module "
             "before partitioning it again"
         )
 
 
-def forget(param_ids: list[int], hooks: list[RemovableHandle]) -> None:
+def forget(param_ids: list[int], hooks: Sequence[Removable]) -> None:
     """A partition was dropped without close(): its hooks and its claim on the parameters go with it."""
     for hook in hooks:
         hook.remove()

@@ -35,6 +35,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     group: int = 0  # index of the optimizer's parameter group
+    unit: str | None = None  # the module that it is gathered with (stage 3); None: never gathered
 
     @property
     def numel(self) -> int:
@@ -76,7 +77,7 @@ class Piece:
 
 @attrs.frozen
 class Bucket:
-    """A flat run of parameters of one dtype and one group, padded, cut into `num_shards` equal spans."""
+    """A flat run of parameters of one dtype, group and unit, padded, cut into `num_shards` equal spans."""
 
     index: int  # also the order in which buckets are reduced
     dtype: torch.dtype
@@ -84,6 +85,7 @@ class Bucket:
     slots: tuple[Slot, ...]
     numel: int  # padding included
     num_shards: int
+    unit: str | None = None  # of all its parameters, see ParamSpec
 
     @property
     def span_numel(self) -> int:
@@ -128,6 +130,11 @@ class Layout:
         return sum(slot.numel for bucket in self.buckets for slot in bucket.slots)
 
     @property
+    def names(self) -> frozenset[str]:
+        """Of all parameters."""
+        return frozenset(slot.name for _, slot in self.slots())
+
+    @property
     def padded_numel(self) -> int:
         """Elements of all flat buffers, padding included."""
         return sum(bucket.numel for bucket in self.buckets)
@@ -157,7 +164,8 @@ def plan_layout(specs: Sequence[ParamSpec], *, world_size: int, num_shards: int,
     """Pack `specs` (in registration order) into buckets; pure and deterministic.
 
     A bucket closes when the next parameter would exceed `bucket_numel` elements (0: derived); a parameter
-    larger than that has a bucket of its own.
+    larger than that has a bucket of its own.  A unit has one bucket for each dtype and group, however large: its
+    parameters are gathered together.
 
     Raises:
         ValueError: two parameters share a name, or `num_shards` is neither 1 nor `world_size`.
@@ -167,11 +175,11 @@ def plan_layout(specs: Sequence[ParamSpec], *, world_size: int, num_shards: int,
     _refuse_duplicates([spec.name for spec in specs])
     limit = bucket_numel or derive_bucket_numel(sum(spec.numel for spec in specs))
     runs: list[_Run] = []
-    filling: dict[tuple[int, torch.dtype], _Run] = {}
+    filling: dict[tuple[str | None, int, torch.dtype], _Run] = {}
     for position, spec in enumerate(reversed(specs)):
-        run = filling.get((spec.group, spec.dtype))
-        if run is None or run.numel + spec.numel > limit:
-            run = filling[spec.group, spec.dtype] = _Run()
+        run = filling.get((spec.unit, spec.group, spec.dtype))
+        if run is None or (spec.unit is None and run.numel + spec.numel > limit):
+            run = filling[spec.unit, spec.group, spec.dtype] = _Run()
             runs.append(run)
         run.add(spec, position)
     runs.sort(key=lambda run: run.last_position)  # a bucket is complete when its last parameter is
@@ -205,6 +213,7 @@ class _Run:
             slots=tuple(self.slots),
             numel=_round_up(max(self.numel, 1), world_size * SPAN_ALIGNMENT),
             num_shards=num_shards,
+            unit=self.specs[0].unit,
         )
 
 

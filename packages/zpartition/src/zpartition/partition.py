@@ -1,7 +1,7 @@
 """A module partitioned over ranks: the facade of this package.
 
-`shard(module, optimizer, policy=...)` moves the trainable parameters into flat buckets, hooks their gradients,
-and rebinds the optimizer onto this rank's spans.  A training step is then
+`shard(module, optimizer, policy=...)` makes one: it moves the trainable parameters into flat buckets, hooks their
+gradients, and rebinds the optimizer onto this rank's spans.  A training step is then
 
     with partition.micro_step(is_last=True):
         loss.backward()
@@ -29,51 +29,16 @@ from torch.nn import Parameter
 
 import zcomm
 from zpartition import state
-from zpartition.admission import claim, disclaim, named_groups, one_device, refuse_owned
-from zpartition.layout import Layout, ParamSpec, plan_layout
+from zpartition.admission import claim, disclaim, one_device
+from zpartition.layout import Layout
 from zpartition.policy import ZeroPolicy
 from zpartition.reducer import GradientReducer
+from zpartition.residence import Residence
 from zpartition.resting import untouched
 from zpartition.shard import Shard, whole
+from zpartition.sharded import ShardedStorage, make_storage
 from zpartition.storage import BucketStorage
-
-
-def shard(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    policy: ZeroPolicy | None = None,
-    group: ProcessGroup | None = None,
-) -> Partition:
-    """Partition `module` over the ranks of `group` (None: the default group, or this process alone).
-
-    Only parameters that `optimizer` holds and that require a gradient are partitioned (all trainable ones
-    when there is no optimizer).  Weights and buffers are made equal to rank 0's.  The optimizer is rebound.
-
-    Raises:
-        ValueError: the module is partitioned already; the optimizer holds parameters of another model; it
-            needs whole tensors and the policy cuts them; parameters are spread over devices.
-    """
-    policy = policy or ZeroPolicy()
-    for name, param in module.named_parameters():
-        refuse_owned(name, param)
-    groups = named_groups(module, optimizer)
-    world_size = zcomm.group_size(group)
-    specs = [
-        ParamSpec(name, tuple(param.shape), param.dtype, group_index)
-        for name, param in module.named_parameters()
-        if (group_index := groups.get(name)) is not None
-    ]
-    layout = plan_layout(
-        specs,
-        world_size=world_size,
-        num_shards=1 if policy.keeps_whole else world_size,
-        bucket_numel=policy.bucket_numel,
-    )
-    partition = Partition.create(module, layout, policy, group)
-    if optimizer is not None:
-        partition.rebind(optimizer)
-    return partition
+from zpartition.watch import Watch
 
 
 @final
@@ -81,7 +46,7 @@ def shard(
 class Partition:
     """What lives where, for one module; owns the flat buffers, the reducer and the hooks.
 
-    Invariant: until `close`, every partitioned parameter's memory is a view into `storages`.
+    Invariant: until `close`, every partitioned parameter's memory is a view into `storages` (or hollow, at stage 3).
     """
 
     module: nn.Module
@@ -89,30 +54,43 @@ class Partition:
     policy: ZeroPolicy
     group: ProcessGroup | None
     params: dict[str, Parameter]  # partitioned ones by name, in registration order
-    storages: tuple[BucketStorage, ...]  # by bucket index
+    storages: tuple[BucketStorage | ShardedStorage, ...]  # by bucket index
     reducer: GradientReducer
     rank: int  # within `group`
     persistent: frozenset[str]  # names of buffers that belong to the module's state
+    residence: Residence  # of the units; empty below stage 3
+    watch: Watch
+    frozen: tuple[ShardedStorage, ...] = ()  # units' parameters that are not trained
     optimizer: torch.optim.Optimizer | None = None  # the rebound one
     holders: tuple[state.Holder, ...] = ()  # what the rebound optimizer updates
     updates_parameters: bool = False  # whether those are the module's own parameters, not flat spans
 
     @classmethod
-    def create(cls, module: nn.Module, layout: Layout, policy: ZeroPolicy, group: ProcessGroup | None) -> Partition:
-        """Build the flat buffers and hook the parameters; see `shard`."""
-        planned = {slot.name for _, slot in layout.slots()}
-        params = {name: param for name, param in module.named_parameters() if name in planned}
+    def create(
+        cls,
+        module: nn.Module,
+        layouts: tuple[Layout, Layout],
+        policy: ZeroPolicy,
+        group: ProcessGroup | None,
+    ) -> Partition:
+        """Build the flat buffers and hook the parameters; see `shard`.  `layouts`: of trained and of frozen ones."""
+        layout, frozen = layouts
+        persistent = frozenset(module.state_dict(keep_vars=True))
+        everything = dict(module.named_parameters())
+        params = {name: everything[name] for name in everything if name in layout.names}
         device = one_device(params)
         rank = zcomm.group_rank(group)
-        storages = tuple(
-            BucketStorage.create(bucket, tuple(params[slot.name] for slot in bucket.slots), policy, rank)
-            for bucket in layout.buckets
+        storages = tuple(make_storage(bucket, everything, policy, group) for bucket in layout.buckets)
+        resting = tuple(ShardedStorage.of(bucket, everything, policy, group) for bucket in frozen.buckets)
+        units = [s for s in (*storages, *resting) if isinstance(s, ShardedStorage)]
+        residence = Residence.of(units, policy, group, device)
+        watch = Watch.install(module, residence)
+        reducer = GradientReducer.create(layout, policy, params, group, device, residence.arrived)
+        partition = cls(
+            module, layout, policy, group, params, storages, reducer, rank, persistent, residence, watch, resting
         )
-        reducer = GradientReducer.create(layout, policy, params, group, device)
-        persistent = frozenset(module.state_dict(keep_vars=True))
-        partition = cls(module, layout, policy, group, params, storages, reducer, rank, persistent)
         partition.holders = tuple(state.Holder(s.master, s.pieces(rank)) for s in storages)
-        claim(partition, params, reducer.hooks)
+        claim(partition, partition.owned(), [*reducer.hooks, watch])
         partition.synchronise()
         return partition
 
@@ -132,9 +110,9 @@ class Partition:
         self.optimizer = optimizer
 
     def synchronise(self) -> None:
-        """Make weights, frozen parameters and buffers equal to rank 0's."""
-        for index, storage in enumerate(self.storages):
-            zcomm.broadcast(storage.flat, self.group, source=0, label=f"weights[{index}]")
+        """Make weights, frozen parameters and buffers equal to rank 0's; those of units are already."""
+        for storage in self.whole:
+            zcomm.broadcast(storage.flat, self.group, source=0, label=f"weights[{storage.bucket.index}]")
             storage.refresh_master()
         for name, tensor in self._unpartitioned():
             tensor.data = tensor.data.contiguous()  # a shard is flat memory
@@ -142,9 +120,16 @@ class Partition:
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def micro_step(self, *, is_last: bool = True) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_step(self, *, is_last: bool = True) -> Iterator[None]:
         """Around one backward; `is_last` says that a step follows."""
-        return self.reducer.round(is_last=is_last)
+        try:
+            with self.residence.backward(), self.reducer.round(is_last=is_last):
+                yield
+        except BaseException:
+            self.watch.reset()
+            self.residence.reset()
+            raise
 
     def finish_gradients(self) -> list[torch.Tensor]:
         """The mean gradients that this rank keeps, one flat tensor per bucket, also set as `.grad` of the masters."""
@@ -160,6 +145,24 @@ class Partition:
     def num_arrived(self) -> int:
         """Gradients that the backward in progress (or the last one) has produced on this rank."""
         return self.reducer.num_arrived
+
+    @property
+    def whole(self) -> list[BucketStorage]:
+        """The storages whose weights every rank has whole."""
+        return [storage for storage in self.storages if isinstance(storage, BucketStorage)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.reducer.pool.device
+
+    def owned(self) -> list[Parameter]:
+        """The parameters that live in this partition's memory."""
+        return [param for storage in (*self.storages, *self.frozen) for param in storage.params]
+
+    def owns(self, param: Parameter) -> bool:
+        """Whether `param` lives in this partition's memory."""
+        return any(param is other for other in self.owned())
 
     @property
     def is_alone(self) -> bool:
@@ -201,20 +204,20 @@ class Partition:
     def publish(self) -> None:
         """Make the masters' values visible in the module's parameters, and rank 0's buffers everywhere."""
         handles = []
-        for index, storage in enumerate(self.storages):
+        self.residence.stale()
+        for storage in self.storages:
             storage.publish()
-            if self.layout.num_shards > 1:
-                label = f"weights[{index}]"
-                handles.append(
-                    zcomm.all_gather(storage.flat, storage.own_span, self.group, async_op=True, label=label)
-                )
+        for storage in self.whole if self.layout.num_shards > 1 else ():
+            label = f"weights[{storage.bucket.index}]"
+            handles.append(zcomm.all_gather(storage.flat, storage.own_span, self.group, async_op=True, label=label))
         for handle in handles:
             handle.wait()
         self._spread_buffers()
 
     def zero_grad(self) -> None:
-        """Forget all gradients, of frozen and unpartitioned parameters too."""
+        """Forget all gradients, of frozen and unpartitioned parameters too; this is where a step ends."""
         self.reducer.reset()
+        self.residence.end_step()
         for storage in self.storages:
             storage.master.grad = None
         for param in self.module.parameters():
@@ -228,19 +231,27 @@ class Partition:
         finally:
             self.zero_grad()
 
-    def close(self) -> None:
-        """Remove every hook and buffer; the module keeps its weights in memory of its own. Idempotent."""
+    def close(self, *, keep_weights: bool = True) -> None:
+        """Remove every hook and buffer; the module keeps its weights in memory of its own. Idempotent.
+
+        At stage 3 the weights have to be gathered for that, by all ranks; without `keep_weights` they read as NaN.
+        """
         self.reducer.close()
-        disclaim(self.params)
-        for storage in self.storages:
-            storage.release()
-        self.storages, self.holders, self.params = (), (), {}
+        self.watch.close()
+        if keep_weights:
+            for unit in self.residence.units.values():
+                self.residence.use(unit)
+        disclaim(self.owned())
+        for storage in (*self.storages, *self.frozen):
+            storage.close()
+        self.residence.close()
+        self.storages, self.frozen, self.holders, self.params = (), (), (), {}
 
     # -- addresses -------------------------------------------------------------------------------
 
     def shards(self) -> Iterator[Shard]:
         """Weights with their global addresses: masters where there are any, frozen parameters, buffers."""
-        for storage in self.storages:
+        for storage in (*self.storages, *self.frozen):
             master = storage.master.data
             for piece in storage.pieces(self.rank):
                 part = master[piece.offset : piece.offset + piece.numel]
@@ -251,7 +262,8 @@ class Partition:
 
     def names(self) -> tuple[str, ...]:
         """Names of everything that `shards` yields, over all ranks."""
-        return (*self.params, *(name for name, _ in self._unpartitioned()))
+        frozen = (slot.name for storage in self.frozen for slot in storage.bucket.slots)
+        return (*self.params, *frozen, *(name for name, _ in self._unpartitioned()))
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(parameter, this rank's flat part of its reduced gradient); valid after `finish_gradients`."""
@@ -261,14 +273,21 @@ class Partition:
                     yield piece.slot.name, gradient.kept[piece.offset : piece.offset + piece.numel]
 
     def ledger(self) -> dict[str, int]:
-        """Bytes on this rank by owner: flat weights, separate masters, reduced gradients, bucket buffers."""
+        """Bytes on this rank by owner: weights between steps (frozen ones too), separate masters, reduced gradients,
+        optimizer states, buffers of gradients that travel and of gathered units.
+        """
+        own = set(map(id, self.owned()))
+        whole = sum(param.nbytes for param in self.module.parameters() if id(param) not in own)
+        kept = [value for entry in self._states() for value in entry.values() if isinstance(value, torch.Tensor)]
         masters = sum(s.master.nbytes for s in self.storages if not s.shares_master)
         stores = sum(g.store.nbytes for g in self.reducer.gradients if g.store is not None)
         return {
-            "parameters": sum(s.flat.nbytes for s in self.storages),
+            "parameters": whole + sum(storage.resting_bytes for storage in (*self.storages, *self.frozen)),
             "masters": masters,
             "accumulators": stores,
+            "states": sum(value.nbytes for value in kept if value.dim()),
             "buckets": self.reducer.pool.total_bytes,
+            "gathered units": self.residence.pool.total_bytes,
         }
 
     def _spread_buffers(self) -> None:
@@ -287,9 +306,13 @@ class Partition:
 
     # -- helpers ---------------------------------------------------------------------------------
 
+    def _states(self) -> Iterator[dict[str, object]]:
+        """What the optimizer keeps of each of its tensors."""
+        yield from self.optimizer.state.values() if self.optimizer is not None else ()
+
     def _unpartitioned(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Frozen or unoptimized parameters and persistent buffers, by name."""
-        own = {id(param) for param in self.params.values()}
+        own = set(map(id, self.owned()))
         for name, param in self.module.named_parameters():
             if id(param) not in own:
                 yield name, param

@@ -2,7 +2,8 @@
 
 Two questions define every stage up to 2: *what is kept* (whole gradients, or this rank's shard) and
 *when gradients are reduced*.  Stage 0 keeps everything, stage 1 shards the optimizer, stage 2 the
-gradients too.  Stages are therefore not classes: one reducer reads this policy.
+gradients too.  Stages are therefore not classes: one reducer reads this policy.  Stage 3 is stage 2 whose weights
+rest as shards and are gathered while a module needs them.
 
 When to reduce
 --------------
@@ -18,6 +19,7 @@ point is not to keep that gradient.
 from __future__ import annotations
 
 import enum
+import sys
 
 import attrs
 import torch
@@ -60,10 +62,11 @@ class ZeroPolicy:
     """What lives where (Rajbhandari et al. 2020, sections 5.1-5.2).
 
     With P parameters, W ranks and fp32 accumulators, a rank holds after a step:
-    stage 0: P weights, P gradients, P states; stage 1 and 2: P weights, P/W gradients, P/W states.
+    stage 0: P weights, P gradients, P states; stage 1 and 2: P weights, P/W gradients, P/W states; stage 3: P/W of
+    each, and what is gathered.  The last seven fields are stage 3's.
     """
 
-    stage: int = attrs.field(default=0, validator=in_((0, 1, 2)))
+    stage: int = attrs.field(default=0, validator=in_((0, 1, 2, 3)))
     bucket_numel: int = attrs.field(default=0, validator=ge(0))  # 0: derived from the model's size
     reduce_dtype: torch.dtype | None = None  # on the wire; None: the dtype of the parameters themselves
     accumulate_dtype: torch.dtype = torch.float32  # gradient accumulators
@@ -72,11 +75,23 @@ class ZeroPolicy:
     reduce_at: ReduceAt = ReduceAt.MICRO_STEP
     overlap: bool = True  # launch a bucket while backward still runs; False: all at its end
     ignore_unused: bool = True  # False: a parameter without gradient on every rank is an error
+    unit_numel: int = attrs.field(default=0, validator=ge(0))  # of modules gathered as one; 0: from the model's size
+    persist_numel: int = attrs.field(default=100_000, validator=ge(0))  # smaller parameters stay whole
+    persist_total_numel: int = attrs.field(default=sys.maxsize, validator=ge(0))  # of all those together
+    prefetch_numel: int = attrs.field(default=50_000_000, validator=ge(0))  # gathered ahead of their use
+    max_live_numel: int = attrs.field(default=1_000_000_000, validator=ge(0))  # kept whole after the forward pass
+    max_reuse_numel: int = attrs.field(default=1_000_000_000, validator=ge(0))  # used in between, else not kept
+    leaves: tuple[str, ...] = ()  # modules that are never cut into units: classes, paths, or what paths end with
 
     @property
     def keeps_whole(self) -> bool:
         """Whether every rank keeps all gradients and all optimizer states."""
         return self.stage == 0
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether weights rest as shards."""
+        return self.stage == 3
 
     def accumulate_for(self, dtype: torch.dtype) -> torch.dtype:
         """Accumulator of gradients of parameters of `dtype`: never narrower than the parameters."""
@@ -87,10 +102,10 @@ class ZeroPolicy:
         return torch.promote_types(dtype, self.master_dtype)
 
     def __attrs_post_init__(self) -> None:
-        if self.stage == 2 and self.reduce_at is ReduceAt.BOUNDARY:
+        if self.stage >= 2 and self.reduce_at is ReduceAt.BOUNDARY:
             raise ValueError(
-                "ZeroPolicy(stage=2, reduce_at=BOUNDARY) would keep a full local gradient, which stage 2 "
-                "exists to avoid: use stage=1 for one exchange per step, or reduce_at=MICRO_STEP"
+                f"ZeroPolicy(stage={self.stage}, reduce_at=BOUNDARY) would keep a full local gradient, which stage "
+                f"{self.stage} exists to avoid: use stage=1 for one exchange per step, or reduce_at=MICRO_STEP"
             )
         if self.averaging.operation == "sum" and (self.averaging.prescale or self.averaging.predivide != 1.0):
             raise ValueError("Averaging(operation='sum') does not divide: drop prescale and predivide")

@@ -83,6 +83,7 @@ class GradientReducer:
     gradients: tuple[BucketGradient, ...]
     pool: BufferPool
     rank: int  # within `group`
+    tell: Callable[[int], None]  # told of buckets whose gradients have all arrived
     hooks: list[RemovableHandle] = attrs.field(factory=list)
     flights: collections.deque[_Flight] = attrs.field(factory=collections.deque)
     kind: Round = Round.NONE
@@ -101,10 +102,14 @@ class GradientReducer:
         params: dict[str, Parameter],
         group: ProcessGroup | None,
         device: torch.device,
+        tell: Callable[[int], None] = lambda index: None,
     ) -> GradientReducer:
-        """Hook every parameter of `layout`; `close` takes the hooks away again."""
+        """Hook every parameter of `layout`; `close` takes the hooks away again.
+
+        `tell` is given the index of each bucket whose gradients have all arrived in a backward.
+        """
         pool = BufferPool(device)
-        accumulating = _reduce_at(policy, layout) is ReduceAt.BOUNDARY
+        accumulating = reduce_at(policy, layout) is ReduceAt.BOUNDARY
         gradients = tuple(
             BucketGradient(
                 bucket=bucket,
@@ -115,7 +120,7 @@ class GradientReducer:
             )
             for bucket in layout.buckets
         )
-        reducer = cls(layout, policy, group, gradients, pool, zcomm.group_rank(group))
+        reducer = cls(layout, policy, group, gradients, pool, zcomm.group_rank(group), tell)
         reducer.order = tuple(range(len(gradients)))
         for gradient in gradients:
             for index, param in enumerate(gradient.params):
@@ -131,7 +136,7 @@ class GradientReducer:
         An exception inside forgets the gradients of the whole step, since what was accumulated before cannot
         be told from what the failed backward added.
         """
-        sending = is_last or _reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP
+        sending = is_last or reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP
         self._open(Round.SENDING if sending else Round.LOCAL)
         try:
             yield
@@ -197,6 +202,7 @@ class GradientReducer:
         self._provide(gradient)
         if gradient.arrive(index):
             self._completed.append(gradient.bucket.index)
+            self.tell(gradient.bucket.index)
             if self.policy.overlap and self.kind is Round.SENDING:
                 self._send_complete()
 
@@ -264,7 +270,7 @@ class GradientReducer:
     def _capacity(self, numel: int) -> int:
         """Elements of a new buffer: the first few fit any bucket and serve all in turn; more are made to measure."""
         serve_all = self.layout.num_shards > 1 and self.pool.num_made <= IN_FLIGHT_LIMIT
-        serve_all &= _reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP
+        serve_all &= reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP
         return max(bucket.numel for bucket in self.layout.buckets) if serve_all else numel
 
     def _send(self, gradient: BucketGradient) -> None:
@@ -328,11 +334,11 @@ def _factors(policy: ZeroPolicy, layout: Layout, bucket: Bucket) -> _Factors:
     """
     before, after = policy.averaging.factors(layout.world_size)
     is_wide = bucket.dtype.itemsize >= 4 and (policy.reduce_dtype or bucket.dtype).itemsize >= 4
-    if is_wide and _reduce_at(policy, layout) is ReduceAt.MICRO_STEP:
+    if is_wide and reduce_at(policy, layout) is ReduceAt.MICRO_STEP:
         return _Factors(before * after, 1.0, 1.0)
     return _Factors(1.0, before, after)
 
 
-def _reduce_at(policy: ZeroPolicy, layout: Layout) -> ReduceAt:
+def reduce_at(policy: ZeroPolicy, layout: Layout) -> ReduceAt:
     """When to reduce; alone, there is nothing to exchange and gradients simply accumulate."""
     return ReduceAt.BOUNDARY if layout.world_size == 1 else policy.reduce_at

@@ -75,7 +75,12 @@ class BucketStorage:
                 return slot.name
         return ""
 
-    def release(self) -> None:
+    @property
+    def resting_bytes(self) -> int:
+        """What the weights cost between steps."""
+        return self.flat.nbytes
+
+    def close(self) -> None:
         """Give every parameter memory of its own again."""
         for param in self.params:
             param.data = param.data.clone()

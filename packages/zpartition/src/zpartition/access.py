@@ -1,0 +1,212 @@
+"""One parameter's weight, gradient and optimizer state, for people: whole, or this rank's part, to read and to set.
+
+    weight = zpartition.safe_get_full_fp32_param(model.embed.weight)
+    moment = zpartition.safe_get_full_optimizer_state(model.embed.weight, "exp_avg")
+    zpartition.safe_set_full_fp32_param(model.embed.weight, weight.clamp(-1, 1))
+
+The names are DeepSpeed's.  The `full` getters are collectives wherever something is sharded: every rank must call.
+Setters take the same value on every rank and send nothing; a weight that was set is shown by the module after the
+next step, or after `partition.publish()`, which every rank must call.  Gradients can be had between the backward and
+the step, after `finish_gradients` or inside a step's hooks; they still carry the loss scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import zcomm
+from zpartition.admission import owner_of
+from zpartition.layout import Piece
+from zpartition.partition import Partition
+from zpartition.state import elements, give_state, is_coded, state_of
+
+__all__ = [
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+]
+
+
+@attrs.frozen(eq=False)
+class _Place:
+    """Where this rank keeps its parts of one parameter."""
+
+    partition: Partition
+    param: Parameter
+    index: int  # of the bucket
+    pieces: Sequence[Piece]  # none where other ranks have it all
+
+    @classmethod
+    def of(cls, param: Parameter) -> _Place:
+        """Raises ValueError for a parameter that nobody partitioned, or that is not trained."""
+        owner = owner_of(param)
+        if owner is None:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} belongs to no partition: it is frozen, it was not given "
+                "to shard() or initialize(), or its partition was closed."
+            )
+        for index, storage in enumerate(owner.storages):
+            for slot, other in zip(storage.bucket.slots, storage.params):
+                if other is param:
+                    mine = tuple(p for p in storage.pieces(owner.rank) if p.slot is slot)
+                    return cls(owner, param, index, mine)
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} is frozen: it has no master, gradient or state.")
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.partition.layout.num_shards > 1
+
+    def local(self, source: Tensor) -> Tensor:
+        """This rank's elements of the parameter in `source`, a bucket's shard; a view, perhaps empty."""
+        if not self.pieces:
+            return source.view(-1)[:0]
+        (piece,) = self.pieces
+        return source.view(-1)[piece.offset : piece.offset + piece.numel]
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The parameter, put together from every rank's `local`."""
+        if not self.is_sharded:
+            return local.clone().view(self.param.shape)
+        flat = torch.zeros(self.param.numel(), dtype=local.dtype, device=local.device)
+        if self.pieces:
+            flat[slice(*self.pieces[0].span)] = local
+        bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+        wide = bits if bits.element_size() >= 4 else bits.int()  # others are zero, so a sum moves bits
+        zcomm.all_reduce(wide, self.partition.group, label="one parameter")
+        return wide.to(bits.dtype).view(flat.dtype).view(self.param.shape)
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """This rank's elements of a whole `value`.  Raises ValueError for another shape."""
+        if value.shape != self.param.shape:
+            raise ValueError(f"the value has shape {tuple(value.shape)}, the parameter {tuple(self.param.shape)}.")
+        return value.reshape(-1)[slice(*self.pieces[0].span)] if self.pieces else value.reshape(-1)[:0]
+
+    # -- the three kinds -------------------------------------------------------------------------
+
+    def master(self) -> Tensor:
+        return self.partition.storages[self.index].master.data
+
+    def gradient(self) -> Tensor | None:
+        return self.partition.reducer.gradients[self.index].kept
+
+    def read_state(self, key: str) -> Tensor:
+        """This rank's elements of one optimizer state, decoded where it is coded."""
+        optimizer, holder = self._optimizer()
+        state = state_of(optimizer, holder)
+        if key not in state:
+            raise ValueError(
+                f"the optimizer keeps no {key!r} of this parameter; it keeps {', '.join(state) or 'nothing yet'}."
+            )
+        if self.partition.updates_parameters:
+            return elements(state[key], 0, self.param.numel())
+        return self.local(elements(state[key], 0, holder.numel()))
+
+    def write_state(self, key: str, part: Tensor) -> None:
+        """Set this rank's elements of one optimizer state."""
+        optimizer, holder = self._optimizer()
+        state = dict(state_of(optimizer, holder))
+        self.read_state(key)  # refuses an unknown key
+        value = state[key]
+        flat = elements(value, 0, holder.numel())
+        (flat if self.partition.updates_parameters else self.local(flat)).copy_(part)
+        if is_coded(value):
+            give_state(optimizer, holder, {**state, key: flat.view(holder.shape)})
+
+    def _optimizer(self) -> tuple[torch.optim.Optimizer, Parameter]:
+        if self.partition.optimizer is None:
+            raise ValueError("this partition has no optimizer, and so no optimizer state.")
+        held = self.param if self.partition.updates_parameters else self.partition.storages[self.index].master
+        return self.partition.optimizer, held
+
+
+def safe_get_full_fp32_param(param: Parameter) -> Tensor:
+    """The weight as the optimizer sees it, whole, in the master's dtype; new memory.  A collective."""
+    place = _Place.of(param)
+    return place.whole(place.local(place.master()))
+
+
+def safe_get_full_grad(param: Parameter) -> Tensor | None:
+    """The reduced gradient, whole; None before one is.  A collective."""
+    place = _Place.of(param)
+    kept = place.gradient()
+    return None if kept is None else place.whole(place.local(kept))
+
+
+def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor:
+    """One optimizer state shaped like the parameter, whole.  A collective.  Raises ValueError for an unknown key."""
+    place = _Place.of(param)
+    return place.whole(place.read_state(key))
+
+
+def safe_get_local_fp32_param(param: Parameter) -> Tensor:
+    """This rank's elements of the weight, flat: a view of the master."""
+    place = _Place.of(param)
+    return place.local(place.master())
+
+
+def safe_get_local_grad(param: Parameter) -> Tensor | None:
+    """This rank's elements of the reduced gradient, flat; None before there is one."""
+    place = _Place.of(param)
+    kept = place.gradient()
+    return None if kept is None else place.local(kept)
+
+
+def safe_get_local_optimizer_state(param: Parameter, key: str) -> Tensor:
+    """This rank's elements of one optimizer state, flat."""
+    return _Place.of(param).read_state(key)
+
+
+def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
+    """Set the weight from a whole `value`, equal on all ranks."""
+    place = _Place.of(param)
+    place.local(place.master()).copy_(place.part_of(value))
+
+
+def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
+    """Set the reduced gradient from a whole `value`, equal on all ranks.  Raises ValueError before there is one."""
+    place = _Place.of(param)
+    _present(place.gradient, place).copy_(place.part_of(value))
+
+
+def safe_set_full_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
+    """Set one optimizer state from a whole `value`, equal on all ranks."""
+    place = _Place.of(param)
+    place.write_state(key, place.part_of(value))
+
+
+def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
+    """Set this rank's elements of the weight."""
+    place = _Place.of(param)
+    place.local(place.master()).copy_(value)
+
+
+def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
+    """Set this rank's elements of the reduced gradient."""
+    place = _Place.of(param)
+    _present(place.gradient, place).copy_(value)
+
+
+def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
+    """Set this rank's elements of one optimizer state."""
+    _Place.of(param).write_state(key, value)
+
+
+def _present(gradient: Callable[[], Tensor | None], place: _Place) -> Tensor:
+    kept = gradient()
+    if kept is None:
+        raise ValueError("there is no reduced gradient: it exists after the last backward of a step, until the step.")
+    return place.local(kept)

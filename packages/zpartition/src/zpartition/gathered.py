@@ -1,0 +1,139 @@
+"""Whole weights for people at stage 3: state dicts, and editing.
+
+    with zpartition.gathered(model.embed):                    # read
+        print(model.embed.weight.norm())
+    with zpartition.gathered(model.embed, modifier_rank=0):   # write
+        if rank == 0:
+            model.embed.weight[0] = 0.0
+
+Both are collectives: every rank comes along.  What was written without `modifier_rank` is refused when the block
+ends, because the ranks would disagree about it.  Blocks may be nested, and work at every stage: where weights are
+whole anyway, `modifier_rank` makes the ranks and the masters agree.
+
+`module.state_dict()` and `module.load_state_dict()` gather by themselves, one module at a time; they are collectives
+too, and what is loaded on rank 0 counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import zcomm
+from zpartition.admission import owner_of
+from zpartition.residence import Residence, Unit
+
+if TYPE_CHECKING:
+    from zpartition.partition import Partition
+
+__all__ = ["gathered", "hook_state"]
+
+
+@contextmanager
+def gathered(
+    what: nn.Module | Parameter | Iterable[Parameter], *, modifier_rank: int | None = None
+) -> Iterator[None]:
+    """The parameters of `what` whole inside the block; every rank must enter it.
+
+    modifier_rank: whose edits count (within the partition's group); None refuses edits.
+    Raises ValueError on every rank, leaving the weights as they were, for edits that nobody may make.
+    """
+    params = _parameters(what)
+    partitions = {id(owner): owner for param in params if (owner := owner_of(param)) is not None}
+    with ExitStack() as stack:
+        chosen = [(partition, partition.watch.units_of(params)) for partition in partitions.values()]
+        for partition, units in chosen:
+            stack.enter_context(partition.residence.held(units))
+        yield
+        for partition, units in chosen:
+            if modifier_rank is None:
+                _refuse_edits(partition, units)
+            else:
+                _take_edits(partition, units, params, modifier_rank)
+
+
+def hook_state(module: nn.Module, unit_of: dict[int, Unit], residence: Residence) -> list[Any]:
+    """Let state dicts of `module` and of everything below it be whole; returns the hooks' handles."""
+    handles: list[Any] = []
+    for child in module.modules():
+        params = {n: p for n, p in child._parameters.items() if p is not None and id(p) in unit_of}
+        if params:
+            units = list({id(u): u for u in (unit_of[id(p)] for p in params.values())}.values())
+            handles += _hook_module(child, list(params), units, residence)
+    return handles
+
+
+def _hook_module(module: nn.Module, names: list[str], units: list[Unit], residence: Residence) -> list[Any]:
+    def hold(*_: Any) -> None:
+        for unit in units:
+            unit.depth += 1
+            residence.use(unit)
+
+    def drop(is_loaded: bool) -> None:
+        for unit in units:
+            unit.depth -= 1
+            if is_loaded and not unit.depth:
+                _spread(unit, residence, source=0)
+            residence.leave(unit)
+
+    def saved(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for name in names:
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and not isinstance(value, Parameter):
+                state[prefix + name] = value.clone()
+        drop(False)
+
+    def loaded(_module: nn.Module, _incompatible: Any) -> None:
+        drop(True)
+
+    return [
+        module.register_state_dict_pre_hook(hold),  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(hold),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(loaded),  # type: ignore[no-untyped-call]
+    ]
+
+
+def _spread(unit: Unit, residence: Residence, *, source: int) -> None:
+    """What rank `source` shows of a whole unit becomes the truth on all ranks."""
+    for storage in unit.storages:
+        assert storage.full is not None
+        whole = storage.full[: storage.bucket.numel]
+        zcomm.broadcast(whole, residence.group, source=source, label=f"edits of unit {unit.name!r}")
+        storage.absorb()
+
+
+def _take_edits(partition: Partition, units: list[Unit], params: list[Parameter], source: int) -> None:
+    for unit in units:
+        _spread(unit, partition.residence, source=source)
+    wanted = {id(param) for param in params}
+    for storage in partition.whole:
+        if any(id(param) in wanted for param in storage.params):
+            zcomm.broadcast(storage.flat, partition.group, source=source, label="edits")
+            storage.refresh_master()
+    partition.residence.version += 1  # a graph made before must not see the edits
+
+
+def _refuse_edits(partition: Partition, units: list[Unit]) -> None:
+    edited = [unit.name for unit in units if any(storage.is_edited() for storage in unit.storages)]
+    found = torch.tensor(float(bool(edited)), device=partition.device)
+    zcomm.all_reduce(found, partition.group, op="max", label="edits")
+    if found.item():
+        for unit in units:
+            partition.residence.forget(unit)
+        where = f" (unit {', '.join(map(repr, edited))})" if edited else ""
+        raise ValueError(
+            f"parameters were edited inside gathered(...){where}, and without modifier_rank nobody knows whose edits "
+            "count; they are undone. Pass modifier_rank=0 and edit on that rank."
+        )
+
+
+def _parameters(what: nn.Module | Parameter | Iterable[Parameter]) -> list[Parameter]:
+    if isinstance(what, nn.Module):
+        return list(what.parameters())
+    return [what] if isinstance(what, Parameter) else list(what)

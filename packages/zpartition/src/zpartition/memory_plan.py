@@ -1,0 +1,166 @@
+"""The memory of a rank before anything is allocated: bytes by owner, for any world size, from a model on "meta".
+
+    with torch.device("meta"):
+        model = GPT(...)
+    for stage in range(4):
+        print(zpartition.plan(model, policy=ZeroPolicy(stage=stage), world_size=8, optimizer=torch.optim.AdamW))
+
+What lives between steps follows from the layout alone and is exact: weights, masters, accumulators, optimizer states.
+What a step needs besides (buckets that travel, units that are gathered) depends on the order in which gradients come;
+the plan gives the most that the policy allows.  `Partition.ledger()` counts the same owners in a live partition.
+Activations are the model's own and no part of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from zpartition.layout import Bucket, Layout
+from zpartition.policy import ReduceAt, ZeroPolicy
+from zpartition.reducer import IN_FLIGHT_LIMIT, reduce_at
+from zpartition.sharding import plan_layouts
+
+__all__ = ["MemoryPlan", "plan"]
+
+_SAMPLE_NUMEL = 1 << 16  # of a parameter on which an optimizer shows what it keeps
+MIB = 2**20
+
+
+@attrs.frozen
+class MemoryPlan:
+    """Bytes on one rank, by owner."""
+
+    parameters: int  # weights between steps: whole, or this rank's shards
+    masters: int  # full-precision copies, where the weights are narrower
+    accumulators: int  # reduced gradients
+    states: int  # what the optimizer keeps
+    buckets: int  # gradients on their way: at most
+    gathered_units: int  # stage 3, weights that are whole for a while: at most
+    padding: int  # part of the above that no parameter uses
+
+    @property
+    def model_states_bytes(self) -> int:
+        """What stays between steps: weights, masters, gradients, optimizer states."""
+        return self.parameters + self.masters + self.accumulators + self.states
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it: the most that the partition asks of a rank."""
+        return self.model_states_bytes + self.buckets + self.gathered_units
+
+    def ledger(self) -> dict[str, int]:
+        """By owner, as `Partition.ledger()` names them."""
+        owners = ("parameters", "masters", "accumulators", "states", "buckets", "gathered_units")
+        return {owner.replace("_", " "): getattr(self, owner) for owner in owners}
+
+    def __str__(self) -> str:
+        rows = [f"{owner:16}{size / MIB:12,.1f} MiB" for owner, size in self.ledger().items()]
+        rows += [f"{'total':16}{self.total_bytes / MIB:12,.1f} MiB ({self.padding / MIB:,.1f} of it padding)"]
+        return "\n".join(rows)
+
+
+def plan(
+    module: nn.Module,
+    *,
+    policy: ZeroPolicy,
+    world_size: int,
+    optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None,
+) -> MemoryPlan:
+    """What one of `world_size` ranks needs for `module`, all of whose trainable parameters are trained.
+
+    module: may live on the meta device; nothing of its size is allocated.
+    optimizer: makes one from a list of parameters; what it keeps is seen from one step on 65,536 elements.
+    """
+    groups = {name: 0 for name, param in module.named_parameters() if param.requires_grad}
+    trained, frozen = plan_layouts(module, groups, policy, world_size)
+    kept = _kept(trained, policy)
+    sizes = {dtype: _state_bytes(optimizer, policy.master_for(dtype)) for dtype in {b.dtype for b in trained.buckets}}
+    buckets = (*trained.buckets, *frozen.buckets)
+
+    def is_narrow(bucket: Bucket) -> bool:
+        return policy.master_for(bucket.dtype) != bucket.dtype
+
+    return MemoryPlan(
+        parameters=sum(_resting_numel(b) * b.dtype.itemsize for b in buckets) + _untouched_bytes(module, buckets),
+        masters=sum(b.span_numel * policy.master_for(b.dtype).itemsize for b in trained.buckets if is_narrow(b)),
+        accumulators=sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in kept),
+        states=round(sum(b.span_numel * sizes[b.dtype] for b in trained.buckets)),
+        buckets=_bucket_bytes(trained, policy),
+        gathered_units=_gathered_bytes(buckets, policy),
+        padding=sum((_resting_numel(b) - _used(b)) * b.dtype.itemsize for b in buckets),
+    )
+
+
+def _resting_numel(bucket: Bucket) -> int:
+    return bucket.numel if bucket.unit is None else bucket.span_numel
+
+
+def _used(bucket: Bucket) -> int:
+    """Elements at rest that belong to parameters, on average over the ranks."""
+    used = sum(slot.numel for slot in bucket.slots)
+    return used if bucket.unit is None else used // bucket.num_shards
+
+
+def _kept(layout: Layout, policy: ZeroPolicy) -> list[Bucket]:
+    """Buckets with an accumulator of their own; others accumulate in the buffer that was reduced."""
+
+    def travels_as_kept(bucket: Bucket) -> bool:
+        wire = policy.reduce_dtype or bucket.dtype
+        local = policy.accumulate_for(bucket.dtype)
+        alone = layout.world_size == 1
+        return layout.num_shards == 1 and (alone or wire == local)
+
+    return [bucket for bucket in layout.buckets if not travels_as_kept(bucket)]
+
+
+def _bucket_bytes(layout: Layout, policy: ZeroPolicy) -> int:
+    """Buffers of gradients: one for each bucket where they are kept or fill over micro-steps, else a few for all."""
+    if not layout.buckets:
+        return 0
+    fills = reduce_at(policy, layout) is ReduceAt.BOUNDARY
+    if layout.num_shards == 1 or fills:
+        return sum(b.numel * (policy.accumulate_for(b.dtype) if fills else b.dtype).itemsize for b in layout.buckets)
+    largest = max(bucket.numel * bucket.dtype.itemsize for bucket in layout.buckets)
+    return (IN_FLIGHT_LIMIT + 1) * largest
+
+
+def _gathered_bytes(buckets: tuple[Bucket, ...], policy: ZeroPolicy) -> int:
+    """Units that are whole at once: what may stay, or what the calls that enclose each other need and one ahead."""
+    units: dict[str, int] = {}
+    widest = 0
+    for bucket in buckets:
+        if bucket.unit is not None:
+            units[bucket.unit] = units.get(bucket.unit, 0) + bucket.numel
+            widest = max(widest, bucket.dtype.itemsize)
+    nested = max((_chain(name, units) for name in units), default=0)
+    largest = max(units.values(), default=0)
+    return min(sum(units.values()), max(policy.max_live_numel, nested + largest)) * widest
+
+
+def _chain(name: str, units: dict[str, int]) -> int:
+    """Elements of a unit and of those that enclose it."""
+    return sum(numel for other, numel in units.items() if other in ("", name) or name.startswith(f"{other}."))
+
+
+def _untouched_bytes(module: nn.Module, buckets: tuple[Bucket, ...]) -> int:
+    """Frozen parameters that every rank keeps whole."""
+    planned = {slot.name for bucket in buckets for slot in bucket.slots}
+    return sum(p.numel() * p.element_size() for name, p in module.named_parameters() if name not in planned)
+
+
+def _state_bytes(make: Callable[[list[Parameter]], torch.optim.Optimizer] | None, dtype: torch.dtype) -> float:
+    """Bytes that the optimizer keeps for an element of a master of `dtype`."""
+    if make is None:
+        return 0.0
+    sample = Parameter(torch.zeros(_SAMPLE_NUMEL, dtype=dtype))
+    sample.grad = torch.ones_like(sample)
+    optimizer = make([sample])
+    optimizer.step()
+    kept: list[Any] = [value for value in optimizer.state[sample].values() if isinstance(value, torch.Tensor)]
+    return float(sum(value.nbytes for value in kept if value.dim())) / _SAMPLE_NUMEL

@@ -1,0 +1,264 @@
+"""Which units are gathered, and when: the life of stage 3's weights.
+
+Problem.  A unit must be whole when its module runs, when autograd needs its weights again, and when somebody reaches
+for them from outside; and gone as soon as possible, because gathered units are what stage 3 is to save.  All ranks
+must gather in the same order.
+
+Design.  `use(unit)` is the one way to make a unit whole, called when a module of its is entered, when autograd
+unpacks a saved weight, and when a running module reads a parameter of another unit.  It never matters for
+correctness who asked, so no graph has to be analysed.  A unit is left
+- when its module returns, unless all that is whole fits into `policy.max_live_numel` and it is used again before
+  `policy.max_reuse_numel` elements of others are: then backward finds it;
+- in backward, when every gradient of the unit has arrived; and at the end of a backward, whatever is left;
+- when the optimizer has moved the weights, because then it is stale.
+
+The sequence of uses is recorded.  From the second step on, each use starts to gather what was used next the last
+time, up to `policy.prefetch_numel` elements ahead.  A step that goes another way is followed as it goes, and recorded
+anew: a wrong guess costs a gather, never a wrong result.
+
+Rejected.  Gathering by hooks on the backward of modules (they need outputs that require a gradient, break in-place
+operations, and miss weights that another module uses); one order fixed when the model is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import attrs
+import torch
+from torch.distributed import ProcessGroup
+
+from zpartition import compat
+from zpartition.buffers import BufferPool
+from zpartition.policy import ZeroPolicy
+from zpartition.sharded import Presence, ShardedStorage
+
+__all__ = ["Residence", "Unit"]
+
+_LONGEST_TRACE = 100_000  # uses; a loop that never steps must not grow for ever
+
+
+@final
+@attrs.define(eq=False)
+class Unit:
+    """The buckets that are gathered together."""
+
+    name: str  # path of its module
+    storages: tuple[ShardedStorage, ...]
+    depth: int = 0  # calls of its modules that are running, and holds
+    is_used: bool = False  # somebody has asked for it since it was last left
+    missing: set[int] = attrs.field(factory=set)  # trainable buckets whose gradients have not all arrived
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its buckets, padding included."""
+        return sum(storage.bucket.numel for storage in self.storages)
+
+    @property
+    def is_resting(self) -> bool:
+        return self.storages[0].presence is Presence.RESTING
+
+
+@final
+@attrs.define(eq=False)
+class Residence:
+    """The units of one partition.
+
+    Invariant: a unit that is used is PRESENT; between steps none is used.
+    """
+
+    policy: ZeroPolicy
+    group: ProcessGroup | None
+    units: dict[str, Unit]
+    pool: BufferPool
+    unit_at: dict[int, ShardedStorage] = attrs.field(factory=dict)  # address of a buffer -> whose weights are in it
+    version: int = 0  # counts updates of the weights
+    live_numel: int = 0  # elements of units that are not resting
+    peak_numel: int = 0  # the most that there were
+    largest_numel: int = 0  # of a unit
+    order: list[Unit] = attrs.field(factory=list)  # uses of the last step
+    order_numel: int = 0  # elements of those, each use counted
+    trace: list[Unit] = attrs.field(factory=list)  # uses of this one
+    _next: int = 0  # position in `order` that is expected next
+
+    @classmethod
+    def of(
+        cls,
+        storages: Sequence[ShardedStorage],
+        policy: ZeroPolicy,
+        group: ProcessGroup | None,
+        device: torch.device,
+    ) -> Residence:
+        """Units by the names that the buckets carry, in the order of the storages."""
+        members: dict[str, list[ShardedStorage]] = {}
+        for storage in storages:
+            assert storage.bucket.unit is not None
+            members.setdefault(storage.bucket.unit, []).append(storage)
+        units = {name: Unit(name, tuple(found)) for name, found in members.items()}
+        largest_numel = max((unit.numel for unit in units.values()), default=0)
+        return cls(policy, group, units, BufferPool(device), largest_numel=largest_numel)
+
+    # -- using and leaving -----------------------------------------------------------------------
+
+    def use(self, unit: Unit) -> None:
+        """Make `unit` whole, and start to gather what comes after it."""
+        if unit.is_used:
+            return
+        if unit.is_resting and compat.is_in_backward():
+            self._evict(unit.numel)
+        self._fetch(unit)
+        for storage in unit.storages:
+            if storage.presence is Presence.COMING:
+                storage.arrive()
+                assert storage.full is not None
+                self.unit_at[storage.full.untyped_storage().data_ptr()] = storage
+        unit.is_used = True
+        unit.missing = {s.bucket.index for s in unit.storages if s.master.requires_grad}
+        self._follow(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """Nobody needs `unit` for now: release it, unless it is running or everything whole may stay."""
+        if unit.depth or compat.is_in_backward():
+            return
+        unit.is_used = False
+        if self.live_numel > self.policy.max_live_numel or self._distance(unit) > self.policy.max_reuse_numel:
+            self._release(unit)
+
+    def arrived(self, bucket_index: int) -> None:
+        """All gradients of a bucket are there: when that holds for the whole unit, backward is through with it."""
+        for unit in self.units.values():
+            if bucket_index in unit.missing:
+                unit.missing.discard(bucket_index)
+                if not unit.missing and not unit.depth:
+                    self._release(unit)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around one backward; afterwards nothing is whole unless a module is running or holds it."""
+        try:
+            yield
+        finally:
+            self.release_all()
+
+    @contextmanager
+    def held(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Whole and kept inside the block, whatever is called there."""
+        for unit in units:
+            unit.depth += 1
+        try:
+            for unit in units:
+                self.use(unit)
+            yield
+        finally:
+            for unit in units:
+                unit.depth -= 1
+                self.leave(unit)
+
+    def release_all(self) -> None:
+        """Release every unit that is not running."""
+        for unit in self.units.values():
+            if not unit.depth:
+                self._release(unit)
+
+    def end_step(self) -> None:
+        """The step is over: the next one is expected to go the same way."""
+        if self.trace:
+            if [id(unit) for unit in self.trace] != [id(unit) for unit in self.order]:
+                self.order = list(self.trace)
+                self.order_numel = sum(unit.numel for unit in self.order)
+            self.trace.clear()
+        self._next = 0
+
+    def forget(self, unit: Unit) -> None:
+        """Throw away what is gathered of `unit`, running or not: whoever needs it gathers it again."""
+        self._release(unit)
+        if unit.depth:
+            self.use(unit)
+
+    def stale(self) -> None:
+        """The weights have changed: what was gathered shows old ones."""
+        self.version += 1
+        self.release_all()
+
+    def reset(self) -> None:
+        """After an exception: nothing is running any more."""
+        for unit in self.units.values():
+            unit.depth = 0
+        self.release_all()
+        self.end_step()
+
+    def close(self) -> None:
+        """Forget units and buffers."""
+        self.units, self.order = {}, []
+        self.trace.clear()
+        self.unit_at.clear()
+        self.pool.clear()
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _fetch(self, unit: Unit) -> None:
+        if not unit.is_resting:
+            return
+        for storage in unit.storages:
+            storage.gather(self.pool, self.group)
+        self.live_numel += unit.numel
+        self.peak_numel = max(self.peak_numel, self.live_numel)
+
+    def _evict(self, numel: int) -> None:
+        """Make room in backward: units whose parameters are all frozen get no gradients that would release them."""
+        for unit in self.units.values():
+            if self.live_numel + numel <= self.policy.max_live_numel:
+                return
+            if unit.is_used and not unit.depth and not unit.missing:
+                self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        unit.is_used = False
+        unit.missing.clear()
+        if unit.is_resting:
+            return
+        for storage in unit.storages:
+            if storage.full is not None:
+                self.unit_at.pop(storage.full.untyped_storage().data_ptr(), None)
+            storage.release(self.pool)
+        self.live_numel -= unit.numel
+
+    def _follow(self, unit: Unit) -> None:
+        """Record the use, find it in the order of the last step, and gather ahead."""
+        if len(self.trace) < _LONGEST_TRACE:
+            self.trace.append(unit)
+        position = self._position(unit)
+        if position < 0:
+            return
+        self._next = position + 1
+        ahead = 0
+        for upcoming in self.order[self._next :]:
+            ahead += upcoming.numel
+            if ahead > self.policy.prefetch_numel:
+                break
+            if upcoming.is_resting and self._has_room(upcoming):
+                self._fetch(upcoming)
+
+    def _has_room(self, unit: Unit) -> bool:
+        """Whether gathering `unit` ahead keeps to `max_live_numel`, or to the two largest units."""
+        return self.live_numel + unit.numel <= max(self.policy.max_live_numel, 2 * self.largest_numel)
+
+    def _distance(self, unit: Unit) -> int:
+        """Elements used, by the order of the last step, before `unit` is used again; 0 where that is not known."""
+        if self.order_numel <= self.policy.max_reuse_numel:
+            return 0
+        total = 0
+        for upcoming in self.order[self._next :]:
+            if upcoming is unit:
+                break
+            total += upcoming.numel
+        return total
+
+    def _position(self, unit: Unit) -> int:
+        """Where in the order this use is: as expected, else the next such use, else the first; -1 if it is new."""
+        if self._next < len(self.order) and self.order[self._next] is unit:
+            return self._next
+        places = [index for index, other in enumerate(self.order) if other is unit]
+        return next((index for index in places if index >= self._next), places[0] if places else -1)

@@ -1,0 +1,190 @@
+"""Weights that rest as shards: one bucket of a unit at stage 3.
+
+What lives for ever is this rank's span.  The whole bucket exists while a module needs it, in a buffer from a pool
+that all units share; the module's parameters are views of that buffer then, and *hollow* otherwise: tensors of the
+right shape, dtype and device that are one NaN, repeated by strides of 0.  Whoever reads one by mistake sees NaN, and
+torch refuses to write into one; a placeholder of shape (0,), or one that reads as zeros, would be wrong in silence.
+
+Rejected: resizing the storage under the views to nothing (FSDP's way).  A CPU kernel that reads such a tensor crashes
+the process; and filling it again maps fresh pages, which takes three times as long as the copy itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import final
+
+import attrs
+import torch
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+import zcomm
+from zpartition.buffers import BufferPool
+from zpartition.layout import Bucket, Piece
+from zpartition.policy import ZeroPolicy
+from zpartition.storage import BucketStorage
+
+__all__ = ["Presence", "ShardedStorage", "make_storage"]
+
+
+class Presence(enum.Enum):
+    """Where the weights of a bucket are, and who pays."""
+
+    RESTING = "resting"  # the span alone
+    COMING = "coming"  # a buffer of bucket.numel beside it, which a collective fills
+    PRESENT = "present"  # the same, and the parameters are views of it
+
+
+@final
+@attrs.define(eq=False)
+class ShardedStorage:
+    """The weights of one bucket on one rank, gathered on demand.
+
+    Invariants: `full is None` exactly when RESTING; the parameters are views of `full` exactly when PRESENT.
+    """
+
+    bucket: Bucket
+    params: tuple[Parameter, ...]  # in slot order
+    span: tuple[int, int]  # of this rank
+    own_span: torch.Tensor  # (span numel,) parameter dtype: the truth that other ranks gather
+    master: Parameter  # (span numel,) master dtype: `own_span` itself, or memory of its own
+    hollow: tuple[torch.Tensor, ...]  # what the parameters are while resting, in slot order
+    presence: Presence = Presence.RESTING
+    full: torch.Tensor | None = None  # pool buffer of at least bucket.numel elements
+    handle: zcomm.Handle = zcomm.DONE
+    _views: dict[int, list[torch.Tensor]] = attrs.field(factory=dict)  # per buffer address, in slot order
+
+    @classmethod
+    def create(
+        cls, bucket: Bucket, params: tuple[Parameter, ...], policy: ZeroPolicy, group: ProcessGroup | None
+    ) -> ShardedStorage:
+        """Cut `params` into spans, rank 0's values counting; the memory that they had is theirs no more."""
+        full = torch.zeros(bucket.numel, dtype=bucket.dtype, device=params[0].device)
+        for slot, param in zip(bucket.slots, params):
+            full[slot.offset : slot.end].view(slot.shape).copy_(param.data)
+        zcomm.broadcast(full, group, source=0, label=f"weights of unit {bucket.unit!r}")
+        lo, hi = bucket.span(zcomm.group_rank(group))
+        own = full[lo:hi].clone()
+        master = Parameter(own.to(policy.master_for(bucket.dtype)), requires_grad=params[0].requires_grad)
+        poison = torch.full((), torch.nan, dtype=bucket.dtype, device=own.device)
+        storage = cls(
+            bucket, params, (lo, hi), own, master, tuple(poison.expand(slot.shape) for slot in bucket.slots)
+        )
+        storage._point(storage.hollow)
+        return storage
+
+    @classmethod
+    def of(
+        cls, bucket: Bucket, params: Mapping[str, Parameter], policy: ZeroPolicy, group: ProcessGroup | None
+    ) -> ShardedStorage:
+        """`create`, with the parameters by name."""
+        return cls.create(bucket, tuple(params[slot.name] for slot in bucket.slots), policy, group)
+
+    @property
+    def resting_bytes(self) -> int:
+        """What the weights cost between steps."""
+        return self.own_span.nbytes
+
+    @property
+    def shares_master(self) -> bool:
+        """Whether the optimizer updates the shard that is gathered."""
+        return self.master.data_ptr() == self.own_span.data_ptr()
+
+    def gather(self, pool: BufferPool, group: ProcessGroup | None) -> None:
+        """RESTING -> COMING: collect all spans into a buffer; `arrive` waits for it."""
+        assert self.presence is Presence.RESTING
+        numel, dtype = self.bucket.numel, self.bucket.dtype
+        buffer = pool.take(numel, dtype)
+        self.full = pool.make(numel, dtype) if buffer is None else buffer
+        label = f"weights of unit {self.bucket.unit!r}"
+        self.handle = zcomm.all_gather(self.full[:numel], self.own_span, group, async_op=True, label=label)
+        self.presence = Presence.COMING
+
+    def arrive(self) -> None:
+        """COMING -> PRESENT: wait, and let the parameters show the weights."""
+        assert self.presence is Presence.COMING
+        assert self.full is not None
+        self.handle.wait()
+        self.handle = zcomm.DONE
+        self._point(self.views_of(self.full))
+        self.presence = Presence.PRESENT
+
+    def release(self, pool: BufferPool) -> None:
+        """Back to RESTING from anywhere; what was written into the parameters is lost unless `absorb` took it."""
+        if self.presence is Presence.COMING:
+            self.handle.wait()
+            self.handle = zcomm.DONE
+        if self.full is not None:
+            pool.give_back(self.full)
+            self.full = None
+        self._point(self.hollow)
+        self.presence = Presence.RESTING
+
+    def absorb(self) -> None:
+        """Take what the PRESENT parameters show as the truth: this rank's span of it, and its master."""
+        assert self.full is not None
+        self.own_span.copy_(self.full[self.span[0] : self.span[1]])
+        if not self.shares_master:
+            self.master.data.copy_(self.own_span)
+
+    def is_edited(self) -> bool:
+        """Whether this rank's span of the PRESENT parameters differs from the truth."""
+        assert self.full is not None
+        return not torch.equal(self.full[self.span[0] : self.span[1]], self.own_span)
+
+    def publish(self) -> None:
+        """Cast the master into the span; what was gathered before is stale, and the caller releases it."""
+        if not self.shares_master:
+            self.own_span.copy_(self.master.data)
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """The parameters' parts inside `master`."""
+        return tuple(self.bucket.pieces(rank))
+
+    def was_written(self) -> bool:
+        """Whether somebody has filled hollow parameters (they share one number).  Looked at on CPUs only."""
+        return self.own_span.is_cpu and bool(self.hollow[0].numel()) and not bool(self.hollow[0].isnan().any())
+
+    def moved(self) -> str:
+        """Name of the first parameter that has memory of its own again; "" when none has."""
+        shown = self.hollow if self.full is None or self.presence is Presence.COMING else self.views_of(self.full)
+        for slot, param, view in zip(self.bucket.slots, self.params, shown):
+            same = param.dtype == view.dtype and param.untyped_storage()._cdata == view.untyped_storage()._cdata
+            if slot.numel and not same:
+                return slot.name
+        return ""
+
+    def close(self) -> None:
+        """Give every PRESENT parameter memory of its own; those of a RESTING bucket become empty of content."""
+        if self.presence is Presence.PRESENT:
+            for param in self.params:
+                param.data = param.data.clone()
+        self.full, self.presence = None, Presence.RESTING
+        self._views.clear()
+
+    def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The buffer seen as the parameters, in slot order; the same objects each time."""
+        found = self._views.get(buffer.data_ptr())
+        if found is None:
+            found = self._views[buffer.data_ptr()] = _views(self.bucket, buffer)
+        return found
+
+    def _point(self, tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> None:
+        for param, tensor in zip(self.params, tensors):
+            param.data = tensor
+
+
+def _views(bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
+    return [buffer[slot.offset : slot.end].view(slot.shape) for slot in bucket.slots]
+
+
+def make_storage(
+    bucket: Bucket, params: Mapping[str, Parameter], policy: ZeroPolicy, group: ProcessGroup | None
+) -> BucketStorage | ShardedStorage:
+    """Flat memory for the weights of one bucket: whole, or at rest as a shard.  `params` by name."""
+    if bucket.unit is not None:
+        return ShardedStorage.of(bucket, params, policy, group)
+    members = tuple(params[slot.name] for slot in bucket.slots)
+    return BucketStorage.create(bucket, members, policy, zcomm.group_rank(group))

@@ -1,0 +1,65 @@
+"""`shard`: from a module and a policy to a `Partition`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+import zcomm
+from zpartition.admission import named_groups, refuse_owned
+from zpartition.layout import Layout, ParamSpec, plan_layout
+from zpartition.partition import Partition
+from zpartition.policy import ZeroPolicy
+from zpartition.units import plan_units
+
+__all__ = ["plan_layouts", "shard"]
+
+
+def shard(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    policy: ZeroPolicy | None = None,
+    group: ProcessGroup | None = None,
+) -> Partition:
+    """Partition `module` over the ranks of `group` (None: the default group, or this process alone).
+
+    Only parameters that `optimizer` holds and that require a gradient are partitioned (all trainable ones
+    when there is no optimizer).  Weights and buffers are made equal to rank 0's.  The optimizer is rebound.
+
+    Raises:
+        ValueError: the module is partitioned already; the optimizer holds parameters of another model; it
+            needs whole tensors and the policy cuts them; parameters are spread over devices.
+    """
+    policy = policy or ZeroPolicy()
+    for name, param in module.named_parameters():
+        refuse_owned(name, param)
+    groups = named_groups(module, optimizer)
+    world_size = zcomm.group_size(group)
+    partition = Partition.create(module, plan_layouts(module, groups, policy, world_size), policy, group)
+    if optimizer is not None:
+        partition.rebind(optimizer)
+    return partition
+
+
+def plan_layouts(
+    module: nn.Module, groups: Mapping[str, int], policy: ZeroPolicy, world_size: int
+) -> tuple[Layout, Layout]:
+    """The layouts of the trained parameters and of the frozen ones that rest as shards."""
+    units = plan_units(module, policy) if policy.shards_weights and world_size > 1 else {}
+
+    def layout(chosen: Mapping[str, int]) -> Layout:
+        specs = [
+            ParamSpec(name, tuple(param.shape), param.dtype, chosen[name], units.get(name))
+            for name, param in module.named_parameters()
+            if name in chosen
+        ]
+        num_shards = 1 if policy.keeps_whole else world_size
+        return plan_layout(specs, world_size=world_size, num_shards=num_shards, bucket_numel=policy.bucket_numel)
+
+    others = {name: param for name, param in module.named_parameters() if name not in groups}
+    frozen = {n: 0 for n, p in others.items() if units.get(n) is not None and p.is_floating_point()}
+    return layout(groups), layout(frozen)

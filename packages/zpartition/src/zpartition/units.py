@@ -1,0 +1,143 @@
+"""Which parameters are gathered together at stage 3, and when that is: a pure plan over a module tree.
+
+Problem.  Gathering parameter by parameter costs a message each, gathering the model at once costs its memory.
+Something in between has to follow the way the model is called, because a call is when a module's weights are needed.
+
+Design.  A *unit* is a module: everything below it is gathered when it is called and released when it returns.  From
+the root down, the first modules that are small enough (or declared leaves) become units; what a larger module holds
+itself, and is not below a unit, belongs to that module, whose call encloses the others.  A parameter that several
+units hold (tied weights) belongs to the innermost module that encloses them all.  Modules that are never called
+(ModuleList and its kin) are no units.  A module with a child named "experts" is a leaf: which experts are called
+depends on data, and ranks that gather different ones would wait for each other for ever.
+
+Small parameters (norms, biases) stay whole: gathering them costs more than they weigh.
+
+Rejected.  Asking the user to wrap modules (he has a plain module, and forgets); a unit for each parameter
+(DeepSpeed's way, with bookkeeping per parameter in every forward and backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+from torch.nn import Parameter
+
+from zpartition.policy import ZeroPolicy
+
+__all__ = ["plan_units"]
+
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_DATA_DEPENDENT = "experts"  # the name of a child that makes its parent a leaf
+_DERIVED_MIN_NUMEL, _DERIVED_MAX_NUMEL, _DERIVED_UNITS = 1 << 16, 1 << 27, 8
+
+
+def plan_units(module: nn.Module, policy: ZeroPolicy) -> dict[str, str | None]:
+    """The unit of each parameter of `module`, by name: the path of a module ("" is the root), or None: stays whole.
+
+    Raises:
+        ValueError: a leaf of the policy names no module.
+    """
+    params = dict(module.named_parameters())
+    _refuse_unknown_leaves(module, policy.leaves)
+    limit = policy.unit_numel or derive_unit_numel(sum(param.numel() for param in params.values()))
+    unit_of = _units_of_modules(module, limit, policy.leaves)
+    holders = _holders(module)
+    persistent = _persistent(params, policy)
+    return {
+        name: None if name in persistent else _common(unit_of, {unit_of[path] for path in holders[id(param)]})
+        for name, param in params.items()
+    }
+
+
+def derive_unit_numel(total_numel: int) -> int:
+    """The largest unit fit for a model of `total_numel` parameters: an eighth, within bounds.
+
+    A smaller unit than 2^16 elements is all message and no content; above 2^27 the buffer hurts.
+    """
+    return min(max(total_numel // _DERIVED_UNITS, _DERIVED_MIN_NUMEL), _DERIVED_MAX_NUMEL)
+
+
+def _units_of_modules(root: nn.Module, limit: int, leaves: Iterable[str]) -> dict[str, str]:
+    """Path of every module (each path of a shared one) -> path of the unit that it belongs to."""
+    unit_of: dict[str, str] = {}
+    wanted = frozenset(leaves)
+
+    def visit(path: str, module: nn.Module, enclosing: str) -> None:
+        called = path == "" or not isinstance(module, _NEVER_CALLED)
+        own = path if called else enclosing
+        if called and path and (_is_leaf(path, module, wanted) or _numel(module) <= limit):
+            for below, _ in module.named_modules(remove_duplicate=False):
+                unit_of[_join(path, below)] = path
+            return
+        unit_of[path] = own
+        for name, child in module.named_children():
+            visit(_join(path, name), child, own)
+
+    visit("", root, "")
+    for path, module in root.named_modules(remove_duplicate=False):  # second paths of shared children
+        if path not in unit_of:
+            unit_of[path] = _common(unit_of, {unit_of[p] for p in unit_of if root.get_submodule(p) is module} or {""})
+    return unit_of
+
+
+def _is_leaf(path: str, module: nn.Module, wanted: frozenset[str]) -> bool:
+    has_experts = any(name == _DATA_DEPENDENT for name, _ in module.named_children())
+    return not any(module.children()) or has_experts or any(_names(leaf, path, module) for leaf in wanted)
+
+
+def _names(leaf: str, path: str, module: nn.Module) -> bool:
+    kind = type(module)
+    return path.endswith(leaf) or leaf in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _holders(module: nn.Module) -> dict[int, set[str]]:
+    """id of each parameter -> paths of the modules that hold it themselves."""
+    found: dict[int, set[str]] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        for param in child._parameters.values():
+            if param is not None:
+                found.setdefault(id(param), set()).add(path)
+    return found
+
+
+def _common(unit_of: Mapping[str, str], units: set[str]) -> str:
+    """The innermost called module that encloses all `units`."""
+    if len(units) == 1:
+        return next(iter(units))
+    split = [unit.split(".") if unit else [] for unit in units]
+    shared: list[str] = []
+    for parts in zip(*split):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    path = ".".join(shared)
+    return unit_of.get(path, path)
+
+
+def _persistent(params: Mapping[str, Parameter], policy: ZeroPolicy) -> frozenset[str]:
+    """Names of the parameters that stay whole: the small ones, in order, while their sum allows it."""
+    chosen, total = set(), 0
+    for name, param in params.items():
+        if param.numel() < policy.persist_numel and total + param.numel() <= policy.persist_total_numel:
+            chosen.add(name)
+            total += param.numel()
+    return frozenset(chosen)
+
+
+def _refuse_unknown_leaves(module: nn.Module, leaves: Iterable[str]) -> None:
+    modules = [(path, child) for path, child in module.named_modules() if path]
+    for leaf in leaves:
+        if not any(_names(leaf, path, child) for path, child in modules):
+            raise ValueError(
+                f"leaves names {leaf!r}, but no module has this class, and no module's path ends like that. Modules "
+                f"at the top: {', '.join(name for name, _ in module.named_children())}."
+            )
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
