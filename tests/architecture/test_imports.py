@@ -15,7 +15,7 @@ import sources
 
 # Everything outside the standard library that a package may import.
 MAY_IMPORT = {
-    "zcomm": {"torch", "numpy", "attrs"},
+    "zcomm": {"torch", "numpy", "attrs", "cffi"},
     "zprecision": {"torch", "numpy", "attrs"},
     "zpartition": {"torch", "numpy", "attrs", "zcomm"},
     "zoptim": {"torch", "numpy", "attrs", "cffi", "cupy"},
@@ -155,7 +155,7 @@ def is_private(name: str) -> bool:
 # What an optional dependency brings, imported only beside it.
 COMES_WITH_OPTIONAL = {"zoptim": {"numpy"}}  # CuPy's
 # What a compiled module imports and no source file shows.
-NEEDED_BY_EXTENSIONS = {"zoptim": {"cffi"}}
+NEEDED_BY_EXTENSIONS = {"zcomm": {"cffi"}, "zoptim": {"cffi"}}
 
 
 @each_package

@@ -17,7 +17,9 @@ import zengine
 from zcomm.testing import run_ranks
 
 NUM_STEPS = 20
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
+# Every parameter is sharded, and nothing stays whole between forward and backward.
+STRICT = {"stage3_unit_size": 2500, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
 CLIP = 0.5
 
 
@@ -85,7 +87,7 @@ def engine_loop(stage: int, accumulation: int, extra: dict[str, object]) -> tupl
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-2}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000, **STRICT},
         **extra,
     }
     engine, *_ = zengine.initialize(model=model, model_parameters=groups(model), config=config)
@@ -116,7 +118,8 @@ def test_every_stage_has_the_loss_curve_of_a_plain_loop(world_size, accumulation
             assert losses == pytest.approx(expected, rel=1e-6)
         for (losses, norms), (other_losses, other_norms) in itertools.pairwise(by_stage):
             assert losses == other_losses
-            assert norms == pytest.approx(other_norms, rel=1e-12)  # float64 sums in another order
+            # float64 sums in another order; units shift elements against the runs that are added up in float32
+            assert norms == pytest.approx(other_norms, rel=1e-9)
 
 
 @pytest.mark.parametrize("section", ["bf16", "fp16"])

@@ -16,7 +16,8 @@ import zoptim
 from zcomm.testing import run_ranks
 
 NUM_STEPS = 6
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
+STRICT = {"stage3_unit_size": 500, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
 
 ELEMENTWISE: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
@@ -74,7 +75,7 @@ def through_the_engine(name: str, params: dict[str, Any], stage: int) -> list[fl
         "train_micro_batch_size_per_gpu": 8,
         "gradient_clipping": 0,
         "optimizer": {"type": name, "params": params},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **STRICT},
     }
     engine = zengine.initialize(model=Tiny(), config=config)[0]
     losses = []
@@ -104,8 +105,10 @@ def test_elementwise_optimizers_have_the_curve_that_they_have_alone(name, world_
 def test_stages_agree_bit_for_bit_in_every_state_format_and_learn_as_well(name):
     options = [{**ELEMENTWISE[name], "state_dtype": state_dtype} for state_dtype in FORMATS]
     ours = run_ranks(all_stages, 2, name, options)
-    fp32, *others = [ours[0][start : start + 3] for start in (0, 3, 6)]
-    assert all(by_stage == [by_stage[0]] * 3 for by_stage in (fp32, *others))
+    fp32, *others = [ours[0][start : start + 4] for start in (0, 4, 8)]
+    assert all(by_stage[:3] == [by_stage[0]] * 3 for by_stage in (fp32, *others))
+    assert all(by_stage[3] == by_stage[0] for by_stage in (fp32, others[0]))
+    assert others[1][3] == pytest.approx(others[1][0], rel=0.03)  # units cut the blocks of 8-bit codes elsewhere
     for by_stage in others:
         assert by_stage[0] != fp32[0]  # the format is really another one
         assert by_stage[0] == pytest.approx(fp32[0], rel=0.03)
@@ -131,6 +134,6 @@ def refusal(name: str, stage: int) -> str:
 
 @pytest.mark.parametrize("name", SHAPED)
 def test_optimizers_of_whole_tensors_are_refused_where_tensors_are_cut(name):
-    for stage in (1, 2):
+    for stage in (1, 2, 3):
         for text in run_ranks(refusal, 2, name, stage):
             assert re.match("(LAMB|Muon|Adafactor) needs whole tensors .* Use stage 0 with fp32 parameters", text)

@@ -18,6 +18,7 @@ import zengine
 from zcomm.testing import run_ranks
 
 NUM_STEPS, SAVED_AT = 6, 3
+STRICT = {"stage3_unit_size": 200, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
 ADAMW = ("AdamW", {"lr": 0.02, "weight_decay": 0.1})
 ELEMENTWISE = [
     ADAMW,
@@ -50,7 +51,7 @@ def make(name: str, params: dict[str, Any], stage: int, **extra: Any) -> zengine
         "train_micro_batch_size_per_gpu": 8 // zcomm.group_size(),
         "optimizer": {"type": name, "params": params},
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 400},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 400, **STRICT},
         **extra,
     }
     return zengine.initialize(model=Net(), config=config)[0]
@@ -88,7 +89,7 @@ def _resume(root: str, name: str, params: dict[str, Any], stage: int, extra: dic
 @pytest.mark.parametrize(("name", "params"), ELEMENTWISE, ids=[name for name, _ in ELEMENTWISE])
 def test_a_run_resumes_bit_for_bit_in_its_format(tmp_path, name, params, state_dtype):
     options = {**params, "state_dtype": state_dtype}
-    for world_size, stage in ((1, 0), (2, 2)):
+    for world_size, stage in ((1, 0), (2, 2), (2, 3)):
         root = str(tmp_path / str(world_size))
         assert set(run_ranks(_resume, world_size, root, name, options, stage, {})) == {"the same"}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoptim import grad_stats, native
+from zoptim import grad_stats, native, sum_of_squares
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -184,3 +184,12 @@ def test_a_limit_that_is_none_is_refused_by_name(bad: Any, error: type[Exception
 def test_gradients_that_do_not_fit_are_refused_by_index(bad: Tensor, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         grad_stats([torch.ones(2), bad])
+
+
+@pytest.mark.parametrize("numel", [0, 5, 100_000])
+def test_a_sum_of_squares_is_that_of_the_norm(numel: int) -> None:
+    grads = [torch.randn(numel), torch.randn(3, 4).bfloat16(), torch.randn(7, dtype=torch.float64)]
+    expected = sum(grad.double().square().sum() for grad in grads)
+    assert float(sum_of_squares(grads)) == pytest.approx(float(expected), rel=1e-6)
+    assert sum_of_squares(grads).sqrt() == grad_stats(grads).norm
+    assert sum_of_squares([]) == 0

@@ -159,7 +159,7 @@ def _ranks_disagree_on_usage(policy: ZeroPolicy) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2))  # stage 3 gathers: all ranks have to call the same modules
+@pytest.mark.parametrize("stage", [0, 1, 2])  # stage 3 gathers: all ranks have to call the same modules
 def test_a_parameter_used_on_one_rank_only_gets_that_ranks_gradient(stage):
     model = Net()
     optimizer = make_optimizer(model)

@@ -80,7 +80,7 @@ def _around(
             micro_batch_size=plan.batch.micro_batch_size,
             batch_size=plan.batch.train_batch_size,
         ),
-        inspect=functools.partial(zprecision.inspect, all_reduce=partition.sum_over_shards),
+        inspect=make_inspect(partition),
         divisor=make_divisor(plan),
         judge=make_judge(plan, scaler, partition.group),
         loader=loader,
@@ -129,6 +129,12 @@ def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan
 def make_runner(plan: Plan) -> Runner:
     """How a forward is carried out."""
     return CastingRunner(plan.precision) if plan.cast_inputs else Sequential()
+
+
+def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.GradientStats]:
+    """One look at the gradients of all ranks, by zoptim's kernels where they are."""
+    squares = zoptim.sum_of_squares if zoptim.has_kernels(partition.device) else None
+    return functools.partial(zprecision.inspect, all_reduce=partition.sum_over_shards, squares=squares)
 
 
 def make_divisor(plan: Plan) -> Callable[[Tensor, Tensor], Tensor | None]:

@@ -40,7 +40,9 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
     extra = {path for path in KNOWN if not path.endswith("*")} - {path for path, _ in reference_keys()}
     technique = ("shared_parameters", "different_groups")
     extra = {path for path in extra if not any(part in path for part in technique)}
-    assert extra == {"autotuning.tuner_early_stopping", "autotuning.tuner_num_trials"}
+    assert extra == {
+        *("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials", "zero_optimization.stage3_unit_size")
+    }
 
 
 HONOURED = """
@@ -65,8 +67,13 @@ timers.throughput.enabled
 train_batch_size train_micro_batch_size_per_gpu
 wall_clock_breakdown
 wandb.enabled wandb.group wandb.project wandb.team
-zero_optimization.ignore_unused_parameters zero_optimization.overlap_comm
+zero_optimization.ignore_unused_parameters
+zero_optimization.leaf_module.classes zero_optimization.leaf_module.name_suffixes zero_optimization.leaf_module.names
+zero_optimization.overlap_comm
 zero_optimization.reduce_at zero_optimization.reduce_bucket_size zero_optimization.stage
+zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
+zero_optimization.stage3_model_persistence_threshold zero_optimization.stage3_param_persistence_threshold
+zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_unit_size
 """
 
 

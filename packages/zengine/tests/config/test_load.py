@@ -31,7 +31,7 @@ FAULTY = """{
 REPORT = """config.json: 14 problems
   config.json:2:3  train_micro_batch_size_per_gpu = 0: must be >= 1
   config.json:3:3  gradient_cliping = 1.0: unknown key. Did you mean "gradient_clipping"?
-  config.json:5:5  zero_optimization.stage = "2": needs 0, 1 or 2, got text. Write 2 without quotes.
+  config.json:5:5  zero_optimization.stage = "2": needs 0, 1, 2 or 3, got text. Write 2 without quotes.
   config.json:6:5  zero_optimization.reduce_bucketsize = 500000000.0: unknown key. Did you mean "reduce_bucket_size"?
   config.json:7:5  zero_optimization.cpu_offload = true: the old name of \
 "zero_optimization.offload_optimizer.device": offload of the optimizer is not available yet. Leave it out.
@@ -81,9 +81,7 @@ def test_three_misspelt_keys_give_three_errors_with_the_right_names() -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3: ZeRO stage 3 is not available yet. Use "
-         "stage 2: states and gradients are sharded."),
-        ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage = 7: must be 0, 1 or 2"),
+        ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage = 7: must be 0, 1, 2 or 3"),
         ({"gradient_clipping": -1.0}, "gradient_clipping = -1.0: must be >= 0"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0: must be >= 1"),
         ({"train_batch_size": True}, "train_batch_size = true: needs a whole number >= 1, got true/false"),

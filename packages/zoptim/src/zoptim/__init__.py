@@ -15,6 +15,7 @@ The schedules are DeepSpeed's five, as pure laws of the number of applied update
 from .adafactor import Adafactor
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
+from .backends import has_kernels
 from .build import make_optimizer
 from .errors import NotAvailableYetError, UnknownNameError, UnsupportedTensorError
 from .flat import FlatOptimizer
@@ -39,7 +40,7 @@ from .schedules import (
 )
 from .segments import Segment
 from .sgd import SGD
-from .stats import GradStats, grad_stats
+from .stats import GradStats, grad_stats, sum_of_squares
 
 __version__ = "0.2.0"
 
@@ -77,6 +78,7 @@ __all__ = [
     "adam_rule",
     "adamw_rule",
     "grad_stats",
+    "has_kernels",
     "kernels",
     "lamb_rule",
     "lion_rule",
@@ -86,4 +88,5 @@ __all__ = [
     "orthogonalize",
     "sgd_rule",
     "speaks_grad_scale",
+    "sum_of_squares",
 ]

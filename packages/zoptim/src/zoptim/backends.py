@@ -12,7 +12,7 @@ import torch
 from . import native
 from .job import CpuJob, Job, Streams
 
-__all__ = ["job_for", "why_none"]
+__all__ = ["has_kernels", "job_for", "why_none"]
 
 MakeJob = Callable[[int, int, Streams], Job]  # rule, flags, streams
 
@@ -24,6 +24,11 @@ def job_for(device: torch.device) -> MakeJob:
     from . import gpu
 
     return gpu.GpuJob
+
+
+def has_kernels(device: torch.device | str) -> bool:
+    """Whether optimizers and `grad_stats` use kernels for float tensors on `device`; `kernels()` tells more."""
+    return why_none(torch.device(device)) is None
 
 
 def why_none(device: torch.device) -> str | None:

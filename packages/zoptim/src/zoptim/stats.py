@@ -29,7 +29,7 @@ from .checks import number
 from .job import FORMAT_OF_DTYPE, addresses
 from .layouts import dense
 
-__all__ = ["GradStats", "grad_stats"]
+__all__ = ["GradStats", "grad_stats", "sum_of_squares"]
 
 SPAN_NUMEL = 16384  # elements of one partial sum (ZK_SPAN)
 _kind = operator.attrgetter("layout", "dtype", "device")
@@ -61,19 +61,41 @@ def grad_stats(grads: Iterable[Tensor | None]) -> GradStats:
     Raises TypeError or ValueError with the index of a gradient that does not fit.
     """
     given = [grad for grad in grads if grad is not None]
-    kinds = list(map(_kind, given))
-    for kind in dict.fromkeys(kinds):
-        _refuse(kind, kinds.index(kind), kinds[0])
+    kinds = _checked_kinds(given)
     if given and given[0].device.type == "cuda" and backends.why_none(given[0].device) is None:
         from . import gpu
 
         return GradStats(*gpu.grad_stats(given))
+    total = _total(given, kinds)
+    return GradStats(total.sqrt(), (~torch.isfinite(total)).float())
+
+
+def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
+    """() float64 on the device of `grads`: the sum of all squared elements, added up as in `grad_stats`.
+
+    For ranks that have parts of the gradients and add up their sums.  Raises as `grad_stats` does.
+    """
+    if grads and grads[0].device.type != "cpu":
+        return grad_stats(grads).norm.square()
+    return _total(grads, _checked_kinds(grads))
+
+
+def _checked_kinds(given: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """(layout, dtype, device) of each, which must be dense, floating and on one device."""
+    kinds = list(map(_kind, given))
+    for kind in dict.fromkeys(kinds):
+        _refuse(kind, kinds.index(kind), kinds[0])
+    return kinds
+
+
+def _total(given: Sequence[Tensor], kinds: list[tuple[Any, ...]]) -> Tensor:
+    """The sum of squares of gradients of several dtypes."""
     device = given[0].device if given else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for kind in dict.fromkeys(kinds):
         with torch.no_grad():
             total += _squares(given if kinds.count(kind) == len(given) else [g for g in given if _kind(g) == kind])
-    return GradStats(total.sqrt(), (~torch.isfinite(total)).float())
+    return total
 
 
 def _squares(grads: Sequence[Tensor]) -> float | Tensor:

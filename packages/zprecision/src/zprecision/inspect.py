@@ -67,6 +67,7 @@ def inspect(
     *,
     all_reduce: Callable[[Tensor], object] = _alone,
     extra: Tensor | None = None,
+    squares: Callable[[Sequence[Tensor]], Tensor] | None = None,
 ) -> GradientStats:
     """Norm and finiteness of `grads` over all ranks; nothing is modified.
 
@@ -76,6 +77,8 @@ def inspect(
     all_reduce: sums a 1-D float64 tensor over the ranks in place; called once, and once more if the first
         sum is not finite.
     extra: (k,) or () real; summed over the ranks in the same call. It has no say in found_inf.
+    squares: adds up the squares of 1-D gradients of this rank, () float64, where somebody can do it faster than torch
+        (zoptim.sum_of_squares); the bits of the norm are then its bits.
 
     Waits for the device once. TypeError or ValueError with the index of a gradient that does not fit.
     """
@@ -83,14 +86,14 @@ def inspect(
     with torch.no_grad():
         passengers = torch.empty(0) if extra is None else extra.detach().reshape(-1)
         device = grads[0].device if grads else passengers.device
-        squares = _total(_first_read(shards), device)
-        vector = torch.cat([squares, passengers.to(device, torch.float64)])
+        own = _total(_first_read(shards), device) if squares is None else squares(shards).view(1)
+        vector = torch.cat([own.to(device), passengers.to(device, torch.float64)])
         all_reduce(vector)
         norm = vector[0].sqrt()
         if not math.isfinite(norm.item()):
-            squares = _total(_exact_squares(shards, _SECOND_READ_SCALE), device)
-            all_reduce(squares)
-            norm = squares[0].sqrt() / _SECOND_READ_SCALE
+            own = _total(_exact_squares(shards, _SECOND_READ_SCALE), device)
+            all_reduce(own)
+            norm = own[0].sqrt() / _SECOND_READ_SCALE
         found_inf = torch.isfinite(norm).logical_not().float()
     return GradientStats(norm, found_inf, vector[1:])
 

@@ -19,7 +19,6 @@ from zengine.config.table import (
 
 COUNT = whole(0)
 ALWAYS_OFFERED = "every torch optimizer is accepted"
-STAGE_3 = "for ZeRO stage 3 only"
 NVME = "for offload to NVMe, which is not available yet"
 
 TOP: dict[str, Entry] = {
@@ -119,8 +118,6 @@ OFFLOAD_PARAM = Section(
     off=("none", None),
 )
 
-LEAF_MODULE = Section(keys=all_without_effect(STAGE_3, classes=LIST, names=LIST, name_suffixes=LIST))
-
 ZENFLOW = Section(
     why_not="ZenFlow is not available yet",
     keys=all_without_effect(
@@ -157,23 +154,14 @@ ZERO: dict[str, Entry] = {
     "parameter_alignment": no_effect(TRUTH, why="the layout decides the padding"),
     "elastic_checkpoint": no_effect(TRUTH, why="every checkpoint loads at any world size"),
     "legacy_stage1": limited(TRUTH, False, why="the old stage 1"),
-    **all_without_effect(
-        STAGE_3,
-        sub_group_size=COUNT,
-        stage3_prefetch_bucket_size=COUNT,
-        stage3_param_persistence_threshold=COUNT,
-        stage3_model_persistence_threshold=COUNT,
-        stage3_max_live_parameters=COUNT,
-        stage3_max_reuse_distance=COUNT,
-        stage3_module_granularity_threshold=COUNT,
-        stage3_use_all_reduce_for_fetch_params=TRUTH,
-        stage3_allgather_sequential=TRUTH,
-        memory_efficient_linear=TRUTH,
-        override_module_apply=TRUTH,
-        log_trace_cache_warnings=TRUTH,
-    ),
+    "sub_group_size": no_effect(COUNT, why="the optimizer updates unit by unit"),
+    "stage3_module_granularity_threshold": no_effect(COUNT, why="units are chosen by size, see stage3_unit_size"),
+    "stage3_use_all_reduce_for_fetch_params": no_effect(TRUTH, False, why="units are always all-gathered"),
+    "stage3_allgather_sequential": no_effect(TRUTH, False, why="units are gathered in the order of their use"),
+    "memory_efficient_linear": no_effect(TRUTH, True, why="saved weights are addresses for every module"),
+    "override_module_apply": no_effect(TRUTH, why="no method of torch is replaced"),
+    "log_trace_cache_warnings": no_effect(TRUTH, False, why="a step that goes another way costs no more than time"),
     "stage3_gather_16bit_weights_on_model_save": no_effect(TRUTH, why="saving never needs it"),
-    "leaf_module": LEAF_MODULE,
     "zero_hpz_partition_size": limited(whole(1), 1, why="a secondary shard in each node (ZeRO++)"),
     "zero_quantized_weights": limited(TRUTH, False, why=QUANTIZED),
     "zero_quantized_nontrainable_weights": limited(TRUTH, False, why=QUANTIZED),

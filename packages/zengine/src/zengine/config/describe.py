@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -62,10 +63,22 @@ def _reduction_rows(plan: Plan) -> Iterator[Row]:
     yield "zero_optimization.overlap_comm", zero.overlap
     yield "zero_optimization.reduce_at", zero.reduce_at.value
     yield "zero_optimization.ignore_unused_parameters", zero.ignore_unused
+    yield "zero_optimization.stage3_prefetch_bucket_size", zero.prefetch_numel
+    yield "zero_optimization.stage3_param_persistence_threshold", zero.persist_numel
+    yield "zero_optimization.stage3_model_persistence_threshold", _unlimited(zero.persist_total_numel)
+    yield "zero_optimization.stage3_max_live_parameters", zero.max_live_numel
+    yield "zero_optimization.stage3_max_reuse_distance", zero.max_reuse_numel
+    yield "zero_optimization.stage3_unit_size", zero.unit_numel or "(from the model's size)"
+    for kind in ("classes", "names", "name_suffixes"):
+        yield f"zero_optimization.leaf_module.{kind}", ", ".join(zero.leaves) or "(none)"
     yield "communication_data_type", plan.precision.reduce
     yield "gradient_allreduce_op", zero.averaging.operation
     yield "prescale_gradients", zero.averaging.prescale
     yield "gradient_predivide_factor", zero.averaging.predivide
+
+
+def _unlimited(numel: int) -> object:
+    return "(unlimited)" if numel == sys.maxsize else numel
 
 
 def _telemetry_rows(plan: Plan) -> Iterator[Row]:

@@ -25,7 +25,9 @@ SECTIONS: dict[str, Entry] = {
     "amp": training.AMP,
     "torch_autocast": training.AUTOCAST,
     "data_types": honoured(schema.DataTypes, training.DATA_TYPES),
-    "zero_optimization": honoured(schema.Zero, training.ZERO, shorthand=training.ZERO_SHORTHAND),
+    "zero_optimization": honoured(
+        schema.Zero, {**training.ZERO, "leaf_module": honoured(schema.LeafModule)}, shorthand=training.ZERO_SHORTHAND
+    ),
     "aio": training.AIO,
     "checkpoint": honoured(schema.CheckpointSettings, training.CHECKPOINT),
     "nebula": training.NEBULA,

@@ -147,6 +147,13 @@ def _zero(settings: Settings, precision: Precision) -> ZeroPolicy:
         reduce_at=ReduceAt(zero.reduce_at),
         overlap=zero.overlap_comm,
         ignore_unused=zero.ignore_unused_parameters,
+        unit_numel=zero.stage3_unit_size,
+        persist_numel=zero.stage3_param_persistence_threshold,
+        persist_total_numel=zero.stage3_model_persistence_threshold,
+        prefetch_numel=zero.stage3_prefetch_bucket_size,
+        max_live_numel=zero.stage3_max_live_parameters,
+        max_reuse_numel=zero.stage3_max_reuse_distance,
+        leaves=(*zero.leaf_module.classes, *zero.leaf_module.names, *zero.leaf_module.name_suffixes),
     )
 
 

@@ -8,6 +8,7 @@ needs to know whether a default was typed asks `Config.given`.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import attrs
 
 from zengine.config.kinds import (
     DTYPE,
+    LIST,
     MAPPING,
     TEXT,
     TRUTH,
@@ -33,11 +35,9 @@ def _read_stage(value: object) -> int:
     try:
         stage: int = whole(-math.inf).read(value)
     except Mismatch as mismatch:
-        raise Mismatch(mismatch.reason.replace("a whole number", "0, 1 or 2"), mismatch.suggestion) from None
-    if stage == 3:
-        raise Mismatch("ZeRO stage 3 is not available yet", "Use stage 2: states and gradients are sharded.")
-    if stage not in (0, 1, 2):
-        raise Mismatch("must be 0, 1 or 2")
+        raise Mismatch(mismatch.reason.replace("a whole number", "0, 1, 2 or 3"), mismatch.suggestion) from None
+    if stage not in (0, 1, 2, 3):
+        raise Mismatch("must be 0, 1, 2 or 3")
     return stage
 
 
@@ -49,8 +49,14 @@ def _read_interval(value: object) -> int:
     return interval
 
 
+def _read_names(value: object) -> tuple[str, ...]:
+    names: Any = LIST.read(value)
+    return tuple(TEXT.read(name) for name in names)
+
+
 BATCH = null_or(whole(1), 0)
-STAGE = Kind("0, 1 or 2", _read_stage)
+STAGE = Kind("0, 1, 2 or 3", _read_stage)
+NAMES = Kind("a list of names", _read_names)
 INTERVAL = Kind("a whole number >= 0", _read_interval)
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -101,16 +107,33 @@ class DataTypes:
 
 
 @attrs.frozen(kw_only=True)
+class LeafModule:
+    """zero_optimization.leaf_module: modules that stage 3 gathers as one, whatever their size."""
+
+    classes: tuple[str, ...] = setting(NAMES, (), "their classes, with or without the path")
+    names: tuple[str, ...] = setting(NAMES, (), "their paths in the model")
+    name_suffixes: tuple[str, ...] = setting(NAMES, (), "what their paths end with")
+
+
+@attrs.frozen(kw_only=True)
 class Zero:
     """zero_optimization: what each rank keeps."""
 
-    stage: int = setting(STAGE, 0, "0: everything, 1: sharded optimizer states, 2: sharded gradients too")
+    stage: int = setting(STAGE, 0, "0: everything; sharded are 1: optimizer states, 2: gradients too, 3: weights too")
     reduce_bucket_size: int = setting(whole(1), 0, "elements reduced at once; default: derived from the model")
     # DeepSpeed's default is false below stage 3; here overlap changes no bit of the result.
     overlap_comm: bool = setting(null_or(TRUTH, True), True, "reduce while backward still runs")
     # Ours: DeepSpeed has no such key. "micro_step" makes stages 0, 1 and 2 equal bit for bit.
     reduce_at: str = setting(choice("micro_step", "boundary"), "micro_step", "exchange after each backward, or once")
     ignore_unused_parameters: bool = setting(TRUTH, True, "false: a parameter without gradient is an error")
+    stage3_prefetch_bucket_size: int = setting(whole(0), 50_000_000, "elements gathered ahead of their use")
+    stage3_param_persistence_threshold: int = setting(whole(0), 100_000, "smaller parameters are never sharded")
+    stage3_model_persistence_threshold: int = setting(whole(0), sys.maxsize, "elements of all those together")
+    stage3_max_live_parameters: int = setting(whole(0), 1_000_000_000, "elements kept gathered after the forward")
+    stage3_max_reuse_distance: int = setting(whole(0), 1_000_000_000, "elements used until then, else not kept")
+    # Ours: DeepSpeed gathers module by module.
+    stage3_unit_size: int = setting(whole(0), 0, "elements gathered as one at most; default: derived from the model")
+    leaf_module: LeafModule = attrs.field(factory=lambda: LeafModule())
 
 
 @attrs.frozen(kw_only=True)
