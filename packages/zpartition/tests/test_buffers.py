@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from zpartition.buffers import BufferPool
+import zcomm
+from zcomm.testing import run_ranks
+from zpartition.buffers import Arena, BufferPool, flat_zeros
 
 
 def test_the_smallest_fitting_buffer_is_reused():
@@ -30,3 +32,42 @@ def test_bytes_are_counted_until_cleared():
     pool.give_back(free)
     pool.clear()
     assert pool.total_bytes == kept.nbytes
+
+
+def test_an_arena_is_cut_front_to_back_and_given_back_at_once() -> None:
+    arena = Arena(torch.full((256,), 7, dtype=torch.uint8))
+    first, second = arena.cut(9, torch.float32), arena.cut(16, torch.float32)
+    assert first is not None
+    assert second is not None
+    assert (first.sum(), second.data_ptr() - first.data_ptr()) == (0, 64)
+    assert arena.cut(40, torch.float32) is None
+    first.fill_(1.0)
+    arena.rewind()
+    again = arena.cut(9, torch.float32)
+    assert again is not None
+    assert again.data_ptr() == first.data_ptr()
+    assert not again.any()
+
+
+def test_a_pool_takes_from_its_arena_while_there_is_room() -> None:
+    pool = BufferPool(torch.device("cpu"), Arena(torch.zeros(256, dtype=torch.uint8)))
+    inside, outside = pool.make(32, torch.float32), pool.make(64, torch.float32)
+    assert inside.untyped_storage().data_ptr() == pool.arena.memory.untyped_storage().data_ptr()
+    assert outside.untyped_storage().data_ptr() != inside.untyped_storage().data_ptr()
+    pool.give_back(inside)
+    pool.clear()
+    assert pool.arena.used_bytes > 0, "one is still in use"
+    pool.give_back(outside)
+    pool.clear()
+    assert pool.arena.used_bytes == 0
+
+
+def _lies_in_shared_memory() -> bool:
+    memory = flat_zeros(1000, torch.float32, torch.device("cpu"), None)
+    memory += zcomm.group_rank()
+    zcomm.all_reduce(memory)
+    return bool((memory == 1).all())
+
+
+def test_flat_memory_is_reduced_where_it_lies() -> None:
+    assert run_ranks(_lies_in_shared_memory, 2) == [True, True]

@@ -16,7 +16,8 @@ def make(dtype: torch.dtype, rank: int = 0, num_shards: int = 1) -> tuple[Bucket
     specs = [ParamSpec(name, tuple(p.shape), dtype) for name, p in params.items()]
     bucket = plan_layout(specs, world_size=num_shards, num_shards=num_shards).buckets[0]
     ordered = tuple(params[slot.name] for slot in bucket.slots)
-    return BucketStorage.create(bucket, ordered, ZeroPolicy(), rank), params
+    flat = torch.zeros(bucket.numel, dtype=bucket.dtype)
+    return BucketStorage.create(bucket, ordered, ZeroPolicy(), rank, flat), params
 
 
 def test_parameters_become_views_with_the_same_values_and_identity():

@@ -22,7 +22,7 @@ from zengine.initialize import initialize
 from zengine.report import StepReport
 from zengine.verdict import LossScaleExhausted
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CallOrderError",

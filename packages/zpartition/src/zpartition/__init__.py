@@ -31,7 +31,7 @@ from zpartition.shard import Shard
 from zpartition.sharding import shard
 from zpartition.state import Holder
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Averaging",

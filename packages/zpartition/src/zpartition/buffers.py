@@ -2,6 +2,9 @@
 
 The first touch of a fresh page costs several times a write to a warm one, so buffers are kept over steps
 instead of being freed, and at stage 2 a few of them serve all buckets in turn.
+
+On CPUs they are cut from an `Arena`, which the ranks of one host have all mapped: what lies there is reduced where it
+is, without a copy.  Which part of it a bucket gets may differ between ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +13,46 @@ from typing import final
 
 import attrs
 import torch
+from torch.distributed import ProcessGroup
+
+import zcomm
+
+_LINE_BYTES = 64
+
+
+def flat_zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> torch.Tensor:
+    """Flat memory for weights, which collectives read in place where they can; a collective itself."""
+    if device.type == "cpu" and zcomm.group_size(group) > 1:
+        return zcomm.shared_empty(numel, dtype, group)
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+@final
+@attrs.define(eq=False)
+class Arena:
+    """Memory that buffers are cut from, front to back; given back all at once."""
+
+    memory: torch.Tensor  # (bytes,) uint8
+    used_bytes: int = 0
+
+    @classmethod
+    def create(cls, num_bytes: int, device: torch.device, group: ProcessGroup | None) -> Arena:
+        """Where ranks cannot map each other's memory it has none, and buffers are made one by one; a collective."""
+        maps = device.type == "cpu" and zcomm.group_size(group) > 1
+        return cls(flat_zeros(num_bytes if maps else 0, torch.uint8, device, group))
+
+    def cut(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """A zeroed buffer; None when there is no room."""
+        end = self.used_bytes + numel * dtype.itemsize
+        if end > self.memory.numel():
+            return None
+        found = self.memory[self.used_bytes : end].view(dtype).zero_()
+        self.used_bytes = -(-end // _LINE_BYTES) * _LINE_BYTES
+        return found
+
+    def rewind(self) -> None:
+        """Nothing of it is in use any more."""
+        self.used_bytes = 0
 
 
 @final
@@ -21,6 +64,7 @@ class BufferPool:
     """
 
     device: torch.device
+    arena: Arena = attrs.field(factory=lambda: Arena(torch.empty(0, dtype=torch.uint8)))
     free: list[torch.Tensor] = attrs.field(factory=list)
     num_made: int = 0  # buffers that exist, free or not
     total_bytes: int = 0  # of those: they live as long as the pool, unless cleared
@@ -36,7 +80,8 @@ class BufferPool:
 
     def make(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A new zeroed buffer of exactly `numel` elements, owned by the caller until `give_back`."""
-        buffer = torch.zeros(numel, dtype=dtype, device=self.device)
+        cut = self.arena.cut(numel, dtype)
+        buffer = torch.zeros(numel, dtype=dtype, device=self.device) if cut is None else cut
         self.total_bytes += buffer.nbytes
         self.num_made += 1
         return buffer
@@ -50,3 +95,5 @@ class BufferPool:
         self.total_bytes -= sum(buffer.nbytes for buffer in self.free)
         self.num_made -= len(self.free)
         self.free.clear()
+        if not self.num_made:
+            self.arena.rewind()

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from zpartition.layout import Bucket, Layout
-from zpartition.policy import ReduceAt, ZeroPolicy
-from zpartition.reducer import IN_FLIGHT_LIMIT, reduce_at
+from zpartition.policy import ZeroPolicy
+from zpartition.reducer import buffer_bytes
 from zpartition.sharding import plan_layouts
 
 __all__ = ["MemoryPlan", "plan"]
@@ -91,7 +91,7 @@ def plan(
         masters=sum(b.span_numel * policy.master_for(b.dtype).itemsize for b in trained.buckets if is_narrow(b)),
         accumulators=sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in kept),
         states=round(sum(b.span_numel * sizes[b.dtype] for b in trained.buckets)),
-        buckets=_bucket_bytes(trained, policy),
+        buckets=buffer_bytes(trained, policy),
         gathered_units=_gathered_bytes(buckets, policy),
         padding=sum((_resting_numel(b) - _used(b)) * b.dtype.itemsize for b in buckets),
     )
@@ -117,17 +117,6 @@ def _kept(layout: Layout, policy: ZeroPolicy) -> list[Bucket]:
         return layout.num_shards == 1 and (alone or wire == local)
 
     return [bucket for bucket in layout.buckets if not travels_as_kept(bucket)]
-
-
-def _bucket_bytes(layout: Layout, policy: ZeroPolicy) -> int:
-    """Buffers of gradients: one for each bucket where they are kept or fill over micro-steps, else a few for all."""
-    if not layout.buckets:
-        return 0
-    fills = reduce_at(policy, layout) is ReduceAt.BOUNDARY
-    if layout.num_shards == 1 or fills:
-        return sum(b.numel * (policy.accumulate_for(b.dtype) if fills else b.dtype).itemsize for b in layout.buckets)
-    largest = max(bucket.numel * bucket.dtype.itemsize for bucket in layout.buckets)
-    return (IN_FLIGHT_LIMIT + 1) * largest
 
 
 def _gathered_bytes(buckets: tuple[Bucket, ...], policy: ZeroPolicy) -> int:

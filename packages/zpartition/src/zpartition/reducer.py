@@ -38,7 +38,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 import zcomm
-from zpartition.buffers import BufferPool
+from zpartition.buffers import Arena, BufferPool
 from zpartition.gradient import BucketGradient, Phase
 from zpartition.layout import Bucket, Layout
 from zpartition.policy import ReduceAt, ZeroPolicy
@@ -108,7 +108,7 @@ class GradientReducer:
 
         `tell` is given the index of each bucket whose gradients have all arrived in a backward.
         """
-        pool = BufferPool(device)
+        pool = BufferPool(device, Arena.create(buffer_bytes(layout, policy), device, group))
         accumulating = reduce_at(policy, layout) is ReduceAt.BOUNDARY
         gradients = tuple(
             BucketGradient(
@@ -337,6 +337,18 @@ def _factors(policy: ZeroPolicy, layout: Layout, bucket: Bucket) -> _Factors:
     if is_wide and reduce_at(policy, layout) is ReduceAt.MICRO_STEP:
         return _Factors(before * after, 1.0, 1.0)
     return _Factors(1.0, before, after)
+
+
+def buffer_bytes(layout: Layout, policy: ZeroPolicy) -> int:
+    """The most that buffers of gradients need: one for each bucket where they are kept or fill over micro-steps, else
+    a few for all.
+    """
+    if not layout.buckets:
+        return 0
+    fills = reduce_at(policy, layout) is ReduceAt.BOUNDARY
+    if layout.num_shards == 1 or fills:
+        return sum(b.numel * (policy.accumulate_for(b.dtype) if fills else b.dtype).itemsize for b in layout.buckets)
+    return (IN_FLIGHT_LIMIT + 1) * max(bucket.numel * bucket.dtype.itemsize for bucket in layout.buckets)
 
 
 def reduce_at(policy: ZeroPolicy, layout: Layout) -> ReduceAt:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 import zcomm
-from zpartition.buffers import BufferPool
+from zpartition.buffers import BufferPool, flat_zeros
 from zpartition.layout import Bucket, Piece
 from zpartition.policy import ZeroPolicy
 from zpartition.storage import BucketStorage
@@ -66,7 +66,7 @@ class ShardedStorage:
             full[slot.offset : slot.end].view(slot.shape).copy_(param.data)
         zcomm.broadcast(full, group, source=0, label=f"weights of unit {bucket.unit!r}")
         lo, hi = bucket.span(zcomm.group_rank(group))
-        own = full[lo:hi].clone()
+        own = flat_zeros(hi - lo, bucket.dtype, full.device, group).copy_(full[lo:hi])
         master = Parameter(own.to(policy.master_for(bucket.dtype)), requires_grad=params[0].requires_grad)
         poison = torch.full((), torch.nan, dtype=bucket.dtype, device=own.device)
         storage = cls(
@@ -187,4 +187,5 @@ def make_storage(
     if bucket.unit is not None:
         return ShardedStorage.of(bucket, params, policy, group)
     members = tuple(params[slot.name] for slot in bucket.slots)
-    return BucketStorage.create(bucket, members, policy, zcomm.group_rank(group))
+    flat = flat_zeros(bucket.numel, bucket.dtype, members[0].device, group)
+    return BucketStorage.create(bucket, members, policy, zcomm.group_rank(group), flat)

@@ -32,9 +32,10 @@ class BucketStorage:
     master: Parameter  # (span numel,) master dtype: a view of `flat`, or memory of its own
 
     @classmethod
-    def create(cls, bucket: Bucket, params: tuple[Parameter, ...], policy: ZeroPolicy, rank: int) -> BucketStorage:
-        """Move `params` into a new flat buffer; their values, shapes and identities stay."""
-        flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=params[0].device)
+    def create(
+        cls, bucket: Bucket, params: tuple[Parameter, ...], policy: ZeroPolicy, rank: int, flat: torch.Tensor
+    ) -> BucketStorage:
+        """Move `params` into `flat`, (bucket.numel,) zeros; their values, shapes and identities stay."""
         for slot, param in zip(bucket.slots, params):
             view = flat[slot.offset : slot.end].view(slot.shape)
             view.copy_(param.data)

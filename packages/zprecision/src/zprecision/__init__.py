@@ -11,7 +11,7 @@ from zprecision.policy import BF16, FP16, FP32, Precision, measure_bf16_speedup
 from zprecision.rules import DynamicScaling, Scaling, StaticScaling, Unscaled
 from zprecision.scaling import DynamicScaler, NoScaling, Scaler, StaticScaler, make_scaler
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BF16",

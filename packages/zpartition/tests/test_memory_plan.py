@@ -1,0 +1,98 @@
+"""The plan of memory: what it says, and that a live partition holds as much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import zpartition
+from zcomm.testing import run_ranks
+from zpartition import ZeroPolicy
+
+
+class Net(nn.Module):
+    """Blocks, a frozen layer, and a parameter of the root."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(500, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(4))
+        self.frozen = nn.Linear(64, 64)
+        self.frozen.requires_grad_(False)
+        self.gain = nn.Parameter(torch.ones(64))
+        self.to(dtype)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * self.gain
+        for block in self.blocks:
+            x = x + block(x)
+        return self.frozen(x).float().square().mean()
+
+
+def adamw(params: list[Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params)
+
+
+def policy(stage: int) -> ZeroPolicy:
+    return ZeroPolicy(stage=stage, bucket_numel=40_000, unit_numel=40_000, persist_numel=300, max_live_numel=0)
+
+
+def _live(stage: int, dtype: torch.dtype) -> tuple[dict[str, int], int]:
+    model = Net(dtype)
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    partition = zpartition.shard(model, optimizer, policy=policy(stage))
+    for _ in range(3):
+        with partition.micro_step():
+            model(torch.arange(8)).backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step)
+        partition.zero_grad()
+    return partition.ledger(), partition.residence.peak_numel * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_live_partition_holds_what_the_plan_says(stage: int, dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        model = Net(dtype)
+    planned = zpartition.plan(model, policy=policy(stage), world_size=2, optimizer=adamw)
+    for ledger, peak in run_ranks(_live, 2, stage, dtype):
+        for owner in ("parameters", "masters", "accumulators", "states"):
+            assert ledger[owner] == pytest.approx(planned.ledger()[owner], rel=0.02), owner
+        assert ledger["buckets"] <= planned.buckets
+        assert ledger["gathered units"] <= planned.gathered_units
+        assert peak <= planned.gathered_units
+
+
+@pytest.mark.parametrize(("stage", "bytes_per_param"), [(0, 16), (1, 4 + 12 / 8), (2, 4 + 12 / 8), (3, 16 / 8)])
+def test_model_states_follow_the_formula(stage: int, bytes_per_param: float) -> None:
+    """16 bytes a parameter in fp32, split as each stage says; at stage 0 gradients are the buckets themselves."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    strict = ZeroPolicy(stage=stage, persist_numel=0)
+    planned = zpartition.plan(model, policy=strict, world_size=8, optimizer=adamw)
+    gradients = planned.buckets if stage == 0 else 0
+    numel = sum(p.numel() for p in model.parameters())
+    assert planned.model_states_bytes + gradients == pytest.approx(bytes_per_param * numel, rel=0.02)
+
+
+def test_it_is_printed_as_a_table() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1024, 1024)
+    text = str(zpartition.plan(model, policy=ZeroPolicy(stage=2), world_size=2, optimizer=adamw))
+    assert text.splitlines()[0].split() == ["parameters", "4.0", "MiB"]
+    assert text.splitlines()[-1].startswith("total")
+
+
+def test_states_are_those_of_the_optimizer_that_is_given() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1024, 1024)
+    plain: Any = zpartition.plan(model, policy=ZeroPolicy(), world_size=1)
+    momentum = zpartition.plan(
+        model, policy=ZeroPolicy(), world_size=1, optimizer=lambda p: torch.optim.SGD(p, momentum=0.9)
+    )
+    assert (plain.states, momentum.states / momentum.parameters) == (0, 1.0)
