@@ -98,14 +98,14 @@ def _clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[],
 
 CONTENDERS: dict[str, Contender] = {
     "forward + backward alone": _plain,
-    "ours, stage 0": _engine(0),
-    "ours, stage 1": _engine(1),
-    "ours, stage 2": _engine(2),
-    "ours, stage 3": _engine(3),
+    "ours stage 0": _engine(0),
+    "ours stage 1": _engine(1),
+    "ours stage 2": _engine(2),
+    "ours stage 3": _engine(3),
     "DDP + torch AdamW": _ddp,
     "FSDP2 + torch AdamW": _fsdp2,
-    "DeepSpeed, stage 2": _deepspeed(2),
-    "DeepSpeed, stage 3": _deepspeed(3),
+    "DeepSpeed stage 2": _deepspeed(2),
+    "DeepSpeed stage 3": _deepspeed(3),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import statistics
 import threading
@@ -37,18 +38,19 @@ class Sample:
     forward_ms: float
     backward_ms: float
     step_ms: float
-    peak_mib: float  # resident memory gained over that before it was made
+    peak_mib: float  # memory gained over that before it was made, at most, in a step
 
 
 def measure(name: str, setting: Setting) -> Sample:
     """Build a contender on this rank, warm it up, train it."""
     torch.set_num_threads(1)
     gc.collect()
-    before = _resident_mib()
-    peak = _Peak()
+    ctypes.CDLL(None).malloc_trim(0)  # what the one before has freed is not this one's to reuse unseen
+    before = _pss_mib()
     forward, backward, step, close = contenders.CONTENDERS[name](setting.shape, setting.bf16)
     times: list[tuple[float, float, float]] = []
-    for index in range(setting.steps + 2):
+    for index in range(setting.steps + 3):
+        peak = _Peak() if index == setting.steps + 2 else None  # looking costs time: in the last step, not counted
         tokens = models.batch(setting.shape, setting.micro_batch, setting.tokens, index * 97 + zcomm.group_rank())
         zcomm.barrier()
         began = time.perf_counter()
@@ -59,9 +61,10 @@ def measure(name: str, setting: Setting) -> Sample:
         step()
         ended = time.perf_counter()
         times.append((forwarded - began, backwarded - forwarded, ended - backwarded))
+    assert peak is not None
     peak_mib = peak.stop() - before
     close()
-    medians = [1e3 * statistics.median(column) for column in zip(*times[2:])]
+    medians = [1e3 * statistics.median(column) for column in zip(*times[2:-1])]
     return Sample(forward_ms=medians[0], backward_ms=medians[1], step_ms=medians[2], peak_mib=peak_mib)
 
 
@@ -98,7 +101,7 @@ def floors(setting: Setting) -> dict[str, float]:
 
 
 class _Peak:
-    """The most resident memory while it runs, looked at every 10 ms."""
+    """The most memory while it runs, looked at every 20 ms."""
 
     def __init__(self) -> None:
         self._most, self._done = 0.0, threading.Event()
@@ -112,10 +115,11 @@ class _Peak:
         return self._most
 
     def _look(self) -> None:
-        while not self._done.wait(0.01):
-            self._most = max(self._most, _resident_mib())
+        while not self._done.wait(0.02):
+            self._most = max(self._most, _pss_mib())
 
 
-def _resident_mib() -> float:
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * 4096 / 2**20
+def _pss_mib() -> float:
+    """Resident memory of this process, where what n processes share counts 1/n for each."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024

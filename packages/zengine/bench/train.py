@@ -2,14 +2,14 @@
 """How long a training step takes: the engine at every stage beside DDP, FSDP2 and DeepSpeed (when installed).
 
     python packages/zengine/bench/train.py                   GPT-2's 124M shape, 2 CPU ranks of one thread, fp32
-    python packages/zengine/bench/train.py --bf16 --only "ours, stage 3,FSDP2 + torch AdamW"
+    python packages/zengine/bench/train.py --bf16 --only "ours stage 3,FSDP2 + torch AdamW"
     python packages/zengine/bench/train.py --quick           a small model: to see that everything works
 
 Contenders take turns, `--rounds` times; each is made anew, warms up, and trains `--steps` steps.  All clip the norm
-of the gradient at 1.  Printed: medians of forward, backward and step in ms on rank 0, the ratio to DDP, the peak
-of resident memory that a rank gained.  The first row is what nobody can do without: the arithmetic of the model,
-with both ranks busy.  The floor adds to it the bytes that stage 2 must move (one reduce-scatter and one all-gather
-through shared memory) and the update of this rank's share.
+of the gradient at 1.  Printed: medians of forward, backward and step in ms on rank 0, the ratio to DDP, and the most
+memory that a rank holds in a step (weights, gradients, states, activations; shared pages count once).  The first row
+is what nobody can do without: the arithmetic of the model, with both ranks busy.  The floor adds to it the bytes
+that stage 2 must move (one reduce-scatter and one all-gather through shared memory) and the update of its share.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _facts(options: argparse.Namespace, setting: Setting, floor_ms: dict[str, fl
 
 def _parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--only", type=lambda words: words.split(","), help="contenders, by name")
+    result.add_argument("--only", type=_known, help="contenders, by name")
     result.add_argument("--bf16", action="store_true")
     result.add_argument("--quick", action="store_true")
     result.add_argument("--ranks", type=int, default=2)
@@ -113,6 +113,13 @@ def _parser() -> argparse.ArgumentParser:
     result.add_argument("--results", type=Path, default=RESULTS)
     result.add_argument("--name", default="train")
     return result
+
+
+def _known(words: str) -> list[str]:
+    given = words.split(",")
+    if wrong := [word for word in given if word not in contenders.CONTENDERS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: it takes {', '.join(contenders.CONTENDERS)}")
+    return given
 
 
 if __name__ == "__main__":
