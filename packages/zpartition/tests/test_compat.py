@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
-from zpartition.compat import is_in_backward, outer_saved_tensor_hooks
+from zpartition.compat import is_in_backward, outer_saved_tensor_hooks, swap, truncated_normal_through
 
 
 def test_the_innermost_hooks_are_told() -> None:
@@ -23,6 +24,24 @@ def test_the_innermost_hooks_are_told() -> None:
         assert found is not None
         assert found == (pack, unpack)
     assert outer_saved_tensor_hooks() is None
+
+
+def test_tensors_swap_what_they_are_even_if_referred_to_weakly() -> None:
+    tensor, other = torch.nn.Parameter(torch.empty(2, device="meta")), torch.nn.Parameter(torch.ones(2))
+    reference = weakref.ref(tensor)
+    swap(tensor, other)
+    assert (tensor.device.type, other.device.type, reference() is tensor) == ("cpu", "meta", True)
+    tensor.sum().backward()
+    assert tensor.grad is not None
+
+
+def test_truncated_normals_go_through_a_function_of_ours_inside_the_block() -> None:
+    seen = []
+    with truncated_normal_through(lambda function, tensor, *args, **kwargs: seen.append(tensor) or tensor):
+        torch.nn.init.trunc_normal_(torch.zeros(3))
+    assert [tensor.shape for tensor in seen] == [(3,)]
+    filled = torch.nn.init.trunc_normal_(torch.zeros(3))
+    assert bool(filled.any())
 
 
 def test_a_running_backward_is_seen() -> None:

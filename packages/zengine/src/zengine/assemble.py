@@ -44,10 +44,11 @@ class Client:
 def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, group: ProcessGroup | None) -> Parts:
     """Build every part for `plan`; `module` is moved to the device, cast, and partitioned over `group`."""
     loader = make_training_loader(client, plan, group)
-    plan.precision.cast_module(module.to(world.device))
+    with zpartition.recording(module):  # of a module without memory; see zpartition.Init
+        plan.precision.cast_module(module.to(world.device))
     optimizer = make_optimizer(module, client, plan)
     check_agreement(module, optimizer, plan, group)
-    partition = zpartition.shard(module, optimizer, policy=plan.zero, group=group)
+    partition = zpartition.shard(module, optimizer, policy=plan.zero, group=group, device=world.device)
     try:
         return _around(partition, optimizer, loader, client, plan, world)
     except BaseException:

@@ -22,6 +22,7 @@ from zpartition.access import (
     safe_set_local_optimizer_state,
 )
 from zpartition.addressing import make_state, state_shards
+from zpartition.deferred import Init, recording
 from zpartition.gathered import gathered
 from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
 from zpartition.memory_plan import MemoryPlan, plan
@@ -37,6 +38,7 @@ __all__ = [
     "Averaging",
     "Bucket",
     "Holder",
+    "Init",
     "Layout",
     "MemoryPlan",
     "ParamSpec",
@@ -50,6 +52,7 @@ __all__ = [
     "make_state",
     "plan",
     "plan_layout",
+    "recording",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["Hooks", "is_in_backward", "outer_saved_tensor_hooks"]
+__all__ = ["Hooks", "is_in_backward", "outer_saved_tensor_hooks", "swap", "truncated_normal_through"]
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # pack, unpack
+
+
+def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange what two tensors are (device, dtype, memory); each Python object stays where it is referred to.
+
+    torch.utils.swap_tensors does it too, but refuses tensors that Python refers to weakly, as RNNs do with theirs.
+    """
+    swap_impl = getattr(torch._C, "_swap_tensor_impl", None)
+    if swap_impl is None:
+        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    else:
+        swap_impl(tensor, other)
+
+
+@contextmanager
+def truncated_normal_through(record: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Inside, `torch.nn.init.trunc_normal_` hands its work to `record(function, tensor, ...)`.
+
+    It draws again until everything is in range, and so looks at values; the other initialisations do not.
+    """
+    original = getattr(torch.nn.init, "_no_grad_trunc_normal_", None)
+    if original is None:
+        yield
+        return
+    torch.nn.init._no_grad_trunc_normal_ = functools.partial(record, original)
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
 
 
 def is_in_backward() -> bool:

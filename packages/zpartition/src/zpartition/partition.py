@@ -30,6 +30,8 @@ from torch.nn import Parameter
 import zcomm
 from zpartition import state
 from zpartition.admission import claim, disclaim, one_device
+from zpartition.deferred import Deferred
+from zpartition.filling import fill_storages
 from zpartition.layout import Layout
 from zpartition.policy import ZeroPolicy
 from zpartition.reducer import GradientReducer
@@ -72,6 +74,7 @@ class Partition:
         layouts: tuple[Layout, Layout],
         policy: ZeroPolicy,
         group: ProcessGroup | None,
+        deferred: Deferred | None = None,
     ) -> Partition:
         """Build the flat buffers and hook the parameters; see `shard`.  `layouts`: of trained and of frozen ones."""
         layout, frozen = layouts
@@ -83,6 +86,10 @@ class Partition:
         storages = tuple(make_storage(bucket, everything, policy, group) for bucket in layout.buckets)
         resting = tuple(ShardedStorage.of(bucket, everything, policy, group) for bucket in frozen.buckets)
         units = [s for s in (*storages, *resting) if isinstance(s, ShardedStorage)]
+        if deferred is not None:
+            fill_storages(deferred, module, [*storages, *resting], group)
+        for unit in units if deferred is None else ():
+            unit.take(group)
         residence = Residence.of(units, policy, group, device)
         watch = Watch.install(module, residence)
         reducer = GradientReducer.create(layout, policy, params, group, device, residence.arrived)

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 import zcomm
 from zpartition.buffers import BufferPool, flat_zeros
-from zpartition.layout import Bucket, Piece
+from zpartition.layout import Bucket, Piece, Slot
 from zpartition.policy import ZeroPolicy
 from zpartition.storage import BucketStorage
 
@@ -60,20 +60,35 @@ class ShardedStorage:
     def create(
         cls, bucket: Bucket, params: tuple[Parameter, ...], policy: ZeroPolicy, group: ProcessGroup | None
     ) -> ShardedStorage:
-        """Cut `params` into spans, rank 0's values counting; the memory that they had is theirs no more."""
-        full = torch.zeros(bucket.numel, dtype=bucket.dtype, device=params[0].device)
-        for slot, param in zip(bucket.slots, params):
-            full[slot.offset : slot.end].view(slot.shape).copy_(param.data)
-        zcomm.broadcast(full, group, source=0, label=f"weights of unit {bucket.unit!r}")
+        """Memory for the span of `params`, which keep theirs until `take` or `take_from`."""
         lo, hi = bucket.span(zcomm.group_rank(group))
-        own = flat_zeros(hi - lo, bucket.dtype, full.device, group).copy_(full[lo:hi])
+        own = flat_zeros(hi - lo, bucket.dtype, params[0].device, group)
         master = Parameter(own.to(policy.master_for(bucket.dtype)), requires_grad=params[0].requires_grad)
         poison = torch.full((), torch.nan, dtype=bucket.dtype, device=own.device)
-        storage = cls(
-            bucket, params, (lo, hi), own, master, tuple(poison.expand(slot.shape) for slot in bucket.slots)
-        )
-        storage._point(storage.hollow)
-        return storage
+        return cls(bucket, params, (lo, hi), own, master, tuple(poison.expand(slot.shape) for slot in bucket.slots))
+
+    def take(self, group: ProcessGroup | None) -> None:
+        """Cut the parameters into spans, rank 0's values counting; the memory that they had is theirs no more."""
+        full = torch.zeros(self.bucket.numel, dtype=self.bucket.dtype, device=self.own_span.device)
+        for slot, param in zip(self.bucket.slots, self.params):
+            full[slot.offset : slot.end].view(slot.shape).copy_(param.data)
+        zcomm.broadcast(full, group, source=0, label=f"weights of unit {self.bucket.unit!r}")
+        self.own_span.copy_(full[self.span[0] : self.span[1]])
+        self.refresh_master()
+        self._point(self.hollow)
+
+    def take_from(self, slot: Slot, values: torch.Tensor) -> None:
+        """Take this rank's part of one parameter's `values`."""
+        self._point(self.hollow)
+        start, stop = max(self.span[0], slot.offset), min(self.span[1], slot.end)
+        if start < stop:
+            part = values.reshape(-1)[start - slot.offset : stop - slot.offset]
+            self.own_span[start - self.span[0] : stop - self.span[0]].copy_(part)
+
+    def refresh_master(self) -> None:
+        """Let the master follow the span."""
+        if not self.shares_master:
+            self.master.data.copy_(self.own_span)
 
     @classmethod
     def of(
@@ -126,8 +141,7 @@ class ShardedStorage:
         """Take what the PRESENT parameters show as the truth: this rank's span of it, and its master."""
         assert self.full is not None
         self.own_span.copy_(self.full[self.span[0] : self.span[1]])
-        if not self.shares_master:
-            self.master.data.copy_(self.own_span)
+        self.refresh_master()
 
     def is_edited(self) -> bool:
         """Whether this rank's span of the PRESENT parameters differs from the truth."""

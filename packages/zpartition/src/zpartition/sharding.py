@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 import zcomm
 from zpartition.admission import named_groups, refuse_owned
+from zpartition.deferred import Deferred
 from zpartition.layout import Layout, ParamSpec, plan_layout
 from zpartition.partition import Partition
 from zpartition.policy import ZeroPolicy
@@ -24,11 +25,13 @@ def shard(
     *,
     policy: ZeroPolicy | None = None,
     group: ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
 ) -> Partition:
     """Partition `module` over the ranks of `group` (None: the default group, or this process alone).
 
     Only parameters that `optimizer` holds and that require a gradient are partitioned (all trainable ones
     when there is no optimizer).  Weights and buffers are made equal to rank 0's.  The optimizer is rebound.
+    A module that was built inside `Init` gets its values now, on `device`; others stay where they are.
 
     Raises:
         ValueError: the module is partitioned already; the optimizer holds parameters of another model; it
@@ -37,9 +40,10 @@ def shard(
     policy = policy or ZeroPolicy()
     for name, param in module.named_parameters():
         refuse_owned(name, param)
+    deferred = Deferred.of(module, torch.device(device))
     groups = named_groups(module, optimizer)
     world_size = zcomm.group_size(group)
-    partition = Partition.create(module, plan_layouts(module, groups, policy, world_size), policy, group)
+    partition = Partition.create(module, plan_layouts(module, groups, policy, world_size), policy, group, deferred)
     if optimizer is not None:
         partition.rebind(optimizer)
     return partition

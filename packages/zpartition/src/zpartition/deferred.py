@@ -1,0 +1,202 @@
+"""Building a model without its memory, and making the weights afterwards, each rank its own part.
+
+    with zpartition.Init():
+        model = GPT(...)                          # parameters on the meta device: shapes, no memory
+    partition = zpartition.shard(model, ...)      # weights as a plain build with this seed makes them
+
+Problem.  A model that fits only when it is sharded cannot be built first; and weights that are drawn shard by shard
+are other weights than those of the unsharded build, so nothing could be compared.
+
+Design.  Inside the block every tensor is made on the meta device, and what would have filled it goes onto a *tape*:
+the operations, in order, and the state of the random generator where somebody seeded it.  `Tape.play` carries them
+out later, in the same order and so with the same random numbers.  Memory is made when an operation writes it and
+given back as soon as the next one would overwrite it (a layer's own initialisation, when the model draws again) or
+when nothing follows: then the finished tensor is delivered, and only this rank's part of it is kept.
+
+What depends on a value cannot be built without values: `.item()` and its kin raise torch's error about meta tensors.
+Numbers that come from elsewhere (`torch.tensor([...])`, numpy) are real at once, and small.
+
+Rejected.  Patching `nn.Module.__init__` (DeepSpeed's way: it outlives the block, and re-initialising parents have to
+be patched too); FakeTensor (its caches and its dispatch cost more than this whole file).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, final
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+import zcomm
+from zpartition import compat
+from zpartition.tape import Key, Ref, Tape, is_meta, key_of
+
+__all__ = ["Deferred", "Init", "recording", "tape_of"]
+
+# What Python calls to read `tensor.is_meta`.
+_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Everything inside goes onto the tape, but for operations on real tensors alone."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if tensors and not is_random and not any(map(is_meta, tensors)):
+            return func(*args, **kwargs)
+        return self.tape.record(func, args, kwargs)
+
+
+class _NotMeta(TorchFunctionMode):
+    """Tensors inside say that they are not on the meta device: torch.nn.init leaves those that say so as they are."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return False if func == _IS_META else func(*args, **(kwargs or {}))
+
+
+# Storage -> the tape that knows it.  Kept until the values are taken: tensors cannot hold it.  A tape is small: meta
+# tensors, and the few real numbers that it was given.
+_tapes: dict[Key, Tape] = {}
+
+
+class Init(AbstractContextManager["Init"]):
+    """Modules built inside have no memory until `shard` gives each rank its part.
+
+    enabled: False makes the block do nothing, so that one script serves both ways.
+    The weights are those that a plain build with the same seed has.  Nothing outlives the block.
+    """
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self.tape = Tape()
+        self._modes = ExitStack()
+        self._enabled = enabled
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            self._modes.enter_context(_Recorder(self.tape))
+            self._modes.enter_context(_NotMeta())
+            self._modes.enter_context(compat.truncated_normal_through(self.tape.record_filling))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._modes.close()
+        for key in self.tape.storages:
+            _tapes[key] = self.tape
+
+
+def tape_of(module: nn.Module) -> Tape | None:
+    """The tape that fills the meta tensors of `module`; None where it has none.
+
+    Raises ValueError for meta tensors that no tape knows.
+    """
+    for name, tensor in _tensors(module):
+        if is_meta(tensor):
+            tape = _tapes.get(key_of(tensor))
+            if tape is None:
+                raise ValueError(
+                    f"{name} is on the meta device, and nothing says what its values are. Build the module inside "
+                    "zpartition.Init(), or load values into it (module.to_empty and load_state_dict) first."
+                )
+            return tape
+    return None
+
+
+@contextmanager
+def recording(module: nn.Module) -> Iterator[None]:
+    """Casting a module that was built inside `Init`, or moving it, inside this block is put onto its tape.
+
+    For other modules the block does nothing.
+    """
+    tape = tape_of(module)
+    if tape is None:
+        yield
+        return
+    with _Recorder(tape):
+        yield
+    for key in tape.storages:
+        _tapes[key] = tape
+
+
+@final
+@attrs.define(eq=False)
+class Deferred:
+    """The values of a module that was built inside `Init`, until somebody takes them."""
+
+    tape: Tape
+    slots: dict[Key, list[tuple[str, Ref]]]  # storage -> names of the module's tensors in it
+
+    @classmethod
+    def of(cls, module: nn.Module, device: torch.device) -> Deferred | None:
+        """Make the parameters and buffers of `module` hollow tensors on `device`; None for an ordinary module.
+
+        Raises ValueError for meta tensors that no tape knows.
+        """
+        tape = tape_of(module)
+        if tape is None:
+            return None
+        slots: dict[Key, list[tuple[str, Ref]]] = {}
+        for name, tensor in list(_tensors(module)):
+            if is_meta(tensor):
+                slots.setdefault(key_of(tensor), []).append((name, Ref.of(tensor)))
+                _make_hollow(tensor, device)
+        for key in tape.storages:
+            _tapes.pop(key, None)
+        return cls(tape, slots)
+
+    def fill(self, take: Callable[[str, Tensor], None], group: ProcessGroup | None) -> None:
+        """`take(name, values)` gets the values of every tensor, on the CPU, in any order.
+
+        All ranks draw rank 0's random numbers.
+        """
+        self._draw_alike(group)
+
+        def deliver(key: Key, content: Tensor) -> None:
+            for name, ref in self.slots[key]:
+                take(name, ref.seen_in(content))
+
+        self.tape.play(deliver, wanted=frozenset(self.slots))
+
+    def _draw_alike(self, group: ProcessGroup | None) -> None:
+        seeded = [index for index, step in enumerate(self.tape.steps) if step.generator is not None]
+        states = [self.tape.steps[index].generator for index in seeded]
+        if zcomm.group_size(group) == 1 or not states:
+            return
+        counts = zcomm.exchange(len(self.tape.steps), group)
+        if len(set(counts)) > 1:
+            raise ValueError(f"the ranks built different modules inside Init: operations by rank: {counts}.")
+        together = torch.stack([state for state in states if state is not None])
+        zcomm.broadcast(together, group, source=0, label="seeds")
+        for index, state in zip(seeded, together):
+            self.tape.steps[index] = attrs.evolve(self.tape.steps[index], generator=state.clone())
+
+
+def _make_hollow(tensor: Tensor, device: torch.device) -> None:
+    """Give a meta tensor, keeping its identity, one NaN on `device` for all of its elements (0 for integers)."""
+    value = torch.nan if tensor.is_floating_point() else 0
+    hollow = torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+    if isinstance(tensor, Parameter):
+        hollow = Parameter(hollow, requires_grad=tensor.requires_grad)
+    compat.swap(tensor, hollow)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

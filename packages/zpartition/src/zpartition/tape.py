@@ -1,0 +1,191 @@
+"""What would have filled a module's tensors, to be carried out later; see deferred.py for what it is good for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+__all__ = ["Key", "Ref", "Tape", "is_meta", "key_of"]
+
+_META = torch.device("meta")
+# In-place operations after which nothing of the old content is left.
+_OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_",
+                         "log_normal_", "cauchy_", "geometric_"})  # fmt: skip
+
+Key = int  # identity of a meta tensor's storage
+
+
+@attrs.frozen(eq=False)
+class Ref:
+    """A meta tensor as it was laid out when an operation met it."""
+
+    key: Key
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Ref:
+        offset = int(tensor.storage_offset())
+        return cls(key_of(tensor), tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), offset)
+
+    def seen_in(self, flat: Tensor) -> Tensor:
+        """The real tensor, in the bytes of its storage."""
+        return flat.view(self.dtype).as_strided(self.size, self.strides, self.offset)
+
+
+@attrs.frozen(eq=False)
+class Step:
+    """One operation."""
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]  # with a Ref in the place of each tensor, like kwargs
+    kwargs: dict[str, Any]
+    outputs: tuple[Ref, ...]
+    touched: frozenset[Key]  # storages that it reads or writes
+    overwritten: Key | None  # one whose old content does not matter to it
+    generator: Tensor | None  # state of the random generator, where it is not what the step before left
+
+
+@final
+@attrs.define(eq=False)
+class Tape:
+    """What would have filled the tensors of a block."""
+
+    steps: list[Step] = attrs.field(factory=list)
+    constants: dict[Key, Tensor] = attrs.field(factory=dict)  # values that were real already
+    storages: dict[Key, Any] = attrs.field(factory=dict)  # kept, so that no identity is used twice
+    generator: Tensor = attrs.field(factory=torch.get_rng_state)  # state when it was last looked at
+    is_random: bool = False  # whether any step draws numbers
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out an operation on the meta device, and note it."""
+        args, kwargs = tree_map_only(Tensor, self._on_meta, (args, kwargs))
+        noted = tree_map_only(Tensor, Ref.of, (args, kwargs))
+        if "device" in kwargs or any(argument.name == "device" for argument in func._schema.arguments):
+            kwargs = {**kwargs, "device": _META}
+        result = func(*args, **kwargs)
+        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        for tensor in (*given, *made):
+            self.storages.setdefault(key_of(tensor), tensor.untyped_storage())
+        keys = set(map(key_of, given))
+        is_view = bool(keys) and not func._schema.is_mutable and all(key_of(tensor) in keys for tensor in made)
+        if not is_view:
+            touched = frozenset(map(key_of, (*given, *made)))
+            is_random = torch.Tag.nondeterministic_seeded in func.tags
+            state = self._reseeded() if is_random else None
+            overwritten, outputs = _overwritten(func, args, given), tuple(map(Ref.of, made))
+            noted_args, noted_kwargs = noted
+            self.steps.append(Step(func, noted_args, noted_kwargs, outputs, touched, overwritten, state))
+        return result
+
+    def record_filling(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Note a function that fills `tensor` with random numbers in a way that depends on them."""
+        self.storages.setdefault(key_of(tensor), tensor.untyped_storage())
+        overwritten = key_of(tensor) if _is_whole(tensor) else None
+        touched = frozenset({key_of(tensor)})
+        state = self._reseeded()
+        self.steps.append(Step(run, (Ref.of(tensor), *args), kwargs, (), touched, overwritten, state))
+        return tensor
+
+    def play(self, deliver: Callable[[Key, Tensor], None], *, wanted: frozenset[Key]) -> None:
+        """Carry out all steps, and hand every storage of `wanted` over when it is finished: (key, flat uint8).
+
+        The generator is left as the plain build would have left it, unless somebody used it since.
+        """
+        real = dict(self.constants)
+        last, final = self._last_touches()
+        untouched = torch.equal(torch.get_rng_state(), self.generator)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for index, step in enumerate(self.steps):
+                if step.generator is not None:
+                    torch.set_rng_state(step.generator)
+                self._run(step, real)
+                for key in step.touched:
+                    if (index, key) in last:
+                        content = real.pop(key, None)
+                        if content is not None and key in wanted and final[key] == index:
+                            deliver(key, content)
+            final_state = torch.get_rng_state()
+        for key in wanted - set(final):
+            deliver(key, real.get(key, torch.empty(self.storages[key].nbytes(), dtype=torch.uint8)))
+        if untouched and self.is_random:
+            torch.set_rng_state(final_state)
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _on_meta(self, tensor: Tensor) -> Tensor:
+        """The tensor, or for a real one a meta tensor that stands for it."""
+        if is_meta(tensor):
+            return tensor
+        stand_in = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+        self.storages[key_of(stand_in)] = stand_in.untyped_storage()
+        flat = torch.empty(stand_in.untyped_storage().nbytes(), dtype=torch.uint8)
+        Ref.of(stand_in).seen_in(flat).copy_(tensor.detach())
+        self.constants[key_of(stand_in)] = flat
+        return stand_in
+
+    def _reseeded(self) -> Tensor | None:
+        """The generator's state, before the first random step and where it was changed since the last one."""
+        state = torch.get_rng_state()
+        if self.is_random and torch.equal(state, self.generator):
+            return None
+        self.generator, self.is_random = state, True
+        return state
+
+    def _last_touches(self) -> tuple[set[tuple[int, Key]], dict[Key, int]]:
+        """(step, storage) after which the content is not needed by later steps; the last step of each storage."""
+        found: set[tuple[int, Key]] = set()
+        final: dict[Key, int] = {}
+        needed: dict[Key, bool] = {}  # by the next step that touches the storage
+        for index in range(len(self.steps) - 1, -1, -1):
+            step = self.steps[index]
+            for key in step.touched:
+                if not needed.get(key, False):
+                    found.add((index, key))
+                final.setdefault(key, index)
+                needed[key] = key != step.overwritten
+        return found, final
+
+    def _run(self, step: Step, real: dict[Key, Tensor]) -> None:
+        def made(ref: Ref) -> Tensor:
+            if ref.key not in real:
+                real[ref.key] = torch.empty(self.storages[ref.key].nbytes(), dtype=torch.uint8)
+            return ref.seen_in(real[ref.key])
+
+        args, kwargs = tree_map_only(Ref, made, (step.args, step.kwargs))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        given = {leaf.key for leaf in tree_flatten((step.args, step.kwargs))[0] if isinstance(leaf, Ref)}
+        results = [leaf for leaf in tree_flatten(step.run(*args, **kwargs))[0] if isinstance(leaf, Tensor)]
+        for ref, result in zip(step.outputs, results):
+            if ref.key not in given:
+                made(ref).copy_(result)
+
+
+def is_meta(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta"  # `is_meta` says something else inside `Init`
+
+
+def key_of(tensor: Tensor) -> Key:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _overwritten(func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> Key | None:
+    """The storage that `func` fills without reading it."""
+    if func._schema.name.rpartition("::")[2] not in _OVERWRITES or not args or not isinstance(args[0], Tensor):
+        return None
+    key = key_of(args[0])
+    return key if _is_whole(args[0]) and sum(key_of(tensor) == key for tensor in given) == 1 else None
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether it is all of its storage."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
