@@ -25,6 +25,7 @@ from zpartition.addressing import make_state, state_shards
 from zpartition.deferred import Init, recording
 from zpartition.gathered import gathered
 from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
+from zpartition.loading import load_slices
 from zpartition.memory_plan import MemoryPlan, plan
 from zpartition.partition import Partition
 from zpartition.policy import Averaging, ReduceAt, ZeroPolicy
@@ -49,6 +50,7 @@ __all__ = [
     "Slot",
     "ZeroPolicy",
     "gathered",
+    "load_slices",
     "make_state",
     "plan",
     "plan_layout",

@@ -63,7 +63,8 @@ class ShardedStorage:
         """Memory for the span of `params`, which keep theirs until `take` or `take_from`."""
         lo, hi = bucket.span(zcomm.group_rank(group))
         own = flat_zeros(hi - lo, bucket.dtype, params[0].device, group)
-        master = Parameter(own.to(policy.master_for(bucket.dtype)), requires_grad=params[0].requires_grad)
+        is_trained = params[0].requires_grad
+        master = Parameter(own.to(policy.master_for(bucket.dtype)) if is_trained else own, requires_grad=is_trained)
         poison = torch.full((), torch.nan, dtype=bucket.dtype, device=own.device)
         return cls(bucket, params, (lo, hi), own, master, tuple(poison.expand(slot.shape) for slot in bucket.slots))
 

@@ -1,0 +1,97 @@
+"""Weights from files, straight into the shards: each rank reads the rows that its part lies in, a few at a time.
+
+    with safetensors.safe_open("model.safetensors", "pt") as file:
+        zpartition.load_slices(partition, {name: file.get_slice(name) for name in file.keys()})
+
+Anything that has `get_shape()` and gives rows by `[start:stop]` will do; tensors do too.  Nothing of the size of a
+large tensor is held: not the tensor, and not another rank's part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zpartition.partition import Partition
+from zpartition.shard import Shard
+
+__all__ = ["Slices", "load_slices"]
+
+_CHUNK_NUMEL = 1 << 24  # elements read at once, unless a row has more
+_NAMED = 10  # names that an error lists
+
+
+class Slices(Protocol):
+    """A tensor in a file."""
+
+    def get_shape(self) -> list[int]: ...
+    def __getitem__(self, rows: slice) -> Tensor: ...
+
+
+def load_slices(partition: Partition, tensors: Mapping[str, Slices | Tensor], *, strict: bool = True) -> None:
+    """Fill the weights (masters too), frozen parameters and persistent buffers of `partition`; cast as they need it.
+
+    tensors: by the module's own names.  strict: every tensor of the module is there, and no other; without it what is
+    missing stays as it is, and others are left alone.  Every rank must call.
+    Raises ValueError, with nothing loaded, that names what is missing, unexpected or of another shape.
+    """
+    shapes = {shard.name: shard.global_shape for shard in partition.shards()}
+    _check(partition, tensors, shapes, strict)
+    with torch.no_grad():
+        for shard in partition.shards():
+            if shard.name in tensors:
+                _read(shard, tensors[shard.name])
+    partition.publish()
+
+
+def _read(shard: Shard, source: Slices | Tensor) -> None:
+    """Rows that cover the span, chunk by chunk."""
+    lo, hi = shard.span
+    if not shard.global_shape:
+        shard.tensor.copy_(_rows(source, slice(None)).reshape(-1)[lo:hi])
+        return
+    row = max(1, math.prod(shard.global_shape[1:]))
+    step = max(1, _CHUNK_NUMEL // row)
+    for first in range(lo // row, -(-hi // row), step):
+        last = min(first + step, -(-hi // row))
+        start, stop = max(lo, first * row), min(hi, last * row)
+        flat = _rows(source, slice(first, last)).reshape(-1)
+        shard.tensor[start - lo : stop - lo].copy_(flat[start - first * row : stop - first * row])
+
+
+def _rows(source: Any, rows: slice) -> Tensor:
+    found: Tensor = source[rows] if _shape(source) else source[...]
+    return found
+
+
+def _shape(source: Slices | Tensor) -> tuple[int, ...]:
+    return tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
+
+
+def _check(
+    partition: Partition, tensors: Mapping[str, Slices | Tensor], shapes: Mapping[str, tuple[int, ...]], strict: bool
+) -> None:
+    names = set(partition.names())
+    aliases = {name for name, _ in partition.module.named_parameters(remove_duplicate=False)} - names
+    problems: list[str] = []
+    if strict:
+        problems += _listed("missing", sorted(names - set(tensors)))
+        problems += _listed("unexpected", sorted(set(tensors) - names - aliases))
+    wrong = (
+        f"{name} has shape {_shape(tensors[name])}, the module's {shape}"
+        for name, shape in sorted(shapes.items())
+        if name in tensors and _shape(tensors[name]) != shape
+    )
+    problems += _listed("of another shape", list(wrong))
+    if problems:
+        raise ValueError(f"these tensors do not fit the module, and nothing was loaded: {'; '.join(problems)}.")
+
+
+def _listed(what: str, items: list[str]) -> Iterator[str]:
+    if items:
+        more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+        yield f"{what}: {', '.join(items[:_NAMED])}{more}"

@@ -1,0 +1,110 @@
+"""Weights from files into shards: each rank reads its rows, and nothing is loaded that does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zcomm
+import zpartition
+from zcomm.testing import run_ranks
+from zpartition import ZeroPolicy
+from zpartition.shard import Shard
+
+
+class Rows:
+    """A file's tensor that counts what is read of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.numel_read = tensor, 0
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        found = self.tensor[rows] if self.tensor.dim() else self.tensor
+        self.numel_read += found.numel()
+        return found
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(300, 16)
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))
+        self.frozen = nn.Linear(16, 16)
+        self.frozen.requires_grad_(False)
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.head = nn.Linear(16, 300, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.zeros(5, 2))
+
+
+def values() -> dict[str, Tensor]:
+    torch.manual_seed(9)
+    return {name: torch.randn(tensor.shape) for name, tensor in Net().state_dict().items() if name != "head.weight"}
+
+
+def _loads(stage: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[Tensor], int]:
+    torch.manual_seed(zcomm.group_rank())
+    model = Net().to(dtype)
+    policy = ZeroPolicy(stage=stage, bucket_numel=3000, unit_numel=3000, persist_numel=30)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    partition = zpartition.shard(model, optimizer, policy=policy)
+    rows = {name: Rows(tensor) for name, tensor in values().items()}
+    zpartition.load_slices(partition, rows)
+    masters = [shard.tensor.clone() for shard in partition.shards() if shard.name == "embed.weight"]
+    return dict(model.state_dict()), masters, rows["embed.weight"].numel_read
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_masters_frozen_parameters_and_buffers_are_filled(stage: int, dtype: torch.dtype) -> None:
+    expected = values()
+    found = run_ranks(_loads, 2, stage, dtype)
+    for state, _, read in found:
+        assert all(torch.equal(state[name], tensor.to(dtype)) for name, tensor in expected.items())
+        assert torch.equal(state["head.weight"], state["embed.weight"])
+        assert read == 300 * 16 if stage == 0 else read < 300 * 16, "rows that another rank has are not read"
+    masters = torch.cat([part for _, parts, _ in (found if stage else found[:1]) for part in parts])
+    assert torch.equal(masters, expected["embed.weight"].flatten()), "in full precision"
+
+
+def test_a_safetensors_file_is_read_slice_by_slice(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    save_file(values(), str(tmp_path / "model.safetensors"))
+    model = Net()
+    partition = zpartition.shard(model)
+    with safetensors.safe_open(str(tmp_path / "model.safetensors"), "pt") as file:
+        zpartition.load_slices(partition, {name: file.get_slice(name) for name in file.keys()})  # noqa: SIM118
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in values().items())
+
+
+def test_long_tensors_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zpartition.loading, "_CHUNK_NUMEL", 10)
+    target, source = torch.zeros(50), Rows(torch.arange(60.0).view(15, 4))
+    zpartition.loading._read(Shard("w", (15, 4), ((0, 15), (0, 4)), (3, 53), target), source)
+    assert torch.equal(target, torch.arange(3.0, 53.0))
+    assert source.numel_read == 56, "the rows that the span touches"
+
+
+def test_what_does_not_fit_is_refused_by_name_and_nothing_is_loaded() -> None:
+    model = Net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    partition = zpartition.shard(model)
+    given = {**values(), "gian": torch.zeros(()), "frozen.bias": torch.zeros(17)}
+    del given["gain"]
+    message = (
+        r"missing: gain; unexpected: gian; of another shape: frozen.bias has shape \(17,\), the module's \(16,\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        zpartition.load_slices(partition, given)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    given["frozen.bias"] = torch.ones(16)
+    zpartition.load_slices(partition, given, strict=False)
+    assert bool((model.frozen.bias == 1).all())
+    assert torch.equal(model.gain, before["gain"])
