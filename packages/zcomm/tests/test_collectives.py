@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -55,6 +56,24 @@ def rank_scatters_and_gathers() -> None:
 @WORLDS
 def test_scatter_and_gather_work_apart_and_in_place(world_size: int) -> None:
     run_ranks(rank_scatters_and_gathers, world_size)
+
+
+def rank_exchanges_slices(environ: dict[str, str]) -> list[float]:
+    os.environ.update(environ)
+    rank, size = zcomm.group_rank(), zcomm.group_size()
+    source = torch.tensor([10.0 * rank + other for other in range(size) for _ in range(2)])
+    output = torch.empty(2 * size)
+    with recorded() as communication:
+        zcomm.all_to_all(output, source, async_op=True, label="tokens").wait()
+    assert communication.labels == (["tokens"] if size > 1 else [])
+    return output[::2].tolist()
+
+
+@WORLDS
+@pytest.mark.parametrize("choice", ["auto", "gloo"])
+def test_all_to_all_sends_slice_r_to_rank_r(world_size: int, choice: str) -> None:
+    expected = [[10.0 * sender + rank for sender in range(world_size)] for rank in range(world_size)]
+    assert run_ranks(rank_exchanges_slices, world_size, {"ZCOMM_TRANSPORT": choice}) == expected
 
 
 def rank_broadcasts() -> list[float]:
@@ -166,6 +185,16 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: zcomm.all_gather(torch.zeros(7), torch.zeros(3)),
         ValueError,
         r"all_gather: output has 7 elements, input has 3; over 1 ranks output must have 3 x 1 = 3 elements",
+    ),
+    "different lengths to exchange": (
+        lambda: zcomm.all_to_all(torch.zeros(6), torch.zeros(4), label="tokens"),
+        ValueError,
+        r"all_to_all 'tokens': output has 6 elements, input has 4; both must have the same number, a multiple of 1",
+    ),
+    "memory that overlaps": (
+        lambda: zcomm.all_to_all(*[torch.zeros(8)] * 2),
+        ValueError,
+        "all_to_all: output overlaps input at byte 0; pass memory of its own",
     ),
     "two dtypes": (
         lambda: zcomm.all_gather(torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -36,3 +37,23 @@ def rank_listens_for_warnings() -> list[str]:
 
 def test_the_flat_collectives_use_names_that_torch_does_not_warn_about() -> None:
     assert run_ranks(rank_listens_for_warnings, 2) == [[], []]
+
+
+def rank_reads_its_store() -> list[str]:
+    store = compat.default_store()
+    clone = compat.clone_store(store)
+    assert type(store).clone is not None
+    clone.set(f"from {dist.get_rank()}", "x")
+    return [store.get(f"from {rank}").decode() for rank in range(2)]
+
+
+def test_the_store_of_the_default_group_can_still_be_reached_and_cloned() -> None:
+    assert run_ranks(rank_reads_its_store, 2) == [["x", "x"], ["x", "x"]]
+
+
+def test_without_a_default_group_or_a_clone_there_is_a_plain_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compat.default_store() is None
+    monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
+    assert compat.default_store() is None
+    plain = object()
+    assert compat.clone_store(plain) is plain

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import zengine
+import zpartition
+from zcomm.testing import run_ranks
 
 
 class Net(nn.Module):
@@ -139,3 +141,30 @@ def test_an_initialize_that_fails_leaves_the_model_free(bad):
         zengine.initialize(model=model, config=config, **broken)
     engine, *_ = zengine.initialize(model=model, config=config)
     assert one_step(engine)
+
+
+def _without_memory(deferred: bool, section: str) -> list[float]:
+    torch.manual_seed(4)
+    with zpartition.Init(enabled=deferred):
+        model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 12))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_unit_size": 300},
+        **({section: {"enabled": True}} if section else {}),
+    }
+    engine = zengine.initialize(model=model, config=config)[0]
+    losses = []
+    for step in range(4):
+        inputs = torch.full((4, 12), 0.1 * step, dtype=next(model.parameters()).dtype)
+        engine.backward(engine(inputs).float().square().mean())
+        losses.append(engine.step().loss)
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("section", ["", "bf16"])
+def test_a_model_without_memory_trains_like_one_that_was_built(section: str) -> None:
+    expected = run_ranks(_without_memory, 2, False, section)
+    assert run_ranks(_without_memory, 2, True, section) == expected
+    assert len(set(expected[0])) == 4

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zpartition
+from zpartition.admission import one_device
 
 
 class Renamed(nn.Module):
@@ -49,7 +50,7 @@ def test_a_partition_that_is_dropped_takes_its_hooks_and_claims_along():
 def test_parameters_in_two_places_are_named_with_their_devices():
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
     with pytest.raises(ValueError, match=r"one device, found 0\.weight on cpu, 1\.weight on meta"):
-        zpartition.shard(model)
+        one_device(dict(model.named_parameters()))
 
 
 def test_complex_parameters_are_refused_by_name():

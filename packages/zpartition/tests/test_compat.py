@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zpartition.compat import is_in_backward, outer_saved_tensor_hooks, swap, truncated_normal_through
+from zpartition._compat import is_in_backward, outer_saved_tensor_hooks, swap, truncated_normal_through
 
 
 def test_the_innermost_hooks_are_told() -> None:

@@ -1,9 +1,11 @@
 """Worlds, meshes, collectives, traces, and a rank harness for tests, on torch.distributed.
 
-The package answers four questions and holds no policy.  Who am I and who are the others: `init`, `World`,
+The package answers five questions and holds no policy.  Who am I and who are the others: `init`, `World`,
 `detect`.  How are we arranged: `make_mesh` and its axes.  What travels: the flat collectives, each with a group,
-a label, an async handle and a skip at world size 1, and `exchange` for small host values.  What did it cost:
-`traced`.  `zcomm.testing` runs functions on real ranks in hundredths of a second; it is imported by itself.
+a label, an async handle and a skip at world size 1, and `exchange` for small host values; between CPU ranks of one
+host through memory that they share (`shared_empty`, `transport`).  What did it cost: `traced`.  Why did it hang:
+every rank's `CollectiveFailed`, in the words of `context`.  `zcomm.testing` runs functions on real ranks in
+hundredths of a second; it is imported by itself.
 
 Everything takes torch's own ProcessGroup and DeviceMesh, so any part works in a program that knows no other.
 """
@@ -11,21 +13,25 @@ Everything takes torch's own ProcessGroup and DeviceMesh, so any part works in a
 from zcomm.collectives import (
     all_gather,
     all_reduce,
+    all_to_all,
     barrier,
     broadcast,
     group_rank,
     group_size,
     reduce_scatter,
 )
+from zcomm.fingerprint import context
 from zcomm.handles import DONE, CollectiveFailed, Handle
 from zcomm.launch import Launch, detect
 from zcomm.mesh import axis_group, axis_rank, axis_size, make_mesh
 from zcomm.rendezvous import RendezvousFailed
+from zcomm.shared.registry import transport, transport_reason
+from zcomm.shared.tensors import shared_empty
 from zcomm.trace import Record, traced
 from zcomm.values import exchange
 from zcomm.world import World, init
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DONE",
@@ -37,11 +43,13 @@ __all__ = [
     "World",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "axis_group",
     "axis_rank",
     "axis_size",
     "barrier",
     "broadcast",
+    "context",
     "detect",
     "exchange",
     "group_rank",
@@ -49,5 +57,8 @@ __all__ = [
     "init",
     "make_mesh",
     "reduce_scatter",
+    "shared_empty",
     "traced",
+    "transport",
+    "transport_reason",
 ]

@@ -32,14 +32,7 @@ def flat_pair(op: str, label: str, output: Tensor, input: Tensor, *, size: int, 
     output, input: 1-D contiguous tensors of one dtype and device.  The smaller may be slice number `rank` of the
     larger; any other overlap would be written while it is read.
     """
-    for role, tensor in (("output", output), ("input", input)):
-        dense(op, label, role, tensor)
-        if tensor.dim() != 1:
-            raise ValueError(f"{named(op, label)}: {role} must be 1-D, got shape {list(tensor.shape)}; flatten it.")
-    for what in ("dtype", "device"):
-        given = (getattr(output, what), getattr(input, what))
-        if given[0] != given[1]:
-            raise ValueError(f"{named(op, label)}: output has {what} {given[0]}, input {given[1]}; they must agree.")
+    _alike(op, label, output, input)
     small, large = (output, input) if op == "reduce_scatter" else (input, output)
     if large.numel() != small.numel() * size:
         small_role, large_role = ("output", "input") if small is output else ("input", "output")
@@ -48,6 +41,31 @@ def flat_pair(op: str, label: str, output: Tensor, input: Tensor, *, size: int, 
             f"{size} ranks {large_role} must have {small.numel()} x {size} = {small.numel() * size} elements."
         )
     _own_slice_or_apart(op, label, small, large, rank)
+
+
+def exchanged_pair(op: str, label: str, output: Tensor, input: Tensor, *, size: int) -> None:
+    """Raise unless two flat tensors of one length, dtype and device can be cut into `size` slices and lie apart."""
+    _alike(op, label, output, input)
+    if output.numel() != input.numel() or input.numel() % size:
+        raise ValueError(
+            f"{named(op, label)}: output has {output.numel()} elements, input has {input.numel()}; both must have "
+            f"the same number, a multiple of {size}: one slice a rank."
+        )
+    offset_bytes = output.data_ptr() - input.data_ptr()
+    if input.numel() and abs(offset_bytes) < input.nbytes:
+        raise ValueError(f"{named(op, label)}: output overlaps input at byte {offset_bytes}; pass memory of its own.")
+
+
+def _alike(op: str, label: str, output: Tensor, input: Tensor) -> None:
+    """Raise unless both are flat, contiguous, and of one dtype and device."""
+    for role, tensor in (("output", output), ("input", input)):
+        dense(op, label, role, tensor)
+        if tensor.dim() != 1:
+            raise ValueError(f"{named(op, label)}: {role} must be 1-D, got shape {list(tensor.shape)}; flatten it.")
+    for what in ("dtype", "device"):
+        given = (getattr(output, what), getattr(input, what))
+        if given[0] != given[1]:
+            raise ValueError(f"{named(op, label)}: output has {what} {given[0]}, input {given[1]}; they must agree.")
 
 
 def _own_slice_or_apart(op: str, label: str, small: Tensor, large: Tensor, rank: int) -> None:

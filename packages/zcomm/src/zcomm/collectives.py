@@ -7,11 +7,16 @@ synchronous call is the asynchronous one and its wait; there is no second path.
 `group=None` is the default group where torch.distributed is initialised and a world of one where it is not, so
 a script without any launcher runs the same code.
 
+CPU tensors of ranks that share a host travel through memory (`zcomm.shared`), everything else through Gloo or NCCL;
+`registry.issue` answers None where the way through memory is not open.
+
 Rejected: averaging as an op.  Gloo has none, and a mean over ranks times a mean over micro-steps is one scalar
 that the caller already multiplies by.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +25,19 @@ from torch.distributed import ProcessGroup
 
 from zcomm import checks, compat, gloo
 from zcomm.handles import DONE, Call, Handle, named, start
+from zcomm.shared import registry
+from zcomm.shared.transport import Message
 
-__all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "group_rank", "group_size", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "group_rank",
+    "group_size",
+    "reduce_scatter",
+]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -60,9 +76,10 @@ def all_reduce(
     size = group_size(group)
     if size == 1:
         return DONE
+    message = Message("all_reduce", tensor, tensor, op, label=label, overlap=async_op)
     return start(
         Call.of("all_reduce", label, size, tensor),
-        lambda: dist.all_reduce(tensor, op=reduction, group=group, async_op=True),
+        lambda: registry.issue(group, message) or dist.all_reduce(tensor, op=reduction, group=group, async_op=True),
         (tensor,),
         async_op=async_op,
     )
@@ -88,12 +105,14 @@ def reduce_scatter(
     checks.flat_pair("reduce_scatter", label, output, input, size=size, rank=rank)
     if size == 1:
         return _copied(output, input)
+    message = Message("reduce_scatter", output, input, op, label=label, overlap=async_op)
+    is_in_place = output.data_ptr() == input[rank * output.numel() :].data_ptr()
     return start(
         Call.of("reduce_scatter", label, size, input),
         lambda: (
-            dist.all_reduce(input, op=reduction, group=group, async_op=True)
-            if gloo.carries(input, group) and output.data_ptr() == input[rank * output.numel() :].data_ptr()
-            else compat.reduce_scatter_flat(output, input, op=reduction, group=group, async_op=True)
+            registry.issue(group, message)
+            or (gloo.carries(input, group) and is_in_place and _all_reduced(input, reduction, group))
+            or compat.reduce_scatter_flat(output, input, op=reduction, group=group, async_op=True)
         ),
         (output, input),
         async_op=async_op,
@@ -112,12 +131,13 @@ def all_gather(
     checks.flat_pair("all_gather", label, output, input, size=size, rank=rank)
     if size == 1:
         return _copied(output, input)
+    message = Message("all_gather", output, input, label=label, overlap=async_op)
     return start(
         Call.of("all_gather", label, size, output),
         lambda: (
-            gloo.all_gather(output.detach(), input.detach(), group, size=size, rank=rank)
-            if gloo.carries(output, group)
-            else compat.all_gather_flat(output, input, group=group, async_op=True)
+            registry.issue(group, message)
+            or (gloo.carries(output, group) and _gathered(output, input, group))
+            or compat.all_gather_flat(output, input, group=group, async_op=True)
         ),
         (output, input),
         async_op=async_op,
@@ -141,10 +161,32 @@ def broadcast(
     if size == 1:
         return DONE
     sender = source if group is None else dist.get_global_rank(group, source)
+    message = Message("broadcast", tensor, tensor, source=source, label=label, overlap=async_op)
     return start(
         Call.of("broadcast", label, size, tensor),
-        lambda: dist.broadcast(tensor, src=sender, group=group, async_op=True),
+        lambda: registry.issue(group, message) or dist.broadcast(tensor, src=sender, group=group, async_op=True),
         (tensor,),
+        async_op=async_op,
+    )
+
+
+def all_to_all(
+    output: Tensor, input: Tensor, group: ProcessGroup | None = None, *, async_op: bool = False, label: str = ""
+) -> Handle:
+    """Send slice r of `input` to rank r, and receive slice r of `output` from rank r.
+
+    output, input: (size * n,) contiguous, same dtype and device, in memory of their own.
+    Raises ValueError naming the call if the tensors do not fit together or cannot be cut into slices.
+    """
+    size = group_size(group)
+    checks.exchanged_pair("all_to_all", label, output, input, size=size)
+    if size == 1:
+        return _copied(output, input)
+    message = Message("all_to_all", output, input, label=label, overlap=async_op)
+    return start(
+        Call.of("all_to_all", label, size, input),
+        lambda: registry.issue(group, message) or dist.all_to_all_single(output, input, group=group, async_op=True),
+        (output, input),
         async_op=async_op,
     )
 
@@ -158,7 +200,10 @@ def barrier(group: ProcessGroup | None = None, *, label: str = "") -> None:
     device_ids = [device.index] if device.type == "cuda" else None
     start(
         Call("barrier", label, size),
-        lambda: dist.barrier(group=group, async_op=True, device_ids=device_ids),
+        lambda: (
+            registry.issue(group, Message("barrier", None, None, label=label))
+            or dist.barrier(group=group, async_op=True, device_ids=device_ids)
+        ),
         (),
         async_op=False,
     )
@@ -176,6 +221,16 @@ def _reduction(call: str, label: str, op: str) -> dist.ReduceOp.RedOpType:
     if op not in _OPS:
         raise ValueError(f"{named(call, label)}: unknown op {op!r}; allowed: {', '.join(map(repr, _OPS))}.")
     return _OPS[op]
+
+
+def _all_reduced(input: Tensor, reduction: dist.ReduceOp.RedOpType, group: ProcessGroup | None) -> Any:
+    """A scatter in place over Gloo: see zcomm/gloo.py."""
+    return dist.all_reduce(input, op=reduction, group=group, async_op=True)
+
+
+def _gathered(output: Tensor, input: Tensor, group: ProcessGroup | None) -> Any:
+    """A gather over Gloo: see zcomm/gloo.py."""
+    return gloo.all_gather(output.detach(), input.detach(), group, size=group_size(group), rank=group_rank(group))
 
 
 def _copied(output: Tensor, input: Tensor) -> Handle:

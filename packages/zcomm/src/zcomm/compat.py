@@ -30,3 +30,18 @@ def group_timeout_s(group: Any, device: Any, otherwise: float) -> float:
     except (AttributeError, RuntimeError):
         return otherwise
     return timeout.total_seconds() if isinstance(timeout, timedelta) else otherwise
+
+
+def default_store() -> Any:
+    """The store through which the ranks of the default group met, or None where torch does not tell."""
+    get = getattr(dist.distributed_c10d, "_get_default_store", None)
+    try:
+        return None if get is None else get()
+    except (KeyError, ValueError):
+        return None
+
+
+def clone_store(store: Any) -> Any:
+    """Another connection to the same keys, usable while `store` is busy; before torch 2.8 the store itself."""
+    clone = getattr(store, "clone", None)
+    return store if clone is None else clone()

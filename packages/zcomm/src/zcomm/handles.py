@@ -4,25 +4,35 @@ torch's `Work` is not enough for three reasons: it does not say *which* collecti
 the tensors to the back end, and its time is unknown to us.  `Pending` adds the caller's label to every error,
 keeps the tensors alive until the wait, and closes the trace record there.  World size 1 returns `DONE`, a
 handle like any other, so that callers never ask.
+
+A collective leaves a fingerprint when it is issued, and its failure is explained by those of all ranks
+(`doctor.py`).  So a wait on Gloo is cut into slices of a second, between which it hears that the world is condemned:
+the others may have given up minutes before this rank's own time-out.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol, final
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from zcomm import trace
+from zcomm import doctor, trace
+from zcomm.fingerprint import Fingerprint, State
 
 __all__ = ["DONE", "CollectiveFailed", "Handle"]
 
 
 class CollectiveFailed(RuntimeError):
-    """A collective ended in an error: a peer died, timed out, or called something else.  The cause is chained."""
+    """A collective ended in an error: a peer died, timed out, or called something else.  The cause is chained.
+
+    The message says what this rank waited for, and which rank differs, as far as the ranks could be asked.
+    """
 
 
 class Handle(Protocol):
@@ -98,6 +108,7 @@ class Pending:
     sinks: tuple[trace.Sink, ...]  # the traces that were open at the issue
     index: int  # order of issue, for the trace
     issued_s: float  # time.perf_counter() at the issue
+    entry: Fingerprint  # what the other ranks are told of it
 
     def is_done(self) -> bool:
         return self.work is None or bool(self.work.is_completed())
@@ -106,10 +117,12 @@ class Pending:
         if self.work is None:
             return
         began_s = time.perf_counter()
+        self.entry.state = State.WAITING
         try:
-            self.work.wait()
+            _await(self.work, self.entry)
         except RuntimeError as error:
-            raise _failure(self.call, error, time.perf_counter() - self.issued_s) from error
+            raise _failure(self.entry, error, time.perf_counter() - self.issued_s) from error
+        self.entry.state = State.DONE
         sinks = self.sinks
         self.work, self.tensors, self.sinks = None, (), ()
         if sinks:
@@ -136,15 +149,45 @@ def start(call: Call, issue: Callable[[], Any], tensors: tuple[Tensor, ...], *, 
     do this at all (dtype, device) and CollectiveFailed where it tried and failed.
     """
     sinks, index, issued_s = trace.open_sinks(), trace.next_index(), time.perf_counter()
+    entry = doctor.watch(call, issue)
     try:
+        doctor.consult(entry)
         work = issue()
     except RuntimeError as error:
-        raise _failure(call, error, time.perf_counter() - issued_s) from error
-    handle = Pending(call, work, tensors, sinks, index, issued_s)
+        raise _failure(entry, error, time.perf_counter() - issued_s) from error
+    entry.state = State.ISSUED
+    handle = Pending(call, work, tensors, sinks, index, issued_s, entry)
     if async_op:
         return handle
     handle.wait()
     return DONE
+
+
+_SLICE = timedelta(seconds=1)
+
+
+def _await(work: Any, entry: Fingerprint) -> None:
+    """Wait for `work`, in slices where torch can: over Gloo, whose wait gives up without harm to the collective."""
+    is_sliced = entry.ring.backend == "gloo"
+    for part in getattr(work, "works", (work,)):
+        if not (is_sliced and isinstance(part, dist.Work)):
+            part.wait()
+            continue
+        while not _is_over(part):
+            if doctor.is_condemned():
+                raise RuntimeError("given up, because a collective has failed on another rank.")
+
+
+def _is_over(work: dist.Work) -> bool:
+    """Wait for a slice.  Raises what the collective raised."""
+    try:
+        work.wait(_SLICE)
+        return True
+    except RuntimeError:  # the end of the slice, or the collective's own error
+        if not work.is_completed():
+            return False
+    work.wait()  # raises that error again, and none where the collective ended just after the slice
+    return True
 
 
 _UNSUPPORTED = {
@@ -155,13 +198,12 @@ _UNSUPPORTED = {
 }
 
 
-def _failure(call: Call, error: RuntimeError, after_s: float) -> Exception:
-    """The error to raise in place of torch's."""
+def _failure(entry: Fingerprint, error: RuntimeError, after_s: float) -> Exception:
+    """The error to raise in place of torch's.  Asks the other ranks, for seconds at most."""
     for sign, advice in _UNSUPPORTED.items():
         if sign in str(error):
-            return ValueError(f"{call}: {advice}")
+            entry.state = State.DONE
+            return ValueError(f"{entry.call}: {advice}")
+    entry.state = State.FAILED
     first_line = (str(error).splitlines() or [""])[0]
-    return CollectiveFailed(
-        f"{call} failed after {after_s:.1f} s: {first_line} "
-        "(A peer died, timed out or called another collective; look at the other ranks first.)"
-    )
+    return CollectiveFailed(f"{entry.call} failed after {after_s:.1f} s: {first_line}{doctor.explain(entry)}")

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from zcomm import compat
+from zcomm import compat, doctor
 from zcomm.launch import SINGLE, Launch, detect
 from zcomm.rendezvous import meeting_point, rendezvous_failed
+from zcomm.shared import registry
 
 __all__ = ["World", "init"]
 
@@ -175,11 +176,14 @@ def _created(backend: str | None, device: torch.device | None, limit_s: float, e
         except (RuntimeError, TimeoutError) as error:
             raise rendezvous_failed(launch, limit_s, error) from error
         undo.callback(_destroy, dist.group.WORLD)
+        undo.callback(doctor.end)
+        doctor.begin()
         return World(launch, chosen, where, dist.group.WORLD, limit_s, undo.pop_all())
 
 
 def _destroy(group: ProcessGroup | None) -> None:
     """Destroy the default group, unless somebody did, and perhaps made another."""
+    registry.close_all()
     if dist.is_initialized() and dist.group.WORLD is group:
         dist.destroy_process_group()
 
@@ -196,6 +200,7 @@ def _adopted(_: str | None, device: torch.device | None, limit_s: float, env: Ma
     on_gpu = "nccl" in backend and torch.cuda.is_available()
     own = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     timeout_s = compat.group_timeout_s(group, own, otherwise=limit_s)
+    doctor.begin()  # it ends with the group, which is not ours to destroy
     return World(launch, backend, own if device is None else device, group, timeout_s)
 
 

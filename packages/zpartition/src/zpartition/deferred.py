@@ -32,17 +32,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 import zcomm
-from zpartition import compat
+from zpartition import _compat
+from zpartition._compat import TorchDispatchMode, tree_flatten
 from zpartition.tape import Key, Ref, Tape, is_meta, key_of
 
 __all__ = ["Deferred", "Init", "recording", "tape_of"]
-
-# What Python calls to read `tensor.is_meta`.
-_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -69,7 +65,7 @@ class _NotMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return False if func == _IS_META else func(*args, **(kwargs or {}))
+        return False if func == _compat.IS_META_GETTER else func(*args, **(kwargs or {}))
 
 
 # Storage -> the tape that knows it.  Kept until the values are taken: tensors cannot hold it.  A tape is small: meta
@@ -93,7 +89,7 @@ class Init(AbstractContextManager["Init"]):
         if self._enabled:
             self._modes.enter_context(_Recorder(self.tape))
             self._modes.enter_context(_NotMeta())
-            self._modes.enter_context(compat.truncated_normal_through(self.tape.record_filling))
+            self._modes.enter_context(_compat.truncated_normal_through(self.tape.record_filling))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -194,7 +190,7 @@ def _make_hollow(tensor: Tensor, device: torch.device) -> None:
     hollow = torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
     if isinstance(tensor, Parameter):
         hollow = Parameter(hollow, requires_grad=tensor.requires_grad)
-    compat.swap(tensor, hollow)
+    _compat.swap(tensor, hollow)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -200,6 +200,7 @@ class Partition:
                     f"parameter {name} no longer lives in the partition's memory: module.to(), .half(), .float() or "
                     "an assignment to .data moved it after shard(). Convert the module first, then partition it."
                 )
+        self.residence.refuse_written()
         unused = self._agree_on_unused() if any_unused else frozenset()
         if self.updates_parameters:
             for gradient in self.reducer.gradients:

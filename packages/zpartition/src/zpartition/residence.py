@@ -30,7 +30,7 @@ import attrs
 import torch
 from torch.distributed import ProcessGroup
 
-from zpartition import compat
+from zpartition import _compat
 from zpartition.buffers import BufferPool
 from zpartition.policy import ZeroPolicy
 from zpartition.sharded import Presence, ShardedStorage
@@ -106,7 +106,7 @@ class Residence:
         """Make `unit` whole, and start to gather what comes after it."""
         if unit.is_used:
             return
-        if unit.is_resting and compat.is_in_backward():
+        if unit.is_resting and _compat.is_in_backward():
             self._evict(unit.numel)
         self._fetch(unit)
         for storage in unit.storages:
@@ -120,7 +120,7 @@ class Residence:
 
     def leave(self, unit: Unit) -> None:
         """Nobody needs `unit` for now: release it, unless it is running or everything whole may stay."""
-        if unit.depth or compat.is_in_backward():
+        if unit.depth or _compat.is_in_backward():
             return
         unit.is_used = False
         if self.live_numel > self.policy.max_live_numel or self._distance(unit) > self.policy.max_reuse_numel:
@@ -176,6 +176,15 @@ class Residence:
         self._release(unit)
         if unit.depth:
             self.use(unit)
+
+    def refuse_written(self) -> None:
+        """Raise ValueError if somebody has filled parameters that rest: it would be lost in silence."""
+        for unit in self.units.values():
+            if any(storage.was_written() for storage in unit.storages):
+                raise ValueError(
+                    f"parameters of unit {unit.name!r} were written while their weights rest in shards, where "
+                    "nobody sees it. Edit inside zpartition.gathered(module, modifier_rank=0)."
+                )
 
     def stale(self) -> None:
         """The weights have changed: what was gathered shows old ones."""

@@ -8,7 +8,8 @@ from typing import Any, final
 import attrs
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+
+from zpartition._compat import tree_flatten, tree_map_only
 
 __all__ = ["Key", "Ref", "Tape", "is_meta", "key_of"]
 

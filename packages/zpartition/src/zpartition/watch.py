@@ -21,10 +21,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from zpartition import compat
+from zpartition import _compat
+from zpartition._compat import tree_map_only
 from zpartition.gathered import hook_state
 from zpartition.residence import Residence, Unit
 from zpartition.sharded import ShardedStorage
@@ -179,7 +179,7 @@ class Watch:
 
     def _start_saving(self) -> Any:
         """Pack weights from now on, unless that is done already."""
-        outer = compat.outer_saved_tensor_hooks()
+        outer = _compat.outer_saved_tensor_hooks()
         if outer is not None and getattr(outer[0], "__self__", None) is self:
             return None  # a unit around this one has begun it
         hooks = torch.autograd.graph.saved_tensors_hooks(*self._hooks_over(outer))
@@ -190,7 +190,7 @@ class Watch:
         if frame.saving is not None:
             frame.saving.__exit__(None, None, None)
 
-    def _hooks_over(self, outer: compat.Hooks | None) -> compat.Hooks:
+    def _hooks_over(self, outer: _compat.Hooks | None) -> _compat.Hooks:
         if outer is None:
             return self.pack, self.unpack
 

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from zcomm import compat
+from zcomm.shared import registry
 from zcomm.testing.failure import Ending, RankReport, describe, is_lost_peer
 from zcomm.testing.reference import FunctionRef, resolve
 
@@ -151,6 +152,7 @@ def _join(job: Job) -> None:
 
 
 def _clean() -> None:
+    registry.close_all()
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM"):

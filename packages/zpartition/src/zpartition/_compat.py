@@ -8,8 +8,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
 
-__all__ = ["Hooks", "is_in_backward", "outer_saved_tensor_hooks", "swap", "truncated_normal_through"]
+__all__ = [
+    "IS_META_GETTER",
+    "Hooks",
+    "TorchDispatchMode",
+    "is_in_backward",
+    "outer_saved_tensor_hooks",
+    "swap",
+    "tree_flatten",
+    "tree_map_only",
+    "truncated_normal_through",
+]
+
+IS_META_GETTER: Any = vars(torch._C.TensorBase)["is_meta"].__get__  # what a function mode sees of `tensor.is_meta`
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # pack, unpack
 

@@ -1,0 +1,87 @@
+/* Mappings, the table of shared segments, and the choice of the instruction set. */
+#define _GNU_SOURCE
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "zs_core.h"
+
+#define DECLARE(level)                                                                             \
+  void zs_reduce_##level(int, int, int, const void *const *, int, void *const *, int64_t, int);     \
+  void zs_stream_##level(void *, const void *, int64_t)
+DECLARE(base);
+#ifdef ZS_HAS_X86
+DECLARE(v3);
+#endif
+static int level = -1;
+
+int zs_set_level(int wanted) {
+#ifdef ZS_HAS_X86
+  __builtin_cpu_init();
+  int best = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+#else
+  int best = 0;
+#endif
+  level = wanted < best ? wanted : best;
+  return level;
+}
+
+const char *zs_level_name(void) {
+  if (level < 0) zs_set_level(1);
+  return level ? "avx2" : "base";
+}
+
+const char *zs_source_hash(void) { return ZS_SOURCE_HASH; }
+
+void zs_reduce(int dtype, int reduction, int num, const void *const *sources, int num_outputs, void *const *outputs,
+               int64_t numel, int is_fresh) {
+#ifdef ZS_HAS_X86
+  if (level < 0) zs_set_level(1);
+  if (level) {
+    zs_reduce_v3(dtype, reduction, num, sources, num_outputs, outputs, numel, is_fresh);
+    return;
+  }
+#endif
+  zs_reduce_base(dtype, reduction, num, sources, num_outputs, outputs, numel, is_fresh);
+}
+
+void zs_stream(void *to, const void *from, int64_t bytes) { zs_stream_base(to, from, bytes); }
+
+int64_t zs_control_bytes(void) { return ZS_HEADER + 3 * ZS_CHUNK; }
+int zs_max_ranks(void) { return ZS_MAX_RANKS; }
+int zs_num_reducible(void) { return ZS_REDUCIBLE; }
+
+/* Large pages where the machine gives them to those who ask; present at once, so that no collective stops for them. */
+void *zs_map(int descriptor, int64_t bytes) {
+  void *start = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  if (start == MAP_FAILED) return NULL;
+  madvise(start, (size_t)bytes, MADV_HUGEPAGE);
+#ifdef MADV_POPULATE_WRITE
+  madvise(start, (size_t)bytes, MADV_POPULATE_WRITE);
+#endif
+  return start;
+}
+
+void zs_unmap(void *start, int64_t bytes) { munmap(start, (size_t)bytes); }
+
+int zs_add_segment(zs_group *g, int64_t number, int64_t bytes, void *const *bases) {
+  zs_segment *s = calloc(1, sizeof *s);
+  if (!s) return 0;
+  s->number = number;
+  s->bytes = bytes;
+  for (int p = 0; p < g->size; p++) s->base[p] = bases[p];
+  pthread_mutex_lock(&g->lock);
+  s->next = g->segments;
+  g->segments = s;
+  pthread_mutex_unlock(&g->lock);
+  return 1;
+}
+
+void zs_drop_segment(zs_group *g, int64_t number) {
+  pthread_mutex_lock(&g->lock);
+  zs_segment **link = &g->segments;
+  while (*link && (*link)->number != number) link = &(*link)->next;
+  zs_segment *found = *link;
+  if (found) *link = found->next;
+  pthread_mutex_unlock(&g->lock);
+  free(found);
+}

@@ -1,0 +1,286 @@
+/* What each collective does between two barriers.
+ *
+ * Zero copy: step 0 tells where the payload lies, step 1 reads it (and, for all_reduce, writes the result) in the
+ * memory of all ranks, each rank its own slice; a last barrier says that nobody reads any more.
+ *
+ * Staged: the payload passes in chunks through the control segments, in a pipeline of one barrier a chunk.  In
+ * one step a rank stages chunk c, reduces its slice of chunk c - 1 and, for all_reduce, fetches the slices of
+ * chunk c - 2 from the others.  Where no rank has its payload in a shared segment, step 0 stages chunk 0 already.
+ * A payload of up to ZS_TINY bytes goes this way always, and then costs a single barrier: even an all_reduce, which
+ * every rank then computes in full.
+ *
+ * Both ways reduce each element in the order of the ranks, so they give the same bits.
+ */
+#include <string.h>
+
+#include "zs_core.h"
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t part_bytes(const zs_group *g) { return ZS_CHUNK / g->size / 64 * 64; } /* of a chunk, for one rank */
+
+/* Buffers in the control segment of rank p; see [Note: parity]. */
+static char *staged(const zs_group *g, int p, uint32_t count) {
+  return (char *)g->control[p] + ZS_HEADER + (int64_t)(count & 1) * ZS_CHUNK;
+}
+static char *reduced(const zs_group *g, int p, uint32_t count) {
+  return (char *)g->control[p] + ZS_HEADER + 2 * ZS_CHUNK + (int64_t)(count & 1) * (ZS_CHUNK / 2);
+}
+
+/* Bytes of a whole tensor (all_reduce, broadcast), else of one slice. */
+static int64_t call_bytes(const zs_call *c) { return c->numel * c->item_bytes; }
+
+static int is_tiny(const zs_group *g, const zs_call *c) {
+  return call_bytes(c) <= smaller(ZS_TINY, part_bytes(g));
+}
+
+/* Bytes of the longest slice. An all_reduce is cut at cache lines. */
+static int64_t slice_bytes(const zs_group *g, const zs_call *c) {
+  if (c->op != ZS_ALL_REDUCE) return call_bytes(c);
+  return divided_up(divided_up(call_bytes(c), g->size), 64) * 64;
+}
+
+/* Part of slice p that belongs to chunk number `chunk`: its place in the payload, and its bytes, 0 if there is none. */
+static int64_t part(const zs_group *g, const zs_call *c, int p, int64_t chunk, int64_t *bytes) {
+  int64_t slice = slice_bytes(g, c), from = p * slice + chunk * part_bytes(g), end = (p + 1) * slice;
+  if (c->op == ZS_ALL_REDUCE) end = smaller(end, call_bytes(c));
+  int64_t left = smaller(part_bytes(g), end - from);
+  *bytes = left > 0 ? left : 0;
+  return from;
+}
+
+static int64_t count_chunks(const zs_group *g, const zs_call *c) {
+  int in_parts = c->op == ZS_ALL_REDUCE || c->op == ZS_REDUCE_SCATTER || c->op == ZS_ALL_TO_ALL;
+  return in_parts ? divided_up(slice_bytes(g, c), part_bytes(g)) : divided_up(call_bytes(c), ZS_CHUNK);
+}
+
+static void copy(void *to, const void *from, int64_t bytes) {
+  if (bytes > 0 && to != from) memcpy(to, from, (size_t)bytes);
+}
+
+/* Whether the output is large, and memory that nobody reads before it is written. */
+static int is_fresh(const zs_group *g, const zs_call *c) {
+  int64_t bytes = call_bytes(c) * (c->op == ZS_ALL_GATHER || c->op == ZS_ALL_TO_ALL ? g->size : 1);
+  const char *input = c->input, *output = c->output;
+  if (bytes < ZS_LARGE || c->op == ZS_ALL_REDUCE) return 0;
+  return c->op != ZS_REDUCE_SCATTER || output < input || output >= input + bytes * g->size;
+}
+
+/* Write an output. */
+static void put(const zs_group *g, const zs_call *c, void *to, const void *from, int64_t bytes) {
+  if (is_fresh(g, c) && bytes > 0 && to != from) {
+    zs_stream(to, from, bytes);
+  } else {
+    copy(to, from, bytes);
+  }
+}
+
+/* Reduce `bytes` bytes: this rank's at `own`, those of rank p at theirs(p) in the staging buffers. */
+static void reduce_staged(const zs_group *g, const zs_call *c, const char *own, int64_t at_bytes, int num_outputs,
+                          void *const *outputs, int64_t bytes) {
+  const void *sources[ZS_MAX_RANKS];
+  for (int p = 0; p < g->size; p++) sources[p] = p == g->rank ? own : staged(g, p, g->count - 1) + at_bytes;
+  zs_reduce(c->dtype, c->reduction, g->size, sources, num_outputs, outputs, bytes / c->item_bytes, is_fresh(g, c));
+}
+
+/* First phase of a chunk: this rank's payload, as far as others need it, into its staging buffer. */
+static void stage_in(const zs_group *g, const zs_call *c, int64_t chunk) {
+  char *to = staged(g, g->rank, g->count);
+  const char *from = c->input;
+  int64_t at = chunk * ZS_CHUNK, bytes = smaller(ZS_CHUNK, call_bytes(c) - at);
+  if (c->op == ZS_ALL_GATHER || (c->op == ZS_BROADCAST && c->source == g->rank)) copy(to, from + at, bytes);
+  if (c->op == ZS_ALL_GATHER || c->op == ZS_BROADCAST) return;
+  if (c->op == ZS_ALL_REDUCE && is_tiny(g, c)) {
+    copy(to, from, call_bytes(c));
+    return;
+  }
+  for (int p = 0; p < g->size; p++) {
+    if (p == g->rank) continue;
+    at = part(g, c, p, chunk, &bytes);
+    copy(to + p * part_bytes(g), from + at, bytes);
+  }
+}
+
+/* Middle phase of an all_reduce: this rank's slice of the chunk, into the tensor and for the others. */
+static void stage_reduce(const zs_group *g, const zs_call *c, int64_t chunk) {
+  int64_t bytes, at = part(g, c, g->rank, chunk, &bytes);
+  void *outputs[2] = {(char *)c->output + at, reduced(g, g->rank, g->count)};
+  reduce_staged(g, c, (const char *)c->input + at, g->rank * part_bytes(g), 2, outputs, bytes);
+}
+
+/* Last phase of an all_reduce: the others' slices. */
+static void fetch_reduced(const zs_group *g, const zs_call *c, int64_t chunk) {
+  for (int p = 0; p < g->size; p++) {
+    if (p == g->rank) continue;
+    int64_t bytes, at = part(g, c, p, chunk, &bytes);
+    copy((char *)c->output + at, reduced(g, p, g->count - 1), bytes);
+  }
+}
+
+/* Last phase of the others: from the staging buffers into the output. */
+static void stage_out(const zs_group *g, const zs_call *c, int64_t chunk) {
+  const char *own = c->input;
+  char *to = c->output;
+  int64_t at = chunk * ZS_CHUNK, bytes = smaller(ZS_CHUNK, call_bytes(c) - at);
+  switch (c->op) {
+    case ZS_ALL_REDUCE: { /* a tiny one */
+      void *outputs[1] = {to};
+      reduce_staged(g, c, own, 0, 1, outputs, call_bytes(c));
+      break;
+    }
+    case ZS_REDUCE_SCATTER: {
+      int64_t from = part(g, c, g->rank, chunk, &bytes);
+      void *outputs[1] = {to + chunk * part_bytes(g)};
+      reduce_staged(g, c, own + from, g->rank * part_bytes(g), 1, outputs, bytes);
+      break;
+    }
+    case ZS_ALL_GATHER:
+      for (int p = 0; p < g->size; p++) {
+        put(g, c, to + p * call_bytes(c) + at, p == g->rank ? own + at : staged(g, p, g->count - 1), bytes);
+      }
+      break;
+    case ZS_BROADCAST:
+      if (c->source != g->rank) put(g, c, to + at, staged(g, c->source, g->count - 1), bytes);
+      break;
+    case ZS_ALL_TO_ALL:
+      for (int p = 0; p < g->size; p++) {
+        int64_t from = part(g, c, g->rank, chunk, &bytes);
+        const char *theirs = staged(g, p, g->count - 1) + g->rank * part_bytes(g);
+        put(g, c, to + p * call_bytes(c) + chunk * part_bytes(g), p == g->rank ? own + from : theirs, bytes);
+      }
+      break;
+    default:
+      break;
+  }
+}
+
+/* One step of the pipeline. */
+static int staged_step(zs_group *g, zs_task *t) {
+  const zs_call *c = &t->call;
+  int64_t chunk = t->step - t->is_late, n = t->num_chunks;
+  int has_middle = c->op == ZS_ALL_REDUCE && !is_tiny(g, c);
+  if (chunk < n) stage_in(g, c, chunk);
+  if (chunk >= 1 && chunk - 1 < n && has_middle) stage_reduce(g, c, chunk - 1);
+  if (chunk >= 1 && chunk - 1 < n && !has_middle) stage_out(g, c, chunk - 1);
+  if (chunk >= 2 && has_middle) fetch_reduced(g, c, chunk - 2);
+  return chunk == n + has_middle ? ZS_DONE : ZS_MORE;
+}
+
+static char *payload(const zs_group *g, const zs_task *t, int p) {
+  return t->segment->base[p] + g->control[p]->descriptor[(g->count - 1) & 1].offset;
+}
+
+/* The whole collective in the memory of the ranks. */
+static void zero_copy_step(zs_group *g, zs_task *t) {
+  const zs_call *c = &t->call;
+  const void *sources[ZS_MAX_RANKS];
+  void *outputs[ZS_MAX_RANKS];
+  int64_t bytes = call_bytes(c), own = g->rank * slice_bytes(g, c);
+  char *to = c->output;
+  if (c->op == ZS_ALL_REDUCE) {
+    bytes = smaller(slice_bytes(g, c), bytes - own);
+    for (int i = 0; i < g->size; i++) outputs[i] = payload(g, t, (g->rank + i) % g->size) + own; /* own place first */
+  }
+  for (int p = 0; p < g->size; p++) sources[p] = payload(g, t, p) + own;
+  switch (c->op) {
+    case ZS_ALL_REDUCE:
+      if (bytes > 0) zs_reduce(c->dtype, c->reduction, g->size, sources, g->size, outputs, bytes / c->item_bytes, 0);
+      break;
+    case ZS_REDUCE_SCATTER:
+      outputs[0] = to;
+      zs_reduce(c->dtype, c->reduction, g->size, sources, 1, outputs, c->numel, is_fresh(g, c));
+      break;
+    case ZS_ALL_GATHER: /* the own slice is there since step 0 */
+      for (int i = 1; i < g->size; i++) {
+        int p = (g->rank + i) % g->size;
+        put(g, c, to + p * bytes, payload(g, t, p), bytes);
+      }
+      break;
+    case ZS_BROADCAST:
+      if (c->source != g->rank) put(g, c, to, payload(g, t, c->source), bytes);
+      break;
+    case ZS_ALL_TO_ALL:
+      for (int p = 0; p < g->size; p++) put(g, c, to + p * bytes, sources[p], bytes);
+      break;
+    default:
+      break;
+  }
+}
+
+/* The segment of this rank that holds all of [start, start + bytes), or NULL. */
+static zs_segment *segment_of(zs_group *g, const char *start, int64_t bytes) {
+  zs_segment *found = NULL;
+  pthread_mutex_lock(&g->lock);
+  for (zs_segment *s = g->segments; s && !found; s = s->next) {
+    const char *base = s->base[g->rank];
+    if (start >= base && start + bytes <= base + s->bytes) found = s;
+  }
+  pthread_mutex_unlock(&g->lock);
+  return found;
+}
+
+/* Step 0: say what this rank wants and where its payload lies, and stage the first chunk if that is likely to help. */
+static void publish(zs_group *g, zs_task *t) {
+  const zs_call *c = &t->call;
+  zs_descriptor *d = &g->control[g->rank]->descriptor[g->count & 1];
+  *d = (zs_descriptor){c->op, c->dtype, c->reduction, c->source, c->numel, -1, 0, {0}};
+  memcpy(d->label, c->label, sizeof d->label);
+  t->num_chunks = count_chunks(g, c);
+  if (c->op == ZS_BARRIER || c->numel == 0) return;
+  const char *place = c->input;
+  int64_t bytes = call_bytes(c) * (c->op == ZS_REDUCE_SCATTER || c->op == ZS_ALL_TO_ALL ? g->size : 1);
+  t->segment = is_tiny(g, c) ? NULL : segment_of(g, place, bytes);
+  if (c->op == ZS_ALL_GATHER && !is_tiny(g, c)) {
+    char *own_slice = (char *)c->output + g->rank * bytes;
+    zs_segment *outer = segment_of(g, own_slice, bytes);
+    if (outer) {
+      copy(own_slice, place, bytes);
+      place = own_slice;
+      t->segment = outer;
+    }
+  }
+  if (t->segment) {
+    d->segment = t->segment->number;
+    d->offset = place - t->segment->base[g->rank];
+  } else {
+    stage_in(g, c, 0);
+  }
+}
+
+static int agree(const zs_descriptor *a, const zs_descriptor *b) {
+  return a->op == b->op && a->dtype == b->dtype && a->reduction == b->reduction && a->source == b->source &&
+         a->numel == b->numel;
+}
+
+/* After step 0: read what the others want, choose the way.  Every rank reads the same and so decides the same. */
+static int decide(zs_group *g, zs_task *t) {
+  int num_shared = 0, is_one_segment = 1;
+  const zs_descriptor *first = &g->control[0]->descriptor[(g->count - 1) & 1];
+  for (int p = 0; p < g->size; p++) {
+    const zs_descriptor *d = &g->control[p]->descriptor[(g->count - 1) & 1];
+    if (!agree(first, d)) {
+      g->report.first = *first;
+      g->report.second = *d;
+      g->report.rank = p;
+      return ZS_REFUSED;
+    }
+    num_shared += d->segment >= 0;
+    is_one_segment &= d->segment == first->segment;
+  }
+  t->is_zero_copy = num_shared == g->size && is_one_segment;
+  t->is_late = num_shared > 0;
+  return ZS_MORE;
+}
+
+int zs_step(zs_group *g, zs_task *t) {
+  if (t->step == 0) {
+    publish(g, t);
+    return ZS_MORE;
+  }
+  if (t->step == 1 && decide(g, t) == ZS_REFUSED) return ZS_REFUSED;
+  if (t->num_chunks == 0) return ZS_DONE;
+  if (!t->is_zero_copy) return staged_step(g, t);
+  if (t->step == 2) return ZS_DONE;
+  zero_copy_step(g, t);
+  return ZS_MORE;
+}

@@ -1,0 +1,188 @@
+"""How the ranks of a group find out, together, whether shared memory will do.
+
+A rank that decided alone would leave the others waiting, so every rank always takes part, whatever it knows already:
+one round says who and where each is and offers the control segment, a second says whether all offers could be
+taken.  The verdict is a pure function of what all said, so all come to the same.  The rounds travel over the
+group's own Gloo back end as fixed-length JSON.
+
+A group with ranks on several hosts uses Gloo throughout.  Rejected for now: memory within a host and Gloo between
+hosts, which needs sub-groups, and a queue that keeps their order under overlap; training on CPUs of several hosts is
+rare.
+
+Rejected: deciding from environment variables alone (nothing says that ranks have the same), a store (groups made by
+torch do not show theirs).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+import torch
+from torch.distributed import ProcessGroup
+
+from zcomm import compat
+from zcomm.shared.native import Library, library, reason_without
+from zcomm.shared.segment import Memory, Offer, Segment
+
+__all__ = ["Members", "Presence", "agree", "gathered", "verdict"]
+
+VARIABLE = "ZCOMM_TRANSPORT"
+CHOICES = ("auto", "shared", "gloo")
+_MESSAGE_BYTES = 2048  # more than the texts in it can have: they are cut to a few hundred characters
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@attrs.frozen
+class Presence:
+    """What one rank says of itself in the first round."""
+
+    choice: str  # of CHOICES
+    host: str  # equal on two ranks if they run on one host
+    pid: int
+    obstacle: str  # why this rank cannot use shared memory; "" if it can
+    offer: Offer | None  # its control segment; None exactly if there is an obstacle
+
+    @classmethod
+    def parsed(cls, said: dict[str, Any]) -> Presence:
+        offer = said.pop("offer")
+        return cls(**said, offer=None if offer is None else Offer(**offer))
+
+
+@final
+@attrs.define(eq=False)
+class Members:
+    """The ranks of a group that share memory, as this one sees them."""
+
+    rank: int
+    pids: list[int]
+    controls: list[Memory]  # of all ranks, mapped
+    pidfds: list[int]  # readable when the process has ended; -1 for this rank, and where the kernel has none
+
+    def close(self) -> None:
+        """Undo the mappings and close the descriptors."""
+        self.controls.clear()
+        while self.pidfds:
+            descriptor = self.pidfds.pop()
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+class TransportRefused(RuntimeError):
+    """A rank insists on shared memory, and the group cannot have it."""
+
+
+def agree(group: ProcessGroup, rank: int, size: int) -> Members | str:
+    """A collective over Gloo: the members of a group that shares memory, or the reason why it uses Gloo.
+
+    Raises TransportRefused on every rank if one of them has ZCOMM_TRANSPORT=shared and it cannot be.
+    """
+    segment, obstacle = _control_segment(size)
+    try:
+        mine = Presence(_choice(), _host(), os.getpid(), obstacle, None if segment is None else segment.offer())
+        said = [Presence.parsed(each) for each in gathered(attrs.asdict(mine), group, size)]
+        outcome: Members | str = verdict(said)
+        if segment is not None and not outcome:
+            outcome = _met_by_all(group, said, rank, segment)
+    finally:
+        if segment is not None:
+            segment.seal()
+    if isinstance(outcome, str) and any(each.choice == "shared" for each in said):
+        raise TransportRefused(f"{VARIABLE}=shared, but the group cannot use shared memory: {outcome}")
+    return outcome
+
+
+def verdict(said: list[Presence]) -> str:
+    """Why ranks that said this cannot share memory; "" if nothing speaks against it.  Pure."""
+    for number, each in enumerate(said):
+        if each.choice not in CHOICES:
+            return f"rank {number} has {VARIABLE}={each.choice}; allowed: {', '.join(CHOICES)}"
+        if each.choice == "gloo":
+            return f"rank {number} has {VARIABLE}=gloo"
+        if each.obstacle:
+            return f"rank {number}: {each.obstacle}"
+        if each.host != said[0].host:
+            return f"rank 0 and rank {number} are on different hosts"
+    return ""
+
+
+def gathered(value: Any, group: ProcessGroup, size: int) -> list[Any]:
+    """Every rank's small JSON value, over Gloo."""
+    data = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    assert len(data) <= _MESSAGE_BYTES, f"{len(data)} bytes of JSON"
+    mine = torch.frombuffer(bytearray(data.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+    output = torch.empty(size * _MESSAGE_BYTES, dtype=torch.uint8)
+    compat.all_gather_flat(output, mine, group=group, async_op=True).wait()
+    return [json.loads(bytes(row.tolist())) for row in output.view(size, -1)]
+
+
+def _choice() -> str:
+    return os.environ.get(VARIABLE, "").strip().lower()[:40] or "auto"
+
+
+def _host() -> str:
+    """ZCOMM_HOST, else the running kernel's own number, else the host's name."""
+    given = os.environ.get("ZCOMM_HOST")
+    if given:
+        return given[:100]
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()[:100]
+
+
+def _control_segment(size: int) -> tuple[Segment | None, str]:
+    """This rank's control segment, or what it knows already that speaks against shared memory."""
+    obstacle = reason_without()
+    if not obstacle and size > library().lib.zs_max_ranks():
+        obstacle = f"{size} ranks are in the group; at most {library().lib.zs_max_ranks()} can share memory"
+    if obstacle:
+        return None, obstacle[:300]
+    try:
+        return Segment.create(library(), library().lib.zs_control_bytes()), ""
+    except OSError as error:
+        return None, f"no memory for its control segment ({error})"[:300]
+
+
+def _met_by_all(group: ProcessGroup, said: list[Presence], rank: int, own: Segment) -> Members | str:
+    """The second round: the members if every rank reached every other, else why not."""
+    members, problem = _met(library(), said, rank, own)
+    reason = "the second round failed"  # unless it does not
+    try:
+        problems = gathered(problem, group, len(said))
+        reason = next((f"rank {number}: {text}" for number, text in enumerate(problems) if text), "")
+    finally:
+        if members is not None and reason:
+            members.close()
+    return reason if members is None or reason else members
+
+
+def _met(found: Library, said: list[Presence], rank: int, own: Segment) -> tuple[Members | None, str]:
+    """The members, or what went wrong here."""
+    members = Members(rank, [each.pid for each in said], [], [])
+    try:
+        for number, each in enumerate(said):
+            members.pidfds.append(-1 if number == rank else _pidfd(each.pid))
+            assert each.offer is not None
+            members.controls.append(own.memory if number == rank else each.offer.accept(found))
+    except OSError as error:
+        members.close()
+        return None, f"cannot reach the memory of rank {len(members.controls)} ({error})"[:300]
+    return members, ""
+
+
+def _pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; -1 on a kernel without such (before 5.3)."""
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return -1
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return -1

@@ -1,0 +1,170 @@
+"""Which transport each process group has.
+
+[Note: the one registry]  The house keeps no process groups in module globals.  This is the exception, and it holds
+none either: it maps groups, weakly, to what this package has set up for them, because torch's ProcessGroup is the
+only thing that every caller of a collective has, and it has no place for state of ours.  An entry is made by the
+group's first collective over CPU tensors and ends with the group: when the last reference to it goes, when
+`World.close` closes all, when torch no longer knows the group (seen at the next set-up), or at exit.
+
+The set-up of a group is a collective; two threads that come first at once are kept apart by a lock per group, not
+by one for all, since the ranks may come to their groups in different orders.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from typing import final
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from zcomm import compat
+from zcomm.shared import handshake
+from zcomm.shared.names import is_carried
+from zcomm.shared.native import library
+from zcomm.shared.transport import Message, Transport, Work
+
+__all__ = ["close_all", "issue", "transport", "transport_of", "transport_reason"]
+
+_DEFAULT_TIMEOUT_S = 600.0
+
+
+@final
+@attrs.define(eq=False)
+class Entry:
+    """What is known of one group.
+
+    Invariant: at most one of `transport` and `reason` is set; neither before the set-up.
+    """
+
+    lock: threading.Lock = attrs.field(factory=threading.Lock)  # held during the set-up
+    transport: Transport | None = None
+    reason: str = ""  # why Gloo carries this group
+    refusal: handshake.TransportRefused | None = None  # why nothing does
+
+
+_entries: weakref.WeakKeyDictionary[ProcessGroup, Entry] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # guards changes of _entries
+
+
+def issue(group: ProcessGroup | None, message: Message) -> Work | None:
+    """Issue through shared memory, or None where it is Gloo's or NCCL's to do.
+
+    The first call of a group is a collective over Gloo.  Raises TransportRefused, SharedMemoryFailed.
+    """
+    payload = message.payload
+    if payload is not None and not is_carried(payload.dtype, reduced=message.reduction is not None):
+        return None
+    if payload is not None and payload.device.type != "cpu":
+        return None
+    found = transport_of(group)
+    return None if found is None else found.issue(message)
+
+
+def transport_of(group: ProcessGroup | None) -> Transport | None:
+    """The transport of a group that shares memory, set up now if need be; None for other groups.
+
+    A collective on the group's first use.  Raises TransportRefused if a rank insists on shared memory in vain.
+    """
+    group = _resolved(group)
+    entry = _entries.get(group)
+    if entry is None:
+        with _lock:
+            entry = _entries.setdefault(group, Entry())
+    if entry.transport is None and not entry.reason:
+        with entry.lock:
+            if entry.transport is None and not entry.reason:
+                _set_up(group, entry)
+    if entry.refusal is not None:
+        raise entry.refusal
+    return entry.transport
+
+
+def transport(group: ProcessGroup | None = None) -> str:
+    """What carries the collectives of `group` over CPU tensors: "shared memory", "gloo", "nccl" or "none".
+
+    "none" for a world of one, where nothing is sent, and before the group's first collective, which decides.  Local:
+    never waits for another rank.
+    """
+    return _told(group)[0]
+
+
+def transport_reason(group: ProcessGroup | None = None) -> str:
+    """Why `transport(group)` is what it is, in words."""
+    return _told(group)[1]
+
+
+def close_all() -> None:
+    """Close the transports of all groups of this process."""
+    with _lock:
+        entries = list(_entries.values())
+        _entries.clear()
+    for entry in entries:
+        if entry.transport is not None:
+            entry.transport.close()
+
+
+def _resolved(group: ProcessGroup | None) -> ProcessGroup:
+    if group is not None:
+        return group
+    world = dist.group.WORLD
+    assert world is not None, "a world of one needs no transport"
+    return world
+
+
+def _set_up(group: ProcessGroup, entry: Entry) -> None:
+    """Decide with the other ranks, once."""
+    _close_forgotten()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if "gloo" not in dist.get_backend_config(group):
+        entry.reason = f"its back end is {dist.get_backend(group)}"
+        return
+    try:
+        outcome = handshake.agree(group, rank, size)
+    except handshake.TransportRefused as error:
+        entry.reason, entry.refusal = str(error), error
+        return
+    if isinstance(outcome, str):
+        entry.reason = outcome
+        if rank == 0 and not outcome.endswith(f"{handshake.VARIABLE}=gloo"):
+            warnings.warn(f"zcomm uses Gloo where shared memory would be faster: {outcome}.", stacklevel=2)
+        return
+    timeout_s = compat.group_timeout_s(group, torch.device("cpu"), otherwise=_DEFAULT_TIMEOUT_S)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    entry.transport = Transport.open(library(), outcome, ranks, timeout_s)
+    weakref.finalize(group, entry.transport.close)
+
+
+def _close_forgotten() -> None:
+    """Close the transports of groups that torch has destroyed while somebody still refers to them."""
+    for group, entry in list(_entries.items()):
+        if entry.transport is not None and not _is_known(group):
+            entry.transport.close()
+
+
+def _is_known(group: ProcessGroup) -> bool:
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return False
+
+
+def _told(group: ProcessGroup | None) -> tuple[str, str]:
+    if not dist.is_initialized():
+        return "none", "torch.distributed is not initialised: a world of one"
+    if dist.get_world_size(group) == 1:
+        return "none", "the group has one rank"
+    if "gloo" not in dist.get_backend_config(group):
+        return "nccl", f"its back end is {dist.get_backend(group)}"
+    entry = _entries.get(_resolved(group))
+    if entry is None or (entry.transport is None and not entry.reason):
+        return "none", "not decided: the group has communicated nothing yet"
+    if entry.refusal is not None:
+        return "none", entry.reason
+    if entry.transport is not None:
+        return "shared memory", f"all {len(entry.transport.ranks)} ranks are on one host"
+    return "gloo", entry.reason

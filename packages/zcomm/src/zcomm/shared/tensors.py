@@ -1,0 +1,105 @@
+"""Tensors whose memory all ranks of a group have mapped.
+
+A collective over a tensor of its own copies it through staging buffers; over one made here it works in place, in the
+memory of all ranks.  Making one is a collective: the ranks offer each other a segment each, through the transport
+that they have already, and map the others'.  Every rank must get what it asked for or all get ordinary memory.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zcomm.collectives import group_size
+from zcomm.handles import CollectiveFailed
+from zcomm.shared.registry import transport_of
+from zcomm.shared.segment import Memory, Offer, Segment
+from zcomm.shared.transport import Message, SharedMemoryFailed, Transport
+
+__all__ = ["shared_empty"]
+
+_MESSAGE_BYTES = 1024  # more than the texts in it can have: errors are cut to a hundred characters
+
+
+def shared_empty(numel: int, dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None) -> Tensor:
+    """A flat CPU tensor of `numel` zeros over which the collectives of `group` need no copies.
+
+    A collective: every rank of the group calls it, with the same arguments.  Views count too, where they begin at the
+    same offset on all ranks.  Where the group has no shared memory (one rank, several hosts, Gloo or NCCL alone) it
+    is an ordinary tensor.  The memory lives as long as the tensor or a view of it; what the other ranks have mapped
+    of it, as long as theirs or until the group is closed.  A forked child shares it with its parent.
+
+    Raises CollectiveFailed on every rank, naming both, if two ranks ask for different things; ValueError for a
+    negative length.
+    """
+    if numel < 0:
+        raise ValueError(f"shared_empty: numel is {numel}; it must be 0 or more.")
+    found = None if group_size(group) == 1 else transport_of(group)
+    if found is None or numel == 0:
+        return torch.zeros(numel, dtype=dtype)
+    try:
+        return _made(found, numel, dtype)
+    except SharedMemoryFailed as error:
+        raise CollectiveFailed(f"shared_empty({numel}, {dtype}) failed: {error}") from error
+
+
+def _made(transport: Transport, numel: int, dtype: torch.dtype) -> Tensor:
+    nbytes = numel * dtype.itemsize
+    with transport.lock:
+        number, transport.num_segments = transport.num_segments, transport.num_segments + 1
+    segment, problem = None, ""
+    try:
+        segment = Segment.create(transport.library, nbytes, lambda: transport.drop_segment(number))
+    except OSError as error:
+        problem = str(error)[:100]
+    wish = {"numel": numel, "dtype": str(dtype), "offer": None if segment is None else attrs.asdict(segment.offer())}
+    try:
+        said = _exchanged(transport, {**wish, "problem": problem})
+        _check_agreement(transport, said)
+        memories, problem = _mapped(transport, said, segment)
+        problems = _exchanged(transport, problem)
+    finally:
+        if segment is not None:
+            segment.seal()
+    if segment is None or any(problems):
+        return torch.zeros(numel, dtype=dtype)
+    transport.add_segment(number, nbytes, memories)
+    return torch.frombuffer(segment.memory.buffer, dtype=dtype, count=numel)
+
+
+def _check_agreement(transport: Transport, said: list[dict[str, Any]]) -> None:
+    for place, each in enumerate(said):
+        if (each["numel"], each["dtype"]) != (said[0]["numel"], said[0]["dtype"]):
+            raise SharedMemoryFailed(
+                f"rank {transport.ranks[0]} asks for {said[0]['numel']} of {said[0]['dtype']}, "
+                f"rank {transport.ranks[place]} for {each['numel']} of {each['dtype']}."
+            )
+
+
+def _mapped(transport: Transport, said: list[dict[str, Any]], own: Segment | None) -> tuple[list[Memory], str]:
+    """The memory of all ranks, or what went wrong on one of them or here."""
+    problem = next((each["problem"] for each in said if each["problem"]), "")
+    if problem or own is None:
+        return [], problem
+    try:
+        return [
+            own.memory if place == transport.rank else Offer(**each["offer"]).accept(transport.library)
+            for place, each in enumerate(said)
+        ], ""
+    except OSError as error:
+        return [], str(error)[:100]
+
+
+def _exchanged(transport: Transport, value: Any) -> list[Any]:
+    """Every rank's small JSON value, through the transport itself."""
+    data = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    assert len(data) <= _MESSAGE_BYTES, f"{len(data)} bytes of JSON"
+    mine = torch.frombuffer(bytearray(data.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+    output = torch.empty(len(transport.ranks) * _MESSAGE_BYTES, dtype=torch.uint8)
+    transport.issue(Message("all_gather", output, mine, label="shared_empty")).wait()
+    return [json.loads(bytes(row.tolist())) for row in output.view(-1, _MESSAGE_BYTES)]
