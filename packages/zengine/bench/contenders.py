@@ -28,7 +28,7 @@ def _engine(stage: int) -> Contender:
             "optimizer": {"type": "AdamW", "params": {"lr": LR}},
             "zero_optimization": {"stage": stage},
         }
-        engine, *_ = zengine.initialize(model=models.GPT(shape), config=config)
+        engine, *_ = zengine.initialize(model=models.make(shape), config=config)
         return engine, engine.backward, engine.step, engine.close
 
     return make
@@ -73,14 +73,14 @@ def _deepspeed(stage: int) -> Contender:
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
             "zero_optimization": {"stage": stage},
         }
-        engine, *_ = deepspeed.initialize(model=models.GPT(shape), config=config, dist_init_required=False)
+        engine, *_ = deepspeed.initialize(model=models.make(shape), config=config, dist_init_required=False)
         return engine, engine.backward, engine.step, engine.destroy
 
     return make
 
 
-def _model(shape: models.Shape, bf16: bool) -> models.GPT:
-    return models.GPT(shape).to(torch.bfloat16 if bf16 else torch.float32)
+def _model(shape: models.Shape, bf16: bool) -> nn.Module:
+    return models.make(shape).to(torch.bfloat16 if bf16 else torch.float32)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

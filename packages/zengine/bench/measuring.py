@@ -73,7 +73,7 @@ def floors(setting: Setting) -> dict[str, float]:
     torch.set_num_threads(1)
     world = zcomm.group_size()
     dtype = torch.bfloat16 if setting.bf16 else torch.float32
-    numel = sum(p.numel() for p in models.GPT(setting.shape).parameters()) // world * world
+    numel = sum(p.numel() for p in models.make(setting.shape).parameters()) // world * world
     flat = zcomm.shared_empty(numel, dtype)
     own = flat.chunk(world)[zcomm.group_rank()]
     master = torch.zeros(numel // world, requires_grad=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["GPT", "Block", "Shape", "batch"]
+__all__ = ["GPT", "TINY", "Block", "Shape", "Tiny", "batch", "make"]
 
 
 @attrs.frozen
@@ -60,6 +60,34 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Tiny(nn.Module):
+    """Many blocks of two small layers: what a step costs beside its arithmetic."""
+
+    def __init__(self, shape: Shape, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.register_buffer("waves", torch.linspace(0.1, 3.0, shape.width))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(shape.width, shape.width), nn.ReLU(), nn.Linear(shape.width, shape.width))
+            for _ in range(shape.depth)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """() loss."""
+        x = torch.sin(tokens.unsqueeze(-1) * self.waves).to(self.blocks[0][0].weight.dtype)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.float().square().mean()
+
+
+TINY = Shape(depth=48, width=64, heads=0)
+
+
+def make(shape: Shape) -> GPT | Tiny:
+    """The model of a shape: without heads there is no attention."""
+    return GPT(shape) if shape.heads else Tiny(shape)
 
 
 def batch(shape: Shape, size: int, tokens: int, seed: int) -> Tensor:

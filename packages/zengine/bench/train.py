@@ -3,6 +3,7 @@
 
     python packages/zengine/bench/train.py                   GPT-2's 124M shape, 2 CPU ranks of one thread, fp32
     python packages/zengine/bench/train.py --bf16 --only "ours stage 3,FSDP2 + torch AdamW"
+    python packages/zengine/bench/train.py --tiny            48 blocks of two Linear(64)
     python packages/zengine/bench/train.py --quick           a small model: to see that everything works
 
 Contenders take turns, `--rounds` times; each is made anew, warms up, and trains `--steps` steps.  All clip the norm
@@ -31,7 +32,7 @@ from measuring import Sample, Setting, floors, measure
 
 import zcomm
 import zoptim
-from zcomm.testing import run_ranks
+from zcomm.testing import end_ranks, run_ranks
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ALONE, PEER = "forward + backward alone", "DDP + torch AdamW"
@@ -42,7 +43,7 @@ def main() -> int:
     options = _parser().parse_args()
     small = models.Shape(depth=2, width=64, heads=2, vocabulary=256, context=64)
     setting = Setting(
-        shape=small if options.quick else models.Shape(),
+        shape=small if options.quick else models.TINY if options.tiny else models.Shape(),
         bf16=options.bf16,
         micro_batch=options.micro_batch,
         tokens=32 if options.quick else options.tokens,
@@ -52,6 +53,7 @@ def main() -> int:
     samples: dict[str, list[Sample]] = {name: [] for name in chosen}
     for round_index in range(options.rounds):
         for name in chosen:
+            end_ranks()  # what one leaves in its processes is not the next one's
             samples[name].append(run_ranks(measure, options.ranks, name, setting, timeout_s=900)[0])
             print(f"round {round_index}: {name}: {samples[name][-1]}", flush=True)
     floor_ms = run_ranks(floors, options.ranks, setting, timeout_s=300)[0]
@@ -82,7 +84,7 @@ def _table(samples: dict[str, list[Sample]], floor_ms: float) -> list[str]:
         peak = statistics.median(s.peak_mib for s in found)
         lines.append(
             f"| {name} | "
-            + " | ".join(f"{cell:.0f}" for cell in cells)
+            + " | ".join(f"{cell:.4g}" for cell in cells)
             + f" | {ratios[0]:.2f} | {ratios[1]:.2f} | {peak:.0f} |"
         )
     return lines
@@ -93,7 +95,7 @@ def _facts(options: argparse.Namespace, setting: Setting, floor_ms: dict[str, fl
         "date": datetime.datetime.now().strftime("%Y-%m-%d %H:%M"),
         "machine": f"{platform.machine()}, {options.ranks} ranks of 1 thread",
         "versions": {"torch": torch.__version__, "zoptim": zoptim.__version__, "zcomm": zcomm.__version__},
-        "model": f"{sum(p.numel() for p in models.GPT(setting.shape).parameters()):,} parameters, "
+        "model": f"{sum(p.numel() for p in models.make(setting.shape).parameters()):,} parameters, "
         f"{'bf16' if setting.bf16 else 'fp32'}, micro-batch {setting.micro_batch} x {setting.tokens} tokens",
         "steps": f"{setting.steps} timed, {options.rounds} rounds, medians",
         "floor": "forward + backward alone, and " + ", ".join(f"{k} {v:.0f} ms" for k, v in floor_ms.items()),
@@ -105,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     result.add_argument("--only", type=_known, help="contenders, by name")
     result.add_argument("--bf16", action="store_true")
     result.add_argument("--quick", action="store_true")
+    result.add_argument("--tiny", action="store_true", help="48 blocks of two Linear(64)")
     result.add_argument("--ranks", type=int, default=2)
     result.add_argument("--rounds", type=int, default=2)
     result.add_argument("--steps", type=int, default=4)

@@ -198,6 +198,9 @@ def _refuses(case: str) -> str:
     if case == "moved":
         model.half()
         partition.apply(optimizer.step)
+    if case == "unfrozen":
+        model.frozen.requires_grad_(True)
+        partition.apply(optimizer.step)
     if case == "foreign":
         zpartition.shard(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0))
     if case == "plain backward after reduction":
@@ -212,6 +215,7 @@ def _refuses(case: str) -> str:
     [
         ("twice", ValueError, r"parameter \S+ is partitioned already: close\(\) the partition"),
         ("moved", ValueError, r"parameter \S+ no longer lives in the partition's memory: module.to\(\)"),
+        ("unfrozen", ValueError, r"parameter frozen\.weight requires a gradient, but was frozen .* partition anew"),
         ("foreign", ValueError, r"parameter 0 of the optimizer's group 0, shape \(2, 2\), is not a parameter"),
         ("plain backward after reduction", RuntimeError, r"outside micro_step\(\) after the gradients"),
     ],

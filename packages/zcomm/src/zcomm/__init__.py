@@ -27,6 +27,7 @@ from zcomm.mesh import axis_group, axis_rank, axis_size, make_mesh
 from zcomm.rendezvous import RendezvousFailed
 from zcomm.shared.registry import transport, transport_reason
 from zcomm.shared.tensors import shared_empty
+from zcomm.sparse import gather_rows
 from zcomm.trace import Record, traced
 from zcomm.values import exchange
 from zcomm.world import World, init
@@ -52,6 +53,7 @@ __all__ = [
     "context",
     "detect",
     "exchange",
+    "gather_rows",
     "group_rank",
     "group_size",
     "init",

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import zcomm
-from zcomm.testing import Ending, RankFailed, run_ranks
+from zcomm.testing import Ending, RankFailed, end_ranks, run_ranks
 
 
 @attrs.frozen
@@ -341,3 +341,14 @@ def await_end_of(pids: list[str]) -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline_s, "rank processes outlived their parent"
         time.sleep(0.02)
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def test_ranks_can_be_ended_and_the_next_call_has_fresh_ones():
+    first = run_ranks(_pid, 2)
+    assert run_ranks(_pid, 2) == first
+    end_ranks()
+    assert not set(run_ranks(_pid, 2)) & set(first)

@@ -52,7 +52,7 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     try:
         return _around(partition, optimizer, loader, client, plan, world)
     except BaseException:
-        partition.close()  # the module is free for another attempt
+        partition.close(keep_weights=False)  # the module is free for another attempt; other ranks may not come along
         raise
 
 

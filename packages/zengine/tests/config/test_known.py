@@ -60,6 +60,7 @@ log_level
 memory_breakdown
 optimizer.params optimizer.type
 prescale_gradients
+sparse_gradients
 scheduler.params scheduler.type
 steps_per_print
 tensorboard.enabled tensorboard.job_name tensorboard.output_path

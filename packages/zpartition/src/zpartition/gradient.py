@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from zpartition.buffers import BufferPool
 from zpartition.layout import Bucket
+from zpartition.rows import Rows, add_rows
 
 
 class Phase(enum.Enum):
@@ -48,6 +49,7 @@ class BucketGradient:
     kept: torch.Tensor | None = None  # reduced sum so far, accumulate dtype; None: nothing reduced yet
     borrowed: torch.Tensor | None = None  # the pool buffer that `kept` is, to be given back; None: it is `store`
     store: torch.Tensor | None = None  # this bucket's own accumulator, made on first need and reused
+    rows: Rows | None = None  # of a sparse bucket: what there is in place of `local`
     filled: set[int] = attrs.field(factory=set)  # slots whose part of `local` holds a gradient
     awaiting: set[int] = attrs.field(factory=set)  # slots that have not arrived in this round
     late: set[int] = attrs.field(factory=set)  # slots that arrived after the bucket had left
@@ -65,10 +67,12 @@ class BucketGradient:
     def arrive(self, index: int) -> bool:
         """Take `params[index].grad` into the local buffer; True when nothing more is awaited."""
         param = self.params[index]
-        view = self.views_of(self._local())[index]
         grad = param.grad
         assert grad is not None
-        if grad is not view:
+        if self.rows is not None:
+            self.rows.add(grad.detach())
+            param.grad = None
+        elif grad is not (view := self.views_of(self._local())[index]):
             self._take(index, param, grad, view)
         self.filled.add(index)
         self.seen.add(index)
@@ -120,6 +124,24 @@ class BucketGradient:
         self.filled.clear()
         self.phase = Phase.SETTLED
 
+    def keep_rows(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int, *, factor: float) -> None:
+        """Add `factor` x every rank's rows to the accumulator of this rank's span, in float32 or wider."""
+        assert self.rows is not None
+        span = self.bucket.span(rank)
+        if self.kept is None:
+            self.kept = self.accumulator(span[1] - span[0], torch.promote_types(self.local_dtype, torch.float32))
+            self.kept.zero_()
+        end = self.bucket.slots[0].end
+        add_rows(
+            self.kept[: max(0, min(span[1], end) - span[0])],
+            (span[0], max(span[0], min(span[1], end))),
+            parts,
+            factor,
+        )
+        self.rows.clear()
+        self.filled.clear()
+        self.phase = Phase.SETTLED
+
     def accumulator(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """This bucket's own accumulator, made once; contents undefined."""
         if self.store is None:
@@ -151,6 +173,8 @@ class BucketGradient:
             if buffer is not None:
                 self.pool.give_back(buffer)
         self.local = self.borrowed = self.kept = None
+        if self.rows is not None:
+            self.rows.clear()
         for slots in (self.filled, self.seen, self.late, self.awaiting):
             slots.clear()
         self.phase = Phase.IDLE

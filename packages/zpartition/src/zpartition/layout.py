@@ -36,6 +36,7 @@ class ParamSpec:
     dtype: torch.dtype
     group: int = 0  # index of the optimizer's parameter group
     unit: str | None = None  # the module that it is gathered with (stage 3); None: never gathered
+    is_sparse: bool = False  # its gradient comes as rows
 
     @property
     def numel(self) -> int:
@@ -86,6 +87,7 @@ class Bucket:
     numel: int  # padding included
     num_shards: int
     unit: str | None = None  # of all its parameters, see ParamSpec
+    is_sparse: bool = False  # one parameter, whose gradient is exchanged as rows
 
     @property
     def span_numel(self) -> int:
@@ -175,11 +177,12 @@ def plan_layout(specs: Sequence[ParamSpec], *, world_size: int, num_shards: int,
     _refuse_duplicates([spec.name for spec in specs])
     limit = bucket_numel or derive_bucket_numel(sum(spec.numel for spec in specs))
     runs: list[_Run] = []
-    filling: dict[tuple[str | None, int, torch.dtype], _Run] = {}
+    filling: dict[tuple[str | None, str, int, torch.dtype], _Run] = {}
     for position, spec in enumerate(reversed(specs)):
-        run = filling.get((spec.unit, spec.group, spec.dtype))
+        key = (spec.unit, spec.name if spec.is_sparse else "", spec.group, spec.dtype)
+        run = filling.get(key)
         if run is None or (spec.unit is None and run.numel + spec.numel > limit):
-            run = filling[spec.unit, spec.group, spec.dtype] = _Run()
+            run = filling[key] = _Run()
             runs.append(run)
         run.add(spec, position)
     runs.sort(key=lambda run: run.last_position)  # a bucket is complete when its last parameter is
@@ -214,6 +217,7 @@ class _Run:
             numel=_round_up(max(self.numel, 1), world_size * SPAN_ALIGNMENT),
             num_shards=num_shards,
             unit=self.specs[0].unit,
+            is_sparse=self.specs[0].is_sparse,
         )
 
 

@@ -65,6 +65,7 @@ class Partition:
     frozen: tuple[ShardedStorage, ...] = ()  # units' parameters that are not trained
     optimizer: torch.optim.Optimizer | None = None  # the rebound one
     holders: tuple[state.Holder, ...] = ()  # what the rebound optimizer updates
+    at_rest: tuple[tuple[str, Parameter], ...] = ()  # parameters that were frozen, by name
     updates_parameters: bool = False  # whether those are the module's own parameters, not flat spans
 
     @classmethod
@@ -96,6 +97,7 @@ class Partition:
         partition = cls(
             module, layout, policy, group, params, storages, reducer, rank, persistent, residence, watch, resting
         )
+        partition.at_rest = tuple((name, param) for name, param in everything.items() if not param.requires_grad)
         partition.holders = tuple(state.Holder(s.master, s.pieces(rank)) for s in storages)
         claim(partition, partition.owned(), [*reducer.hooks, watch])
         partition.synchronise()
@@ -201,6 +203,7 @@ class Partition:
                     "an assignment to .data moved it after shard(). Convert the module first, then partition it."
                 )
         self.residence.refuse_written()
+        self._refuse_unfrozen()
         unused = self._agree_on_unused() if any_unused else frozenset()
         if self.updates_parameters:
             for gradient in self.reducer.gradients:
@@ -352,6 +355,15 @@ class Partition:
         """Put the weights and the optimizer state of `names` back after the update."""
         resting = [(h, p) for h in self.holders if names for p in h.pieces if p.slot.name in names]
         return untouched(self.optimizer, resting)
+
+    def _refuse_unfrozen(self) -> None:
+        """Nobody would update a parameter that has begun to require a gradient."""
+        for name, param in self.at_rest:
+            if param.requires_grad:
+                raise ValueError(
+                    f"parameter {name} requires a gradient, but was frozen when the module was partitioned, so "
+                    "nothing updates it. Freeze it again, or close() and partition anew with it unfrozen."
+                )
 
     def _refuse_shaped(self, optimizer: torch.optim.Optimizer) -> None:
         name = type(optimizer).__name__

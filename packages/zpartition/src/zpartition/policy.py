@@ -74,6 +74,7 @@ class ZeroPolicy:
     averaging: Averaging = MEAN
     reduce_at: ReduceAt = ReduceAt.MICRO_STEP
     overlap: bool = True  # launch a bucket while backward still runs; False: all at its end
+    sparse_gradients: bool = True  # exchange gradients of sparse embeddings as rows; False: as dense ones
     ignore_unused: bool = True  # False: a parameter without gradient on every rank is an error
     unit_numel: int = attrs.field(default=0, validator=ge(0))  # of modules gathered as one; 0: from the model's size
     persist_numel: int = attrs.field(default=100_000, validator=ge(0))  # smaller parameters stay whole

@@ -42,6 +42,7 @@ from zpartition.buffers import Arena, BufferPool
 from zpartition.gradient import BucketGradient, Phase
 from zpartition.layout import Bucket, Layout
 from zpartition.policy import ReduceAt, ZeroPolicy
+from zpartition.rows import Rows
 
 IN_FLIGHT_LIMIT = 2  # transient buffers travelling at once: one being sent, one being filled behind it
 
@@ -117,6 +118,7 @@ class GradientReducer:
                 local_dtype=policy.accumulate_for(bucket.dtype) if accumulating else bucket.dtype,
                 pool=pool,
                 factor=_factors(policy, layout, bucket).on_arrival,
+                rows=Rows(bucket.slots[0].shape[-1]) if bucket.is_sparse else None,
             )
             for bucket in layout.buckets
         )
@@ -256,7 +258,7 @@ class GradientReducer:
 
     def _provide(self, gradient: BucketGradient) -> None:
         """Give an IDLE bucket a local buffer, waiting for one on the wire if enough are travelling."""
-        if gradient.phase is not Phase.IDLE:
+        if gradient.phase is not Phase.IDLE or gradient.rows is not None:
             return
         numel, dtype = gradient.bucket.numel, gradient.local_dtype
         buffer = self.pool.take(numel, dtype)
@@ -274,6 +276,9 @@ class GradientReducer:
         return max(bucket.numel for bucket in self.layout.buckets) if serve_all else numel
 
     def _send(self, gradient: BucketGradient) -> None:
+        if gradient.rows is not None:
+            self._send_rows(gradient, gradient.rows)
+            return
         self._provide(gradient)
         wire = self.policy.reduce_dtype or gradient.bucket.dtype
         before = _factors(self.policy, self.layout, gradient.bucket).before
@@ -289,6 +294,14 @@ class GradientReducer:
             received = sent[slice(*gradient.bucket.span(self.rank))]  # in place: nothing else is needed of `sent`
             handle = zcomm.reduce_scatter(received, sent, self.group, async_op=True, label=label)
         self.flights.append(_Flight(gradient, handle, sent, received))
+
+    def _send_rows(self, gradient: BucketGradient, rows: Rows) -> None:
+        """Exchange what was looked up, and wait for it: the lengths have to be known."""
+        bucket = gradient.bucket
+        before, after = self.policy.averaging.factors(self.layout.world_size)
+        indices, values = rows.packed(self.policy.reduce_dtype or bucket.dtype, self.pool.device)
+        parts = zcomm.gather_rows(indices, values, self.group, label=f"rows[{bucket.index}]")
+        gradient.keep_rows(parts, self.rank, factor=before * after)
 
     def _settle(self, leave: int) -> None:
         """Wait for the oldest messages until `leave` are on the wire."""
@@ -346,9 +359,10 @@ def buffer_bytes(layout: Layout, policy: ZeroPolicy) -> int:
     if not layout.buckets:
         return 0
     fills = reduce_at(policy, layout) is ReduceAt.BOUNDARY
+    dense = [bucket for bucket in layout.buckets if not bucket.is_sparse]
     if layout.num_shards == 1 or fills:
-        return sum(b.numel * (policy.accumulate_for(b.dtype) if fills else b.dtype).itemsize for b in layout.buckets)
-    return (IN_FLIGHT_LIMIT + 1) * max(bucket.numel * bucket.dtype.itemsize for bucket in layout.buckets)
+        return sum(b.numel * (policy.accumulate_for(b.dtype) if fills else b.dtype).itemsize for b in dense)
+    return (IN_FLIGHT_LIMIT + 1) * max((bucket.numel * bucket.dtype.itemsize for bucket in dense), default=0)
 
 
 def reduce_at(policy: ZeroPolicy, layout: Layout) -> ReduceAt:

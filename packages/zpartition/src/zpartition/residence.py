@@ -73,6 +73,7 @@ class Residence:
     group: ProcessGroup | None
     units: dict[str, Unit]
     pool: BufferPool
+    unit_of_bucket: dict[int, Unit] = attrs.field(factory=dict)  # of trained buckets, by index
     unit_at: dict[int, ShardedStorage] = attrs.field(factory=dict)  # address of a buffer -> whose weights are in it
     version: int = 0  # counts updates of the weights
     live_numel: int = 0  # elements of units that are not resting
@@ -98,7 +99,8 @@ class Residence:
             members.setdefault(storage.bucket.unit, []).append(storage)
         units = {name: Unit(name, tuple(found)) for name, found in members.items()}
         largest_numel = max((unit.numel for unit in units.values()), default=0)
-        return cls(policy, group, units, BufferPool(device), largest_numel=largest_numel)
+        trained = {s.bucket.index: unit for unit in units.values() for s in unit.storages if s.master.requires_grad}
+        return cls(policy, group, units, BufferPool(device), trained, largest_numel=largest_numel)
 
     # -- using and leaving -----------------------------------------------------------------------
 
@@ -128,11 +130,11 @@ class Residence:
 
     def arrived(self, bucket_index: int) -> None:
         """All gradients of a bucket are there: when that holds for the whole unit, backward is through with it."""
-        for unit in self.units.values():
-            if bucket_index in unit.missing:
-                unit.missing.discard(bucket_index)
-                if not unit.missing and not unit.depth:
-                    self._release(unit)
+        unit = self.unit_of_bucket.get(bucket_index)
+        if unit is not None and bucket_index in unit.missing:
+            unit.missing.discard(bucket_index)
+            if not unit.missing and not unit.depth:
+                self._release(unit)
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -55,9 +55,11 @@ def plan_layouts(
     """The layouts of the trained parameters and of the frozen ones that rest as shards."""
     units = plan_units(module, policy) if policy.shards_weights and world_size > 1 else {}
 
+    sparse = _sparse_names(module) if policy.sparse_gradients else frozenset()
+
     def layout(chosen: Mapping[str, int]) -> Layout:
         specs = [
-            ParamSpec(name, tuple(param.shape), param.dtype, chosen[name], units.get(name))
+            ParamSpec(name, tuple(param.shape), param.dtype, chosen[name], units.get(name), name in sparse)
             for name, param in module.named_parameters()
             if name in chosen
         ]
@@ -67,3 +69,13 @@ def plan_layouts(
     others = {name: param for name, param in module.named_parameters() if name not in groups}
     frozen = {n: 0 for n, p in others.items() if units.get(n) is not None and p.is_floating_point()}
     return layout(groups), layout(frozen)
+
+
+def _sparse_names(module: nn.Module) -> frozenset[str]:
+    """Weights of embeddings that were made with sparse=True."""
+    owners = {
+        id(child.weight)
+        for child in module.modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+    }
+    return frozenset(name for name, param in module.named_parameters() if id(param) in owners)

@@ -66,6 +66,10 @@ class _Watched(dict[str, "Parameter | None"]):
     watch: Watch
     units: Mapping[str, Unit]
 
+    def __reduce__(self) -> Any:
+        """A copy of the module, or a pickle, has an ordinary dict."""
+        return dict, (dict(self),)
+
     def __getitem__(self, name: str) -> Parameter | None:
         unit = self.units.get(name)
         if unit is not None and not unit.is_used:
@@ -90,6 +94,8 @@ class Watch:
         """Hook `module`; `close` takes everything away again."""
         unit_of = {id(p): unit for unit in residence.units.values() for s in unit.storages for p in s.params}
         watch = cls(residence, module, unit_of)
+        if not residence.units:
+            return watch  # everything is whole
         for path in dict.fromkeys(("", *residence.units)):
             watch._hook(module.get_submodule(path), residence.units.get(path))
         for child in module.modules():

@@ -5,7 +5,7 @@ end (exception, signal, hang) into one error that shows all ranks.  `recorded` c
 """
 
 from zcomm.testing.failure import Ending, RankFailed, RankReport
-from zcomm.testing.pool import run_ranks
+from zcomm.testing.pool import end_ranks, run_ranks
 from zcomm.testing.recording import Recording, recorded
 
-__all__ = ["Ending", "RankFailed", "RankReport", "Recording", "recorded", "run_ranks"]
+__all__ = ["Ending", "RankFailed", "RankReport", "Recording", "end_ranks", "recorded", "run_ranks"]

@@ -73,6 +73,13 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: floa
             raise
 
 
+def end_ranks() -> None:
+    """End the warm ranks: the next `run_ranks` starts fresh ones. For code that leaves traces in its process."""
+    with _lock:
+        if _pool is not None:
+            _pool.kill()
+
+
 _lock = threading.Lock()  # one task at a time: the ranks of two tasks would be the same processes
 _pool: Pool | None = None
 

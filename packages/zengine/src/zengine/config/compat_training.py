@@ -26,7 +26,6 @@ TOP: dict[str, Entry] = {
     "use_data_before_expert_parallelism": limited(TRUTH, False, why="expert parallelism"),
     "vocabulary_size": no_effect(null_or(COUNT, 0), why="it only asks for advice on padding"),
     "seq_parallel_communication_data_type": no_effect(DTYPE, why="sequence parallelism is not available yet"),
-    "sparse_gradients": limited(TRUTH, False, why="the sparse exchange of embedding gradients"),
     "disable_allgather": no_effect(TRUTH, False, why="it lost its meaning before this engine existed"),
     "zero_allow_untested_optimizer": no_effect(TRUTH, True, why=ALWAYS_OFFERED),
     "zero_force_ds_cpu_optimizer": no_effect(TRUTH, False, why=ALWAYS_OFFERED),

@@ -147,6 +147,7 @@ def _zero(settings: Settings, precision: Precision) -> ZeroPolicy:
         reduce_at=ReduceAt(zero.reduce_at),
         overlap=zero.overlap_comm,
         ignore_unused=zero.ignore_unused_parameters,
+        sparse_gradients=settings.sparse_gradients,
         unit_numel=zero.stage3_unit_size,
         persist_numel=zero.stage3_param_persistence_threshold,
         persist_total_numel=zero.stage3_model_persistence_threshold,

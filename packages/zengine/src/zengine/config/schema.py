@@ -203,6 +203,7 @@ class Settings:
     gradient_clipping: float = setting(number(0), 1.0, "global L2 norm to clip to; 0 = off")
     prescale_gradients: bool = setting(TRUTH, False, "divide by the replicas before the reduction")
     gradient_predivide_factor: float = setting(number(above=0), 1.0, "part of the division done before it")
+    sparse_gradients: bool = setting(TRUTH, False, "exchange rows of nn.Embedding(sparse=True) in place of all of it")
     gradient_allreduce_op: str = setting(choice("mean", "sum"), "mean", "how replicas' gradients combine")
     communication_data_type: str = setting(null_or(DTYPE, ""), "", "dtype on the wire; default: the model's")
     data_parallel_size: int = setting(BATCH, 0, "expected number of replicas; checked")
