@@ -284,3 +284,30 @@ def rank_sends_a_leaf() -> float:
 
 def test_a_leaf_that_requires_grad_is_reduced() -> None:
     assert run_ranks(rank_sends_a_leaf, 2) == [8.0, 8.0]
+
+
+def rank_mixes_places(numel: int) -> None:
+    rank, size = zcomm.group_rank(), zcomm.group_size()
+    sent = [values(numel * size, torch.float32, other) for other in range(size)]
+    total = oracle(torch.float32, "sum", sent)
+    mine = slice(rank * numel, (rank + 1) * numel)
+    gathered = torch.cat([each[:numel] for each in sent])
+    exchanged = torch.cat([each[mine] for each in sent])
+    for from_place in PLACES:
+        for to_place in PLACES:
+            where = (numel, from_place, to_place)
+            output = placed(torch.zeros(numel * size), to_place)
+            zcomm.all_gather(output, placed(sent[rank][:numel], from_place))
+            assert output.equal(gathered), where
+            output.zero_()
+            zcomm.all_to_all(output, placed(sent[rank], from_place))
+            assert output.equal(exchanged), where
+            output = placed(torch.zeros(numel), to_place)
+            zcomm.reduce_scatter(output, placed(sent[rank], from_place))
+            assert output.equal(total[mine]), where
+
+
+@pytest.mark.parametrize("numel", [1000, 6144, 65536, 400_001])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_input_and_output_may_lie_in_different_places(world_size: int, numel: int) -> None:
+    run_ranks(rank_mixes_places, world_size, numel)

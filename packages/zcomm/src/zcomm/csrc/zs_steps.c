@@ -190,10 +190,10 @@ static void zero_copy_step(zs_group *g, zs_task *t) {
       outputs[0] = to;
       zs_reduce(c->dtype, c->reduction, g->size, sources, 1, outputs, c->numel, is_fresh(g, c));
       break;
-    case ZS_ALL_GATHER: /* the own slice is there since step 0 */
-      for (int i = 1; i < g->size; i++) {
-        int p = (g->rank + i) % g->size;
-        put(g, c, to + p * bytes, payload(g, t, p), bytes);
+    case ZS_ALL_GATHER:
+      for (int i = 0; i < g->size; i++) {
+        int p = (g->rank + i) % g->size; /* the own slice is there already where the output is shared: see publish */
+        if (payload(g, t, p) != to + p * bytes) put(g, c, to + p * bytes, payload(g, t, p), bytes);
       }
       break;
     case ZS_BROADCAST:
