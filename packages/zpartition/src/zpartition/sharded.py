@@ -160,7 +160,7 @@ class ShardedStorage:
 
     def was_written(self) -> bool:
         """Whether somebody has filled hollow parameters (they share one number).  Looked at on CPUs only."""
-        return self.own_span.is_cpu and bool(self.hollow[0].numel()) and not bool(self.hollow[0].isnan().any())
+        return self.own_span.is_cpu and not bool(self.hollow[0].as_strided((), ()).isnan())
 
     def moved(self) -> str:
         """Name of the first parameter that has memory of its own again; "" when none has."""
