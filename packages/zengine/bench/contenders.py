@@ -17,7 +17,7 @@ Phases = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any], Callable[[],
 Contender = Callable[[models.Shape, bool], Phases]  # shape, bf16 -> forward, backward, step, close
 
 
-def _engine(stage: int) -> Contender:
+def _engine(stage: int, **zero: int) -> Contender:
     def make(shape: models.Shape, bf16: bool) -> Phases:
         import zengine
 
@@ -26,7 +26,7 @@ def _engine(stage: int) -> Contender:
             "gradient_clipping": 1.0,
             "bf16": {"enabled": bf16},
             "optimizer": {"type": "AdamW", "params": {"lr": LR}},
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, **zero},
         }
         engine, *_ = zengine.initialize(model=models.make(shape), config=config)
         return engine, engine.backward, engine.step, engine.close
@@ -102,6 +102,7 @@ CONTENDERS: dict[str, Contender] = {
     "ours stage 1": _engine(1),
     "ours stage 2": _engine(2),
     "ours stage 3": _engine(3),
+    "ours stage 3 strict": _engine(3, stage3_param_persistence_threshold=0, stage3_max_live_parameters=0),
     "DDP + torch AdamW": _ddp,
     "FSDP2 + torch AdamW": _fsdp2,
     "DeepSpeed stage 2": _deepspeed(2),

@@ -11,6 +11,8 @@ of the gradient at 1.  Printed: medians of forward, backward and step in ms on r
 memory that a rank holds in a step (weights, gradients, states, activations; shared pages count once).  The first row
 is what nobody can do without: the arithmetic of the model, with both ranks busy.  The floor adds to it the bytes
 that stage 2 must move (one reduce-scatter and one all-gather through shared memory) and the update of its share.
+"strict" stage 3 shards every parameter and keeps nothing whole between forward and backward; the other keeps
+DeepSpeed's defaults, by which parameters below 100,000 elements and all that fits into a billion stay.
 """
 
 from __future__ import annotations

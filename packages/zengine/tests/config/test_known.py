@@ -70,6 +70,7 @@ wall_clock_breakdown
 wandb.enabled wandb.group wandb.project wandb.team
 zero_optimization.ignore_unused_parameters
 zero_optimization.leaf_module.classes zero_optimization.leaf_module.name_suffixes zero_optimization.leaf_module.names
+zero_optimization.offload_optimizer.device zero_optimization.offload_param.device
 zero_optimization.overlap_comm
 zero_optimization.reduce_at zero_optimization.reduce_bucket_size zero_optimization.stage
 zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance

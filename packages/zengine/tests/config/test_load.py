@@ -15,7 +15,7 @@ FAULTY = """{
   "zero_optimization": {
     "stage": "2",
     "reduce_bucketsize": 5e8,
-    "cpu_offload": true
+    "mics_shard_size": 4
   },
   "bf16": {"enabled": "false"}, // why not
   "stage": 2,
@@ -33,8 +33,8 @@ REPORT = """config.json: 14 problems
   config.json:3:3  gradient_cliping = 1.0: unknown key. Did you mean "gradient_clipping"?
   config.json:5:5  zero_optimization.stage = "2": needs 0, 1, 2 or 3, got text. Write 2 without quotes.
   config.json:6:5  zero_optimization.reduce_bucketsize = 500000000.0: unknown key. Did you mean "reduce_bucket_size"?
-  config.json:7:5  zero_optimization.cpu_offload = true: the old name of \
-"zero_optimization.offload_optimizer.device": offload of the optimizer is not available yet. Leave it out.
+  config.json:7:5  zero_optimization.mics_shard_size = 4: sharding inside sub-groups (MiCS) is not available yet. \
+Set it to -1, or leave it out.
   config.json:9:12  bf16.enabled = "false": needs true, false or "auto", got text. Write false without quotes.
   config.json:9:33: comments are not JSON: // why not. Remove the comment.
   config.json:10:3  stage = 2: unknown key. "stage" belongs under "zero_optimization".
@@ -85,9 +85,11 @@ def test_three_misspelt_keys_give_three_errors_with_the_right_names() -> None:
         ({"gradient_clipping": -1.0}, "gradient_clipping = -1.0: must be >= 0"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0: must be >= 1"),
         ({"train_batch_size": True}, "train_batch_size = true: needs a whole number >= 1, got true/false"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-         'zero_optimization.offload_optimizer.device = "cpu": offload of the optimizer is not available yet. '
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+         'zero_optimization.offload_optimizer.device = "nvme": offload to NVMe is not available yet. '
          'Set it to "none" or null, or leave it out.'),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}},
+         'zero_optimization.offload_param.device = "gpu": must be "none" or "cpu"'),
         ({"amp": {"enabled": True}}, "amp.enabled = true: Apex AMP was given up by its authors, and torch_autocast, "
          'which replaces it, is not available yet. Write "bf16": {"enabled": true} or "fp16": {"enabled": true}.'),
         ({"zero": {"stage": 2}}, 'zero = {"stage": 2}: a key of the inference config, and init_inference() is not '

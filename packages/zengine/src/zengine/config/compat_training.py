@@ -81,40 +81,26 @@ DATA_TYPES: dict[str, Entry] = {
     "keep_in_fp32_modules": limited(literal(LIST, "auto"), "auto", (), why="keeping single modules in float32"),
 }
 
-OFFLOAD_OPTIMIZER = Section(
-    keys={
-        "device": limited(literal(TEXT, None), "none", None, why="offload of the optimizer"),
-        **all_without_effect(
-            "nothing is offloaded",
-            nvme_path=null_or(TEXT, ""),
-            pin_memory=TRUTH,
-            ratio=number(0, 1),
-            buffer_count=whole(1),
-            pipeline_read=TRUTH,
-            pipeline_write=TRUTH,
-            fast_init=TRUTH,
-            super_offload=TRUTH,
-            cpuadam_cores_perc=number(0, 1),
-        ),
-    },
-    switch="device",
-    off=("none", None),
+ON_HOST = "on a CPU there is nothing to tune about it"
+OFFLOAD_OPTIMIZER = all_without_effect(
+    ON_HOST,
+    nvme_path=null_or(TEXT, ""),
+    pin_memory=TRUTH,
+    ratio=number(0, 1),
+    buffer_count=whole(1),
+    pipeline_read=TRUTH,
+    pipeline_write=TRUTH,
+    fast_init=TRUTH,
+    super_offload=TRUTH,
+    cpuadam_cores_perc=number(0, 1),
 )
-
-OFFLOAD_PARAM = Section(
-    keys={
-        "device": limited(literal(TEXT, None), "none", None, why="offload of parameters"),
-        **all_without_effect(
-            "nothing is offloaded",
-            nvme_path=null_or(TEXT, ""),
-            buffer_count=whole(1),
-            buffer_size=COUNT,
-            max_in_cpu=COUNT,
-            pin_memory=TRUTH,
-        ),
-    },
-    switch="device",
-    off=("none", None),
+OFFLOAD_PARAM = all_without_effect(
+    ON_HOST,
+    nvme_path=null_or(TEXT, ""),
+    buffer_count=whole(1),
+    buffer_size=COUNT,
+    max_in_cpu=COUNT,
+    pin_memory=TRUTH,
 )
 
 ZENFLOW = Section(
@@ -171,8 +157,6 @@ ZERO: dict[str, Entry] = {
     "pipeline_loading_checkpoint": no_effect(TRUTH, False, why="loading streams shards in its own way"),
     "save_muon_momentum_buffer_in_memory": no_effect(TRUTH, False, why="Muon is not available yet"),
     "enable_sanity_checks": no_effect(TRUTH, False, why="the checks of this engine are always on"),
-    "offload_optimizer": OFFLOAD_OPTIMIZER,
-    "offload_param": OFFLOAD_PARAM,
     "zenflow": ZENFLOW,
     "cpu_offload": renamed(TRUTH, "offload_optimizer", "device", convert=lambda on: "cpu" if on else "none"),
     "cpu_offload_param": renamed(TRUTH, "offload_param", "device", convert=lambda on: "cpu" if on else "none"),

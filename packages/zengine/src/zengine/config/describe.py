@@ -71,6 +71,8 @@ def _reduction_rows(plan: Plan) -> Iterator[Row]:
     yield "zero_optimization.stage3_unit_size", zero.unit_numel or "(from the model's size)"
     for kind in ("classes", "names", "name_suffixes"):
         yield f"zero_optimization.leaf_module.{kind}", ", ".join(zero.leaves) or "(none)"
+    for name in ("offload_optimizer", "offload_param"):
+        yield f"zero_optimization.{name}.device", plan.offloads.get(name, "none")
     yield "communication_data_type", plan.precision.reduce
     yield "gradient_allreduce_op", zero.averaging.operation
     yield "prescale_gradients", zero.averaging.prescale

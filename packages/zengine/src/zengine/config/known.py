@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from zengine.config import compat_features as features
 from zengine.config import compat_parallel as parallel
 from zengine.config import compat_training as training
@@ -15,6 +17,7 @@ from zengine.config.kinds import LIST, TRUTH
 from zengine.config.table import Entry, Section, honoured, no_effect
 
 _PRINTING = "the log is kept in one form"
+_OFFLOAD: dict[str, Any] = {"switch": "device", "off": ("none", None)}
 
 SECTIONS: dict[str, Entry] = {
     "optimizer": honoured(schema.Optimizer, training.OPTIMIZER),
@@ -26,7 +29,16 @@ SECTIONS: dict[str, Entry] = {
     "torch_autocast": training.AUTOCAST,
     "data_types": honoured(schema.DataTypes, training.DATA_TYPES),
     "zero_optimization": honoured(
-        schema.Zero, {**training.ZERO, "leaf_module": honoured(schema.LeafModule)}, shorthand=training.ZERO_SHORTHAND
+        schema.Zero,
+        {
+            **training.ZERO,
+            "leaf_module": honoured(schema.LeafModule),
+            "offload_optimizer": honoured(
+                schema.Offload, training.OFFLOAD_OPTIMIZER, switch="device", off=("none", None)
+            ),
+            "offload_param": honoured(schema.Offload, training.OFFLOAD_PARAM, switch="device", off=("none", None)),
+        },
+        shorthand=training.ZERO_SHORTHAND,
     ),
     "aio": training.AIO,
     "checkpoint": honoured(schema.CheckpointSettings, training.CHECKPOINT),

@@ -115,6 +115,7 @@ class Plan:
     dump_state: bool  # print the plan at start
     log_level: str  # "" leaves the loggers alone
     managed_accumulation: bool  # the engine decides which step() is a boundary
+    offloads: Mapping[str, str] = attrs.field(factory=dict)  # "offload_optimizer", "offload_param" -> where they live
     origins: Mapping[str, str] = attrs.field(factory=dict)  # key -> "file:line" | "dict" | "default" | ...
     notices: tuple[str, ...] = ()  # accepted keys without effect here, old names that were translated
 

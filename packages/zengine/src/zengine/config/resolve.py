@@ -41,6 +41,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     batch = _batch(config, facts)
     problems = violations(config) + ([batch] if isinstance(batch, Problem) else [])
     problems += _replicas_as_expected(config, facts)
+    problems += _offload_possible(config, facts)
     if isinstance(batch, Problem) or problems:
         raise ConfigError(config.source, problems)
     settings = config.settings
@@ -61,6 +62,10 @@ def resolve(config: Config, facts: Facts) -> Plan:
         dump_state=settings.dump_state,
         log_level=settings.log_level,
         managed_accumulation=True,
+        offloads={
+            "offload_optimizer": settings.zero_optimization.offload_optimizer.device,
+            "offload_param": settings.zero_optimization.offload_param.device,
+        },
         origins=_origins(config),
         notices=(*config.notices, *_notices(config, facts)),
     )
@@ -98,6 +103,23 @@ def _replicas_as_expected(config: Config, facts: Facts) -> list[Problem]:
             reason=f"this run has {facts.replicas} replicas (world size {facts.world_size})",
             suggestion=f"Start {expected} replicas, set it to {facts.replicas}, or leave it out.",
         )
+    ]
+
+
+def _offload_possible(config: Config, facts: Facts) -> list[Problem]:
+    """On a machine without a GPU everything is on the CPU; between the two nothing is moved yet."""
+    zero = config.settings.zero_optimization
+    asked = {"offload_optimizer": zero.offload_optimizer, "offload_param": zero.offload_param}
+    return [
+        Problem(
+            place=config.given.get(f"zero_optimization.{name}.device", NOWHERE),
+            key=f"zero_optimization.{name}.device",
+            given=section.device,
+            reason=f"this run computes on {facts.device_type}, and offload from there is not available yet",
+            suggestion='Set it to "none", or leave the section out.',
+        )
+        for name, section in asked.items()
+        if section.device != "none" and facts.device_type != "cpu"
     ]
 
 

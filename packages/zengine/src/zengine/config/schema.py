@@ -54,9 +54,19 @@ def _read_names(value: object) -> tuple[str, ...]:
     return tuple(TEXT.read(name) for name in names)
 
 
+def _read_offload(value: object) -> str:
+    device = "none" if value is None else TEXT.read(value)
+    if device == "nvme":
+        raise Mismatch("offload to NVMe is not available yet", 'Set it to "none" or null, or leave it out.')
+    if device not in ("none", "cpu"):
+        raise Mismatch('must be "none" or "cpu"')
+    return str(device)
+
+
 BATCH = null_or(whole(1), 0)
 STAGE = Kind("0, 1, 2 or 3", _read_stage)
 NAMES = Kind("a list of names", _read_names)
+OFFLOAD = Kind('"none", "cpu" or null', _read_offload)
 INTERVAL = Kind("a whole number >= 0", _read_interval)
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -116,6 +126,13 @@ class LeafModule:
 
 
 @attrs.frozen(kw_only=True)
+class Offload:
+    """zero_optimization.offload_optimizer and offload_param: what lives on the host."""
+
+    device: str = setting(OFFLOAD, "none", "where they live; on a machine without GPU everything is on the CPU")
+
+
+@attrs.frozen(kw_only=True)
 class Zero:
     """zero_optimization: what each rank keeps."""
 
@@ -133,7 +150,9 @@ class Zero:
     stage3_max_reuse_distance: int = setting(whole(0), 1_000_000_000, "elements used until then, else not kept")
     # Ours: DeepSpeed gathers module by module.
     stage3_unit_size: int = setting(whole(0), 0, "elements gathered as one at most; default: derived from the model")
-    leaf_module: LeafModule = attrs.field(factory=lambda: LeafModule())
+    leaf_module: LeafModule = LeafModule()
+    offload_optimizer: Offload = Offload()
+    offload_param: Offload = Offload()
 
 
 @attrs.frozen(kw_only=True)
