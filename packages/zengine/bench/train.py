@@ -66,7 +66,9 @@ def main() -> int:
     text = ["# A training step", "", *(f"- {key}: {value}" for key, value in facts.items()), "", *lines, ""]
     (options.results / f"{options.name}.md").write_text("\n".join(text))
     rows = {name: [attrs.asdict(sample) for sample in found] for name, found in samples.items()}
-    (options.results / f"{options.name}.json").write_text(json.dumps({"facts": facts, "samples": rows}, indent=1))
+    (options.results / f"{options.name}.json").write_text(
+        json.dumps({"facts": facts, "samples": rows}, indent=1) + "\n"
+    )
     return 0
 
 

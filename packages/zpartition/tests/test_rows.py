@@ -11,7 +11,7 @@ from torch import nn
 import zcomm
 import zpartition
 from zcomm.testing import run_ranks
-from zpartition import ZeroPolicy
+from zpartition import SparseGradients, ZeroPolicy
 from zpartition.rows import Rows, add_rows
 
 
@@ -64,7 +64,12 @@ def tokens(step: int, micro: int, rank: int) -> torch.Tensor:
 def _trains(stage: int, accumulation: int, sparse: bool, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], int]:
     model = Net(sparse=True).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    policy = ZeroPolicy(stage=stage, sparse_gradients=sparse, unit_numel=5000, persist_numel=50)
+    policy = ZeroPolicy(
+        stage=stage,
+        sparse_gradients=SparseGradients.ROWS if sparse else SparseGradients.DENSE,
+        unit_numel=5000,
+        persist_numel=50,
+    )
     partition = zpartition.shard(model, optimizer, policy=policy)
     log: Any = []
     for step in range(3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zengine.config import ConfigError, Facts, Plan, load, resolve
-from zpartition import Averaging, ReduceAt, ZeroPolicy
+from zpartition import Averaging, ReduceAt, SparseGradients, ZeroPolicy
 from zprecision import BF16, FP16, FP32, DynamicScaling, Precision, StaticScaling, Unscaled
 
 
@@ -23,7 +23,7 @@ def test_the_smallest_config_is_fp32_unsharded_and_clipped() -> None:
     plan = plan_of()
     assert (plan.batch.train_batch_size, plan.batch.micro_batch_size, plan.batch.accumulation) == (2, 1, 1)
     assert (plan.precision, plan.scaling, plan.cast_inputs) == (FP32, Unscaled(), False)
-    assert plan.zero == ZeroPolicy(reduce_dtype=torch.float32)
+    assert plan.zero == ZeroPolicy(reduce_dtype=torch.float32, sparse_gradients=SparseGradients.DENSE)
     assert (plan.optimizer.type, plan.scheduler.type) == ("", "")
     assert (plan.clip_norm, plan.skip_nonfinite) == (1.0, True)
     assert (plan.data.drop_last, plan.data.seed) == (False, 1234)
@@ -95,6 +95,7 @@ def test_zero_and_averaging_reach_the_policy() -> None:
         }
     )
     assert plan.zero == ZeroPolicy(
+        sparse_gradients=SparseGradients.DENSE,
         stage=2,
         bucket_numel=500_000_000,
         reduce_dtype=torch.float32,

@@ -28,7 +28,7 @@ from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layou
 from zpartition.loading import load_slices
 from zpartition.memory_plan import MemoryPlan, plan
 from zpartition.partition import Partition
-from zpartition.policy import Averaging, ReduceAt, ZeroPolicy
+from zpartition.policy import Averaging, ReduceAt, SparseGradients, ZeroPolicy
 from zpartition.shard import Shard
 from zpartition.sharding import shard
 from zpartition.state import Holder
@@ -48,6 +48,7 @@ __all__ = [
     "ReduceAt",
     "Shard",
     "Slot",
+    "SparseGradients",
     "ZeroPolicy",
     "gathered",
     "load_slices",

@@ -33,6 +33,13 @@ class ReduceAt(enum.Enum):
     BOUNDARY = "boundary"  # after the last backward of a step: 1 x traffic, one full local gradient
 
 
+class SparseGradients(enum.Enum):
+    """What becomes of the gradients of embeddings that were made with sparse=True."""
+
+    ROWS = "rows"  # exchanged as (indices, values), with a wait for the lengths
+    DENSE = "dense"  # written into a bucket, as every other gradient is
+
+
 @attrs.frozen(kw_only=True)
 class Averaging:
     """How the sum over ranks becomes a mean, and on which side of the wire the division happens.
@@ -74,7 +81,7 @@ class ZeroPolicy:
     averaging: Averaging = MEAN
     reduce_at: ReduceAt = ReduceAt.MICRO_STEP
     overlap: bool = True  # launch a bucket while backward still runs; False: all at its end
-    sparse_gradients: bool = True  # exchange gradients of sparse embeddings as rows; False: as dense ones
+    sparse_gradients: SparseGradients = SparseGradients.ROWS
     ignore_unused: bool = True  # False: a parameter without gradient on every rank is an error
     unit_numel: int = attrs.field(default=0, validator=ge(0))  # of modules gathered as one; 0: from the model's size
     persist_numel: int = attrs.field(default=100_000, validator=ge(0))  # smaller parameters stay whole

@@ -13,7 +13,7 @@ from zpartition.admission import named_groups, refuse_owned
 from zpartition.deferred import Deferred
 from zpartition.layout import Layout, ParamSpec, plan_layout
 from zpartition.partition import Partition
-from zpartition.policy import ZeroPolicy
+from zpartition.policy import SparseGradients, ZeroPolicy
 from zpartition.units import plan_units
 
 __all__ = ["plan_layouts", "shard"]
@@ -55,7 +55,7 @@ def plan_layouts(
     """The layouts of the trained parameters and of the frozen ones that rest as shards."""
     units = plan_units(module, policy) if policy.shards_weights and world_size > 1 else {}
 
-    sparse = _sparse_names(module) if policy.sparse_gradients else frozenset()
+    sparse = _sparse_names(module) if policy.sparse_gradients is SparseGradients.ROWS else frozenset()
 
     def layout(chosen: Mapping[str, int]) -> Layout:
         specs = [

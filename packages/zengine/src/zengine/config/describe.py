@@ -76,7 +76,7 @@ def _reduction_rows(plan: Plan) -> Iterator[Row]:
     yield "communication_data_type", plan.precision.reduce
     yield "gradient_allreduce_op", zero.averaging.operation
     yield "prescale_gradients", zero.averaging.prescale
-    yield "sparse_gradients", zero.sparse_gradients
+    yield "sparse_gradients", zero.sparse_gradients.value
     yield "gradient_predivide_factor", zero.averaging.predivide
 
 

@@ -25,7 +25,7 @@ from zengine.config.plan import (
 from zengine.config.rules import violations
 from zengine.config.schema import EventFiles, Settings, Wandb
 from zengine.config.table import Care, walk
-from zpartition import Averaging, ReduceAt, ZeroPolicy
+from zpartition import Averaging, ReduceAt, SparseGradients, ZeroPolicy
 from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -169,7 +169,7 @@ def _zero(settings: Settings, precision: Precision) -> ZeroPolicy:
         reduce_at=ReduceAt(zero.reduce_at),
         overlap=zero.overlap_comm,
         ignore_unused=zero.ignore_unused_parameters,
-        sparse_gradients=settings.sparse_gradients,
+        sparse_gradients=SparseGradients.ROWS if settings.sparse_gradients else SparseGradients.DENSE,
         unit_numel=zero.stage3_unit_size,
         persist_numel=zero.stage3_param_persistence_threshold,
         persist_total_numel=zero.stage3_model_persistence_threshold,
