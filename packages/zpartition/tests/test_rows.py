@@ -18,7 +18,7 @@ from zpartition.rows import Rows, add_rows
 def test_rows_that_come_again_are_added_up() -> None:
     rows = Rows(2)
     for _ in range(2):
-        rows.add(torch.sparse_coo_tensor(torch.tensor([[3, 1, 3]]), torch.ones(3, 2), (5, 2)))
+        rows.add(torch.sparse_coo_tensor(torch.tensor([[3, 1, 3]]), torch.ones(3, 2), (5, 2), check_invariants=True))
     indices, values = rows.packed(torch.float32, torch.device("cpu"))
     assert indices.tolist() == [1, 3]
     assert values.tolist() == [[2, 2], [4, 4]]
