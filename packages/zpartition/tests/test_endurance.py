@@ -63,7 +63,7 @@ def _comes_and_goes(stage: int) -> tuple[dict[str, int], dict[str, int], int]:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_fifty_partitions_leave_nothing_behind(stage: int) -> None:
-    for before, after, hooks in run_ranks(_comes_and_goes, 2, stage, timeout_s=120):
+    for before, after, hooks in run_ranks(_comes_and_goes, 2, stage, timeout_s=40):
         assert hooks == 0
         assert {key: after[key] for key in ("threads", "files", "mappings")} == {
             key: before[key] for key in ("threads", "files", "mappings")

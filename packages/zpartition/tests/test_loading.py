@@ -108,3 +108,14 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_loaded() -> None:
     zpartition.load_slices(partition, given, strict=False)
     assert bool((model.frozen.bias == 1).all())
     assert torch.equal(model.gain, before["gain"])
+
+
+def _loads_a_wrong_shape() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    partition = zpartition.shard(model, policy=ZeroPolicy(stage=2))
+    with pytest.raises(ValueError, match=r"0.weight has shape \(32, 64\)"):
+        zpartition.load_slices(partition, {"0.weight": torch.zeros(32, 64), "1.weight": torch.zeros(64, 64)})
+
+
+def test_a_wrong_shape_is_refused_on_ranks_that_hold_nothing_of_it() -> None:
+    run_ranks(_loads_a_wrong_shape, 2)

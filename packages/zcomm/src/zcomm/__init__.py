@@ -29,6 +29,7 @@ from zcomm.shared.registry import transport, transport_reason
 from zcomm.shared.tensors import shared_empty
 from zcomm.sparse import gather_rows
 from zcomm.trace import Record, traced
+from zcomm.twins import twin
 from zcomm.values import exchange
 from zcomm.world import World, init
 
@@ -63,4 +64,5 @@ __all__ = [
     "traced",
     "transport",
     "transport_reason",
+    "twin",
 ]

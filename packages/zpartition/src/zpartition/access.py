@@ -12,7 +12,7 @@ the step, after `finish_gradients` or inside a step's hooks; they still carry th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -103,6 +103,18 @@ class _Place:
     def gradient(self) -> Tensor | None:
         return self.partition.reducer.gradients[self.index].kept
 
+    def write_gradient(self, part: Tensor) -> None:
+        """Set this rank's elements, where the optimizer reads them too.  ValueError before there is a gradient."""
+        kept = self.gradient()
+        if kept is None:
+            raise ValueError(
+                "there is no reduced gradient: it exists after the last backward of a step, until the step."
+            )
+        self.local(kept).copy_(part)
+        read = self.partition.storages[self.index].master.grad
+        if read is not None and read.data_ptr() != kept.data_ptr():
+            self.local(read).copy_(part)
+
     def read_state(self, key: str) -> Tensor:
         """This rank's elements of one optimizer state, decoded where it is coded."""
         optimizer, holder = self._optimizer()
@@ -111,6 +123,8 @@ class _Place:
             raise ValueError(
                 f"the optimizer keeps no {key!r} of this parameter; it keeps {', '.join(state) or 'nothing yet'}."
             )
+        if getattr(state[key], "shape", None) != holder.shape:
+            raise ValueError(f"{key!r} is not shaped like the parameter; read it from optimizer.state.")
         if self.partition.updates_parameters:
             return elements(state[key], 0, self.param.numel())
         return self.local(elements(state[key], 0, holder.numel()))
@@ -179,7 +193,7 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
     """Set the reduced gradient from a whole `value`, equal on all ranks.  Raises ValueError before there is one."""
     place = _Place.of(param)
-    _present(place.gradient, place).copy_(place.part_of(value))
+    place.write_gradient(place.part_of(value))
 
 
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
@@ -196,17 +210,9 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
 
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
     """Set this rank's elements of the reduced gradient."""
-    place = _Place.of(param)
-    _present(place.gradient, place).copy_(value)
+    _Place.of(param).write_gradient(value)
 
 
 def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
     """Set this rank's elements of one optimizer state."""
     _Place.of(param).write_state(key, value)
-
-
-def _present(gradient: Callable[[], Tensor | None], place: _Place) -> Tensor:
-    kept = gradient()
-    if kept is None:
-        raise ValueError("there is no reduced gradient: it exists after the last backward of a step, until the step.")
-    return place.local(kept)

@@ -74,6 +74,16 @@ def refuse_owned(name: str, param: Parameter) -> None:
         )
 
 
+def refuse_hollow(name: str, param: Parameter) -> None:
+    """ValueError for what stage 3 leaves of a parameter when a partition ends without its weights."""
+    is_hollow = param.dim() > 0 and param.numel() > 1 and not any(param.stride()) and param.is_floating_point()
+    if is_hollow and not param.is_meta and bool(param.detach().as_strided((), ()).isnan()):
+        raise ValueError(
+            f"parameter {name} has no weights: the partition that had them was closed with keep_weights=False, or "
+            "could not be completed. Build the module again, or load its weights."
+        )
+
+
 def forget(param_ids: list[int], hooks: Sequence[Removable]) -> None:
     """A partition was dropped without close(): its hooks and its claim on the parameters go with it."""
     for hook in hooks:

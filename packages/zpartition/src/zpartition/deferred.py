@@ -38,7 +38,7 @@ from zpartition import _compat
 from zpartition._compat import TorchDispatchMode, tree_flatten
 from zpartition.tape import Key, Ref, Tape, is_meta, key_of
 
-__all__ = ["Deferred", "Init", "recording", "tape_of"]
+__all__ = ["Deferred", "Init", "recording", "tape_of", "tensors_of"]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ def tape_of(module: nn.Module) -> Tape | None:
 
     Raises ValueError for meta tensors that no tape knows.
     """
-    for name, tensor in _tensors(module):
+    for name, tensor in tensors_of(module):
         if is_meta(tensor):
             tape = _tapes.get(key_of(tensor))
             if tape is None:
@@ -138,6 +138,7 @@ class Deferred:
 
     tape: Tape
     slots: dict[Key, list[tuple[str, Ref]]]  # storage -> names of the module's tensors in it
+    tensors: dict[str, Tensor]  # those, hollow now, by name
 
     @classmethod
     def of(cls, module: nn.Module, device: torch.device) -> Deferred | None:
@@ -149,13 +150,15 @@ class Deferred:
         if tape is None:
             return None
         slots: dict[Key, list[tuple[str, Ref]]] = {}
-        for name, tensor in list(_tensors(module)):
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in list(tensors_of(module)):
             if is_meta(tensor):
                 slots.setdefault(key_of(tensor), []).append((name, Ref.of(tensor)))
+                tensors[name] = tensor
                 _make_hollow(tensor, device)
-        for key in tape.storages:
+        for key in slots:
             _tapes.pop(key, None)
-        return cls(tape, slots)
+        return cls(tape, slots, tensors)
 
     def fill(self, take: Callable[[str, Tensor], None], group: ProcessGroup | None) -> None:
         """`take(name, values)` gets the values of every tensor, on the CPU, in any order.
@@ -178,8 +181,10 @@ class Deferred:
         counts = zcomm.exchange(len(self.tape.steps), group)
         if len(set(counts)) > 1:
             raise ValueError(f"the ranks built different modules inside Init: operations by rank: {counts}.")
-        together = torch.stack([state for state in states if state is not None])
+        own = torch.stack([state for state in states if state is not None])
+        together = own.clone()
         zcomm.broadcast(together, group, source=0, label="seeds")
+        self.tape.is_own = torch.equal(own, together)
         for index, state in zip(seeded, together):
             self.tape.steps[index] = attrs.evolve(self.tape.steps[index], generator=state.clone())
 
@@ -193,6 +198,11 @@ def _make_hollow(tensor: Tensor, device: torch.device) -> None:
     _compat.swap(tensor, hollow)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers, and tensors that are plain attributes of modules."""
     yield from module.named_parameters()
     yield from module.named_buffers()
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor) and key_of(value) in _tapes:
+                yield f"{path}.{name}" if path else name, value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zpartition.deferred import Deferred
@@ -18,18 +18,16 @@ __all__ = ["fill_storages"]
 Storage = BucketStorage | ShardedStorage
 
 
-def fill_storages(
-    deferred: Deferred, module: nn.Module, storages: Sequence[Storage], group: ProcessGroup | None
-) -> None:
-    """Give the storages, and what they do not hold of `module`, the values that its construction has deferred."""
+def fill_storages(deferred: Deferred, storages: Sequence[Storage], group: ProcessGroup | None) -> None:
+    """Give the storages, and what they do not hold of the module, the values that its construction has deferred."""
     places: dict[str, tuple[Storage, Slot]] = {}
     for storage in storages:
         places.update({slot.name: (storage, slot) for slot in storage.bucket.slots})
-    others = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
     def take(name: str, values: Tensor) -> None:
         if name not in places:
-            others[name].data = values.to(others[name].device, copy=True)
+            tensor = deferred.tensors[name]
+            tensor.data = values.to(tensor.device, copy=True)
             return
         storage, slot = places[name]
         if isinstance(storage, ShardedStorage):

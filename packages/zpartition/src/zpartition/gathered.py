@@ -7,8 +7,8 @@
             model.embed.weight[0] = 0.0
 
 Both are collectives: every rank comes along.  What was written without `modifier_rank` is refused when the block
-ends, because the ranks would disagree about it.  Blocks may be nested, and work at every stage: where weights are
-whole anyway, `modifier_rank` makes the ranks and the masters agree.
+ends, because the ranks would disagree about it (where weights are whole anyway, nobody looks).  Blocks may be nested,
+and work at every stage: where weights are whole, `modifier_rank` makes the ranks and the masters agree.
 
 `module.state_dict()` and `module.load_state_dict()` gather by themselves, one module at a time; they are collectives
 too, and what is loaded on rank 0 counts.
@@ -49,7 +49,15 @@ def gathered(
         chosen = [(partition, partition.watch.units_of(params)) for partition in partitions.values()]
         for partition, units in chosen:
             stack.enter_context(partition.residence.held(units))
-        yield
+            if units:
+                stack.enter_context(partition.watch.saving())
+        try:
+            yield
+        except BaseException:
+            for partition, units in chosen:
+                for unit in units:
+                    partition.residence.drop(unit)  # edits that nobody has taken
+            raise
         for partition, units in chosen:
             if modifier_rank is None:
                 _refuse_edits(partition, units)
@@ -79,6 +87,7 @@ def _hook_module(module: nn.Module, names: list[str], units: list[Unit], residen
             unit.depth -= 1
             if is_loaded and not unit.depth:
                 _spread(unit, residence, source=0)
+                residence.version += 1  # a graph made before must not see what was loaded
             residence.leave(unit)
 
     def saved(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -120,7 +129,8 @@ def _take_edits(partition: Partition, units: list[Unit], params: list[Parameter]
 
 
 def _refuse_edits(partition: Partition, units: list[Unit]) -> None:
-    edited = [unit.name for unit in units if any(storage.is_edited() for storage in unit.storages)]
+    looks = [(unit.name, storage.is_edited(partition.group)) for unit in units for storage in unit.storages]
+    edited = sorted({name for name, is_edited in looks if is_edited})
     found = torch.tensor(float(bool(edited)), device=partition.device)
     zcomm.all_reduce(found, partition.group, op="max", label="edits")
     if found.item():

@@ -180,6 +180,11 @@ class BucketGradient:
         self.phase = Phase.IDLE
         self.detach_grads()
 
+    def forget_views(self) -> None:
+        """Of buffers that may be gone; those in use are made again."""
+        kept = {buffer.data_ptr() for buffer in (self.local, self.borrowed) if buffer is not None}
+        self._views = {address: views for address, views in self._views.items() if address in kept}
+
     def views_of(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
         """The buffer seen as the parameters, in slot order; the same objects each time."""
         views = self._views.get(buffer.data_ptr())

@@ -39,7 +39,7 @@ def load_slices(partition: Partition, tensors: Mapping[str, Slices | Tensor], *,
     missing stays as it is, and others are left alone.  Every rank must call.
     Raises ValueError, with nothing loaded, that names what is missing, unexpected or of another shape.
     """
-    shapes = {shard.name: shard.global_shape for shard in partition.shards()}
+    shapes = partition.shapes()
     _check(partition, tensors, shapes, strict)
     with torch.no_grad():
         for shard in partition.shards():

@@ -85,18 +85,18 @@ class Partition:
         device = one_device(params)
         rank = zcomm.group_rank(group)
         storages = tuple(make_storage(bucket, everything, policy, group) for bucket in layout.buckets)
-        resting = tuple(ShardedStorage.of(bucket, everything, policy, group) for bucket in frozen.buckets)
+        resting = tuple(ShardedStorage.of(bucket, everything, policy, group, False) for bucket in frozen.buckets)
         units = [s for s in (*storages, *resting) if isinstance(s, ShardedStorage)]
         if deferred is not None:
-            fill_storages(deferred, module, [*storages, *resting], group)
+            fill_storages(deferred, [*storages, *resting], group)
         for unit in units if deferred is None else ():
             unit.take(group)
         residence = Residence.of(units, policy, group, device)
         watch = Watch.install(module, residence)
-        reducer = GradientReducer.create(layout, policy, params, group, device, residence.arrived)
-        partition = cls(
-            module, layout, policy, group, params, storages, reducer, rank, persistent, residence, watch, resting
-        )
+        own_group = zcomm.twin(group) if residence.units else None  # see [Note: two orders] in residence.py
+        reducer = GradientReducer.create(layout, policy, params, own_group or group, device, residence.arrived)
+        partition = cls(module, layout, policy, group, params, storages, reducer, rank, persistent, residence, watch)
+        partition.frozen = resting
         partition.at_rest = tuple((name, param) for name, param in everything.items() if not param.requires_grad)
         partition.holders = tuple(state.Holder(s.master, s.pieces(rank)) for s in storages)
         claim(partition, partition.owned(), [*reducer.hooks, watch])
@@ -275,6 +275,11 @@ class Partition:
         """Names of everything that `shards` yields, over all ranks."""
         frozen = (slot.name for storage in self.frozen for slot in storage.bucket.slots)
         return (*self.params, *frozen, *(name for name, _ in self._unpartitioned()))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of everything that `shards` yields on any rank, by name; the same on all ranks."""
+        slots = {s.name: s.shape for storage in (*self.storages, *self.frozen) for s in storage.bucket.slots}
+        return {**slots, **{name: tuple(tensor.shape) for name, tensor in self._unpartitioned()}}
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(parameter, this rank's flat part of its reduced gradient); valid after `finish_gradients`."""

@@ -89,7 +89,7 @@ class ZeroPolicy:
     prefetch_numel: int = attrs.field(default=50_000_000, validator=ge(0))  # gathered ahead of their use
     max_live_numel: int = attrs.field(default=1_000_000_000, validator=ge(0))  # kept whole after the forward pass
     max_reuse_numel: int = attrs.field(default=1_000_000_000, validator=ge(0))  # used in between, else not kept
-    leaves: tuple[str, ...] = ()  # modules that are never cut into units: classes, paths, or what paths end with
+    leaves: tuple[str, ...] = ()  # modules that are never cut into units: classes, paths, or "*end" of paths
 
     @property
     def keeps_whole(self) -> bool:

@@ -225,6 +225,8 @@ class GradientReducer:
             self._send_late(self._late() if self.has_learnt else self._learn())
             if not self.has_learnt:
                 self.has_learnt = True
+                for gradient in self.gradients:
+                    gradient.forget_views()
                 self.pool.clear()  # in an order not yet learnt, more buckets may have been open than ever again
             for gradient in self.gradients:
                 gradient.attach_grads()

@@ -16,6 +16,10 @@ The sequence of uses is recorded.  From the second step on, each use starts to g
 time, up to `policy.prefetch_numel` elements ahead.  A step that goes another way is followed as it goes, and recorded
 anew: a wrong guess costs a gather, never a wrong result.
 
+[Note: two orders] All ranks gather in one order, because they call the same modules, and send gradients in one order
+(reducer.py); but which gradients a rank has, and when, depends on its data, so the two orders have no order between
+them.  Gradients therefore travel in a group of their own.
+
 Rejected.  Gathering by hooks on the backward of modules (they need outputs that require a gradient, break in-place
 operations, and miss weights that another module uses); one order fixed when the model is built.
 """
@@ -99,7 +103,7 @@ class Residence:
             members.setdefault(storage.bucket.unit, []).append(storage)
         units = {name: Unit(name, tuple(found)) for name, found in members.items()}
         largest_numel = max((unit.numel for unit in units.values()), default=0)
-        trained = {s.bucket.index: unit for unit in units.values() for s in unit.storages if s.master.requires_grad}
+        trained = {s.bucket.index: unit for unit in units.values() for s in unit.storages if s.is_trained}
         return cls(policy, group, units, BufferPool(device), trained, largest_numel=largest_numel)
 
     # -- using and leaving -----------------------------------------------------------------------
@@ -108,6 +112,10 @@ class Residence:
         """Make `unit` whole, and start to gather what comes after it."""
         if unit.is_used:
             return
+        with torch.inference_mode(False), torch.no_grad():  # buffers outlive the mode in which they are made
+            self._use(unit)
+
+    def _use(self, unit: Unit) -> None:
         if unit.is_resting and _compat.is_in_backward():
             self._evict(unit.numel)
         self._fetch(unit)
@@ -117,7 +125,7 @@ class Residence:
                 assert storage.full is not None
                 self.unit_at[storage.full.untyped_storage().data_ptr()] = storage
         unit.is_used = True
-        unit.missing = {s.bucket.index for s in unit.storages if s.master.requires_grad}
+        unit.missing = {s.bucket.index for s in unit.storages if s.is_trained}
         self._follow(unit)
 
     def leave(self, unit: Unit) -> None:
@@ -155,8 +163,9 @@ class Residence:
             yield
         finally:
             for unit in units:
-                unit.depth -= 1
-                self.leave(unit)
+                if unit.depth:  # dropped otherwise
+                    unit.depth -= 1
+                    self.leave(unit)
 
     def release_all(self) -> None:
         """Release every unit that is not running."""
@@ -179,6 +188,11 @@ class Residence:
         if unit.depth:
             self.use(unit)
 
+    def drop(self, unit: Unit) -> None:
+        """Throw away what is gathered of `unit`, and let nobody hold it."""
+        unit.depth = 0
+        self._release(unit)
+
     def refuse_written(self) -> None:
         """Raise ValueError if somebody has filled parameters that rest: it would be lost in silence."""
         for unit in self.units.values():
@@ -189,9 +203,12 @@ class Residence:
                 )
 
     def stale(self) -> None:
-        """The weights have changed: what was gathered shows old ones."""
+        """The weights have changed: what was gathered shows old ones; what somebody holds is gathered again."""
         self.version += 1
         self.release_all()
+        for unit in self.units.values():
+            if not unit.is_resting:
+                self.forget(unit)
 
     def reset(self) -> None:
         """After an exception: nothing is running any more."""
@@ -249,7 +266,9 @@ class Residence:
             ahead += upcoming.numel
             if ahead > self.policy.prefetch_numel:
                 break
-            if upcoming.is_resting and self._has_room(upcoming):
+            if upcoming.is_resting:
+                if not self._has_room(upcoming):
+                    break  # what comes after it must not be gathered before it: other ranks may have room
                 self._fetch(upcoming)
 
     def _has_room(self, unit: Unit) -> bool:

@@ -51,6 +51,7 @@ class ShardedStorage:
     own_span: torch.Tensor  # (span numel,) parameter dtype: the truth that other ranks gather
     master: Parameter  # (span numel,) master dtype: `own_span` itself, or memory of its own
     hollow: tuple[torch.Tensor, ...]  # what the parameters are while resting, in slot order
+    is_trained: bool = True  # whether an optimizer updates it
     presence: Presence = Presence.RESTING
     full: torch.Tensor | None = None  # pool buffer of at least bucket.numel elements
     handle: zcomm.Handle = zcomm.DONE
@@ -58,15 +59,20 @@ class ShardedStorage:
 
     @classmethod
     def create(
-        cls, bucket: Bucket, params: tuple[Parameter, ...], policy: ZeroPolicy, group: ProcessGroup | None
+        cls,
+        bucket: Bucket,
+        params: tuple[Parameter, ...],
+        policy: ZeroPolicy,
+        group: ProcessGroup | None,
+        is_trained: bool = True,
     ) -> ShardedStorage:
         """Memory for the span of `params`, which keep theirs until `take` or `take_from`."""
         lo, hi = bucket.span(zcomm.group_rank(group))
         own = flat_zeros(hi - lo, bucket.dtype, params[0].device, group)
-        is_trained = params[0].requires_grad
         master = Parameter(own.to(policy.master_for(bucket.dtype)) if is_trained else own, requires_grad=is_trained)
         poison = torch.full((), torch.nan, dtype=bucket.dtype, device=own.device)
-        return cls(bucket, params, (lo, hi), own, master, tuple(poison.expand(slot.shape) for slot in bucket.slots))
+        hollow = tuple(poison.expand(slot.shape) for slot in bucket.slots)
+        return cls(bucket, params, (lo, hi), own, master, hollow, is_trained)
 
     def take(self, group: ProcessGroup | None) -> None:
         """Cut the parameters into spans, rank 0's values counting; the memory that they had is theirs no more."""
@@ -93,10 +99,15 @@ class ShardedStorage:
 
     @classmethod
     def of(
-        cls, bucket: Bucket, params: Mapping[str, Parameter], policy: ZeroPolicy, group: ProcessGroup | None
+        cls,
+        bucket: Bucket,
+        params: Mapping[str, Parameter],
+        policy: ZeroPolicy,
+        group: ProcessGroup | None,
+        is_trained: bool = True,
     ) -> ShardedStorage:
         """`create`, with the parameters by name."""
-        return cls.create(bucket, tuple(params[slot.name] for slot in bucket.slots), policy, group)
+        return cls.create(bucket, tuple(params[slot.name] for slot in bucket.slots), policy, group, is_trained)
 
     @property
     def resting_bytes(self) -> int:
@@ -113,7 +124,10 @@ class ShardedStorage:
         assert self.presence is Presence.RESTING
         numel, dtype = self.bucket.numel, self.bucket.dtype
         buffer = pool.take(numel, dtype)
-        self.full = pool.make(numel, dtype) if buffer is None else buffer
+        if buffer is None:
+            pool.clear()  # smaller ones than this: they would stay beside it
+            buffer = pool.make(numel, dtype)
+        self.full = buffer
         label = f"weights of unit {self.bucket.unit!r}"
         self.handle = zcomm.all_gather(self.full[:numel], self.own_span, group, async_op=True, label=label)
         self.presence = Presence.COMING
@@ -144,10 +158,13 @@ class ShardedStorage:
         self.own_span.copy_(self.full[self.span[0] : self.span[1]])
         self.refresh_master()
 
-    def is_edited(self) -> bool:
-        """Whether this rank's span of the PRESENT parameters differs from the truth."""
+    def is_edited(self, group: ProcessGroup | None) -> bool:
+        """Whether the PRESENT parameters differ in any bit from the truth of all ranks.  A collective."""
         assert self.full is not None
-        return not torch.equal(self.full[self.span[0] : self.span[1]], self.own_span)
+        whole = self.full[: self.bucket.numel]
+        truth = torch.empty_like(whole)
+        zcomm.all_gather(truth, self.own_span, group, label=f"weights of unit {self.bucket.unit!r}")
+        return not torch.equal(whole.view(torch.uint8), truth.view(torch.uint8))
 
     def publish(self) -> None:
         """Cast the master into the span; what was gathered before is stale, and the caller releases it."""

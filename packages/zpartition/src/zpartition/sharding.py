@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 import zcomm
-from zpartition.admission import named_groups, refuse_owned
+from zpartition import state
+from zpartition.admission import named_groups, refuse_hollow, refuse_owned
 from zpartition.deferred import Deferred
 from zpartition.layout import Layout, ParamSpec, plan_layout
 from zpartition.partition import Partition
@@ -40,10 +41,13 @@ def shard(
     policy = policy or ZeroPolicy()
     for name, param in module.named_parameters():
         refuse_owned(name, param)
-    deferred = Deferred.of(module, torch.device(device))
+        refuse_hollow(name, param)
     groups = named_groups(module, optimizer)
-    world_size = zcomm.group_size(group)
-    partition = Partition.create(module, plan_layouts(module, groups, policy, world_size), policy, group, deferred)
+    layouts = plan_layouts(module, groups, policy, zcomm.group_size(group))
+    if optimizer is not None:
+        state.refuse_unfit(optimizer, cuts=layouts[0].num_shards > 1)
+    deferred = Deferred.of(module, torch.device(device))
+    partition = Partition.create(module, layouts, policy, group, deferred)
     if optimizer is not None:
         partition.rebind(optimizer)
     return partition

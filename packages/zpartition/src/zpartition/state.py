@@ -89,6 +89,16 @@ def refuse_split_master(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def refuse_unfit(optimizer: torch.optim.Optimizer, *, cuts: bool) -> None:
+    """ValueError for an optimizer that cannot be given shards; to be asked before anything is moved."""
+    refuse_split_master(optimizer)
+    if cuts and getattr(optimizer, "elementwise", type(optimizer).__name__ not in SHAPED) is False:
+        raise ValueError(
+            f"{type(optimizer).__name__} needs whole tensors of full precision, but this policy cuts them into flat "
+            "shards. Use stage 0 with fp32 parameters, or an elementwise optimizer (AdamW, SGD, ...)."
+        )
+
+
 def rebind(
     optimizer: torch.optim.Optimizer,
     holders: Sequence[Sequence[Holder]],

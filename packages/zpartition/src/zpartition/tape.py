@@ -64,6 +64,7 @@ class Tape:
     storages: dict[Key, Any] = attrs.field(factory=dict)  # kept, so that no identity is used twice
     generator: Tensor = attrs.field(factory=torch.get_rng_state)  # state when it was last looked at
     is_random: bool = False  # whether any step draws numbers
+    is_own: bool = True  # whether those are the numbers that this process would have drawn
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry out an operation on the meta device, and note it."""
@@ -99,7 +100,8 @@ class Tape:
     def play(self, deliver: Callable[[Key, Tensor], None], *, wanted: frozenset[Key]) -> None:
         """Carry out all steps, and hand every storage of `wanted` over when it is finished: (key, flat uint8).
 
-        The generator is left as the plain build would have left it, unless somebody used it since.
+        The generator is left as the plain build would have left it, unless somebody used it since, or the numbers are
+        another rank's.
         """
         real = dict(self.constants)
         last, final = self._last_touches()
@@ -117,7 +119,7 @@ class Tape:
             final_state = torch.get_rng_state()
         for key in wanted - set(final):
             deliver(key, real.get(key, torch.empty(self.storages[key].nbytes(), dtype=torch.uint8)))
-        if untouched and self.is_random:
+        if untouched and self.is_random and self.is_own:
             torch.set_rng_state(final_state)
 
     # -- helpers ---------------------------------------------------------------------------------

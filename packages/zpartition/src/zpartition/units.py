@@ -88,7 +88,9 @@ def _is_leaf(path: str, module: nn.Module, wanted: frozenset[str]) -> bool:
 
 def _names(leaf: str, path: str, module: nn.Module) -> bool:
     kind = type(module)
-    return path.endswith(leaf) or leaf in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    if leaf.startswith("*"):
+        return path.endswith(leaf[1:])
+    return leaf in (path, kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _numel(module: nn.Module) -> int:
@@ -134,8 +136,8 @@ def _refuse_unknown_leaves(module: nn.Module, leaves: Iterable[str]) -> None:
     for leaf in leaves:
         if not any(_names(leaf, path, child) for path, child in modules):
             raise ValueError(
-                f"leaves names {leaf!r}, but no module has this class, and no module's path ends like that. Modules "
-                f"at the top: {', '.join(name for name, _ in module.named_children())}."
+                f'leaves names {leaf!r}, but no module has this class or path ("*end" matches paths by their end). '
+                f"Modules at the top: {', '.join(name for name, _ in module.named_children())}."
             )
 
 

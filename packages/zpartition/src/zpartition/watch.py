@@ -14,7 +14,8 @@ to be reused: such outputs are copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, final
 
 import attrs
@@ -69,6 +70,20 @@ class _Watched(dict[str, "Parameter | None"]):
     def __reduce__(self) -> Any:
         """A copy of the module, or a pickle, has an ordinary dict."""
         return dict, (dict(self),)
+
+    def values(self) -> Any:
+        self._borrow_all()
+        return super().values()
+
+    def items(self) -> Any:
+        self._borrow_all()
+        return super().items()
+
+    def _borrow_all(self) -> None:
+        """Somebody walks over them; while a module runs, that may be to read them."""
+        for unit in self.units.values() if self.watch.frames else ():
+            if not unit.is_used:
+                self.watch.borrow(unit)
 
     def __getitem__(self, name: str) -> Parameter | None:
         unit = self.units.get(name)
@@ -155,8 +170,9 @@ class Watch:
             return output  # its beginning failed before it was noted
         frame = self.frames.pop()
         self._stop_saving(frame)
-        if unit is not None:
+        if unit is not None or frame.borrowed:
             output = self._apart(output)
+        if unit is not None:
             unit.depth -= 1
             self.residence.leave(unit)
         for other in frame.borrowed:
@@ -192,6 +208,16 @@ class Watch:
         hooks.__enter__()
         return hooks
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """What autograd saves inside of gathered weights is packed, as in a module that runs."""
+        hooks = self._start_saving()
+        try:
+            yield
+        finally:
+            if hooks is not None:
+                hooks.__exit__(None, None, None)
+
     def _stop_saving(self, frame: _Frame) -> None:
         if frame.saving is not None:
             frame.saving.__exit__(None, None, None)
@@ -225,13 +251,15 @@ class Watch:
             return packed
         if packed.version != self.residence.version:
             raise RuntimeError(
-                f"a backward needs weights of unit {packed.unit.name!r} as they were before the optimizer's update. "
-                "Run every backward of a forward before the step, or the forward again."
+                f"a backward needs weights of unit {packed.unit.name!r} as they were before the optimizer's update "
+                "(or an edit, or a load). Run every backward of a forward before the step, or the forward again."
             )
         self.residence.use(packed.unit)
         assert packed.storage.full is not None
         full, (shape, strides, offset) = packed.storage.full.view(packed.dtype), packed.geometry
-        return full.as_strided(shape, strides, full.storage_offset() + offset)
+        found = full.as_strided(shape, strides, full.storage_offset() + offset)
+        # Under create_graph=True autograd saves what it was given here, and nobody packs that.
+        return found.clone() if torch.is_grad_enabled() else found
 
     def _storage_of(self, tensor: Tensor) -> ShardedStorage | None:
         if not self.residence.unit_at:

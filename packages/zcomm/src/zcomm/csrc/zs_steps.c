@@ -249,7 +249,7 @@ static void publish(zs_group *g, zs_task *t) {
 
 static int agree(const zs_descriptor *a, const zs_descriptor *b) {
   return a->op == b->op && a->dtype == b->dtype && a->reduction == b->reduction && a->source == b->source &&
-         a->numel == b->numel;
+         a->numel == b->numel && !strncmp(a->label, b->label, sizeof a->label);
 }
 
 /* After step 0: read what the others want, choose the way.  Every rank reads the same and so decides the same. */

@@ -176,7 +176,11 @@ def _zero(settings: Settings, precision: Precision) -> ZeroPolicy:
         prefetch_numel=zero.stage3_prefetch_bucket_size,
         max_live_numel=zero.stage3_max_live_parameters,
         max_reuse_numel=zero.stage3_max_reuse_distance,
-        leaves=(*zero.leaf_module.classes, *zero.leaf_module.names, *zero.leaf_module.name_suffixes),
+        leaves=(
+            *zero.leaf_module.classes,
+            *zero.leaf_module.names,
+            *(f"*{end}" for end in zero.leaf_module.name_suffixes),
+        ),
     )
 
 
@@ -225,6 +229,11 @@ def _notices(config: Config, facts: Facts) -> list[str]:
         notices.append(
             f"{config.origin(idle[0])}: {', '.join(idle)} {verb} no effect here: fp16.loss_scale is static"
         )
+    prefixes = ("zero_optimization.stage3_", "zero_optimization.leaf_module.")
+    unused = [key for key in config.given if key.startswith(prefixes)]
+    if unused and settings.zero_optimization.stage < 3:
+        verb = "has" if len(unused) == 1 else "have"
+        notices.append(f"{config.origin(unused[0])}: {', '.join(unused)} {verb} no effect here: the stage is not 3")
     if settings.bf16.enabled == "auto" and not facts.bf16_is_faster:
         also = ", and bf16.check_grad_overflow has no effect" * ("bf16.check_grad_overflow" in config.given)
         notices.append(
