@@ -62,8 +62,7 @@ class Tape:
     steps: list[Step] = attrs.field(factory=list)
     constants: dict[Key, Tensor] = attrs.field(factory=dict)  # values that were real already
     storages: dict[Key, Any] = attrs.field(factory=dict)  # kept, so that no identity is used twice
-    generator: Tensor = attrs.field(factory=torch.get_rng_state)  # state when it was last looked at
-    is_random: bool = False  # whether any step draws numbers
+    generator: Tensor | None = None  # its state when the last number was drawn; None before the first
     is_own: bool = True  # whether those are the numbers that this process would have drawn
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,7 +104,7 @@ class Tape:
         """
         real = dict(self.constants)
         last, final = self._last_touches()
-        untouched = torch.equal(torch.get_rng_state(), self.generator)
+        untouched = self.generator is not None and torch.equal(torch.get_rng_state(), self.generator)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for index, step in enumerate(self.steps):
                 if step.generator is not None:
@@ -119,7 +118,7 @@ class Tape:
             final_state = torch.get_rng_state()
         for key in wanted - set(final):
             deliver(key, real.get(key, torch.empty(self.storages[key].nbytes(), dtype=torch.uint8)))
-        if untouched and self.is_random and self.is_own:
+        if untouched and self.is_own:
             torch.set_rng_state(final_state)
 
     # -- helpers ---------------------------------------------------------------------------------
@@ -138,9 +137,9 @@ class Tape:
     def _reseeded(self) -> Tensor | None:
         """The generator's state, before the first random step and where it was changed since the last one."""
         state = torch.get_rng_state()
-        if self.is_random and torch.equal(state, self.generator):
+        if self.generator is not None and torch.equal(state, self.generator):
             return None
-        self.generator, self.is_random = state, True
+        self.generator = state
         return state
 
     def _last_touches(self) -> tuple[set[tuple[int, Key]], dict[Key, int]]:
