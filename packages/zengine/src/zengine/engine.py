@@ -193,7 +193,10 @@ class Engine(EngineFacts, nn.Module):
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove hooks, buffers and writers; the module keeps its weights. Idempotent."""
+        """Remove hooks, buffers and writers; the module keeps its weights. Idempotent.
+
+        At stage 3 the weights are gathered for that: every rank must call it.
+        """
         self.clock.close()
         self.parts.close()
 

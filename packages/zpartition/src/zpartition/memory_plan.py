@@ -7,7 +7,9 @@
 
 What lives between steps follows from the layout alone and is exact: weights, masters, accumulators, optimizer states.
 What a step needs besides (buckets that travel, units that are gathered) depends on the order in which gradients come;
-the plan gives the most that the policy allows.  `Partition.ledger()` counts the same owners in a live partition.
+the plan gives the most that the policy allows when every gradient comes: a unit of which some do not (an expert that
+nobody chose, frozen weights beside trained ones) stays whole to the end of the backward, and is added to it.
+`Partition.ledger()` counts the same owners in a live partition.
 Activations are the model's own and no part of this.
 """
 
