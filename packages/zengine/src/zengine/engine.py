@@ -193,10 +193,7 @@ class Engine(EngineFacts, nn.Module):
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove hooks, buffers and writers; the module keeps its weights. Idempotent.
-
-        At stage 3 the weights are gathered for that: every rank must call it.
-        """
+        """Remove hooks, buffers, writers; the module keeps its weights (at stage 3 all ranks must call). Idempotent."""
         self.clock.close()
         self.parts.close()
 
