@@ -193,7 +193,7 @@ class Engine(EngineFacts, nn.Module):
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove hooks, buffers, writers; the module keeps its weights (at stage 3 all ranks must call). Idempotent."""
+        """Remove hooks, buffers, writers; the module keeps its weights (at stage 3 all ranks call). Idempotent."""
         self.clock.close()
         self.parts.close()
 
