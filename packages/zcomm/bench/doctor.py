@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import zcomm
 from zcomm import doctor
-from zcomm.fingerprint import captured
 from zcomm.handles import Call
 from zcomm.testing import run_ranks
 
@@ -51,9 +50,6 @@ def rank_measures() -> dict[str, float]:
     tensor = torch.zeros(4)
     call = Call.of("all_reduce", "bucket[3]", 2, tensor)
 
-    def issue() -> Any:
-        return group, reduction, tensor
-
     def in_context() -> None:
         with zcomm.context("step 12"):
             pass
@@ -64,11 +60,10 @@ def rank_measures() -> dict[str, float]:
     rows = {
         "an empty call": lambda: None,
         "15 frames and an empty call": below(15, lambda: None),
-        "group and reduction of the issue": lambda: captured(issue),
         "fingerprint, called by the program": lambda: ring.add(call, reduction),
         "fingerprint, 15 frames below": below(15, lambda: ring.add(call, reduction)),
-        "all of it, called by the program": lambda: doctor.consult(doctor.watch(call, issue)),
-        "all of it, 15 frames below": below(15, lambda: doctor.consult(doctor.watch(call, issue))),
+        "all of it, called by the program": lambda: doctor.consult(doctor.watch(call, group, reduction)),
+        "all of it, 15 frames below": below(15, lambda: doctor.consult(doctor.watch(call, group, reduction))),
         "context entered and left": in_context,
     }
     found = {name: nanoseconds(row) for name, row in rows.items()} if dist.get_rank() == 0 else {}

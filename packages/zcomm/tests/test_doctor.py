@@ -310,7 +310,7 @@ def test_a_world_of_one_has_no_doctor() -> None:
 
 
 def test_outside_a_world_nobody_is_asked() -> None:
-    entry = doctor.watch(zcomm.handles.Call("barrier", "", 2), lambda: None)
+    entry = doctor.watch(zcomm.handles.Call("barrier", "", 2), None, None)
     doctor.consult(entry)
     assert doctor.explain(entry).startswith(" (A peer died")
     assert not doctor.is_condemned()

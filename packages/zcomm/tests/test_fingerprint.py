@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import zcomm
 from zcomm import doctor, fingerprint
-from zcomm.fingerprint import RING_LENGTH, Ring, State, captured, position, short_path
+from zcomm.fingerprint import RING_LENGTH, Ring, State, position, short_path
 from zcomm.handles import Call, start
 from zcomm.testing import run_ranks
 
@@ -93,14 +93,10 @@ def test_a_fingerprint_keeps_no_tensor() -> None:
     assert seen() is None
 
 
-def test_the_group_and_the_reduction_are_what_the_issue_captured() -> None:
-    group, reduction, other = object(), dist.ReduceOp.MAX, object()
-    assert captured(lambda: (group, reduction, other)) == (group, reduction)
-    sender = 3
-    assert captured(lambda: sender) == (None, 3)
-    assert captured(NoWork) == (None, None)
-    assert Ring("", ()).add(a_call(), reduction).detail_text == "max"
-    assert Ring("", ()).add(a_call(), sender).detail_text == "from rank 3"
+def test_the_reduction_and_the_sender_are_told_in_words() -> None:
+    assert Ring("", ()).add(a_call(), dist.ReduceOp.MAX).detail_text == "max"
+    assert Ring("", ()).add(a_call(), 3).detail_text == "from rank 3"
+    assert Ring("", ()).add(a_call(), None).detail_text == ""
 
 
 def test_a_position_is_the_programs_frames_and_the_library_that_they_wait_in() -> None:

@@ -82,6 +82,8 @@ def all_reduce(
         lambda: registry.issue(group, message) or dist.all_reduce(tensor, op=reduction, group=group, async_op=True),
         (tensor,),
         async_op=async_op,
+        group=group,
+        detail=reduction,
     )
 
 
@@ -116,6 +118,8 @@ def reduce_scatter(
         ),
         (output, input),
         async_op=async_op,
+        group=group,
+        detail=reduction,
     )
 
 
@@ -141,6 +145,7 @@ def all_gather(
         ),
         (output, input),
         async_op=async_op,
+        group=group,
     )
 
 
@@ -167,6 +172,8 @@ def broadcast(
         lambda: registry.issue(group, message) or dist.broadcast(tensor, src=sender, group=group, async_op=True),
         (tensor,),
         async_op=async_op,
+        group=group,
+        detail=sender,
     )
 
 
@@ -188,6 +195,7 @@ def all_to_all(
         lambda: registry.issue(group, message) or dist.all_to_all_single(output, input, group=group, async_op=True),
         (output, input),
         async_op=async_op,
+        group=group,
     )
 
 
@@ -206,6 +214,7 @@ def barrier(group: ProcessGroup | None = None, *, label: str = "") -> None:
         ),
         (),
         async_op=False,
+        group=group,
     )
 
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from zcomm import compat, fingerprint
 from zcomm.diagnosis import diagnose
-from zcomm.fingerprint import Fingerprint, Ring, captured, position
+from zcomm.fingerprint import Fingerprint, Ring, position
 from zcomm.line import Line
 from zcomm.report import Answer, Entry, GroupReport, Report, ranges
 from zcomm.verify import Verifier, trust
@@ -147,9 +147,8 @@ _making = threading.Lock()
 _unwatched = Ring("", ())  # collectives outside a world: there is nobody to compare them with
 
 
-def watch(call: Any, issue: Any) -> Fingerprint:
+def watch(call: Any, group: Any, detail: Any) -> Fingerprint:
     """Remember a collective that is about to be issued.  The hot path: microseconds."""
-    group, detail = captured(issue)
     doctor = begin()
     ring = _unwatched if doctor is None else doctor.ring(group)
     return ring.add(call, detail)

@@ -139,23 +139,6 @@ def said() -> str:
     return _said
 
 
-def captured(issue: Any) -> tuple[Any, Any]:
-    """The group, and the reduction or sender, of a collective: the variables that its `issue` captured.
-
-    The verbs give `start` a function that closes over them; reading them here keeps every verb free of a second
-    list of its arguments.  (None, None) for anything that is no function.
-    """
-    code = getattr(issue, "__code__", None)
-    group = detail = None
-    if code is not None:
-        for name, cell in zip(code.co_freevars, issue.__closure__ or ()):
-            if name == "group":
-                group = cell.cell_contents
-            elif name in ("reduction", "sender"):
-                detail = cell.cell_contents
-    return group, detail
-
-
 def position(frame: FrameType | None) -> list[str]:
     """Where a thread is: the innermost frames of the user's program, and first the library they wait in, if any."""
     found: list[str] = []

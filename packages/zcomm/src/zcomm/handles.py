@@ -21,6 +21,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zcomm import doctor, trace
 from zcomm.fingerprint import Fingerprint, State
@@ -142,14 +143,23 @@ class Pending:
         )
 
 
-def start(call: Call, issue: Callable[[], Any], tensors: tuple[Tensor, ...], *, async_op: bool) -> Handle:
+def start(
+    call: Call,
+    issue: Callable[[], Any],
+    tensors: tuple[Tensor, ...],
+    *,
+    async_op: bool,
+    group: ProcessGroup | None = None,
+    detail: Any = None,
+) -> Handle:
     """Issue a collective through torch; wait for it unless `async_op`.
 
-    `issue` calls torch with async_op=True and returns the Work.  Raises ValueError where the back end cannot
+    `issue` calls torch with async_op=True and returns the Work.  `group` and `detail` (a reduction, or the sender's
+    rank in the world) are for the report of one that fails.  Raises ValueError where the back end cannot
     do this at all (dtype, device) and CollectiveFailed where it tried and failed.
     """
     sinks, index, issued_s = trace.open_sinks(), trace.next_index(), time.perf_counter()
-    entry = doctor.watch(call, issue)
+    entry = doctor.watch(call, group, detail)
     try:
         doctor.consult(entry)
         work = issue()
