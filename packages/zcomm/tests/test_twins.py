@@ -1,7 +1,8 @@
-"""Second groups of the same ranks."""
+"""Groups made of the ranks of another: twins, runs and their mates."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import zcomm
@@ -28,3 +29,30 @@ def test_two_groups_of_the_same_ranks_need_no_common_order() -> None:
 
 def test_alone_there_is_none() -> None:
     assert zcomm.twin() is None
+
+
+def _sums() -> list[object]:
+    rank, world = zcomm.group_rank(), zcomm.group_size()
+    found: list[object] = []
+    for size in (1, 2, world):
+        inner, across = zcomm.run(size), zcomm.run_mates(size)
+        sums = []
+        for group in (inner, across, zcomm.twin(inner)):
+            value = torch.tensor([10.0**rank])
+            zcomm.all_reduce(value, group)
+            sums.append(int(value))
+        found.append((zcomm.group_size(inner), zcomm.group_size(across), *sums))
+        assert zcomm.run(size) is inner
+        assert zcomm.run_mates(size) is across
+    half = zcomm.run(2)
+    assert zcomm.group_size(zcomm.run(1, half)) == 1
+    assert zcomm.run(2, half) is half
+    with pytest.raises(ValueError, match=r"runs of 3 ranks do not fill a group of 4: choose one of 1, 2, 4\."):
+        zcomm.run(3)
+    return found
+
+
+def test_runs_and_their_mates_cut_a_group_both_ways() -> None:
+    found = run_ranks(_sums, 4)
+    assert found[0] == [(1, 4, 1, 1111, 1111), (2, 2, 11, 101, 11), (4, 1, 1111, 1, 1111)]
+    assert found[3] == [(1, 4, 1000, 1111, 1111), (2, 2, 1100, 1010, 1100), (4, 1, 1111, 1000, 1111)]

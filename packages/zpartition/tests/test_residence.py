@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 from zcomm.testing import run_ranks
 from zpartition import ParamSpec, ZeroPolicy, plan_layout
+from zpartition.ranks import Ranks
 from zpartition.residence import Residence, Unit
 from zpartition.sharded import ShardedStorage
 
@@ -23,7 +24,7 @@ def make(**fields: int) -> tuple[Residence, list[Unit]]:
     for bucket in reversed(plan_layout(specs, world_size=2, num_shards=2).buckets):
         storages.append(ShardedStorage.of(bucket, params, policy, None))
         storages[-1].take(None)
-    residence = Residence.of(storages, policy, None, torch.device("cpu"))
+    residence = Residence.of(storages, policy, Ranks.of(None, policy), torch.device("cpu"))
     return residence, list(residence.units.values())
 
 

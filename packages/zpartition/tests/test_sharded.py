@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -73,3 +75,21 @@ def test_whoever_fills_hollow_parameters_is_found_out() -> None:
     with torch.no_grad():
         params[0].fill_(1.0)  # torch lets this pass: all elements are one number
     assert storage.was_written()
+    assert not storage.was_written(), "told once"
+    assert all(bool(param.isnan().all()) for param in params)
+
+
+def _buffers_go() -> list[bool]:
+    storage, _ = make()
+    pool = BufferPool(torch.device("cpu"))
+    storage.gather(pool, None)
+    storage.arrive()
+    assert storage.full is not None
+    shown = [weakref.ref(storage.full.untyped_storage()), weakref.ref(storage.full)]
+    storage.release(pool)
+    pool.clear()
+    return [ref() is None for ref in shown]
+
+
+def test_a_buffer_that_the_pool_drops_is_gone() -> None:
+    assert run_ranks(_buffers_go, 2) == [[True, True]] * 2

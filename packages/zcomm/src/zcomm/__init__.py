@@ -29,7 +29,7 @@ from zcomm.shared.registry import transport, transport_reason
 from zcomm.shared.tensors import shared_empty
 from zcomm.sparse import gather_rows
 from zcomm.trace import Record, traced
-from zcomm.twins import twin
+from zcomm.twins import run, run_mates, twin
 from zcomm.values import exchange
 from zcomm.world import World, init
 
@@ -60,6 +60,8 @@ __all__ = [
     "init",
     "make_mesh",
     "reduce_scatter",
+    "run",
+    "run_mates",
     "shared_empty",
     "traced",
     "transport",

@@ -1,24 +1,26 @@
-"""A second group of the same ranks, for messages whose order among the first one's is not the same on all ranks.
+"""Groups made from a group: a second one of the same ranks, and smaller ones.
 
-Collectives of one group have to be issued in one order everywhere.  Two streams of them (weights that come when a
-module needs them, gradients that go when they are there) keep their order each by itself, but not between them.
+A twin is for messages whose order among the first group's is not the same on all ranks.  Collectives of one group
+have to be issued in one order everywhere.  Two streams of them (weights that come when a module needs them, gradients
+that go when they are there) keep their order each by itself, but not between them.
 
-A group has one twin, made when it is first asked for and kept with it: torch names groups after their ranks, and one
-that is made again under the same name meets what the first has left in the store.
+Runs cut a group into equal parts of consecutive ranks: the ranks of one host, or those that hold one copy of a model.
+
+Each is made when it is first asked for and kept with the group it came from: torch names groups after their ranks,
+and one that is made again under the same name meets what the first has left in the store.
 """
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from zcomm.collectives import barrier, group_size
+from zcomm.collectives import barrier, group_rank, group_size
+from zcomm.shared import registry
 
-__all__ = ["twin"]
-
-_twins: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+__all__ = ["run", "run_mates", "twin"]
 
 
 def twin(group: ProcessGroup | None = None) -> ProcessGroup | None:
@@ -28,12 +30,58 @@ def twin(group: ProcessGroup | None = None) -> ProcessGroup | None:
     """
     if group_size(group) == 1:
         return None
-    first = dist.group.WORLD if group is None else group
-    assert first is not None
-    if first not in _twins:
-        is_world = first is dist.group.WORLD
-        ranks = None if is_world else dist.get_process_group_ranks(first)
-        _twins[first] = dist.new_group(ranks, use_local_synchronization=not is_world)
-        for each in (first, _twins[first]):  # a group's first collective waits for all: not where orders may cross
+    kin = registry.kin(group)
+    if "twin" not in kin:
+        second = _made(_ranks(group))
+        kin["twin"] = second
+        for each in (group, second):  # a group's first collective waits for all: not where orders may cross
             barrier(each, label="twins")
-    return _twins[first]
+    return kin["twin"]
+
+
+def run(size: int, group: ProcessGroup | None = None) -> ProcessGroup | None:
+    """The ranks of `group` in runs of `size` consecutive ones: this rank's run.
+
+    All of them are `group` itself.  A collective of its ranks when it is first asked for.
+    Raises ValueError if `size` does not divide the number of ranks.
+    """
+    _refuse_uneven(size, group)
+    if size == group_size(group):
+        return group
+    first = group_rank(group) // size * size
+    return _kept(group, f"run of {size}", _ranks(group)[first : first + size])
+
+
+def run_mates(size: int, group: ProcessGroup | None = None) -> ProcessGroup | None:
+    """One rank from each run of `size`, in the order of the runs: those at the same place as this one.
+
+    With runs of one they are `group` itself.  Collective and errors as for `run`.
+    """
+    _refuse_uneven(size, group)
+    if size == 1:
+        return group
+    return _kept(group, f"mates in runs of {size}", _ranks(group)[group_rank(group) % size :: size])
+
+
+def _kept(group: ProcessGroup | None, name: str, ranks: Sequence[int]) -> ProcessGroup:
+    kin = registry.kin(group)
+    if name not in kin:
+        kin[name] = _made(ranks)
+    return kin[name]
+
+
+def _made(ranks: Sequence[int]) -> ProcessGroup:
+    everyone = len(ranks) == dist.get_world_size()
+    made: ProcessGroup = dist.new_group(None if everyone else list(ranks), use_local_synchronization=not everyone)
+    return made
+
+
+def _ranks(group: ProcessGroup | None) -> list[int]:
+    return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+
+
+def _refuse_uneven(size: int, group: ProcessGroup | None) -> None:
+    total = group_size(group)
+    if size < 1 or total % size:
+        divisors = ", ".join(str(number) for number in range(1, total + 1) if total % number == 0)
+        raise ValueError(f"runs of {size} ranks do not fill a group of {total}: choose one of {divisors}.")

@@ -86,7 +86,7 @@ class _Place:
             flat[slice(*self.pieces[0].span)] = local
         bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
         wide = bits if bits.element_size() >= 4 else bits.int()  # others are zero, so a sum moves bits
-        zcomm.all_reduce(wide, self.partition.group, label="one parameter")
+        zcomm.all_reduce(wide, self.partition.ranks.shard, label="one parameter")
         return wide.to(bits.dtype).view(flat.dtype).view(self.param.shape)
 
     def part_of(self, value: Tensor) -> Tensor:

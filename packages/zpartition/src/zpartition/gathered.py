@@ -113,7 +113,7 @@ def _spread(unit: Unit, residence: Residence, *, source: int) -> None:
     for storage in unit.storages:
         assert storage.full is not None
         whole = storage.full[: storage.bucket.numel]
-        zcomm.broadcast(whole, residence.group, source=source, label=f"edits of unit {unit.name!r}")
+        zcomm.broadcast(whole, residence.ranks.world, source=source, label=f"edits of unit {unit.name!r}")
         storage.absorb()
 
 
@@ -129,7 +129,7 @@ def _take_edits(partition: Partition, units: list[Unit], params: list[Parameter]
 
 
 def _refuse_edits(partition: Partition, units: list[Unit]) -> None:
-    looks = [(unit.name, storage.is_edited(partition.group)) for unit in units for storage in unit.storages]
+    looks = [(unit.name, storage.is_edited(partition.ranks.shard)) for unit in units for storage in unit.storages]
     edited = sorted({name for name, is_edited in looks if is_edited})
     found = torch.tensor(float(bool(edited)), device=partition.device)
     zcomm.all_reduce(found, partition.group, op="max", label="edits")

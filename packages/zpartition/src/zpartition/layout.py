@@ -124,7 +124,7 @@ class Layout:
 
     buckets: tuple[Bucket, ...]
     world_size: int
-    num_shards: int  # world_size when sharded, else 1
+    num_shards: int  # ranks that hold one copy together; 1 when nothing is sharded
 
     @property
     def numel(self) -> int:
@@ -170,10 +170,10 @@ def plan_layout(specs: Sequence[ParamSpec], *, world_size: int, num_shards: int,
     parameters are gathered together.
 
     Raises:
-        ValueError: two parameters share a name, or `num_shards` is neither 1 nor `world_size`.
+        ValueError: two parameters share a name, or `num_shards` does not divide `world_size`.
     """
-    if num_shards not in (1, world_size):
-        raise ValueError(f"num_shards must be 1 or world_size ({world_size}), got {num_shards}")
+    if num_shards < 1 or world_size % num_shards:
+        raise ValueError(f"num_shards must divide world_size ({world_size}), got {num_shards}")
     _refuse_duplicates([spec.name for spec in specs])
     limit = bucket_numel or derive_bucket_numel(sum(spec.numel for spec in specs))
     runs: list[_Run] = []

@@ -30,10 +30,12 @@ from torch.nn import Parameter
 import zcomm
 from zpartition import state
 from zpartition.admission import claim, disclaim, one_device
+from zpartition.bystanders import Bystanders
 from zpartition.deferred import Deferred
 from zpartition.filling import fill_storages
 from zpartition.layout import Layout
 from zpartition.policy import ZeroPolicy
+from zpartition.ranks import Ranks
 from zpartition.reducer import GradientReducer
 from zpartition.residence import Residence
 from zpartition.resting import untouched
@@ -54,12 +56,11 @@ class Partition:
     module: nn.Module
     layout: Layout
     policy: ZeroPolicy
-    group: ProcessGroup | None
+    ranks: Ranks
     params: dict[str, Parameter]  # partitioned ones by name, in registration order
     storages: tuple[BucketStorage | ShardedStorage, ...]  # by bucket index
     reducer: GradientReducer
-    rank: int  # within `group`
-    persistent: frozenset[str]  # names of buffers that belong to the module's state
+    bystanders: Bystanders
     residence: Residence  # of the units; empty below stage 3
     watch: Watch
     frozen: tuple[ShardedStorage, ...] = ()  # units' parameters that are not trained
@@ -74,31 +75,33 @@ class Partition:
         module: nn.Module,
         layouts: tuple[Layout, Layout],
         policy: ZeroPolicy,
-        group: ProcessGroup | None,
+        ranks: Ranks,
         deferred: Deferred | None = None,
     ) -> Partition:
         """Build the flat buffers and hook the parameters; see `shard`.  `layouts`: of trained and of frozen ones."""
         layout, frozen = layouts
-        persistent = frozenset(module.state_dict(keep_vars=True))
         everything = dict(module.named_parameters())
         params = {name: everything[name] for name in everything if name in layout.names}
         device = one_device(params)
-        rank = zcomm.group_rank(group)
-        storages = tuple(make_storage(bucket, everything, policy, group) for bucket in layout.buckets)
-        resting = tuple(ShardedStorage.of(bucket, everything, policy, group, False) for bucket in frozen.buckets)
+        storages = tuple(make_storage(bucket, everything, policy, ranks.shard) for bucket in layout.buckets)
+        resting = tuple(
+            ShardedStorage.of(bucket, everything, policy, ranks.shard, False) for bucket in frozen.buckets
+        )
         units = [s for s in (*storages, *resting) if isinstance(s, ShardedStorage)]
         if deferred is not None:
-            fill_storages(deferred, [*storages, *resting], group)
+            fill_storages(deferred, [*storages, *resting], ranks.world)
         for unit in units if deferred is None else ():
-            unit.take(group)
-        residence = Residence.of(units, policy, group, device)
+            unit.take(ranks.world)
+        owned = [param for storage in (*storages, *resting) for param in storage.params]
+        bystanders = Bystanders.of(module, ranks.world, owned)
+        residence = Residence.of(units, policy, ranks, device)
         watch = Watch.install(module, residence)
-        own_group = zcomm.twin(group) if residence.units else None  # see [Note: two orders] in residence.py
-        reducer = GradientReducer.create(layout, policy, params, own_group or group, device, residence.arrived)
-        partition = cls(module, layout, policy, group, params, storages, reducer, rank, persistent, residence, watch)
+        routes = ranks.twins() if residence.units else ranks  # see [Note: two orders] in residence.py
+        reducer = GradientReducer.create(layout, policy, params, routes, device, residence.arrived)
+        partition = cls(module, layout, policy, ranks, params, storages, reducer, bystanders, residence, watch)
         partition.frozen = resting
         partition.at_rest = tuple((name, param) for name, param in everything.items() if not param.requires_grad)
-        partition.holders = tuple(state.Holder(s.master, s.pieces(rank)) for s in storages)
+        partition.holders = tuple(state.Holder(s.master, s.pieces(ranks.rank)) for s in storages)
         claim(partition, partition.owned(), [*reducer.hooks, watch])
         partition.synchronise()
         return partition
@@ -123,9 +126,7 @@ class Partition:
         for storage in self.whole:
             zcomm.broadcast(storage.flat, self.group, source=0, label=f"weights[{storage.bucket.index}]")
             storage.refresh_master()
-        for name, tensor in self._unpartitioned():
-            tensor.data = tensor.data.contiguous()  # a shard is flat memory
-            zcomm.broadcast(tensor.data, self.group, source=0, label=name)
+        self.bystanders.synchronise()
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -165,6 +166,16 @@ class Partition:
         """Where the weights are."""
         return self.reducer.pool.device
 
+    @property
+    def group(self) -> ProcessGroup | None:
+        """All ranks that train this model."""
+        return self.ranks.world
+
+    @property
+    def rank(self) -> int:
+        """Of this process, within `group`."""
+        return self.ranks.rank
+
     def owned(self) -> list[Parameter]:
         """The parameters that live in this partition's memory."""
         return [param for storage in (*self.storages, *self.frozen) for param in storage.params]
@@ -181,9 +192,9 @@ class Partition:
     def sum_over_shards(self, vector: torch.Tensor) -> None:
         """All-reduce (sum) of statistics whose first element is a sum over the kept gradients.
 
-        Where every rank keeps all gradients, rank 0's first element counts alone.
+        Where several ranks keep the same gradients, the first element of one of them counts.
         """
-        if self.layout.num_shards == 1 and self.rank != 0:
+        if self.rank >= self.layout.num_shards:
             vector[0] = 0.0
         zcomm.all_reduce(vector, self.group, label="gradient statistics")
 
@@ -220,10 +231,12 @@ class Partition:
             storage.publish()
         for storage in self.whole if self.layout.num_shards > 1 else ():
             label = f"weights[{storage.bucket.index}]"
-            handles.append(zcomm.all_gather(storage.flat, storage.own_span, self.group, async_op=True, label=label))
+            handles.append(
+                zcomm.all_gather(storage.flat, storage.own_span, self.ranks.shard, async_op=True, label=label)
+            )
         for handle in handles:
             handle.wait()
-        self._spread_buffers()
+        self.bystanders.spread_buffers()
 
     def zero_grad(self) -> None:
         """Forget all gradients, of frozen and unpartitioned parameters too; this is where a step ends."""
@@ -268,18 +281,18 @@ class Partition:
                 part = master[piece.offset : piece.offset + piece.numel]
                 box = tuple((0, size) for size in piece.slot.shape)
                 yield Shard(piece.slot.name, piece.slot.shape, box, piece.span, part)
-        for name, tensor in self._unpartitioned():
+        for name, tensor in self.bystanders.tensors():
             yield whole(name, tensor)
 
     def names(self) -> tuple[str, ...]:
         """Names of everything that `shards` yields, over all ranks."""
         frozen = (slot.name for storage in self.frozen for slot in storage.bucket.slots)
-        return (*self.params, *frozen, *(name for name, _ in self._unpartitioned()))
+        return (*self.params, *frozen, *(name for name, _ in self.bystanders.tensors()))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of everything that `shards` yields on any rank, by name; the same on all ranks."""
         slots = {s.name: s.shape for storage in (*self.storages, *self.frozen) for s in storage.bucket.slots}
-        return {**slots, **{name: tuple(tensor.shape) for name, tensor in self._unpartitioned()}}
+        return {**slots, **{name: tuple(tensor.shape) for name, tensor in self.bystanders.tensors()}}
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(parameter, this rank's flat part of its reduced gradient); valid after `finish_gradients`."""
@@ -306,37 +319,11 @@ class Partition:
             "gathered units": self.residence.pool.total_bytes,
         }
 
-    def _spread_buffers(self) -> None:
-        """Let persistent buffers (running statistics, say) follow rank 0, one message for each dtype.
-
-        Each rank updates them from its own data; without a rule the ranks, and what a checkpoint holds, drift apart.
-        """
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for _, buffer in self._buffers() if self.layout.world_size > 1 else ():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for dtype, buffers in by_dtype.items():
-            flat = torch.cat([buffer.view(-1) for buffer in buffers])
-            zcomm.broadcast(flat, self.group, source=0, label=f"{dtype} buffers")
-            for buffer, part in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers])):
-                buffer.view(-1).copy_(part)
-
     # -- helpers ---------------------------------------------------------------------------------
 
     def _states(self) -> Iterator[dict[str, object]]:
         """What the optimizer keeps of each of its tensors."""
         yield from self.optimizer.state.values() if self.optimizer is not None else ()
-
-    def _unpartitioned(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Frozen or unoptimized parameters and persistent buffers, by name."""
-        own = set(map(id, self.owned()))
-        for name, param in self.module.named_parameters():
-            if id(param) not in own:
-                yield name, param
-        yield from self._buffers()
-
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Persistent buffers by name."""
-        yield from ((name, b) for name, b in self.module.named_buffers() if name in self.persistent)
 
     def _agree_on_unused(self) -> frozenset[str]:
         """Names of the parameters that no rank used; the same on all ranks."""

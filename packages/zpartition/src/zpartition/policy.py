@@ -70,7 +70,8 @@ class ZeroPolicy:
 
     With P parameters, W ranks and fp32 accumulators, a rank holds after a step:
     stage 0: P weights, P gradients, P states; stage 1 and 2: P weights, P/W gradients, P/W states; stage 3: P/W of
-    each, and what is gathered.  The last seven fields are stage 3's.
+    each, and what is gathered.  The last seven fields are stage 3's.  With shard groups smaller than the world, W is
+    their size there.
     """
 
     stage: int = attrs.field(default=0, validator=in_((0, 1, 2, 3)))
@@ -82,6 +83,7 @@ class ZeroPolicy:
     reduce_at: ReduceAt = ReduceAt.MICRO_STEP
     overlap: bool = True  # launch a bucket while backward still runs; False: all at its end
     sparse_gradients: SparseGradients = SparseGradients.ROWS
+    shard_group_size: int = attrs.field(default=0, validator=ge(0))  # ranks that hold one copy; 0: all
     ignore_unused: bool = True  # False: a parameter without gradient on every rank is an error
     unit_numel: int = attrs.field(default=0, validator=ge(0))  # of modules gathered as one; 0: from the model's size
     persist_numel: int = attrs.field(default=100_000, validator=ge(0))  # smaller parameters stay whole
@@ -114,6 +116,11 @@ class ZeroPolicy:
             raise ValueError(
                 f"ZeroPolicy(stage={self.stage}, reduce_at=BOUNDARY) would keep a full local gradient, which stage "
                 f"{self.stage} exists to avoid: use stage=1 for one exchange per step, or reduce_at=MICRO_STEP"
+            )
+        if self.shard_group_size and not self.stage:
+            raise ValueError(
+                f"ZeroPolicy(stage=0, shard_group_size={self.shard_group_size}): stage 0 shards nothing. "
+                "Use stage 1, 2 or 3, or leave shard_group_size out."
             )
         if self.averaging.operation == "sum" and (self.averaging.prescale or self.averaging.predivide != 1.0):
             raise ValueError("Averaging(operation='sum') does not divide: drop prescale and predivide")

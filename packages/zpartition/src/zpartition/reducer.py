@@ -33,15 +33,16 @@ from typing import final
 
 import attrs
 import torch
-from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 import zcomm
 from zpartition.buffers import Arena, BufferPool
+from zpartition.exchange import Exchange, exchange_for
 from zpartition.gradient import BucketGradient, Phase
 from zpartition.layout import Bucket, Layout
 from zpartition.policy import ReduceAt, ZeroPolicy
+from zpartition.ranks import Ranks
 from zpartition.rows import Rows
 
 IN_FLIGHT_LIMIT = 2  # transient buffers travelling at once: one being sent, one being filled behind it
@@ -80,10 +81,10 @@ class GradientReducer:
 
     layout: Layout
     policy: ZeroPolicy
-    group: ProcessGroup | None
+    ranks: Ranks
+    exchange: Exchange
     gradients: tuple[BucketGradient, ...]
     pool: BufferPool
-    rank: int  # within `group`
     tell: Callable[[int], None]  # told of buckets whose gradients have all arrived
     hooks: list[RemovableHandle] = attrs.field(factory=list)
     flights: collections.deque[_Flight] = attrs.field(factory=collections.deque)
@@ -101,7 +102,7 @@ class GradientReducer:
         layout: Layout,
         policy: ZeroPolicy,
         params: dict[str, Parameter],
-        group: ProcessGroup | None,
+        ranks: Ranks,
         device: torch.device,
         tell: Callable[[int], None] = lambda index: None,
     ) -> GradientReducer:
@@ -109,7 +110,7 @@ class GradientReducer:
 
         `tell` is given the index of each bucket whose gradients have all arrived in a backward.
         """
-        pool = BufferPool(device, Arena.create(buffer_bytes(layout, policy), device, group))
+        pool = BufferPool(device, Arena.create(buffer_bytes(layout, policy), device, ranks.shard))
         accumulating = reduce_at(policy, layout) is ReduceAt.BOUNDARY
         gradients = tuple(
             BucketGradient(
@@ -122,7 +123,7 @@ class GradientReducer:
             )
             for bucket in layout.buckets
         )
-        reducer = cls(layout, policy, group, gradients, pool, zcomm.group_rank(group), tell)
+        reducer = cls(layout, policy, ranks, exchange_for(ranks, layout.num_shards), gradients, pool, tell)
         reducer.order = tuple(range(len(gradients)))
         for gradient in gradients:
             for index, param in enumerate(gradient.params):
@@ -239,7 +240,7 @@ class GradientReducer:
         """Agree on the order from now on and on the buckets that some rank must send again; returns these."""
         completed = list(dict.fromkeys(self._completed))
         resting = [index for index in self.order if index not in set(completed)]  # waited for until the end: last
-        answers = zcomm.exchange({"order": completed + resting, "late": sorted(self._late())}, self.group)
+        answers = zcomm.exchange({"order": completed + resting, "late": sorted(self._late())}, self.ranks.world)
         late = {index for answer in answers for index in answer["late"]}
         self.order = tuple(answers[0]["order"])
         self.held |= late
@@ -289,12 +290,7 @@ class GradientReducer:
         if before != 1.0:
             sent.mul_(before)
         label = f"gradients[{gradient.bucket.index}]"
-        if self.layout.num_shards == 1:
-            received = sent
-            handle = zcomm.all_reduce(sent, self.group, async_op=True, label=label)
-        else:
-            received = sent[slice(*gradient.bucket.span(self.rank))]  # in place: nothing else is needed of `sent`
-            handle = zcomm.reduce_scatter(received, sent, self.group, async_op=True, label=label)
+        handle, received = self.exchange.reduce(sent, gradient.bucket.span(self.ranks.rank), label)
         self.flights.append(_Flight(gradient, handle, sent, received))
 
     def _send_rows(self, gradient: BucketGradient, rows: Rows) -> None:
@@ -302,8 +298,8 @@ class GradientReducer:
         bucket = gradient.bucket
         before, after = self.policy.averaging.factors(self.layout.world_size)
         indices, values = rows.packed(self.policy.reduce_dtype or bucket.dtype, self.pool.device)
-        parts = zcomm.gather_rows(indices, values, self.group, label=f"rows[{bucket.index}]")
-        gradient.keep_rows(parts, self.rank, factor=before * after)
+        parts = zcomm.gather_rows(indices, values, self.ranks.world, label=f"rows[{bucket.index}]")
+        gradient.keep_rows(parts, self.ranks.rank, factor=before * after)
 
     def _settle(self, leave: int) -> None:
         """Wait for the oldest messages until `leave` are on the wire."""

@@ -32,11 +32,11 @@ from typing import final
 
 import attrs
 import torch
-from torch.distributed import ProcessGroup
 
 from zpartition import _compat
 from zpartition.buffers import BufferPool
 from zpartition.policy import ZeroPolicy
+from zpartition.ranks import Ranks
 from zpartition.sharded import Presence, ShardedStorage
 
 __all__ = ["Residence", "Unit"]
@@ -74,7 +74,7 @@ class Residence:
     """
 
     policy: ZeroPolicy
-    group: ProcessGroup | None
+    ranks: Ranks
     units: dict[str, Unit]
     pool: BufferPool
     unit_of_bucket: dict[int, Unit] = attrs.field(factory=dict)  # of trained buckets, by index
@@ -93,7 +93,7 @@ class Residence:
         cls,
         storages: Sequence[ShardedStorage],
         policy: ZeroPolicy,
-        group: ProcessGroup | None,
+        ranks: Ranks,
         device: torch.device,
     ) -> Residence:
         """Units by the names that the buckets carry, in the order of the storages."""
@@ -104,7 +104,7 @@ class Residence:
         units = {name: Unit(name, tuple(found)) for name, found in members.items()}
         largest_numel = max((unit.numel for unit in units.values()), default=0)
         trained = {s.bucket.index: unit for unit in units.values() for s in unit.storages if s.is_trained}
-        return cls(policy, group, units, BufferPool(device), trained, largest_numel=largest_numel)
+        return cls(policy, ranks, units, BufferPool(device), trained, largest_numel=largest_numel)
 
     # -- using and leaving -----------------------------------------------------------------------
 
@@ -196,7 +196,8 @@ class Residence:
     def refuse_written(self) -> None:
         """Raise ValueError if somebody has filled parameters that rest: it would be lost in silence."""
         for unit in self.units.values():
-            if any(storage.was_written() for storage in unit.storages):
+            written = [storage for storage in unit.storages if storage.was_written()]
+            if written:
                 raise ValueError(
                     f"parameters of unit {unit.name!r} were written while their weights rest in shards, where "
                     "nobody sees it. Edit inside zpartition.gathered(module, modifier_rank=0)."
@@ -230,7 +231,7 @@ class Residence:
         if not unit.is_resting:
             return
         for storage in unit.storages:
-            storage.gather(self.pool, self.group)
+            storage.gather(self.pool, self.ranks.shard)
         self.live_numel += unit.numel
         self.peak_numel = max(self.peak_numel, self.live_numel)
 

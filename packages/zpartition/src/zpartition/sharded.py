@@ -55,7 +55,6 @@ class ShardedStorage:
     presence: Presence = Presence.RESTING
     full: torch.Tensor | None = None  # pool buffer of at least bucket.numel elements
     handle: zcomm.Handle = zcomm.DONE
-    _views: dict[int, list[torch.Tensor]] = attrs.field(factory=dict)  # per buffer address, in slot order
 
     @classmethod
     def create(
@@ -74,12 +73,12 @@ class ShardedStorage:
         hollow = tuple(poison.expand(slot.shape) for slot in bucket.slots)
         return cls(bucket, params, (lo, hi), own, master, hollow, is_trained)
 
-    def take(self, group: ProcessGroup | None) -> None:
+    def take(self, world: ProcessGroup | None) -> None:
         """Cut the parameters into spans, rank 0's values counting; the memory that they had is theirs no more."""
         full = torch.zeros(self.bucket.numel, dtype=self.bucket.dtype, device=self.own_span.device)
         for slot, param in zip(self.bucket.slots, self.params):
             full[slot.offset : slot.end].view(slot.shape).copy_(param.data)
-        zcomm.broadcast(full, group, source=0, label=f"weights of unit {self.bucket.unit!r}")
+        zcomm.broadcast(full, world, source=0, label=f"weights of unit {self.bucket.unit!r}")
         self.own_span.copy_(full[self.span[0] : self.span[1]])
         self.refresh_master()
         self._point(self.hollow)
@@ -138,7 +137,7 @@ class ShardedStorage:
         assert self.full is not None
         self.handle.wait()
         self.handle = zcomm.DONE
-        self._point(self.views_of(self.full))
+        self._point(_views(self.bucket, self.full))
         self.presence = Presence.PRESENT
 
     def release(self, pool: BufferPool) -> None:
@@ -176,14 +175,24 @@ class ShardedStorage:
         return tuple(self.bucket.pieces(rank))
 
     def was_written(self) -> bool:
-        """Whether somebody has filled hollow parameters (they share one number).  Looked at on CPUs only."""
-        return self.own_span.is_cpu and not bool(self.hollow[0].as_strided((), ()).isnan())
+        """Whether somebody has filled hollow parameters (they share one number).  Looked at on CPUs only.
+
+        They are NaN again afterwards.
+        """
+        if not self.own_span.is_cpu:
+            return False
+        poison = self.hollow[0].as_strided((), ())
+        written = not bool(poison.isnan())
+        if written:
+            poison.fill_(torch.nan)
+        return written
 
     def moved(self) -> str:
         """Name of the first parameter that has memory of its own again; "" when none has."""
-        shown = self.hollow if self.full is None or self.presence is Presence.COMING else self.views_of(self.full)
-        for slot, param, view in zip(self.bucket.slots, self.params, shown):
-            same = param.dtype == view.dtype and param.untyped_storage()._cdata == view.untyped_storage()._cdata
+        home = self.full if self.full is not None and self.presence is Presence.PRESENT else self.hollow[0]
+        storage = home.untyped_storage()._cdata
+        for slot, param in zip(self.bucket.slots, self.params):
+            same = param.dtype == self.bucket.dtype and param.untyped_storage()._cdata == storage
             if slot.numel and not same:
                 return slot.name
         return ""
@@ -194,14 +203,6 @@ class ShardedStorage:
             for param in self.params:
                 param.data = param.data.clone()
         self.full, self.presence = None, Presence.RESTING
-        self._views.clear()
-
-    def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The buffer seen as the parameters, in slot order; the same objects each time."""
-        found = self._views.get(buffer.data_ptr())
-        if found is None:
-            found = self._views[buffer.data_ptr()] = _views(self.bucket, buffer)
-        return found
 
     def _point(self, tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> None:
         for param, tensor in zip(self.params, tensors):

@@ -15,6 +15,7 @@ from zpartition.deferred import Deferred
 from zpartition.layout import Layout, ParamSpec, plan_layout
 from zpartition.partition import Partition
 from zpartition.policy import SparseGradients, ZeroPolicy
+from zpartition.ranks import Ranks, shard_group_size
 from zpartition.units import plan_units
 
 __all__ = ["plan_layouts", "shard"]
@@ -47,7 +48,7 @@ def shard(
     if optimizer is not None:
         state.refuse_unfit(optimizer, cuts=layouts[0].num_shards > 1)
     deferred = Deferred.of(module, torch.device(device))
-    partition = Partition.create(module, layouts, policy, group, deferred)
+    partition = Partition.create(module, layouts, policy, Ranks.of(group, policy), deferred)
     if optimizer is not None:
         partition.rebind(optimizer)
     return partition
@@ -57,7 +58,8 @@ def plan_layouts(
     module: nn.Module, groups: Mapping[str, int], policy: ZeroPolicy, world_size: int
 ) -> tuple[Layout, Layout]:
     """The layouts of the trained parameters and of the frozen ones that rest as shards."""
-    units = plan_units(module, policy) if policy.shards_weights and world_size > 1 else {}
+    copy_size = shard_group_size(policy, world_size)
+    units = plan_units(module, policy) if policy.shards_weights and copy_size > 1 else {}
 
     sparse = _sparse_names(module) if policy.sparse_gradients is SparseGradients.ROWS else frozenset()
 
@@ -67,7 +69,7 @@ def plan_layouts(
             for name, param in module.named_parameters()
             if name in chosen
         ]
-        num_shards = 1 if policy.keeps_whole else world_size
+        num_shards = 1 if policy.keeps_whole else copy_size
         return plan_layout(specs, world_size=world_size, num_shards=num_shards, bucket_numel=policy.bucket_numel)
 
     others = {name: param for name, param in module.named_parameters() if name not in groups}

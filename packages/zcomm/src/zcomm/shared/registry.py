@@ -1,10 +1,11 @@
-"""Which transport each process group has.
+"""What each process group has been given: its transport, and the groups made of the same ranks.
 
-[Note: the one registry]  The house keeps no process groups in module globals.  This is the exception, and it holds
-none either: it maps groups, weakly, to what this package has set up for them, because torch's ProcessGroup is the
-only thing that every caller of a collective has, and it has no place for state of ours.  An entry is made by the
-group's first collective over CPU tensors and ends with the group: when the last reference to it goes, when
-`World.close` closes all, when torch no longer knows the group (seen at the next set-up), or at exit.
+[Note: the one registry]  The house keeps no process groups in module globals.  This is the exception: it maps
+groups, weakly, to what this package has set up for them, because torch's ProcessGroup is the only thing that every
+caller of a collective has, and it has no place for state of ours.  An entry is made by the
+group's first collective over CPU tensors, or with the first group of its ranks (twins.py), and ends with the group:
+when the last reference to it goes, when `World.close` closes all, when torch no longer knows the group (seen at the
+next set-up), or at exit.
 
 The set-up of a group is a collective; two threads that come first at once are kept apart by a lock per group, not
 by one for all, since the ranks may come to their groups in different orders.
@@ -28,7 +29,7 @@ from zcomm.shared.names import is_carried
 from zcomm.shared.native import library
 from zcomm.shared.transport import Message, Transport, Work
 
-__all__ = ["close_all", "issue", "transport", "transport_of", "transport_reason"]
+__all__ = ["close_all", "issue", "kin", "transport", "transport_of", "transport_reason"]
 
 _DEFAULT_TIMEOUT_S = 600.0
 
@@ -45,6 +46,7 @@ class Entry:
     transport: Transport | None = None
     reason: str = ""  # why Gloo carries this group
     refusal: handshake.TransportRefused | None = None  # why nothing does
+    kin: dict[str, ProcessGroup] = attrs.field(factory=dict)  # groups of its ranks, by what they are to it
 
 
 _entries: weakref.WeakKeyDictionary[ProcessGroup, Entry] = weakref.WeakKeyDictionary()
@@ -71,10 +73,7 @@ def transport_of(group: ProcessGroup | None) -> Transport | None:
     A collective on the group's first use.  Raises TransportRefused if a rank insists on shared memory in vain.
     """
     group = _resolved(group)
-    entry = _entries.get(group)
-    if entry is None:
-        with _lock:
-            entry = _entries.setdefault(group, Entry())
+    entry = _entry(group)
     if entry.transport is None and not entry.reason:
         with entry.lock:
             if entry.transport is None and not entry.reason:
@@ -82,6 +81,11 @@ def transport_of(group: ProcessGroup | None) -> Transport | None:
     if entry.refusal is not None:
         raise entry.refusal
     return entry.transport
+
+
+def kin(group: ProcessGroup | None) -> dict[str, ProcessGroup]:
+    """The groups that were made of the ranks of `group` and end with it."""
+    return _entry(_resolved(group)).kin
 
 
 def transport(group: ProcessGroup | None = None) -> str:
@@ -106,6 +110,14 @@ def close_all() -> None:
     for entry in entries:
         if entry.transport is not None:
             entry.transport.close()
+
+
+def _entry(group: ProcessGroup) -> Entry:
+    entry = _entries.get(group)
+    if entry is None:
+        with _lock:
+            entry = _entries.setdefault(group, Entry())
+    return entry
 
 
 def _resolved(group: ProcessGroup | None) -> ProcessGroup:

@@ -1,0 +1,63 @@
+"""What nobody partitions: frozen or unoptimized parameters that every rank keeps whole, and persistent buffers.
+
+They follow rank 0, parameters when the module is partitioned and buffers after every step: each rank updates running
+statistics from its own data, and without a rule the ranks, and what a checkpoint holds, drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import final
+
+import attrs
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+import zcomm
+
+__all__ = ["Bystanders"]
+
+
+@final
+@attrs.define(eq=False)
+class Bystanders:
+    """The tensors of a module's state that are in no bucket."""
+
+    module: nn.Module
+    group: ProcessGroup | None
+    partitioned: frozenset[int]  # ids of parameters that are not meant; the module keeps these alive
+    persistent: frozenset[str]  # names of what belongs to the module's state
+
+    @classmethod
+    def of(cls, module: nn.Module, group: ProcessGroup | None, partitioned: Iterable[Parameter]) -> Bystanders:
+        """All but `partitioned`."""
+        persistent = frozenset(module.state_dict(keep_vars=True))
+        return cls(module, group, frozenset(map(id, partitioned)), persistent)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters and persistent buffers, by name."""
+        yield from ((n, param) for n, param in self.module.named_parameters() if id(param) not in self.partitioned)
+        yield from self.buffers()
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Persistent buffers, by name."""
+        yield from ((name, b) for name, b in self.module.named_buffers() if name in self.persistent)
+
+    def synchronise(self) -> None:
+        """Make everything equal to rank 0's."""
+        for name, tensor in self.tensors():
+            tensor.data = tensor.data.contiguous()  # a shard is flat memory
+            zcomm.broadcast(tensor.data, self.group, source=0, label=name)
+
+    def spread_buffers(self) -> None:
+        """Let buffers follow rank 0, one message for each dtype."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for _, buffer in self.buffers() if zcomm.group_size(self.group) > 1 else ():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for dtype, buffers in by_dtype.items():
+            flat = torch.cat([buffer.view(-1) for buffer in buffers])
+            zcomm.broadcast(flat, self.group, source=0, label=f"{dtype} buffers")
+            for buffer, part in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers])):
+                buffer.view(-1).copy_(part)

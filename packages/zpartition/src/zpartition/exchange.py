@@ -1,0 +1,95 @@
+"""How a bucket's gradients are summed over ranks, and what each rank gets of the sum.
+
+The reducer decides when a bucket leaves; this is the one place that knows over which groups and in which form.  An
+exchange starts at once and is finished in the order of starting, which is the same on all ranks: what it does in
+`wait` may therefore be collective, too.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, final
+
+import attrs
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import zcomm
+from zpartition.ranks import Ranks
+
+__all__ = ["Exchange", "exchange_for"]
+
+
+class Exchange(Protocol):
+    """Sums flat buckets over ranks."""
+
+    def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
+        """Start to sum `sent`, (bucket numel,), which may be overwritten.
+
+        Returns a handle and what is valid once it was waited for: the whole sum, or its elements `span`.
+        """
+
+
+@final
+@attrs.frozen(eq=False)
+class Whole:
+    """Every rank gets all of it."""
+
+    group: ProcessGroup | None
+
+    def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
+        return zcomm.all_reduce(sent, self.group, async_op=True, label=label), sent
+
+
+@final
+@attrs.frozen(eq=False)
+class Scattered:
+    """Every rank gets its span, in place: nothing else is needed of `sent`."""
+
+    group: ProcessGroup | None
+
+    def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
+        received = sent[slice(*span)]
+        return zcomm.reduce_scatter(received, sent, self.group, async_op=True, label=label), received
+
+
+@final
+@attrs.frozen(eq=False)
+class Hybrid:
+    """Scattered over the ranks that hold one copy, then summed over the copies: 1 / shards of the bytes."""
+
+    within: Scattered
+    replicas: ProcessGroup | None
+
+    def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
+        handle, received = self.within.reduce(sent, span, label)
+        return _Summed(handle, received, self.replicas, label), received
+
+
+@final
+@attrs.define(eq=False)
+class _Summed:
+    """First a scatter, then a sum over replicas."""
+
+    scattered: zcomm.Handle
+    received: Tensor
+    replicas: ProcessGroup | None
+    label: str
+    _is_summed: bool = False
+
+    def wait(self) -> None:
+        if not self._is_summed:
+            self.scattered.wait()
+            zcomm.all_reduce(self.received, self.replicas, label=f"{self.label} of replicas")
+            self._is_summed = True
+
+    def is_done(self) -> bool:
+        return self._is_summed
+
+
+def exchange_for(ranks: Ranks, num_shards: int) -> Exchange:
+    """What a layout of `num_shards` needs: 1 where every rank keeps all gradients."""
+    if num_shards == 1:
+        return Whole(ranks.world)
+    if ranks.num_replicas == 1:
+        return Scattered(ranks.shard)
+    return Hybrid(Scattered(ranks.shard), ranks.replicas)

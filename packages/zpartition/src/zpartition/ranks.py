@@ -1,0 +1,74 @@
+"""The groups that one partition communicates in.
+
+Weights are cut over *shard groups*: runs of consecutive ranks that together hold one copy of what is sharded.  When a
+run is smaller than the world (hybrid sharding; MiCS, Zhang et al. 2022, section 3), the ranks at the same place in
+all runs are *replicas* of each other: weights are gathered inside a run only, over the fast links, and the gradients
+of a span are summed over its replicas after they were scattered inside the run.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import attrs
+from torch.distributed import ProcessGroup
+
+import zcomm
+from zpartition.policy import ZeroPolicy
+
+__all__ = ["Ranks"]
+
+
+@final
+@attrs.frozen(eq=False)
+class Ranks:
+    """Who takes part, seen from one rank.  None as a group is torch's default one, or a world of one."""
+
+    world: ProcessGroup | None  # all that train this model: gradients are averaged over them
+    shard: ProcessGroup | None  # those that hold one copy; `world` unless sharding is hybrid
+    replicas: ProcessGroup | None  # those that hold the same span; only looked at where `num_replicas` > 1
+    num_shards: int  # of `shard`
+
+    @classmethod
+    def of(cls, world: ProcessGroup | None, policy: ZeroPolicy) -> Ranks:
+        """The groups that `policy` asks for; a collective.  Raises ValueError if its shard groups do not fit."""
+        size = shard_group_size(policy, zcomm.group_size(world))
+        if size == zcomm.group_size(world):
+            return cls(world, world, None, size)
+        return cls(world, zcomm.run(size, world), zcomm.run_mates(size, world), size)
+
+    def twins(self) -> Ranks:
+        """The same ranks in groups of their own, for a second stream of messages; a collective."""
+        return attrs.evolve(
+            self,
+            world=zcomm.twin(self.world) or self.world,
+            shard=zcomm.twin(self.shard) or self.shard,
+            replicas=self.replicas and zcomm.twin(self.replicas),
+        )
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+        return zcomm.group_rank(self.world)
+
+    @property
+    def size(self) -> int:
+        """The number of all."""
+        return zcomm.group_size(self.world)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many hold each span."""
+        return self.size // self.num_shards
+
+
+def shard_group_size(policy: ZeroPolicy, world_size: int) -> int:
+    """The ranks that hold one copy.  Raises ValueError if the policy's do not divide `world_size`."""
+    size = policy.shard_group_size or world_size
+    if world_size % size:
+        divisors = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
+        raise ValueError(
+            f"shard_group_size {size} does not divide the world size {world_size}: choose one of {divisors}, or 0 "
+            "for one group of all ranks."
+        )
+    return size

@@ -1,0 +1,39 @@
+"""The groups of a partition."""
+
+from __future__ import annotations
+
+import pytest
+
+import zcomm
+from zcomm.testing import run_ranks
+from zpartition import ZeroPolicy
+from zpartition.ranks import Ranks, shard_group_size
+
+
+def _groups() -> list[object]:
+    whole = Ranks.of(None, ZeroPolicy(stage=3))
+    assert whole.shard is whole.world
+    ranks = Ranks.of(None, ZeroPolicy(stage=3, shard_group_size=2))
+    twins = ranks.twins()
+    members = [zcomm.exchange(ranks.rank, group) for group in (ranks.shard, ranks.replicas, twins.shard)]
+    assert twins.shard is not ranks.shard
+    return [(whole.num_shards, whole.num_replicas, ranks.num_shards, ranks.num_replicas), *members]
+
+
+def test_hybrid_groups_are_runs_and_those_at_the_same_place() -> None:
+    found = run_ranks(_groups, 4)
+    assert found[0] == [(4, 1, 2, 2), [0, 1], [0, 2], [0, 1]]
+    assert found[3] == [(4, 1, 2, 2), [2, 3], [1, 3], [2, 3]]
+
+
+def test_alone_there_are_no_groups() -> None:
+    ranks = Ranks.of(None, ZeroPolicy(stage=2))
+    assert (ranks.world, ranks.shard, ranks.rank, ranks.size, ranks.num_shards) == (None, None, 0, 1, 1)
+    assert ranks.twins().world is None
+
+
+def test_a_size_that_does_not_fit_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ValueError, match="3 does not divide the world size 4: choose one of 1, 2, 4"):
+        shard_group_size(ZeroPolicy(stage=1, shard_group_size=3), 4)
+    with pytest.raises(ValueError, match="stage 0 shards nothing"):
+        ZeroPolicy(stage=0, shard_group_size=2)
