@@ -48,7 +48,7 @@ def dataset() -> list[torch.Tensor]:
 STRICT = {"stage3_unit_size": 100, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
 
 
-def make(stage: int, section: str = "", accumulation: int = 2) -> Any:
+def make(stage: int, section: str = "", accumulation: int = 2, shard_group_size: int = 0) -> Any:
     halves = {"": {}, "bf16": {"bf16": {"enabled": True}}}
     halves["fp16"] = {"fp16": {"enabled": True, "initial_scale_power": 5, "loss_scale_window": 2}}
     config = {
@@ -59,7 +59,12 @@ def make(stage: int, section: str = "", accumulation: int = 2) -> Any:
             "type": "WarmupCosineLR",
             "params": {"total_num_steps": 20, "warmup_num_steps": 3, "warmup_type": "linear"},
         },
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 300, **STRICT},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 300,
+            "shard_group_size": shard_group_size,
+            **STRICT,
+        },
         **halves[section],
     }
     engine, _, loader, _ = zengine.initialize(model=Net(), training_data=dataset(), config=config)
@@ -114,15 +119,15 @@ def test_masters_and_the_moving_loss_scale_resume_bit_for_bit(tmp_path, section)
     assert set(run_ranks(_resume_everywhere, 2, str(tmp_path), 2, section)) == {"the same"}
 
 
-def _save(root: str, stage: int) -> dict[str, torch.Tensor]:
-    engine, loader = make(stage, accumulation=4 // zcomm.group_size())
+def _save(root: str, stage: int, shard_group_size: int = 0) -> dict[str, torch.Tensor]:
+    engine, loader = make(stage, accumulation=4 // zcomm.group_size(), shard_group_size=shard_group_size)
     run(engine, loader, 3)
     engine.save_checkpoint(root)
     return weights(engine)
 
 
-def _load(root: str, stage: int) -> tuple[dict[str, torch.Tensor], list[int]]:
-    engine, loader = make(stage, accumulation=4 // zcomm.group_size())
+def _load(root: str, stage: int, shard_group_size: int = 0) -> tuple[dict[str, torch.Tensor], list[int]]:
+    engine, loader = make(stage, accumulation=4 // zcomm.group_size(), shard_group_size=shard_group_size)
     path, _ = engine.load_checkpoint(root)
     loaded = weights(engine)
     # what was loaded is what is saved again: weights and optimizer state, byte for byte
@@ -145,6 +150,16 @@ def test_any_world_size_and_stage_loads_what_any_other_saved(tmp_path, saved):
     expected = run_ranks(_save, world_size, root, stage)[0]
     for other_world, other_stage in ((1, 2), (2, 0), (2, 1), (4, 2), (4, 3)):
         for loaded, counters in run_ranks(_load, other_world, root, other_stage):
+            assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+            assert counters == [5, 40]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hybrid_shard_groups_save_and_load_as_any_layout_does(tmp_path, stage):
+    root, other = str(tmp_path / "hybrid"), str(tmp_path / "plain")
+    for place, size, back in ((root, 2, 0), (other, 0, 2)):
+        expected = run_ranks(_save, 4, place, stage, size)[0]
+        for loaded, counters in run_ranks(_load, 4, place, stage, back):
             assert all(torch.equal(loaded[name], expected[name]) for name in expected)
             assert counters == [5, 40]
 

@@ -137,6 +137,7 @@ def rank_disagrees(what: str) -> tuple[str, str]:
         "op": [gather, scatter][odd],
         "barrier": [Message("all_reduce", small, small, "sum", label="c"), barrier][odd],
         "large": Message("all_reduce", big, big, "sum", label="big", overlap=True),
+        "label": Message("all_reduce", small, small, "sum", label=f"layer {odd}"),
     }[what]
     with pytest.raises(SharedMemoryFailed) as caught:
         transport(group).issue(message).wait()
@@ -150,6 +151,7 @@ DISAGREEMENTS = {
     "source": "broadcast of 6 float32 (source 0), rank 1 broadcast of 6 float32 (source 1)",
     "op": "rank 0 calls all_gather of 6 float32 a rank, rank 1 reduce_scatter of 6 float32 a rank (op 'sum')",
     "barrier": "float32 (op 'sum'), rank 1 barrier 'end'",
+    "label": "all_reduce 'layer 0' of 6 float32 (op 'sum'), rank 1 all_reduce 'layer 1' of 6 float32",
     "large": "of 1000000 float32 (op 'sum'), rank 1 all_reduce 'big' of 1000001 float32",
 }
 

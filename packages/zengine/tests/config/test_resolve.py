@@ -109,6 +109,29 @@ def test_zero_and_averaging_reach_the_policy() -> None:
     assert plan_of({"gradient_allreduce_op": "sum"}).zero.averaging == Averaging(operation="sum")
 
 
+def test_shard_groups_fit_the_ranks_and_go_by_their_old_name() -> None:
+    zero = {"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True}
+    assert plan_of({"zero_optimization": zero}, replicas=8).zero.shard_group_size == 4
+    assert plan_of({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}, replicas=8).zero.shard_group_size == 0
+    with pytest.raises(ConfigError) as caught:
+        plan_of({"zero_optimization": {"stage": 1, "shard_group_size": 3}}, replicas=8)
+    assert str(caught.value.problems[0]) == (
+        "zero_optimization.shard_group_size = 3: it does not divide the 8 ranks that share this model. "
+        "Choose one of 1, 2, 4, 8, or 0 for one group of all."
+    )
+
+
+def test_leaf_modules_and_sparse_gradients_are_shown_as_they_were_given() -> None:
+    leaves = {"classes": ["A"], "name_suffixes": ["b", "c"]}
+    text = plan_of({"zero_optimization": {"stage": 3, "leaf_module": leaves}, "sparse_gradients": True}).describe()
+    rows = {line.split()[0]: line.split("  ") for line in text.splitlines()}
+    shown = {key: [cell.strip() for cell in row if cell.strip()][1] for key, row in rows.items() if len(row) > 1}
+    assert shown["zero_optimization.leaf_module.classes"] == "A"
+    assert shown["zero_optimization.leaf_module.names"] == "(none)"
+    assert shown["zero_optimization.leaf_module.name_suffixes"] == "b, c"
+    assert shown["sparse_gradients"] == "true"
+
+
 def test_the_remaining_sections_reach_their_parts() -> None:
     plan = plan_of(
         {

@@ -40,6 +40,11 @@ BREAKING: dict[str, tuple[dict[str, Any], str]] = {
         "fp16.min_loss_scale = 8 is above the first scale, 2 to the fp16.initial_scale_power 2 = 4. "
         "Lower the floor or raise the power.",
     ),
+    "stage_0_shards_nothing": (
+        {"zero_optimization": {"mics_shard_size": 2}},
+        "zero_optimization.shard_group_size = 2, but at stage 0 nothing is sharded. "
+        'Set "stage" to 1, 2 or 3, or leave shard_group_size out.',
+    ),
 }
 
 

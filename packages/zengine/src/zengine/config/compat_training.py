@@ -125,7 +125,6 @@ LOCO = Section(
 )
 
 QUANTIZED = "quantized communication (ZeRO++)"
-SUBGROUPS = "sharding inside sub-groups (MiCS)"
 
 ZERO: dict[str, Entry] = {
     "contiguous_gradients": limited(TRUTH, True, why="an engine without one flat gradient buffer"),
@@ -152,8 +151,8 @@ ZERO: dict[str, Entry] = {
     "zero_quantized_nontrainable_weights": limited(TRUTH, False, why=QUANTIZED),
     "zero_quantized_gradients": limited(TRUTH, False, why=QUANTIZED),
     "zeropp_loco_param": LOCO,
-    "mics_shard_size": limited(whole(-1), -1, why=SUBGROUPS),
-    "mics_hierarchical_params_gather": limited(TRUTH, False, why=SUBGROUPS),
+    "mics_shard_size": renamed(whole(-1), "shard_group_size", convert=lambda size: max(size, 0)),
+    "mics_hierarchical_params_gather": no_effect(TRUTH, False, why="weights are gathered inside a shard group only"),
     "pipeline_loading_checkpoint": no_effect(TRUTH, False, why="loading streams shards in its own way"),
     "save_muon_momentum_buffer_in_memory": no_effect(TRUTH, False, why="Muon is not available yet"),
     "enable_sanity_checks": no_effect(TRUTH, False, why="the checks of this engine are always on"),

@@ -69,14 +69,15 @@ def _reduction_rows(plan: Plan) -> Iterator[Row]:
     yield "zero_optimization.stage3_max_live_parameters", zero.max_live_numel
     yield "zero_optimization.stage3_max_reuse_distance", zero.max_reuse_numel
     yield "zero_optimization.stage3_unit_size", zero.unit_numel or "(from the model's size)"
+    yield "zero_optimization.shard_group_size", zero.shard_group_size or "(all ranks)"
     for kind in ("classes", "names", "name_suffixes"):
-        yield f"zero_optimization.leaf_module.{kind}", ", ".join(zero.leaves) or "(none)"
+        yield f"zero_optimization.leaf_module.{kind}", ", ".join(plan.leaf_modules.get(kind, ())) or "(none)"
     for name in ("offload_optimizer", "offload_param"):
         yield f"zero_optimization.{name}.device", plan.offloads.get(name, "none")
     yield "communication_data_type", plan.precision.reduce
     yield "gradient_allreduce_op", zero.averaging.operation
     yield "prescale_gradients", zero.averaging.prescale
-    yield "sparse_gradients", zero.sparse_gradients.value
+    yield "sparse_gradients", zero.sparse_gradients.value == "rows"
     yield "gradient_predivide_factor", zero.averaging.predivide
 
 

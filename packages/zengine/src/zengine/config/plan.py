@@ -116,6 +116,7 @@ class Plan:
     log_level: str  # "" leaves the loggers alone
     managed_accumulation: bool  # the engine decides which step() is a boundary
     offloads: Mapping[str, str] = attrs.field(factory=dict)  # "offload_optimizer", "offload_param" -> where they live
+    leaf_modules: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)  # kind of name -> as they were given
     origins: Mapping[str, str] = attrs.field(factory=dict)  # key -> "file:line" | "dict" | "default" | ...
     notices: tuple[str, ...] = ()  # accepted keys without effect here, old names that were translated
 

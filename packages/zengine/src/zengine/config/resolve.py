@@ -42,6 +42,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     problems = violations(config) + ([batch] if isinstance(batch, Problem) else [])
     problems += _replicas_as_expected(config, facts)
     problems += _offload_possible(config, facts)
+    problems += _shard_groups_fit(config, facts)
     if isinstance(batch, Problem) or problems:
         raise ConfigError(config.source, problems)
     settings = config.settings
@@ -65,6 +66,11 @@ def resolve(config: Config, facts: Facts) -> Plan:
         offloads={
             "offload_optimizer": settings.zero_optimization.offload_optimizer.device,
             "offload_param": settings.zero_optimization.offload_param.device,
+        },
+        leaf_modules={
+            "classes": settings.zero_optimization.leaf_module.classes,
+            "names": settings.zero_optimization.leaf_module.names,
+            "name_suffixes": settings.zero_optimization.leaf_module.name_suffixes,
         },
         origins=_origins(config),
         notices=(*config.notices, *_notices(config, facts)),
@@ -123,6 +129,22 @@ def _offload_possible(config: Config, facts: Facts) -> list[Problem]:
     ]
 
 
+def _shard_groups_fit(config: Config, facts: Facts) -> list[Problem]:
+    size, key = config.settings.zero_optimization.shard_group_size, "zero_optimization.shard_group_size"
+    if not size or facts.replicas % size == 0:
+        return []
+    divisors = [str(number) for number in range(1, facts.replicas + 1) if facts.replicas % number == 0]
+    return [
+        Problem(
+            place=config.given.get(key, NOWHERE),
+            key=key,
+            given=size,
+            reason=f"it does not divide the {facts.replicas} ranks that share this model",
+            suggestion=f"Choose one of {', '.join(divisors)}, or 0 for one group of all.",
+        )
+    ]
+
+
 def _precision(settings: Settings, facts: Facts) -> Precision:
     is_bf16 = facts.bf16_is_faster if settings.bf16.enabled == "auto" else bool(settings.bf16.enabled)
     param = torch.float16 if settings.fp16.enabled else torch.bfloat16 if is_bf16 else torch.float32
@@ -170,6 +192,7 @@ def _zero(settings: Settings, precision: Precision) -> ZeroPolicy:
         overlap=zero.overlap_comm,
         ignore_unused=zero.ignore_unused_parameters,
         sparse_gradients=SparseGradients.ROWS if settings.sparse_gradients else SparseGradients.DENSE,
+        shard_group_size=zero.shard_group_size,
         unit_numel=zero.stage3_unit_size,
         persist_numel=zero.stage3_param_persistence_threshold,
         persist_total_numel=zero.stage3_model_persistence_threshold,

@@ -111,6 +111,19 @@ def scale_starts_above_its_floor(config: Config) -> Problem | None:
     )
 
 
+def stage_0_shards_nothing(config: Config) -> Problem | None:
+    """Groups that hold one copy each mean nothing where every rank holds one."""
+    zero, key = config.settings.zero_optimization, "zero_optimization.shard_group_size"
+    if zero.stage or not zero.shard_group_size:
+        return None
+    return _violation(
+        config,
+        key,
+        f"{_at(config, key)} = {zero.shard_group_size}, but at stage 0 nothing is sharded",
+        'Set "stage" to 1, 2 or 3, or leave shard_group_size out.',
+    )
+
+
 RULES: tuple[Rule, ...] = (
     one_half_precision,
     prescale_leaves_nothing_to_predivide,
@@ -118,6 +131,7 @@ RULES: tuple[Rule, ...] = (
     accumulator_holds_gradients,
     stage_2_keeps_no_full_gradient,
     scale_starts_above_its_floor,
+    stage_0_shards_nothing,
 )
 
 

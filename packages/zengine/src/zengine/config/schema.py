@@ -150,6 +150,8 @@ class Zero:
     stage3_max_reuse_distance: int = setting(whole(0), 1_000_000_000, "elements used until then, else not kept")
     # Ours: DeepSpeed gathers module by module.
     stage3_unit_size: int = setting(whole(0), 0, "elements gathered as one at most; default: derived from the model")
+    # Ours: DeepSpeed called it mics_shard_size.
+    shard_group_size: int = setting(whole(0), 0, "ranks that hold one copy of what is sharded; 0: all")
     leaf_module: LeafModule = LeafModule()
     offload_optimizer: Offload = Offload()
     offload_param: Offload = Offload()
