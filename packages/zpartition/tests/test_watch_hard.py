@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -87,6 +89,31 @@ def _evaluates_then_trains() -> bool:
 
 def test_inference_mode_leaves_nothing_that_training_cannot_use() -> None:
     assert run_ranks(_evaluates_then_trains, 2) == [True, True]
+
+
+def _forgets() -> int:
+    """Forwards without a backward, and a backward that fails."""
+    model = Net()
+    partition = zpartition.shard(model, policy=policy(3))
+    before = graphs()
+    for step in range(3):
+        model(inputs(step, 0), 0, 0)
+    loss = model(inputs(0, 0), 0, 0)
+    partition.residence.version += 1
+    with pytest.raises(RuntimeError, match="as they were before"), partition.micro_step():
+        loss.backward()
+    del loss
+    return graphs() - before
+
+
+def graphs() -> int:
+    """Tensors that somebody computed and autograd still keeps."""
+    gc.collect()
+    return sum(type(found) is torch.Tensor and found.grad_fn is not None for found in gc.get_objects())
+
+
+def test_a_graph_without_a_backward_goes_with_its_loss() -> None:
+    assert run_ranks(_forgets, 2) == [0, 0]
 
 
 def _penalises(stage: int) -> list[float]:

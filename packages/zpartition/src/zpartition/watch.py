@@ -227,16 +227,26 @@ class Watch:
             return self.pack, self.unpack
 
         def pack(tensor: Tensor) -> Any:
-            packed = self.pack(tensor)
-            return _Foreign(outer[1], outer[0](tensor)) if packed is tensor else packed
+            address = self._address_of(tensor)
+            return _Foreign(outer[1], outer[0](tensor)) if address is None else address
 
         return pack, self.unpack
 
     def pack(self, tensor: Tensor) -> Any:
-        """An address for a gathered weight; anything else as it is."""
+        """An address for a gathered weight; the memory of anything else.
+
+        A node that holds its own output would keep its graph alive if no backward came; autograd gives what is
+        unpacked its place in the graph again.
+        """
+        address = self._address_of(tensor)
+        if address is None:
+            return tensor if tensor.grad_fn is None else tensor.detach()
+        return address
+
+    def _address_of(self, tensor: Tensor) -> _Saved | None:
         storage = self._storage_of(tensor)
         if storage is None:
-            return tensor
+            return None
         assert storage.full is not None
         start = storage.full.storage_offset() * storage.full.element_size() // tensor.element_size()
         geometry = (tensor.shape, tensor.stride(), int(tensor.storage_offset()) - int(start))
