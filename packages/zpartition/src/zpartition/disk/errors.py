@@ -43,7 +43,7 @@ class DiskFailed(DiskError):
         size = f" ({num_bytes:,} bytes)" if num_bytes else ""
         super().__init__(
             f"{path}: could not {doing}{size}: {os.strerror(code)} (errno {code}); what was committed is as it was: "
-            "write again what was not committed, or discard() it",
+            "write again what was not, or discard() it",
             path,
         )
         self.errno, self.num_bytes = code, num_bytes

@@ -110,8 +110,9 @@ class BlockFile:
         return came
 
     def sync(self) -> None:
-        """What was written is on the medium."""
-        self.system.sync_data(self.fd)
+        """What was written is on the medium; DiskFailed if it may not be."""
+        with naming(self.system, "sync", self.path):
+            self.system.sync_data(self.fd)
 
     def _read(self, memory: Memory, offset: int) -> int:
         done, size = 0, len(memory.bytes)

@@ -1,15 +1,15 @@
 """The names in a store's folder, and the order in which they change.
 
-    lock           held (flock) while a store is open; says by whom
-    journal        what is committed (journal.py)
-    journal.new    the next one, while it is being written
-    00007.region   the two slots of a region
-    direct.probe   for a moment, while a store is made
+    zpartition.lock          held (flock) while a store is open; says by whom
+    zpartition.journal       what is committed (journal.py)
+    zpartition.journal.new   the next one, while it is being written
+    zpartition-00007.region  the two slots of a region
+    zpartition.probe         for a moment, while a store is made or opened
 
-A commit is: the regions' bytes synced (by the store); the folder synced, if it has new regions; journal.new written
-and synced; renamed to `journal`; the folder synced.  A crash before the rename leaves the old generation, whose slots
-nobody has touched; a crash after it leaves the new one.  Nobody writes to a slot of the old generation before the
-folder is synced, so a power cut that undoes the rename finds the old slots whole.
+A commit is: the regions' bytes synced (by the store); the folder synced, if it has new regions; the next journal
+written and synced; renamed to be the journal; the folder synced.  A crash before the rename leaves the old generation,
+whose slots nobody has touched; a crash after it leaves the new one.  Nobody writes to a slot of the old generation
+before the folder is synced, so a power cut that undoes the rename finds the old slots whole.
 
 Removal begins with the journal: a folder without one is no store, whatever else is left in it.
 """
@@ -30,8 +30,9 @@ from .journal import Journal
 from .memory import Bounce, Memory, aligned
 from .system import NEW, OLD, System
 
-LOCK, JOURNAL, NEXT, PROBE, REGION_SUFFIX = "lock", "journal", "journal.new", "direct.probe", ".region"
-REGION = re.compile(r"\d{5,}\.region")
+LOCK, PROBE = "zpartition.lock", "zpartition.probe"
+JOURNAL, NEXT = "zpartition.journal", "zpartition.journal.new"
+REGION = re.compile(r"zpartition-(\d{5,})\.region")
 
 
 @final
@@ -50,8 +51,8 @@ class Folder:
             fd = system.lock(os.path.join(path, LOCK), f"process {os.getpid()} on {socket.gethostname()}")
         except BlockingIOError as error:
             raise DiskBusy(
-                f"{path}: the store is in use by {error.strerror}; close that one first, or give each rank a "
-                "folder of its own",
+                f"{path}: the store is in use by {error.strerror}, or a fork of it; close that one first, or "
+                "give each rank a folder of its own",
                 path,
             ) from None
         except OSError as error:
@@ -72,8 +73,8 @@ class Folder:
 
     def new_region_name(self) -> str:
         """One that no region has."""
-        numbers = [int(name.removesuffix(REGION_SUFFIX)) for name in self.region_names()]
-        return f"{max(numbers, default=-1) + 1:05d}{REGION_SUFFIX}"
+        numbers = [int(found[1]) for name in self.region_names() if (found := REGION.fullmatch(name))]
+        return f"zpartition-{max(numbers, default=-1) + 1:05d}.region"
 
     def has_journal(self) -> bool:
         """Whether there is a store."""

@@ -14,6 +14,7 @@ from typing import final
 
 import attrs
 
+from .files import naming
 from .folder import Folder
 from .region import Region
 from .traffic import Traffic
@@ -61,13 +62,14 @@ class Holdings:
     def let_go(self) -> None:
         """Close the files, remove them if that is wanted, and give up the folder; by the last thread."""
         try:
-            close_files(self.regions)
-            if self.at_end is AtEnd.REMOVE:
-                self.folder.clear()
-        except BaseException as error:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self.folder.unlock)
+                close_files(self.regions)
+                if self.at_end is AtEnd.REMOVE:
+                    with naming(self.folder.system, "remove the store", self.folder.path):
+                        self.folder.clear()
+        except BaseException as error:  # told by `close`
             self.errors.append(error)
-        finally:
-            self.folder.unlock()
 
     def first_error(self) -> BaseException | None:
         """That nobody has heard of."""

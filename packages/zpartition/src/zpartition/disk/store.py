@@ -215,7 +215,7 @@ class DiskStore:
 
         Waits for what is under way.  Raises the first error that nobody has heard of, or that left a region half
         written; then, and when the commit itself fails, what was written stays uncommitted: mend it and commit again,
-        or `discard`.  After an error in the very last step, the rename, the next call finds out which generation it is.
+        or `discard`.  After an error in the very last step, the rename, the next call finds out what became of it.
         """
         self._settle()
         self.holdings.traffic.drain()
@@ -272,13 +272,16 @@ class DiskStore:
         """The regions' bytes and names are on the medium; a region whose bytes may not be is torn."""
         if not self.options.durable:
             return
-        written = [region for region in self.regions.values() if region.pending is Pending.WRITTEN]
+        known = {entry.name for entry in self.journal.entries}
+        written = [
+            each for each in self.regions.values() if each.pending is Pending.WRITTEN or each.name not in known
+        ]
         errors = self.holdings.workers.run_all([region.file.sync for region in written])
         for region, error in zip(written, errors, strict=True):
             if error is not None:
                 region.tear(error)
         self._raise_failures()
-        if len(self.regions) != len(self.journal.entries):
+        if len(self.regions) != len(known):
             self.holdings.folder.sync()
 
     def _publish(self, journal: Journal) -> None:

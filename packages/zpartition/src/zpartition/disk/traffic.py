@@ -36,8 +36,8 @@ class Traffic:
         with region.lock:
             region.line.append(transfer)
             is_first = len(region.line) == 1
-        if is_first:
-            self._go(transfer)
+        if is_first:  # by a thread, so that an interrupt (Ctrl-C) here cannot leave it half begun
+            self.workers.put(functools.partial(self._go, transfer))
 
     def drain(self) -> None:
         """Wait until nothing is under way."""

@@ -1,9 +1,9 @@
 """One read or write of a whole region, and what is asked of it while it is under way.
 
 A transfer is cut into chunks, each with a checksum that is computed by the thread that moves the chunk, while the
-others move theirs.  It is `zlib.crc32`: it releases the GIL, does 4 GB/s a thread (zlib 1.2.13), and finds any burst of
-32 bits.  Measured beside it: sums and dot products of 64-bit words are three to eight times as fast, and miss words
-that changed places, or pairs of flipped sign bits; the hashes of `hashlib` are half as fast or slower.  A write is
+others move theirs.  It is `zlib.crc32`: it releases the GIL, does 4 GB/s a thread (zlib 1.2.13), and finds any burst
+of 32 bits.  Measured beside it: sums and dot products of 64-bit words are three to eight times as fast, and miss
+words that changed places, or pairs of flipped sign bits; the hashes of `hashlib` are half as fast or slower.  A write is
 summed before it goes out, so a tensor that is changed meanwhile is told as damaged when it is read.
 """
 
@@ -41,7 +41,7 @@ class Transfer:
     num_left: int = 0  # chunks
     error: BaseException | None = None  # the first one; chunks after it are skipped
     told: bool = False  # somebody has seen the error
-    lock: threading.Lock = attrs.field(factory=threading.Lock)  # of num_left and error
+    lock: threading.RLock = attrs.field(factory=threading.RLock)  # of num_left and error; taken by finalizers too
     over: threading.Event = attrs.field(factory=threading.Event)
 
     @property
@@ -85,6 +85,8 @@ class Transfer:
                 self._move(chunk)
             except OSError as error:
                 self.fail(self._named(error, chunk))
+            except DiskError as error:
+                self.fail(error.with_traceback(None))  # whose frames would keep the tensor
             except BaseException as error:  # such as MemoryError: told to whoever waits, and the thread lives on
                 self.fail(error)
         with self.lock:

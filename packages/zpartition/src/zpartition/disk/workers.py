@@ -47,8 +47,13 @@ class Workers:
             threading.Thread(target=run, name=f"zpartition-disk-{number}", daemon=True)
             for number in range(num_threads)
         ]
-        for thread in threads:
-            thread.start()
+        try:
+            for thread in threads:
+                thread.start()
+        except BaseException:  # no more threads in this system: those that have begun go, without `at_end`
+            for _ in threads:
+                jobs.put(None)
+            raise
         return cls(threads, jobs)
 
     def put(self, job: Job) -> None:
