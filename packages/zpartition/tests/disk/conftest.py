@@ -154,7 +154,12 @@ class ModelDisk(System):
 
 
 class FaultyDisk(System):
-    """The real one; `fault(call, path or "")` runs ahead of each call, and may raise; `cut(size)` shortens transfers."""
+    """The real one; `fault(call)` runs ahead of each call and may raise; `cut(size)` shortens reads and writes.
+
+    What is moved is rounded up to `block` bytes, and told without the rounding.
+    """
+
+    block = 1
 
     def __init__(self, fault: Callable[[str], None] = lambda call: None) -> None:
         self.fault = fault
@@ -170,11 +175,13 @@ class FaultyDisk(System):
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         self.fault("write")
-        return super().write(fd, data[: self.cut(len(data))], offset)
+        count = self.cut(len(data))
+        return min(count, super().write(fd, data[: -(-count // self.block) * self.block], offset))
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
         self.fault("read")
-        return super().read(fd, into[: self.cut(len(into))], offset)
+        count = self.cut(len(into))
+        return min(count, super().read(fd, into[: -(-count // self.block) * self.block], offset))
 
     def sync_data(self, fd: int) -> None:
         self.fault("sync_data")

@@ -7,9 +7,9 @@
     zpartition.probe         for a moment, while a store is made or opened
 
 A commit is: the regions' bytes synced (by the store); the folder synced, if it has new regions; the next journal
-written and synced; renamed to be the journal; the folder synced.  A crash before the rename leaves the old generation,
-whose slots nobody has touched; a crash after it leaves the new one.  Nobody writes to a slot of the old generation
-before the folder is synced, so a power cut that undoes the rename finds the old slots whole.
+written and synced; renamed to be the journal; the folder synced.  A crash before the rename leaves the old
+generation, whose slots nobody has touched; a crash after it leaves the new one.  Nobody writes to a slot of the old
+generation before the folder is synced, so a power cut that undoes the rename finds the old slots whole.
 
 Removal begins with the journal: a folder without one is no store, whatever else is left in it.
 """

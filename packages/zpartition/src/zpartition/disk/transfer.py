@@ -3,8 +3,8 @@
 A transfer is cut into chunks, each with a checksum that is computed by the thread that moves the chunk, while the
 others move theirs.  It is `zlib.crc32`: it releases the GIL, does 4 GB/s a thread (zlib 1.2.13), and finds any burst
 of 32 bits.  Measured beside it: sums and dot products of 64-bit words are three to eight times as fast, and miss
-words that changed places, or pairs of flipped sign bits; the hashes of `hashlib` are half as fast or slower.  A write is
-summed before it goes out, so a tensor that is changed meanwhile is told as damaged when it is read.
+words that changed places, or pairs of flipped sign bits; the hashes of `hashlib` are half as fast or slower.  A write
+is summed before it goes out, so a tensor that is changed meanwhile is told as damaged when it is read.
 """
 
 from __future__ import annotations
