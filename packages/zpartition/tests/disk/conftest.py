@@ -236,12 +236,8 @@ def fail_once() -> type[FailOnce]:
 def survivals() -> dict[str, Callable[[], bool]]:
     """Ways in which what was not synced may have survived: nothing, all, or anything between."""
     dice = random.Random(5)
-    return {
-        "synced": lambda: False,
-        "written": lambda: True,
-        "half": lambda: dice.random() < 0.5,
-        "most": lambda: dice.random() < 0.9,
-    }
+    some: dict[str, Callable[[], bool]] = {f"half {n}": lambda: dice.random() < 0.5 for n in range(8)}
+    return {"synced": lambda: False, "written": lambda: True, "most": lambda: dice.random() < 0.9, **some}
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def test_the_model_catches_a_commit_without_syncs(
         with pytest.raises(power_cut):
             run.play(disk, options)
         try:
-            check_found(disk.survived(survivals["half"]), run, options)
+            check_found(disk.survived(survivals["half 0"]), run, options)
         except Exception:
             caught += 1
     assert caught > 10

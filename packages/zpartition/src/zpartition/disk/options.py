@@ -26,7 +26,7 @@ def _is_multiple(_: object, field: attrs.Attribute[int], value: int) -> None:
 class DiskOptions:
     """How a store does its work; the defaults fit one NVMe drive."""
 
-    num_threads: int = attrs.field(default=4, validator=attrs.validators.ge(1))  # calls in flight, per store
+    num_threads: int = attrs.field(default=8, validator=attrs.validators.ge(1))  # calls in flight, per store
     direct: Direct = attrs.field(default=Direct.AUTO, converter=Direct)
     durable: bool = True  # committed values survive a power cut (fsync); False: the death of the process only
     chunk_bytes: int = attrs.field(default=1 << 20, validator=_is_multiple)  # of one call and of one checksum
