@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -98,10 +100,11 @@ def measure(folder: Path, num_bytes: int, rounds: int) -> dict[str, dict[str, fl
     source = aligned(num_bytes)
     source.random_(0, 256)
     contenders: dict[str, Raw | Stored] = {
-        "floor": Raw(folder / "floor", source, 4, 4 << 20),
+        "floor": Raw(folder / "floor", source, 8, 4 << 20),
         "loop": Raw(folder / "loop", source, 1, 1 << 20),
         "store": Stored(folder / "store", source, DiskOptions()),
         "store, chunks of 4 MiB": Stored(folder / "large", source, DiskOptions(chunk_bytes=4 << 20)),
+        "store, four threads": Stored(folder / "four", source, DiskOptions(num_threads=4)),
         "store, one thread": Stored(folder / "one", source, DiskOptions(num_threads=1)),
         "store, through the page cache": Stored(folder / "cached", source, DiskOptions(direct="never")),
     }
@@ -143,7 +146,11 @@ def main() -> None:
     if given.out:
         facts = {"mib": given.mib, "rounds": given.rounds, "cores": os.cpu_count(), "gb_per_s": rates}
         (RESULTS / f"{given.out}.json").write_text(json.dumps(facts, indent=1) + "\n")
-        head = f"# Disk tier: {given.mib} MiB, median of {given.rounds} rounds, {os.cpu_count()} cores\n\n"
+        head = (
+            f"# The disk tier beside the floor of the drive\n\n{os.cpu_count()} cores, Linux {platform.release()}, torch "
+            f"{torch.__version__}, {date.today()}. {given.mib} MiB, medians of {given.rounds} interleaved rounds. Made by "
+            "bench/disk.py, which says what the contenders are.\n\n"
+        )
         (RESULTS / f"{given.out}.md").write_text(head + table(rates))
 
 
