@@ -7,6 +7,7 @@ fdatasync (the store: with a commit).  They take turns, round by round; the medi
 
     floor  threads that each move 4 MiB at a time with O_DIRECT, aligned, without checksums: what the drive gives
     loop   one thread, 1 MiB at a time, with O_DIRECT: what a few lines of Python give
+    sums   the checksums alone, by eight threads: what the processor gives
     store  DiskStore with its defaults; regions of 64 MiB, all transfers asked for at once
 """
 
@@ -20,6 +21,7 @@ import statistics
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -74,6 +76,15 @@ class Raw:
         self.each(lambda part, start: os.preadv(self.fd, [part], start))
 
 
+class Sums(Raw):
+    """The checksums of the same bytes, and nothing moved."""
+
+    def write(self) -> None:
+        self.each(lambda part, start: len(part) if zlib.crc32(part) >= 0 else 0)
+
+    read = write
+
+
 class Stored:
     """The same bytes in regions of a store."""
 
@@ -102,6 +113,7 @@ def measure(folder: Path, num_bytes: int, rounds: int) -> dict[str, dict[str, fl
     contenders: dict[str, Raw | Stored] = {
         "floor": Raw(folder / "floor", source, 8, 4 << 20),
         "loop": Raw(folder / "loop", source, 1, 1 << 20),
+        "sums": Sums(folder / "sums", source, 8, 1 << 20),
         "store": Stored(folder / "store", source, DiskOptions()),
         "store, chunks of 4 MiB": Stored(folder / "large", source, DiskOptions(chunk_bytes=4 << 20)),
         "store, four threads": Stored(folder / "four", source, DiskOptions(num_threads=4)),
@@ -140,16 +152,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", help="a name for files in results/, instead of printing only")
     given = parser.parse_args()
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         rates = measure(Path(folder), given.mib << 20, given.rounds)
     print(table(rates))
     if given.out:
-        facts = {"mib": given.mib, "rounds": given.rounds, "cores": os.cpu_count(), "gb_per_s": rates}
+        facts = {"mib": given.mib, "rounds": given.rounds, "cores": os.cpu_count(), "load": load, "gb_per_s": rates}
         (RESULTS / f"{given.out}.json").write_text(json.dumps(facts, indent=1) + "\n")
         head = (
-            f"# The disk tier beside the floor of the drive\n\n{os.cpu_count()} cores, Linux {platform.release()}, torch "
-            f"{torch.__version__}, {date.today()}. {given.mib} MiB, medians of {given.rounds} interleaved rounds. Made by "
-            "bench/disk.py, which says what the contenders are.\n\n"
+            f"# The disk tier beside the floor of the drive\n\n{os.cpu_count()} cores, Linux {platform.release()}, "
+            f"torch {torch.__version__}, {date.today()}. {given.mib} MiB, medians of {given.rounds} interleaved rounds, "
+            f"load of other work {load:.1f} at the start. Made by bench/disk.py, which says what the contenders are.\n\n"
         )
         (RESULTS / f"{given.out}.md").write_text(head + table(rates))
 
