@@ -161,8 +161,9 @@ def main() -> None:
         (RESULTS / f"{given.out}.json").write_text(json.dumps(facts, indent=1) + "\n")
         head = (
             f"# The disk tier beside the floor of the drive\n\n{os.cpu_count()} cores, Linux {platform.release()}, "
-            f"torch {torch.__version__}, {date.today()}. {given.mib} MiB, medians of {given.rounds} interleaved rounds, "
-            f"load of other work {load:.1f} at the start. Made by bench/disk.py, which says what the contenders are.\n\n"
+            f"torch {torch.__version__}, {date.today()}. {given.mib} MiB, medians of {given.rounds} interleaved "
+            f"rounds, load of other work {load:.1f} at the start. Made by bench/disk.py, which says what the "
+            "contenders are.\n\n"
         )
         (RESULTS / f"{given.out}.md").write_text(head + table(rates))
 
