@@ -10,6 +10,7 @@ hundredths of a second; it is imported by itself.
 Everything takes torch's own ProcessGroup and DeviceMesh, so any part works in a program that knows no other.
 """
 
+from zcomm.blocks import BlockCode
 from zcomm.collectives import (
     all_gather,
     all_reduce,
@@ -24,6 +25,7 @@ from zcomm.fingerprint import context
 from zcomm.handles import DONE, CollectiveFailed, Handle
 from zcomm.launch import Launch, detect
 from zcomm.mesh import axis_group, axis_rank, axis_size, make_mesh
+from zcomm.quantized import all_gather_quantized, reduce_scatter_quantized
 from zcomm.rendezvous import RendezvousFailed
 from zcomm.shared.registry import transport, transport_reason
 from zcomm.shared.tensors import shared_empty
@@ -37,6 +39,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "DONE",
+    "BlockCode",
     "CollectiveFailed",
     "Handle",
     "Launch",
@@ -44,6 +47,7 @@ __all__ = [
     "RendezvousFailed",
     "World",
     "all_gather",
+    "all_gather_quantized",
     "all_reduce",
     "all_to_all",
     "axis_group",
@@ -60,6 +64,7 @@ __all__ = [
     "init",
     "make_mesh",
     "reduce_scatter",
+    "reduce_scatter_quantized",
     "run",
     "run_mates",
     "shared_empty",

@@ -33,7 +33,7 @@ def flat_pair(op: str, label: str, output: Tensor, input: Tensor, *, size: int, 
     larger; any other overlap would be written while it is read.
     """
     _alike(op, label, output, input)
-    small, large = (output, input) if op == "reduce_scatter" else (input, output)
+    small, large = (output, input) if op.startswith("reduce_scatter") else (input, output)
     if large.numel() != small.numel() * size:
         small_role, large_role = ("output", "input") if small is output else ("input", "output")
         raise ValueError(

@@ -1,0 +1,144 @@
+"""Numbers of 8 or 4 bits with a scale for each block: what travels in place of weights and gradients.
+
+A block of consecutive elements shares one float32 scale, its largest magnitude / 127 (or / 7), and every element is
+the nearest whole multiple of it.  So the error of an element is at most half a scale: a 254th (a 14th) of the largest
+magnitude *of its block*, which is why blocks are short: one outlier spoils 256 elements, not a tensor.
+
+A message is bytes: the codes of all blocks, then their scales.  One message instead of two is one collective instead
+of two, and messages can be cut at whole ranks.  Zeros are exact.  A block with an infinity or NaN has a scale that is
+not finite, and all of it arrives not finite: an overflow is seen on the other side, only not at which element.
+
+Rejected: an offset beside the scale (gradients and weights are centred; zero would not be exact); stochastic rounding
+(a generator to keep equal on all ranks, for a bias that the scale per block makes small); the range -8..7 (its extra
+code has no counterpart, so sums would drift).
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import attrs
+import torch
+from attrs.validators import in_
+from torch import Tensor
+
+__all__ = ["BlockCode"]
+
+_SCALE_BYTES = 4
+_CHUNK_NUMEL = 1 << 18  # elements worked on at once: what is in between stays in the cache
+_SMALLEST = torch.finfo(torch.float32).tiny  # a scale below would round to nothing
+
+
+def _multiple_of_8(_instance: object, _attribute: object, value: int) -> None:
+    if value < 8 or value % 8:
+        raise ValueError(f"block must be a positive multiple of 8 elements, got {value}.")
+
+
+@final
+@attrs.frozen(kw_only=True)
+class BlockCode:
+    """How floating-point elements become bytes, and back (Dettmers et al. 2022; Wang et al. 2023, section 3.1)."""
+
+    bits: int = attrs.field(default=8, validator=in_((4, 8)))  # of an element
+    block: int = attrs.field(default=256, validator=_multiple_of_8)  # elements that share a scale
+
+    @property
+    def levels(self) -> int:
+        """The largest code; codes are -levels to levels."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def relative_error(self) -> float:
+        """The most that a decoded element differs by, over its block's largest magnitude: 1/254 or 1/14.
+
+        Beside it there is float32 rounding (2^-22 of the largest magnitude), 1e-38 absolutely, and what the dtype
+        that is decoded into rounds.
+        """
+        return 0.5 / self.levels
+
+    def num_bytes(self, numel: int) -> int:
+        """Bytes of the message for `numel` elements; a last block that is not full is sent in full."""
+        return self._num_blocks(numel) * (self.block * self.bits // 8 + _SCALE_BYTES)
+
+    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        """The message: (..., num_bytes(n)) uint8, written into `out` if given.
+
+        values: (..., n) of a floating-point dtype, on any device; each row is a message of its own.
+        """
+        num_bytes = self.num_bytes(values.shape[-1])
+        made = values.new_empty((*values.shape[:-1], num_bytes), dtype=torch.uint8) if out is None else out
+        for row, message in self._rows(made, values.detach().contiguous()):
+            for codes, scales, part in self._chunks(message, row):
+                self._encode_chunk(part, codes, scales)
+        return made
+
+    def decode(self, message: Tensor, out: Tensor) -> Tensor:
+        """Write the elements of `message` into `out` and return it.
+
+        message: (..., num_bytes(n)) uint8, contiguous; out: (..., n) contiguous, of a floating-point dtype.
+        """
+        for into, row in self._rows(message, out):
+            for codes, scales, part in self._chunks(row, into):
+                self._decode_chunk(codes, scales, part)
+        return out
+
+    def add(self, message: Tensor, total: Tensor) -> None:
+        """Add the elements of `message` to `total`; shapes as for `decode`."""
+        for into, row in self._rows(message, total):
+            for codes, scales, part in self._chunks(row, into):
+                part.add_(self._decode_chunk(codes, scales, torch.empty_like(part)))
+
+    # -- one row ---------------------------------------------------------------------------------
+
+    def _num_blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def _rows(self, message: Tensor, elements: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(elements (n,), its message) of each row."""
+        numel = elements.shape[-1]
+        num_bytes = self.num_bytes(numel)
+        if message.dtype is not torch.uint8 or message.numel() * numel != elements.numel() * num_bytes:
+            raise ValueError(
+                f"a message of {self.bits} bits for {list(elements.shape)} elements is {num_bytes} bytes of "
+                f"torch.uint8 a row; got {list(message.shape)} of {message.dtype}."
+            )
+        return list(zip(elements.detach().view(-1, numel), message.view(-1, num_bytes))) if numel else []
+
+    def _chunks(self, message: Tensor, elements: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """(codes (b, block * bits / 8) uint8, scales (b, 1) float32, elements (up to b * block,)), run by run."""
+        blocks = self._num_blocks(elements.numel())
+        codes = message[: blocks * self.block * self.bits // 8].view(blocks, -1)
+        scales = message[codes.numel() :].view(torch.float32).view(blocks, 1)
+        run = max(1, _CHUNK_NUMEL // self.block)
+        starts = range(0, blocks, run)
+        return [
+            (codes[i : i + run], scales[i : i + run], elements[i * self.block :][: run * self.block]) for i in starts
+        ]
+
+    def _encode_chunk(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
+        tail = codes.shape[0] * self.block - values.numel()
+        whole = torch.nn.functional.pad(values.float(), (0, tail)) if tail else values.float()
+        blocks = whole.view(-1, self.block)
+        low, high = torch.aminmax(blocks, dim=1, keepdim=True)  # NaN wins
+        torch.maximum(-low, high, out=scales).div_(self.levels).clamp_(min=_SMALLEST)
+        numbers = torch.div(blocks, scales).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
+        codes.copy_(numbers.view(torch.uint8) if self.bits == 8 else self._packed(numbers))
+
+    def _decode_chunk(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+        """`out` (n,), filled; what a last block has too much is left out."""
+        numbers = codes.view(torch.int8) if self.bits == 8 else self._unpacked(codes)
+        if out.numel() == numbers.numel() and out.dtype is torch.float32:
+            torch.mul(numbers, scales, out=out.view_as(numbers))
+        else:
+            out.copy_(torch.mul(numbers, scales).view(-1)[: out.numel()])
+        return out
+
+    def _packed(self, numbers: Tensor) -> Tensor:
+        """Two codes a byte: the first half of a block in the low bits, the second in the high ones."""
+        shifted = numbers.add_(self.levels + 1).view(torch.uint8)  # 1 to 15
+        half = self.block // 2
+        return torch.add(shifted[:, :half], shifted[:, half:], alpha=16)
+
+    def _unpacked(self, codes: Tensor) -> Tensor:
+        halves = torch.cat((codes & 15, codes >> 4), dim=1)
+        return halves.view(torch.int8).sub_(self.levels + 1)

@@ -1,0 +1,188 @@
+"""Gathering and reducing in 8 or 4 bits (ZeRO++: Wang et al. 2023, arXiv 2306.10209).
+
+A gather sends what its caller has encoded (`BlockCode`), so that weights are encoded once for every version of them
+and not once for every gather, and decodes what arrives; the sender decodes its own part too, so all ranks see the
+same values.
+
+A reduction cannot be run on codes as a ring would: each hop would decode, add and encode again, with an error that
+grows with the number of ranks.  Here every rank encodes the part of each receiver, all of them travel at once in an
+all_to_all, and the receiver adds up what it has decoded in float32, in the order of the ranks: an element is encoded
+once.  Its own part stays exact.  Over several hosts the all_to_all is done in two hops, inside a host and then
+between ranks with the same place in their hosts.  A rank then sends its share of the host's sum over the slow wire,
+and not its own addend to every part: as many times less as a host has ranks, for an element that is encoded twice.
+
+Both leave the same result on every run: there is no atomic addition and no order that depends on time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import attrs
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zcomm import checks
+from zcomm.blocks import BlockCode
+from zcomm.collectives import all_gather, all_to_all, group_rank, group_size
+from zcomm.handles import DONE, Handle, named
+
+__all__ = ["all_gather_quantized", "reduce_scatter_quantized"]
+
+INT4 = BlockCode(bits=4)
+INT8 = BlockCode(bits=8)
+
+
+@final
+@attrs.define(eq=False)
+class Finishing:
+    """A handle with work of its own to do once the message is there.
+
+    Invariant: `finish` has run exactly when `handle` is DONE and `finish` is None.
+    """
+
+    handle: Handle
+    finish: Callable[[], None] | None
+
+    def wait(self) -> None:
+        self.handle.wait()
+        finish, self.handle, self.finish = self.finish, DONE, None
+        if finish is not None:
+            finish()
+
+    def is_done(self) -> bool:
+        return self.finish is None
+
+
+def all_gather_quantized(
+    output: Tensor,
+    message: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    code: BlockCode = INT8,
+    received: Tensor | None = None,
+    async_op: bool = False,
+    label: str = "",
+) -> Handle:
+    """Decode every rank's `message` into `output`, in the order of the ranks; the wait decodes.
+
+    message: (code.num_bytes(n),) uint8, from `code.encode` of this rank's n elements.
+    output: (size * n,) of a floating-point dtype; every rank, the sender too, sees the decoded values.
+    received: (size * message.numel(),) uint8 to receive into, if the caller keeps one.
+    Each element is within `code.relative_error` of its block's largest magnitude.
+    Raises ValueError naming the call if the tensors do not fit together.
+    """
+    size = group_size(group)
+    _fits("all_gather_quantized", label, output, size)
+    numel = output.numel() // size
+    if message.numel() != code.num_bytes(numel) or message.dtype is not torch.uint8:
+        raise ValueError(
+            f"{named('all_gather_quantized', label)}: message has {message.numel()} elements of {message.dtype}; "
+            f"{numel} elements in {code.bits} bits are {code.num_bytes(numel)} of torch.uint8, made by code.encode."
+        )
+    all_codes = message.new_empty(size * message.numel()) if received is None else received
+    handle = all_gather(all_codes, message, group, async_op=async_op, label=label)
+
+    def finish() -> None:
+        with torch.no_grad():
+            code.decode(all_codes.view(size, -1), output.detach().view(size, -1))
+
+    return _finishing(handle, finish, async_op=async_op)
+
+
+def reduce_scatter_quantized(
+    output: Tensor,
+    input: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    groups: tuple[ProcessGroup | None, ProcessGroup | None] | None = None,
+    code: BlockCode = INT4,
+    async_op: bool = False,
+    label: str = "",
+) -> Handle:
+    """Sum `input` over the ranks, sent in `code`, and keep slice number `group_rank()` of it in `output`.
+
+    input: (size * n,) contiguous, of a floating-point dtype; it may be changed once this returns.
+    output: (n,) contiguous, same dtype and device, or this rank's slice of input.
+    groups: (inside a host, between hosts) for two hops, in place of `group`: the second holds the ranks that have
+        this rank's place in their hosts, and slices go to rank `host * ranks of a host + place in the host`.
+    Another rank's element arrives within `code.relative_error` of its block's largest magnitude (two hops: and the
+    sum over a host once more within that of its own block).  Sums are float32, in the order of the ranks.
+    Raises ValueError naming the call if the tensors do not fit together.
+    """
+    inner, outer = groups or (group, None)
+    hosts = 1 if groups is None else group_size(outer)
+    places = group_size(inner)
+    rank = (group_rank(outer) if hosts > 1 else 0) * places + group_rank(inner)
+    _fits("reduce_scatter_quantized", label, input, hosts * places)
+    checks.flat_pair("reduce_scatter_quantized", label, output, input, size=hosts * places, rank=rank)
+    # (hosts, places, n) -> (places, hosts * n): what each rank of this host is to bring to its place in all hosts
+    parts = input.detach().view(hosts, places, -1).transpose(0, 1).reshape(places, -1)
+    first = _Hop.send(parts, inner, code, async_op=async_op, label=label)
+
+    def finish() -> None:
+        with torch.no_grad():
+            total = first.total()
+            if hosts > 1:
+                total = _Hop.send(
+                    total.view(hosts, -1), outer, code, async_op=False, label=f"{label} between"
+                ).total()
+            output.detach().copy_(total)
+
+    return _finishing(first.handle, finish, async_op=async_op)
+
+
+@final
+@attrs.frozen(eq=False)
+class _Hop:
+    """Parts on their way to the ranks of one group."""
+
+    handle: Handle
+    received: Tensor  # (size * bytes of a part,) uint8, by sender
+    own: Tensor  # (numel of a part,) float32: this rank's own, which nobody encodes
+    rank: int
+    code: BlockCode
+
+    @classmethod
+    def send(cls, parts: Tensor, group: ProcessGroup | None, code: BlockCode, *, async_op: bool, label: str) -> _Hop:
+        """parts: (size, n), one a receiver."""
+        rank = group_rank(group)
+        own = parts[rank].to(torch.float32, copy=True)
+        if parts.shape[0] == 1:
+            return cls(DONE, own.new_empty(0, dtype=torch.uint8), own, rank, code)
+        sent = code.encode(parts).view(-1)
+        received = torch.empty_like(sent)
+        handle = all_to_all(received, sent, group, async_op=async_op, label=label)
+        return cls(handle, received, own, rank, code)
+
+    def total(self) -> Tensor:
+        """The sum over the senders, in their order; (n,) float32."""
+        if not self.received.numel():
+            return self.own
+        total = torch.zeros_like(self.own)
+        messages = self.received.view(-1, self.code.num_bytes(self.own.numel()))
+        for sender, message in enumerate(messages):
+            if sender == self.rank:
+                total.add_(self.own)
+            else:
+                self.code.add(message, total)
+        return total
+
+
+def _finishing(handle: Handle, finish: Callable[[], None], *, async_op: bool) -> Handle:
+    work = Finishing(handle, finish)
+    if async_op:
+        return work
+    work.wait()
+    return DONE
+
+
+def _fits(op: str, label: str, tensor: Tensor, size: int) -> None:
+    """Raise unless `tensor` is floating-point and can be cut into a slice for each of `size` ranks."""
+    if not tensor.is_floating_point() or tensor.numel() % size:
+        raise ValueError(
+            f"{named(op, label)}: {tensor.numel()} elements of {tensor.dtype} cannot be quantised in {size} slices; "
+            f"pass a floating-point tensor whose length is a multiple of {size}."
+        )
