@@ -46,7 +46,8 @@ def _sums() -> list[bool]:
     expected = torch.stack(contributions).sum(0)
     found = []
     for size, num_shards in ((0, 1), (0, 4), (2, 2), (1, 1)):
-        exchange = exchange_for(Ranks.of(None, ZeroPolicy(stage=1, shard_group_size=size)), num_shards)
+        policy = ZeroPolicy(stage=1, shard_group_size=size)
+        exchange = exchange_for(Ranks.of(None, policy), num_shards, policy)
         length = 64 // num_shards
         span = (rank % num_shards * length, (rank % num_shards + 1) * length)
         handle, received = exchange.reduce(contributions[rank].clone(), span, "a bucket")

@@ -22,7 +22,7 @@ from zcomm.collectives import (
     reduce_scatter,
 )
 from zcomm.fingerprint import context
-from zcomm.handles import DONE, CollectiveFailed, Handle
+from zcomm.handles import DONE, CollectiveFailed, Handle, after
 from zcomm.launch import Launch, detect
 from zcomm.mesh import axis_group, axis_rank, axis_size, make_mesh
 from zcomm.quantized import all_gather_quantized, reduce_scatter_quantized
@@ -46,6 +46,7 @@ __all__ = [
     "Record",
     "RendezvousFailed",
     "World",
+    "after",
     "all_gather",
     "all_gather_quantized",
     "all_reduce",

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from zcomm import doctor, trace
 from zcomm.fingerprint import Fingerprint, State
 
-__all__ = ["DONE", "CollectiveFailed", "Handle"]
+__all__ = ["DONE", "CollectiveFailed", "Handle", "after"]
 
 
 class CollectiveFailed(RuntimeError):
@@ -64,6 +64,33 @@ class Done:
 
 
 DONE: Handle = Done()
+
+
+def after(handle: Handle, finish: Callable[[], None]) -> Handle:
+    """A handle whose first wait runs `finish`, without gradients, once `handle` was waited for.
+
+    What `finish` does may be collective, where the ranks wait in one order.
+    """
+    return _After(handle, finish)
+
+
+@final
+@attrs.define(eq=False)
+class _After:
+    """A handle with work of its own to do once the message is there."""
+
+    handle: Handle
+    finish: Callable[[], None] | None  # None once it has begun
+
+    def wait(self) -> None:
+        self.handle.wait()
+        finish, self.handle, self.finish = self.finish, DONE, None
+        if finish is not None:
+            with torch.no_grad():
+                finish()
+
+    def is_done(self) -> bool:
+        return self.finish is None
 
 
 @attrs.frozen(eq=False)

@@ -27,33 +27,12 @@ from torch.distributed import ProcessGroup
 from zcomm import checks
 from zcomm.blocks import BlockCode
 from zcomm.collectives import all_gather, all_to_all, group_rank, group_size
-from zcomm.handles import DONE, Handle, named
+from zcomm.handles import DONE, Handle, after, named
 
 __all__ = ["all_gather_quantized", "reduce_scatter_quantized"]
 
 INT4 = BlockCode(bits=4)
 INT8 = BlockCode(bits=8)
-
-
-@final
-@attrs.define(eq=False)
-class Finishing:
-    """A handle with work of its own to do once the message is there.
-
-    Invariant: `finish` has run exactly when `handle` is DONE and `finish` is None.
-    """
-
-    handle: Handle
-    finish: Callable[[], None] | None
-
-    def wait(self) -> None:
-        self.handle.wait()
-        finish, self.handle, self.finish = self.finish, DONE, None
-        if finish is not None:
-            finish()
-
-    def is_done(self) -> bool:
-        return self.finish is None
 
 
 def all_gather_quantized(
@@ -86,8 +65,7 @@ def all_gather_quantized(
     handle = all_gather(all_codes, message, group, async_op=async_op, label=label)
 
     def finish() -> None:
-        with torch.no_grad():
-            code.decode(all_codes.view(size, -1), output.detach().view(size, -1))
+        code.decode(all_codes.view(size, -1), output.detach().view(size, -1))
 
     return _finishing(handle, finish, async_op=async_op)
 
@@ -172,7 +150,7 @@ class _Hop:
 
 
 def _finishing(handle: Handle, finish: Callable[[], None], *, async_op: bool) -> Handle:
-    work = Finishing(handle, finish)
+    work = after(handle, finish)
     if async_op:
         return work
     work.wait()

@@ -86,14 +86,23 @@ class BufferPool:
         self.num_made += 1
         return buffer
 
+    def obtain(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer of at least `numel` elements with any contents, owned by the caller until `give_back`."""
+        buffer = self.take(numel, dtype)
+        if buffer is None:
+            self.clear(dtype)  # smaller ones than this: they would stay beside it
+            buffer = self.make(numel, dtype)
+        return buffer
+
     def give_back(self, buffer: torch.Tensor) -> None:
         """Return a buffer that came from this pool."""
         self.free.append(buffer)
 
-    def clear(self) -> None:
-        """Drop every free buffer."""
-        self.total_bytes -= sum(buffer.nbytes for buffer in self.free)
-        self.num_made -= len(self.free)
-        self.free.clear()
+    def clear(self, dtype: torch.dtype | None = None) -> None:
+        """Drop every free buffer, or those of `dtype`."""
+        dropped = [buffer for buffer in self.free if dtype in (None, buffer.dtype)]
+        self.free = [buffer for buffer in self.free if dtype not in (None, buffer.dtype)]
+        self.total_bytes -= sum(buffer.nbytes for buffer in dropped)
+        self.num_made -= len(dropped)
         if not self.num_made:
             self.arena.rewind()

@@ -14,9 +14,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import zcomm
+from zpartition.policy import ZeroPolicy
 from zpartition.ranks import Ranks
 
 __all__ = ["Exchange", "exchange_for"]
+
+GRADIENT_BLOCK = 128  # elements that share a scale: gradients of neighbours differ more than weights do
 
 
 class Exchange(Protocol):
@@ -54,10 +57,30 @@ class Scattered:
 
 @final
 @attrs.frozen(eq=False)
+class Quantized:
+    """Every rank gets its span, from addends that travel in few bits (qgZ: Wang et al. 2023, section 3.3).
+
+    What is not finite stays so, block by block, and so a step that overflows is still seen to.
+    """
+
+    group: ProcessGroup | None
+    hops: tuple[ProcessGroup | None, ProcessGroup | None] | None  # inside runs of neighbours, and between them
+    code: zcomm.BlockCode
+
+    def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
+        received = sent[slice(*span)]
+        handle = zcomm.reduce_scatter_quantized(
+            received, sent, self.group, groups=self.hops, code=self.code, async_op=True, label=label
+        )
+        return handle, received
+
+
+@final
+@attrs.frozen(eq=False)
 class Hybrid:
     """Scattered over the ranks that hold one copy, then summed over the copies: 1 / shards of the bytes."""
 
-    within: Scattered
+    within: Scattered | Quantized
     replicas: ProcessGroup | None
 
     def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
@@ -86,10 +109,21 @@ class _Summed:
         return self._is_summed
 
 
-def exchange_for(ranks: Ranks, num_shards: int) -> Exchange:
-    """What a layout of `num_shards` needs: 1 where every rank keeps all gradients."""
+def exchange_for(ranks: Ranks, num_shards: int, policy: ZeroPolicy) -> Exchange:
+    """What a layout of `num_shards` needs: 1 where every rank keeps all gradients.  A collective."""
     if num_shards == 1:
         return Whole(ranks.world)
-    if ranks.num_replicas == 1:
-        return Scattered(ranks.shard)
-    return Hybrid(Scattered(ranks.shard), ranks.replicas)
+    within = _quantized(ranks, policy) if policy.gradient_bits else Scattered(ranks.shard)
+    return within if ranks.num_replicas == 1 else Hybrid(within, ranks.replicas)
+
+
+def _quantized(ranks: Ranks, policy: ZeroPolicy) -> Quantized:
+    """In one hop, or in two where the policy names a smaller run of neighbours."""
+    code = zcomm.BlockCode(bits=policy.gradient_bits, block=GRADIENT_BLOCK)
+    size = policy.gradient_hop_size
+    if not 1 < size < ranks.num_shards:
+        return Quantized(ranks.shard, None, code)
+    hops = (zcomm.run(size, ranks.shard), zcomm.run_mates(size, ranks.shard))
+    for group in hops:  # a group's first collective waits for all: not where orders may cross
+        zcomm.barrier(group, label="hops")
+    return Quantized(ranks.shard, hops, code)

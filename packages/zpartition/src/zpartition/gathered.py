@@ -80,7 +80,7 @@ def _hook_module(module: nn.Module, names: list[str], units: list[Unit], residen
     def hold(*_: Any) -> None:
         for unit in units:
             unit.depth += 1
-            residence.use(unit)
+            residence.use(unit, exact=True)
 
     def drop(is_loaded: bool) -> None:
         for unit in units:

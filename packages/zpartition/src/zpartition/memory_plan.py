@@ -23,10 +23,13 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+import zcomm
+from zpartition.exchange import GRADIENT_BLOCK
 from zpartition.layout import Bucket, Layout
 from zpartition.policy import ZeroPolicy
-from zpartition.reducer import buffer_bytes
+from zpartition.reducer import IN_FLIGHT_LIMIT, buffer_bytes
 from zpartition.sharding import plan_layouts
+from zpartition.sources import WEIGHT_BLOCK, kept_bytes
 
 __all__ = ["MemoryPlan", "plan"]
 
@@ -44,6 +47,7 @@ class MemoryPlan:
     states: int  # what the optimizer keeps
     buckets: int  # gradients on their way: at most
     gathered_units: int  # stage 3, weights that are whole for a while: at most
+    secondary_shards: int  # stage 3, what units are gathered from in place of shards: codes, a second cut
     padding: int  # part of the above that no parameter uses
 
     @property
@@ -54,11 +58,11 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """All of it: the most that the partition asks of a rank."""
-        return self.model_states_bytes + self.buckets + self.gathered_units
+        return self.model_states_bytes + self.buckets + self.gathered_units + self.secondary_shards
 
     def ledger(self) -> dict[str, int]:
         """By owner, as `Partition.ledger()` names them."""
-        owners = ("parameters", "masters", "accumulators", "states", "buckets", "gathered_units")
+        owners = ("parameters", "masters", "accumulators", "states", "buckets", "gathered_units", "secondary_shards")
         return {owner.replace("_", " "): getattr(self, owner) for owner in owners}
 
     def __str__(self) -> str:
@@ -93,8 +97,10 @@ def plan(
         masters=sum(b.span_numel * policy.master_for(b.dtype).itemsize for b in trained.buckets if is_narrow(b)),
         accumulators=sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in kept),
         states=round(sum(b.span_numel * sizes[b.dtype] for b in trained.buckets)),
-        buckets=buffer_bytes(trained, policy),
+        buckets=buffer_bytes(trained, policy) + _message_bytes(trained, policy),
         gathered_units=_gathered_bytes(buckets, policy),
+        secondary_shards=sum(kept_bytes(b, policy, is_trained=True) for b in trained.buckets)
+        + sum(kept_bytes(b, policy, is_trained=False) for b in frozen.buckets),
         padding=sum((_resting_numel(b) - _used(b)) * b.dtype.itemsize for b in buckets),
     )
 
@@ -131,7 +137,18 @@ def _gathered_bytes(buckets: tuple[Bucket, ...], policy: ZeroPolicy) -> int:
             widest = max(widest, bucket.dtype.itemsize)
     nested = max((_chain(name, units) for name in units), default=0)
     largest = max(units.values(), default=0)
-    return min(sum(units.values()), max(policy.max_live_numel, nested + largest)) * widest
+    bits = max(policy.weight_bits, policy.frozen_weight_bits)
+    received = zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK).num_bytes(largest) / largest if bits and largest else 0
+    return round(min(sum(units.values()), max(policy.max_live_numel, nested + largest)) * (widest + received))
+
+
+def _message_bytes(layout: Layout, policy: ZeroPolicy) -> int:
+    """Gradients in few bits: what is sent and received for each bucket on the wire, and two float32 spans to add in."""
+    if not policy.gradient_bits or layout.num_shards == 1:
+        return 0
+    code = zcomm.BlockCode(bits=policy.gradient_bits, block=GRADIENT_BLOCK)
+    sizes = (2 * b.num_shards * code.num_bytes(b.span_numel) + 8 * b.span_numel for b in layout.buckets)
+    return IN_FLIGHT_LIMIT * max(sizes, default=0)
 
 
 def _chain(name: str, units: dict[str, int]) -> int:

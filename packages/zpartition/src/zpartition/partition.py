@@ -221,14 +221,23 @@ class Partition:
                 gradient.attach_grads(unused)
         with self._untouched(unused):
             step()
-        self.publish()
+        self._publish()
 
     def publish(self) -> None:
-        """Make the masters' values visible in the module's parameters, and rank 0's buffers everywhere."""
+        """Make the masters' values visible in the module's parameters, and rank 0's buffers everywhere.
+
+        For those who have written into shards; what they did to frozen ones is shown as well.
+        """
+        for storage in self.frozen:
+            storage.publish()
+        self._publish()
+
+    def _publish(self) -> None:
         handles = []
-        self.residence.stale()
+        self.residence.release_all()
         for storage in self.storages:
             storage.publish()
+        self.residence.stale()
         for storage in self.whole if self.layout.num_shards > 1 else ():
             label = f"weights[{storage.bucket.index}]"
             handles.append(
@@ -264,7 +273,7 @@ class Partition:
         self.watch.close()
         if keep_weights:
             for unit in self.residence.units.values():
-                self.residence.use(unit)
+                self.residence.use(unit, exact=True)
         disclaim(self.owned())
         for storage in (*self.storages, *self.frozen):
             storage.close()
@@ -303,7 +312,8 @@ class Partition:
 
     def ledger(self) -> dict[str, int]:
         """Bytes on this rank by owner: weights between steps (frozen ones too), separate masters, reduced gradients,
-        optimizer states, buffers of gradients that travel and of gathered units.
+        optimizer states, buffers of gradients that travel and of gathered units, and what shards are gathered from in
+        place of themselves (codes, secondary shards).
         """
         own = set(map(id, self.owned()))
         whole = sum(param.nbytes for param in self.module.parameters() if id(param) not in own)
@@ -317,6 +327,7 @@ class Partition:
             "states": sum(value.nbytes for value in kept if value.dim()),
             "buckets": self.reducer.pool.total_bytes,
             "gathered units": self.residence.pool.total_bytes,
+            "secondary shards": self.residence.kept_bytes,
         }
 
     # -- helpers ---------------------------------------------------------------------------------

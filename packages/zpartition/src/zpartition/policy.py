@@ -70,8 +70,8 @@ class ZeroPolicy:
 
     With P parameters, W ranks and fp32 accumulators, a rank holds after a step:
     stage 0: P weights, P gradients, P states; stage 1 and 2: P weights, P/W gradients, P/W states; stage 3: P/W of
-    each, and what is gathered.  The last seven fields are stage 3's.  With shard groups smaller than the world, W is
-    their size there.
+    each, and what is gathered.  The fields from `unit_numel` on are stage 3's.  With shard groups smaller than the
+    world, W is their size there.
     """
 
     stage: int = attrs.field(default=0, validator=in_((0, 1, 2, 3)))
@@ -84,6 +84,8 @@ class ZeroPolicy:
     overlap: bool = True  # launch a bucket while backward still runs; False: all at its end
     sparse_gradients: SparseGradients = SparseGradients.ROWS
     shard_group_size: int = attrs.field(default=0, validator=ge(0))  # ranks that hold one copy; 0: all
+    gradient_bits: int = attrs.field(default=0, validator=in_((0, 4, 8)))  # on the wire; 0: as `reduce_dtype` says
+    gradient_hop_size: int = attrs.field(default=0, validator=ge(0))  # ranks that sum first, then between such runs
     ignore_unused: bool = True  # False: a parameter without gradient on every rank is an error
     unit_numel: int = attrs.field(default=0, validator=ge(0))  # of modules gathered as one; 0: from the model's size
     persist_numel: int = attrs.field(default=100_000, validator=ge(0))  # smaller parameters stay whole
@@ -91,6 +93,9 @@ class ZeroPolicy:
     prefetch_numel: int = attrs.field(default=50_000_000, validator=ge(0))  # gathered ahead of their use
     max_live_numel: int = attrs.field(default=1_000_000_000, validator=ge(0))  # kept whole after the forward pass
     max_reuse_numel: int = attrs.field(default=1_000_000_000, validator=ge(0))  # used in between, else not kept
+    weight_bits: int = attrs.field(default=0, validator=in_((0, 4, 8)))  # of gathered weights; 0: as they are
+    frozen_weight_bits: int = attrs.field(default=0, validator=in_((0, 4, 8)))  # the same, of those not trained
+    secondary_group_size: int = attrs.field(default=0, validator=ge(0))  # ranks that keep a copy to gather again
     leaves: tuple[str, ...] = ()  # modules that are never cut into units: classes, paths, or "*end" of paths
 
     @property
@@ -102,6 +107,14 @@ class ZeroPolicy:
     def shards_weights(self) -> bool:
         """Whether weights rest as shards."""
         return self.stage == 3
+
+    def weight_bits_of(self, *, is_trained: bool) -> int:
+        """Bits in which weights are gathered; 0: as they are."""
+        return self.weight_bits if is_trained else self.weight_bits or self.frozen_weight_bits
+
+    def keeps_secondary(self, num_shards: int) -> bool:
+        """Whether a smaller group keeps what was gathered over `num_shards` ranks."""
+        return 1 < self.secondary_group_size < num_shards
 
     def accumulate_for(self, dtype: torch.dtype) -> torch.dtype:
         """Accumulator of gradients of parameters of `dtype`: never narrower than the parameters."""
@@ -121,6 +134,11 @@ class ZeroPolicy:
             raise ValueError(
                 f"ZeroPolicy(stage=0, shard_group_size={self.shard_group_size}): stage 0 shards nothing. "
                 "Use stage 1, 2 or 3, or leave shard_group_size out."
+            )
+        if self.gradient_bits and not self.stage:
+            raise ValueError(
+                f"ZeroPolicy(stage=0, gradient_bits={self.gradient_bits}): every rank keeps all gradients there, and "
+                "sums of few bits would differ between ranks. Use stage 1, 2 or 3, or leave gradient_bits out."
             )
         if self.averaging.operation == "sum" and (self.averaging.prescale or self.averaging.predivide != 1.0):
             raise ValueError("Averaging(operation='sum') does not divide: drop prescale and predivide")

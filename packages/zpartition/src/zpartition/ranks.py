@@ -33,6 +33,8 @@ class Ranks:
     def of(cls, world: ProcessGroup | None, policy: ZeroPolicy) -> Ranks:
         """The groups that `policy` asks for; a collective.  Raises ValueError if its shard groups do not fit."""
         size = shard_group_size(policy, zcomm.group_size(world))
+        for field in ("secondary_group_size", "gradient_hop_size"):
+            _refuse_uneven(field, getattr(policy, field), size)
         if size == zcomm.group_size(world):
             return cls(world, world, None, size)
         return cls(world, zcomm.run(size, world), zcomm.run_mates(size, world), size)
@@ -72,3 +74,13 @@ def shard_group_size(policy: ZeroPolicy, world_size: int) -> int:
             "for one group of all ranks."
         )
     return size
+
+
+def _refuse_uneven(field: str, run: int, num_shards: int) -> None:
+    """Runs of neighbours inside a copy fill it; where nothing is sharded, nobody looks."""
+    if run > 1 and num_shards > 1 and num_shards % run:
+        divisors = ", ".join(str(number) for number in range(2, num_shards + 1) if num_shards % number == 0)
+        raise ValueError(
+            f"{field} {run} does not divide the {num_shards} ranks that hold one copy: choose one of {divisors}, "
+            "or 0 to leave it out."
+        )

@@ -123,7 +123,7 @@ class GradientReducer:
             )
             for bucket in layout.buckets
         )
-        reducer = cls(layout, policy, ranks, exchange_for(ranks, layout.num_shards), gradients, pool, tell)
+        reducer = cls(layout, policy, ranks, exchange_for(ranks, layout.num_shards, policy), gradients, pool, tell)
         reducer.order = tuple(range(len(gradients)))
         for gradient in gradients:
             for index, param in enumerate(gradient.params):

@@ -26,6 +26,7 @@ operations, and miss weights that another module uses); one order fixed when the
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
@@ -44,6 +45,13 @@ __all__ = ["Residence", "Unit"]
 _LONGEST_TRACE = 100_000  # uses; a loop that never steps must not grow for ever
 
 
+class Form(enum.Enum):
+    """What a gather brings, where the policy lets modules see something else than the truth (sources.py)."""
+
+    MODULES = "modules"  # what modules compute with: decoded, or of a secondary shard
+    EXACT = "exact"  # the spans of their owners, for people
+
+
 @final
 @attrs.define(eq=False)
 class Unit:
@@ -53,12 +61,18 @@ class Unit:
     storages: tuple[ShardedStorage, ...]
     depth: int = 0  # calls of its modules that are running, and holds
     is_used: bool = False  # somebody has asked for it since it was last left
+    form: Form = Form.MODULES  # of what is whole, or the next to be
     missing: set[int] = attrs.field(factory=set)  # trainable buckets whose gradients have not all arrived
 
     @property
     def numel(self) -> int:
         """Elements of all its buckets, padding included."""
         return sum(storage.bucket.numel for storage in self.storages)
+
+    @property
+    def shows_truth(self) -> bool:
+        """Whether both forms are one."""
+        return all(storage.shows_truth for storage in self.storages)
 
     @property
     def is_resting(self) -> bool:
@@ -108,8 +122,15 @@ class Residence:
 
     # -- using and leaving -----------------------------------------------------------------------
 
-    def use(self, unit: Unit) -> None:
-        """Make `unit` whole, and start to gather what comes after it."""
+    def use(self, unit: Unit, *, exact: bool = False) -> None:
+        """Make `unit` whole, and start to gather what comes after it.
+
+        exact: for people, who are to see the truth, and may edit it; it is what modules see as well until everybody
+        has left.
+        """
+        if exact and unit.form is not Form.EXACT and not unit.shows_truth:
+            self._release(unit)
+            unit.form = Form.EXACT
         if unit.is_used:
             return
         with torch.inference_mode(False), torch.no_grad():  # buffers outlive the mode in which they are made
@@ -126,15 +147,17 @@ class Residence:
                 self.unit_at[storage.full.untyped_storage().data_ptr()] = storage
         unit.is_used = True
         unit.missing = {s.bucket.index for s in unit.storages if s.is_trained}
-        self._follow(unit)
+        if unit.form is Form.MODULES:
+            self._follow(unit)
 
     def leave(self, unit: Unit) -> None:
         """Nobody needs `unit` for now: release it, unless it is running or everything whole may stay."""
         if unit.depth or _compat.is_in_backward():
             return
         unit.is_used = False
-        if self.live_numel > self.policy.max_live_numel or self._distance(unit) > self.policy.max_reuse_numel:
-            self._release(unit)
+        is_too_much = self.live_numel > self.policy.max_live_numel
+        if is_too_much or unit.form is Form.EXACT or self._distance(unit) > self.policy.max_reuse_numel:
+            self._release(unit)  # the truth goes too: a run that looks at it must go on like one that does not
 
     def arrived(self, bucket_index: int) -> None:
         """All gradients of a bucket are there: when that holds for the whole unit, backward is through with it."""
@@ -154,12 +177,12 @@ class Residence:
 
     @contextmanager
     def held(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Whole and kept inside the block, whatever is called there."""
+        """Whole, exact and kept inside the block, whatever is called there."""
         for unit in units:
             unit.depth += 1
         try:
             for unit in units:
-                self.use(unit)
+                self.use(unit, exact=True)
             yield
         finally:
             for unit in units:
@@ -184,9 +207,10 @@ class Residence:
 
     def forget(self, unit: Unit) -> None:
         """Throw away what is gathered of `unit`, running or not: whoever needs it gathers it again."""
+        form = unit.form
         self._release(unit)
         if unit.depth:
-            self.use(unit)
+            self.use(unit, exact=form is Form.EXACT)
 
     def drop(self, unit: Unit) -> None:
         """Throw away what is gathered of `unit`, and let nobody hold it."""
@@ -218,6 +242,11 @@ class Residence:
         self.release_all()
         self.end_step()
 
+    @property
+    def kept_bytes(self) -> int:
+        """What units are gathered from in place of their shards."""
+        return sum(storage.source.kept_bytes for unit in self.units.values() for storage in unit.storages)
+
     def close(self) -> None:
         """Forget units and buffers."""
         self.units, self.order = {}, []
@@ -231,7 +260,7 @@ class Residence:
         if not unit.is_resting:
             return
         for storage in unit.storages:
-            storage.gather(self.pool, self.ranks.shard)
+            storage.gather(self.pool, self.ranks.shard, exact=unit.form is Form.EXACT)
         self.live_numel += unit.numel
         self.peak_numel = max(self.peak_numel, self.live_numel)
 
@@ -246,6 +275,7 @@ class Residence:
     def _release(self, unit: Unit) -> None:
         unit.is_used = False
         unit.missing.clear()
+        unit.form = Form.MODULES
         if unit.is_resting:
             return
         for storage in unit.storages:

@@ -24,6 +24,7 @@ import zcomm
 from zpartition.buffers import BufferPool, flat_zeros
 from zpartition.layout import Bucket, Piece, Slot
 from zpartition.policy import ZeroPolicy
+from zpartition.sources import SHARDS, Source, source_for
 from zpartition.storage import BucketStorage
 
 __all__ = ["Presence", "ShardedStorage", "make_storage"]
@@ -52,6 +53,7 @@ class ShardedStorage:
     master: Parameter  # (span numel,) master dtype: `own_span` itself, or memory of its own
     hollow: tuple[torch.Tensor, ...]  # what the parameters are while resting, in slot order
     is_trained: bool = True  # whether an optimizer updates it
+    source: Source = SHARDS  # what gathers read in place of `own_span`
     presence: Presence = Presence.RESTING
     full: torch.Tensor | None = None  # pool buffer of at least bucket.numel elements
     handle: zcomm.Handle = zcomm.DONE
@@ -71,7 +73,8 @@ class ShardedStorage:
         master = Parameter(own.to(policy.master_for(bucket.dtype)) if is_trained else own, requires_grad=is_trained)
         poison = torch.full((), torch.nan, dtype=bucket.dtype, device=own.device)
         hollow = tuple(poison.expand(slot.shape) for slot in bucket.slots)
-        return cls(bucket, params, (lo, hi), own, master, hollow, is_trained)
+        source = source_for(bucket, policy, group, own.device, is_trained=is_trained)
+        return cls(bucket, params, (lo, hi), own, master, hollow, is_trained, source)
 
     def take(self, world: ProcessGroup | None) -> None:
         """Cut the parameters into spans, rank 0's values counting; the memory that they had is theirs no more."""
@@ -118,17 +121,20 @@ class ShardedStorage:
         """Whether the optimizer updates the shard that is gathered."""
         return self.master.data_ptr() == self.own_span.data_ptr()
 
-    def gather(self, pool: BufferPool, group: ProcessGroup | None) -> None:
-        """RESTING -> COMING: collect all spans into a buffer; `arrive` waits for it."""
+    @property
+    def shows_truth(self) -> bool:
+        """Whether modules see the spans as they are, straight from their owners."""
+        return self.source is SHARDS
+
+    def gather(self, pool: BufferPool, group: ProcessGroup | None, *, exact: bool = False) -> None:
+        """RESTING -> COMING: collect the weights into a buffer, as modules see them or (`exact`) the truth of all
+        spans; `arrive` waits for it.
+        """
         assert self.presence is Presence.RESTING
-        numel, dtype = self.bucket.numel, self.bucket.dtype
-        buffer = pool.take(numel, dtype)
-        if buffer is None:
-            pool.clear()  # smaller ones than this: they would stay beside it
-            buffer = pool.make(numel, dtype)
-        self.full = buffer
-        label = f"weights of unit {self.bucket.unit!r}"
-        self.handle = zcomm.all_gather(self.full[:numel], self.own_span, group, async_op=True, label=label)
+        self.full = pool.obtain(self.bucket.numel, self.bucket.dtype)
+        whole, label = self.full[: self.bucket.numel], f"weights of unit {self.bucket.unit!r}"
+        source = SHARDS if exact else self.source
+        self.handle = source.gather(whole, self.own_span, group, pool, label)
         self.presence = Presence.COMING
 
     def arrive(self) -> None:
@@ -155,6 +161,7 @@ class ShardedStorage:
         """Take what the PRESENT parameters show as the truth: this rank's span of it, and its master."""
         assert self.full is not None
         self.own_span.copy_(self.full[self.span[0] : self.span[1]])
+        self.source.stale()
         self.refresh_master()
 
     def is_edited(self, group: ProcessGroup | None) -> bool:
@@ -167,6 +174,7 @@ class ShardedStorage:
 
     def publish(self) -> None:
         """Cast the master into the span; what was gathered before is stale, and the caller releases it."""
+        self.source.stale()
         if not self.shares_master:
             self.own_span.copy_(self.master.data)
 
