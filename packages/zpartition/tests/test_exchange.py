@@ -10,7 +10,7 @@ import zcomm
 import zpartition
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy
-from zpartition.exchange import exchange_for
+from zpartition.exchange import GRADIENT_BLOCK, exchange_for
 from zpartition.ranks import Ranks
 
 NUM_STEPS, WORLD = 4, 4
@@ -123,3 +123,108 @@ def test_edits_and_first_weights_reach_all_copies() -> None:
     torch.manual_seed(0)
     expected = nn.Linear(30, 30).weight.detach() + 3
     assert all(torch.equal(found, expected) for found in run_ranks(_starts_alike, WORLD))
+
+
+NUMEL = 4096
+
+
+def _addends(rank: int) -> torch.Tensor:
+    """Magnitudes from 1e-3 to 1e3 along the bucket."""
+    values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
+    return values * torch.logspace(-3, 3, NUMEL)
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """Of each element's block."""
+    return values.view(-1, GRADIENT_BLOCK).abs().amax(dim=1).repeat_interleave(GRADIENT_BLOCK)
+
+
+def _sums_in_few_bits() -> None:
+    rank = zcomm.group_rank()
+    everyone = [_addends(r) for r in range(WORLD)]
+    for bits, shard_size, hop in ((4, 0, 0), (8, 0, 0), (4, 0, 2), (8, 0, 2), (4, 2, 0)):
+        policy = ZeroPolicy(stage=2, gradient_bits=bits, shard_group_size=shard_size, gradient_hop_size=hop)
+        num_shards = shard_size or WORLD
+        exchange = exchange_for(Ranks.of(None, policy), num_shards, policy)
+        length = NUMEL // num_shards
+        span = (rank % num_shards * length, (rank % num_shards + 1) * length)
+        with zcomm.traced([]) as records:
+            handle, received = exchange.reduce(everyone[rank].clone(), span, "a bucket")
+            handle.wait()
+        error = (received.double() - torch.stack(everyone).double().sum(0)[slice(*span)]).abs()
+        share = zcomm.BlockCode(bits=bits).relative_error * (1 + 1e-3)
+        bound = torch.stack([_largest(each) for each in everyone]).sum(0) * share
+        if hop:
+            runs = [_largest(everyone[i] + everyone[i + 1]) * (1 + 2 * share) for i in (0, 2)]
+            bound += (runs[0] + runs[1] + share * bound) * share
+        assert bool((error <= bound[slice(*span)]).all()), (bits, shard_size, hop)
+        assert error.max() > 0
+        codes = [record for record in records if record.dtype == "uint8"]
+        assert [record.group_size for record in codes] == ([2, 2] if hop else [num_shards])
+        assert codes[-1].nbytes == zcomm.BlockCode(bits=bits, block=GRADIENT_BLOCK).num_bytes(NUMEL // (hop or 1)), (
+            "what goes between runs is a run's share of the sum"
+        )
+
+
+def test_sums_in_few_bits_are_within_their_bounds() -> None:
+    run_ranks(_sums_in_few_bits, WORLD)
+
+
+def _meets_infinity(value: float) -> list[bool]:
+    """One rank's gradient is not finite: some rank keeps it so, and the statistics show it to all."""
+    found = []
+    for hop in (0, 2):
+        model = Net()
+        policy = ZeroPolicy(stage=3, gradient_bits=4, gradient_hop_size=hop, persist_numel=20, unit_numel=2000)
+        partition = zpartition.shard(model, policy=policy)
+        with partition.micro_step():
+            loss = model(data()[0, 0, zcomm.group_rank()])
+            (loss * (value if zcomm.group_rank() == 2 else 1.0)).backward()
+        total = torch.tensor([float(sum(part.sum() for part in partition.finish_gradients()))])
+        partition.sum_over_shards(total)
+        found.append(bool(total.isfinite()))
+        partition.zero_grad()
+        partition.close()
+    return found
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_overflow_is_seen_through_few_bits(value: float) -> None:
+    assert run_ranks(_meets_infinity, WORLD, value) == [[False, False]] * WORLD
+
+
+def _fits(policies: list[ZeroPolicy]) -> list[float]:
+    """The last loss of a regression under each policy."""
+    found = []
+    for policy in policies:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+        partition = zpartition.shard(model, optimizer, policy=policy)
+        for step in range(40):
+            x = torch.randn(32, 8, generator=torch.Generator().manual_seed(4 * step + zcomm.group_rank()))
+            with partition.micro_step():
+                loss = (model(x) - x[:, :3].sum(1, keepdim=True).tanh()).pow(2).mean()
+                loss.backward()
+            partition.finish_gradients()
+            partition.apply(optimizer.step)
+            partition.zero_grad()
+        zcomm.all_reduce(loss := loss.detach())
+        found.append(loss.item() / WORLD)
+        partition.close()
+    return found
+
+
+def test_training_converges_in_few_bits() -> None:
+    tiny = {"persist_numel": 0, "unit_numel": 100}
+    policies = [
+        ZeroPolicy(stage=3, **tiny),
+        ZeroPolicy(stage=1, gradient_bits=4),
+        ZeroPolicy(stage=3, gradient_bits=4, weight_bits=8, secondary_group_size=2, gradient_hop_size=2, **tiny),
+    ]
+    exact, *others = run_ranks(_fits, WORLD, policies)[0]
+    assert exact < 0.05, "from 0.5, about the variance of the target"
+    for policy, loss in zip(policies[1:], others):
+        assert abs(loss - exact) < 0.02, policy
+    with pytest.raises(ValueError, match=r"stage=0, gradient_bits=4\): every rank keeps all gradients there"):
+        ZeroPolicy(stage=0, gradient_bits=4)

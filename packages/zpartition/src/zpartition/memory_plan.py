@@ -143,7 +143,7 @@ def _gathered_bytes(buckets: tuple[Bucket, ...], policy: ZeroPolicy) -> int:
 
 
 def _message_bytes(layout: Layout, policy: ZeroPolicy) -> int:
-    """Gradients in few bits: what is sent and received for each bucket on the wire, and two float32 spans to add in."""
+    """Gradients in few bits: what is sent and received of each bucket in flight, and two float32 spans to add in."""
     if not policy.gradient_bits or layout.num_shards == 1:
         return 0
     code = zcomm.BlockCode(bits=policy.gradient_bits, block=GRADIENT_BLOCK)
