@@ -81,6 +81,7 @@ def initialize(
         world_size=world.world_size,
         replicas=zcomm.group_size(group),
         device_type=world.device.type,
+        ranks_per_host=world.launch.local_world_size,
         bf16_is_faster=bf16_is_faster(settings, world.device, group),
     )
     plan = resolve(settings, facts)

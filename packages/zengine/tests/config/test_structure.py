@@ -81,8 +81,8 @@ def test_a_notice_names_the_line() -> None:
 
 
 def test_a_limited_key_is_refused_at_other_values() -> None:
-    assert problems({"zero_optimization": {"zero_quantized_weights": True}}) == [
-        "zero_optimization.zero_quantized_weights = true: quantized communication (ZeRO++) is not available yet. "
+    assert problems({"zero_optimization": {"legacy_stage1": True}}) == [
+        "zero_optimization.legacy_stage1 = true: the old stage 1 is not available yet. "
         "Set it to false, or leave it out."
     ]
     assert problems({"sequence_parallel_size": 2}) == [

@@ -124,7 +124,6 @@ LOCO = Section(
     keys=all_without_effect("", err_beta=number(0, 1), reset_T=COUNT),
 )
 
-QUANTIZED = "quantized communication (ZeRO++)"
 
 ZERO: dict[str, Entry] = {
     "contiguous_gradients": limited(TRUTH, True, why="an engine without one flat gradient buffer"),
@@ -146,10 +145,6 @@ ZERO: dict[str, Entry] = {
     "override_module_apply": no_effect(TRUTH, why="no method of torch is replaced"),
     "log_trace_cache_warnings": no_effect(TRUTH, False, why="a step that goes another way costs no more than time"),
     "stage3_gather_16bit_weights_on_model_save": no_effect(TRUTH, why="saving never needs it"),
-    "zero_hpz_partition_size": limited(whole(1), 1, why="a secondary shard in each node (ZeRO++)"),
-    "zero_quantized_weights": limited(TRUTH, False, why=QUANTIZED),
-    "zero_quantized_nontrainable_weights": limited(TRUTH, False, why=QUANTIZED),
-    "zero_quantized_gradients": limited(TRUTH, False, why=QUANTIZED),
     "zeropp_loco_param": LOCO,
     "mics_shard_size": renamed(whole(-1), "shard_group_size", convert=lambda size: max(size, 0)),
     "mics_hierarchical_params_gather": no_effect(TRUTH, False, why="weights are gathered inside a shard group only"),

@@ -70,6 +70,10 @@ def _reduction_rows(plan: Plan) -> Iterator[Row]:
     yield "zero_optimization.stage3_max_reuse_distance", zero.max_reuse_numel
     yield "zero_optimization.stage3_unit_size", zero.unit_numel or "(from the model's size)"
     yield "zero_optimization.shard_group_size", zero.shard_group_size or "(all ranks)"
+    yield "zero_optimization.zero_hpz_partition_size", zero.secondary_group_size or 1
+    yield "zero_optimization.zero_quantized_weights", bool(zero.weight_bits)
+    yield "zero_optimization.zero_quantized_nontrainable_weights", bool(zero.frozen_weight_bits)
+    yield "zero_optimization.zero_quantized_gradients", bool(zero.gradient_bits)
     for kind in ("classes", "names", "name_suffixes"):
         yield f"zero_optimization.leaf_module.{kind}", ", ".join(plan.leaf_modules.get(kind, ())) or "(none)"
     for name in ("offload_optimizer", "offload_param"):

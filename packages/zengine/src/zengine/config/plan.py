@@ -26,6 +26,7 @@ class Facts:
     world_size: int  # processes in the run
     replicas: int  # data-parallel copies of the model: the W of the batch equation
     device_type: str = "cpu"  # "cpu" | "cuda"
+    ranks_per_host: int = 0  # processes on each machine; 0: nobody knows, or it does not matter
     bf16_is_faster: bool = False  # measured: a bf16 matmul beats an fp32 one here
 
     def __attrs_post_init__(self) -> None:

@@ -25,6 +25,7 @@ from zengine.config.plan import (
 from zengine.config.rules import violations
 from zengine.config.schema import EventFiles, Settings, Wandb
 from zengine.config.table import Care, walk
+from zengine.config.zeropp import idle_keys, secondary_fits, wire_fields
 from zpartition import Averaging, ReduceAt, SparseGradients, ZeroPolicy
 from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
 
@@ -43,6 +44,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     problems += _replicas_as_expected(config, facts)
     problems += _offload_possible(config, facts)
     problems += _shard_groups_fit(config, facts)
+    problems += secondary_fits(config, facts)
     if isinstance(batch, Problem) or problems:
         raise ConfigError(config.source, problems)
     settings = config.settings
@@ -52,7 +54,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         precision=precision,
         scaling=_scaling(settings),
         cast_inputs=settings.fp16.enabled and settings.fp16.auto_cast,
-        zero=_zero(settings, precision),
+        zero=_zero(settings, precision, facts),
         optimizer=OptimizerPlan(type=settings.optimizer.type, params=dict(settings.optimizer.params)),
         scheduler=SchedulerPlan(type=settings.scheduler.type, params=dict(settings.scheduler.params)),
         clip_norm=settings.gradient_clipping,
@@ -175,7 +177,7 @@ def _scaling(settings: Settings) -> Unscaled | StaticScaling | DynamicScaling:
     )
 
 
-def _zero(settings: Settings, precision: Precision) -> ZeroPolicy:
+def _zero(settings: Settings, precision: Precision, facts: Facts) -> ZeroPolicy:
     zero = settings.zero_optimization
     return ZeroPolicy(
         stage=zero.stage,
@@ -204,6 +206,7 @@ def _zero(settings: Settings, precision: Precision) -> ZeroPolicy:
             *zero.leaf_module.names,
             *(f"*{end}" for end in zero.leaf_module.name_suffixes),
         ),
+        **wire_fields(zero, facts),
     )
 
 
@@ -253,7 +256,7 @@ def _notices(config: Config, facts: Facts) -> list[str]:
             f"{config.origin(idle[0])}: {', '.join(idle)} {verb} no effect here: fp16.loss_scale is static"
         )
     prefixes = ("zero_optimization.stage3_", "zero_optimization.leaf_module.")
-    unused = [key for key in config.given if key.startswith(prefixes)]
+    unused = [key for key in config.given if key.startswith(prefixes)] + idle_keys(config)
     if unused and settings.zero_optimization.stage < 3:
         verb = "has" if len(unused) == 1 else "have"
         notices.append(f"{config.origin(unused[0])}: {', '.join(unused)} {verb} no effect here: the stage is not 3")

@@ -152,6 +152,10 @@ class Zero:
     stage3_unit_size: int = setting(whole(0), 0, "elements gathered as one at most; default: derived from the model")
     # Ours: DeepSpeed called it mics_shard_size.
     shard_group_size: int = setting(whole(0), 0, "ranks that hold one copy of what is sharded; 0: all")
+    zero_hpz_partition_size: int = setting(whole(1), 1, "ranks of a node, which keep a copy to gather again; 1: none")
+    zero_quantized_weights: bool = setting(TRUTH, False, "gather weights in 8 bits")
+    zero_quantized_nontrainable_weights: bool = setting(TRUTH, False, "gather frozen weights in 8 bits")
+    zero_quantized_gradients: bool = setting(TRUTH, False, "reduce gradients in 4 bits, inside nodes and between")
     leaf_module: LeafModule = LeafModule()
     offload_optimizer: Offload = Offload()
     offload_param: Offload = Offload()
