@@ -147,3 +147,14 @@ def test_the_collectives_own_error_comes_out_of_a_slice() -> None:
     for work in (SlowWork(0, "Connection reset"), SlowWork(1, "Connection reset", ends_late=True)):
         with pytest.raises(RuntimeError, match="Connection reset"):
             handles._is_over(work)  # type: ignore[arg-type]
+
+
+def test_what_comes_after_is_done_once_by_the_first_wait() -> None:
+    done: list[str] = []
+    message = start(call_on(torch.zeros(1)), lambda: FakeWork(lambda: done.append("arrived")), (), async_op=True)
+    handle = zcomm.after(zcomm.after(message, lambda: done.append("decoded")), lambda: done.append("kept"))
+    assert not handle.is_done()
+    handle.wait()
+    handle.wait()
+    assert handle.is_done()
+    assert done == ["arrived", "decoded", "kept"]

@@ -130,7 +130,12 @@ class _Hop:
         own = parts[rank].to(torch.float32, copy=True)
         if parts.shape[0] == 1:
             return cls(DONE, own.new_empty(0, dtype=torch.uint8), own, rank, code)
-        sent = code.encode(parts).view(-1)
+        sent = torch.empty(parts.shape[0] * code.num_bytes(own.numel()), dtype=torch.uint8, device=own.device)
+        for receiver, message in enumerate(sent.view(parts.shape[0], -1)):
+            if receiver == rank:
+                message.zero_()  # nobody reads it
+            else:
+                code.encode(parts[receiver], message)
         received = torch.empty_like(sent)
         handle = all_to_all(received, sent, group, async_op=async_op, label=label)
         return cls(handle, received, own, rank, code)
