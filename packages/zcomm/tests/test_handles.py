@@ -154,7 +154,28 @@ def test_what_comes_after_is_done_once_by_the_first_wait() -> None:
     message = start(call_on(torch.zeros(1)), lambda: FakeWork(lambda: done.append("arrived")), (), async_op=True)
     handle = zcomm.after(zcomm.after(message, lambda: done.append("decoded")), lambda: done.append("kept"))
     assert not handle.is_done()
+    assert done == []
     handle.wait()
     handle.wait()
     assert handle.is_done()
     assert done == ["arrived", "decoded", "kept"]
+
+
+def test_what_comes_after_may_be_another_message() -> None:
+    done: list[str] = []
+
+    def send(name: str) -> zcomm.Handle:
+        return start(call_on(torch.zeros(1), name), lambda: FakeWork(lambda: done.append(name)), (), async_op=True)
+
+    zcomm.after(send("first"), lambda: zcomm.after(send("second"), lambda: done.append("added"))).wait()
+    assert done == ["first", "second", "added"]
+    work, second = FakeWork(), FakeWork()
+    chain = zcomm.after(
+        start(call_on(torch.zeros(1)), lambda: work, (), async_op=True),
+        lambda: start(call_on(torch.zeros(1)), lambda: second, (), async_op=True),
+    )
+    assert not chain.is_done()
+    work.waits = 1
+    assert not chain.is_done(), "the second is under way"
+    second.waits = 1
+    assert chain.is_done(), "a look goes on with what can go on"

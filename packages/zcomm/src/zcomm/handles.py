@@ -66,10 +66,11 @@ class Done:
 DONE: Handle = Done()
 
 
-def after(handle: Handle, finish: Callable[[], None]) -> Handle:
-    """A handle whose first wait runs `finish`, without gradients, once `handle` was waited for.
+def after(handle: Handle, finish: Callable[[], Handle | None]) -> Handle:
+    """A handle that runs `finish` once, without gradients, when `handle` is done; it may return the next to wait for.
 
-    What `finish` does may be collective, where the ranks wait in one order.
+    It runs in the first `wait`, or in an `is_done` that finds `handle` done.  What it issues may be collective, where
+    the ranks look after such handles of a group in one order.
     """
     return _After(handle, finish)
 
@@ -79,18 +80,25 @@ def after(handle: Handle, finish: Callable[[], None]) -> Handle:
 class _After:
     """A handle with work of its own to do once the message is there."""
 
-    handle: Handle
-    finish: Callable[[], None] | None  # None once it has begun
+    handle: Handle  # the message; what `finish` has returned, once it has run
+    finish: Callable[[], Handle | None] | None  # None once it has begun
 
     def wait(self) -> None:
         self.handle.wait()
-        finish, self.handle, self.finish = self.finish, DONE, None
-        if finish is not None:
-            with torch.no_grad():
-                finish()
+        self._run()
+        self.handle.wait()
 
     def is_done(self) -> bool:
-        return self.finish is None
+        if self.handle.is_done():
+            self.handle.wait()  # its error, and its end for the trace
+            self._run()
+        return self.finish is None and self.handle.is_done()
+
+    def _run(self) -> None:
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            with torch.no_grad():
+                self.handle = finish() or DONE
 
 
 @attrs.frozen(eq=False)

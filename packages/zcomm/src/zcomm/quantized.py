@@ -100,14 +100,16 @@ def reduce_scatter_quantized(
     parts = input.detach().view(hosts, places, -1).transpose(0, 1).reshape(places, -1)
     first = _Hop.send(parts, inner, code, async_op=async_op, label=label)
 
-    def finish() -> None:
-        with torch.no_grad():
-            total = first.total()
-            if hosts > 1:
-                total = _Hop.send(
-                    total.view(hosts, -1), outer, code, async_op=False, label=f"{label} between"
-                ).total()
-            output.detach().copy_(total)
+    def put(total: Tensor) -> None:
+        output.detach().copy_(total)
+
+    def finish() -> Handle:
+        total = first.total()
+        if hosts == 1:
+            put(total)
+            return DONE
+        second = _Hop.send(total.view(hosts, -1), outer, code, async_op=async_op, label=f"{label} between")
+        return after(second.handle, lambda: put(second.total()))
 
     return _finishing(first.handle, finish, async_op=async_op)
 
@@ -154,7 +156,7 @@ class _Hop:
         return total
 
 
-def _finishing(handle: Handle, finish: Callable[[], None], *, async_op: bool) -> Handle:
+def _finishing(handle: Handle, finish: Callable[[], Handle | None], *, async_op: bool) -> Handle:
     work = after(handle, finish)
     if async_op:
         return work

@@ -1,8 +1,8 @@
 """How a bucket's gradients are summed over ranks, and what each rank gets of the sum.
 
 The reducer decides when a bucket leaves; this is the one place that knows over which groups and in which form.  An
-exchange starts at once and is finished in the order of starting, which is the same on all ranks: what it does in
-`wait` may therefore be collective, too.
+exchange starts at once and is looked after in the order of starting, which is the same on all ranks: what it does
+once its first message is there may therefore be collective, too.
 """
 
 from __future__ import annotations
@@ -85,28 +85,11 @@ class Hybrid:
 
     def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
         handle, received = self.within.reduce(sent, span, label)
-        return _Summed(handle, received, self.replicas, label), received
 
+        def sum_replicas() -> zcomm.Handle:
+            return zcomm.all_reduce(received, self.replicas, async_op=True, label=f"{label} of replicas")
 
-@final
-@attrs.define(eq=False)
-class _Summed:
-    """First a scatter, then a sum over replicas."""
-
-    scattered: zcomm.Handle
-    received: Tensor
-    replicas: ProcessGroup | None
-    label: str
-    _is_summed: bool = False
-
-    def wait(self) -> None:
-        if not self._is_summed:
-            self.scattered.wait()
-            zcomm.all_reduce(self.received, self.replicas, label=f"{self.label} of replicas")
-            self._is_summed = True
-
-    def is_done(self) -> bool:
-        return self._is_summed
+        return zcomm.after(handle, sum_replicas), received
 
 
 def exchange_for(ranks: Ranks, num_shards: int, policy: ZeroPolicy) -> Exchange:
