@@ -271,3 +271,23 @@ def test_a_lost_peer_is_a_named_error_with_the_label() -> None:
     message, _ = run_ranks(rank_loses_its_peer, 2)
     assert message.startswith("all_reduce 'grad_bucket[0]' of float32[4] on cpu over 2 ranks failed after ")
     assert "look at the other ranks first" in message
+
+
+def rank_waits_for_a_while(environ: dict[str, str]) -> list[bool]:
+    os.environ.update(environ)
+    twin, tensor, found = zcomm.twin(), torch.ones(1000), []
+    if zcomm.group_rank() == 0:
+        handle = zcomm.all_reduce(tensor, async_op=True)
+        found.append(handle.wait_for(0.01))
+    zcomm.barrier(twin)
+    if zcomm.group_rank() == 1:
+        handle = zcomm.all_reduce(tensor, async_op=True)
+    found.append(handle.wait_for(20.0))
+    handle.wait()
+    return [*found, bool((tensor == 2).all())]
+
+
+@pytest.mark.parametrize("choice", ["auto", "gloo"])
+def test_a_rank_can_wait_for_a_while(choice: str) -> None:
+    found = run_ranks(rank_waits_for_a_while, 2, {"ZCOMM_TRANSPORT": choice})
+    assert found == [[False, True, True], [True, True]]

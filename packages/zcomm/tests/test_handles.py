@@ -179,3 +179,14 @@ def test_what_comes_after_may_be_another_message() -> None:
     assert not chain.is_done(), "the second is under way"
     second.waits = 1
     assert chain.is_done(), "a look goes on with what can go on"
+
+
+def test_waiting_for_a_while_says_whether_it_is_over() -> None:
+    assert zcomm.DONE.wait_for(0.0)
+    work, after = FakeWork(), []
+    handle = zcomm.after(start(call_on(torch.zeros(1)), lambda: work, (), async_op=True), lambda: after.append(1))
+    assert not handle.wait_for(0.001)
+    assert not after
+    work.waits = 1
+    assert handle.wait_for(0.001)
+    assert after == [1]

@@ -228,3 +228,48 @@ def test_training_converges_in_few_bits() -> None:
         assert abs(loss - exact) < 0.02, policy
     with pytest.raises(ValueError, match=r"stage=0, gradient_bits=4\): every rank keeps all gradients there"):
         ZeroPolicy(stage=0, gradient_bits=4)
+
+
+class _Optional(nn.Module):
+    """A unit with a bias that a rank may not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(32, 32) / 6), nn.Parameter(torch.zeros(32))
+
+    def forward(self, x: torch.Tensor, uses_bias: bool) -> torch.Tensor:
+        y = torch.tanh(x @ self.weight)
+        return y + self.bias if uses_bias else y
+
+
+def _goes_another_way(policy: ZeroPolicy) -> list[torch.Tensor]:
+    """From the second step on, rank 1 misses a gradient that comes early in backward: its bucket leaves last."""
+    torch.manual_seed(0)
+    units = nn.ModuleList(_Optional() for _ in range(7))
+    partition = zpartition.shard(units, policy=policy)
+    found = []
+    for step in range(3):
+        uses = step == 0 or zcomm.group_rank() == 0
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(zcomm.group_rank()))
+        with partition.micro_step():
+            for index, unit in enumerate(units):
+                x = unit(x, uses or index < 6)
+            x.sum().backward()
+        partition.finish_gradients()
+        found.append(zpartition.safe_get_full_grad(units[6].bias))
+        partition.zero_grad()
+        if zcomm.group_rank() == 0:
+            assert partition.ledger()["buckets"] <= 3 * 4096 * 4, "what was taken rather than wait is dropped"
+    partition.close()
+    return [tensor for tensor in found if tensor is not None]
+
+
+@pytest.mark.parametrize("fields", [{}, {"gradient_bits": 8}, {"shard_group_size": 2, "gradient_bits": 8}], ids=str)
+def test_ranks_that_gather_and_reduce_do_not_wait_in_a_circle(fields: dict[str, int]) -> None:
+    policy = ZeroPolicy(stage=3, unit_numel=1100, persist_numel=0, max_live_numel=0, prefetch_numel=0, **fields)
+    world_size = 2 if "shard_group_size" not in fields else 4
+    share = {2: 0.5, 4: 0.25}[world_size]
+    for first, *others in run_ranks(_goes_another_way, world_size, policy, timeout_s=30):
+        torch.testing.assert_close(first, torch.full((32,), 4.0), rtol=0.01, atol=0)
+        for other in others:
+            torch.testing.assert_close(other, torch.full((32,), 4.0 * share), rtol=0.01, atol=0)

@@ -48,6 +48,9 @@ class Handle(Protocol):
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
 
+    def wait_for(self, seconds: float) -> bool:
+        """Help and wait for that long at most; whether `wait` would return, or raise, at once."""
+
 
 @final
 class Done:
@@ -57,6 +60,9 @@ class Done:
         """Nothing to wait for."""
 
     def is_done(self) -> bool:
+        return True
+
+    def wait_for(self, seconds: float) -> bool:
         return True
 
     def __repr__(self) -> str:
@@ -93,6 +99,15 @@ class _After:
             self.handle.wait()  # its error, and its end for the trace
             self._run()
         return self.finish is None and self.handle.is_done()
+
+    def wait_for(self, seconds: float) -> bool:
+        until_s = time.monotonic() + seconds
+        while self.handle.wait_for(until_s - time.monotonic()):
+            if self.finish is None:
+                return True
+            self.handle.wait()
+            self._run()
+        return False
 
     def _run(self) -> None:
         finish, self.finish = self.finish, None
@@ -148,6 +163,11 @@ class Pending:
 
     def is_done(self) -> bool:
         return self.work is None or bool(self.work.is_completed())
+
+    def wait_for(self, seconds: float) -> bool:
+        until_s = time.monotonic() + seconds
+        parts = () if self.work is None else getattr(self.work, "works", (self.work,))
+        return all(_is_over_by(until_s, part) for part in parts)
 
     def wait(self) -> None:
         if self.work is None:
@@ -209,6 +229,19 @@ def start(
 
 
 _SLICE = timedelta(seconds=1)
+_PAUSE_S = 5e-5  # between two looks
+
+
+def _is_over_by(until_s: float, part: Any) -> bool:
+    """Wait until then at most.  Shared memory is helped along; the others go on by themselves and are looked at."""
+    helps = getattr(part, "help_for", None)
+    if helps is not None:
+        return bool(helps(until_s - time.monotonic()))
+    while not part.is_completed():
+        if time.monotonic() >= until_s:
+            return False
+        time.sleep(_PAUSE_S)
+    return True
 
 
 def _await(work: Any, entry: Fingerprint) -> None:

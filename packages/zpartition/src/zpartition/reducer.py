@@ -17,6 +17,10 @@ Outside a round the hooks do nothing, as when a GAN's generator trains through i
 it does in plain torch.  At most `IN_FLIGHT_LIMIT` buckets travel at once, which bounds memory when gradients are
 sharded.
 
+[Note: no wait in a circle]  At stage 3 a rank that misses a gradient sends its bucket at the end of the round, and
+until then gathers units, for which the others must come along.  So nobody may wait for that bucket in the middle of a
+round: after `PATIENCE_S` in vain a rank takes further buffers for the rest of the round, and drops them at its end.
+
 Rejected.  Counting expected contributions per parameter (wrong as soon as control flow depends on data);
 launching buckets in order of completion (differs between ranks); autograd's private end-of-backward
 callback (`queue_callback`): the caller knows when backward has returned, as a context manager.
@@ -46,6 +50,9 @@ from zpartition.ranks import Ranks
 from zpartition.rows import Rows
 
 IN_FLIGHT_LIMIT = 2  # transient buffers travelling at once: one being sent, one being filled behind it
+
+
+PATIENCE_S = 0.2
 
 
 class Round(enum.Enum):
@@ -93,6 +100,7 @@ class GradientReducer:
     order: tuple[int, ...] = ()  # bucket indices in the order of sending
     has_learnt: bool = False  # whether the ranks have agreed on that order after a first round
     held: set[int] = attrs.field(factory=set)  # buckets that leave at the end of the round only
+    patience_s: float = PATIENCE_S  # how long to wait for a message in the middle of a round; 0 once that was in vain
     _next: int = 0  # position in `order` of the bucket to be sent next
     _completed: list[int] = attrs.field(factory=list)  # bucket indices in the order in which they became complete
 
@@ -229,9 +237,13 @@ class GradientReducer:
                 for gradient in self.gradients:
                     gradient.forget_views()
                 self.pool.clear()  # in an order not yet learnt, more buckets may have been open than ever again
+            elif not self.patience_s:
+                for gradient in self.gradients:
+                    gradient.forget_views()
+                self.pool.clear()  # the buffers that were taken rather than wait
             for gradient in self.gradients:
                 gradient.attach_grads()
-        self.kind = Round.NONE
+        self.kind, self.patience_s = Round.NONE, PATIENCE_S
 
     def _late(self) -> set[int]:
         return {gradient.bucket.index for gradient in self.gradients if gradient.late}
@@ -265,12 +277,19 @@ class GradientReducer:
             return
         numel, dtype = gradient.bucket.numel, gradient.local_dtype
         buffer = self.pool.take(numel, dtype)
-        if buffer is None and len(self.flights) >= IN_FLIGHT_LIMIT:
+        if buffer is None and len(self.flights) >= IN_FLIGHT_LIMIT and self._may_wait():
             self._settle(IN_FLIGHT_LIMIT - 1)
             buffer = self.pool.take(numel, dtype)
         if buffer is None:
             buffer = self.pool.make(self._capacity(numel), dtype)
         gradient.adopt(buffer)
+
+    def _may_wait(self) -> bool:
+        """Whether to wait for the oldest message, or else to take a further buffer: [Note: no wait in a circle]."""
+        if not self.policy.shards_weights or self.flights[0].handle.wait_for(self.patience_s):
+            return True
+        self.patience_s = 0.0
+        return False
 
     def _capacity(self, numel: int) -> int:
         """Elements of a new buffer: the first few fit any bucket and serve all in turn; more are made to measure."""

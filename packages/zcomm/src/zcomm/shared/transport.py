@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from typing import Any, final
 
@@ -65,6 +66,10 @@ class Work:
 
     def is_completed(self) -> bool:
         return self.transport.is_done(self.ticket)
+
+    def help_for(self, seconds: float) -> bool:
+        """Whether it is over, well or not, within that time."""
+        return self.transport.help_for(self.ticket, seconds)
 
 
 @final
@@ -138,6 +143,15 @@ class Transport:
             self._forget()
         if outcome < 0:
             raise SharedMemoryFailed(self._failure(ticket))
+
+    def help_for(self, ticket: int, seconds: float) -> bool:
+        """Help with the collective until it is over, well or not, or the time is."""
+        self._check_process()
+        until_s = time.monotonic() + seconds
+        while not self.library.lib.zs_wait(self.handle, ticket, max(1, min(_WAIT_MS, round(1e3 * seconds)))):
+            if time.monotonic() >= until_s:
+                return False
+        return True
 
     def is_done(self, ticket: int) -> bool:
         return bool(self.library.lib.zs_is_done(self.handle, ticket))
