@@ -112,3 +112,37 @@ def test_stages_agree_bit_for_bit() -> None:
     results = [run_ranks(_trains, 2, stage, 2, True, torch.float32)[0][0] for stage in (0, 1, 2, 3)]
     for found in results[1:]:
         assert all(torch.equal(found[name], tensor) for name, tensor in results[0].items())
+
+
+class Late(nn.Module):
+    """Its rows come first in backward, on those ranks that train them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        self.table = nn.Embedding(40, 32, sparse=True)
+
+    def forward(self, x: torch.Tensor, *, looks: bool) -> torch.Tensor:
+        hidden, rows = self.layers(x), self.table(torch.arange(3))
+        return (hidden + (rows if looks else rows.detach())).square().mean()
+
+
+def _one_rank_looks(stage: int) -> torch.Tensor:
+    model, rank = Late(), zcomm.group_rank()
+    policy = ZeroPolicy(stage=stage, unit_numel=1100, persist_numel=0, max_live_numel=0, prefetch_numel=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    partition = zpartition.shard(model, optimizer, policy=policy)
+    for step in range(4):
+        with partition.micro_step():
+            model(torch.ones(3, 32), looks=step == 0 or rank == 0).backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step, any_unused=True)
+        partition.zero_grad()
+    partition.close()
+    return model.table.weight.detach()
+
+
+def test_rows_that_one_rank_has_and_another_has_not_hold_nobody_up() -> None:
+    found, expected = run_ranks(_one_rank_looks, 2, 3, timeout_s=60), run_ranks(_one_rank_looks, 2, 2, timeout_s=60)
+    assert all(torch.equal(table, expected[0]) for table in (*found, *expected))

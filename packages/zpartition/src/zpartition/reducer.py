@@ -20,6 +20,7 @@ sharded.
 [Note: no wait in a circle]  At stage 3 a rank that misses a gradient sends its bucket at the end of the round, and
 until then gathers units, for which the others must come along.  So nobody may wait for that bucket in the middle of a
 round: after `PATIENCE_S` in vain a rank takes further buffers for the rest of the round, and drops them at its end.
+Rows, whose exchange waits for their lengths, are sent last of all, at the end.
 
 Rejected.  Counting expected contributions per parameter (wrong as soon as control flow depends on data);
 launching buckets in order of completion (differs between ranks); autograd's private end-of-backward
@@ -31,7 +32,7 @@ from __future__ import annotations
 import collections
 import enum
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -132,7 +133,7 @@ class GradientReducer:
             for bucket in layout.buckets
         )
         reducer = cls(layout, policy, ranks, exchange_for(ranks, layout.num_shards, policy), gradients, pool, tell)
-        reducer.order = tuple(range(len(gradients)))
+        reducer.order = _rows_last(range(len(gradients)), gradients)
         for gradient in gradients:
             for index, param in enumerate(gradient.params):
                 hook = _hook(weakref.ref(reducer), weakref.ref(gradient), index)
@@ -220,9 +221,10 @@ class GradientReducer:
     def _send_complete(self) -> None:
         while self._next < len(self.order):
             index = self.order[self._next]
-            if index in self.held or self.gradients[index].awaiting:
+            gradient = self.gradients[index]
+            if index in self.held or gradient.awaiting or gradient.rows is not None:
                 return
-            self._send(self.gradients[index])
+            self._send(gradient)
             self._next += 1
 
     def _close_round(self) -> None:
@@ -254,7 +256,7 @@ class GradientReducer:
         resting = [index for index in self.order if index not in set(completed)]  # waited for until the end: last
         answers = zcomm.exchange({"order": completed + resting, "late": sorted(self._late())}, self.ranks.world)
         late = {index for answer in answers for index in answer["late"]}
-        self.order = tuple(answers[0]["order"])
+        self.order = _rows_last(answers[0]["order"], self.gradients)
         self.held |= late
         return late
 
@@ -340,6 +342,10 @@ def _hook(
             owner._arrived(own, index)
 
     return arrived
+
+
+def _rows_last(order: Iterable[int], gradients: Sequence[BucketGradient]) -> tuple[int, ...]:
+    return tuple(sorted(order, key=lambda index: gradients[index].rows is not None))
 
 
 _MIXED = (
