@@ -2,6 +2,7 @@
 
 LAMB is Adam whose step is scaled, for each tensor, by ||weight|| / ||direction||.  So it has to know what a tensor
 is: `lay_out` tells where the tensors lie in a flat shard, and who adds up the squares of tensors that are cut.
+`lay_out_over_ranks` is the same in the words that all optimizers share.
 
 The kernel reads twice: moments and both sums of squares first, then the weights, with the direction computed again
 from the moments.  Rejected: keeping the direction (4 more bytes an element written and read, against one more
@@ -21,9 +22,11 @@ from ._compat import Signals
 from .checks import check_lamb
 from .contract import Params
 from .flat import FlatOptimizer
-from .job import CpuJob, Hyper, Rule, flags_of
+from .formats import StateFormat
+from .job import BLOCK_NUMEL, CpuJob, Hyper, Rule, flags_of
 from .memory import Memory
 from .plan import Batch, Entry, Path
+from .ranks import Layout, Ranks, own_segments
 from .rules import AdamMoments, lamb_rule
 from .segments import Segment
 from .signals import beside
@@ -107,7 +110,9 @@ class LAMB(FlatOptimizer):
 
         Raises ValueError for segments that overlap, lie outside, or do not suit 8-bit states.
         """
-        if all_reduce is not None and len({shard.device for shard in segments}) > 1:
+        if all_reduce is None:
+            Segment.refuse_cut(segments)
+        elif len({shard.device for shard in segments}) > 1:
             raise ValueError("cut tensors need their shards on one device, where their squares are added up.")
         for shard, parts in segments.items():
             Segment.check(parts, shard)
@@ -118,6 +123,22 @@ class LAMB(FlatOptimizer):
                     )
         self._layout: _Layout = _Layout({s: tuple(parts) for s, parts in segments.items()}, num_tensors, all_reduce)
         self._forget()
+
+    def lay_out_over_ranks(self, segments: Layout, ranks: Ranks) -> None:
+        """Say how tensors are cut over `ranks`, see [Note: cut tensors] in ranks.py; one sum a step from now on.
+
+        Raises ValueError as `lay_out` does, and for 8-bit states, whose scales cuts of tensors would cross.
+        """
+        own = own_segments(segments, ranks)
+        for shard in segments:
+            index, position = self._place(shard)
+            if StateFormat.parse(self.param_groups[index]["state_dtype"]) is StateFormat.INT8:
+                raise ValueError(
+                    f'{self._name(index, position)} is a flat shard of cut tensors, and state_dtype="8bit" needs a '
+                    f'scale for every {BLOCK_NUMEL} elements of one tensor. Use "bf16", or leave tensors whole.'
+                )
+        num_tensors = 1 + max((s.index for found in segments.values() for parts in found for s in parts), default=-1)
+        self.lay_out(own, num_tensors=num_tensors, all_reduce=ranks.all_reduce if ranks.world_size > 1 else None)
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -162,7 +183,7 @@ class LAMB(FlatOptimizer):
         def is_cut(batch: Batch) -> bool:
             return self._layout.all_reduce is not None and any(entry.part for entry in batch.entries)
 
-        if self._layout.all_reduce is not None:
+        if self._layout.all_reduce is not None and self._layout.segments:
             self._update_cut([(group, batch) for group, batch in work if is_cut(batch)], signals)
         super()._update_all([(group, batch) for group, batch in work if not is_cut(batch)], signals)
 
@@ -175,7 +196,7 @@ class LAMB(FlatOptimizer):
         found_inf = signals.found_inf
         if found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf):
             return  # on every rank: they share found_inf
-        device = self.param_groups[0]["params"][0].device
+        device = next(iter(self._layout.segments)).device
         everyone = torch.zeros(self._layout.num_tensors, 2, dtype=torch.float64, device=device)
         halves = []
         for group, batch in work:
