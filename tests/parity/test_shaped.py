@@ -1,8 +1,7 @@
 """LAMB, Muon and Adafactor on shards that cut their tensors train as they do on whole tensors in one process.
 
 The oracle is the optimizer by itself, on the module's parameters, over the whole batch, with torch's clipping.  Sums
-over ranks round otherwise than one sum; Muon amplifies that where a gradient has no direction (up to 3.4**5 times),
-so its tolerance is wider.
+over ranks round otherwise than one sum, so the curves agree to rounding (2e-7 was measured).
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from zcomm.testing import run_ranks
 
 NUM_STEPS, BATCH = 10, 48
 STRICT = {"stage3_unit_size": 3000, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
-SHAPED: dict[str, tuple[dict[str, Any], float]] = {
-    "Lamb": ({"lr": 2e-2, "weight_decay": 0.01}, 1e-5),
-    "Muon": ({"lr": 1e-2, "adam_lr": 1e-2, "weight_decay": 0.1}, 1e-3),
-    "Adafactor": ({"lr": 2e-2, "weight_decay": 0.1}, 1e-5),
+SHAPED: dict[str, dict[str, Any]] = {
+    "Lamb": {"lr": 2e-2, "weight_decay": 0.01},
+    "Muon": {"lr": 1e-2, "adam_lr": 1e-2, "weight_decay": 0.1},
+    "Adafactor": {"lr": 2e-2, "weight_decay": 0.1},
 }
 each_shaped = pytest.mark.parametrize("name", SHAPED)
 
@@ -59,7 +58,7 @@ def alone(name: str, *, half: bool = False) -> list[float]:
     """The oracle; with `half` the model computes in bf16, and the optimizer has fp32 copies of its weights."""
     model = Tiny()
     working = copy.deepcopy(model).bfloat16() if half else model
-    optimizer = zoptim.make_optimizer(name, list(model.named_parameters()), SHAPED[name][0])
+    optimizer = zoptim.make_optimizer(name, list(model.named_parameters()), SHAPED[name])
     losses = []
     for batch in batches():
         loss = working(batch)
@@ -80,7 +79,7 @@ def make(name: str, stage: int, accumulation: int = 1, **extra: Any) -> zengine.
         "train_micro_batch_size_per_gpu": BATCH // accumulation // zcomm.group_size(),
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.5,
-        "optimizer": {"type": name, "params": SHAPED[name][0]},
+        "optimizer": {"type": name, "params": SHAPED[name]},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 9000, **(STRICT if stage == 3 else {})},
         **extra,
     }
@@ -108,7 +107,7 @@ def curves(name: str, cases: list[tuple[int, int, dict[str, Any]]]) -> list[list
 
 @each_shaped
 def test_every_stage_world_and_accumulation_has_the_curve_of_one_process(name):
-    expected, tolerance = alone(name), SHAPED[name][1]
+    expected = alone(name)
     assert expected[-1] < 0.97 * expected[0]
     all_cases = [(stage, accumulation) for stage in (0, 1, 2, 3) for accumulation in (1, 3)]
     some = [(1, 3), (2, 1), (3, 1), (3, 3)]
@@ -117,7 +116,7 @@ def test_every_stage_world_and_accumulation_has_the_curve_of_one_process(name):
         everyone = run_ranks(curves, world_size, name, cases)
         for (stage, accumulation, _), losses in zip(cases, everyone[0]):
             where = f"world {world_size}, stage {stage}, accumulation {accumulation}"
-            assert losses == pytest.approx(expected, rel=tolerance), where
+            assert losses == pytest.approx(expected, rel=1e-5), where
         assert all(found == everyone[0] for found in everyone)
 
 

@@ -147,11 +147,14 @@ def alone(steps: Sequence[bool], before: Sequence[bool] = ()) -> tuple[Net, RowN
     return model, optimizer
 
 
-def partitioned(stage: int, steps: Sequence[bool], before: Sequence[bool] = (), half: bool = False) -> Any:
+def partitioned(
+    stage: int, steps: Sequence[bool], before: Sequence[bool] = (), half: bool = False, shard_group_size: int = 0
+) -> Any:
     model, optimizer = alone(before)
     if half:
         model = model.bfloat16()
-    policy = ZeroPolicy(stage=stage, bucket_numel=6000, unit_numel=2000, persist_numel=0, max_live_numel=0)
+    sizes = {"bucket_numel": 6000, "unit_numel": 2000, "persist_numel": 0, "max_live_numel": 0}
+    policy = ZeroPolicy(stage=stage, shard_group_size=shard_group_size, **sizes)
     partition = zpartition.shard(model, optimizer, policy=policy)
     generator = torch.Generator().manual_seed(1)
     for spare in steps:
@@ -169,12 +172,12 @@ def states_of(partition: Any, optimizer: Any) -> dict[Any, Any]:
     return {(key, s.name): (s.global_shape, s.span, s.tensor.clone()) for key, s in shards}
 
 
-def check_stages(before: Sequence[bool], steps: Sequence[bool]) -> list[str]:
+def check_stages(before: Sequence[bool], steps: Sequence[bool], shard_group_size: int = 0) -> list[str]:
     """Every stage trains as one process does, with the state that one process has."""
     model, whole = alone(steps, before)
     report = []
     for stage in (1, 2, 3):
-        partition, optimizer = partitioned(stage, steps, before)
+        partition, optimizer = partitioned(stage, steps, before, shard_group_size=shard_group_size)
         states = states_of(partition, optimizer)
         for key, name in states:
             shape, span, value = states[key, name]
@@ -192,6 +195,10 @@ def test_every_stage_steps_as_one_process_does_with_the_same_state():
     for reports in run_ranks(check_stages, 2, [], [True, True, True]):
         assert len(reports) == 3
     check_stages([], [True, True])
+
+
+def test_in_hybrid_sharding_cuts_are_those_of_a_shard_group():
+    run_ranks(check_stages, 4, [], [True, True], 2)
 
 
 def test_parameters_that_no_rank_used_keep_weights_and_state_of_every_shape():

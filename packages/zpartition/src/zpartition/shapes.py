@@ -107,6 +107,8 @@ def lay_out(
 ) -> None:
     """Tell `optimizer` where the tensors of this rank's shards, `masters` by bucket, and of all other ranks' lie.
 
+    group: the ranks that hold one copy together (looked at where there are several shards).
+
     Raises:
         ValueError: what the optimizer finds that it cannot do on shards.
     """
