@@ -23,13 +23,14 @@ from .checks import check_lamb
 from .contract import Params
 from .flat import FlatOptimizer
 from .formats import StateFormat
-from .job import BLOCK_NUMEL, CpuJob, Hyper, Rule, flags_of
+from .job import BLOCK_NUMEL, Hyper, Rule, flags_of
+from .lamb_torch import HasHalves, LambInTorch
 from .memory import Memory
 from .plan import Batch, Entry, Path
 from .ranks import Layout, Ranks, own_segments
 from .rules import AdamMoments, lamb_rule
 from .segments import Segment
-from .signals import beside
+from .signals import beside, is_skipped
 
 __all__ = ["LAMB"]
 
@@ -189,18 +190,16 @@ class LAMB(FlatOptimizer):
 
     def _update_cut(self, work: Sequence[tuple[Mapping[str, Any], Batch]], signals: Signals) -> None:
         """Phases: moments and sums of squares of every batch; one reduction, even without a batch; weights."""
-        if any(batch.path is Path.TORCH for _, batch in work):
-            raise ValueError(
-                "LAMB on shards of cut tensors needs its kernels; see zoptim.kernels() for what is missing."
-            )
         found_inf = signals.found_inf
-        if found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf):
+        is_near = found_inf is not None and found_inf.device.type == "cpu"
+        if (is_near or any(batch.path is Path.TORCH for _, batch in work)) and is_skipped(signals):
             return  # on every rank: they share found_inf
         device = next(iter(self._layout.segments)).device
         everyone = torch.zeros(self._layout.num_tensors, 2, dtype=torch.float64, device=device)
         halves = []
         for group, batch in work:
-            job = cast(CpuJob, batch.job)
+            in_torch = batch.path is Path.TORCH
+            job = LambInTorch(group, self._memory(group), batch.entries) if in_torch else cast(HasHalves, batch.job)
             sums = job.sums(self._hyper(group), beside(signals, device))
             parts = [(row, entry.part.tensor) for row, entry in enumerate(batch.entries) if entry.part]
             rows, tensors = torch.tensor(parts, device=device).unbind(1)
