@@ -63,18 +63,8 @@ class ShardRanks:
             zcomm.all_reduce(tensor, self.group, label="sums over cut tensors")
 
     def exchange(self, outgoing: torch.Tensor, numels: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Send `numels[r][s]` elements from rank r to rank s; returns what this rank receives, by source.
-
-        One message of equal slices, so what travels is as if every pair sent as much as the busiest.
-        """
-        size = self.world_size
-        slot = max(max(row) for row in numels)
-        padded = outgoing.new_zeros(size, slot)
-        for target, part in enumerate(torch.split(outgoing, list(numels[self.rank]))):
-            padded[target, : part.numel()] = part
-        received = torch.empty_like(padded)
-        zcomm.all_to_all(received.view(-1), padded.view(-1), self.group, label="cut matrices")
-        return torch.cat([received[source, : numels[source][self.rank]] for source in range(size)])
+        """Send `numels[r][s]` elements from rank r to rank s; returns what this rank receives, by source."""
+        return zcomm.exchange_slices(outgoing, numels, self.group, label="parts of cut matrices")
 
 
 class _TakesCuts(Protocol):
