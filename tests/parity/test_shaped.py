@@ -136,6 +136,45 @@ def test_masters_beside_half_precision_weights_are_updated_as_whole_tensors_are(
                 assert losses == pytest.approx(same_format[0], rel=2e-3), "stages differ by less than formats do"
 
 
+class LookedUp(nn.Module):
+    """An embedding of which a batch needs few rows, and a frozen matrix."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Embedding(150, 24, sparse=sparse)
+        self.frozen = nn.Linear(24, 60).requires_grad_(False)
+        self.head = nn.Linear(60, 61)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.frozen(self.embed(batch[:, 0])))
+        return nn.functional.cross_entropy(self.head(hidden), batch[:, 4])
+
+
+def rows_and_dense(name: str, stages: list[int]) -> list[list[list[float]]]:
+    found = []
+    for stage in stages:
+        found.append([])
+        for sparse in (True, False):
+            config = {
+                "train_micro_batch_size_per_gpu": BATCH // zcomm.group_size(),
+                "sparse_gradients": sparse,
+                "optimizer": {"type": name, "params": SHAPED[name]},
+                "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000, **(STRICT if stage == 3 else {})},
+            }
+            engine = zengine.initialize(model=LookedUp(sparse), config=config)[0]
+            found[-1].append(train(engine, batches()[:4]))
+            engine.close()
+    return found
+
+
+@each_shaped
+def test_gradients_that_travel_as_rows_are_cut_like_others(name):
+    for rows, dense in run_ranks(rows_and_dense, 2, name, [2, 3])[0]:
+        assert rows == pytest.approx(dense, rel=1e-5)
+        assert rows[-1] < rows[0]
+
+
 def refusal(name: str, stage: int) -> str:
     make_optimizer = {"Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon}[name]
     model = nn.Linear(40, 40, bias=False)

@@ -251,7 +251,7 @@ def test_the_cuts_of_all_ranks_cover_every_tensor_once():
 
 def _exchange() -> list[float]:
     rank = zcomm.group_rank()
-    ranks = ShardRanks(None, rank, 3)
+    ranks = ShardRanks(None, rank, 3, torch.device("cpu"))
     numels = [[0, 2, 1], [3, 0, 0], [0, 0, 1]]
     given = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0]][rank]
     total = torch.tensor([float(rank)])
@@ -264,7 +264,7 @@ def test_ranks_exchange_slices_of_any_size():
 
 
 def test_nothing_is_sent_where_nothing_is_cut():
-    ranks = ShardRanks(None, 0, 1)
+    ranks = ShardRanks(None, 0, 1, torch.device("cpu"))
     kept = torch.ones(2)
     ranks.all_reduce(kept)
     assert kept.tolist() == [1.0, 1.0]

@@ -120,7 +120,7 @@ class Partition:
             self.updates_parameters = True
         else:
             masters = [holder.tensor for holder in self.holders]
-            tell = functools.partial(shapes.lay_out, optimizer, masters, self.layout, self.ranks.shard)
+            tell = functools.partial(shapes.lay_out, optimizer, masters, self.layout, self.ranks.shard, self.device)
             held: list[list[state.Holder]] = [[] for _ in range(num_groups)]
             for storage, holder in zip(self.storages, self.holders):
                 held[storage.bucket.group].append(holder)

@@ -51,20 +51,27 @@ class Cut:
 @final
 @attrs.frozen(eq=False)
 class ShardRanks:
-    """The ranks over which tensors are cut."""
+    """The ranks over which tensors are cut.
+
+    Messages travel on `device`, where the group can carry them, wherever the optimizer works.
+    """
 
     group: ProcessGroup | None
     rank: int  # whose shards these are
     world_size: int  # 1 where nothing is cut, however many ranks there are
+    device: torch.device  # of the weights
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` over the ranks, in place."""
         if self.world_size > 1:
-            zcomm.all_reduce(tensor, self.group, label="sums over cut tensors")
+            here = tensor.to(self.device)
+            zcomm.all_reduce(here, self.group, label="sums over cut tensors")
+            tensor.copy_(here)
 
     def exchange(self, outgoing: torch.Tensor, numels: Sequence[Sequence[int]]) -> torch.Tensor:
         """Send `numels[r][s]` elements from rank r to rank s; returns what this rank receives, by source."""
-        return zcomm.exchange_slices(outgoing, numels, self.group, label="parts of cut matrices")
+        here = outgoing.to(self.device)
+        return zcomm.exchange_slices(here, numels, self.group, label="parts of cut matrices").to(outgoing.device)
 
 
 class _TakesCuts(Protocol):
@@ -93,16 +100,20 @@ def cuts_of(layout: Layout) -> list[list[list[Cut]]]:
 
 
 def lay_out(
-    optimizer: torch.optim.Optimizer, masters: Sequence[Parameter], layout: Layout, group: ProcessGroup | None
+    optimizer: torch.optim.Optimizer,
+    masters: Sequence[Parameter],
+    layout: Layout,
+    group: ProcessGroup | None,
+    device: torch.device,
 ) -> None:
     """Tell `optimizer` where the tensors of this rank's shards, `masters` by bucket, and of all other ranks' lie.
 
-    group: the ranks that hold one copy together (looked at where there are several shards).
+    group: the ranks that hold one copy together (looked at where there are several shards); device: of the weights.
 
     Raises:
         ValueError: what the optimizer finds that it cannot do on shards.
     """
-    ranks = ShardRanks(group, zcomm.group_rank(group) % layout.num_shards, layout.num_shards)
+    ranks = ShardRanks(group, zcomm.group_rank(group) % layout.num_shards, layout.num_shards, device)
     cast(_TakesCuts, optimizer).lay_out_over_ranks(dict(zip(masters, cuts_of(layout))), ranks)
 
 
