@@ -6,6 +6,7 @@ bits to begin with, and its curve differs by what sums over ranks round otherwis
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 import zckpt
 import zcomm
 import zengine
+import zoptim
 from zcomm.testing import run_ranks
 
 NUM_STEPS, SAVED_AT, BATCH = 6, 3, 48
@@ -127,14 +129,27 @@ def test_masters_apart_resume_too(tmp_path, name, params):
     assert losses == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_8bit_states_of_lamb_are_refused_where_masters_are_apart_and_the_module_is_free_again(stage):
-    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 1}
+def refused(stage: int) -> str:
+    """What is said to the caller's 8-bit LAMB; module and optimizer are as they were, and train at stage 0."""
     model = Net()
-    for _ in range(2):
-        with pytest.raises(
-            ValueError, match=r'is a flat shard of cut tensors, and state_dtype="8bit" needs.* "bf16"'
-        ):
-            zengine.initialize(
-                model=model, config={**config, "optimizer": {"type": "Lamb", "params": {"state_dtype": "8bit"}}}
-            )
+    optimizer = zoptim.LAMB(model.parameters(), state_dtype="8bit")
+    before = [param.detach().clone() for param in model.parameters()]
+    config = {"train_micro_batch_size_per_gpu": 8}
+    with pytest.raises(ValueError, match="parameter group 0 of LAMB") as found:
+        zengine.initialize(
+            model=model, optimizer=optimizer, config={**config, "zero_optimization": {"stage": stage, **STRICT}}
+        )
+    assert all(map(torch.equal, before, model.parameters()))
+    engine = zengine.initialize(model=model, optimizer=optimizer, config=config)[0]
+    train(engine, 1)
+    engine.close()
+    return str(found.value)
+
+
+def test_8bit_states_of_lamb_are_refused_where_tensors_are_cut_before_anything_is_moved():
+    for text in run_ranks(refused, 2, 3):
+        assert re.search(r'has state_dtype="8bit", which needs a scale for every 256 .* Use state_dtype="bf16"', text)
+    half = {"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}}
+    optimizer = {"type": "Lamb", "params": {"state_dtype": "8bit"}}
+    with pytest.raises(ValueError, match="keep tensors whole \\(ZeRO stage 0 in fp32\\)"):
+        zengine.initialize(model=Net(), config={**half, "optimizer": optimizer})

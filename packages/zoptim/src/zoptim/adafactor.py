@@ -114,8 +114,8 @@ class Adafactor(torch.optim.Adafactor):
 
     def take_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
         """Remember `state`, in the parameter's dtype.  Raises ValueError, with nothing adopted, for another's."""
-        index, position = next(place for place, other in self._parameters() if other is param)
-        _check_state(state, param, self._segments.get(param), self._name(index, position))
+        names = [self._name(*place) for place, other in self._parameters() if other is param]
+        _check_state(state, param, self._segments.get(param), *names)
         kinds = {key: torch.float32 if key == "step" else param.dtype for key in state}
         self.state[param] = {key: torch.as_tensor(value).to(kinds[key]) for key, value in state.items()}
 

@@ -130,16 +130,20 @@ class LAMB(FlatOptimizer):
 
         Raises ValueError as `lay_out` does, and for 8-bit states, whose scales cuts of tensors would cross.
         """
+        self.refuse_cuts()
         own = own_segments(segments, ranks)
-        for shard in segments:
-            index, position = self._place(shard)
-            if StateFormat.parse(self.param_groups[index]["state_dtype"]) is StateFormat.INT8:
-                raise ValueError(
-                    f'{self._name(index, position)} is a flat shard of cut tensors, and state_dtype="8bit" needs a '
-                    f'scale for every {BLOCK_NUMEL} elements of one tensor. Use "bf16", or leave tensors whole.'
-                )
         num_tensors = 1 + max((s.index for found in segments.values() for parts in found for s in parts), default=-1)
         self.lay_out(own, num_tensors=num_tensors, all_reduce=ranks.all_reduce if ranks.world_size > 1 else None)
+
+    def refuse_cuts(self) -> None:
+        """ValueError if a group has 8-bit states; to be asked before tensors are cut."""
+        for index, group in enumerate(self.param_groups):
+            if StateFormat.parse(group["state_dtype"]) is StateFormat.INT8:
+                raise ValueError(
+                    f'parameter group {index} of LAMB has state_dtype="8bit", which needs a scale for every '
+                    f"{BLOCK_NUMEL} elements of one tensor, and tensors would be cut anywhere. "
+                    'Use state_dtype="bf16", or keep tensors whole (ZeRO stage 0 in fp32).'
+                )
 
     def _set_up(self) -> None:
         super()._set_up()

@@ -3,7 +3,8 @@
 See [Note: cut tensors] in ranks.py.  Momentum is elementwise, so it stays with the shard and is updated there, in
 any format.  What travels is the direction: to the matrix's owner, in the format of the iteration (float32, bf16 on
 GPUs), and back, two messages a round.  With W ranks a rank sends at most its share of the matrices, 1/W of them, each
-way; ZeRO's own reduction and gathering each move all of them.  A round takes whole shards up to `ROUND_NUMEL`
+way (of a GPT-2 of 124M a tenth of it on 4 ranks, half on 8); ZeRO's own reduction and gathering each move all of
+them.  A round takes whole shards up to `ROUND_NUMEL`
 elements of this rank, and needs about four copies of that many elements at once.
 
 Owners are chosen among the ranks that hold a part, so that each has the same arithmetic to do; a matrix that one

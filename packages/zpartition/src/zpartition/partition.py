@@ -109,13 +109,11 @@ class Partition:
 
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:
         """Let `optimizer` update this partition's shards instead of the module's parameters."""
-        state.refuse_split_master(optimizer)
-        num_groups = len(optimizer.param_groups)
         cuts = self.layout.num_shards > 1 or not all(s.shares_master for s in self.storages)
+        state.refuse_unfit(optimizer, cuts=cuts)
+        num_groups = len(optimizer.param_groups)
         lays_out = cuts and shapes.takes_cuts(optimizer)
         if not lays_out and not state.is_elementwise(optimizer):
-            if cuts:
-                state.refuse_shaped(optimizer)
             self.holders = tuple(state.Holder.of_parameter(n, p) for n, p in self.params.items())
             self.updates_parameters = True
         else:

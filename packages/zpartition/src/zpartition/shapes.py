@@ -15,8 +15,10 @@ None for a tensor that is not laid out:
                                     the segment's size for what is cut as the tensor is; of more dims for what every
                                     holder of a part keeps whole (Adafactor's rows and columns); () for a count
 
-Through them checkpoints address state by parameter, whatever the cuts (addressing.py).  This package knows none of
-those optimizers; zoptim.LAMB, Muon and Adafactor are such.
+One that cannot work on cuts as it is configured says so in `refuse_cuts()`, a ValueError, before anything is moved.
+
+Through `segment_states` checkpoints address state by parameter, whatever the cuts (addressing.py).  This package
+knows none of those optimizers; zoptim.LAMB, Muon and Adafactor are such.
 
 Rejected: layouts whose cuts avoid tensors, or an owner for each tensor (spans would not be equal, and bucket,
 reduction and checkpoint would depend on the optimizer).
@@ -85,6 +87,13 @@ class _TakesCuts(Protocol):
 def takes_cuts(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` looks at shapes and can be told of cuts."""
     return hasattr(optimizer, "lay_out_over_ranks")
+
+
+def refuse_cuts(optimizer: torch.optim.Optimizer) -> None:
+    """What an optimizer that takes cuts has against them as it is configured: its ValueError."""
+    refuse = getattr(optimizer, "refuse_cuts", None)
+    if refuse is not None:
+        refuse()
 
 
 def cuts_of(layout: Layout) -> list[list[list[Cut]]]:

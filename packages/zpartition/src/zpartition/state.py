@@ -28,7 +28,7 @@ import torch
 from torch.nn import Parameter
 
 from zpartition.layout import Piece, Slot
-from zpartition.shapes import new_state, segment_states, takes_cuts
+from zpartition.shapes import new_state, refuse_cuts, segment_states, takes_cuts
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
@@ -94,7 +94,9 @@ def refuse_split_master(optimizer: torch.optim.Optimizer) -> None:
 def refuse_unfit(optimizer: torch.optim.Optimizer, *, cuts: bool) -> None:
     """ValueError for an optimizer that cannot be given shards; to be asked before anything is moved."""
     refuse_split_master(optimizer)
-    if cuts and not takes_cuts(optimizer):
+    if cuts and takes_cuts(optimizer):
+        refuse_cuts(optimizer)
+    elif cuts:
         refuse_shaped(optimizer)
 
 
