@@ -30,6 +30,8 @@ from .segments import Segment
 
 __all__ = ["AdafactorShards", "ShardPart"]
 
+_CHUNK_NUMEL = 1 << 20  # elements that are cast to float64 at once
+
 
 @attrs.frozen(eq=False)
 class ShardPart:
@@ -218,8 +220,8 @@ def _root_mean(total: Tensor, part: ShardPart) -> float:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """() float64."""
-    return tensor.sum(dtype=torch.float64)
+    """() float64.  By chunks: torch's own sum(dtype=float64) to a scalar is a hundred times slower than a cast."""
+    return torch.stack([chunk.double().sum() for chunk in torch.split(tensor.reshape(-1), _CHUNK_NUMEL)]).sum()
 
 
 def _wide(tensor: Tensor) -> Tensor:
