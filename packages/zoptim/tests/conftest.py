@@ -6,7 +6,8 @@ dicts and torch's manners.  `row`, `path` and `lab` are fixtures, because test f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -196,3 +197,123 @@ class Lab:
         """Weights and every state tensor, copied."""
         state = [value for param in params for _, value in sorted(optimizer.state[param].items())]
         return [tensor.detach().clone() for tensor in [*params, *state]]
+
+
+@pytest.fixture
+def team() -> type[Team]:
+    """Ranks that are threads."""
+    return Team
+
+
+@attrs.define(eq=False)
+class Team:
+    """Threads that are ranks, with flat shards of tensors that lie end to end, cut at `cuts`.
+
+    What it counts, it counts once for all ranks.
+    """
+
+    shapes: list[tuple[int, ...]]
+    cuts: list[int]  # where each rank's shard begins; the last ends with the tensors
+    reduced: list[int] = attrs.field(factory=list)  # elements of each sum
+    exchanged: list[int] = attrs.field(factory=list)  # elements of each exchange that travelled
+    given: dict[int, Any] = attrs.field(factory=dict)
+    barrier: Any = attrs.field(init=False)
+
+    @barrier.default
+    def _barrier(self) -> threading.Barrier:
+        return threading.Barrier(len(self.cuts), timeout=20)
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        return list(zip(self.cuts, [*self.cuts[1:], sum(torch.Size(shape).numel() for shape in self.shapes)]))
+
+    def segments(self) -> list[list[zoptim.Segment]]:
+        """[rank]: what it holds."""
+        found: list[list[zoptim.Segment]] = []
+        for low, high in self.bounds:
+            found.append([])
+            start = 0
+            for index, shape in enumerate(self.shapes):
+                end = start + torch.Size(shape).numel()
+                first, last = max(start, low), min(end, high)
+                if first < last:
+                    found[-1].append(zoptim.Segment(first - low, shape, index, (first - start, last - start)))
+                start = end
+        return found
+
+    def shards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+        return [flat[low:high].clone() for low, high in self.bounds]
+
+    def lay_out(self, rank: int, optimizer: Any, shard: Tensor) -> None:
+        optimizer.lay_out_over_ranks({shard: self.segments()}, Member(self, rank, len(self.cuts)))
+
+    def train(self, make: Callable[[list[Tensor]], Any], steps: range, dtype: torch.dtype = torch.float32) -> Any:
+        """(shards, optimizers) of all ranks after `steps` with the lab's weights and gradients."""
+        shards = [shard.requires_grad_() for shard in self.shards(Lab.make_params(self.shapes, dtype))]
+        optimizers = [make([shard]) for shard in shards]
+        for rank, (shard, optimizer) in enumerate(zip(shards, optimizers)):
+            self.lay_out(rank, optimizer, shard)
+        self.go_on(shards, optimizers, steps)
+        return shards, optimizers
+
+    def go_on(self, shards: list[Tensor], optimizers: list[Any], steps: range) -> None:
+        def go(rank: int) -> None:
+            for step in steps:
+                shards[rank].grad = self.shards(Lab.make_grads(step, self.shapes))[rank].to(shards[rank].dtype)
+                optimizers[rank].step()
+
+        self.together(go)
+
+    def together(self, go: Callable[[int], None]) -> None:
+        failures: list[BaseException] = []
+
+        def guarded(rank: int) -> None:
+            try:
+                go(rank)
+            except BaseException as failure:
+                failures.append(failure)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(len(self.cuts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def meet(self, rank: int, mine: Any) -> list[Any]:
+        """What all ranks gave, by rank."""
+        self.given[rank] = mine
+        self.barrier.wait()
+        found = [self.given[other] for other in range(len(self.cuts))]
+        self.barrier.wait()
+        return found
+
+
+@attrs.frozen(eq=False)
+class Member:
+    """One rank of a team, as zoptim.ranks.Ranks asks for it."""
+
+    team: Team
+    rank: int
+    world_size: int
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        given = self.team.meet(self.rank, tensor.clone())
+        tensor.copy_(torch.stack(given).sum(dim=0))
+        if self.rank == 0:
+            self.team.reduced.append(tensor.numel())
+
+    def exchange(self, outgoing: Tensor, numels: Sequence[Sequence[int]]) -> Tensor:
+        assert outgoing.numel() == sum(numels[self.rank])
+        given = self.team.meet(self.rank, (outgoing, numels))
+        assert all(other == numels for _, other in given), "all ranks know the same table"
+        if self.rank == 0:
+            self.team.exchanged.append(sum(map(sum, numels)))
+        parts = []
+        for source, (sent, _) in enumerate(given):
+            start = sum(numels[source][: self.rank])
+            parts.append(sent[start : start + numels[source][self.rank]])
+        return torch.cat(parts)

@@ -241,6 +241,14 @@ def test_cut_tensors_step_as_whole_ones(cuts: list[int], lab: Any) -> None:
     assert calls == 3, "one reduction a step"
 
 
+def test_cut_tensors_without_kernels_step_as_whole_ones(lab: Any) -> None:
+    found, expected, calls = cut_and_whole(lab, [0, 450, 905], foreach=True)
+    lab.assert_near([found], [expected], rtol=1e-6, atol=1e-6)
+    assert calls == 3
+    found, expected, _ = cut_and_whole(lab, [0, 450], torch.bfloat16, foreach=True)
+    lab.assert_near([found], [expected], rtol=2**-7, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "dtype_and_more", [(torch.bfloat16, {"split_master": True}), (torch.float32, {"state_dtype": "bf16"})]
 )
@@ -317,13 +325,3 @@ def test_segments_that_cut_a_block_of_8bit_states_are_refused_by_name() -> None:
     ):
         optimizer.step()
     assert torch.equal(shard.detach(), torch.ones(600))
-
-
-def test_cut_tensors_without_kernels_are_refused() -> None:
-    shard = torch.ones(20).requires_grad_()
-    optimizer = LAMB([shard], foreach=True)
-    optimizer.lay_out({shard: [Segment(0, (20,))]}, num_tensors=1, all_reduce=lambda sums: None)
-    shard.grad = torch.ones(20)
-    with pytest.raises(ValueError, match=r"LAMB on shards of cut tensors needs its kernels; see zoptim\.kernels\(\)"):
-        optimizer.step()
-    assert torch.equal(shard.detach(), torch.ones(20))

@@ -52,7 +52,7 @@ def test_a_layout_survives_loading_state(lab: Any) -> None:
 def test_a_segment_that_is_no_matrix_is_refused(lab: Any) -> None:
     flat = torch.zeros(40, requires_grad=True)
     optimizer = zoptim.Muon([{"params": [flat], "use_muon": True}])
-    with pytest.raises(ValueError, match=r"Segment\(start=0, shape=\(40,\), index=0\) is no matrix"):
+    with pytest.raises(ValueError, match=r"Segment\(start=0, shape=\(40,\), index=0, span=None\) is no matrix"):
         optimizer.lay_out({flat: [Segment(0, (40,))]})
     with pytest.raises(ValueError, match="disjoint"):
         optimizer.lay_out({flat: [Segment(0, (4, 5)), Segment(10, (4, 5))]})

@@ -34,7 +34,10 @@ def test_disjoint_segments_inside_the_shard_pass_in_any_order(segments: Sequence
 @pytest.mark.parametrize(
     ("segments", "message"),
     [
-        ([Segment(0, (2, 3)), Segment(5, (2,))], r"Segment\(start=5, shape=\(2,\), index=0\) begins before 6"),
+        (
+            [Segment(0, (2, 3)), Segment(5, (2,))],
+            r"Segment\(start=5, shape=\(2,\), index=0, span=None\) begins before 6",
+        ),
         (
             [Segment(0, (4,)), Segment(0, (4,))],
             "begins before 4, where the one before it ends; segments are disjoint",

@@ -29,6 +29,7 @@ from zcomm.quantized import all_gather_quantized, reduce_scatter_quantized
 from zcomm.rendezvous import RendezvousFailed
 from zcomm.shared.registry import transport, transport_reason
 from zcomm.shared.tensors import shared_empty
+from zcomm.slices import exchange_slices
 from zcomm.sparse import gather_rows
 from zcomm.trace import Record, traced
 from zcomm.twins import run, run_mates, twin
@@ -59,6 +60,7 @@ __all__ = [
     "context",
     "detect",
     "exchange",
+    "exchange_slices",
     "gather_rows",
     "group_rank",
     "group_size",

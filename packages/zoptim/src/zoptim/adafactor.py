@@ -5,8 +5,8 @@ torch.optim.Adafactor's, which is a loop of small products where a kernel of our
 came for; what is added are the grad_scale / found_inf attributes, and checks of the options.
 
 It looks at whole matrices.  On flat shards `lay_out` says where they lie, and the rows and columns of all of them
-are three flat tensors in the shard's state; a matrix that is cut over ranks has to be gathered first.  [Note: the
-host] a step reads found_inf on the host.
+are three flat tensors in the shard's state; those that are cut over ranks add up their rows and columns after
+`lay_out_over_ranks` (adafactor_ranks.py).  [Note: the host] a step reads found_inf on the host.
 
 Rejected: the pure rule tensor by tensor (`adafactor_rule`), which is right but a few times slower than torch's lists.
 """
@@ -22,9 +22,11 @@ from torch import Tensor
 
 from . import _compat
 from ._compat import AdafactorLists, Signals
+from .adafactor_ranks import AdafactorShards, ShardPart
 from .checks import check_adafactor
 from .contract import Params
 from .errors import UnsupportedTensorError
+from .ranks import Layout, Ranks, own_segments
 from .segments import Segment
 from .signals import NO_SCALE, beside, is_skipped, read_signals
 
@@ -40,8 +42,8 @@ class Adafactor(torch.optim.Adafactor):
     A tensor lr is read on the host.  `grad_scale` and `found_inf` as in FlatOptimizer; `p.grad` is never written.
 
     State of a parameter: `step` () float32; of a matrix `row_var` (..., rows, 1) and `col_var` (..., 1, cols), of a
-    vector `variance`; of a flat shard all three, those of its tensors behind each other.  A copy or a pickle has no
-    `lay_out`.
+    vector `variance`; of a flat shard all three, those of its tensors behind each other (of a cut matrix all rows and
+    columns, of a cut vector the shard's part).  A copy or a pickle has no `lay_out`.
 
     Raises ValueError or TypeError naming the argument that is out of range, UnsupportedTensorError for complex
     parameters.
@@ -65,6 +67,7 @@ class Adafactor(torch.optim.Adafactor):
         maximize: bool = False,
     ) -> None:
         self._segments: dict[Tensor, tuple[Segment, ...]] = {}
+        self._shards: AdafactorShards | None = None
         check_adafactor({"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay})
         super().__init__(params, lr, beta2_decay, eps, d, weight_decay, foreach=foreach, maximize=maximize)
 
@@ -77,13 +80,53 @@ class Adafactor(torch.optim.Adafactor):
         Raises ValueError for segments that overlap or lie outside, for shards of nobody's, and for state that is not
         of these segments.
         """
+        Segment.refuse_cut(segments)
+        self._lay_out({shard: tuple(parts) for shard, parts in segments.items()})
+
+    def lay_out_over_ranks(self, segments: Layout, ranks: Ranks) -> None:
+        """Say how tensors are cut over `ranks`, see [Note: cut tensors] in ranks.py; two sums a step from now on.
+
+        Raises ValueError as `lay_out` does.
+        """
+        self._lay_out(own_segments(segments, ranks))
+        self._shards = AdafactorShards.make(segments, ranks)
+
+    def new_state(self, shard: Tensor) -> dict[str, Tensor] | None:
+        """The state of a shard that is laid out, before its first update: zeros.  None for other parameters."""
+        return _first_state(shard, self._segments[shard]) if shard in self._segments else None
+
+    def segment_states(self, shard: Tensor, state: Mapping[str, Tensor]) -> list[dict[str, Tensor]] | None:
+        """`state` of a laid out shard as that of its segments, in their order: views, and the shared count.
+
+        None for other parameters.
+
+        `row_var` and `col_var` of a matrix have their own shapes and are whole, `variance` of a vector is flat and
+        covers the segment.
+        """
+        if shard not in self._segments:
+            return None
+        found = list(_parts(state, self._segments[shard]))
+        return [{**part, "variance": part["variance"].view(-1)} if "variance" in part else part for part in found]
+
+    def portable_state(self, param: Tensor) -> dict[str, Any]:
+        """What is remembered of `param`; {} before the first update."""
+        return dict(self.state.get(param, {}))
+
+    def take_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
+        """Remember `state`, in the parameter's dtype.  Raises ValueError, with nothing adopted, for another's."""
+        names = [self._name(*place) for place, other in self._parameters() if other is param]
+        _check_state(state, param, self._segments.get(param), *names)
+        kinds = {key: torch.float32 if key == "step" else param.dtype for key in state}
+        self.state[param] = {key: torch.as_tensor(value).to(kinds[key]) for key, value in state.items()}
+
+    def _lay_out(self, segments: dict[Tensor, tuple[Segment, ...]]) -> None:
         known = {id(param): self._name(*place) for place, param in self._parameters()}
         for shard, parts in segments.items():
             Segment.check(parts, shard)
             if id(shard) not in known:
                 raise ValueError(f"a tensor of shape {tuple(shard.shape)} is not a parameter of this Adafactor.")
-            _check_state(self.state.get(shard, {}), shard, tuple(parts), known[id(shard)])
-        self._segments = {shard: tuple(parts) for shard, parts in segments.items()}
+            _check_state(self.state.get(shard, {}), shard, parts, known[id(shard)])
+        self._segments, self._shards = segments, None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its options are checked like the constructor's."""
@@ -105,6 +148,7 @@ class Adafactor(torch.optim.Adafactor):
         previous = dict(self.__dict__)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.setdefault("_segments", {})  # loading keeps them, a copy has none
+        self.__dict__.setdefault("_shards", None)
         try:
             for index, group in enumerate(self.param_groups):
                 _check_group(group, index, self.defaults)
@@ -125,6 +169,8 @@ class Adafactor(torch.optim.Adafactor):
             with torch.no_grad():
                 for index, group in enumerate(self.param_groups):
                     self._update(index, group, signals)
+                if self._shards is not None:
+                    self._update_over_ranks(self._shards, signals)
         return loss
 
     def _update(self, index: int, group: Mapping[str, Any], signals: Signals) -> None:
@@ -137,6 +183,8 @@ class Adafactor(torch.optim.Adafactor):
             segments, state = self._segments.get(param), self.state[param]
             if not state:
                 state.update(_first_state(param, segments))
+            if self._shards is not None and segments is not None:
+                continue
             grad = param.grad
             if signals.grad_scale is not None:
                 grad = grad / beside(signals, grad.device).grad_scale
@@ -144,12 +192,31 @@ class Adafactor(torch.optim.Adafactor):
                 lists.add(param, grad, state)
                 continue
             shards.append(state)
-            for part in _parts(state, segments):
-                row, shape = part.pop("row"), part.pop("shape")
-                lists.add(param.detach()[row].view(shape), grad[row].view(shape), part)
+            for segment, part in zip(segments, _parts(state, segments)):
+                row, shape = segment.row, segment.shape
+                lists.add(
+                    param.detach()[row].view(shape), grad[row].view(shape), {**part, "step": part["step"].clone()}
+                )
         _compat.adafactor(group, lists)
         for state in shards:
             state["step"] += 1  # its tensors had copies
+
+    def _update_over_ranks(self, shards: AdafactorShards, signals: Signals) -> None:
+        """All segments of all shards at once: they share the messages."""
+        parts = []
+        for index, group in enumerate(self.param_groups):
+            for position, shard in enumerate(group["params"]):
+                if shard in self._segments:
+                    if shard.grad is None:
+                        raise ValueError(
+                            f"{self._name(index, position)} is a shard of cut tensors and has no gradient; its other "
+                            "ranks would wait for it. Give every shard one, zeros if need be."
+                        )
+                    self.state[shard]["step"] += 1
+                    states = _parts(self.state[shard], self._segments[shard])
+                    here = beside(signals, shard.device).grad_scale
+                    parts += [ShardPart(s, group, shard, here, of) for s, of in zip(self._segments[shard], states)]
+        shards.update(parts)
 
     def _check(self, param: Tensor, who: str) -> None:
         assert param.grad is not None
@@ -178,14 +245,14 @@ def _first_state(param: Tensor, segments: Sequence[Segment] | None) -> dict[str,
     return {"step": torch.zeros(()), **zeros}
 
 
-def _parts(state: Mapping[str, Tensor], segments: Sequence[Segment]) -> Iterator[dict[str, Any]]:
-    """The state of each tensor of a shard, as views of the shard's; the count is a copy."""
+def _parts(state: Mapping[str, Tensor], segments: Sequence[Segment]) -> Iterator[dict[str, Tensor]]:
+    """The state of each tensor of a shard, as views of the shard's; the count is the shard's own."""
     ends = dict.fromkeys(_MOMENTS, 0)
     for segment in segments:
-        part: dict[str, Any] = {"step": state["step"].clone(), "row": segment.row, "shape": segment.shape}
-        for key, shape in _shapes(segment.shape).items():
+        part = {"step": state["step"]}
+        for key, shape in _shapes_in(segment).items():
             start, ends[key] = ends[key], ends[key] + math.prod(shape)
-            part[key] = state[key][start : ends[key]].view(shape)
+            part[key] = state[key].view(-1)[start : ends[key]].view(shape)
         yield part
 
 
@@ -223,7 +290,7 @@ def _expected_shapes(param: Tensor, segments: Sequence[Segment] | None) -> dict[
     """Of the moments of `param`."""
     if segments is None:
         return _shapes(tuple(param.shape))
-    found = [_shapes(segment.shape) for segment in segments]
+    found = list(map(_shapes_in, segments))
     return {key: (sum(math.prod(shapes[key]) for shapes in found if key in shapes),) for key in _MOMENTS}
 
 
@@ -233,3 +300,8 @@ def _shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return {"variance": shape}
     *stack, rows, cols = shape
     return {"row_var": (*stack, rows, 1), "col_var": (*stack, 1, cols)}
+
+
+def _shapes_in(segment: Segment) -> dict[str, tuple[int, ...]]:
+    """Of the moments of a segment: of a part of a vector that part alone."""
+    return _shapes(segment.shape if segment.is_whole or len(segment.shape) > 1 else (segment.numel,))

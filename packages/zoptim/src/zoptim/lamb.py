@@ -2,6 +2,7 @@
 
 LAMB is Adam whose step is scaled, for each tensor, by ||weight|| / ||direction||.  So it has to know what a tensor
 is: `lay_out` tells where the tensors lie in a flat shard, and who adds up the squares of tensors that are cut.
+`lay_out_over_ranks` is the same in the words that all optimizers share.
 
 The kernel reads twice: moments and both sums of squares first, then the weights, with the direction computed again
 from the moments.  Rejected: keeping the direction (4 more bytes an element written and read, against one more
@@ -21,12 +22,15 @@ from ._compat import Signals
 from .checks import check_lamb
 from .contract import Params
 from .flat import FlatOptimizer
-from .job import CpuJob, Hyper, Rule, flags_of
+from .formats import StateFormat
+from .job import BLOCK_NUMEL, Hyper, Rule, flags_of
+from .lamb_torch import HasHalves, LambInTorch
 from .memory import Memory
 from .plan import Batch, Entry, Path
+from .ranks import Layout, Ranks, own_segments
 from .rules import AdamMoments, lamb_rule
 from .segments import Segment
-from .signals import beside
+from .signals import beside, is_skipped
 
 __all__ = ["LAMB"]
 
@@ -107,7 +111,9 @@ class LAMB(FlatOptimizer):
 
         Raises ValueError for segments that overlap, lie outside, or do not suit 8-bit states.
         """
-        if all_reduce is not None and len({shard.device for shard in segments}) > 1:
+        if all_reduce is None:
+            Segment.refuse_cut(segments)
+        elif len({shard.device for shard in segments}) > 1:
             raise ValueError("cut tensors need their shards on one device, where their squares are added up.")
         for shard, parts in segments.items():
             Segment.check(parts, shard)
@@ -118,6 +124,26 @@ class LAMB(FlatOptimizer):
                     )
         self._layout: _Layout = _Layout({s: tuple(parts) for s, parts in segments.items()}, num_tensors, all_reduce)
         self._forget()
+
+    def lay_out_over_ranks(self, segments: Layout, ranks: Ranks) -> None:
+        """Say how tensors are cut over `ranks`, see [Note: cut tensors] in ranks.py; one sum a step from now on.
+
+        Raises ValueError as `lay_out` does, and for 8-bit states, whose scales cuts of tensors would cross.
+        """
+        self.refuse_cuts()
+        own = own_segments(segments, ranks)
+        num_tensors = 1 + max((s.index for found in segments.values() for parts in found for s in parts), default=-1)
+        self.lay_out(own, num_tensors=num_tensors, all_reduce=ranks.all_reduce if ranks.world_size > 1 else None)
+
+    def refuse_cuts(self) -> None:
+        """ValueError if a group has 8-bit states; to be asked before tensors are cut."""
+        for index, group in enumerate(self.param_groups):
+            if StateFormat.parse(group["state_dtype"]) is StateFormat.INT8:
+                raise ValueError(
+                    f'parameter group {index} of LAMB has state_dtype="8bit", which needs a scale for every '
+                    f"{BLOCK_NUMEL} elements of one tensor, and tensors would be cut anywhere. "
+                    'Use state_dtype="bf16", or keep tensors whole (ZeRO stage 0 in fp32).'
+                )
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -162,24 +188,22 @@ class LAMB(FlatOptimizer):
         def is_cut(batch: Batch) -> bool:
             return self._layout.all_reduce is not None and any(entry.part for entry in batch.entries)
 
-        if self._layout.all_reduce is not None:
+        if self._layout.all_reduce is not None and self._layout.segments:
             self._update_cut([(group, batch) for group, batch in work if is_cut(batch)], signals)
         super()._update_all([(group, batch) for group, batch in work if not is_cut(batch)], signals)
 
     def _update_cut(self, work: Sequence[tuple[Mapping[str, Any], Batch]], signals: Signals) -> None:
         """Phases: moments and sums of squares of every batch; one reduction, even without a batch; weights."""
-        if any(batch.path is Path.TORCH for _, batch in work):
-            raise ValueError(
-                "LAMB on shards of cut tensors needs its kernels; see zoptim.kernels() for what is missing."
-            )
         found_inf = signals.found_inf
-        if found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf):
+        is_near = found_inf is not None and found_inf.device.type == "cpu"
+        if (is_near or any(batch.path is Path.TORCH for _, batch in work)) and is_skipped(signals):
             return  # on every rank: they share found_inf
-        device = self.param_groups[0]["params"][0].device
+        device = next(iter(self._layout.segments)).device
         everyone = torch.zeros(self._layout.num_tensors, 2, dtype=torch.float64, device=device)
         halves = []
         for group, batch in work:
-            job = cast(CpuJob, batch.job)
+            in_torch = batch.path is Path.TORCH
+            job = LambInTorch(group, self._memory(group), batch.entries) if in_torch else cast(HasHalves, batch.job)
             sums = job.sums(self._hyper(group), beside(signals, device))
             parts = [(row, entry.part.tensor) for row, entry in enumerate(batch.entries) if entry.part]
             rows, tensors = torch.tensor(parts, device=device).unbind(1)

@@ -8,16 +8,17 @@ Which parameters are matrices is a rule that the user can replace.  The default:
 says embedding or output head, whose rows are looked up one by one.  Each parameter group is split by the rule when it
 is added, so every option can still be set per half (`group["use_muon"]` tells them apart).
 
-Muon looks at whole matrices.  On flat shards `lay_out` says where they lie; a matrix that is cut over ranks has to be
-gathered first.  [Note: the host] a Muon step reads found_inf on the host; its AdamW half does not.
+Muon looks at whole matrices.  On flat shards `lay_out` says where they lie; those that are cut over ranks are put
+together by `lay_out_over_ranks` (muon_ranks.py).  [Note: the host] a Muon step reads found_inf on the host; its AdamW
+half does not.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -27,17 +28,17 @@ from .checks import check_muon
 from .contract import Params
 from .fallback import count_update, divided_gradient, next_step, write_back
 from .memory import Memory
+from .muon_ranks import BUFFER, STACK_NUMEL, MuonShards, Shard, matrix_shape
 from .plan import Batch, Entry, Path
+from .ranks import Layout, Ranks
 from .rules_muon import COEFFICIENTS, muon_rule
 from .segments import Segment
 from .signals import is_skipped
 
 __all__ = ["Muon", "is_matrix"]
 
-_BUFFER = "momentum_buffer"
 # In the names of embeddings and output heads: "embed_tokens", GPT-2's "wte" and "wpe", "lm_head".
 _LOOKED_UP = ("embed", "wte", "wpe", "lm_head")
-_STACK_NUMEL = 2**26  # elements that one batched iteration takes at most, unless one matrix has more
 
 
 def is_matrix(name: str, param: Tensor) -> bool:
@@ -95,6 +96,7 @@ class Muon(Adam):
             "use_muon": False,
         }
         self._segments: dict[Tensor, tuple[Segment, ...]] = {}
+        self._shards: MuonShards | None = None
         super().__init__(
             params,
             lr,
@@ -113,6 +115,7 @@ class Muon(Adam):
 
         Raises ValueError for segments that overlap, lie outside or are no matrices, and for shards of nobody's.
         """
+        Segment.refuse_cut(segments)
         for shard, parts in segments.items():
             self._place(shard)
             Segment.check(parts, shard)
@@ -120,6 +123,15 @@ class Muon(Adam):
                 if len(part.shape) < 2:
                     raise ValueError(f"{part} is no matrix; give it to a group with use_muon=False.")
         self._segments = {shard: tuple(parts) for shard, parts in segments.items()}
+        self._forget()
+
+    def lay_out_over_ranks(self, segments: Layout, ranks: Ranks) -> None:
+        """Say how tensors are cut over `ranks`, see [Note: cut tensors] in ranks.py; `step` communicates from now on.
+
+        Shards of groups with `use_muon=False` need nothing.  Raises ValueError as `lay_out` does.
+        """
+        mine = {s: parts for s, parts in segments.items() if self.param_groups[self._place(s)[0]]["use_muon"]}
+        self._shards = MuonShards.make(mine, ranks)
         self._forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -185,6 +197,7 @@ class Muon(Adam):
             "_rates": {True: None, False: None},
             "_muon_options": {},  # the groups of a copy have them
             "_segments": {},
+            "_shards": None,
         }
         for name, value in unset.items():  # loading keeps them, a copy has none
             self.__dict__.setdefault(name, value)
@@ -194,14 +207,15 @@ class Muon(Adam):
         check_muon({**self._muon_options, **options})
 
     def _memory(self, group: Mapping[str, Any]) -> Memory:
-        return self._memory_of(group, (_BUFFER,), counts=False) if group["use_muon"] else super()._memory(group)
+        return self._memory_of(group, (BUFFER,), counts=False) if group["use_muon"] else super()._memory(group)
 
     def _path_of(self, index: int, entry: Entry) -> Path:
         return Path.TORCH if self.param_groups[index]["use_muon"] else super()._path_of(index, entry)
 
     def _rows(self, index: int, entry: Entry) -> Iterator[Entry]:
         if entry.param not in self._segments:
-            if self.param_groups[index]["use_muon"] and entry.param.dim() < 2:
+            is_cut = self._shards is not None and entry.param in self._shards.matrices
+            if not is_cut and self.param_groups[index]["use_muon"] and entry.param.dim() < 2:
                 raise ValueError(
                     f"{self._name(index, entry.index)} has shape {tuple(entry.param.shape)}, which is no matrix. Put "
                     "it into a group with use_muon=False; or, if it is a flat shard, say with lay_out where its "
@@ -210,6 +224,24 @@ class Muon(Adam):
             yield entry
         for part in self._segments.get(entry.param, ()):
             yield self._cut(index, entry, part, part.shape)
+
+    def _update_all(self, work: Sequence[tuple[Mapping[str, Any], Batch]], signals: Signals) -> None:
+        if self._shards is None:
+            super()._update_all(work, signals)
+            return
+        cut: dict[Tensor, Shard] = {}
+        others = []
+        for group, batch in work:
+            shards = [entry for entry in batch.entries if entry.param in self._shards.matrices]
+            cut.update({entry.param: Shard(entry, group, self._memory(group)) for entry in shards})
+            if shards:  # of a group of matrices, whose batches have no job
+                batch = attrs.evolve(batch, entries=[entry for entry in batch.entries if entry.param not in cut])
+            if batch.entries:
+                others.append((group, batch))
+        super()._update_all(others, signals)
+        if not is_skipped(signals):
+            self._shards.update(cut, signals)
+            count_update([shard.entry for shard in cut.values()])
 
     def _update(self, group: Mapping[str, Any], batch: Batch, signals: Signals) -> None:
         if not group["use_muon"]:
@@ -232,10 +264,10 @@ class Muon(Adam):
         grad = stack(divided_gradient(entry, weight.dtype, signals) for entry in entries)
         options = {name: group[name] for name in ("momentum", "weight_decay", "nesterov", "maximize")}
         options |= {name: group[name] for name in ("ns_steps", "ns_method", "adjust_lr")}
-        buffer = stack(memory.read(entry.state, _BUFFER) for entry in entries)
+        buffer = stack(memory.read(entry.state, BUFFER) for entry in entries)
         new, buffer = muon_rule(weight, grad, buffer, lr=float(group["lr"]), **options)
         for entry, weight, moment in zip(entries, new, buffer):
-            moments = {_BUFFER: moment.view(entry.param.shape)}
+            moments = {BUFFER: moment.view(entry.param.shape)}
             write_back(memory, entry, weight.view(entry.param.shape), moments, next_step(entry))
 
 
@@ -248,12 +280,8 @@ def _stacks(entries: Sequence[Entry]) -> Iterator[tuple[tuple[int, int], list[En
     """Entries by the shape of their matrices, in stacks of bounded size: an update needs several copies of one."""
     alike: dict[tuple[int, int], list[Entry]] = {}
     for entry in entries:
-        alike.setdefault(_matrix_shape(entry.param), []).append(entry)
+        alike.setdefault(matrix_shape(entry.param.shape), []).append(entry)
     for shape, members in alike.items():
-        most = max(1, _STACK_NUMEL // max(1, math.prod(shape)))
+        most = max(1, STACK_NUMEL // max(1, shape[0] * shape[1]))
         for start in range(0, len(members), most):
             yield shape, members[start : start + most]
-
-
-def _matrix_shape(param: Tensor) -> tuple[int, int]:
-    return param.size(0), param.numel() // max(1, param.size(0))

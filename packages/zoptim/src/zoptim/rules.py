@@ -10,6 +10,9 @@ Rejected: sharing code with the kernels.  An oracle that calls what it judges ju
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import attrs
 import torch
 from torch import Tensor
@@ -151,14 +154,34 @@ def lamb_rule(
     maximize: bool = False,
 ) -> tuple[Tensor, AdamMoments]:
     """LAMB (You et al. 2020, algorithm 2) with DeepSpeed's bounds of the trust ratio, on one whole tensor."""
-    grad = -grad if maximize else grad
-    direction, after = _adam_direction(grad, moments, betas, eps, bias_correction, eps_inside_sqrt)
-    direction = direction + weight_decay * param
-    ratio = 1.0
+    options = {
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "bias_correction": bias_correction,
+        "eps_inside_sqrt": eps_inside_sqrt,
+        "maximize": maximize,
+    }
+    direction, after = lamb_direction(param, grad, moments, options)
     weight_norm, direction_norm = float(param.double().norm()), float(direction.double().norm())
+    return param - lr * trust_ratio(weight_norm, direction_norm, min_coeff, max_coeff) * direction, after
+
+
+def trust_ratio(weight_norm: float, direction_norm: float, min_coeff: float, max_coeff: float) -> float:
+    """What LAMB multiplies the step of a tensor by; 1 where a norm is zero."""
     if weight_norm > 0 and direction_norm > 0:
-        ratio = min(max(weight_norm / direction_norm, min_coeff), max_coeff)
-    return param - lr * ratio * direction, after
+        return min(max(weight_norm / direction_norm, min_coeff), max_coeff)
+    return 1.0
+
+
+def lamb_direction(
+    param: Tensor, grad: Tensor, moments: AdamMoments, options: Mapping[str, Any]
+) -> tuple[Tensor, AdamMoments]:
+    """LAMB's step before the trust ratio, of any part of a tensor; `options` by the names of `lamb_rule`."""
+    grad = -grad if options["maximize"] else grad
+    names = ("betas", "eps", "bias_correction", "eps_inside_sqrt")
+    direction, after = _adam_direction(grad, moments, *(options[name] for name in names))
+    return direction + options["weight_decay"] * param, after
 
 
 def _adam_direction(

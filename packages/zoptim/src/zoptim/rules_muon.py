@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["COEFFICIENTS", "muon_rule", "orthogonalize"]
+__all__ = ["COEFFICIENTS", "momentum_rule", "muon_rule", "muon_scale", "orthogonalize"]
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # Jordan et al. 2024: the steepest slope at 0 of a quintic
 
@@ -63,15 +63,26 @@ def muon_rule(
     adjust_lr "original" scales by sqrt(max(1, rows / cols)) (Jordan et al. 2024), "match_rms_adamw" by
     0.2 * sqrt(max(rows, cols)) (Liu et al. 2025).
     """
+    direction, buffer = momentum_rule(grad, buffer, momentum=momentum, nesterov=nesterov, maximize=maximize)
+    moved = orthogonalize(compute_format(direction), ns_steps, ns_method).to(param.dtype)
+    scale = muon_scale(param.shape[-2], param.shape[-1], adjust_lr)
+    return param * (1 - lr * weight_decay) - lr * scale * moved, buffer
+
+
+def momentum_rule(
+    grad: Tensor, buffer: Tensor, *, momentum: float, nesterov: bool, maximize: bool
+) -> tuple[Tensor, Tensor]:
+    """The elementwise half: the direction before it is orthogonalised, and the new momentum."""
     grad = -grad if maximize else grad
     buffer = momentum * buffer + (1 - momentum) * grad
-    direction = (1 - momentum) * grad + momentum * buffer if nesterov else buffer
-    rows, cols = param.shape[-2:]
-    ratio = math.sqrt(max(1, rows / max(1, cols))) if adjust_lr == "original" else 0.2 * math.sqrt(max(rows, cols))
-    moved = orthogonalize(_compute(direction), ns_steps, ns_method).to(param.dtype)
-    return param * (1 - lr * weight_decay) - lr * ratio * moved, buffer
+    return (1 - momentum) * grad + momentum * buffer if nesterov else buffer, buffer
 
 
-def _compute(matrices: Tensor) -> Tensor:
+def muon_scale(rows: int, cols: int, adjust_lr: str) -> float:
+    """What lr is multiplied by for a matrix of this shape."""
+    return math.sqrt(max(1, rows / max(1, cols))) if adjust_lr == "original" else 0.2 * math.sqrt(max(rows, cols))
+
+
+def compute_format(matrices: Tensor) -> Tensor:
     """bf16 on accelerators, where the products run; float32 (or wider) elsewhere."""
     return matrices.bfloat16() if matrices.is_cuda else matrices

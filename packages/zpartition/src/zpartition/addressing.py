@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from zpartition.layout import Piece
+from zpartition.shapes import new_state, segment_states
 from zpartition.shard import LazyShard, Shard, full_box, whole
 from zpartition.state import Holder, elements, give_state, is_coded, state_of
 
@@ -28,13 +29,18 @@ def state_shards(
     """(state key, shard) for every tensor that the optimizer keeps, addressed by parameter name.
 
     A state tensor as large as its parameter is cut like it; a scalar belongs whole to each parameter of the holder;
-    a parameter that is held whole may have state of any shape.  Coded state is decoded piece by piece when read.
+    a parameter that is held whole may have state of any shape, and so may one whose optimizer keeps it by segment
+    (shapes.py).  Coded state is decoded piece by piece when read.
 
     Raises:
         TypeError: the optimizer keeps something that is neither.
     """
     for holder in holders:
-        for key, value in state_of(optimizer, holder.tensor).items():
+        state = state_of(optimizer, holder.tensor)
+        if (by_segment := segment_states(optimizer, holder.tensor, state)) is not None:
+            yield from _by_segment(holder, by_segment)
+            continue
+        for key, value in state.items():
             if (shards := _addressed(holder, value)) is None:
                 raise TypeError(
                     f"state {key!r} of {type(optimizer).__name__} for {holder.pieces[0].slot.name} is "
@@ -54,6 +60,9 @@ class StagedState:
     def shards(self) -> Iterator[tuple[str, Shard]]:
         """(state key, shard) to read into, addressed as `state_shards` does it."""
         for holder, state in self.held:
+            if (by_segment := segment_states(self.optimizer, holder.tensor, state)) is not None:
+                yield from _by_segment(holder, by_segment)
+                continue
             for key, value in state.items():
                 for shard in _addressed(holder, value) or ():
                     assert isinstance(shard, Shard)
@@ -88,8 +97,9 @@ def make_state(
         group = group_of[id(holder.tensor)]
         beside = group.get("fused") or group.get("capturable") or getattr(optimizer, "counts_on_device", False)
         scalar_device = holder.tensor.device if beside else torch.device("cpu")
-        state: dict[str, torch.Tensor] = {}
-        for key, (dtype, shape) in _kinds_of_holder(holder, kinds_of).items():
+        kinds = _kinds_of_holder(holder, kinds_of)
+        state = (new_state(optimizer, holder.tensor) if kinds else None) or {}
+        for key, (dtype, shape) in kinds.items() if not state else ():
             if shape is None:
                 state[key] = torch.zeros((), dtype=dtype, device=scalar_device)
             elif holder.is_whole:
@@ -99,6 +109,19 @@ def make_state(
         if state:
             staged.held.append((holder, state))
     return staged
+
+
+def _by_segment(holder: Holder, states: Iterable[Mapping[str, torch.Tensor]]) -> Iterator[tuple[str, Shard]]:
+    """(state key, shard) of a state that is kept by segment: cut as the tensor is where it is flat, else whole."""
+    for piece, state in zip(holder.pieces, states):
+        name = piece.slot.name
+        for key, value in state.items():
+            if value.dim() == 1:
+                yield key, _cut(Shard, piece, value)
+            elif value.dim():
+                yield key, whole(name, value)
+            else:
+                yield key, Shard(name, (), (), (0, 1), value.view(-1))
 
 
 def _addressed(holder: Holder, value: Any) -> Iterator[Shard | LazyShard] | None:

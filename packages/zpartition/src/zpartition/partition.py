@@ -17,6 +17,7 @@ skips steps runs ahead of its own; it fades with the correction itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import final
@@ -28,7 +29,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 import zcomm
-from zpartition import state
+from zpartition import shapes, state
 from zpartition.admission import claim, disclaim, one_device
 from zpartition.bystanders import Bystanders
 from zpartition.deferred import Deferred
@@ -108,17 +109,20 @@ class Partition:
 
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:
         """Let `optimizer` update this partition's shards instead of the module's parameters."""
-        state.refuse_split_master(optimizer)
+        cuts = self.layout.num_shards > 1 or not all(s.shares_master for s in self.storages)
+        state.refuse_unfit(optimizer, cuts=cuts)
         num_groups = len(optimizer.param_groups)
-        if not state.is_elementwise(optimizer):
-            self._refuse_shaped(optimizer)
+        lays_out = cuts and shapes.takes_cuts(optimizer)
+        if not lays_out and not state.is_elementwise(optimizer):
             self.holders = tuple(state.Holder.of_parameter(n, p) for n, p in self.params.items())
             self.updates_parameters = True
         else:
+            masters = [holder.tensor for holder in self.holders]
+            tell = functools.partial(shapes.lay_out, optimizer, masters, self.layout, self.ranks.shard, self.device)
             held: list[list[state.Holder]] = [[] for _ in range(num_groups)]
             for storage, holder in zip(self.storages, self.holders):
                 held[storage.bucket.group].append(holder)
-            state.rebind(optimizer, held, self.params)
+            state.rebind(optimizer, held, self.params, tell if lays_out else lambda: None)
         self.optimizer = optimizer
 
     def synchronise(self) -> None:
@@ -367,11 +371,3 @@ class Partition:
                     f"parameter {name} requires a gradient, but was frozen when the module was partitioned, so "
                     "nothing updates it. Freeze it again, or close() and partition anew with it unfrozen."
                 )
-
-    def _refuse_shaped(self, optimizer: torch.optim.Optimizer) -> None:
-        name = type(optimizer).__name__
-        if self.layout.num_shards > 1 or not all(s.shares_master for s in self.storages):
-            raise ValueError(
-                f"{name} needs whole tensors of full precision, but this policy cuts them into flat shards or keeps "
-                "masters apart. Use stage 0 with fp32 parameters, or an elementwise optimizer (AdamW, SGD, ...)."
-            )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zpartition.layout import Piece
+from zpartition.shapes import segment_states
 from zpartition.state import Holder, elements, give_state, is_coded, state_of
 
 _STAYS = "step_size"  # Rprop's starts at lr, not at zero
@@ -28,7 +29,7 @@ def untouched(optimizer: torch.optim.Optimizer | None, resting: Resting) -> Iter
     it: an element may share a scale with one that was updated.
     """
     weights = [(part, part.clone()) for holder, piece in resting for part in [_part(holder.tensor.data, piece)]]
-    states = [_parts(_state(optimizer, holder), holder, piece) for holder, piece in resting]
+    states = [_parts(optimizer, _state(optimizer, holder), holder, piece) for holder, piece in resting]
     before = [{key: part.clone() for key, part in parts.items()} for parts in states]
     yield
     for part, value in weights:
@@ -47,7 +48,7 @@ def _put_back(
     coded = [key for key, value in state.items() if is_coded(value)]
     state.update({key: elements(state[key], 0, holder.tensor.numel()).view(holder.tensor.shape) for key in coded})
     for piece, kept in mine:
-        for key, part in _parts(state, holder, piece).items():
+        for key, part in _parts(optimizer, state, holder, piece).items():
             if key in kept:
                 part.copy_(kept[key])
             elif key != _STAYS:
@@ -60,8 +61,14 @@ def _state(optimizer: torch.optim.Optimizer | None, holder: Holder) -> Any:
     return {} if optimizer is None else state_of(optimizer, holder.tensor)
 
 
-def _parts(state: Any, holder: Holder, piece: Piece) -> dict[str, torch.Tensor]:
-    """The elements of `piece` in every state that is laid out like `holder`."""
+def _parts(
+    optimizer: torch.optim.Optimizer | None, state: Any, holder: Holder, piece: Piece
+) -> dict[str, torch.Tensor]:
+    """The elements of `piece` in every state that is laid out like `holder`, or all of its state by segment."""
+    by_segment = None if optimizer is None else segment_states(optimizer, holder.tensor, state)
+    if by_segment is not None:
+        part = by_segment[holder.pieces.index(piece)]
+        return {key: value for key, value in part.items() if value.dim()}
     numel = holder.tensor.numel()
     laid_out = {
         key: value

@@ -3,7 +3,8 @@
 An elementwise optimizer (SGD, Adam and their kin) does not care where one parameter ends and the next begins, so
 it can update flat spans: a handful of long tensors in place of thousands, and only this rank's part.  `rebind` swaps
 the tensors in its parameter groups; hyperparameters, schedulers and the object itself stay.  An optimizer that
-looks at shapes (Muon, Adafactor) keeps the module's own parameters, which is possible as long as nothing is sharded.
+looks at shapes can have flat spans if it lets itself be told where tensors lie (shapes.py); another (torch's Muon and
+Adafactor) keeps the module's own parameters, which is possible as long as nothing is sharded.
 
 A `Holder` says which parameters' elements live where in one of the optimizer's tensors; through it the state of
 both kinds is read and restored by parameter name (addressing.py).
@@ -19,7 +20,7 @@ numbers, and state moves between formats as it moves between world sizes.  The o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -27,6 +28,7 @@ import torch
 from torch.nn import Parameter
 
 from zpartition.layout import Piece, Slot
+from zpartition.shapes import new_state, refuse_cuts, segment_states, takes_cuts
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
@@ -92,10 +94,22 @@ def refuse_split_master(optimizer: torch.optim.Optimizer) -> None:
 def refuse_unfit(optimizer: torch.optim.Optimizer, *, cuts: bool) -> None:
     """ValueError for an optimizer that cannot be given shards; to be asked before anything is moved."""
     refuse_split_master(optimizer)
-    if cuts and getattr(optimizer, "elementwise", type(optimizer).__name__ not in SHAPED) is False:
+    if cuts and takes_cuts(optimizer):
+        refuse_cuts(optimizer)
+    elif cuts:
+        refuse_shaped(optimizer)
+
+
+def refuse_shaped(optimizer: torch.optim.Optimizer) -> None:
+    """ValueError for an optimizer that is known to look at shapes."""
+    kind = type(optimizer).__name__
+    if getattr(optimizer, "elementwise", kind not in SHAPED) is False:
+        ours = (
+            f"zoptim.{kind}, which works on shards" if kind in ("Adafactor", "Muon") else "zoptim.Muon or Adafactor"
+        )
         raise ValueError(
-            f"{type(optimizer).__name__} needs whole tensors of full precision, but this policy cuts them into flat "
-            "shards. Use stage 0 with fp32 parameters, or an elementwise optimizer (AdamW, SGD, ...)."
+            f"{kind} needs whole tensors of full precision, but this policy cuts them into flat shards or keeps "
+            f"masters apart. Use {ours}; an elementwise optimizer (AdamW, SGD, ...); or stage 0 with fp32 parameters."
         )
 
 
@@ -103,10 +117,12 @@ def rebind(
     optimizer: torch.optim.Optimizer,
     holders: Sequence[Sequence[Holder]],
     params: Mapping[str, Parameter],
+    lay_out: Callable[[], None] = lambda: None,
 ) -> None:
     """Replace the parameters of group i by the tensors of `holders[i]`; existing state moves along.
 
-    `params` are the module's parameters by name, to which the existing state belongs.
+    `params` are the module's parameters by name, to which the existing state belongs.  `lay_out` tells the optimizer
+    what there is to know about its new tensors, before it is given their state.
 
     Raises:
         ValueError: the state of parameters that now share a tensor disagrees (step counts, say).
@@ -116,10 +132,13 @@ def rebind(
     for group, group_holders in zip(optimizer.param_groups, holders):
         group["params"] = [holder.tensor for holder in group_holders]
         group.pop("param_names", None)  # a shard holds parts of several
+    lay_out()
     if not old_state:
         return
     for holder in (holder for group_holders in holders for holder in group_holders):
-        if state := _merge_state(holder, {p.slot.name: old_state.get(p.slot.name, {}) for p in holder.pieces}):
+        states = {piece.slot.name: old_state.get(piece.slot.name, {}) for piece in holder.pieces}
+        blank = new_state(optimizer, holder.tensor) if any(states.values()) else None
+        if state := _merge_state(holder, states) if blank is None else _fill(optimizer, holder, blank, states):
             give_state(optimizer, holder.tensor, state)
 
 
@@ -154,6 +173,23 @@ def elements(value: Any, start: int, stop: int) -> torch.Tensor:
 def is_coded(value: object) -> bool:
     """Whether a state is not a tensor but can be read as one."""
     return hasattr(value, "read")
+
+
+def _fill(
+    optimizer: torch.optim.Optimizer, holder: Holder, blank: dict[str, Any], states: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """`blank`, a state that is kept by segment, with the state of whole parameters in it."""
+    counts = {float(states[piece.slot.name].get("step", 0)) for piece in holder.pieces}
+    if len(counts) > 1:
+        raise ValueError(
+            "cannot join the optimizer state of parameters that share a shard: they were updated "
+            f"{' and '.join(sorted(map(str, counts)))} times. Partition before the first step."
+        )
+    for piece, part in zip(holder.pieces, segment_states(optimizer, holder.tensor, blank) or ()):
+        for key, value in states[piece.slot.name].items():
+            is_cut = part[key].dim() == 1
+            part[key].copy_(elements(value, *piece.span) if is_cut else value.view(part[key].shape))
+    return blank
 
 
 def _merge_state(holder: Holder, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

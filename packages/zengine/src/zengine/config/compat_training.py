@@ -149,7 +149,9 @@ ZERO: dict[str, Entry] = {
     "mics_shard_size": renamed(whole(-1), "shard_group_size", convert=lambda size: max(size, 0)),
     "mics_hierarchical_params_gather": no_effect(TRUTH, False, why="weights are gathered inside a shard group only"),
     "pipeline_loading_checkpoint": no_effect(TRUTH, False, why="loading streams shards in its own way"),
-    "save_muon_momentum_buffer_in_memory": no_effect(TRUTH, False, why="Muon is not available yet"),
+    "save_muon_momentum_buffer_in_memory": no_effect(
+        TRUTH, False, why="momentum lies where the optimizer's states do"
+    ),
     "enable_sanity_checks": no_effect(TRUTH, False, why="the checks of this engine are always on"),
     "zenflow": ZENFLOW,
     "cpu_offload": renamed(TRUTH, "offload_optimizer", "device", convert=lambda on: "cpu" if on else "none"),

@@ -1,0 +1,51 @@
+"""Slices of any size, through shared memory and over Gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zcomm
+from zcomm.testing import run_ranks
+
+NUMELS = [[0, 2, 1], [3, 0, 0], [0, 0, 1]]
+
+
+def rank_exchanges(transport: str) -> list[list[float]]:
+    rank = zcomm.group_rank()
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        given = torch.tensor([[1, 2, 3], [4, 5, 6], [7]][rank], dtype=dtype)
+        found.append(zcomm.exchange_slices(given, NUMELS, label="parts").tolist())
+    nothing = zcomm.exchange_slices(torch.zeros(0), [[0] * 3] * 3)
+    assert nothing.numel() == 0
+    assert zcomm.transport() == transport
+    return found
+
+
+@pytest.mark.parametrize(("choice", "transport"), [("shared", "shared memory"), ("gloo", "gloo")])
+def test_every_rank_receives_its_slices_by_source(
+    choice: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZCOMM_TRANSPORT", choice)
+    expected = [[4.0, 5.0, 6.0], [1.0, 2.0], [3.0, 7.0]]
+    everyone = run_ranks(rank_exchanges, 3, transport)
+    assert everyone == [[mine, mine] for mine in expected]
+
+
+def test_alone_the_slice_is_a_copy_of_its_own() -> None:
+    given = torch.arange(3.0)
+    found = zcomm.exchange_slices(given, [[3]])
+    assert torch.equal(found, given)
+    assert found.data_ptr() != given.data_ptr()
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    with pytest.raises(
+        ValueError, match=r"exchange_slices 'parts': numels has rows of \[2\] and 1 of them; there are 1"
+    ):
+        zcomm.exchange_slices(torch.zeros(3), [[1, 2]], label="parts")
+    with pytest.raises(
+        ValueError, match=r"exchange_slices: input has shape \[3\]; rank 0 sends \[4\], so it must be fl"
+    ):
+        zcomm.exchange_slices(torch.zeros(3), [[4]])
