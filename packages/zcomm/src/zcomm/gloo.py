@@ -16,6 +16,7 @@ agree on tags).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, final
 
 import attrs
@@ -38,6 +39,21 @@ class Several:
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
+
+
+_SLICE = timedelta(seconds=1)
+
+
+def is_over(work: dist.Work) -> bool:
+    """Wait for a collective for a second at most, without harm to it.  Raises what the collective raised."""
+    try:
+        work.wait(_SLICE)
+        return True
+    except RuntimeError:  # the end of the slice, or the collective's own error
+        if not work.is_completed():
+            return False
+    work.wait()  # raises that error again, and none where the collective ended just after the slice
+    return True
 
 
 def carries(tensor: Tensor, group: ProcessGroup | None) -> bool:
