@@ -35,8 +35,9 @@ from zcomm.shared.transport import Message, Transport
 
 __all__ = ["VERBS", "Levels", "spans"]
 
-SMALL_BYTES = 32 * 1024  # up to which fewer messages are better than shorter ones
-PIECE_BYTES = 2 * 1024 * 1024  # most that a rank sends of one chunk
+SMALL_BYTES = 64 * 1024  # up to which fewer messages are better than shorter ones
+SUMMED_BYTES = 4 * 1024 * 1024  # most that a rank sends of one chunk, where it needs as much memory to receive
+MOVED_BYTES = 16 * 1024 * 1024  # where the chunk arrives in the output itself
 _Steps = Iterator["Step | None"]  # of one chunk; None where the next chunk may begin
 
 
@@ -89,13 +90,13 @@ def spans(numel: int, parts: int, most: int) -> list[tuple[int, int]]:
 
 def all_reduce(levels: Levels, message: Message) -> Iterator[Step]:
     flat = _flat(message.output)
-    cuts = _cuts(flat, levels.places.num_here)
+    cuts = _cuts(flat, levels.places.num_here, SUMMED_BYTES)
     yield from _pipelined(_reduce_span(levels, message, flat[a:b], slot % 2) for slot, (a, b) in enumerate(cuts))
 
 
 def reduce_scatter(levels: Levels, message: Message) -> Iterator[Step]:
     output = _flat(message.output)
-    cuts = spans(output.numel(), 1, PIECE_BYTES // levels.places.num_hosts // output.element_size())
+    cuts = spans(output.numel(), 1, SUMMED_BYTES // levels.places.num_hosts // output.element_size())
     yield from _pipelined(_scatter_span(levels, message, a, b, slot % 2) for slot, (a, b) in enumerate(cuts))
 
 
@@ -105,13 +106,13 @@ def all_gather(levels: Levels, message: Message) -> Iterator[Step]:
     own = output[rank * input.numel() : (rank + 1) * input.numel()]
     if own.numel() and own.data_ptr() != input.data_ptr():
         own.copy_(input)
-    cuts = spans(input.numel(), 1, PIECE_BYTES // levels.places.num_hosts // output.element_size())
+    cuts = spans(input.numel(), 1, MOVED_BYTES // levels.places.num_hosts // output.element_size())
     yield from _pipelined(_gather_span(levels, message, output, a, b) for a, b in cuts)
 
 
 def broadcast(levels: Levels, message: Message) -> Iterator[Step]:
     flat = _flat(message.output).view(torch.uint8)
-    cuts = _cuts(flat, levels.places.num_here)
+    cuts = _cuts(flat, levels.places.num_here, MOVED_BYTES)
     yield from _pipelined(_send_span(levels, message, flat[a:b]) for a, b in cuts)
 
 
@@ -162,8 +163,8 @@ def _sum(levels: Levels, message: Message, piece: Tensor, slot: int) -> _Steps:
     """Add up the pieces of all hosts, in each of them."""
     reduction, host, num_hosts = message.reduction or "", levels.host, levels.places.num_hosts
     if num_hosts == 2 or piece.nbytes <= SMALL_BYTES:
-        rows = list(levels.buffer(slot, num_hosts * piece.numel(), piece.dtype).view(num_hosts, -1))
-        rows[host] = piece
+        rows = list(levels.buffer(slot, (num_hosts - 1) * piece.numel(), piece.dtype).view(num_hosts - 1, -1))
+        rows.insert(host, piece)
         work: Step = levels.network.gather(rows)
         yield None
         yield work
@@ -234,11 +235,11 @@ def _send_span(levels: Levels, message: Message, span: Tensor) -> _Steps:
         yield memory.issue(Message("all_gather", span, own, label=label))
 
 
-def _cuts(flat: Tensor, parts: int) -> list[tuple[int, int]]:
+def _cuts(flat: Tensor, parts: int, most_bytes: int) -> list[tuple[int, int]]:
     """Spans for a collective in which each rank of a host carries a part; one where that is not worth it."""
     if 0 < flat.nbytes <= SMALL_BYTES:
         return [(0, flat.numel())]
-    return spans(flat.numel(), parts, PIECE_BYTES // flat.element_size())
+    return spans(flat.numel(), parts, most_bytes // flat.element_size())
 
 
 def _shares(numel: int, parts: int) -> list[tuple[int, int]]:
