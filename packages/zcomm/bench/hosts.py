@@ -110,9 +110,9 @@ def main() -> None:
     options = parser.parse_args()
     facts = {
         **{name: getattr(options, name) for name in ("hosts", "per_host", "rounds")},
-        **{"processor": processor(), "cores": os.cpu_count(), "torch": torch.__version__},
-        **{"system": f"{platform.system()} {platform.release()}", "date": str(date.today())},
-    }
+        "processor": processor(), "cores": os.cpu_count(), "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.release()}", "date": str(date.today()),
+    }  # fmt: skip
     rows: list[dict[str, Any]] = []
     for op, kb in [(op, kb) for op in options.ops for kb in options.kb] + [("barrier", 0)]:
         wait_for_peace(options.wait)

@@ -80,7 +80,7 @@ def break_link(link: Any, peer: int) -> None:
 
     `abort` does nothing in Gloo; a receive whose time runs out closes all connections of its link.
     """
-    tensor = torch.empty(1, dtype=torch.uint8)
+    tensor = torch.empty(1, dtype=torch.uint8, device="cpu")
     with contextlib.suppress(RuntimeError):
         link.recv([tensor], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 

@@ -57,7 +57,7 @@ class Levels:
         nbytes = numel * dtype.itemsize
         found = self.buffers.get(use)
         if found is None or found.numel() < nbytes:
-            found = self.buffers[use] = torch.empty(nbytes, dtype=torch.uint8)
+            found = self.buffers[use] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return found[:nbytes].view(dtype)
 
     def fold(self, sources: Iterable[Tensor], reduction: str, output: Tensor) -> None:

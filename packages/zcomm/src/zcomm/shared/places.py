@@ -14,7 +14,9 @@ from collections.abc import Sequence
 
 import attrs
 
-__all__ = ["Places"]
+__all__ = ["APART", "Places"]
+
+APART = "is on a host of its own"  # the end of an obstacle where no two ranks share a host
 
 _TOLD = 4  # hosts that an obstacle lists
 
@@ -64,7 +66,7 @@ class Places:
         if self.num_hosts == 1:
             return ""
         if all(len(ranks) == 1 for ranks in self.hosts):
-            return f"each of its {self.num_hosts} ranks is on a host of its own"
+            return f"each of its {self.num_hosts} ranks {APART}"
         if len({len(ranks) for ranks in self.hosts}) > 1:
             counts = [f"{len(ranks)} on that of rank {ranks[0]}" for ranks in self.hosts[:_TOLD]]
             more = f" and {self.num_hosts - _TOLD} hosts more" if self.num_hosts > _TOLD else ""

@@ -30,11 +30,13 @@ from zcomm.shared.lane import Step
 from zcomm.shared.levels import Levels
 from zcomm.shared.names import is_carried
 from zcomm.shared.native import library
+from zcomm.shared.places import APART
 from zcomm.shared.transport import Message, Transport
 
 __all__ = ["close_all", "issue", "kin", "transport", "transport_of", "transport_reason"]
 
 _DEFAULT_TIMEOUT_S = 600.0
+_NO_LOSS = (f"{handshake.VARIABLE}=gloo", APART)  # ends of reasons that are no news to the user
 
 
 class Carrier(Protocol):
@@ -167,7 +169,7 @@ def _set_up(group: ProcessGroup, entry: Entry) -> None:
         return
     if isinstance(outcome, str):
         entry.reason = outcome
-        if rank == 0 and not outcome.endswith(f"{handshake.VARIABLE}=gloo"):
+        if rank == 0 and not outcome.endswith(_NO_LOSS):
             warnings.warn(f"zcomm uses Gloo where shared memory would be faster: {outcome}.", stacklevel=2)
         return
     ranks = tuple(dist.get_process_group_ranks(group))
