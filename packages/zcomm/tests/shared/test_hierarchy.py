@@ -135,6 +135,50 @@ def test_handles_may_be_waited_for_in_any_order_dropped_or_left_to_the_thread() 
     run_ranks(rank_overlaps_and_drops, 4)
 
 
+def issued(kind: str, tensor: torch.Tensor, source: int) -> tuple[zcomm.Handle, torch.Tensor, torch.Tensor]:
+    """A collective in which rank r sends `tensor` = r: its handle, where the result will be, and what it is."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    part = tensor.numel() // size
+    slices = torch.arange(float(size)).repeat_interleave(part)
+    output = torch.empty_like(tensor)
+    if kind == "all_reduce":
+        return zcomm.all_reduce(tensor, async_op=True), tensor, torch.full_like(tensor, sum(range(size)))
+    if kind == "reduce_scatter":
+        handle = zcomm.reduce_scatter(output[:part], tensor, async_op=True)
+        return handle, output[:part], torch.full_like(output[:part], sum(range(size)))
+    if kind == "all_gather":
+        return zcomm.all_gather(tensor, tensor[rank * part : (rank + 1) * part], async_op=True), tensor, slices
+    if kind == "broadcast":
+        return zcomm.broadcast(tensor, source=source, async_op=True), tensor, torch.full_like(tensor, source)
+    return zcomm.all_to_all(output, tensor, async_op=True), output, slices
+
+
+def rank_does_anything(hosts: str, seed: int, times: int) -> None:
+    """Collectives of any kind, length and place, up to four under way at once; each is checked."""
+    on_hosts(hosts)
+    rank, size, choose = dist.get_rank(), dist.get_world_size(), random.Random(seed)  # the same choices on all ranks
+    pending: list[tuple[zcomm.Handle, torch.Tensor, torch.Tensor]] = []
+    kinds = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
+    for _ in range(times):
+        length = size * int(10 ** choose.uniform(0, 5.2))
+        make = zcomm.shared_empty if choose.random() < 0.3 else torch.empty
+        pending.append(issued(choose.choice(kinds), make(length).fill_(rank), choose.randrange(size)))
+        if choose.random() < 0.1:
+            zcomm.barrier()
+        while len(pending) > choose.randrange(4):
+            handle, found, expected = pending.pop(choose.randrange(len(pending)))
+            handle.wait()
+            assert found.equal(expected)
+    for handle, found, expected in pending:
+        handle.wait()
+        assert found.equal(expected)
+
+
+@pytest.mark.parametrize("hosts", ["AABB", "ABABAB"])
+def test_any_sequence_of_collectives_is_right(hosts: str) -> None:
+    run_ranks(rank_does_anything, len(hosts), hosts, 1, 40)
+
+
 def rank_makes_many_groups(times: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     on_hosts("ABAB")
     zcomm.barrier()
