@@ -7,7 +7,7 @@ scatter whose output lies in its input, where the other slices are given up anyw
 a side effect worth having: sharded and replicated gradients are summed in the same order, so they are equal bit for
 bit at any number of ranks.
 
-This is the way between hosts, and where `zcomm.shared` cannot be used; it is faster still.
+This is the way where `zcomm.shared` cannot be used, be it wholly or inside the hosts; it is faster still.
 
 Rejected: send and receive between all pairs (as fast at two ranks, but W * (W - 1) messages, and every rank must
 agree on tags).
