@@ -83,7 +83,8 @@ def table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
         f"# Collectives of {facts['hosts']} x {facts['per_host']} CPU ranks on simulated hosts",
         "",
         f"{facts['processor']}, {facts['cores']} cores, {facts['system']}, torch {facts['torch']}, {facts['date']}. "
-        f"float32, milliseconds, medians of {facts['rounds']} interleaved rounds, slowest rank. All ranks run on one "
+        f"float32, milliseconds, medians of {facts['rounds']} interleaved rounds, slowest rank; load average of the "
+        f"machine before: {facts['load']}. All ranks run on one "
         "machine and its loopback interface stands for the network: the times between real hosts will be others, and "
         "so will the ratios. Made by bench/hosts.py, which says more.",
         "",
@@ -111,6 +112,7 @@ def main() -> None:
     facts = {
         **{name: getattr(options, name) for name in ("hosts", "per_host", "rounds")},
         "processor": processor(), "cores": os.cpu_count(), "torch": torch.__version__,
+        "load": f"{os.getloadavg()[0]:.1f}",
         "system": f"{platform.system()} {platform.release()}", "date": str(date.today()),
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
