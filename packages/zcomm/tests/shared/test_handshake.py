@@ -12,6 +12,7 @@ import torch
 import zcomm
 from zcomm.shared import handshake, native, registry
 from zcomm.shared.handshake import Presence, verdict
+from zcomm.shared.places import Places
 from zcomm.shared.segment import Offer, Segment
 from zcomm.testing import run_ranks
 
@@ -33,6 +34,15 @@ FINE = Presence("auto", "host", 100, "", Offer(100, 3, "00", 4096))
 )
 def test_the_verdict_names_the_rank_that_speaks_against_it(second: Presence, reason: str) -> None:
     assert verdict([FINE, second]) == reason
+
+
+def test_the_ranks_of_one_host_are_counted_and_not_those_of_the_group() -> None:
+    assert handshake.crowd(Places.of("A" * 64), 64) == ""
+    assert handshake.crowd(Places.of("A" * 65), 64) == "65 ranks are in the group; at most 64 can share memory"
+    assert handshake.crowd(Places.of("AB" * 64), 64) == ""
+    assert handshake.crowd(Places.of("AB" * 65), 64) == (
+        "65 ranks on each host are in the group; at most 64 can share memory"
+    )
 
 
 def test_a_presence_survives_its_journey() -> None:

@@ -32,7 +32,7 @@ from zcomm.shared.network import Network
 from zcomm.shared.places import Places
 from zcomm.shared.segment import Memory, Offer, Segment
 
-__all__ = ["Linked", "Members", "Presence", "agree", "gathered", "verdict"]
+__all__ = ["Linked", "Members", "Presence", "agree", "crowd", "gathered", "verdict"]
 
 VARIABLE = "ZCOMM_TRANSPORT"
 CHOICES = ("auto", "shared", "gloo")
@@ -99,14 +99,15 @@ def agree(group: ProcessGroup, rank: int, size: int, timeout_s: float) -> Member
     timeout_s: how long a connection between hosts, and then each message over it, may take.
     Raises TransportRefused on every rank if one of them has ZCOMM_TRANSPORT=shared and it cannot be.
     """
-    segment, obstacle = _control_segment(size)
+    segment, obstacle = _control_segment()
     try:
         mine = Presence(_choice(), _host(), os.getpid(), obstacle, None if segment is None else segment.offer())
         said = [Presence.parsed(each) for each in gathered(attrs.asdict(mine), group, size)]
         outcome: Members | Linked | str = verdict(said)
         if segment is not None and not outcome:
-            meet = _Meeting(said, Places.of([each.host for each in said]), rank, segment)
-            outcome = _met_by_all(group, meet, timeout_s)
+            places = Places.of([each.host for each in said])
+            outcome = crowd(places, library().lib.zs_max_ranks())
+            outcome = outcome or _met_by_all(group, _Meeting(said, places, rank, segment), timeout_s)
     finally:
         if segment is not None:
             segment.seal()
@@ -125,6 +126,13 @@ def verdict(said: list[Presence]) -> str:
         if each.obstacle:
             return f"rank {number}: {each.obstacle}"
     return Places.of([each.host for each in said]).obstacle()
+
+
+def crowd(places: Places, most: int) -> str:
+    """Why a host has too many ranks, if more than `most` of them are to share memory; else "".  Pure."""
+    where = "" if places.num_hosts == 1 else " on each host"
+    found = places.num_here
+    return f"{found} ranks{where} are in the group; at most {most} can share memory" if found > most else ""
 
 
 def gathered(value: Any, group: ProcessGroup, size: int) -> list[Any]:
@@ -152,11 +160,9 @@ def _host() -> str:
         return socket.gethostname()[:100]
 
 
-def _control_segment(size: int) -> tuple[Segment | None, str]:
+def _control_segment() -> tuple[Segment | None, str]:
     """This rank's control segment, or what it knows already that speaks against shared memory."""
     obstacle = reason_without()
-    if not obstacle and size > library().lib.zs_max_ranks():
-        obstacle = f"{size} ranks are in the group; at most {library().lib.zs_max_ranks()} can share memory"
     if obstacle:
         return None, obstacle[:300]
     try:
