@@ -94,6 +94,21 @@ def test_a_caller_waits_for_the_thread_that_is_at_its_collective() -> None:
     found.join()
 
 
+def test_waiting_for_a_while_leaves_the_work_to_the_thread_and_says_whether_it_is_over() -> None:
+    found, log = lane()
+    may_end = threading.Event()
+    task = found.issue(iter([FakeStep(lambda: may_end.wait(20))]))
+    assert not task.help_for(0.0)
+    assert not task.help_for(0.01)
+    may_end.set()
+    assert task.help_for(20.0)
+    assert task.is_done
+    failing = found.issue(iter([FakeStep(raises(SharedMemoryFailed("rank 3 has died.")))]))
+    assert failing.help_for(20.0), "it is over, and not well"
+    assert log == ["gave up"]
+    found.join()
+
+
 def test_an_interrupted_wait_leaves_the_collective_to_the_next() -> None:
     found, log = lane()
     outcomes = iter([raises(KeyboardInterrupt()), lambda: log.append("waited")])

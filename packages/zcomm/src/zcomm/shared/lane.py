@@ -55,6 +55,10 @@ class Task:
     def is_completed(self) -> bool:
         return self.is_done or bool(self.lane.failure)
 
+    def help_for(self, seconds: float) -> bool:
+        """Whether it is over, well or not, within that time.  The thread does the work."""
+        return self.lane.await_thread(self, seconds)
+
 
 @final
 @attrs.define(eq=False)
@@ -82,11 +86,7 @@ class Lane:
             task = Task(self, steps, label, self.num_issued)
             self.tasks.append(task)
             if overlap:
-                self.num_wanted = task.number
-                if self.thread is None:
-                    self.thread = threading.Thread(target=self._serve, daemon=True, name="zcomm-lane")
-                    self.thread.start()
-                self.news.notify_all()
+                self._leave_to_thread(task)
         return task
 
     def wait(self, task: Task) -> None:
@@ -105,6 +105,12 @@ class Lane:
             elif doctor.is_condemned():
                 raise SharedMemoryFailed("given up, because a collective has failed on another rank.")
 
+    def await_thread(self, task: Task, seconds: float) -> bool:
+        """Let the thread carry out what is before a task and itself, for that long at most; whether it is over."""
+        with self.news:
+            self._leave_to_thread(task)
+            return self.news.wait_for(task.is_completed, max(0.0, seconds))
+
     def close(self, reason: str) -> bool:
         """Let nothing further begin.  Whether something was under way, whose step the caller must end."""
         with self.news:
@@ -119,6 +125,16 @@ class Lane:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self.tasks.clear()
+
+    def _leave_to_thread(self, task: Task) -> None:
+        """With the lock held."""
+        if self.failure:
+            return
+        self.num_wanted = max(self.num_wanted, task.number)
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._serve, daemon=True, name="zcomm-lane")
+            self.thread.start()
+        self.news.notify_all()
 
     def _serve(self) -> None:
         """The thread."""
