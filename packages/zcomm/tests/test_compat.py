@@ -57,3 +57,28 @@ def test_without_a_default_group_or_a_clone_there_is_a_plain_answer(monkeypatch:
     assert compat.default_store() is None
     plain = object()
     assert compat.clone_store(plain) is plain
+
+
+def rank_makes_a_link(key: str) -> tuple[list[float], str]:
+    """A link moves bytes, knows a barrier, and breaks on both ends when one breaks it."""
+    rank = dist.get_rank()
+    link = compat.gloo_link(key, rank, 2, timeout_s=60.0)
+    tensor = torch.full((2,), float(rank))
+    compat.link_broadcast(link, tensor, 1).wait()
+    compat.link_barrier(link).wait()
+    if rank == 0:
+        compat.break_link(link, peer=1)
+    with pytest.raises(RuntimeError) as caught:
+        compat.link_barrier(link).wait()
+    return tensor.tolist(), str(caught.value)
+
+
+def test_a_link_is_gloo_without_a_group_and_can_be_broken() -> None:
+    for values, text in run_ranks(rank_makes_a_link, 2, "test"):
+        assert values == [1.0, 1.0]
+        assert "imed out" not in text.replace("Application timeout", ""), "it is broken, nobody waited for a limit"
+
+
+def test_a_link_without_a_default_group_says_so() -> None:
+    with pytest.raises(RuntimeError, match="store cannot be had"):
+        compat.gloo_link("test", 0, 2, timeout_s=1.0)

@@ -117,38 +117,6 @@ def test_done_is_a_handle_like_any_other() -> None:
     assert repr(zcomm.DONE) == "zcomm.DONE"
 
 
-class SlowWork:
-    """A Work over Gloo: a wait in a slice gives up `num_slices` times; then the collective ends as the test says."""
-
-    def __init__(self, num_slices: int, error: str = "", *, ends_late: bool = False) -> None:
-        self.left, self.error, self.ends_late = num_slices, error, ends_late
-
-    def wait(self, *slices: object) -> None:
-        if self.left and slices:
-            self.left -= 1
-            raise RuntimeError("Operation timed out!")
-        if self.error:
-            raise RuntimeError(self.error)
-
-    def is_completed(self) -> bool:
-        return self.left == 0 or self.ends_late
-
-
-def test_the_end_of_a_slice_is_not_the_end_of_the_wait() -> None:
-    work = SlowWork(3)
-    assert [handles._is_over(work) for _ in range(4)] == [False, False, True, True]  # type: ignore[arg-type]
-
-
-def test_a_collective_that_ends_just_after_a_slice_has_not_failed() -> None:
-    assert handles._is_over(SlowWork(1, ends_late=True))  # type: ignore[arg-type]
-
-
-def test_the_collectives_own_error_comes_out_of_a_slice() -> None:
-    for work in (SlowWork(0, "Connection reset"), SlowWork(1, "Connection reset", ends_late=True)):
-        with pytest.raises(RuntimeError, match="Connection reset"):
-            handles._is_over(work)  # type: ignore[arg-type]
-
-
 def test_what_comes_after_is_done_once_by_the_first_wait() -> None:
     done: list[str] = []
     message = start(call_on(torch.zeros(1)), lambda: FakeWork(lambda: done.append("arrived")), (), async_op=True)

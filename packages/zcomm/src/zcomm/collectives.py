@@ -11,7 +11,7 @@ disagree, which is how a collective that one rank skipped is found before its nu
 `group=None` is the default group where torch.distributed is initialised and a world of one where it is not, so
 a script without any launcher runs the same code.
 
-CPU tensors of ranks that share a host travel through memory (`zcomm.shared`), everything else through Gloo or NCCL;
+CPU tensors travel through memory between ranks that share a host (`zcomm.shared`), all else through Gloo or NCCL;
 `registry.issue` answers None where the way through memory is not open.
 
 Rejected: averaging as an op.  Gloo has none, and a mean over ranks times a mean over micro-steps is one scalar

@@ -8,9 +8,11 @@ answer is the caller's own figure, and a test fails loudly when a new torch move
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,3 +47,46 @@ def clone_store(store: Any) -> Any:
     """Another connection to the same keys, usable while `store` is busy; before torch 2.8 the store itself."""
     clone = getattr(store, "clone", None)
     return store if clone is None else clone()
+
+
+def gloo_link(key: str, rank: int, size: int, timeout_s: float) -> Any:
+    """A Gloo back end that torch's table of groups does not know: it ends with the last reference.
+
+    A collective of `size` processes that meet at `key` in the default group's store.  Raises RuntimeError.
+    """
+    store = default_store()
+    if store is None:
+        raise RuntimeError("the default group's store cannot be had from this version of torch")
+    make: Any = getattr(dist, "ProcessGroupGloo", None)
+    if make is None:
+        raise RuntimeError("this version of torch has no Gloo")
+    return make(PrefixStore(key, store), rank, size, timeout=timedelta(seconds=timeout_s))
+
+
+def link_broadcast(link: Any, tensor: Any, root: int) -> Any:
+    """The Work of a broadcast over a link."""
+    options = _options("BroadcastOptions")
+    options.rootRank, options.rootTensor = root, 0
+    return link.broadcast([tensor], options)
+
+
+def link_barrier(link: Any) -> Any:
+    """The Work of a barrier over a link."""
+    return link.barrier(_options("BarrierOptions"))
+
+
+def break_link(link: Any, peer: int) -> None:
+    """Close the connections of a link at once: whoever waits for it, here or on another rank, gets an error.
+
+    `abort` does nothing in Gloo; a receive whose time runs out closes all connections of its link.
+    """
+    tensor = torch.empty(1, dtype=torch.uint8, device="cpu")
+    with contextlib.suppress(RuntimeError):
+        link.recv([tensor], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+_UNUSED_TAG = 1_000_003  # of no message
+
+
+def _options(name: str) -> Any:
+    return getattr(dist, name)()

@@ -7,7 +7,7 @@ scatter whose output lies in its input, where the other slices are given up anyw
 a side effect worth having: sharded and replicated gradients are summed in the same order, so they are equal bit for
 bit at any number of ranks.
 
-This is the way between hosts, and where `zcomm.shared` cannot be used; it is faster still.
+This is the way where `zcomm.shared` cannot be used, be it wholly or inside the hosts; it is faster still.
 
 Rejected: send and receive between all pairs (as fast at two ranks, but W * (W - 1) messages, and every rank must
 agree on tags).
@@ -16,6 +16,7 @@ agree on tags).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, final
 
 import attrs
@@ -38,6 +39,21 @@ class Several:
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
+
+
+_SLICE = timedelta(seconds=1)
+
+
+def is_over(work: dist.Work) -> bool:
+    """Wait for a collective for a second at most, without harm to it.  Raises what the collective raised."""
+    try:
+        work.wait(_SLICE)
+        return True
+    except RuntimeError:  # the end of the slice, or the collective's own error
+        if not work.is_completed():
+            return False
+    work.wait()  # raises that error again, and none where the collective ended just after the slice
+    return True
 
 
 def carries(tensor: Tensor, group: ProcessGroup | None) -> bool:

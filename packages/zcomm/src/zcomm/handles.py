@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Protocol, final
 
 import attrs
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zcomm import doctor, trace
+from zcomm import doctor, gloo, trace
 from zcomm.fingerprint import Fingerprint, State
 
 __all__ = ["DONE", "CollectiveFailed", "Handle", "after"]
@@ -228,7 +227,6 @@ def start(
     return DONE
 
 
-_SLICE = timedelta(seconds=1)
 _PAUSE_S = 5e-5  # between two looks
 
 
@@ -251,21 +249,9 @@ def _await(work: Any, entry: Fingerprint) -> None:
         if not (is_sliced and isinstance(part, dist.Work)):
             part.wait()
             continue
-        while not _is_over(part):
+        while not gloo.is_over(part):
             if doctor.is_condemned():
                 raise RuntimeError("given up, because a collective has failed on another rank.")
-
-
-def _is_over(work: dist.Work) -> bool:
-    """Wait for a slice.  Raises what the collective raised."""
-    try:
-        work.wait(_SLICE)
-        return True
-    except RuntimeError:  # the end of the slice, or the collective's own error
-        if not work.is_completed():
-            return False
-    work.wait()  # raises that error again, and none where the collective ended just after the slice
-    return True
 
 
 _UNSUPPORTED = {

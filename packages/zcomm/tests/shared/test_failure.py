@@ -33,6 +33,10 @@ def told(report: Report, ticket: int = 7) -> str:
         (attrs.evolve(DIED, kind=Kind.CLOSED), "rank 5 (process 101) has closed the group."),
         (attrs.evolve(DIED, kind=Kind.CLOSED, rank=0), "this rank has closed the group."),
         (
+            attrs.evolve(DIED, kind=Kind.ELSEWHERE, teller=1),
+            "rank 5 (process 101) has lost its connection to the ranks on other hosts.",
+        ),
+        (
             attrs.evolve(DIED, kind=Kind.DISAGREE, teller=1),
             "rank 5 (process 101) found that the calls of the ranks disagree.",
         ),
@@ -58,3 +62,9 @@ def test_a_later_call_says_since_when() -> None:
 def test_a_broadcast_tells_its_source_and_a_barrier_nothing() -> None:
     assert str(Wish(OPS.index("broadcast"), 0, -1, 2, 8, "")) == "broadcast of 8 float32 (source 2)"
     assert str(Wish(OPS.index("barrier"), -1, -1, 0, 0, "end")) == "barrier 'end'"
+
+
+def test_slices_that_do_not_adjoin_are_told_so() -> None:
+    scatter = OPS.index("reduce_scatter")
+    assert str(Wish(scatter, 0, 0, 0, 8, "", 8)) == "reduce_scatter of 8 float32 a rank (op 'sum')"
+    assert str(Wish(scatter, 0, 0, 0, 8, "", 20)) == "reduce_scatter of 8 float32 a rank (20 apart, op 'sum')"

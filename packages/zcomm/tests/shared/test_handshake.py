@@ -12,6 +12,7 @@ import torch
 import zcomm
 from zcomm.shared import handshake, native, registry
 from zcomm.shared.handshake import Presence, verdict
+from zcomm.shared.places import Places
 from zcomm.shared.segment import Offer, Segment
 from zcomm.testing import run_ranks
 
@@ -28,11 +29,20 @@ FINE = Presence("auto", "host", 100, "", Offer(100, 3, "00", 4096))
         (attrs.evolve(FINE, choice="gloo"), "rank 1 has ZCOMM_TRANSPORT=gloo"),
         (attrs.evolve(FINE, choice="shm"), "rank 1 has ZCOMM_TRANSPORT=shm; allowed: auto, shared, gloo"),
         (attrs.evolve(FINE, obstacle="no memory", offer=None), "rank 1: no memory"),
-        (attrs.evolve(FINE, host="other"), "rank 0 and rank 1 are on different hosts"),
+        (attrs.evolve(FINE, host="other"), "each of its 2 ranks is on a host of its own"),
     ],
 )
 def test_the_verdict_names_the_rank_that_speaks_against_it(second: Presence, reason: str) -> None:
     assert verdict([FINE, second]) == reason
+
+
+def test_the_ranks_of_one_host_are_counted_and_not_those_of_the_group() -> None:
+    assert handshake.crowd(Places.of("A" * 64), 64) == ""
+    assert handshake.crowd(Places.of("A" * 65), 64) == "65 ranks are in the group; at most 64 can share memory"
+    assert handshake.crowd(Places.of("AB" * 64), 64) == ""
+    assert handshake.crowd(Places.of("AB" * 65), 64) == (
+        "65 ranks on each host are in the group; at most 64 can share memory"
+    )
 
 
 def test_a_presence_survives_its_journey() -> None:
@@ -86,7 +96,7 @@ def break_here(how: str) -> None:
 
 
 REASONS = {
-    "host": "rank 0 and rank 1 are on different hosts",
+    "host": "its hosts have different numbers of ranks: 2 on that of rank 0, 1 on that of rank 1",
     "extension": "rank 1: the extension is not built",
     "gloo": "rank 1 has ZCOMM_TRANSPORT=gloo",
     "memory": "rank 1: no memory for its control segment (no memory today)",
@@ -131,7 +141,7 @@ def rank_insists() -> str:
 def test_if_one_rank_insists_and_cannot_all_raise() -> None:
     for text in run_ranks(rank_insists, 2):
         assert "all_reduce 'first'" in text
-        assert "ZCOMM_TRANSPORT=shared, but the group cannot use shared memory: rank 0 and rank 1 are on dif" in text
+        assert "ZCOMM_TRANSPORT=shared, but the group cannot use shared memory: each of its 2 ranks is on" in text
 
 
 def test_a_kernel_without_pidfd_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import zcomm
-from zcomm.shared import native
+from zcomm.shared import native, registry
+from zcomm.shared.transport import Message
 from zcomm.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(bool(native.reason_without()), reason=native.reason_without())
@@ -311,3 +312,30 @@ def rank_mixes_places(numel: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_input_and_output_may_lie_in_different_places(world_size: int, numel: int) -> None:
     run_ranks(rank_mixes_places, world_size, numel)
+
+
+def rank_uses_slices_that_do_not_adjoin(numel: int) -> None:
+    rank, size, transport = zcomm.group_rank(), zcomm.group_size(), registry.transport_of(None)
+    assert transport is not None
+    stride = 2 * numel + 3
+    length = (size - 1) * stride + numel
+    sent = [values(length, torch.float32, other) for other in range(size)]
+    slices = [slice(place * stride, place * stride + numel) for place in range(size)]
+    total = oracle(torch.float32, "sum", sent)
+    for place in PLACES:
+        source, output = placed(sent[rank], place), placed(torch.zeros(numel), place)
+        transport.issue(Message("reduce_scatter", output, source, "sum", stride=stride)).wait()
+        assert output.equal(total[slices[rank]]), place
+        assert source.equal(sent[rank])
+        gathered, expected = placed(sent[rank], place), sent[rank].clone()
+        for each, other in zip(slices, sent):
+            expected[each] = other[each]
+        own = gathered[slices[rank]] if place != "mixed" else gathered[slices[rank]].clone()
+        transport.issue(Message("all_gather", gathered, own, stride=stride)).wait()
+        assert gathered.equal(expected), "the slices are gathered, and what lies between them is untouched"
+
+
+@pytest.mark.parametrize("numel", [1000, 400_001])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_slices_need_not_adjoin(world_size: int, numel: int) -> None:
+    run_ranks(rank_uses_slices_that_do_not_adjoin, world_size, numel)

@@ -128,6 +128,7 @@ def rank_disagrees(what: str) -> tuple[str, str]:
     small, large, big = torch.ones(6), torch.ones(6 * size), torch.ones(10**6 + odd)
     length, whole = torch.ones(100 + odd), torch.ones(8, dtype=[torch.float32, torch.int32][odd])
     gather, scatter = Message("all_gather", large, small), Message("reduce_scatter", small, large, "sum")
+    strided = Message("reduce_scatter", small, torch.ones(9 * size), "sum", stride=6 + odd)
     barrier = Message("barrier", None, None, label="end")
     message = {
         "length": Message("all_reduce", length, length, "sum", label="a"),
@@ -135,6 +136,7 @@ def rank_disagrees(what: str) -> tuple[str, str]:
         "reduction": Message("all_reduce", small, small, ["sum", "max"][odd], label="b"),
         "source": Message("broadcast", small, small, source=odd),
         "op": [gather, scatter][odd],
+        "stride": strided,
         "barrier": [Message("all_reduce", small, small, "sum", label="c"), barrier][odd],
         "large": Message("all_reduce", big, big, "sum", label="big", overlap=True),
         "label": Message("all_reduce", small, small, "sum", label=f"layer {odd}"),
@@ -150,6 +152,7 @@ DISAGREEMENTS = {
     "reduction": "all_reduce 'b' of 6 float32 (op 'sum'), rank 1 all_reduce 'b' of 6 float32 (op 'max')",
     "source": "broadcast of 6 float32 (source 0), rank 1 broadcast of 6 float32 (source 1)",
     "op": "rank 0 calls all_gather of 6 float32 a rank, rank 1 reduce_scatter of 6 float32 a rank (op 'sum')",
+    "stride": "of 6 float32 a rank (op 'sum'), rank 1 reduce_scatter of 6 float32 a rank (7 apart, op 'sum')",
     "barrier": "float32 (op 'sum'), rank 1 barrier 'end'",
     "label": "all_reduce 'layer 0' of 6 float32 (op 'sum'), rank 1 all_reduce 'layer 1' of 6 float32",
     "large": "of 1000000 float32 (op 'sum'), rank 1 all_reduce 'big' of 1000001 float32",

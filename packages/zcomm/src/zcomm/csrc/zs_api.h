@@ -15,6 +15,7 @@ typedef struct {
   int32_t item_bytes;
   int32_t wake;       /* 1: the group's thread carries it out; 0: the caller waits at once and does so itself */
   int64_t numel;      /* elements of the tensor (all_reduce, broadcast), else of one rank's slice */
+  int64_t stride;     /* elements from slice to slice of a reduce_scatter's input, an all_gather's output; >= numel */
   const void *input;  /* all_reduce, broadcast: the same as output */
   void *output;
   char label[64];
@@ -23,7 +24,7 @@ typedef struct {
 /* What a rank tells the others about its call. */
 typedef struct {
   int32_t op, dtype, reduction, source;
-  int64_t numel;
+  int64_t numel, stride;
   int64_t segment; /* number of the shared segment that holds the payload, -1 for memory of its own */
   int64_t offset;  /* of the payload in that segment, bytes */
   char label[64];
@@ -32,7 +33,7 @@ typedef struct {
 /* Why a group is broken. */
 typedef struct {
   int32_t kind;     /* numbered by failure.py; 0: it is not */
-  int32_t rank;     /* place in the group of the rank that is the reason */
+  int32_t rank;     /* place in the group of the rank that is the reason; the teller's own where it lies outside */
   int32_t teller;   /* place of the rank that found out */
   int32_t padding;
   int64_t ticket;   /* of the call during which this rank learnt it */
@@ -63,6 +64,7 @@ void zs_drop_segment(zs_group *group, int64_t number);
 int64_t zs_issue(zs_group *group, const zs_call *call); /* its ticket, counting from 1; 0 without memory */
 int zs_wait(zs_group *group, int64_t ticket, int limit_ms); /* 1 done, 0 not yet, -1 failed */
 int zs_is_done(zs_group *group, int64_t ticket);
+void zs_give_up(zs_group *group); /* what else this group is part of has failed: the others are told ZS_ELSEWHERE */
 int64_t zs_completed(zs_group *group);                  /* the last ticket that is done */
 int zs_has_ended(zs_group *group, int64_t ticket);      /* done, or its group broken and nobody at work on it */
 void zs_failure(zs_group *group, zs_report *report);
@@ -78,6 +80,6 @@ int zs_set_level(int level); /* 0 plain, 1 the best of this processor; returns t
 enum { ZS_ALL_REDUCE, ZS_REDUCE_SCATTER, ZS_ALL_GATHER, ZS_BROADCAST, ZS_ALL_TO_ALL, ZS_BARRIER };
 enum { ZS_FLOAT32, ZS_FLOAT64, ZS_BFLOAT16, ZS_FLOAT16, ZS_INT32, ZS_INT64, ZS_UINT8, ZS_INT8, ZS_BOOL, ZS_REDUCIBLE };
 enum { ZS_SUM, ZS_MAX, ZS_MIN, ZS_REDUCTIONS };
-enum { ZS_FINE, ZS_DIED, ZS_TIMED_OUT, ZS_CLOSED, ZS_DISAGREE };
+enum { ZS_FINE, ZS_DIED, ZS_TIMED_OUT, ZS_CLOSED, ZS_DISAGREE, ZS_ELSEWHERE };
 
 #endif

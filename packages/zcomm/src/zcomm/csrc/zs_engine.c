@@ -133,6 +133,8 @@ int zs_has_ended(zs_group *g, int64_t ticket) {
   return ended;
 }
 
+void zs_give_up(zs_group *g) { zs_break(g, NULL, ZS_ELSEWHERE, g->rank, g->rank, 0.0); }
+
 void zs_failure(zs_group *g, zs_report *report) {
   pthread_mutex_lock(&g->lock);
   *report = g->report;

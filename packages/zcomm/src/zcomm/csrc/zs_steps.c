@@ -40,9 +40,14 @@ static int64_t slice_bytes(const zs_group *g, const zs_call *c) {
   return divided_up(divided_up(call_bytes(c), g->size), 64) * 64;
 }
 
+/* Bytes from the start of one slice to that of the next. */
+static int64_t pitch(const zs_group *g, const zs_call *c) {
+  return c->op == ZS_REDUCE_SCATTER || c->op == ZS_ALL_GATHER ? c->stride * c->item_bytes : slice_bytes(g, c);
+}
+
 /* Part of slice p that belongs to chunk number `chunk`: its place in the payload, and its bytes, 0 if there is none. */
 static int64_t part(const zs_group *g, const zs_call *c, int p, int64_t chunk, int64_t *bytes) {
-  int64_t slice = slice_bytes(g, c), from = p * slice + chunk * part_bytes(g), end = (p + 1) * slice;
+  int64_t start = p * pitch(g, c), from = start + chunk * part_bytes(g), end = start + slice_bytes(g, c);
   if (c->op == ZS_ALL_REDUCE) end = smaller(end, call_bytes(c));
   int64_t left = smaller(part_bytes(g), end - from);
   *bytes = left > 0 ? left : 0;
@@ -63,7 +68,7 @@ static int is_fresh(const zs_group *g, const zs_call *c) {
   int64_t bytes = call_bytes(c) * (c->op == ZS_ALL_GATHER || c->op == ZS_ALL_TO_ALL ? g->size : 1);
   const char *input = c->input, *output = c->output;
   if (bytes < ZS_LARGE || c->op == ZS_ALL_REDUCE) return 0;
-  return c->op != ZS_REDUCE_SCATTER || output < input || output >= input + bytes * g->size;
+  return c->op != ZS_REDUCE_SCATTER || output < input || output >= input + pitch(g, c) * (g->size - 1) + bytes;
 }
 
 /* Write an output. */
@@ -136,7 +141,7 @@ static void stage_out(const zs_group *g, const zs_call *c, int64_t chunk) {
     }
     case ZS_ALL_GATHER:
       for (int p = 0; p < g->size; p++) {
-        put(g, c, to + p * call_bytes(c) + at, p == g->rank ? own + at : staged(g, p, g->count - 1), bytes);
+        put(g, c, to + p * pitch(g, c) + at, p == g->rank ? own + at : staged(g, p, g->count - 1), bytes);
       }
       break;
     case ZS_BROADCAST:
@@ -175,7 +180,7 @@ static void zero_copy_step(zs_group *g, zs_task *t) {
   const zs_call *c = &t->call;
   const void *sources[ZS_MAX_RANKS];
   void *outputs[ZS_MAX_RANKS];
-  int64_t bytes = call_bytes(c), own = g->rank * slice_bytes(g, c);
+  int64_t bytes = call_bytes(c), own = g->rank * pitch(g, c);
   char *to = c->output;
   if (c->op == ZS_ALL_REDUCE) {
     bytes = smaller(slice_bytes(g, c), bytes - own);
@@ -193,7 +198,8 @@ static void zero_copy_step(zs_group *g, zs_task *t) {
     case ZS_ALL_GATHER:
       for (int i = 0; i < g->size; i++) {
         int p = (g->rank + i) % g->size; /* the own slice is there already where the output is shared: see publish */
-        if (payload(g, t, p) != to + p * bytes) put(g, c, to + p * bytes, payload(g, t, p), bytes);
+        char *place = to + p * pitch(g, c);
+        if (payload(g, t, p) != place) put(g, c, place, payload(g, t, p), bytes);
       }
       break;
     case ZS_BROADCAST:
@@ -223,15 +229,16 @@ static zs_segment *segment_of(zs_group *g, const char *start, int64_t bytes) {
 static void publish(zs_group *g, zs_task *t) {
   const zs_call *c = &t->call;
   zs_descriptor *d = &g->control[g->rank]->descriptor[g->count & 1];
-  *d = (zs_descriptor){c->op, c->dtype, c->reduction, c->source, c->numel, -1, 0, {0}};
+  *d = (zs_descriptor){c->op, c->dtype, c->reduction, c->source, c->numel, c->stride, -1, 0, {0}};
   memcpy(d->label, c->label, sizeof d->label);
   t->num_chunks = count_chunks(g, c);
   if (c->op == ZS_BARRIER || c->numel == 0) return;
   const char *place = c->input;
-  int64_t bytes = call_bytes(c) * (c->op == ZS_REDUCE_SCATTER || c->op == ZS_ALL_TO_ALL ? g->size : 1);
+  int in_slices = c->op == ZS_REDUCE_SCATTER || c->op == ZS_ALL_TO_ALL;
+  int64_t bytes = call_bytes(c) + (in_slices ? pitch(g, c) * (g->size - 1) : 0);
   t->segment = is_tiny(g, c) ? NULL : segment_of(g, place, bytes);
   if (c->op == ZS_ALL_GATHER && !is_tiny(g, c)) {
-    char *own_slice = (char *)c->output + g->rank * bytes;
+    char *own_slice = (char *)c->output + g->rank * pitch(g, c);
     zs_segment *outer = segment_of(g, own_slice, bytes);
     if (outer) {
       copy(own_slice, place, bytes);
@@ -249,7 +256,7 @@ static void publish(zs_group *g, zs_task *t) {
 
 static int agree(const zs_descriptor *a, const zs_descriptor *b) {
   return a->op == b->op && a->dtype == b->dtype && a->reduction == b->reduction && a->source == b->source &&
-         a->numel == b->numel && !strncmp(a->label, b->label, sizeof a->label);
+         a->numel == b->numel && a->stride == b->stride && !strncmp(a->label, b->label, sizeof a->label);
 }
 
 /* After step 0: read what the others want, choose the way.  Every rank reads the same and so decides the same. */

@@ -15,7 +15,11 @@ import attrs
 from zcomm.handles import named
 from zcomm.shared.names import OPS, REDUCTIONS, dtype_name
 
-__all__ = ["Kind", "Report", "Wish", "describe"]
+__all__ = ["Kind", "Report", "SharedMemoryFailed", "Wish", "describe"]
+
+
+class SharedMemoryFailed(RuntimeError):
+    """A collective through shared memory ended in an error.  `zcomm` raises CollectiveFailed in its place."""
 
 
 class Kind(enum.IntEnum):
@@ -26,6 +30,7 @@ class Kind(enum.IntEnum):
     TIMED_OUT = 2  # the teller waited for the culprit up to the group's limit
     CLOSED = 3  # the culprit has left the group
     DISAGREE = 4  # the culprit's call does not fit that of rank 0
+    ELSEWHERE = 5  # the culprit has lost what else the group consists of: the ranks on other hosts
 
 
 @attrs.frozen
@@ -38,12 +43,15 @@ class Wish:
     source: int
     numel: int  # of the tensor, or of one slice
     label: str
+    stride: int = 0  # elements from one slice to the next; 0 where there are none
 
     def __str__(self) -> str:
         call, details = named(OPS[self.op], self.label), []
         if self.dtype >= 0:
             whose = "" if OPS[self.op] in ("all_reduce", "broadcast") else " a rank"
             call += f" of {self.numel} {dtype_name(self.dtype)}{whose}"
+        if self.stride > self.numel:
+            details.append(f"{self.stride} apart")
         if self.reduction >= 0:
             details.append(f"op {REDUCTIONS[self.reduction]!r}")
         if OPS[self.op] == "broadcast":
@@ -92,6 +100,8 @@ def describe(report: Report, *, rank: int, ranks: Sequence[int], pids: Sequence[
         text = f"the ranks disagree: rank {ranks[0]} calls {report.first}, rank {ranks[report.rank]} {report.second}"
     elif report.kind is Kind.DISAGREE:
         text = f"{who(report.teller)} found that the calls of the ranks disagree"
+    elif report.kind is Kind.ELSEWHERE:
+        text = f"{culprit} has lost its connection to the ranks on other hosts"
     else:
         text = f"{culprit} has closed the group"
     since = repr(report.label) if report.label else "an earlier collective"
@@ -101,4 +111,4 @@ def describe(report: Report, *, rank: int, ranks: Sequence[int], pids: Sequence[
 
 def _wish(ffi: Any, found: Any) -> Wish:
     label = ffi.string(found.label).decode(errors="replace")
-    return Wish(found.op, found.dtype, found.reduction, found.source, found.numel, label)
+    return Wish(found.op, found.dtype, found.reduction, found.source, found.numel, label, found.stride)

@@ -5,9 +5,8 @@ one round says who and where each is and offers the control segment, a second sa
 taken.  The verdict is a pure function of what all said, so all come to the same.  The rounds travel over the
 group's own Gloo back end as fixed-length JSON.
 
-A group with ranks on several hosts uses Gloo throughout.  Rejected for now: memory within a host and Gloo between
-hosts, which needs sub-groups, and a queue that keeps their order under overlap; training on CPUs of several hosts is
-rare.
+In a group with ranks on several hosts the ranks of each host meet in memory, and those of equal index connect over
+Gloo before the second round, so that a connection which does not come about is a reason like any other.
 
 Rejected: deciding from environment variables alone (nothing says that ranks have the same), a store (groups made by
 torch do not show theirs).
@@ -24,13 +23,16 @@ from typing import Any, final
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from zcomm import compat
 from zcomm.shared.native import Library, library, reason_without
+from zcomm.shared.network import Network
+from zcomm.shared.places import Places
 from zcomm.shared.segment import Memory, Offer, Segment
 
-__all__ = ["Members", "Presence", "agree", "gathered", "verdict"]
+__all__ = ["Linked", "Members", "Presence", "agree", "crowd", "gathered", "verdict"]
 
 VARIABLE = "ZCOMM_TRANSPORT"
 CHOICES = ("auto", "shared", "gloo")
@@ -57,9 +59,9 @@ class Presence:
 @final
 @attrs.define(eq=False)
 class Members:
-    """The ranks of a group that share memory, as this one sees them."""
+    """The ranks that share memory, as this one sees them: of a group, or of its part on this host."""
 
-    rank: int
+    rank: int  # among them
     pids: list[int]
     controls: list[Memory]  # of all ranks, mapped
     pidfds: list[int]  # readable when the process has ended; -1 for this rank, and where the kernel has none
@@ -73,22 +75,39 @@ class Members:
                 os.close(descriptor)
 
 
+@final
+@attrs.frozen(eq=False)
+class Linked:
+    """The two levels of a group with ranks on several hosts, as this rank sees them."""
+
+    members: Members  # of this host
+    network: Network  # to the ranks of this index on other hosts
+    places: Places
+
+    def close(self) -> None:
+        self.members.close()
+        self.network.close()
+
+
 class TransportRefused(RuntimeError):
     """A rank insists on shared memory, and the group cannot have it."""
 
 
-def agree(group: ProcessGroup, rank: int, size: int) -> Members | str:
+def agree(group: ProcessGroup, rank: int, size: int, timeout_s: float) -> Members | Linked | str:
     """A collective over Gloo: the members of a group that shares memory, or the reason why it uses Gloo.
 
+    timeout_s: how long a connection between hosts, and then each message over it, may take.
     Raises TransportRefused on every rank if one of them has ZCOMM_TRANSPORT=shared and it cannot be.
     """
-    segment, obstacle = _control_segment(size)
+    segment, obstacle = _control_segment()
     try:
         mine = Presence(_choice(), _host(), os.getpid(), obstacle, None if segment is None else segment.offer())
         said = [Presence.parsed(each) for each in gathered(attrs.asdict(mine), group, size)]
-        outcome: Members | str = verdict(said)
+        outcome: Members | Linked | str = verdict(said)
         if segment is not None and not outcome:
-            outcome = _met_by_all(group, said, rank, segment)
+            places = Places.of([each.host for each in said])
+            outcome = crowd(places, library().lib.zs_max_ranks())
+            outcome = outcome or _met_by_all(group, _Meeting(said, places, rank, segment), timeout_s)
     finally:
         if segment is not None:
             segment.seal()
@@ -106,9 +125,14 @@ def verdict(said: list[Presence]) -> str:
             return f"rank {number} has {VARIABLE}=gloo"
         if each.obstacle:
             return f"rank {number}: {each.obstacle}"
-        if each.host != said[0].host:
-            return f"rank 0 and rank {number} are on different hosts"
-    return ""
+    return Places.of([each.host for each in said]).obstacle()
+
+
+def crowd(places: Places, most: int) -> str:
+    """Why a host has too many ranks, if more than `most` of them are to share memory; else "".  Pure."""
+    where = "" if places.num_hosts == 1 else " on each host"
+    found = places.num_here
+    return f"{found} ranks{where} are in the group; at most {most} can share memory" if found > most else ""
 
 
 def gathered(value: Any, group: ProcessGroup, size: int) -> list[Any]:
@@ -136,11 +160,9 @@ def _host() -> str:
         return socket.gethostname()[:100]
 
 
-def _control_segment(size: int) -> tuple[Segment | None, str]:
+def _control_segment() -> tuple[Segment | None, str]:
     """This rank's control segment, or what it knows already that speaks against shared memory."""
     obstacle = reason_without()
-    if not obstacle and size > library().lib.zs_max_ranks():
-        obstacle = f"{size} ranks are in the group; at most {library().lib.zs_max_ranks()} can share memory"
     if obstacle:
         return None, obstacle[:300]
     try:
@@ -149,31 +171,61 @@ def _control_segment(size: int) -> tuple[Segment | None, str]:
         return None, f"no memory for its control segment ({error})"[:300]
 
 
-def _met_by_all(group: ProcessGroup, said: list[Presence], rank: int, own: Segment) -> Members | str:
-    """The second round: the members if every rank reached every other, else why not."""
-    members, problem = _met(library(), said, rank, own)
+@attrs.frozen(eq=False)
+class _Meeting:
+    """What the first round has brought."""
+
+    said: list[Presence]  # by rank of the group
+    places: Places
+    rank: int
+    own: Segment
+
+
+def _met_by_all(group: ProcessGroup, meeting: _Meeting, timeout_s: float) -> Members | Linked | str:
+    """The second round: what this rank has, if every rank reached all that it must, else why not."""
+    met: Members | Linked | None
+    members, problem = met, problem = _met(library(), meeting)
+    if members is not None and meeting.places.num_hosts > 1:
+        met, problem = _linked(group, meeting, members, timeout_s)
     reason = "the second round failed"  # unless it does not
     try:
-        problems = gathered(problem, group, len(said))
+        problems = gathered(problem, group, len(meeting.said))
         reason = next((f"rank {number}: {text}" for number, text in enumerate(problems) if text), "")
     finally:
-        if members is not None and reason:
-            members.close()
-    return reason if members is None or reason else members
+        if met is not None and reason:
+            met.close()
+    return reason if met is None or reason else met
 
 
-def _met(found: Library, said: list[Presence], rank: int, own: Segment) -> tuple[Members | None, str]:
-    """The members, or what went wrong here."""
-    members = Members(rank, [each.pid for each in said], [], [])
+def _met(found: Library, meeting: _Meeting) -> tuple[Members | None, str]:
+    """The members on this host, or what went wrong here."""
+    host, index = meeting.places.find(meeting.rank)
+    here = meeting.places.hosts[host]
+    members = Members(index, [meeting.said[number].pid for number in here], [], [])
     try:
-        for number, each in enumerate(said):
-            members.pidfds.append(-1 if number == rank else _pidfd(each.pid))
-            assert each.offer is not None
-            members.controls.append(own.memory if number == rank else each.offer.accept(found))
+        for number in here:
+            offer, is_own = meeting.said[number].offer, number == meeting.rank
+            members.pidfds.append(-1 if is_own else _pidfd(meeting.said[number].pid))
+            assert offer is not None
+            members.controls.append(meeting.own.memory if is_own else offer.accept(found))
     except OSError as error:
         members.close()
-        return None, f"cannot reach the memory of rank {len(members.controls)} ({error})"[:300]
+        return None, f"cannot reach the memory of rank {here[len(members.controls)]} ({error})"[:300]
     return members, ""
+
+
+def _linked(group: ProcessGroup, meeting: _Meeting, members: Members, timeout_s: float) -> tuple[Linked | None, str]:
+    """The two levels, or why this rank cannot reach the other hosts."""
+    host, index = meeting.places.find(meeting.rank)
+    peers, ranks = meeting.places.across(index), dist.get_process_group_ranks(group)
+    offer = meeting.said[peers[0]].offer
+    assert offer is not None
+    try:
+        network = Network.open(offer.token, tuple(ranks[peer] for peer in peers), host, timeout_s)
+    except RuntimeError as error:
+        members.close()
+        return None, f"cannot reach its peers on other hosts ({(str(error).splitlines() or [''])[0]})"[:300]
+    return Linked(members, network, meeting.places), ""
 
 
 def _pidfd(pid: int) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from typing import final
+from typing import Protocol, final
 
 import attrs
 import torch
@@ -25,13 +25,38 @@ from torch.distributed import ProcessGroup
 
 from zcomm import compat
 from zcomm.shared import handshake
+from zcomm.shared.hierarchy import Hierarchy
+from zcomm.shared.lane import Step
+from zcomm.shared.levels import Levels
 from zcomm.shared.names import is_carried
 from zcomm.shared.native import library
-from zcomm.shared.transport import Message, Transport, Work
+from zcomm.shared.places import APART
+from zcomm.shared.transport import Message, Transport
 
 __all__ = ["close_all", "issue", "kin", "transport", "transport_of", "transport_reason"]
 
 _DEFAULT_TIMEOUT_S = 600.0
+_NO_LOSS = (f"{handshake.VARIABLE}=gloo", APART)  # ends of reasons that are no news to the user
+
+
+class Carrier(Protocol):
+    """What carries a group over CPU tensors: a Transport on one host, a Hierarchy on several."""
+
+    @property
+    def memory(self) -> Transport:
+        """Of the ranks on this host."""
+
+    def issue(self, message: Message) -> Step | None:
+        """None where it is Gloo's to do.  Raises SharedMemoryFailed."""
+
+    def issue_here(self, message: Message) -> Step:
+        """A collective of the ranks on this host, in its turn among those of the group.  The same errors."""
+
+    def told(self) -> tuple[str, str]:
+        """Its name, and why it is this one."""
+
+    def close(self) -> None:
+        """May be called again."""
 
 
 @final
@@ -43,7 +68,7 @@ class Entry:
     """
 
     lock: threading.Lock = attrs.field(factory=threading.Lock)  # held during the set-up
-    transport: Transport | None = None
+    transport: Carrier | None = None
     reason: str = ""  # why Gloo carries this group
     refusal: handshake.TransportRefused | None = None  # why nothing does
     kin: dict[str, ProcessGroup] = attrs.field(factory=dict)  # groups of its ranks, by what they are to it
@@ -53,7 +78,7 @@ _entries: weakref.WeakKeyDictionary[ProcessGroup, Entry] = weakref.WeakKeyDictio
 _lock = threading.Lock()  # guards changes of _entries
 
 
-def issue(group: ProcessGroup | None, message: Message) -> Work | None:
+def issue(group: ProcessGroup | None, message: Message) -> Step | None:
     """Issue through shared memory, or None where it is Gloo's or NCCL's to do.
 
     The first call of a group is a collective over Gloo.  Raises TransportRefused, SharedMemoryFailed.
@@ -67,8 +92,8 @@ def issue(group: ProcessGroup | None, message: Message) -> Work | None:
     return None if found is None else found.issue(message)
 
 
-def transport_of(group: ProcessGroup | None) -> Transport | None:
-    """The transport of a group that shares memory, set up now if need be; None for other groups.
+def transport_of(group: ProcessGroup | None) -> Carrier | None:
+    """The transport of a group that shares memory, wholly or in parts; None for others.  Set up now if need be.
 
     A collective on the group's first use.  Raises TransportRefused if a rank insists on shared memory in vain.
     """
@@ -89,10 +114,11 @@ def kin(group: ProcessGroup | None) -> dict[str, ProcessGroup]:
 
 
 def transport(group: ProcessGroup | None = None) -> str:
-    """What carries the collectives of `group` over CPU tensors: "shared memory", "gloo", "nccl" or "none".
+    """What carries the collectives of `group` over CPU tensors.
 
-    "none" for a world of one, where nothing is sent, and before the group's first collective, which decides.  Local:
-    never waits for another rank.
+    "shared memory" on one host, "shared memory + gloo" on several with as many ranks each, "gloo", "nccl" or "none":
+    for a world of one, where nothing is sent, and before the group's first collective, which decides.  Local: never
+    waits for another rank.
     """
     return _told(group)[0]
 
@@ -135,20 +161,31 @@ def _set_up(group: ProcessGroup, entry: Entry) -> None:
     if "gloo" not in dist.get_backend_config(group):
         entry.reason = f"its back end is {dist.get_backend(group)}"
         return
+    timeout_s = compat.group_timeout_s(group, torch.device("cpu"), otherwise=_DEFAULT_TIMEOUT_S)
     try:
-        outcome = handshake.agree(group, rank, size)
+        outcome = handshake.agree(group, rank, size, timeout_s)
     except handshake.TransportRefused as error:
         entry.reason, entry.refusal = str(error), error
         return
     if isinstance(outcome, str):
         entry.reason = outcome
-        if rank == 0 and not outcome.endswith(f"{handshake.VARIABLE}=gloo"):
+        if rank == 0 and not outcome.endswith(_NO_LOSS):
             warnings.warn(f"zcomm uses Gloo where shared memory would be faster: {outcome}.", stacklevel=2)
         return
-    timeout_s = compat.group_timeout_s(group, torch.device("cpu"), otherwise=_DEFAULT_TIMEOUT_S)
     ranks = tuple(dist.get_process_group_ranks(group))
-    entry.transport = Transport.open(library(), outcome, ranks, timeout_s)
+    if isinstance(outcome, handshake.Linked):
+        entry.transport = _hierarchy(outcome, ranks, rank, timeout_s)
+    else:
+        entry.transport = Transport.open(library(), outcome, ranks, timeout_s)
     weakref.finalize(group, entry.transport.close)
+
+
+def _hierarchy(found: handshake.Linked, ranks: tuple[int, ...], rank: int, timeout_s: float) -> Hierarchy:
+    """The transport in two levels."""
+    host, index = found.places.find(rank)
+    here = tuple(ranks[place] for place in found.places.hosts[host])
+    memory = Transport.open(library(), found.members, here, timeout_s)
+    return Hierarchy.of(Levels(memory, found.network, found.places, host, index))
 
 
 def _close_forgotten() -> None:
@@ -178,5 +215,5 @@ def _told(group: ProcessGroup | None) -> tuple[str, str]:
     if entry.refusal is not None:
         return "none", entry.reason
     if entry.transport is not None:
-        return "shared memory", f"all {len(entry.transport.ranks)} ranks are on one host"
+        return entry.transport.told()
     return "gloo", entry.reason

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from zcomm.collectives import group_size
 from zcomm.handles import CollectiveFailed
-from zcomm.shared.registry import transport_of
+from zcomm.shared.registry import Carrier, transport_of
 from zcomm.shared.segment import Memory, Offer, Segment
 from zcomm.shared.transport import Message, SharedMemoryFailed, Transport
 
@@ -30,9 +30,10 @@ def shared_empty(numel: int, dtype: torch.dtype = torch.float32, group: ProcessG
     """A flat CPU tensor of `numel` zeros over which the collectives of `group` need no copies.
 
     A collective: every rank of the group calls it, with the same arguments.  Views count too, where they begin at the
-    same offset on all ranks.  Where the group has no shared memory (one rank, several hosts, Gloo or NCCL alone) it
-    is an ordinary tensor.  The memory lives as long as the tensor or a view of it; what the other ranks have mapped
-    of it, as long as theirs or until the group is closed.  A forked child shares it with its parent.
+    same offset on all ranks.  In a group in two levels the ranks of each host share it.  Where the group has none
+    (one rank, Gloo or NCCL alone) it is an ordinary tensor.  The memory lives as long as the tensor or a view of it;
+    what the other ranks have mapped of it, as long as theirs or until the group is closed.  A forked child shares it
+    with its parent.
 
     Raises CollectiveFailed on every rank, naming both, if two ranks ask for different things; ValueError for a
     negative length.
@@ -48,8 +49,8 @@ def shared_empty(numel: int, dtype: torch.dtype = torch.float32, group: ProcessG
         raise CollectiveFailed(f"shared_empty({numel}, {dtype}) failed: {error}") from error
 
 
-def _made(transport: Transport, numel: int, dtype: torch.dtype) -> Tensor:
-    nbytes = numel * dtype.itemsize
+def _made(carrier: Carrier, numel: int, dtype: torch.dtype) -> Tensor:
+    transport, nbytes = carrier.memory, numel * dtype.itemsize
     with transport.lock:
         number, transport.num_segments = transport.num_segments, transport.num_segments + 1
     segment, problem = None, ""
@@ -59,10 +60,10 @@ def _made(transport: Transport, numel: int, dtype: torch.dtype) -> Tensor:
         problem = str(error)[:100]
     wish = {"numel": numel, "dtype": str(dtype), "offer": None if segment is None else attrs.asdict(segment.offer())}
     try:
-        said = _exchanged(transport, {**wish, "problem": problem})
+        said = _exchanged(carrier, {**wish, "problem": problem})
         _check_agreement(transport, said)
         memories, problem = _mapped(transport, said, segment)
-        problems = _exchanged(transport, problem)
+        problems = _exchanged(carrier, problem)
     finally:
         if segment is not None:
             segment.seal()
@@ -95,11 +96,11 @@ def _mapped(transport: Transport, said: list[dict[str, Any]], own: Segment | Non
         return [], str(error)[:100]
 
 
-def _exchanged(transport: Transport, value: Any) -> list[Any]:
-    """Every rank's small JSON value, through the transport itself."""
+def _exchanged(carrier: Carrier, value: Any) -> list[Any]:
+    """Every rank's small JSON value, on this host, through the transport itself."""
     data = json.dumps(value, ensure_ascii=False).encode(errors="replace")
     assert len(data) <= _MESSAGE_BYTES, f"{len(data)} bytes of JSON"
     mine = torch.frombuffer(bytearray(data.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
-    output = torch.empty(len(transport.ranks) * _MESSAGE_BYTES, dtype=torch.uint8)
-    transport.issue(Message("all_gather", output, mine, label="shared_empty")).wait()
+    output = torch.empty(len(carrier.memory.ranks) * _MESSAGE_BYTES, dtype=torch.uint8)
+    carrier.issue_here(Message("all_gather", output, mine, label="shared_empty")).wait()
     return [json.loads(bytes(row.tolist())) for row in output.view(-1, _MESSAGE_BYTES)]

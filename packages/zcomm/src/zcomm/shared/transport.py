@@ -19,7 +19,7 @@ import attrs
 from torch import Tensor
 
 from zcomm import doctor
-from zcomm.shared.failure import Report, describe
+from zcomm.shared.failure import Report, SharedMemoryFailed, describe
 from zcomm.shared.handshake import Members
 from zcomm.shared.names import DTYPES, OPS, REDUCTIONS
 from zcomm.shared.native import Library
@@ -29,10 +29,6 @@ __all__ = ["Message", "SharedMemoryFailed", "Transport", "Work"]
 
 _WAIT_MS = 100
 _LABEL_BYTES = 63
-
-
-class SharedMemoryFailed(RuntimeError):
-    """A collective through shared memory ended in an error.  `zcomm` raises CollectiveFailed in its place."""
 
 
 @attrs.frozen(eq=False)
@@ -46,6 +42,7 @@ class Message:
     source: int = 0  # place in the group
     label: str = ""
     overlap: bool = False  # the caller goes on computing, rather than wait at once
+    stride: int = 0  # elements from slice to slice of the larger tensor, if they do not adjoin
 
     @property
     def payload(self) -> Tensor | None:
@@ -112,7 +109,7 @@ class Transport:
 
     def issue(self, message: Message) -> Work:
         """Hand a collective to C.  Raises SharedMemoryFailed if the group is closed."""
-        self._check()
+        self.check()
         ffi, payload = self.library.ffi, message.payload
         call = ffi.new("zs_call *")
         call.op, call.source, call.wake = OPS.index(message.op), message.source, message.overlap
@@ -122,6 +119,7 @@ class Transport:
         if payload is not None and message.input is not None and message.output is not None:
             call.dtype, call.item_bytes = DTYPES[payload.dtype], payload.element_size()
             call.numel = payload.numel() // (len(self.ranks) if message.op == "all_to_all" else 1)
+            call.stride = message.stride or call.numel
             call.input = ffi.cast("void *", message.input.data_ptr())
             call.output = ffi.cast("void *", message.output.data_ptr())
         with self.lock:
@@ -152,6 +150,24 @@ class Transport:
             if time.monotonic() >= until_s:
                 return False
         return True
+
+    def issue_here(self, message: Message) -> Work:
+        """A collective of the ranks that share memory: here all of them."""
+        return self.issue(message)
+
+    @property
+    def memory(self) -> Transport:
+        """Of the ranks that share memory: here all of them."""
+        return self
+
+    def told(self) -> tuple[str, str]:
+        """What carries the group, and why."""
+        return "shared memory", f"all {len(self.ranks)} ranks are on one host"
+
+    def give_up(self) -> None:
+        """Tell the others that they wait in vain for this rank, which has lost the ranks on other hosts."""
+        if self.members is not None:
+            self.library.lib.zs_give_up(self.handle)
 
     def is_done(self, ticket: int) -> bool:
         return bool(self.library.lib.zs_is_done(self.handle, ticket))
@@ -189,7 +205,8 @@ class Transport:
         self.in_flight.clear()
         members.close()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise SharedMemoryFailed if this process may not use the group, or not any more."""
         self._check_process()
         if self.members is None:
             raise SharedMemoryFailed("this rank has closed the group.")

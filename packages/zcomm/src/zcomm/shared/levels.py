@@ -1,0 +1,252 @@
+"""What each collective does in two levels: inside the hosts through memory, between them over Gloo.
+
+Between hosts only ranks of equal index speak, and each carries its share of what its host has to say.  Every function
+is a generator of steps for the group's lane.  A large tensor passes in chunks, so that the memory that it needs
+beside itself is bounded, and while one chunk is on the network the next is reduced in memory.
+
+    all_reduce      reduce_scatter here; pieces of equal index are exchanged between hosts and added; all_gather here
+    reduce_scatter  one reduce_scatter here for the ranks of each host; the results are exchanged and added
+    all_gather      slices of equal index between hosts, straight into the output; then one all_gather for each host
+    broadcast       everybody on the source's host gets all, and sends its share to the other hosts, which gather it
+    barrier         here, then between hosts: whoever passes the second knows that all have passed the first
+
+[Note: the order of sums]  Elements are added in the order of the ranks of a host and then in the order of the hosts,
+which is that of their first ranks; 16-bit floats in float32, rounded once on each host and once over the hosts.  So
+all_reduce and reduce_scatter give the same bits on all ranks, however the tensor is cut.  A group on one host rounds
+once, so the same ranks on one host may differ in the last bit of a 16-bit sum.
+
+all_to_all stays with Gloo: two levels would send the same bytes between hosts and copy all of them twice more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from zcomm.shared.lane import Step
+from zcomm.shared.names import DTYPES, REDUCTIONS
+from zcomm.shared.network import Network
+from zcomm.shared.places import Places
+from zcomm.shared.transport import Message, Transport
+
+__all__ = ["VERBS", "Levels", "spans"]
+
+SMALL_BYTES = 64 * 1024  # up to which fewer messages are better than shorter ones
+SUMMED_BYTES = 4 * 1024 * 1024  # most that a rank sends of one chunk, where it needs as much memory to receive
+MOVED_BYTES = 16 * 1024 * 1024  # where the chunk arrives in the output itself
+_Steps = Iterator["Step | None"]  # of one chunk; None where the next chunk may begin
+
+
+@attrs.frozen(eq=False)
+class Levels:
+    """The two levels of a group, from this rank."""
+
+    memory: Transport  # the ranks of this host
+    network: Network  # the ranks of this index
+    places: Places
+    host: int
+    index: int
+    buffers: dict[Any, Tensor] = attrs.field(factory=dict)  # bytes for what arrives, by use; they grow, within bounds
+
+    def buffer(self, use: Any, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory to receive in, (numel,); the same for the same use."""
+        nbytes = numel * dtype.itemsize
+        found = self.buffers.get(use)
+        if found is None or found.numel() < nbytes:
+            found = self.buffers[use] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return found[:nbytes].view(dtype)
+
+    def fold(self, sources: Iterable[Tensor], reduction: str, output: Tensor) -> None:
+        """Reduce in the order of the sources; `output` may be one of them."""
+        ffi, lib = self.memory.library.ffi, self.memory.library.lib
+        places = [ffi.cast("void *", source.data_ptr()) for source in sources]
+        outputs = ffi.new("void *[]", [ffi.cast("void *", output.data_ptr())])
+        code, numel = DTYPES[output.dtype], output.numel()
+        lib.zs_reduce(
+            code, REDUCTIONS.index(reduction), len(places), ffi.new("void *[]", places), 1, outputs, numel, 0
+        )
+
+    def of_host(self, tensor: Tensor, host: int, start: int, stop: int) -> tuple[Tensor, int]:
+        """Columns [start, stop) of the slices of a host's ranks in a tensor of a slice for each rank of the group.
+
+        As a view that begins with the first and ends with the last, and the distance between two in elements.
+        """
+        part = tensor.numel() // (self.places.num_hosts * self.places.num_here)
+        ranks = self.places.hosts[host]
+        return tensor[ranks[0] * part + start : ranks[-1] * part + stop], self.places.distance(host) * part
+
+
+def spans(numel: int, parts: int, most: int) -> list[tuple[int, int]]:
+    """[0, numel) in spans that divide by `parts` and have at most `most` elements a part; a rest that does not."""
+    width = max(1, most) * parts
+    even = numel - numel % parts
+    found = [(start, min(start + width, even)) for start in range(0, even, width)]
+    return found + ([(even, numel)] if even < numel else [])
+
+
+def all_reduce(levels: Levels, message: Message) -> Iterator[Step]:
+    flat = _flat(message.output)
+    cuts = _cuts(flat, levels.places.num_here, SUMMED_BYTES)
+    yield from _pipelined(_reduce_span(levels, message, flat[a:b], slot % 2) for slot, (a, b) in enumerate(cuts))
+
+
+def reduce_scatter(levels: Levels, message: Message) -> Iterator[Step]:
+    output = _flat(message.output)
+    cuts = spans(output.numel(), 1, SUMMED_BYTES // levels.places.num_hosts // output.element_size())
+    yield from _pipelined(_scatter_span(levels, message, a, b, slot % 2) for slot, (a, b) in enumerate(cuts))
+
+
+def all_gather(levels: Levels, message: Message) -> Iterator[Step]:
+    output, input = _flat(message.output), _flat(message.input)
+    rank = levels.places.hosts[levels.host][levels.index]
+    own = output[rank * input.numel() : (rank + 1) * input.numel()]
+    if own.numel() and own.data_ptr() != input.data_ptr():
+        own.copy_(input)
+    cuts = spans(input.numel(), 1, MOVED_BYTES // levels.places.num_hosts // output.element_size())
+    yield from _pipelined(_gather_span(levels, message, output, a, b) for a, b in cuts)
+
+
+def broadcast(levels: Levels, message: Message) -> Iterator[Step]:
+    flat = _flat(message.output).view(torch.uint8)
+    cuts = _cuts(flat, levels.places.num_here, MOVED_BYTES)
+    yield from _pipelined(_send_span(levels, message, flat[a:b]) for a, b in cuts)
+
+
+def barrier(levels: Levels, message: Message) -> Iterator[Step]:
+    yield levels.memory.issue(message)
+    yield levels.network.barrier()
+
+
+VERBS: dict[str, Callable[[Levels, Message], Iterator[Step]]] = {
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+    "broadcast": broadcast,
+    "barrier": barrier,
+}
+
+
+def _pipelined(chunks: Iterable[_Steps]) -> Iterator[Step]:
+    """The steps of all chunks; the second part of each after the first part of the next."""
+    started: _Steps = iter(())
+    for chunk in chunks:
+        yield from iter(lambda: next(chunk), None)  # noqa: B023 - used up before the next chunk
+        yield from _known(started)
+        started = chunk
+    yield from _known(started)
+
+
+def _known(steps: _Steps) -> Iterator[Step]:
+    return (step for step in steps if step is not None)
+
+
+def _reduce_span(levels: Levels, message: Message, span: Tensor, slot: int) -> _Steps:
+    """Of an all_reduce: a piece for each rank of the host, or, where it is too short for that, the whole for all."""
+    parts = levels.places.num_here
+    memory, reduction, label = levels.memory, message.reduction, message.label
+    if span.numel() % parts or span.nbytes <= SMALL_BYTES:
+        yield memory.issue(Message("all_reduce", span, span, reduction, label=label))
+        yield from _sum(levels, message, span, slot)
+        return
+    part = span.numel() // parts
+    own = span[levels.index * part : (levels.index + 1) * part]
+    yield memory.issue(Message("reduce_scatter", own, span, reduction, label=label))
+    yield from _sum(levels, message, own, slot)
+    yield memory.issue(Message("all_gather", span, own, label=label))
+
+
+def _sum(levels: Levels, message: Message, piece: Tensor, slot: int) -> _Steps:
+    """Add up the pieces of all hosts, in each of them."""
+    reduction, host, num_hosts = message.reduction or "", levels.host, levels.places.num_hosts
+    if num_hosts == 2 or piece.nbytes <= SMALL_BYTES:
+        rows = list(levels.buffer(slot, (num_hosts - 1) * piece.numel(), piece.dtype).view(num_hosts - 1, -1))
+        rows.insert(host, piece)
+        work: Step = levels.network.gather(rows)
+        yield None
+        yield work
+        levels.fold(rows, reduction, piece)
+        return
+    shares = [piece[a:b] for a, b in _shares(piece.numel(), num_hosts)]
+    received = levels.buffer(slot, num_hosts * shares[host].numel(), piece.dtype)
+    work = levels.network.exchange(received, piece, [share.numel() for share in shares])
+    yield None
+    yield work
+    levels.fold(received.view(num_hosts, -1), reduction, shares[host])
+    yield levels.network.gather(shares)
+
+
+def _scatter_span(levels: Levels, message: Message, start: int, stop: int, slot: int) -> _Steps:
+    """Of a reduce_scatter: columns [start, stop) of all slices."""
+    output, input = _flat(message.output), _flat(message.input)
+    num_hosts, width = levels.places.num_hosts, stop - start
+    sent = levels.buffer(("sent", slot), num_hosts * width, output.dtype)
+    received = levels.buffer(slot, num_hosts * width, output.dtype)
+    for host, row in enumerate(sent.view(num_hosts, width)):
+        slices, stride = levels.of_host(input, host, start, stop)
+        yield levels.memory.issue(
+            Message("reduce_scatter", row, slices, message.reduction, label=message.label, stride=stride)
+        )
+    work = levels.network.exchange(received, sent, [width] * num_hosts)
+    yield None
+    yield work
+    levels.fold(received.view(num_hosts, width), message.reduction or "", output[start:stop])
+
+
+def _gather_span(levels: Levels, message: Message, output: Tensor, start: int, stop: int) -> _Steps:
+    """Of an all_gather: columns [start, stop) of all slices."""
+    columns = [levels.of_host(output, host, start, stop) for host in range(levels.places.num_hosts)]
+    own = [slices[levels.index * stride :][: stop - start] for slices, stride in columns]
+
+    def here(host: int) -> Step:
+        slices, stride = columns[host]
+        return levels.memory.issue(Message("all_gather", slices, own[host], label=message.label, stride=stride))
+
+    work = levels.network.gather(own)
+    yield here(levels.host)
+    yield None
+    yield work
+    for host in range(levels.places.num_hosts):
+        if host != levels.host:
+            yield here(host)
+
+
+def _send_span(levels: Levels, message: Message, span: Tensor) -> _Steps:
+    """Of a broadcast: bytes."""
+    source_host, source_index = levels.places.find(message.source)
+    parts, memory, network, label = levels.places.num_here, levels.memory, levels.network, message.label
+    here = Message("broadcast", span, span, source=source_index, label=label)
+    if span.numel() % parts or span.nbytes <= SMALL_BYTES:
+        if levels.index == source_index:
+            yield network.broadcast(span, source_host)
+        yield memory.issue(here)
+        return
+    part = span.numel() // parts
+    own = span[levels.index * part : (levels.index + 1) * part]
+    if levels.host == source_host:
+        yield memory.issue(here)
+    work = network.broadcast(own, source_host)
+    yield None
+    yield work
+    if levels.host != source_host:
+        yield memory.issue(Message("all_gather", span, own, label=label))
+
+
+def _cuts(flat: Tensor, parts: int, most_bytes: int) -> list[tuple[int, int]]:
+    """Spans for a collective in which each rank of a host carries a part; one where that is not worth it."""
+    if 0 < flat.nbytes <= SMALL_BYTES:
+        return [(0, flat.numel())]
+    return spans(flat.numel(), parts, most_bytes // flat.element_size())
+
+
+def _shares(numel: int, parts: int) -> list[tuple[int, int]]:
+    """[0, numel) in `parts` intervals of nearly equal length."""
+    return [(numel * part // parts, numel * (part + 1) // parts) for part in range(parts)]
+
+
+def _flat(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "only a barrier has no tensor"
+    return tensor.detach().view(-1)
