@@ -1,0 +1,59 @@
+"""The rows of the table: every way in which weights, gradients and optimizer state may be spread.
+
+To add a tier (offload to a host or a disk, shard groups, secondary shards, quantised messages), add one line to
+`ROWS`.  Everything else follows: it is trained in every scenario, world, accumulation and dtype, and held against the
+oracle, against the first row bit by bit, against the theory of messages, and against `zpartition.plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+BUCKET_NUMEL = 1300  # several buckets for the models here
+UNIT_NUMEL = 1300  # a block is a unit
+
+_ALL_SHARDED = {"stage3_unit_size": UNIT_NUMEL, "stage3_param_persistence_threshold": 0}
+
+
+@attrs.frozen(kw_only=True)
+class Messages:
+    """What a row sends for each bucket, labels left out."""
+
+    gradients: str = "reduce_scatter"  # the collective of each micro-step
+    weights_per_step: int = 1  # gathers of each bucket after an update
+    weights_per_forward: int = 0  # gathers of each unit per micro-step, on the way to the loss
+    weights_per_backward: int = 0  # and on the way back, where autograd needs weights
+    share: float = 1.0  # bytes of a step with one micro-step, in units of an all-reduce of all weights
+
+
+REPLICATED = Messages(gradients="all_reduce", weights_per_step=0)
+SHARDED = Messages()
+KEPT = Messages(weights_per_step=0, weights_per_forward=1)
+REGATHERED = Messages(weights_per_step=0, weights_per_forward=1, weights_per_backward=1, share=1.5)
+
+
+@attrs.frozen
+class Row:
+    """One line of the table."""
+
+    name: str
+    zero: Mapping[str, Any]  # the "zero_optimization" section of the config
+    messages: Messages | None = None  # None: not checked
+    same_bits: bool = True  # whether results equal the first row's bit by bit (quantised messages: False)
+    tolerance: float = 0.0  # relative, on losses, beyond what the dtype allows (0 for everything exact)
+    worlds: tuple[int, ...] = (1, 2, 4)  # where it makes sense (shard groups of two: (2, 4), say)
+    config: Mapping[str, Any] = attrs.field(factory=dict)  # other sections of the config
+
+
+ROWS = (
+    Row("replicated", {"stage": 0}, REPLICATED),  # the first: what others are compared with
+    Row("stage 1", {"stage": 1}, SHARDED),
+    Row("stage 2", {"stage": 2}, SHARDED),
+    Row("stage 3, defaults", {"stage": 3}, SHARDED),  # models as small as these stay whole
+    Row("stage 3, kept", {"stage": 3, **_ALL_SHARDED}, KEPT),
+    Row("stage 3, strict", {"stage": 3, **_ALL_SHARDED, "stage3_max_live_parameters": 0}, REGATHERED),
+    # tiers: one line each, below this one
+)

@@ -1,0 +1,156 @@
+"""One rank of a run: the engine, a row of the table, a scenario."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+import zengine
+import zoptim
+import zpartition
+from contract_table.rows import BUCKET_NUMEL, Row
+from contract_table.scenarios import NUM_STEPS, SCENARIOS, Incident, Scenario, batches, last_batch
+
+DTYPES = {
+    torch.float32: {},
+    torch.bfloat16: {"bf16": {"enabled": True}},
+    torch.float16: {"fp16": {"enabled": True, "loss_scale": 256.0}},
+}
+
+
+@attrs.frozen
+class Case:
+    """One combination on one row."""
+
+    row: Row
+    scenario: str
+    dtype: torch.dtype
+    accumulation: int
+
+    @property
+    def combination(self) -> tuple[str, torch.dtype, int]:
+        """What rows are compared under."""
+        return self.scenario, self.dtype, self.accumulation
+
+    def __str__(self) -> str:
+        return f"{self.row.name} | {self.scenario} | {str(self.dtype)[6:]} | accumulation {self.accumulation}"
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """What one rank saw of a case."""
+
+    losses: tuple[float, ...]  # this rank's of each step, and of the last batch
+    weights: str  # digest of the final state dict
+    sent: tuple[tuple[str, str, int], ...]  # (collective, label, bytes) of the last step, in order
+    buckets: tuple[tuple[int, int, str], ...]  # (index, bytes of the weights, unit or "") of each bucket
+    ledger: dict[str, int]  # bytes by owner after the last step
+    planned: dict[str, int]  # the same before the first
+    peak_bytes: int  # of gathered units
+
+
+def run_cases(cases: list[Case]) -> list[Outcome | str]:
+    """The outcome of each case; for one that fails its error, and nothing for those that come after."""
+    outcomes: list[Outcome | str] = []
+    for case in cases:
+        try:
+            outcomes.append(run_case(case))
+        except (Exception, pytest.fail.Exception) as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+            break  # what a failed run leaves behind is another test's subject
+    return outcomes
+
+
+def run_case(case: Case) -> Outcome:
+    """Train, evaluate, look."""
+    scenario = SCENARIOS[case.scenario]
+    model = scenario.model()
+    engine, *_ = zengine.initialize(model=model, config=_config(case, scenario))
+    partition = engine.parts.partition
+    planned = zpartition.plan(
+        model if not partition.residence.units else scenario.model().to(case.dtype),
+        policy=engine.plan.zero,
+        world_size=zcomm.group_size(),
+        optimizer=lambda params: zoptim.make_optimizer(
+            scenario.optimizer["type"], params, scenario.optimizer["params"]
+        ),
+    )
+    losses, log = [], []
+    for step, data in enumerate(batches(zcomm.group_size(), case.accumulation)):
+        scenario.prepare(model, step)
+        log.clear()
+        with zcomm.traced(log):
+            losses.append(_step(engine, scenario, data[:, zcomm.group_rank()], step))
+    ledger, peak = partition.ledger(), partition.residence.peak_numel * case.dtype.itemsize
+    sizes = [(b.index, b.numel * b.dtype.itemsize, b.unit or "") for b in partition.layout.buckets]
+    with torch.no_grad():
+        losses.append(engine(last_batch()).item())
+    outcome = Outcome(
+        losses=tuple(losses),
+        weights=_digest(engine),
+        sent=tuple((r.op, r.label, r.nbytes) for r in sorted(log, key=lambda record: record.index)),
+        buckets=tuple(sizes),
+        ledger=ledger,
+        planned=planned.ledger(),
+        peak_bytes=peak,
+    )
+    engine.close()
+    return outcome
+
+
+def _config(case: Case, scenario: Scenario) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": 0,
+        "optimizer": scenario.optimizer,
+        "zero_optimization": {"reduce_bucket_size": BUCKET_NUMEL, **case.row.zero},
+        **DTYPES[case.dtype],
+        **case.row.config,
+    }
+
+
+def _step(engine: zengine.Engine, scenario: Scenario, data: torch.Tensor, step: int) -> float:
+    """One step of this rank, with what goes wrong on the way; its mean loss."""
+    incident = scenario.incident(step)
+    total = 0.0
+    done = 0
+    if incident.error is not None:
+        total = sum(_micro_step(engine, scenario, tokens, step) for tokens in data[:-1])
+        _fail(engine, scenario, data[-1], step, incident)
+        total, done = (0.0, 0) if incident.restarts else (total, len(data) - 1)
+    for tokens in data[done:]:
+        total += _micro_step(engine, scenario, tokens, step)
+    return total / len(data)
+
+
+def _micro_step(engine: zengine.Engine, scenario: Scenario, tokens: torch.Tensor, step: int) -> float:
+    total = 0.0
+    for loss, again in scenario.losses(engine, tokens, step):
+        engine.backward(loss, retain_graph=again)
+        total += loss.item()
+    engine.step()
+    return total
+
+
+def _fail(engine: zengine.Engine, scenario: Scenario, tokens: torch.Tensor, step: int, incident: Incident) -> None:
+    assert incident.error is not None
+    with pytest.raises(incident.error, match=incident.match), incident.armed(engine.module):
+        _micro_step(engine, scenario, tokens, step)
+
+
+def _digest(engine: nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, tensor in engine.state_dict().items():
+        found.update(name.encode())
+        found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+__all__ = ["NUM_STEPS", "Case", "Outcome", "run_case", "run_cases"]

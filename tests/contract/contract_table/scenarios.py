@@ -1,0 +1,287 @@
+"""What a run may do: a model, the losses of a micro-step, and incidents on the way.
+
+A scenario is used twice: by the oracle with a plain module and by a rank with the engine.  Both call `prepare` before
+each step and `losses` for each micro-step; only ranks meet `Incident`s, which must leave no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import attrs
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+NUM_STEPS = 4
+VOCABULARY, WIDTH, BATCH, LENGTH = 13, 16, 4, 7
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+# A parameter that rests shares the step count of its shard, which Adam's bias correction shows and momentum does not.
+MOMENTUM = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """A small language model; `forward` gives the mean loss of a batch of tokens (batch, length + 1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor, **how: Any) -> torch.Tensor:
+        hidden = self.embed(tokens[:, :-1])
+        for index, block in enumerate(self.blocks):
+            hidden = self.run_block(index, block, hidden, **how)
+        logits = self.head(self.norm(hidden)).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def run_block(self, index: int, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        return block(hidden)
+
+
+class Checkpointed(Net):
+    """Blocks are run again in backward."""
+
+    use_reentrant = False
+
+    def run_block(self, index: int, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        again = checkpoint(block, hidden, use_reentrant=self.use_reentrant) if torch.is_grad_enabled() else None
+        return block(hidden) if again is None else again
+
+
+class CheckpointedReentrantly(Checkpointed):
+    use_reentrant = True
+
+
+class Skipping(Net):
+    """The second block is left out on demand; a module is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(WIDTH, WIDTH)
+
+    def run_block(self, index: int, block: nn.Module, hidden: torch.Tensor, *, skip: bool = False) -> torch.Tensor:
+        return hidden if skip and index == 1 else block(hidden)
+
+
+class Scenario:
+    """The plain one; others override what they do differently."""
+
+    name = "plain"
+    optimizer: dict[str, Any] = ADAMW
+    num_losses = 1  # of a micro-step
+
+    def model(self) -> nn.Module:
+        return Net()
+
+    def prepare(self, model: nn.Module, step: int) -> None:
+        """Before the first micro-step of `step`."""
+
+    def losses(self, run: nn.Module, tokens: torch.Tensor, step: int) -> Iterator[tuple[torch.Tensor, bool]]:
+        """The losses of one micro-step, each with whether its graph is needed again.  `run`: module or engine."""
+        yield run(tokens), False
+
+    def incident(self, step: int) -> Incident:
+        """What goes wrong in `step`, on ranks only."""
+        return Incident()
+
+
+@attrs.frozen
+class Incident:
+    """Nothing goes wrong.  Others raise during the last micro-step of a step."""
+
+    error: type[Exception] | None = None
+    match: str = ""
+    restarts: bool = True  # whether the step has to begin again, or only the micro-step
+
+    def armed(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Inside, the failure happens."""
+        return nullcontext()
+
+
+class Unused(Scenario):
+    """A block that rests in every other step, and a module that nobody uses: both stay as they are meanwhile."""
+
+    name = "unused"
+    optimizer = MOMENTUM
+
+    def model(self) -> nn.Module:
+        return Skipping()
+
+    def losses(self, run: nn.Module, tokens: torch.Tensor, step: int) -> Iterator[tuple[torch.Tensor, bool]]:
+        yield run(tokens, skip=step % 2 == 1), False
+
+
+class Tied(Scenario):
+    name = "tied"
+
+    def model(self) -> nn.Module:
+        model = Net()
+        model.head.weight = model.embed.weight
+        nn.init.normal_(model.embed.weight, std=0.2)
+        return model
+
+
+class Frozen(Scenario):
+    """A whole block, and a part of another."""
+
+    name = "frozen"
+
+    def model(self) -> nn.Module:
+        model = Net()
+        model.blocks[1].requires_grad_(False)
+        model.blocks[0].up.weight.requires_grad_(False)
+        return model
+
+
+class Toggled(Scenario):
+    """A block is frozen for two steps and goes on afterwards."""
+
+    name = "toggled"
+    optimizer = MOMENTUM
+
+    def prepare(self, model: nn.Module, step: int) -> None:
+        model.blocks[1].requires_grad_(step not in (1, 2))
+
+
+class Several(Scenario):
+    """Three backwards in a micro-step: twice through one graph, and through another."""
+
+    name = "several backwards"
+    num_losses = 3
+
+    def losses(self, run: nn.Module, tokens: torch.Tensor, step: int) -> Iterator[tuple[torch.Tensor, bool]]:
+        loss = run(tokens)
+        yield 0.5 * loss, True
+        yield 0.25 * loss, False
+        yield 0.25 * run(tokens.flip(0)), False
+
+
+class WithCheckpoints(Scenario):
+    name = "checkpointed"
+
+    def model(self) -> nn.Module:
+        return Checkpointed()
+
+
+class WithReentrantCheckpoints(Scenario):
+    name = "checkpointed, reentrant"
+
+    def model(self) -> nn.Module:
+        return CheckpointedReentrantly()
+
+
+class Exceptions(Scenario):
+    """A forward that fails is tried again; after a backward that fails the step is."""
+
+    name = "exceptions"
+
+    def incident(self, step: int) -> Incident:
+        return {1: FailsInForward(), 2: FailsInBackward()}.get(step, Incident())
+
+
+class UnfrozenLater(Frozen):
+    """Nobody would update such a parameter: it is refused by name, and the step may be taken without it."""
+
+    name = "unfrozen later"
+
+    def incident(self, step: int) -> Incident:
+        return Unfreezes() if step == 2 else Incident()
+
+
+class OnPurpose(Exception):
+    """Raised by an incident."""
+
+
+def _fail(*_: Any) -> NoReturn:
+    raise OnPurpose("on purpose")
+
+
+@attrs.frozen
+class FailsInForward(Incident):
+    error: type[Exception] | None = OnPurpose
+    match: str = "on purpose"
+    restarts: bool = False
+
+    @contextmanager
+    def armed(self, model: nn.Module) -> Iterator[None]:
+        handle = model.blocks[1].down.register_forward_pre_hook(_fail)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+@attrs.frozen
+class FailsInBackward(Incident):
+    error: type[Exception] | None = OnPurpose
+    match: str = "on purpose"
+
+    @contextmanager
+    def armed(self, model: nn.Module) -> Iterator[None]:
+        handle = model.blocks[1].up.weight.register_hook(_fail)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+@attrs.frozen
+class Unfreezes(Incident):
+    error: type[Exception] | None = ValueError
+    match: str = r"parameter blocks\.1\.\S+ requires a gradient, but was frozen when the module was partitioned"
+
+    @contextmanager
+    def armed(self, model: nn.Module) -> Iterator[None]:
+        model.blocks[1].requires_grad_(True)
+        try:
+            yield
+        finally:
+            model.blocks[1].requires_grad_(False)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(),
+        Unused(),
+        Tied(),
+        Frozen(),
+        Toggled(),
+        UnfrozenLater(),
+        Several(),
+        Exceptions(),
+        WithCheckpoints(),
+        WithReentrantCheckpoints(),
+    )
+}
+
+
+def batches(world_size: int, accumulation: int) -> torch.Tensor:
+    """Tokens of (step, micro-step, rank): half pattern, half noise, so that losses fall and stay far from 0."""
+    generator = torch.Generator().manual_seed(11)
+    shape = (NUM_STEPS, accumulation, world_size, BATCH)
+    starts = torch.randint(0, VOCABULARY, (*shape, 1), generator=generator)
+    noise = torch.randint(0, VOCABULARY, (*shape, LENGTH), generator=generator)
+    regular = (starts + 3 * torch.arange(LENGTH)) % VOCABULARY
+    return torch.where(torch.rand(*shape, LENGTH, generator=generator) < 0.3, noise, regular)
+
+
+def last_batch() -> torch.Tensor:
+    """What is evaluated after the last step, so that its update counts too."""
+    return (torch.arange(BATCH).unsqueeze(1) + 3 * torch.arange(LENGTH)) % VOCABULARY

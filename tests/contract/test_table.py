@@ -1,0 +1,108 @@
+"""Every row of the table trains like one process, sends what the theory says, and holds what the plan says.
+
+Tolerances, relative, on the mean loss of each step and on one evaluation at the end:
+- fp32: 2e-6. The sums over ranks and micro-steps have another order than those over one batch, and losses are sums of
+  a few dozen float32 logarithms: some 8 units of 2^-23 = 1e-6.
+- bf16 and fp16: the oracle imitates what is rounded to the model's dtype and where, so masters differ by fp32 rounding
+  only. Where that moves a weight across a boundary of its dtype it changes by a whole unit, 2^-8 (2^-11): one in a
+  few thousand of them, of which a loss feels a fraction. An update in half precision, a lost micro-step or a doubled
+  mean change losses by more than a hundred times that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from contract_table.oracle import curve
+from contract_table.rows import ROWS
+from contract_table.run import DTYPES, Case, Outcome, run_cases
+from contract_table.scenarios import SCENARIOS
+from contract_table.theory import expected_gradients, expected_weights, of_an_all_reduce, of_gradients, of_weights
+
+from zcomm.testing import run_ranks
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-3, torch.float16: 2e-4}
+ACCUMULATIONS = (1, 3)
+AT_MOST = {"buckets", "gathered units"}  # owners of which the plan gives the most; the others are exact
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_row_keeps_the_contract(world_size: int, dtype: torch.dtype) -> None:
+    cases = [
+        Case(row, scenario, dtype, accumulation)
+        for row in ROWS
+        if world_size in row.worlds
+        for scenario, accumulation in itertools.product(SCENARIOS, ACCUMULATIONS)
+    ]
+    by_rank = run_ranks(run_cases, world_size, cases, timeout_s=110)
+    reference: dict[object, list[Outcome]] = {}
+    failures: list[str] = []
+    for index, case in enumerate(cases):
+        found = [outcomes[index] if index < len(outcomes) else "not run" for outcomes in by_rank]
+        whole = [outcome for outcome in found if isinstance(outcome, Outcome)]
+        if len(whole) < world_size:
+            failures.append(f"{case}: {'; '.join(sorted({str(o) for o in found if isinstance(o, str)}))}")
+            continue
+        told = reference.setdefault(case.combination, whole)
+        checks = [*check_curve(case, whole), *check_bits(case, whole, told), *check_memory(whole)]
+        failures += [f"{case}: {fault}" for fault in (*checks, *check_messages(case, whole))]
+    assert not failures, "\n".join([f"{len(failures)} of {len(cases)} combinations:", *failures])
+
+
+def check_curve(case: Case, found: list[Outcome]) -> list[str]:
+    expected = curve(case.scenario, case.dtype, len(found), case.accumulation)
+    mean = [sum(losses) / len(found) for losses in zip(*(outcome.losses for outcome in found))]
+    if mean == pytest.approx(expected, rel=case.row.tolerance or TOLERANCE[case.dtype]):
+        return []
+    return [f"losses {mean} instead of {list(expected)}"]
+
+
+def check_bits(case: Case, found: list[Outcome], first: list[Outcome]) -> list[str]:
+    """Ranks agree with each other, and with the first row."""
+    faults = [] if len({outcome.weights for outcome in found}) == 1 else ["ranks have different weights"]
+    if case.row.same_bits:
+        same = all(a.losses == b.losses and a.weights == b.weights for a, b in zip(found, first))
+        faults += [] if same else ["other bits than the first row's"]
+    return faults
+
+
+def check_memory(found: list[Outcome]) -> list[str]:
+    faults = []
+    for outcome in found:
+        for owner, planned in outcome.planned.items():
+            held = outcome.ledger[owner]
+            if held > planned if owner in AT_MOST else held != planned:
+                faults.append(f"{owner}: {held} bytes, planned {planned}")
+        if outcome.peak_bytes > outcome.planned["gathered units"]:
+            faults.append(f"{outcome.peak_bytes} bytes gathered at once, planned {outcome.planned['gathered units']}")
+    return sorted(set(faults))
+
+
+def check_messages(case: Case, found: list[Outcome]) -> list[str]:
+    """The last step's messages: how many, which, in which order."""
+    messages = case.row.messages
+    if messages is None or case.scenario != "plain":
+        return []
+    if len(found) == 1:
+        return [f"alone, but sent {found[0].sent}"] if found[0].sent else []
+    faults = []
+    gradients, weights = ([kind(outcome.sent) for outcome in found] for kind in (of_gradients, of_weights))
+    if any(kind[0] != other for kind in (gradients, weights) for other in kind):
+        faults.append("ranks sent in different orders")
+    one_round = expected_gradients(found[0], messages)
+    first = gradients[0][: one_round.total()]
+    if Counter(first) != one_round or gradients[0] != first * case.accumulation:
+        faults.append(f"gradients {gradients[0]} instead of {case.accumulation} times {one_round}")
+    gathers = expected_weights(found[0], messages, case.accumulation)
+    if Counter(weights[0]) != gathers:
+        faults.append(f"weights {weights[0]} instead of {gathers}")
+    if not messages.weights_per_forward and weights[0] and found[0].sent[-len(weights[0]) :] != tuple(weights[0]):
+        faults.append("weights were gathered before all gradients had gone")
+    share, slack = of_an_all_reduce(found[0])
+    if case.accumulation == 1 and not messages.share - slack <= share <= messages.share:
+        faults.append(f"{share} of an all-reduce of the weights, the theory says {messages.share}")
+    return faults
