@@ -4,8 +4,8 @@ fp32 is the plainest of loops, over batches that are the ranks' batches in one. 
 masters, and imitates what has to be decided somewhere: each rank's gradient is of the model's dtype; their sum, made
 in fp32, travels in the model's dtype; micro-steps, mean and update are fp32.
 
-Gradients are not clipped: a norm is added up in an order that depends on where rows begin, so it may differ in its last
-bit between layouts.  tests/parity clips.
+Gradients are not clipped: a norm is added up in an order that depends on where rows begin, so it may differ in its
+last bits between layouts.  tests/parity clips.
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ LOSS_SCALE = {torch.float32: 1.0, torch.bfloat16: 1.0, torch.float16: 256.0}
 def curve(scenario: str, dtype: torch.dtype, world_size: int, accumulation: int) -> tuple[float, ...]:
     """The mean loss of each step, and the loss of the last batch afterwards."""
     chosen = SCENARIOS[scenario]
-    model = chosen.model()
-    losses = (plain if dtype is torch.float32 else with_masters)(chosen, model.to(dtype), world_size, accumulation)
-    with torch.no_grad():
-        return (*losses, model(last_batch()).item())
+    model = chosen.model().to(dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as ranks have
+    try:
+        losses = (plain if dtype is torch.float32 else with_masters)(chosen, model, world_size, accumulation)
+        with torch.no_grad():
+            return (*losses, model(last_batch()).item())
+    finally:
+        torch.set_num_threads(threads)
 
 
 def make_optimizer(scenario: Scenario, params: list[nn.Parameter]) -> torch.optim.Optimizer:

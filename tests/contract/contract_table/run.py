@@ -77,6 +77,7 @@ def run_case(case: Case) -> Outcome:
         model if not partition.residence.units else scenario.model().to(case.dtype),
         policy=engine.plan.zero,
         world_size=zcomm.group_size(),
+        num_backwards=case.accumulation * scenario.num_losses,
         optimizer=lambda params: zoptim.make_optimizer(
             scenario.optimizer["type"], params, scenario.optimizer["params"]
         ),

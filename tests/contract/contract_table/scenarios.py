@@ -85,6 +85,7 @@ class Scenario:
     name = "plain"
     optimizer: dict[str, Any] = ADAMW
     num_losses = 1  # of a micro-step
+    is_complete = True  # whether every parameter that is trained gets a gradient in every step
 
     def model(self) -> nn.Module:
         return Net()
@@ -119,6 +120,7 @@ class Unused(Scenario):
 
     name = "unused"
     optimizer = MOMENTUM
+    is_complete = False
 
     def model(self) -> nn.Module:
         return Skipping()

@@ -77,11 +77,13 @@ def plan(
     policy: ZeroPolicy,
     world_size: int,
     optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None,
+    num_backwards: int = 1,
 ) -> MemoryPlan:
     """What one of `world_size` ranks needs for `module`, all of whose trainable parameters are trained.
 
     module: may live on the meta device; nothing of its size is allocated.
     optimizer: makes one from a list of parameters; what it keeps is seen from one step on 65,536 elements.
+    num_backwards: in a step, micro-steps times losses.  Where gradients are kept whole, a second one needs buffers too.
     """
     groups = {name: 0 for name, param in module.named_parameters() if param.requires_grad}
     trained, frozen = plan_layouts(module, groups, policy, world_size)
@@ -97,7 +99,7 @@ def plan(
         masters=sum(b.span_numel * policy.master_for(b.dtype).itemsize for b in trained.buckets if is_narrow(b)),
         accumulators=sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in kept),
         states=round(sum(b.span_numel * sizes[b.dtype] for b in trained.buckets)),
-        buckets=buffer_bytes(trained, policy) + _message_bytes(trained, policy),
+        buckets=buffer_bytes(trained, policy, num_backwards) + _message_bytes(trained, policy),
         gathered_units=_gathered_bytes(buckets, policy),
         secondary_shards=sum(kept_bytes(b, policy, is_trained=True) for b in trained.buckets)
         + sum(kept_bytes(b, policy, is_trained=False) for b in frozen.buckets),

@@ -283,7 +283,7 @@ class GradientReducer:
             self._settle(IN_FLIGHT_LIMIT - 1)
             buffer = self.pool.take(numel, dtype)
         if buffer is None:
-            buffer = self.pool.make(self._capacity(numel), dtype)
+            buffer = self.pool.make(self._capacity(gradient), dtype)
         gradient.adopt(buffer)
 
     def _may_wait(self) -> bool:
@@ -293,11 +293,15 @@ class GradientReducer:
         self.patience_s = 0.0
         return False
 
-    def _capacity(self, numel: int) -> int:
-        """Elements of a new buffer: the first few fit any bucket and serve all in turn; more are made to measure."""
+    def _capacity(self, gradient: BucketGradient) -> int:
+        """Elements of a new buffer: the first few fit any bucket and serve all in turn; more are made to measure.
+
+        Where whole gradients are kept, those of a second backward are the ones that serve all.
+        """
         serve_all = self.layout.num_shards > 1 and self.pool.num_made <= IN_FLIGHT_LIMIT
         serve_all &= reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP
-        return max(bucket.numel for bucket in self.layout.buckets) if serve_all else numel
+        serve_all |= gradient.borrowed is not None
+        return max(bucket.numel for bucket in self.layout.buckets) if serve_all else gradient.bucket.numel
 
     def _send(self, gradient: BucketGradient) -> None:
         if gradient.rows is not None:
@@ -375,17 +379,19 @@ def _factors(policy: ZeroPolicy, layout: Layout, bucket: Bucket) -> _Factors:
     return _Factors(1.0, before, after)
 
 
-def buffer_bytes(layout: Layout, policy: ZeroPolicy) -> int:
+def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> int:
     """The most that buffers of gradients need: one for each bucket where they are kept or fill over micro-steps, else
-    a few for all.
+    a few for all.  Whoever keeps whole gradients needs both from the second backward of a step on.
     """
     if not layout.buckets:
         return 0
     fills = reduce_at(policy, layout) is ReduceAt.BOUNDARY
     dense = [bucket for bucket in layout.buckets if not bucket.is_sparse]
-    if layout.num_shards == 1 or fills:
-        return sum(b.numel * (policy.accumulate_for(b.dtype) if fills else b.dtype).itemsize for b in dense)
-    return (IN_FLIGHT_LIMIT + 1) * max((bucket.numel * bucket.dtype.itemsize for bucket in dense), default=0)
+    sizes = [b.numel * (policy.accumulate_for(b.dtype) if fills else b.dtype).itemsize for b in dense]
+    few = (IN_FLIGHT_LIMIT + 1) * max(sizes, default=0)
+    if layout.num_shards == 1:
+        return sum(sizes) + (few if num_backwards > 1 else 0)
+    return sum(sizes) if fills else few
 
 
 def reduce_at(policy: ZeroPolicy, layout: Layout) -> ReduceAt:

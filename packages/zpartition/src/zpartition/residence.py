@@ -13,8 +13,9 @@ correctness who asked, so no graph has to be analysed.  A unit is left
 - when the optimizer has moved the weights, because then it is stale.
 
 The sequence of uses is recorded.  From the second step on, each use starts to gather what was used next the last
-time, up to `policy.prefetch_numel` elements ahead.  A step that goes another way is followed as it goes, and recorded
-anew: a wrong guess costs a gather, never a wrong result.
+time, up to `policy.prefetch_numel` elements ahead, but not beyond the end of a backward, where everything is
+released.  A step that goes another way is followed as it goes, and recorded anew: a wrong guess costs a gather, never
+a wrong result.
 
 [Note: two orders] All ranks gather in one order, because they call the same modules, and send gradients in one order
 (reducer.py); but which gradients a rank has, and when, depends on its data, so the two orders have no order between
@@ -77,6 +78,9 @@ class Unit:
     @property
     def is_resting(self) -> bool:
         return self.storages[0].presence is Presence.RESTING
+
+
+_PAUSE = Unit("", ())  # in an order of uses: a backward has ended there
 
 
 @final
@@ -174,6 +178,7 @@ class Residence:
             yield
         finally:
             self.release_all()
+            self._pause()
 
     @contextmanager
     def held(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -295,12 +300,19 @@ class Residence:
         ahead = 0
         for upcoming in self.order[self._next :]:
             ahead += upcoming.numel
-            if ahead > self.policy.prefetch_numel:
+            if upcoming is _PAUSE or ahead > self.policy.prefetch_numel:
                 break
             if upcoming.is_resting:
                 if not self._has_room(upcoming):
                     break  # what comes after it must not be gathered before it: other ranks may have room
                 self._fetch(upcoming)
+
+    def _pause(self) -> None:
+        """A backward is over, and all was released: nothing is gathered ahead across this place."""
+        if self.trace and self.trace[-1] is not _PAUSE and len(self.trace) < _LONGEST_TRACE:
+            self.trace.append(_PAUSE)
+        pauses = (i for i in range(self._next, len(self.order)) if self.order[i] is _PAUSE)
+        self._next = next(pauses, self._next - 1) + 1
 
     def _has_room(self, unit: Unit) -> bool:
         """Whether gathering `unit` ahead keeps to `max_live_numel`, or to the two largest units."""
