@@ -83,7 +83,7 @@ def plan(
 
     module: may live on the meta device; nothing of its size is allocated.
     optimizer: makes one from a list of parameters; what it keeps is seen from one step on 65,536 elements.
-    num_backwards: in a step, micro-steps times losses.  Where gradients are kept whole, a second one needs buffers too.
+    num_backwards: in a step, micro-steps times losses.  Where gradients are kept whole, a second one needs buffers.
     """
     groups = {name: 0 for name, param in module.named_parameters() if param.requires_grad}
     trained, frozen = plan_layouts(module, groups, policy, world_size)
