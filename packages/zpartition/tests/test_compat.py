@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zpartition._compat import is_in_backward, outer_saved_tensor_hooks, swap, truncated_normal_through
+from zpartition._compat import is_in_backward, outer_saved_tensor_hooks, running_node, swap, truncated_normal_through
 
 
 def test_the_innermost_hooks_are_told() -> None:
@@ -50,6 +50,22 @@ def test_a_running_backward_is_seen() -> None:
     product.register_hook(lambda _: seen.append(is_in_backward()))
     product.backward()
     assert (seen, is_in_backward()) == ([True], False)
+
+
+def test_the_node_that_unpacks_is_told_from_others() -> None:
+    seen: list[int | None] = []
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(running_node())
+        return tensor
+
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        product = (weight @ weight) @ weight
+    product.sum().backward()
+    assert [type(number) for number in seen] == [int] * 4
+    assert [seen.count(number) for number in dict.fromkeys(seen)] == [2, 2], "two nodes that unpack two tensors each"
+    assert running_node() is None
 
 
 def test_parameters_are_read_through_the_modules_dict() -> None:

@@ -70,6 +70,25 @@ def test_the_second_step_gathers_ahead_and_a_new_way_is_followed() -> None:
     assert run_ranks(_gathers_ahead, 2) == [(first + second + third, 2 * NUMEL)] * 2
 
 
+def _two_backwards() -> list[str]:
+    residence, units = make(max_live_numel=0)
+    seen = []
+    for _ in range(2):
+        for _ in range(2):
+            for index in (0, 1):
+                residence.use(units[index])
+                residence.leave(units[index])
+            with residence.backward():
+                residence.use(units[1])
+                seen.append(whole(residence))
+        residence.end_step()
+    return seen
+
+
+def test_nothing_is_gathered_ahead_across_the_end_of_a_backward() -> None:
+    assert run_ranks(_two_backwards, 2) == [["1"] * 4] * 2
+
+
 def _holds() -> list[str]:
     residence, units = make(max_live_numel=0, prefetch_numel=0)
     seen = []

@@ -17,6 +17,7 @@ __all__ = [
     "TorchDispatchMode",
     "is_in_backward",
     "outer_saved_tensor_hooks",
+    "running_node",
     "swap",
     "tree_flatten",
     "tree_map_only",
@@ -61,6 +62,13 @@ def is_in_backward() -> bool:
     """Whether autograd is running a backward in this thread; False when this torch does not tell."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return task is not None and task() != -1
+
+
+def running_node() -> int | None:
+    """The number of the autograd node that this thread runs; None when there is none, or when torch does not tell."""
+    current = getattr(torch._C, "_current_autograd_node", None)
+    node = None if current is None else current()
+    return None if node is None else int(node._sequence_nr())
 
 
 def outer_saved_tensor_hooks() -> Hooks | None:

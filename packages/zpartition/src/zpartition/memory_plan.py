@@ -7,8 +7,8 @@
 
 What lives between steps follows from the layout alone and is exact: weights, masters, accumulators, optimizer states.
 What a step needs besides (buckets that travel, units that are gathered) depends on the order in which gradients come;
-the plan gives the most that the policy allows when every gradient comes: a unit of which some do not (an expert that
-nobody chose, frozen weights beside trained ones) stays whole to the end of the backward, and is added to it.
+the plan gives the most that the policy allows.  Buckets are an exception where a parameter that had a gradient in the
+first step has none in a later one: it is awaited, and the buckets behind it fill meanwhile.
 `Partition.ledger()` counts the same owners in a live partition.
 Activations are the model's own and no part of this.
 """
@@ -30,6 +30,7 @@ from zpartition.policy import ZeroPolicy
 from zpartition.reducer import IN_FLIGHT_LIMIT, buffer_bytes
 from zpartition.sharding import plan_layouts
 from zpartition.sources import WEIGHT_BLOCK, kept_bytes
+from zpartition.units import nested_numel
 
 __all__ = ["MemoryPlan", "plan"]
 
@@ -137,8 +138,8 @@ def _gathered_bytes(buckets: tuple[Bucket, ...], policy: ZeroPolicy) -> int:
         if bucket.unit is not None:
             units[bucket.unit] = units.get(bucket.unit, 0) + bucket.numel
             widest = max(widest, bucket.dtype.itemsize)
-    nested = max((_chain(name, units) for name in units), default=0)
     largest = max(units.values(), default=0)
+    nested = nested_numel(units)
     bits = max(policy.weight_bits, policy.frozen_weight_bits)
     received = zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK).num_bytes(largest) / largest if bits and largest else 0
     return round(min(sum(units.values()), max(policy.max_live_numel, nested + largest)) * (widest + received))
@@ -151,11 +152,6 @@ def _message_bytes(layout: Layout, policy: ZeroPolicy) -> int:
     code = zcomm.BlockCode(bits=policy.gradient_bits, block=GRADIENT_BLOCK)
     sizes = (2 * b.num_shards * code.num_bytes(b.span_numel) + 8 * b.span_numel for b in layout.buckets)
     return IN_FLIGHT_LIMIT * max(sizes, default=0)
-
-
-def _chain(name: str, units: dict[str, int]) -> int:
-    """Elements of a unit and of those that enclose it."""
-    return sum(numel for other, numel in units.items() if other in ("", name) or name.startswith(f"{other}."))
 
 
 def _untouched_bytes(module: nn.Module, buckets: tuple[Bucket, ...]) -> int:

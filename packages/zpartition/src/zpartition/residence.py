@@ -9,13 +9,20 @@ unpacks a saved weight, and when a running module reads a parameter of another u
 correctness who asked, so no graph has to be analysed.  A unit is left
 - when its module returns, unless all that is whole fits into `policy.max_live_numel` and it is used again before
   `policy.max_reuse_numel` elements of others are: then backward finds it;
-- in backward, when every gradient of the unit has arrived; and at the end of a backward, whatever is left;
+- in backward, when every gradient of the unit has arrived; when room is needed, see below; and at the end, whatever
+  is left;
 - when the optimizer has moved the weights, because then it is stale.
 
 The sequence of uses is recorded.  From the second step on, each use starts to gather what was used next the last
 time, up to `policy.prefetch_numel` elements ahead, but not beyond the end of a backward, where everything is
 released.  A step that goes another way is followed as it goes, and recorded anew: a wrong guess costs a gather, never
 a wrong result.
+
+[Note: room] Some gradients never come: of frozen weights, of an expert that nobody chose.  A unit that waits for one
+would stay to the end of the backward, and with it as many as there are.  So in backward the units that were used
+longest ago are left when those used since exceed what the plan of memory says.  That looks at the order of uses alone
+and never at what has arrived: ranks must agree on who is whole when a unit is used again.  What the running node of
+autograd has unpacked stays, because that node is about to read it; so does a unit that encloses the one being used.
 
 [Note: two orders] All ranks gather in one order, because they call the same modules, and send gradients in one order
 (reducer.py); but which gradients a rank has, and when, depends on its data, so the two orders have no order between
@@ -40,6 +47,7 @@ from zpartition.buffers import BufferPool
 from zpartition.policy import ZeroPolicy
 from zpartition.ranks import Ranks
 from zpartition.sharded import Presence, ShardedStorage
+from zpartition.units import encloses, nested_numel
 
 __all__ = ["Residence", "Unit"]
 
@@ -60,14 +68,15 @@ class Unit:
 
     name: str  # path of its module
     storages: tuple[ShardedStorage, ...]
+    numel: int = attrs.field(init=False)  # elements of all its buckets, padding included
     depth: int = 0  # calls of its modules that are running, and holds
     is_used: bool = False  # somebody has asked for it since it was last left
     form: Form = Form.MODULES  # of what is whole, or the next to be
     missing: set[int] = attrs.field(factory=set)  # trainable buckets whose gradients have not all arrived
+    reader: int | None = None  # the autograd node that unpacked a weight of it last
 
-    @property
-    def numel(self) -> int:
-        """Elements of all its buckets, padding included."""
+    @numel.default
+    def _count(self) -> int:
         return sum(storage.bucket.numel for storage in self.storages)
 
     @property
@@ -101,6 +110,9 @@ class Residence:
     live_numel: int = 0  # elements of units that are not resting
     peak_numel: int = 0  # the most that there were
     largest_numel: int = 0  # of a unit
+    room_numel: int = 0  # for units in backward, see [Note: room]
+    recent: dict[str, Unit] = attrs.field(factory=dict)  # used in this backward, the last use last; those left go
+    recent_numel: int = 0  # elements of those
     order: list[Unit] = attrs.field(factory=list)  # uses of the last step
     order_numel: int = 0  # elements of those, each use counted
     trace: list[Unit] = attrs.field(factory=list)  # uses of this one
@@ -120,9 +132,12 @@ class Residence:
             assert storage.bucket.unit is not None
             members.setdefault(storage.bucket.unit, []).append(storage)
         units = {name: Unit(name, tuple(found)) for name, found in members.items()}
-        largest_numel = max((unit.numel for unit in units.values()), default=0)
+        numels = {name: unit.numel for name, unit in units.items()}
+        largest_numel = max(numels.values(), default=0)
+        room_numel = max(policy.max_live_numel, nested_numel(numels) + largest_numel)
         trained = {s.bucket.index: unit for unit in units.values() for s in unit.storages if s.is_trained}
-        return cls(policy, ranks, units, BufferPool(device), trained, largest_numel=largest_numel)
+        pool = BufferPool(device)
+        return cls(policy, ranks, units, pool, trained, largest_numel=largest_numel, room_numel=room_numel)
 
     # -- using and leaving -----------------------------------------------------------------------
 
@@ -135,14 +150,14 @@ class Residence:
         if exact and unit.form is not Form.EXACT and not unit.shows_truth:
             self._release(unit)
             unit.form = Form.EXACT
+        if _compat.is_in_backward():
+            self._make_room(unit)
         if unit.is_used:
             return
         with torch.inference_mode(False), torch.no_grad():  # buffers outlive the mode in which they are made
             self._use(unit)
 
     def _use(self, unit: Unit) -> None:
-        if unit.is_resting and _compat.is_in_backward():
-            self._evict(unit.numel)
         self._fetch(unit)
         for storage in unit.storages:
             if storage.presence is Presence.COMING:
@@ -200,6 +215,7 @@ class Residence:
         for unit in self.units.values():
             if not unit.depth:
                 self._release(unit)
+        self.recent, self.recent_numel = {}, 0
 
     def end_step(self) -> None:
         """The step is over: the next one is expected to go the same way."""
@@ -269,13 +285,19 @@ class Residence:
         self.live_numel += unit.numel
         self.peak_numel = max(self.peak_numel, self.live_numel)
 
-    def _evict(self, numel: int) -> None:
-        """Make room in backward: units whose parameters are all frozen get no gradients that would release them."""
-        for unit in self.units.values():
-            if self.live_numel + numel <= self.policy.max_live_numel:
+    def _make_room(self, unit: Unit) -> None:
+        """Note a use in backward, and leave what was used longest ago; see [Note: room]."""
+        if self.recent.pop(unit.name, None) is None:
+            self.recent_numel += unit.numel
+        self.recent[unit.name] = unit
+        node = None if self.recent_numel <= self.room_numel else _compat.running_node()
+        for other in list(self.recent.values()) if node is not None else ():
+            if self.recent_numel <= self.room_numel:
                 return
-            if unit.is_used and not unit.depth and not unit.missing:
-                self._release(unit)
+            if not other.depth and other.reader != node and not encloses(other.name, unit.name):
+                del self.recent[other.name]
+                self.recent_numel -= other.numel
+                self._release(other)
 
     def _release(self, unit: Unit) -> None:
         unit.is_used = False

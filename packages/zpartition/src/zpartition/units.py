@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from zpartition.policy import ZeroPolicy
 
-__all__ = ["plan_units"]
+__all__ = ["encloses", "nested_numel", "plan_units"]
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _DATA_DEPENDENT = "experts"  # the name of a child that makes its parent a leaf
@@ -48,6 +48,17 @@ def plan_units(module: nn.Module, policy: ZeroPolicy) -> dict[str, str | None]:
         name: None if name in persistent else _common(unit_of, {unit_of[path] for path in holders[id(param)]})
         for name, param in params.items()
     }
+
+
+def encloses(outer: str, inner: str) -> bool:
+    """Whether the unit `outer` is `inner`, or its call encloses that of `inner`."""
+    return outer in ("", inner) or inner.startswith(f"{outer}.")
+
+
+def nested_numel(units: Mapping[str, int]) -> int:
+    """The most elements of units whose calls enclose each other; `units`: elements by name."""
+    chains = (sum(numel for outer, numel in units.items() if encloses(outer, name)) for name in units)
+    return max(chains, default=0)
 
 
 def derive_unit_numel(total_numel: int) -> int:

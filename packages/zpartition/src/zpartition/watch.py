@@ -265,6 +265,7 @@ class Watch:
                 "(or an edit, or a load). Run every backward of a forward before the step, or the forward again."
             )
         self.residence.use(packed.unit)
+        packed.unit.reader = _compat.running_node()
         assert packed.storage.full is not None
         full, (shape, strides, offset) = packed.storage.full.view(packed.dtype), packed.geometry
         found = full.as_strided(shape, strides, full.storage_offset() + offset)
