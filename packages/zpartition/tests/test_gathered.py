@@ -106,3 +106,33 @@ def test_a_module_that_nobody_partitioned_is_left_alone() -> None:
     with zpartition.gathered(model, modifier_rank=0), torch.no_grad():
         model.weight.fill_(1.0)
     assert bool((model.weight == 1.0).all())
+
+
+def _nests() -> list[tuple[float, float]]:
+    model, _ = make()
+    rank, seen = zcomm.group_rank(), []
+
+    def look() -> tuple[float, float]:
+        state = model.state_dict()
+        return float(state["0.weight"].mean()), float(state["2.weight"].mean())
+
+    with zpartition.gathered(model), zpartition.gathered(model[0], modifier_rank=1), torch.no_grad():
+        model[0].weight.fill_(rank + 1.0)
+    seen.append(look())
+    with zpartition.gathered(model, modifier_rank=0), torch.no_grad():
+        model[2].weight.fill_(rank + 3.0)
+        with zpartition.gathered(model[2]):  # sees what the block around it has written so far
+            inside = float(model[2].weight.mean())
+        assert inside == rank + 3.0
+    seen.append(look())
+    refused = pytest.raises(ValueError, match="without modifier_rank")
+    with zpartition.gathered(model[0].weight, modifier_rank=0), refused, zpartition.gathered(model[2]), torch.no_grad():
+        model[2].weight.fill_(9.0)
+    seen.append(look())
+    return seen
+
+
+def test_nested_blocks_each_answer_for_their_own_edits() -> None:
+    for seen in run_ranks(_nests, 2):
+        assert seen[0][0] == 2.0
+        assert seen[1:] == [(2.0, 3.0)] * 2

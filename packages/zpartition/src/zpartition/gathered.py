@@ -16,7 +16,7 @@ too, and what is loaded on rank 0 counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from torch.nn import Parameter
 
 import zcomm
 from zpartition.admission import owner_of
+from zpartition.calls import Calls, Hook
 from zpartition.residence import Residence, Unit
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def gathered(
     with ExitStack() as stack:
         chosen = [(partition, partition.watch.units_of(params)) for partition in partitions.values()]
         for partition, units in chosen:
+            partition.watch.sweep()
             stack.enter_context(partition.residence.held(units))
             if units:
                 stack.enter_context(partition.watch.saving())
@@ -65,47 +67,52 @@ def gathered(
                 _take_edits(partition, units, params, modifier_rank)
 
 
-def hook_state(module: nn.Module, unit_of: dict[int, Unit], residence: Residence) -> list[Any]:
-    """Let state dicts of `module` and of everything below it be whole; returns the hooks' handles."""
-    handles: list[Any] = []
-    for child in module.modules():
-        params = {n: p for n, p in child._parameters.items() if p is not None and id(p) in unit_of}
-        if params:
-            units = list({id(u): u for u in (unit_of[id(p)] for p in params.values())}.values())
-            handles += _hook_module(child, list(params), units, residence)
-    return handles
+def hook_state(module: nn.Module, units: Mapping[str, Unit], dicts: Calls) -> list[Any]:
+    """Let state dicts of `module` be whole; `units` by names of its own parameters.  Returns the hooks' handles."""
+    distinct = list({id(unit): unit for unit in units.values()}.values())
 
+    def begin(function: str) -> Hook:
+        def hold(owner: nn.Module, *_: Any) -> None:
+            dicts.sweep()
+            dicts.begin(owner, function, None, distinct)
 
-def _hook_module(module: nn.Module, names: list[str], units: list[Unit], residence: Residence) -> list[Any]:
-    def hold(*_: Any) -> None:
-        for unit in units:
-            unit.depth += 1
-            residence.use(unit, exact=True)
+        return Hook(hold)
 
-    def drop(is_loaded: bool) -> None:
-        for unit in units:
-            unit.depth -= 1
-            if is_loaded and not unit.depth:
-                _spread(unit, residence, source=0)
-                residence.version += 1  # a graph made before must not see what was loaded
-            residence.leave(unit)
+    def saved(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        found = {name: state[prefix + name] for name in units if prefix + name in state}
+        live = [name for name, value in found.items() if isinstance(value, Parameter) and units[name].depth == 1]
+        state.update({prefix + name: value.clone() for name, value in found.items() if _is_plain(value)})
+        if dicts.innermost(owner) is not None:
+            dicts.end()
+        if live:
+            raise ValueError(_KEPT.format(name=prefix + live[0]))
 
-    def saved(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for name in names:
-            value = state.get(prefix + name)
-            if isinstance(value, Tensor) and not isinstance(value, Parameter):
-                state[prefix + name] = value.clone()
-        drop(False)
-
-    def loaded(_module: nn.Module, _incompatible: Any) -> None:
-        drop(True)
+    def loaded(owner: nn.Module, _incompatible: Any) -> None:
+        call = dicts.innermost(owner)
+        for unit in call.units if call is not None else ():
+            if unit.depth == 1:
+                _spread(unit, dicts.residence, source=0)
+                dicts.residence.version += 1  # a graph made before must not see what was loaded
+        if call is not None:
+            dicts.end()
 
     return [
-        module.register_state_dict_pre_hook(hold),  # type: ignore[no-untyped-call]
-        module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(hold),  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_post_hook(loaded),  # type: ignore[no-untyped-call]
+        module.register_state_dict_pre_hook(begin("state_dict")),  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(Hook(saved)),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(begin("load")),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(Hook(loaded)),  # type: ignore[no-untyped-call]
     ]
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a state dict holds a view of a weight, which is about to leave."""
+    return isinstance(value, Tensor) and not isinstance(value, Parameter)
+
+
+_KEPT = (
+    "state_dict(keep_vars=True) would hold parameter {name!r} itself, whose weights rest as shards and read as NaN. "
+    "Leave keep_vars out, or call it inside zpartition.gathered(module) and use the result there."
+)
 
 
 def _spread(unit: Unit, residence: Residence, *, source: int) -> None:

@@ -137,6 +137,7 @@ class Partition:
     @contextmanager
     def micro_step(self, *, is_last: bool = True) -> Iterator[None]:
         """Around one backward; `is_last` says that a step follows."""
+        self.watch.sweep()
         try:
             with self.residence.backward(), self.reducer.round(is_last=is_last):
                 yield

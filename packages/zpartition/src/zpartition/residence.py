@@ -49,8 +49,9 @@ from zpartition.ranks import Ranks
 from zpartition.sharded import Presence, ShardedStorage
 from zpartition.units import encloses, nested_numel
 
-__all__ = ["Residence", "Unit"]
+__all__ = ["UNKNOWN_READER", "Residence", "Unit"]
 
+UNKNOWN_READER = -1  # of a unit that must stay until its gradients have arrived
 _LONGEST_TRACE = 100_000  # uses; a loop that never steps must not grow for ever
 
 
@@ -294,13 +295,13 @@ class Residence:
         for other in list(self.recent.values()) if node is not None else ():
             if self.recent_numel <= self.room_numel:
                 return
-            if not other.depth and other.reader != node and not encloses(other.name, unit.name):
+            if not other.depth and other.reader not in (node, UNKNOWN_READER) and not encloses(other.name, unit.name):
                 del self.recent[other.name]
                 self.recent_numel -= other.numel
                 self._release(other)
 
     def _release(self, unit: Unit) -> None:
-        unit.is_used = False
+        unit.is_used, unit.reader = False, None
         unit.missing.clear()
         unit.form = Form.MODULES
         if unit.is_resting:

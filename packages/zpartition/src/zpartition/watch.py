@@ -1,7 +1,7 @@
 """Stage 3 as a module sees it: hooks that use and leave units, and weights that autograd saves.
 
 Three things reach for weights, and each is met where it happens.
-- A module runs: hooks around the call of every unit's module.
+- A module runs: hooks around the call of every unit's module, and of what it consists of when that runs alone.
 - Autograd needs a weight again: what it saves of a gathered buffer is packed as an address (unit, shape, strides,
   offset), and unpacking it uses the unit.  So no saved tensor keeps a buffer alive, buffers can be shared, and
   backward gathers exactly what it reads.
@@ -26,8 +26,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zpartition import _compat
 from zpartition._compat import tree_map_only
+from zpartition.calls import Calls, Hook
 from zpartition.gathered import hook_state
-from zpartition.residence import Residence, Unit
+from zpartition.residence import UNKNOWN_READER, Residence, Unit
 from zpartition.sharded import ShardedStorage
 
 __all__ = ["Watch"]
@@ -52,15 +53,6 @@ class _Foreign:
     packed: Any
 
 
-@attrs.define(eq=False)
-class _Frame:
-    """A module with a unit that is running."""
-
-    unit: Unit | None
-    saving: Any  # the context manager that is to be left, or None
-    borrowed: list[Unit] = attrs.field(factory=list)  # used by reading their parameters
-
-
 class _Watched(dict[str, "Parameter | None"]):
     """The `_parameters` of a module, which tells when a running module reads one."""
 
@@ -68,7 +60,13 @@ class _Watched(dict[str, "Parameter | None"]):
     units: Mapping[str, Unit]
 
     def __reduce__(self) -> Any:
-        """A copy of the module, or a pickle, has an ordinary dict."""
+        """A copy of the module, or a pickle, has an ordinary dict.  Raises ValueError while weights rest."""
+        for name, unit in self.units.items():
+            if not unit.is_used:
+                raise ValueError(
+                    f"a copy or a pickle of a module would hold NaN for parameter {name!r}, whose weights rest as "
+                    f"shards (unit {unit.name!r}). Make it inside zpartition.gathered(module), or use state_dict()."
+                )
         return dict, (dict(self),)
 
     def values(self) -> Any:
@@ -81,13 +79,13 @@ class _Watched(dict[str, "Parameter | None"]):
 
     def _borrow_all(self) -> None:
         """Somebody walks over them; while a module runs, that may be to read them."""
-        for unit in self.units.values() if self.watch.frames else ():
+        for unit in self.units.values() if self.watch.running.open else ():
             if not unit.is_used:
                 self.watch.borrow(unit)
 
     def __getitem__(self, name: str) -> Parameter | None:
         unit = self.units.get(name)
-        if unit is not None and not unit.is_used:
+        if unit is not None and not (unit.is_used and unit.depth):
             self.watch.borrow(unit)
         return super().__getitem__(name)
 
@@ -100,19 +98,21 @@ class Watch:
     residence: Residence
     module: nn.Module
     unit_of: dict[int, Unit]  # id of a parameter -> its unit
+    running: Calls  # of modules with units
+    dicts: Calls  # of state dicts that are made or loaded
     handles: list[RemovableHandle] = attrs.field(factory=list)
-    frames: list[_Frame] = attrs.field(factory=list)
     replaced: list[nn.Module] = attrs.field(factory=list)  # modules with watched `_parameters`
 
     @classmethod
     def install(cls, module: nn.Module, residence: Residence) -> Watch:
         """Hook `module`; `close` takes everything away again."""
         unit_of = {id(p): unit for unit in residence.units.values() for s in unit.storages for p in s.params}
-        watch = cls(residence, module, unit_of)
+        watch = cls(residence, module, unit_of, Calls(residence), Calls(residence, exact=True))
         if not residence.units:
             return watch  # everything is whole
-        for path in dict.fromkeys(("", *residence.units)):
-            watch._hook(module.get_submodule(path), residence.units.get(path))
+        called = {module.get_submodule(path): residence.units.get(path) for path in ("", *residence.units)}
+        for child, unit in called.items():
+            watch._hook(child, unit)
         for child in module.modules():
             units = {n: unit_of[id(p)] for n, p in child._parameters.items() if p is not None and id(p) in unit_of}
             if units:
@@ -120,7 +120,9 @@ class Watch:
                 watched.watch, watched.units = watch, units
                 child._parameters = watched
                 watch.replaced.append(child)
-        watch.handles += hook_state(module, unit_of, residence)
+                watch.handles += hook_state(child, units, watch.dicts)
+                if child not in called:
+                    watch._hook_part(child, watch.units_of(child._parameters.values()))
         return watch
 
     def close(self) -> None:
@@ -136,10 +138,15 @@ class Watch:
 
     def reset(self) -> None:
         """After an exception: no module is running."""
-        while self.frames:
-            self._stop_saving(self.frames.pop())
+        self.running.reset()
+        self.dicts.reset()
 
-    def units_of(self, params: Iterable[Parameter]) -> list[Unit]:
+    def sweep(self) -> None:
+        """Forget calls that are over although no hook was told (Ctrl-C, an exception in a state dict)."""
+        self.running.sweep()
+        self.dicts.sweep()
+
+    def units_of(self, params: Iterable[Parameter | None]) -> list[Unit]:
         """The units that hold any of `params`, each once."""
         found = {id(unit): unit for param in params if (unit := self.unit_of.get(id(param))) is not None}
         return list(found.values())
@@ -147,45 +154,62 @@ class Watch:
     # -- modules that run ------------------------------------------------------------------------
 
     def _hook(self, module: nn.Module, unit: Unit | None) -> None:
-        def enter(_module: nn.Module, _args: Any) -> None:
-            self.enter(unit)
+        """Use `unit` while its module runs."""
+        units = [] if unit is None else [unit]
 
-        def leave(_module: nn.Module, _args: Any, output: Any) -> Any:
-            return self.leave(unit, output)
+        def enter(owner: nn.Module, _args: Any) -> None:
+            self.enter(owner, units)
 
-        begin, end = map(torch.compiler.disable, (enter, leave))  # hooks stay between the graphs
-        self.handles.append(module.register_forward_pre_hook(begin, prepend=True))
-        self.handles.append(module.register_forward_hook(end, always_call=True))
+        def leave(owner: nn.Module, _args: Any, output: Any) -> Any:
+            return self.leave(owner, output)
 
-    def enter(self, unit: Unit | None) -> None:
+        self._register(module, *map(torch.compiler.disable, (enter, leave)))  # hooks stay between the graphs
+
+    def _hook_part(self, module: nn.Module, units: list[Unit]) -> None:
+        """Use `units` while a part of their modules is run by itself, from outside."""
+
+        def enter(owner: nn.Module, _args: Any) -> None:
+            if not (torch.compiler.is_compiling() or self.running.open or _compat.is_in_backward()):
+                self.enter(owner, units)
+
+        def leave(owner: nn.Module, _args: Any, output: Any) -> Any:
+            if not torch.compiler.is_compiling() and self.running.open and self.running.open[0].owner is owner:
+                return self.leave(owner, output)
+            return output
+
+        self._register(module, enter, leave)
+
+    def _register(self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., Any]) -> None:
+        self.handles.append(module.register_forward_pre_hook(Hook(enter), prepend=True))
+        self.handles.append(module.register_forward_hook(Hook(leave), always_call=True))
+
+    def enter(self, owner: nn.Module, units: list[Unit]) -> None:
         """A module begins."""
-        self.frames.append(_Frame(unit, self._start_saving()))
-        if unit is not None:
-            unit.depth += 1
-            self.residence.use(unit)
+        if owner is self.module:
+            self.sweep()
+        self.running.begin(owner, "_call_impl", self._start_saving(), units)
 
-    def leave(self, unit: Unit | None, output: Any) -> Any:
+    def leave(self, owner: nn.Module, output: Any) -> Any:
         """A module returns, or has raised (then `output` is None)."""
-        if not self.frames or self.frames[-1].unit is not unit:
+        call = self.running.innermost(owner)
+        if call is None:
             return output  # its beginning failed before it was noted
-        frame = self.frames.pop()
-        self._stop_saving(frame)
-        if unit is not None or frame.borrowed:
+        if call.units:
             output = self._apart(output)
-        if unit is not None:
-            unit.depth -= 1
-            self.residence.leave(unit)
-        for other in frame.borrowed:
-            other.depth -= 1
-            self.residence.leave(other)
+        self.running.end()
         return output
 
     def borrow(self, unit: Unit) -> None:
-        """The innermost running module reads a parameter of `unit`: it stays whole until that module returns."""
-        if self.frames:
-            unit.depth += 1
-            self.frames[-1].borrowed.append(unit)
+        """The innermost running module reads a parameter of `unit`: it stays whole until that module returns.
+
+        In backward it may be a checkpoint inside a unit that runs again, with hooks for saved tensors of its own:
+        then nobody knows who keeps what was read, and the unit stays until its gradients have arrived.
+        """
+        if self.running.open:
+            self.running.hold(unit)
+        elif _compat.is_in_backward():
             self.residence.use(unit)
+            unit.reader = UNKNOWN_READER
 
     def _apart(self, output: Any) -> Any:
         """The output with copies in the place of views of gathered weights."""
@@ -217,10 +241,6 @@ class Watch:
         finally:
             if hooks is not None:
                 hooks.__exit__(None, None, None)
-
-    def _stop_saving(self, frame: _Frame) -> None:
-        if frame.saving is not None:
-            frame.saving.__exit__(None, None, None)
 
     def _hooks_over(self, outer: _compat.Hooks | None) -> _compat.Hooks:
         if outer is None:
