@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import zpartition
+from zcomm.testing import run_ranks
+from zpartition import ZeroPolicy
 from zpartition.admission import one_device
 
 
@@ -45,6 +47,26 @@ def test_a_partition_that_is_dropped_takes_its_hooks_and_claims_along():
     again.finish_gradients()
     again.apply(optimizer.step)
     torch.testing.assert_close(model.bias.data, before - 0.5)
+
+
+def _dropped_in_a_cycle() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    strict = ZeroPolicy(stage=3, unit_numel=80, persist_numel=0, max_live_numel=0)
+    partition = zpartition.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=strict)
+    cycle: dict[str, object] = {"partition": partition}
+    cycle["itself"] = cycle
+    dead = weakref.ref(partition)
+    del partition, cycle
+    gc.collect()
+    assert dead() is None
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
+    assert not any(getattr(child, name) for child in model.modules() for name in hooks)
+    assert all(type(child._parameters) is dict for child in model.modules())
+
+
+def test_a_partition_in_cyclic_garbage_takes_its_hooks_along_at_stage_3_too():
+    run_ranks(_dropped_in_a_cycle, 2)
 
 
 def test_parameters_in_two_places_are_named_with_their_devices():

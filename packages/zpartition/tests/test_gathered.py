@@ -126,7 +126,12 @@ def _nests() -> list[tuple[float, float]]:
         assert inside == rank + 3.0
     seen.append(look())
     refused = pytest.raises(ValueError, match="without modifier_rank")
-    with zpartition.gathered(model[0].weight, modifier_rank=0), refused, zpartition.gathered(model[2]), torch.no_grad():
+    with (
+        zpartition.gathered(model[0].weight, modifier_rank=0),
+        refused,
+        zpartition.gathered(model[2]),
+        torch.no_grad(),
+    ):
         model[2].weight.fill_(9.0)
     seen.append(look())
     return seen

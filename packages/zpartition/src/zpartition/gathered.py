@@ -7,8 +7,9 @@
             model.embed.weight[0] = 0.0
 
 Both are collectives: every rank comes along.  What was written without `modifier_rank` is refused when the block
-ends, because the ranks would disagree about it (where weights are whole anyway, nobody looks).  Blocks may be nested,
-and work at every stage: where weights are whole, `modifier_rank` makes the ranks and the masters agree.
+ends, because the ranks would disagree about it (where weights are whole anyway, nobody looks).  Blocks may be nested:
+one without `modifier_rank` leaves what a block around it holds to that one.  They work at every stage: where weights
+are whole, `modifier_rank` makes the ranks and the masters agree.
 
 `module.state_dict()` and `module.load_state_dict()` gather by themselves, one module at a time; they are collectives
 too, and what is loaded on rank 0 counts.
@@ -51,6 +52,8 @@ def gathered(
         for partition, units in chosen:
             partition.watch.sweep()
             stack.enter_context(partition.residence.held(units))
+            stack.callback(partition.watch.blocks.pop)
+            partition.watch.blocks.append(units)
             if units:
                 stack.enter_context(partition.watch.saving())
         try:
@@ -62,7 +65,8 @@ def gathered(
             raise
         for partition, units in chosen:
             if modifier_rank is None:
-                _refuse_edits(partition, units)
+                around = {id(unit) for block in partition.watch.blocks[:-1] for unit in block}  # they will answer
+                _refuse_edits(partition, [unit for unit in units if id(unit) not in around])
             else:
                 _take_edits(partition, units, params, modifier_rank)
 

@@ -100,6 +100,7 @@ class Watch:
     unit_of: dict[int, Unit]  # id of a parameter -> its unit
     running: Calls  # of modules with units
     dicts: Calls  # of state dicts that are made or loaded
+    blocks: list[list[Unit]] = attrs.field(factory=list)  # units of each open block of `gathered`, the innermost last
     handles: list[RemovableHandle] = attrs.field(factory=list)
     replaced: list[nn.Module] = attrs.field(factory=list)  # modules with watched `_parameters`
 
