@@ -52,8 +52,8 @@ ROWS = (
     Row("replicated", {"stage": 0}, REPLICATED),  # the first: what others are compared with
     Row("stage 1", {"stage": 1}, SHARDED),
     Row("stage 2", {"stage": 2}, SHARDED),
-    Row("stage 3, defaults", {"stage": 3}, SHARDED),  # models as small as these stay whole
-    Row("stage 3, kept", {"stage": 3, **_ALL_SHARDED}, KEPT),
+    Row("stage 3, defaults", {"stage": 3}, SHARDED, worlds=(1, 2)),  # models as small as these stay whole: as stage 2
+    Row("stage 3, kept", {"stage": 3, **_ALL_SHARDED}, KEPT, worlds=(2,)),
     Row("stage 3, strict", {"stage": 3, **_ALL_SHARDED, "stage3_max_live_parameters": 0}, REGATHERED),
     # tiers: one line each, below this one
 )
