@@ -286,7 +286,8 @@ class Watch:
                 "(or an edit, or a load). Run every backward of a forward before the step, or the forward again."
             )
         self.residence.use(packed.unit)
-        packed.unit.reader = _compat.running_node()
+        if packed.unit.reader != UNKNOWN_READER:
+            packed.unit.reader = _compat.running_node()
         assert packed.storage.full is not None
         full, (shape, strides, offset) = packed.storage.full.view(packed.dtype), packed.geometry
         found = full.as_strided(shape, strides, full.storage_offset() + offset)
