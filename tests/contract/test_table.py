@@ -6,6 +6,8 @@ Tolerances, relative, on the mean loss of each step and on one evaluation at the
 - bf16 and fp16: the oracle imitates what is rounded to the model's dtype and where: masters differ by fp32 rounding
   only. Where that moves a weight across a boundary of its dtype, it changes by a whole unit (2^-8, 2^-11), and a
   gradient of nearly nothing that changes its sign moves Adam by twice its step: few of two thousand weights.
+  Four steps of Adam cannot tell a wrong factor (the scenarios with momentum do: 0.12 for a doubled mean), nor that
+  masters are fp32 (their bytes do, which are held against the plan).
 """
 
 from __future__ import annotations
