@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract_table.oracle import make_optimizer
+from contract_table.oracle import CLIP_NORM, make_optimizer
 from contract_table.rows import ROWS
 from contract_table.run import Case, Outcome, run_case
 from contract_table.scenarios import SCENARIOS, Block, batches, last_batch
@@ -30,6 +30,7 @@ def loop(module: nn.Module) -> list[float]:
     for data in batches(zcomm.group_size(), 1):
         loss = module(data[0, zcomm.group_rank()])
         loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

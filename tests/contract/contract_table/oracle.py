@@ -4,8 +4,8 @@ fp32 is the plainest of loops, over batches that are the ranks' batches in one. 
 masters, and imitates what has to be decided somewhere: each rank's gradient is of the model's dtype; their sum, made
 in fp32, travels in the model's dtype; micro-steps, mean and update are fp32.
 
-Gradients are not clipped: a norm is added up in an order that depends on where rows begin, so it may differ in its
-last bits between layouts.  tests/parity clips.
+Gradients are clipped, to a norm that most steps exceed.  A norm is added up in an order that depends on the layout,
+but in float64 (zoptim.sum_of_squares), so that stages divide by the same float32.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 
 from contract_table.scenarios import SCENARIOS, Scenario, batches, last_batch
 
+CLIP_NORM = 0.25
 LOSS_SCALE = {torch.float32: 1.0, torch.bfloat16: 1.0, torch.float16: 256.0}
 
 
@@ -54,6 +55,7 @@ def plain(scenario: Scenario, model: nn.Module, world_size: int, accumulation: i
             for loss, again in scenario.losses(model, tokens, step):
                 (loss / accumulation).backward(retain_graph=again)
                 total += loss.item() / accumulation
+        nn.utils.clip_grad_norm_(params, CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()
         curve.append(total)
@@ -78,6 +80,7 @@ def with_masters(scenario: Scenario, model: nn.Module, world_size: int, accumula
                 total += loss.item() / accumulation / world_size
                 _collect(params, summed)
             _accumulate(params, masters, summed, 1 / world_size / scale)
+        nn.utils.clip_grad_norm_(masters, CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()
         _publish(params, masters)

@@ -55,5 +55,11 @@ ROWS = (
     Row("stage 3, defaults", {"stage": 3}, SHARDED, worlds=(1, 2)),  # models as small as these stay whole: as stage 2
     Row("stage 3, kept", {"stage": 3, **_ALL_SHARDED}, KEPT, worlds=(2,)),
     Row("stage 3, strict", {"stage": 3, **_ALL_SHARDED, "stage3_max_live_parameters": 0}, REGATHERED),
+    Row("hybrid", {"stage": 3, **_ALL_SHARDED, "shard_group_size": 2}, same_bits=False, worlds=(4,)),
+    Row(
+        "hpZ",
+        {"stage": 3, **_ALL_SHARDED, "stage3_max_live_parameters": 0, "zero_hpz_partition_size": 2},
+        worlds=(4,),
+    ),
     # tiers: one line each, below this one
 )

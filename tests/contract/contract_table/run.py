@@ -14,6 +14,7 @@ import zcomm
 import zengine
 import zoptim
 import zpartition
+from contract_table.oracle import CLIP_NORM
 from contract_table.rows import BUCKET_NUMEL, Row
 from contract_table.scenarios import NUM_STEPS, SCENARIOS, Incident, Scenario, batches, last_batch
 
@@ -109,7 +110,7 @@ def _config(case: Case, scenario: Scenario) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": case.accumulation,
-        "gradient_clipping": 0,
+        "gradient_clipping": CLIP_NORM,
         "optimizer": scenario.optimizer,
         "zero_optimization": {"reduce_bucket_size": BUCKET_NUMEL, **case.row.zero},
         **DTYPES[case.dtype],
