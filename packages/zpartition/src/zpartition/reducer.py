@@ -298,7 +298,8 @@ class GradientReducer:
 
         Where whole gradients are kept, those of a second backward are the ones that serve all.
         """
-        serve_all = self.layout.num_shards > 1 and self.pool.num_made <= IN_FLIGHT_LIMIT
+        goes_on = self.layout.num_shards > 1 or self.policy.offload.moves_states
+        serve_all = goes_on and self.pool.num_made <= IN_FLIGHT_LIMIT
         serve_all &= reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP
         serve_all |= gradient.borrowed is not None
         return max(bucket.numel for bucket in self.layout.buckets) if serve_all else gradient.bucket.numel
@@ -317,6 +318,8 @@ class GradientReducer:
         label = f"gradients[{gradient.bucket.index}]"
         handle, received = self.exchange.reduce(sent, gradient.bucket.span(self.ranks.rank), label)
         self.flights.append(_Flight(gradient, handle, sent, received))
+        if gradient.away is not None:
+            self._settle_soon()
 
     def _send_rows(self, gradient: BucketGradient, rows: Rows) -> None:
         """Exchange what was looked up, and wait for it: the lengths have to be known."""
@@ -325,6 +328,11 @@ class GradientReducer:
         indices, values = rows.packed(self.policy.reduce_dtype or bucket.dtype, self.pool.device)
         parts = zcomm.gather_rows(indices, values, self.ranks.world, label=f"rows[{bucket.index}]")
         gradient.keep_rows(parts, self.ranks.rank, factor=before * after)
+
+    def _settle_soon(self) -> None:
+        """Take what has come off the wire, and all but the newest: it travels on while backward runs."""
+        while self.flights and (len(self.flights) > 1 or self.flights[0].handle.is_done()):
+            self._settle(len(self.flights) - 1)
 
     def _settle(self, leave: int) -> None:
         """Wait for the oldest messages until `leave` are on the wire."""
@@ -389,11 +397,11 @@ def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> 
     dense = [bucket for bucket in layout.buckets if not bucket.is_sparse]
     sizes = [b.numel * (policy.accumulate_for(b.dtype) if fills else b.dtype).itemsize for b in dense]
     few = (IN_FLIGHT_LIMIT + 1) * max(sizes, default=0)
-    if layout.num_shards == 1:
+    if layout.num_shards == 1 and not policy.offload.moves_all_states:
         return sum(sizes) + (few if num_backwards > 1 else 0)
     return sum(sizes) if fills else few
 
 
 def reduce_at(policy: ZeroPolicy, layout: Layout) -> ReduceAt:
-    """When to reduce; alone, there is nothing to exchange and gradients simply accumulate."""
-    return ReduceAt.BOUNDARY if layout.world_size == 1 else policy.reduce_at
+    """When to reduce; alone, there is nothing to exchange and gradients simply accumulate, unless they leave."""
+    return ReduceAt.BOUNDARY if layout.world_size == 1 and not policy.offload.moves_states else policy.reduce_at
