@@ -318,8 +318,7 @@ class GradientReducer:
         label = f"gradients[{gradient.bucket.index}]"
         handle, received = self.exchange.reduce(sent, gradient.bucket.span(self.ranks.rank), label)
         self.flights.append(_Flight(gradient, handle, sent, received))
-        if gradient.away is not None:
-            self._settle_soon()
+        self._settle_soon()
 
     def _send_rows(self, gradient: BucketGradient, rows: Rows) -> None:
         """Exchange what was looked up, and wait for it: the lengths have to be known."""
@@ -330,9 +329,9 @@ class GradientReducer:
         gradient.keep_rows(parts, self.ranks.rank, factor=before * after)
 
     def _settle_soon(self) -> None:
-        """Take what has come off the wire, and all but the newest: it travels on while backward runs."""
-        while self.flights and (len(self.flights) > 1 or self.flights[0].handle.is_done()):
-            self._settle(len(self.flights) - 1)
+        """Gradients that go to the host leave as soon as they are off the wire, and all but the newest in any case."""
+        while (on := self.flights) and on[-1].gradient.away and (len(on) > 1 or on[0].handle.is_done()):
+            self._settle(len(on) - 1)
 
     def _settle(self, leave: int) -> None:
         """Wait for the oldest messages until `leave` are on the wire."""

@@ -61,8 +61,8 @@ def _refuse_whole_tensors_on_disk(optimizer: torch.optim.Optimizer, policy: Zero
     """ValueError for an optimizer that has to have all tensors in memory at once, and a policy that never has."""
     if policy.offload.states is Tier.DISK and policy.offload.moves_states and takes_cuts(optimizer):
         raise ValueError(
-            f"{type(optimizer).__name__} looks at whole tensors in each step, and Offload(states=DISK) has a few buckets "
-            "in memory at a time. Use states=Tier.HOST, or an elementwise optimizer (AdamW, SGD, Lion, ...)."
+            f"{type(optimizer).__name__} looks at whole tensors in each step, and Offload(states=DISK) has few of "
+            "them in memory at a time. Use states=Tier.HOST, or an elementwise optimizer (AdamW, SGD, Lion, ...)."
         )
 
 
