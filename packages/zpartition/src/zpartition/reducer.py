@@ -329,7 +329,7 @@ class GradientReducer:
         gradient.keep_rows(parts, self.ranks.rank, factor=before * after)
 
     def _settle_soon(self) -> None:
-        """Gradients that go to the host leave as soon as they are off the wire, and all but the newest in any case."""
+        """Gradients that go to the host leave as soon as they are off the wire; all but the newest in any case."""
         while (on := self.flights) and on[-1].gradient.away and (len(on) > 1 or on[0].handle.is_done()):
             self._settle(len(on) - 1)
 
