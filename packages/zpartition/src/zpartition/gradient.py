@@ -33,6 +33,14 @@ class Phase(enum.Enum):
     SETTLED = "settled"  # no local buffer; a gradient arriving now is late (used again in this backward)
 
 
+class Round(enum.Enum):
+    """What the backward that is running does with its gradients."""
+
+    NONE = "none"  # no backward is running
+    LOCAL = "local"  # accumulates on this rank: costs a full local gradient until a SENDING round
+    SENDING = "sending"  # every bucket is sent once, in index order
+
+
 @final
 @attrs.define(eq=False)
 class BucketGradient:

@@ -30,7 +30,6 @@ callback (`queue_callback`): the caller knows when backward has returned, as a c
 from __future__ import annotations
 
 import collections
-import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +43,7 @@ from torch.utils.hooks import RemovableHandle
 import zcomm
 from zpartition.buffers import Arena, BufferPool
 from zpartition.exchange import Exchange, exchange_for
-from zpartition.gradient import BucketGradient, Phase
+from zpartition.gradient import BucketGradient, Phase, Round
 from zpartition.layout import Bucket, Layout
 from zpartition.policy import ReduceAt, ZeroPolicy
 from zpartition.ranks import Ranks
@@ -54,14 +53,6 @@ IN_FLIGHT_LIMIT = 2  # transient buffers travelling at once: one being sent, one
 
 
 PATIENCE_S = 0.2
-
-
-class Round(enum.Enum):
-    """What the backward that is running does with its gradients."""
-
-    NONE = "none"  # no backward is running
-    LOCAL = "local"  # accumulates on this rank: costs a full local gradient until a SENDING round
-    SENDING = "sending"  # every bucket is sent once, in index order
 
 
 @attrs.frozen(eq=False)
