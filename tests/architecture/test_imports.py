@@ -39,7 +39,10 @@ ASSEMBLER = "assemble.py"
 ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "config/": {
         "zprecision": {"Precision", "Unscaled", "StaticScaling", "DynamicScaling"},
-        "zpartition": {"ZeroPolicy", "Averaging", "ReduceAt", "SparseGradients"},
+        "zpartition": {
+            *("ZeroPolicy", "Averaging", "ReduceAt", "SparseGradients"),
+            *("Offload", "Speculation", "Tier"),
+        },
     },
     # asks zoptim whether it knows a name and its options, on a dummy parameter, so that the config never lists them
     "config/choices.py": {"zoptim": {"make_optimizer", "make_schedule", "UnknownNameError", "NotAvailableYetError"}},

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from zpartition._compat import is_in_backward, outer_saved_tensor_hooks, running_node, swap, truncated_normal_through
+from zpartition._compat import (
+    is_in_backward,
+    outer_saved_tensor_hooks,
+    running_node,
+    swap,
+    truncated_normal_through,
+    version,
+)
 
 
 def test_the_innermost_hooks_are_told() -> None:
@@ -66,6 +73,13 @@ def test_the_node_that_unpacks_is_told_from_others() -> None:
     assert [type(number) for number in seen] == [int] * 4
     assert [seen.count(number) for number in dict.fromkeys(seen)] == [2, 2], "two nodes that unpack two tensors each"
     assert running_node() is None
+
+
+def test_a_write_into_a_tensor_or_a_view_of_it_is_counted() -> None:
+    tensor = torch.zeros(4)
+    before = version(tensor)
+    tensor[1:].add_(1)
+    assert version(tensor) > before
 
 
 def test_parameters_are_read_through_the_modules_dict() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torch.nn import Parameter
 
 import zpartition
 from zcomm.testing import run_ranks
-from zpartition import ZeroPolicy
+from zpartition import Offload, Speculation, Tier, ZeroPolicy
 
 
 class Net(nn.Module):
@@ -66,6 +68,54 @@ def test_a_live_partition_holds_what_the_plan_says(stage: int, dtype: torch.dtyp
         assert ledger["buckets"] <= planned.buckets
         assert ledger["gathered units"] <= planned.gathered_units
         assert peak <= planned.gathered_units
+
+
+def _live_offloaded(stage: int, offload: Offload) -> tuple[dict[str, int], int]:
+    model = Net(torch.bfloat16)
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    partition = zpartition.shard(model, optimizer, policy=attrs.evolve(policy(stage), offload=offload))
+    for _ in range(3):
+        with partition.micro_step():
+            model(torch.arange(8)).backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step)
+        partition.zero_grad()
+    ledger = partition.ledger()
+    memory = {s.master.data_ptr() for s in partition.storages} & {s.own_span.data_ptr() for s in partition.storages}
+    partition.close()
+    return ledger, len(memory)
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        Offload(states=Tier.HOST),
+        Offload(states=Tier.HOST, ratio=0.4),
+        Offload(states=Tier.HOST, speculation=Speculation.LAST_BACKWARD),
+        Offload(states=Tier.DISK, directory="here", buffer_count=2),
+        Offload(states=Tier.HOST, weights=Tier.HOST),
+        Offload(weights=Tier.DISK, directory="here"),
+        Offload(states=Tier.DISK, directory="here", step_numel=30_000, ratio=0.7),
+    ],
+)
+def test_what_offload_moves_is_counted_by_place_and_planned_alike(offload: Offload, tmp_path: Path) -> None:
+    if offload.directory:
+        offload = attrs.evolve(offload, directory=str(tmp_path))
+    with torch.device("meta"):
+        model = Net(torch.bfloat16)
+    for stage in (1, 3):
+        chosen = attrs.evolve(policy(stage), offload=offload)
+        planned = zpartition.plan(model, policy=chosen, world_size=2, optimizer=adamw)
+        for ledger, num_shared in run_ranks(_live_offloaded, 2, stage, offload):
+            assert not num_shared
+            for owner, size in planned.ledger().items():
+                if owner not in ("buckets", "gathered units"):
+                    assert ledger.get(owner, 0) == pytest.approx(size, rel=0.02), (stage, owner)
+            assert not set(ledger) - set(planned.ledger())
+            assert ledger["buckets"] <= planned.buckets
+        on_disk = offload.states is Tier.DISK or (stage == 3 and offload.weights is Tier.DISK)
+        assert (planned.disk_bytes > 0) == on_disk
+        assert (planned.masters == 0) == (offload.moves_states and offload.ratio == 1)
 
 
 @pytest.mark.parametrize(("stage", "bytes_per_param"), [(0, 16), (1, 4 + 12 / 8), (2, 4 + 12 / 8), (3, 16 / 8)])

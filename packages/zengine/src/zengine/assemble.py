@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -67,11 +67,15 @@ def _around(
     """The other parts, once the module is partitioned."""
     scaler = zprecision.make_scaler(plan.scaling, world.device)
     scheduler = make_scheduler(optimizer, client, plan)
+    slot, divisor = NoOptimizer() if optimizer is None else _slot(optimizer), make_divisor(plan)
+    if isinstance(slot, ShardOptimizer):
+        unclipped = torch.zeros((), dtype=torch.float64, device=world.device)
+        partition.run_ahead(slot.scaled, lambda: divisor(unclipped, scaler.factor))
     return Parts(
         world=world,
         partition=partition,
         scaler=scaler,
-        optimizer=NoOptimizer() if optimizer is None else _slot(optimizer),
+        optimizer=slot,
         scheduler=ConstantRate() if scheduler is None else scheduler,
         runner=make_runner(plan),
         telemetry=make_telemetry(
@@ -82,7 +86,7 @@ def _around(
             batch_size=plan.batch.train_batch_size,
         ),
         inspect=make_inspect(partition),
-        divisor=make_divisor(plan),
+        divisor=divisor,
         judge=make_judge(plan, scaler, partition.group),
         loader=loader,
         client_scheduler=scheduler,
@@ -133,9 +137,24 @@ def make_runner(plan: Plan) -> Runner:
 
 
 def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.GradientStats]:
-    """One look at the gradients of all ranks, by zoptim's kernels where they are."""
-    squares = zoptim.sum_of_squares if zoptim.has_kernels(partition.device) else None
-    return functools.partial(zprecision.inspect, all_reduce=partition.sum_over_shards, squares=squares)
+    """One look at the gradients of all ranks, by zoptim's kernels where they are.
+
+    Offload may leave some gradients on the device and others on the host: then each place is looked at by itself, and
+    the results are joined on the device.
+    """
+    look = functools.partial(zprecision.inspect, all_reduce=partition.sum_over_shards)
+
+    def inspect(grads: Sequence[Tensor], *, extra: Tensor) -> zprecision.GradientStats:
+        places = list(dict.fromkeys(grad.device for grad in grads)) or [partition.device]
+        found = []
+        for place in places:
+            squares = zoptim.sum_of_squares if zoptim.has_kernels(place) else None
+            passengers = extra.to(place) if place == places[0] else None
+            here = [grad for grad in grads if grad.device == place]
+            found.append(look(here, extra=passengers, squares=squares))
+        return found[0] if places == [partition.device] else zprecision.joined(found, partition.device)
+
+    return inspect
 
 
 def make_divisor(plan: Plan) -> Callable[[Tensor, Tensor], Tensor | None]:

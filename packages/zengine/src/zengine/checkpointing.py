@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,7 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
         compare_names(partition, names, str(checkpoint.path))
     compare_kinds(engine, checkpoint, optimizer=what.optimizer, scheduler=what.scheduler)
     partition.zero_grad()
-    wanted = [shard for shard in _model_shards(partition) if shard.name in names]
+    wanted = [shard for shard in _named(partition.shards_to_fill()) if shard.name in names]
     with _undone_on_error(engine):
         _restore_small(engine, checkpoint.objects, what)
         restored = _prepare_optimizer(engine, checkpoint) if what.optimizer else RestoredState()
@@ -120,14 +120,15 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
 
 def _shards(engine: Engine) -> Iterator[zckpt.ShardLike]:
     partition = engine.parts.partition
-    yield from _model_shards(partition)
+    yield from _named(partition.shards())
     if engine.optimizer is not None:
         for key, shard in zpartition.state_shards(engine.optimizer, partition.holders):
             yield attrs.evolve(shard, name=f"{_OPTIMIZER}{key}.{shard.name}")
 
 
-def _model_shards(partition: zpartition.Partition) -> Iterator[zpartition.Shard]:
-    for shard in partition.shards():
+def _named(shards: Iterable[Any]) -> Iterator[Any]:
+    """With the names that weights have in a checkpoint."""
+    for shard in shards:
         yield attrs.evolve(shard, name=MODEL + shard.name)
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zengine.phases import EnginePhases
+
 if TYPE_CHECKING:
     from zengine.clock import Clock
     from zengine.config import Plan
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from zengine.report import StepReport
 
 
-class EngineFacts:
+class EngineFacts(EnginePhases):
     """Read-only answers from the plan, the clock and the last report; mixed into `Engine`."""
 
     if TYPE_CHECKING:

@@ -85,11 +85,10 @@ def test_three_misspelt_keys_give_three_errors_with_the_right_names() -> None:
         ({"gradient_clipping": -1.0}, "gradient_clipping = -1.0: must be >= 0"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0: must be >= 1"),
         ({"train_batch_size": True}, "train_batch_size = true: needs a whole number >= 1, got true/false"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-         'zero_optimization.offload_optimizer.device = "nvme": offload to NVMe is not available yet. '
-         'Set it to "none" or null, or leave it out.'),
+        ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}},
+         'zero_optimization.offload_optimizer.device = "disk": must be "none", "cpu" or "nvme"'),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}},
-         'zero_optimization.offload_param.device = "gpu": must be "none" or "cpu"'),
+         'zero_optimization.offload_param.device = "gpu": must be "none", "cpu" or "nvme"'),
         ({"amp": {"enabled": True}}, "amp.enabled = true: Apex AMP was given up by its authors, and torch_autocast, "
          'which replaces it, is not available yet. Write "bf16": {"enabled": true} or "fp16": {"enabled": true}.'),
         ({"zero": {"stage": 2}}, 'zero = {"stage": 2}: a key of the inference config, and init_inference() is not '

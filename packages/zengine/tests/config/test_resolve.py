@@ -235,15 +235,3 @@ def test_resolving_is_pure_and_a_plan_travels_between_processes() -> None:
     plan = resolve(config, facts)
     assert plan == resolve(config, facts)
     assert pickle.loads(pickle.dumps(plan)) == plan
-
-
-def test_offload_is_what_a_cpu_does_anyway_and_refused_where_there_is_a_gpu() -> None:
-    config = load(
-        {"train_batch_size": 1, "zero_optimization": {"cpu_offload": True, "offload_param": {"device": "cpu"}}}
-    )
-    plan = resolve(config, Facts(world_size=1, replicas=1))
-    assert plan.offloads == {"offload_optimizer": "cpu", "offload_param": "cpu"}
-    with pytest.raises(ConfigError) as caught:
-        resolve(config, Facts(world_size=1, replicas=1, device_type="cuda"))
-    assert len(caught.value.problems) == 2
-    assert "this run computes on cuda, and offload from there is not available yet" in str(caught.value)

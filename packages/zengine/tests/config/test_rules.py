@@ -45,6 +45,17 @@ BREAKING: dict[str, tuple[dict[str, Any], str]] = {
         "zero_optimization.shard_group_size = 2, but at stage 0 nothing is sharded. "
         'Set "stage" to 1, 2 or 3, or leave shard_group_size out.',
     ),
+    "files_have_a_folder": (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+        'zero_optimization.offload_optimizer.device = "nvme" needs a folder on a local drive. '
+        'Add "nvme_path": "/local/nvme" to offload_optimizer.',
+    ),
+    "resting_weights_are_sharded": (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        'zero_optimization.offload_param.device = "cpu" moves the shards of stage 3, and '
+        "zero_optimization.stage = 2. "
+        'Use stage 3, or set it to "none".',
+    ),
 }
 
 

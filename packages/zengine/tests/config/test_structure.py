@@ -40,8 +40,8 @@ def test_what_says_how_it_is_anyway_is_accepted_without_a_word(source: dict[str,
 @pytest.mark.parametrize(
     ("source", "notice"),
     [
-        ({"zero_optimization": {"sub_group_size": 1e9}},
-         "dict: zero_optimization.sub_group_size has no effect here: the optimizer updates unit by unit"),
+        ({"zero_optimization": {"parameter_alignment": True}},
+         "dict: zero_optimization.parameter_alignment has no effect here: the layout decides the padding"),
         ({"zero_optimization": {"reduce_scatter": False}},
          "dict: zero_optimization.reduce_scatter has no effect here: sharded gradients are always reduce-scattered"),
         ({"autotuning": {"enabled": False, "fast": True}},

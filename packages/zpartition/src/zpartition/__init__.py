@@ -27,9 +27,11 @@ from zpartition.gathered import gathered
 from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
 from zpartition.loading import load_slices
 from zpartition.memory_plan import MemoryPlan, plan
+from zpartition.offload import Offload, Speculation, Tier
+from zpartition.parking import Holding
 from zpartition.partition import Partition
 from zpartition.policy import Averaging, ReduceAt, SparseGradients, ZeroPolicy
-from zpartition.shard import Shard
+from zpartition.shard import LazyShard, Shard
 from zpartition.sharding import shard
 from zpartition.state import Holder
 
@@ -39,9 +41,12 @@ __all__ = [
     "Averaging",
     "Bucket",
     "Holder",
+    "Holding",
     "Init",
     "Layout",
+    "LazyShard",
     "MemoryPlan",
+    "Offload",
     "ParamSpec",
     "Partition",
     "Piece",
@@ -49,6 +54,8 @@ __all__ = [
     "Shard",
     "Slot",
     "SparseGradients",
+    "Speculation",
+    "Tier",
     "ZeroPolicy",
     "gathered",
     "load_slices",

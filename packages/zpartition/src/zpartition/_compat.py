@@ -22,6 +22,7 @@ __all__ = [
     "tree_flatten",
     "tree_map_only",
     "truncated_normal_through",
+    "version",
 ]
 
 IS_META_GETTER: Any = vars(torch._C.TensorBase)["is_meta"].__get__  # what a function mode sees of `tensor.is_meta`
@@ -56,6 +57,11 @@ def truncated_normal_through(record: Callable[..., torch.Tensor]) -> Iterator[No
         yield
     finally:
         torch.nn.init._no_grad_trunc_normal_ = original
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often torch has written into the memory of `tensor`; 0 when this torch does not tell."""
+    return int(getattr(tensor, "_version", 0))
 
 
 def is_in_backward() -> bool:

@@ -22,8 +22,9 @@ from torch.nn import Parameter
 import zcomm
 from zpartition.admission import owner_of
 from zpartition.layout import Piece
+from zpartition.offload import Tier
 from zpartition.partition import Partition
-from zpartition.state import elements, give_state, is_coded, state_of
+from zpartition.state import StateHome, elements, is_coded
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -59,6 +60,8 @@ class _Place:
                 f"a parameter of shape {tuple(param.shape)} belongs to no partition: it is frozen, it was not given "
                 "to shard() or initialize(), or its partition was closed."
             )
+        owner.refuse_parked()
+        owner.ahead.retract_all()  # people see what was, until the step
         for index, storage in enumerate(owner.storages):
             for slot, other in zip(storage.bucket.slots, storage.params):
                 if other is param:
@@ -80,8 +83,8 @@ class _Place:
     def whole(self, local: Tensor) -> Tensor:
         """The parameter, put together from every rank's `local`."""
         if not self.is_sharded:
-            return local.clone().view(self.param.shape)
-        flat = torch.zeros(self.param.numel(), dtype=local.dtype, device=local.device)
+            return local.to(self.partition.device, copy=True).view(self.param.shape)
+        flat = torch.zeros(self.param.numel(), dtype=local.dtype, device=self.partition.device)
         if self.pieces:
             flat[slice(*self.pieces[0].span)] = local
         bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
@@ -98,7 +101,14 @@ class _Place:
     # -- the three kinds -------------------------------------------------------------------------
 
     def master(self) -> Tensor:
-        return self.partition.storages[self.index].master.data
+        storage = self.partition.storages[self.index]
+        return storage.home.values(storage.master)
+
+    def write_master(self, part: Tensor) -> None:
+        """Set this rank's elements of the master."""
+        storage = self.partition.storages[self.index]
+        for piece in self.pieces:
+            storage.home.write(storage.master, piece.offset, part.reshape(-1))
 
     def gradient(self) -> Tensor | None:
         return self.partition.reducer.gradients[self.index].kept
@@ -118,7 +128,7 @@ class _Place:
     def read_state(self, key: str) -> Tensor:
         """This rank's elements of one optimizer state, decoded where it is coded."""
         optimizer, holder = self._optimizer()
-        state = state_of(optimizer, holder)
+        state = self._home.state(optimizer, holder)
         if key not in state:
             raise ValueError(
                 f"the optimizer keeps no {key!r} of this parameter; it keeps {', '.join(state) or 'nothing yet'}."
@@ -132,13 +142,18 @@ class _Place:
     def write_state(self, key: str, part: Tensor) -> None:
         """Set this rank's elements of one optimizer state."""
         optimizer, holder = self._optimizer()
-        state = dict(state_of(optimizer, holder))
+        state = dict(self._home.state(optimizer, holder))
         self.read_state(key)  # refuses an unknown key
         value = state[key]
         flat = elements(value, 0, holder.numel())
         (flat if self.partition.updates_parameters else self.local(flat)).copy_(part)
         if is_coded(value):
-            give_state(optimizer, holder, {**state, key: flat.view(holder.shape)})
+            self._home.give(optimizer, holder, {**state, key: flat.view(holder.shape)})
+
+    @property
+    def _home(self) -> StateHome:
+        """Of the optimizer's state."""
+        return self.partition.storages[self.index].home
 
     def _optimizer(self) -> tuple[torch.optim.Optimizer, Parameter]:
         if self.partition.optimizer is None:
@@ -167,9 +182,10 @@ def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor:
 
 
 def safe_get_local_fp32_param(param: Parameter) -> Tensor:
-    """This rank's elements of the weight, flat: a view of the master."""
+    """This rank's elements of the weight, flat: a view of the master, or a copy of one on disk."""
     place = _Place.of(param)
-    return place.local(place.master())
+    on_disk = place.partition.storages[place.index].home.tier is Tier.DISK
+    return place.local(place.master()).clone() if on_disk else place.local(place.master())
 
 
 def safe_get_local_grad(param: Parameter) -> Tensor | None:
@@ -187,7 +203,7 @@ def safe_get_local_optimizer_state(param: Parameter, key: str) -> Tensor:
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     """Set the weight from a whole `value`, equal on all ranks."""
     place = _Place.of(param)
-    place.local(place.master()).copy_(place.part_of(value))
+    place.write_master(place.part_of(value))
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
@@ -205,7 +221,7 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, key: str) -> 
 def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     """Set this rank's elements of the weight."""
     place = _Place.of(param)
-    place.local(place.master()).copy_(value)
+    place.write_master(value)
 
 
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:

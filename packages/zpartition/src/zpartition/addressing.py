@@ -17,7 +17,7 @@ import torch
 from zpartition.layout import Piece
 from zpartition.shapes import new_state, segment_states
 from zpartition.shard import LazyShard, Shard, full_box, whole
-from zpartition.state import Holder, elements, give_state, is_coded, state_of
+from zpartition.state import Holder, elements, is_coded
 
 # For each state key of a parameter: dtype, and shape, or None for a number beside the parameter such as a step count.
 Kinds = Mapping[str, tuple[torch.dtype, "tuple[int, ...] | None"]]
@@ -36,7 +36,7 @@ def state_shards(
         TypeError: the optimizer keeps something that is neither.
     """
     for holder in holders:
-        state = state_of(optimizer, holder.tensor)
+        state = holder.state(optimizer)
         if (by_segment := segment_states(optimizer, holder.tensor, state)) is not None:
             yield from _by_segment(holder, by_segment)
             continue
@@ -77,7 +77,7 @@ class StagedState:
         self.optimizer.state.clear()
         while self.held:
             holder, state = self.held.pop(0)  # freed as it is taken
-            give_state(self.optimizer, holder.tensor, dict(state))
+            holder.give(self.optimizer, dict(state))
 
 
 def make_state(

@@ -17,8 +17,10 @@ import attrs
 import torch
 from torch.nn import Parameter
 
+from zpartition.ahead import NEVER, Ahead
 from zpartition.buffers import BufferPool
 from zpartition.layout import Bucket
+from zpartition.mover import Mover
 from zpartition.rows import Rows, add_rows
 
 
@@ -29,6 +31,14 @@ class Phase(enum.Enum):
     FILLING = "filling"  # a buffer of bucket.numel; hooks write into it
     IN_FLIGHT = "in flight"  # the same buffer, owned by a collective until it is settled
     SETTLED = "settled"  # no local buffer; a gradient arriving now is late (used again in this backward)
+
+
+class Round(enum.Enum):
+    """What the backward that is running does with its gradients."""
+
+    NONE = "none"  # no backward is running
+    LOCAL = "local"  # accumulates on this rank: costs a full local gradient until a SENDING round
+    SENDING = "sending"  # every bucket is sent once, in index order
 
 
 @final
@@ -50,6 +60,8 @@ class BucketGradient:
     borrowed: torch.Tensor | None = None  # the pool buffer that `kept` is, to be given back; None: it is `store`
     store: torch.Tensor | None = None  # this bucket's own accumulator, made on first need and reused
     rows: Rows | None = None  # of a sparse bucket: what there is in place of `local`
+    ahead: Ahead = NEVER  # may update the bucket when its gradient is complete
+    away: Mover | None = None  # takes what was reduced to the host; None: it stays beside the weights
     filled: set[int] = attrs.field(factory=set)  # slots whose part of `local` holds a gradient
     awaiting: set[int] = attrs.field(factory=set)  # slots that have not arrived in this round
     late: set[int] = attrs.field(factory=set)  # slots that arrived after the bucket had left
@@ -106,7 +118,10 @@ class BucketGradient:
 
     def keep(self, received: torch.Tensor, factor: float, dtype: torch.dtype) -> None:
         """Add `factor` x `received` (whole bucket or this rank's span) to the accumulator of `dtype`."""
-        if self.kept is not None:
+        self.ahead.retract(self.bucket.index)
+        if self.away is not None:
+            self._keep_away(self.away, received, factor, dtype)
+        elif self.kept is not None:
             self.kept.add_(received, alpha=factor)
         else:
             is_whole = received.numel() == self.bucket.numel and received.data_ptr() == self.local_pointer
@@ -123,10 +138,20 @@ class BucketGradient:
             self.local = None
         self.filled.clear()
         self.phase = Phase.SETTLED
+        self.ahead.settled(self.bucket.index)
+
+    def _keep_away(self, away: Mover, received: torch.Tensor, factor: float, dtype: torch.dtype) -> None:
+        store = self.accumulator(received.numel(), dtype)
+        if self.kept is None:
+            away.fetch(store, received, factor)
+        else:
+            away.add(store, received, factor)
+        self.kept = store
 
     def keep_rows(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], rank: int, *, factor: float) -> None:
         """Add `factor` x every rank's rows to the accumulator of this rank's span, in float32 or wider."""
         assert self.rows is not None
+        self.ahead.retract(self.bucket.index)
         span = self.bucket.span(rank)
         if self.kept is None:
             self.kept = self.accumulator(span[1] - span[0], torch.promote_types(self.local_dtype, torch.float32))
@@ -135,22 +160,26 @@ class BucketGradient:
         add_rows(
             self.kept[: max(0, min(span[1], end) - span[0])],
             (span[0], max(span[0], min(span[1], end))),
-            parts,
+            [(indices.to(self.kept.device), values.to(self.kept.device)) for indices, values in parts],
             factor,
         )
         self.rows.clear()
         self.filled.clear()
         self.phase = Phase.SETTLED
+        self.ahead.settled(self.bucket.index)
 
     def accumulator(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """This bucket's own accumulator, made once; contents undefined."""
         if self.store is None:
-            self.store = torch.empty(numel, dtype=dtype, device=self.pool.device)
+            away = self.away
+            self.store = (
+                torch.empty(numel, dtype=dtype, device=self.pool.device) if away is None else away.empty(numel, dtype)
+            )
         return self.store
 
     def attach_grads(self, resting: frozenset[str] | None = None) -> None:
         """Let `param.grad` show the kept (whole) gradient: of the parameters seen here, or of all but `resting`."""
-        if self.kept is None or self.kept.numel() != self.bucket.numel:
+        if self.kept is None or self.kept.numel() != self.bucket.numel or self.away is not None:
             return
         views = self.views_of(self.kept)
         for index, slot in enumerate(self.bucket.slots):
@@ -169,6 +198,7 @@ class BucketGradient:
 
     def reset(self) -> None:
         """Forget every gradient, reduced or not; buffers go back to the pool."""
+        self.ahead.retract(self.bucket.index)
         for buffer in (self.local, self.borrowed):
             if buffer is not None:
                 self.pool.give_back(buffer)

@@ -42,7 +42,7 @@ def load_slices(partition: Partition, tensors: Mapping[str, Slices | Tensor], *,
     shapes = partition.shapes()
     _check(partition, tensors, shapes, strict)
     with torch.no_grad():
-        for shard in partition.shards():
+        for shard in partition.shards_to_fill():
             if shard.name in tensors:
                 _read(shard, tensors[shard.name])
     partition.publish()

@@ -15,7 +15,7 @@ Activations are the model's own and no part of this.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -26,6 +26,7 @@ from torch.nn import Parameter
 import zcomm
 from zpartition.exchange import GRADIENT_BLOCK
 from zpartition.layout import Bucket, Layout
+from zpartition.offload import Offload, Speculation, Tier, step_groups
 from zpartition.policy import ZeroPolicy
 from zpartition.reducer import IN_FLIGHT_LIMIT, buffer_bytes
 from zpartition.sharding import plan_layouts
@@ -50,6 +51,7 @@ class MemoryPlan:
     gathered_units: int  # stage 3, weights that are whole for a while: at most
     secondary_shards: int  # stage 3, what units are gathered from in place of shards: codes, a second cut
     padding: int  # part of the above that no parameter uses
+    elsewhere: Mapping[str, int] = attrs.field(factory=dict)  # "host states", "pinned masters", "disk states", ...
 
     @property
     def model_states_bytes(self) -> int:
@@ -58,17 +60,31 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """All of it: the most that the partition asks of a rank."""
+        """All of it: the most that the partition asks of a rank's device."""
         return self.model_states_bytes + self.buckets + self.gathered_units + self.secondary_shards
+
+    @property
+    def host_bytes(self) -> int:
+        """What offload keeps in CPU memory, pinned or not."""
+        return sum(size for owner, size in self.elsewhere.items() if not owner.startswith("disk "))
+
+    @property
+    def disk_bytes(self) -> int:
+        """What offload keeps in files."""
+        return sum(size for owner, size in self.elsewhere.items() if owner.startswith("disk "))
 
     def ledger(self) -> dict[str, int]:
         """By owner, as `Partition.ledger()` names them."""
         owners = ("parameters", "masters", "accumulators", "states", "buckets", "gathered_units", "secondary_shards")
-        return {owner.replace("_", " "): getattr(self, owner) for owner in owners}
+        return {**{owner.replace("_", " "): getattr(self, owner) for owner in owners}, **self.elsewhere}
 
     def __str__(self) -> str:
-        rows = [f"{owner:16}{size / MIB:12,.1f} MiB" for owner, size in self.ledger().items()]
-        rows += [f"{'total':16}{self.total_bytes / MIB:12,.1f} MiB ({self.padding / MIB:,.1f} of it padding)"]
+        width = max(16, *(len(owner) + 2 for owner in self.ledger()))
+        rows = [f"{owner:{width}}{size / MIB:12,.1f} MiB" for owner, size in self.ledger().items()]
+        where = " on the device" if self.elsewhere else ""
+        rows += [
+            f"{'total' + where:{width}}{self.total_bytes / MIB:12,.1f} MiB ({self.padding / MIB:,.1f} of it padding)"
+        ]
         return "\n".join(rows)
 
 
@@ -79,12 +95,14 @@ def plan(
     world_size: int,
     optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None,
     num_backwards: int = 1,
+    device: str = "cpu",
 ) -> MemoryPlan:
     """What one of `world_size` ranks needs for `module`, all of whose trainable parameters are trained.
 
     module: may live on the meta device; nothing of its size is allocated.
     optimizer: makes one from a list of parameters; what it keeps is seen from one step on 65,536 elements.
     num_backwards: in a step, micro-steps times losses.  Where gradients are kept whole, a second one needs buffers.
+    device: type of the device; beside "cuda" the host's memory is pinned, unless the policy says otherwise.
     """
     groups = {name: 0 for name, param in module.named_parameters() if param.requires_grad}
     trained, frozen = plan_layouts(module, groups, policy, world_size)
@@ -92,20 +110,77 @@ def plan(
     sizes = {dtype: _state_bytes(optimizer, policy.master_for(dtype)) for dtype in {b.dtype for b in trained.buckets}}
     buckets = (*trained.buckets, *frozen.buckets)
 
-    def is_narrow(bucket: Bucket) -> bool:
-        return policy.master_for(bucket.dtype) != bucket.dtype
+    away = {b for b, tier in zip(trained.buckets, _places(trained, policy)) if tier is not Tier.DEVICE}
+
+    shelved = [b for b in buckets if b.unit is not None and policy.offload.weights is not Tier.DEVICE]
+
+    def is_apart(bucket: Bucket) -> bool:
+        is_narrow = policy.master_for(bucket.dtype) != bucket.dtype
+        return (is_narrow or bucket in shelved) and bucket not in away
 
     return MemoryPlan(
-        parameters=sum(_resting_numel(b) * b.dtype.itemsize for b in buckets) + _untouched_bytes(module, buckets),
-        masters=sum(b.span_numel * policy.master_for(b.dtype).itemsize for b in trained.buckets if is_narrow(b)),
-        accumulators=sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in kept),
-        states=round(sum(b.span_numel * sizes[b.dtype] for b in trained.buckets)),
+        parameters=sum(_resting_numel(b) * b.dtype.itemsize for b in buckets if b not in shelved)
+        + _untouched_bytes(module, buckets),
+        masters=sum(b.span_numel * policy.master_for(b.dtype).itemsize for b in trained.buckets if is_apart(b)),
+        accumulators=sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in kept if b not in away),
+        states=round(sum(b.span_numel * sizes[b.dtype] for b in trained.buckets if b not in away)),
         buckets=buffer_bytes(trained, policy, num_backwards) + _message_bytes(trained, policy),
         gathered_units=_gathered_bytes(buckets, policy),
         secondary_shards=sum(kept_bytes(b, policy, is_trained=True) for b in trained.buckets)
         + sum(kept_bytes(b, policy, is_trained=False) for b in frozen.buckets),
         padding=sum((_resting_numel(b) - _used(b)) * b.dtype.itemsize for b in buckets),
+        elsewhere={
+            **_elsewhere([b for b in trained.buckets if b in away], policy, sizes, device),
+            **_shelved(shelved, set(trained.buckets), policy, device),
+        },
     )
+
+
+def _places(layout: Layout, policy: ZeroPolicy) -> tuple[Tier, ...]:
+    return policy.offload.place([bucket.span_numel for bucket in layout.buckets])
+
+
+def _elsewhere(
+    away: list[Bucket], policy: ZeroPolicy, state_bytes: Mapping[torch.dtype, float], device: str
+) -> dict[str, int]:
+    """What offload moves, by place and owner, as `Partition.ledger()` names it."""
+    if not away:
+        return {}
+    host = "pinned" if device == "cuda" and policy.offload.pin else "host"
+    masters = [b.span_numel * policy.master_for(b.dtype).itemsize for b in away]
+    states = [round(b.span_numel * state_bytes[b.dtype]) for b in away]
+    accumulators = sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in away)
+    found = {f"{host} accumulators": accumulators}
+    if policy.offload.states is Tier.HOST:
+        speculates = policy.offload.speculation is not Speculation.OFF
+        rollback = {"host rollback": sum(masters) + sum(states)} if speculates else {}
+        return {f"{host} masters": sum(masters), **found, "host states": sum(states), **rollback}
+    on_disk = {"disk masters": 2 * sum(masters), "disk states": 2 * sum(states)}  # what counts, and what is written
+    together = _most_together([b.span_numel for b in away], policy.offload)
+    return {**found, **on_disk, "host step buffers": together * (_paged(max(masters)) + _paged(max(states)))}
+
+
+def _shelved(shelved: list[Bucket], trained: set[Bucket], policy: ZeroPolicy, device: str) -> dict[str, int]:
+    """Weights that rest elsewhere, by place; frozen ones never on disk."""
+    found: dict[str, int] = {}
+    for bucket in shelved:
+        on_disk = policy.offload.weights is Tier.DISK and bucket in trained
+        host = "pinned" if device == "cuda" and policy.offload.pin else "host"
+        place = "disk parameters" if on_disk else f"{host} parameters"
+        size = bucket.span_numel * bucket.dtype.itemsize
+        found[place] = found.get(place, 0) + (2 * size if on_disk else size)
+    return found
+
+
+def _most_together(numels: list[int], offload: Offload) -> int:
+    """Buckets that are in memory at once during a step that reads and writes files."""
+    groups = step_groups([Tier.DISK] * len(numels), numels, offload.step_numel)
+    sizes = [len(group) for group in groups]
+    return max(sum(sizes[first : first + offload.buffer_count]) for first in range(len(sizes)))
+
+
+def _paged(num_bytes: int) -> int:
+    return -(-num_bytes // 4096) * 4096
 
 
 def _resting_numel(bucket: Bucket) -> int:
@@ -124,7 +199,7 @@ def _kept(layout: Layout, policy: ZeroPolicy) -> list[Bucket]:
     def travels_as_kept(bucket: Bucket) -> bool:
         wire = policy.reduce_dtype or bucket.dtype
         local = policy.accumulate_for(bucket.dtype)
-        alone = layout.world_size == 1
+        alone = layout.world_size == 1 and not policy.offload.moves_states
         return layout.num_shards == 1 and (alone or wire == local)
 
     return [bucket for bucket in layout.buckets if not travels_as_kept(bucket)]

@@ -18,9 +18,9 @@ skips steps runs ahead of its own; it fades with the correction itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import final
+from typing import Any, final
 
 import attrs
 import torch
@@ -29,26 +29,31 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 import zcomm
-from zpartition import shapes, state
+from zpartition import contents, shapes, state
 from zpartition.admission import claim, disclaim, one_device
+from zpartition.ahead import NEVER, Ahead, Bucket, running
 from zpartition.bystanders import Bystanders
 from zpartition.deferred import Deferred
 from zpartition.filling import fill_storages
 from zpartition.layout import Layout
+from zpartition.ledger import count
+from zpartition.offload import Speculation
+from zpartition.parking import Parked, Parking
 from zpartition.policy import ZeroPolicy
 from zpartition.ranks import Ranks
 from zpartition.reducer import GradientReducer
 from zpartition.residence import Residence
-from zpartition.resting import untouched
-from zpartition.shard import Shard, whole
+from zpartition.resting import agree_on_unused, untouched
+from zpartition.shard import LazyShard, Shard
 from zpartition.sharded import ShardedStorage, make_storage
 from zpartition.storage import BucketStorage
+from zpartition.tiers import Tiers
 from zpartition.watch import Watch
 
 
 @final
 @attrs.define(eq=False)
-class Partition:
+class Partition(Parking):
     """What lives where, for one module; owns the flat buffers, the reducer and the hooks.
 
     Invariant: until `close`, every partitioned parameter's memory is a view into `storages` (or hollow, at stage 3).
@@ -64,10 +69,13 @@ class Partition:
     bystanders: Bystanders
     residence: Residence  # of the units; empty below stage 3
     watch: Watch
+    tiers: Tiers  # where masters, states and reduced gradients live
     frozen: tuple[ShardedStorage, ...] = ()  # units' parameters that are not trained
     optimizer: torch.optim.Optimizer | None = None  # the rebound one
     holders: tuple[state.Holder, ...] = ()  # what the rebound optimizer updates
     at_rest: tuple[tuple[str, Parameter], ...] = ()  # parameters that were frozen, by name
+    parked: Parked | None = None  # what offload_states has moved away
+    ahead: Ahead = NEVER  # updates on the host before the step is due
     updates_parameters: bool = False  # whether those are the module's own parameters, not flat spans
 
     @classmethod
@@ -84,9 +92,13 @@ class Partition:
         everything = dict(module.named_parameters())
         params = {name: everything[name] for name in everything if name in layout.names}
         device = one_device(params)
-        storages = tuple(make_storage(bucket, everything, policy, ranks.shard) for bucket in layout.buckets)
+        tiers = Tiers.create(layout, policy.offload, device, ranks.world)
+        storages = tuple(
+            tiers.adopt(make_storage(bucket, everything, policy, ranks.shard)) for bucket in layout.buckets
+        )
         resting = tuple(
-            ShardedStorage.of(bucket, everything, policy, ranks.shard, False) for bucket in frozen.buckets
+            tiers.shelve(ShardedStorage.of(bucket, everything, policy, ranks.shard, False))
+            for bucket in frozen.buckets
         )
         units = [s for s in (*storages, *resting) if isinstance(s, ShardedStorage)]
         if deferred is not None:
@@ -99,10 +111,11 @@ class Partition:
         watch = Watch.install(module, residence)
         routes = ranks.twins() if residence.units else ranks  # see [Note: two orders] in residence.py
         reducer = GradientReducer.create(layout, policy, params, routes, device, residence.arrived)
-        partition = cls(module, layout, policy, ranks, params, storages, reducer, bystanders, residence, watch)
+        tiers.attach(reducer)
+        partition = cls(module, layout, policy, ranks, params, storages, reducer, bystanders, residence, watch, tiers)
         partition.frozen = resting
         partition.at_rest = tuple((name, param) for name, param in everything.items() if not param.requires_grad)
-        partition.holders = tuple(state.Holder(s.master, s.pieces(ranks.rank)) for s in storages)
+        partition.holders = tuple(state.Holder(s.master, s.pieces(ranks.rank), s.home) for s in storages)
         claim(partition, partition.owned(), [*reducer.hooks, watch])
         partition.synchronise()
         return partition
@@ -118,12 +131,31 @@ class Partition:
             self.updates_parameters = True
         else:
             masters = [holder.tensor for holder in self.holders]
+            if lays_out:
+                self.tiers.step_all_at_once()
             tell = functools.partial(shapes.lay_out, optimizer, masters, self.layout, self.ranks.shard, self.device)
             held: list[list[state.Holder]] = [[] for _ in range(num_groups)]
             for storage, holder in zip(self.storages, self.holders):
                 held[storage.bucket.group].append(holder)
             state.rebind(optimizer, held, self.params, tell if lays_out else lambda: None)
         self.optimizer = optimizer
+        self.tiers.hook(optimizer, self.storages)
+        self.run_ahead(optimizer, lambda: getattr(optimizer, "grad_scale", None))
+
+    def run_ahead(self, scaled: Any, assume: Callable[[], torch.Tensor | None]) -> None:
+        """Where the policy speculates: how to update ahead of `apply`, and the divisor that is expected then.
+
+        scaled: the optimizer, or what divides for it: `step()` reads its attribute `grad_scale`, as `apply` will find
+            it.  assume: asked when the last backward of a step begins; None divides nothing.
+        """
+        if self.policy.offload.speculation is Speculation.OFF or self.updates_parameters or self.optimizer is None:
+            return
+        if shapes.takes_cuts(self.optimizer):
+            return  # it speaks to the other ranks in its step, which is not for a thread
+        self.ahead.close()
+        pairs = zip(self.storages, self.reducer.gradients)
+        buckets = [Bucket(storage.master, gradient, storage.home) for storage, gradient in pairs]
+        self.ahead = running(buckets, self.optimizer, scaled, assume, self.tiers.mover)
 
     def synchronise(self) -> None:
         """Make weights, frozen parameters and buffers equal to rank 0's; those of units are already."""
@@ -137,7 +169,10 @@ class Partition:
     @contextmanager
     def micro_step(self, *, is_last: bool = True) -> Iterator[None]:
         """Around one backward; `is_last` says that a step follows."""
+        self.refuse_parked()
         self.watch.sweep()
+        if is_last:
+            self.ahead.begin()
         try:
             with self.residence.backward(), self.reducer.round(is_last=is_last):
                 yield
@@ -149,6 +184,8 @@ class Partition:
     def finish_gradients(self) -> list[torch.Tensor]:
         """The mean gradients that this rank keeps, one flat tensor per bucket, also set as `.grad` of the masters."""
         kept = self.reducer.finish()
+        self.tiers.mover.wait_host()
+        self.ahead.join()
         for storage, gradient in zip(self.storages, kept):
             storage.master.grad = gradient.to(storage.master.dtype)
         return kept
@@ -201,7 +238,10 @@ class Partition:
         """
         if self.rank >= self.layout.num_shards:
             vector[0] = 0.0
-        zcomm.all_reduce(vector, self.group, label="gradient statistics")
+        reduced = vector.to(self.device)  # gradients may be on the host, whose tensors a group may not take
+        zcomm.all_reduce(reduced, self.group, label="gradient statistics")
+        if reduced is not vector:
+            vector.copy_(reduced)
 
     def apply(self, step: Callable[[], object], *, any_unused: bool = False) -> None:
         """Run the optimizer's `step` on this rank's shards and publish the result to the module.
@@ -212,6 +252,7 @@ class Partition:
             ValueError: the policy forbids unused parameters and there are some; or a parameter was moved
                 out of the flat buffers (`module.half()`, `module.to(...)` after `shard`).
         """
+        self.refuse_parked()
         for storage in self.storages:
             if name := storage.moved():
                 raise ValueError(
@@ -220,28 +261,36 @@ class Partition:
                 )
         self.residence.refuse_written()
         self._refuse_unfrozen()
-        unused = self._agree_on_unused() if any_unused else frozenset()
+        unused = agree_on_unused(self) if any_unused else frozenset()
         if self.updates_parameters:
             for gradient in self.reducer.gradients:
                 gradient.attach_grads(unused)
-        with self._untouched(unused):
-            step()
-        self._publish()
+        self.residence.release_all()
+        stepped = self.ahead.confirm(is_plain=not unused)
+        with self.tiers.update(self.storages, self.optimizer, stepped) as groups:
+            for group in groups:
+                if not stepped.issuperset(group):
+                    with self._untouched(unused, group):
+                        step()
+                for index in group:
+                    self.storages[index].publish()
+        self._show()
 
     def publish(self) -> None:
         """Make the masters' values visible in the module's parameters, and rank 0's buffers everywhere.
 
         For those who have written into shards; what they did to frozen ones is shown as well.
         """
-        for storage in self.frozen:
-            storage.publish()
-        self._publish()
-
-    def _publish(self) -> None:
-        handles = []
+        self.refuse_parked()
         self.residence.release_all()
-        for storage in self.storages:
+        for storage in (*self.frozen, *self.storages):
             storage.publish()
+        self._show()
+
+    def _show(self) -> None:
+        """Gather what every rank has published, of the weights that are whole everywhere or that somebody holds."""
+        handles = []
+        self.tiers.mover.wait_device()
         self.residence.stale()
         for storage in self.whole if self.layout.num_shards > 1 else ():
             label = f"weights[{storage.bucket.index}]"
@@ -254,6 +303,7 @@ class Partition:
 
     def zero_grad(self) -> None:
         """Forget all gradients, of frozen and unpartitioned parameters too; this is where a step ends."""
+        self.ahead.retract_all()
         self.reducer.reset()
         self.residence.end_step()
         for storage in self.storages:
@@ -274,6 +324,8 @@ class Partition:
 
         At stage 3 the weights have to be gathered for that, by all ranks; without `keep_weights` they read as NaN.
         """
+        self.reload_states()
+        self.ahead.close()
         self.reducer.close()
         self.watch.close()
         if keep_weights:
@@ -282,21 +334,19 @@ class Partition:
         disclaim(self.owned())
         for storage in (*self.storages, *self.frozen):
             storage.close()
+        self.tiers.close()
         self.residence.close()
         self.storages, self.frozen, self.holders, self.params = (), (), (), {}
 
     # -- addresses -------------------------------------------------------------------------------
 
-    def shards(self) -> Iterator[Shard]:
-        """Weights with their global addresses: masters where there are any, frozen parameters, buffers."""
-        for storage in (*self.storages, *self.frozen):
-            master = storage.master.data
-            for piece in storage.pieces(self.rank):
-                part = master[piece.offset : piece.offset + piece.numel]
-                box = tuple((0, size) for size in piece.slot.shape)
-                yield Shard(piece.slot.name, piece.slot.shape, box, piece.span, part)
-        for name, tensor in self.bystanders.tensors():
-            yield whole(name, tensor)
+    def shards(self) -> Iterator[Shard | LazyShard]:
+        """Weights with their addresses, to be saved: masters where there are any, frozen parameters, buffers."""
+        return contents.saved(self)
+
+    def shards_to_fill(self) -> Iterator[Shard]:
+        """The same, to be loaded into; what was loaded counts from `publish` on."""
+        return contents.to_fill(self)
 
     def names(self) -> tuple[str, ...]:
         """Names of everything that `shards` yields, over all ranks."""
@@ -316,52 +366,15 @@ class Partition:
                     yield piece.slot.name, gradient.kept[piece.offset : piece.offset + piece.numel]
 
     def ledger(self) -> dict[str, int]:
-        """Bytes on this rank by owner: weights between steps (frozen ones too), separate masters, reduced gradients,
-        optimizer states, buffers of gradients that travel and of gathered units, and what shards are gathered from in
-        place of themselves (codes, secondary shards).
-        """
-        own = set(map(id, self.owned()))
-        whole = sum(param.nbytes for param in self.module.parameters() if id(param) not in own)
-        kept = [value for entry in self._states() for value in entry.values() if isinstance(value, torch.Tensor)]
-        masters = sum(s.master.nbytes for s in self.storages if not s.shares_master)
-        stores = sum(g.store.nbytes for g in self.reducer.gradients if g.store is not None)
-        return {
-            "parameters": whole + sum(storage.resting_bytes for storage in (*self.storages, *self.frozen)),
-            "masters": masters,
-            "accumulators": stores,
-            "states": sum(value.nbytes for value in kept if value.dim()),
-            "buckets": self.reducer.pool.total_bytes,
-            "gathered units": self.residence.pool.total_bytes,
-            "secondary shards": self.residence.kept_bytes,
-        }
+        """Bytes on this rank by owner, see ledger.py; what is not on the module's device is named with its place."""
+        return count(self)
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _states(self) -> Iterator[dict[str, object]]:
-        """What the optimizer keeps of each of its tensors."""
-        yield from self.optimizer.state.values() if self.optimizer is not None else ()
-
-    def _agree_on_unused(self) -> frozenset[str]:
-        """Names of the parameters that no rank used; the same on all ranks."""
-        slots = [slot.name for _, slot in self.layout.slots()]
-        flags = [i in gradient.seen for gradient in self.reducer.gradients for i in range(len(gradient.params))]
-        used = torch.tensor(flags, dtype=torch.int32, device=self.reducer.pool.device)
-        zcomm.all_reduce(used, self.group, op="max", label="used parameters")
-        names = frozenset(name for name, flag in zip(slots, used.tolist()) if not flag)
-        if slots and len(names) == len(slots):
-            raise ValueError(
-                "no rank produced a gradient for any parameter: the loss comes from another module, or is constant"
-            )
-        if names and not self.policy.ignore_unused:
-            raise ValueError(
-                f"no rank produced a gradient for {', '.join(sorted(names)[:10])} ({len(names)} in all). Use them in "
-                "the forward pass, freeze them, or set ignore_unused_parameters to true."
-            )
-        return names
-
-    def _untouched(self, names: frozenset[str]) -> AbstractContextManager[None]:
-        """Put the weights and the optimizer state of `names` back after the update."""
-        resting = [(h, p) for h in self.holders if names for p in h.pieces if p.slot.name in names]
+    def _untouched(self, names: frozenset[str], group: Sequence[int]) -> AbstractContextManager[None]:
+        """Put the weights and the optimizer state of `names` back after the update of these buckets."""
+        holders = self.holders if self.updates_parameters else [self.holders[index] for index in group]
+        resting = [(h, p) for h in holders if names for p in h.pieces if p.slot.name in names]
         return untouched(self.optimizer, resting)
 
     def _refuse_unfrozen(self) -> None:

@@ -25,6 +25,8 @@ import attrs
 import torch
 from attrs.validators import ge, gt, in_, instance_of
 
+from zpartition.offload import NOTHING, Offload
+
 
 class ReduceAt(enum.Enum):
     """When local gradients are exchanged."""
@@ -96,6 +98,7 @@ class ZeroPolicy:
     weight_bits: int = attrs.field(default=0, validator=in_((0, 4, 8)))  # of gathered weights; 0: as they are
     frozen_weight_bits: int = attrs.field(default=0, validator=in_((0, 4, 8)))  # the same, of those not trained
     secondary_group_size: int = attrs.field(default=0, validator=ge(0))  # ranks that keep a copy to gather again
+    offload: Offload = NOTHING
     leaves: tuple[str, ...] = ()  # modules that are never cut into units: classes, paths, or "*end" of paths
 
     @property

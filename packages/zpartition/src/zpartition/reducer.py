@@ -30,7 +30,6 @@ callback (`queue_callback`): the caller knows when backward has returned, as a c
 from __future__ import annotations
 
 import collections
-import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +43,7 @@ from torch.utils.hooks import RemovableHandle
 import zcomm
 from zpartition.buffers import Arena, BufferPool
 from zpartition.exchange import Exchange, exchange_for
-from zpartition.gradient import BucketGradient, Phase
+from zpartition.gradient import BucketGradient, Phase, Round
 from zpartition.layout import Bucket, Layout
 from zpartition.policy import ReduceAt, ZeroPolicy
 from zpartition.ranks import Ranks
@@ -54,14 +53,6 @@ IN_FLIGHT_LIMIT = 2  # transient buffers travelling at once: one being sent, one
 
 
 PATIENCE_S = 0.2
-
-
-class Round(enum.Enum):
-    """What the backward that is running does with its gradients."""
-
-    NONE = "none"  # no backward is running
-    LOCAL = "local"  # accumulates on this rank: costs a full local gradient until a SENDING round
-    SENDING = "sending"  # every bucket is sent once, in index order
 
 
 @attrs.frozen(eq=False)
@@ -298,7 +289,8 @@ class GradientReducer:
 
         Where whole gradients are kept, those of a second backward are the ones that serve all.
         """
-        serve_all = self.layout.num_shards > 1 and self.pool.num_made <= IN_FLIGHT_LIMIT
+        goes_on = self.layout.num_shards > 1 or self.policy.offload.moves_states
+        serve_all = goes_on and self.pool.num_made <= IN_FLIGHT_LIMIT
         serve_all &= reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP
         serve_all |= gradient.borrowed is not None
         return max(bucket.numel for bucket in self.layout.buckets) if serve_all else gradient.bucket.numel
@@ -317,6 +309,7 @@ class GradientReducer:
         label = f"gradients[{gradient.bucket.index}]"
         handle, received = self.exchange.reduce(sent, gradient.bucket.span(self.ranks.rank), label)
         self.flights.append(_Flight(gradient, handle, sent, received))
+        self._settle_soon()
 
     def _send_rows(self, gradient: BucketGradient, rows: Rows) -> None:
         """Exchange what was looked up, and wait for it: the lengths have to be known."""
@@ -325,6 +318,11 @@ class GradientReducer:
         indices, values = rows.packed(self.policy.reduce_dtype or bucket.dtype, self.pool.device)
         parts = zcomm.gather_rows(indices, values, self.ranks.world, label=f"rows[{bucket.index}]")
         gradient.keep_rows(parts, self.ranks.rank, factor=before * after)
+
+    def _settle_soon(self) -> None:
+        """Gradients that go to the host leave as soon as they are off the wire; all but the newest in any case."""
+        while (on := self.flights) and on[-1].gradient.away and (len(on) > 1 or on[0].handle.is_done()):
+            self._settle(len(on) - 1)
 
     def _settle(self, leave: int) -> None:
         """Wait for the oldest messages until `leave` are on the wire."""
@@ -389,11 +387,11 @@ def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> 
     dense = [bucket for bucket in layout.buckets if not bucket.is_sparse]
     sizes = [b.numel * (policy.accumulate_for(b.dtype) if fills else b.dtype).itemsize for b in dense]
     few = (IN_FLIGHT_LIMIT + 1) * max(sizes, default=0)
-    if layout.num_shards == 1:
+    if layout.num_shards == 1 and not policy.offload.moves_all_states:
         return sum(sizes) + (few if num_backwards > 1 else 0)
     return sum(sizes) if fills else few
 
 
 def reduce_at(policy: ZeroPolicy, layout: Layout) -> ReduceAt:
-    """When to reduce; alone, there is nothing to exchange and gradients simply accumulate."""
-    return ReduceAt.BOUNDARY if layout.world_size == 1 else policy.reduce_at
+    """When to reduce; alone, there is nothing to exchange and gradients simply accumulate, unless they leave."""
+    return ReduceAt.BOUNDARY if layout.world_size == 1 and not policy.offload.moves_states else policy.reduce_at

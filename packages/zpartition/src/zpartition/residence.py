@@ -52,6 +52,7 @@ from zpartition.units import encloses, nested_numel
 __all__ = ["UNKNOWN_READER", "Residence", "Unit"]
 
 UNKNOWN_READER = -1  # of a unit that must stay until its gradients have arrived
+_READ_AHEAD = 3  # units whose shards are read from disk before they are gathered
 _LONGEST_TRACE = 100_000  # uses; a loop that never steps must not grow for ever
 
 
@@ -320,6 +321,9 @@ class Residence:
         if position < 0:
             return
         self._next = position + 1
+        for upcoming in self.order[self._next : self._next + _READ_AHEAD]:
+            for storage in upcoming.storages:
+                storage.begin_reading()
         ahead = 0
         for upcoming in self.order[self._next :]:
             ahead += upcoming.numel

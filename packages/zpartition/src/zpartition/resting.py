@@ -8,17 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+import zcomm
 from zpartition.layout import Piece
 from zpartition.shapes import segment_states
 from zpartition.state import Holder, elements, give_state, is_coded, state_of
 
+if TYPE_CHECKING:
+    from zpartition.partition import Partition
+
 _STAYS = "step_size"  # Rprop's starts at lr, not at zero
 
 Resting = Sequence[tuple[Holder, Piece]]
+
+
+def agree_on_unused(partition: Partition) -> frozenset[str]:
+    """Names of the parameters that no rank used; the same on all ranks.
+
+    Raises:
+        ValueError: there are some and the policy forbids it, or there is no gradient at all.
+    """
+    slots = [slot.name for _, slot in partition.layout.slots()]
+    flags = [i in gradient.seen for gradient in partition.reducer.gradients for i in range(len(gradient.params))]
+    used = torch.tensor(flags, dtype=torch.int32, device=partition.reducer.pool.device)
+    zcomm.all_reduce(used, partition.group, op="max", label="used parameters")
+    names = frozenset(name for name, flag in zip(slots, used.tolist()) if not flag)
+    if slots and len(names) == len(slots):
+        raise ValueError(
+            "no rank produced a gradient for any parameter: the loss comes from another module, or is constant"
+        )
+    if names and not partition.policy.ignore_unused:
+        raise ValueError(
+            f"no rank produced a gradient for {', '.join(sorted(names)[:10])} ({len(names)} in all). Use them in "
+            "the forward pass, freeze them, or set ignore_unused_parameters to true."
+        )
+    return names
 
 
 @contextmanager

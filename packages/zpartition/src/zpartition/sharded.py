@@ -22,8 +22,11 @@ from torch.nn import Parameter
 
 import zcomm
 from zpartition.buffers import BufferPool, flat_zeros
+from zpartition.homes import IN_PLACE, Home
 from zpartition.layout import Bucket, Piece, Slot
+from zpartition.offload import Tier
 from zpartition.policy import ZeroPolicy
+from zpartition.shelves import OnDevice, Shelf
 from zpartition.sources import SHARDS, Source, source_for
 from zpartition.storage import BucketStorage
 
@@ -49,11 +52,12 @@ class ShardedStorage:
     bucket: Bucket
     params: tuple[Parameter, ...]  # in slot order
     span: tuple[int, int]  # of this rank
-    own_span: torch.Tensor  # (span numel,) parameter dtype: the truth that other ranks gather
+    shelf: Shelf  # (span numel,) parameter dtype, the truth that other ranks gather, and where it rests
     master: Parameter  # (span numel,) master dtype: `own_span` itself, or memory of its own
     hollow: tuple[torch.Tensor, ...]  # what the parameters are while resting, in slot order
     is_trained: bool = True  # whether an optimizer updates it
     source: Source = SHARDS  # what gathers read in place of `own_span`
+    home: Home = IN_PLACE  # of master and states
     presence: Presence = Presence.RESTING
     full: torch.Tensor | None = None  # pool buffer of at least bucket.numel elements
     handle: zcomm.Handle = zcomm.DONE
@@ -74,15 +78,21 @@ class ShardedStorage:
         poison = torch.full((), torch.nan, dtype=bucket.dtype, device=own.device)
         hollow = tuple(poison.expand(slot.shape) for slot in bucket.slots)
         source = source_for(bucket, policy, group, own.device, is_trained=is_trained)
-        return cls(bucket, params, (lo, hi), own, master, hollow, is_trained, source)
+        return cls(bucket, params, (lo, hi), OnDevice(own), master, hollow, is_trained, source)
+
+    @property
+    def own_span(self) -> torch.Tensor:
+        """(span numel,) on the device: the truth that other ranks gather, until it is put back on its shelf."""
+        return self.shelf.take()
 
     def take(self, world: ProcessGroup | None) -> None:
         """Cut the parameters into spans, rank 0's values counting; the memory that they had is theirs no more."""
-        full = torch.zeros(self.bucket.numel, dtype=self.bucket.dtype, device=self.own_span.device)
+        full = torch.zeros(self.bucket.numel, dtype=self.bucket.dtype, device=self.hollow[0].device)
         for slot, param in zip(self.bucket.slots, self.params):
             full[slot.offset : slot.end].view(slot.shape).copy_(param.data)
         zcomm.broadcast(full, world, source=0, label=f"weights of unit {self.bucket.unit!r}")
         self.own_span.copy_(full[self.span[0] : self.span[1]])
+        self.shelf.put()
         self.refresh_master()
         self._point(self.hollow)
 
@@ -93,11 +103,12 @@ class ShardedStorage:
         if start < stop:
             part = values.reshape(-1)[start - slot.offset : stop - slot.offset]
             self.own_span[start - self.span[0] : stop - self.span[0]].copy_(part)
+            self.shelf.put()
 
     def refresh_master(self) -> None:
         """Let the master follow the span."""
-        if not self.shares_master:
-            self.master.data.copy_(self.own_span)
+        self.home.refresh(self.master, self.own_span)
+        self.shelf.drop()
 
     @classmethod
     def of(
@@ -113,13 +124,13 @@ class ShardedStorage:
 
     @property
     def resting_bytes(self) -> int:
-        """What the weights cost between steps."""
-        return self.own_span.nbytes
+        """What the weights cost between steps, on the device."""
+        return self.shelf.num_bytes if self.shelf.tier is Tier.DEVICE else 0
 
     @property
     def shares_master(self) -> bool:
         """Whether the optimizer updates the shard that is gathered."""
-        return self.master.data_ptr() == self.own_span.data_ptr()
+        return self.shelf.tier is Tier.DEVICE and self.master.data_ptr() == self.own_span.data_ptr()
 
     @property
     def shows_truth(self) -> bool:
@@ -137,12 +148,18 @@ class ShardedStorage:
         self.handle = source.gather(whole, self.own_span, group, pool, label)
         self.presence = Presence.COMING
 
+    def begin_reading(self) -> None:
+        """It will be gathered soon."""
+        if self.presence is Presence.RESTING:
+            self.shelf.begin()
+
     def arrive(self) -> None:
         """COMING -> PRESENT: wait, and let the parameters show the weights."""
         assert self.presence is Presence.COMING
         assert self.full is not None
         self.handle.wait()
         self.handle = zcomm.DONE
+        self.shelf.drop()
         self._point(_views(self.bucket, self.full))
         self.presence = Presence.PRESENT
 
@@ -151,6 +168,7 @@ class ShardedStorage:
         if self.presence is Presence.COMING:
             self.handle.wait()
             self.handle = zcomm.DONE
+            self.shelf.drop()
         if self.full is not None:
             pool.give_back(self.full)
             self.full = None
@@ -161,6 +179,7 @@ class ShardedStorage:
         """Take what the PRESENT parameters show as the truth: this rank's span of it, and its master."""
         assert self.full is not None
         self.own_span.copy_(self.full[self.span[0] : self.span[1]])
+        self.shelf.put()
         self.source.stale()
         self.refresh_master()
 
@@ -170,13 +189,13 @@ class ShardedStorage:
         whole = self.full[: self.bucket.numel]
         truth = torch.empty_like(whole)
         zcomm.all_gather(truth, self.own_span, group, label=f"weights of unit {self.bucket.unit!r}")
+        self.shelf.drop()
         return not torch.equal(whole.view(torch.uint8), truth.view(torch.uint8))
 
     def publish(self) -> None:
         """Cast the master into the span; what was gathered before is stale, and the caller releases it."""
         self.source.stale()
-        if not self.shares_master:
-            self.own_span.copy_(self.master.data)
+        self.shelf.publish(self.home, self.master)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The parameters' parts inside `master`."""
@@ -187,7 +206,7 @@ class ShardedStorage:
 
         They are NaN again afterwards.
         """
-        if not self.own_span.is_cpu:
+        if not self.hollow[0].is_cpu:
             return False
         poison = self.hollow[0].as_strided((), ())
         written = not bool(poison.isnan())

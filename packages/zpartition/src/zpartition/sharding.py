@@ -13,9 +13,11 @@ from zpartition import state
 from zpartition.admission import named_groups, refuse_hollow, refuse_owned
 from zpartition.deferred import Deferred
 from zpartition.layout import Layout, ParamSpec, plan_layout
+from zpartition.offload import Tier
 from zpartition.partition import Partition
 from zpartition.policy import SparseGradients, ZeroPolicy
 from zpartition.ranks import Ranks, shard_group_size
+from zpartition.shapes import takes_cuts
 from zpartition.units import plan_units
 
 __all__ = ["plan_layouts", "shard"]
@@ -46,12 +48,22 @@ def shard(
     groups = named_groups(module, optimizer)
     layouts = plan_layouts(module, groups, policy, zcomm.group_size(group))
     if optimizer is not None:
-        state.refuse_unfit(optimizer, cuts=layouts[0].num_shards > 1)
+        state.refuse_unfit(optimizer, cuts=layouts[0].num_shards > 1 or policy.offload.moves_states)
+        _refuse_whole_tensors_on_disk(optimizer, policy)
     deferred = Deferred.of(module, torch.device(device))
     partition = Partition.create(module, layouts, policy, Ranks.of(group, policy), deferred)
     if optimizer is not None:
         partition.rebind(optimizer)
     return partition
+
+
+def _refuse_whole_tensors_on_disk(optimizer: torch.optim.Optimizer, policy: ZeroPolicy) -> None:
+    """ValueError for an optimizer that has to have all tensors in memory at once, and a policy that never has."""
+    if policy.offload.states is Tier.DISK and policy.offload.moves_states and takes_cuts(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} looks at whole tensors in each step, and Offload(states=DISK) has few of "
+            "them in memory at a time. Use states=Tier.HOST, or an elementwise optimizer (AdamW, SGD, Lion, ...)."
+        )
 
 
 def plan_layouts(

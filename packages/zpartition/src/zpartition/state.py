@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -39,12 +39,44 @@ SHAPED = frozenset({"Adafactor", "Muon", "LBFGS", "SparseAdam"})  # of torch.opt
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})  # state of torch.optim that is one number a parameter
 
 
+class StateHome(Protocol):
+    """Where the state of one tensor is between steps; see homes.py."""
+
+    def state(self, optimizer: torch.optim.Optimizer, master: Parameter) -> Mapping[str, Any]:
+        """What the optimizer keeps, in numbers."""
+
+    def give(self, optimizer: torch.optim.Optimizer, master: Parameter, state: dict[str, Any]) -> None:
+        """Let it keep `state`."""
+
+
+class InOptimizer:
+    """The identity: the state is in the optimizer at all times."""
+
+    def state(self, optimizer: torch.optim.Optimizer, master: Parameter) -> Mapping[str, Any]:
+        return state_of(optimizer, master)
+
+    def give(self, optimizer: torch.optim.Optimizer, master: Parameter, state: dict[str, Any]) -> None:
+        give_state(optimizer, master, state)
+
+
+IN_OPTIMIZER: StateHome = InOptimizer()
+
+
 @attrs.frozen(eq=False)
 class Holder:
     """One tensor that the optimizer updates, and whose elements it holds."""
 
     tensor: Parameter
     pieces: tuple[Piece, ...]
+    home: StateHome = IN_OPTIMIZER
+
+    def state(self, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+        """What the optimizer keeps of the tensor, wherever it is; see [Note: portable state]."""
+        return self.home.state(optimizer, self.tensor)
+
+    def give(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Let the optimizer keep `state` of the tensor."""
+        self.home.give(optimizer, self.tensor, state)
 
     @classmethod
     def of_parameter(cls, name: str, param: Parameter) -> Holder:
@@ -139,7 +171,7 @@ def rebind(
         states = {piece.slot.name: old_state.get(piece.slot.name, {}) for piece in holder.pieces}
         blank = new_state(optimizer, holder.tensor) if any(states.values()) else None
         if state := _merge_state(holder, states) if blank is None else _fill(optimizer, holder, blank, states):
-            give_state(optimizer, holder.tensor, state)
+            holder.give(optimizer, state)
 
 
 def state_of(optimizer: torch.optim.Optimizer, tensor: Parameter) -> Mapping[str, Any]:

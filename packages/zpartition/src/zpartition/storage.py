@@ -13,6 +13,7 @@ import attrs
 import torch
 from torch.nn import Parameter
 
+from zpartition.homes import IN_PLACE, Home
 from zpartition.layout import Bucket, Piece
 from zpartition.policy import ZeroPolicy
 
@@ -30,6 +31,7 @@ class BucketStorage:
     span: tuple[int, int]  # of this rank
     flat: torch.Tensor  # (bucket.numel,) parameter dtype, all ranks' spans
     master: Parameter  # (span numel,) master dtype: a view of `flat`, or memory of its own
+    home: Home = IN_PLACE  # of master and states
 
     @classmethod
     def create(
@@ -56,13 +58,11 @@ class BucketStorage:
 
     def refresh_master(self) -> None:
         """Take the module's weights as the truth (after a broadcast or an edit)."""
-        if not self.shares_master:
-            self.master.data.copy_(self.own_span)
+        self.home.refresh(self.master, self.own_span)
 
     def publish(self) -> None:
         """Cast the master into this rank's span of the module's weights."""
-        if not self.shares_master:
-            self.own_span.copy_(self.master.data)
+        self.home.publish(self.master, self.own_span)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The parameters' parts inside `master`."""

@@ -6,7 +6,7 @@ what the step needs (norm and finiteness). None needs a process group, an engine
 agree, `inspect` takes an all_reduce as a callable.
 """
 
-from zprecision.inspect import Culprit, GradientStats, clip_divisor, first_nonfinite, inspect
+from zprecision.inspect import Culprit, GradientStats, clip_divisor, first_nonfinite, inspect, joined
 from zprecision.policy import BF16, FP16, FP32, Precision, measure_bf16_speedup
 from zprecision.rules import DynamicScaling, Scaling, StaticScaling, Unscaled
 from zprecision.scaling import DynamicScaler, NoScaling, Scaler, StaticScaler, make_scaler
@@ -31,6 +31,7 @@ __all__ = [
     "clip_divisor",
     "first_nonfinite",
     "inspect",
+    "joined",
     "make_scaler",
     "measure_bf16_speedup",
 ]

@@ -98,6 +98,14 @@ def inspect(
     return GradientStats(norm, found_inf, vector[1:])
 
 
+def joined(stats: Sequence[GradientStats], device: torch.device) -> GradientStats:
+    """The looks at several parts of the gradients as one, on `device`; the first one brings `extra`."""
+    norms = torch.stack([each.norm.to(device) for each in stats])
+    found = torch.stack([each.found_inf.to(device) for each in stats])
+    norm = norms[0] if len(stats) == 1 else norms.square().sum().sqrt()
+    return GradientStats(norm, found.amax(), stats[0].extra.to(device))
+
+
 def clip_divisor(norm: Tensor, factor: Tensor, max_norm: float) -> Tensor:
     """What to divide the gradients by, to undo the loss scale and clip to `max_norm` at once.
 

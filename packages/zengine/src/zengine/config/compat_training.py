@@ -19,7 +19,6 @@ from zengine.config.table import (
 
 COUNT = whole(0)
 ALWAYS_OFFERED = "every torch optimizer is accepted"
-NVME = "for offload to NVMe, which is not available yet"
 
 TOP: dict[str, Entry] = {
     "managed_gradient_accumulation": limited(TRUTH, True, why="leaving the boundary to the caller"),
@@ -81,27 +80,19 @@ DATA_TYPES: dict[str, Entry] = {
     "keep_in_fp32_modules": limited(literal(LIST, "auto"), "auto", (), why="keeping single modules in float32"),
 }
 
-ON_HOST = "on a CPU there is nothing to tune about it"
-OFFLOAD_OPTIMIZER = all_without_effect(
-    ON_HOST,
-    nvme_path=null_or(TEXT, ""),
-    pin_memory=TRUTH,
-    ratio=number(0, 1),
-    buffer_count=whole(1),
-    pipeline_read=TRUTH,
-    pipeline_write=TRUTH,
-    fast_init=TRUTH,
-    super_offload=TRUTH,
-    cpuadam_cores_perc=number(0, 1),
-)
-OFFLOAD_PARAM = all_without_effect(
-    ON_HOST,
-    nvme_path=null_or(TEXT, ""),
-    buffer_count=whole(1),
-    buffer_size=COUNT,
-    max_in_cpu=COUNT,
-    pin_memory=TRUTH,
-)
+OVERLAPS = "reads and writes always overlap the update"
+OFFLOAD_OPTIMIZER: dict[str, Entry] = {
+    "pipeline_read": no_effect(TRUTH, True, why=OVERLAPS),
+    "pipeline_write": no_effect(TRUTH, True, why=OVERLAPS),
+    "fast_init": no_effect(TRUTH, why="states are written when they are first made"),
+    "cpuadam_cores_perc": no_effect(number(0, 1), why="torch's number of threads decides (torch.set_num_threads)"),
+}
+OFFLOAD_PARAM: dict[str, Entry] = {
+    "buffer_count": no_effect(whole(1), why="stage3_prefetch_bucket_size says how far ahead weights are read"),
+    "buffer_size": no_effect(COUNT, why="a buffer is as large as the shard that it holds"),
+    "max_in_cpu": no_effect(COUNT, why="shards rest where device says, all of them"),
+    "pin_memory": no_effect(TRUTH, True, why="offload_optimizer.pin_memory decides"),
+}
 
 ZENFLOW = Section(
     why_not="ZenFlow is not available yet",
@@ -137,7 +128,6 @@ ZERO: dict[str, Entry] = {
     "parameter_alignment": no_effect(TRUTH, why="the layout decides the padding"),
     "elastic_checkpoint": no_effect(TRUTH, why="every checkpoint loads at any world size"),
     "legacy_stage1": limited(TRUTH, False, why="the old stage 1"),
-    "sub_group_size": no_effect(COUNT, why="the optimizer updates unit by unit"),
     "stage3_module_granularity_threshold": no_effect(COUNT, why="units are chosen by size, see stage3_unit_size"),
     "stage3_use_all_reduce_for_fetch_params": no_effect(TRUTH, False, why="units are always all-gathered"),
     "stage3_allgather_sequential": no_effect(TRUTH, False, why="units are gathered in the order of their use"),
@@ -160,18 +150,14 @@ ZERO: dict[str, Entry] = {
     "stage3_gather_fp16_weights_on_model_save": renamed(TRUTH, "stage3_gather_16bit_weights_on_model_save"),
 }
 
-AIO = Section(
-    keys=all_without_effect(
-        NVME,
-        block_size=whole(1),
-        queue_depth=whole(1),
-        intra_op_parallelism=whole(1),
-        single_submit=TRUTH,
-        overlap_events=TRUTH,
-        use_gds=TRUTH,
-    )
-    | {"thread_count": renamed(whole(1), "intra_op_parallelism")}
-)
+AIO: dict[str, Entry] = {
+    "block_size": no_effect(whole(1), why="files are read and written by the MiB"),
+    "queue_depth": no_effect(whole(1), why="each thread waits for one call at a time; set intra_op_parallelism"),
+    "single_submit": no_effect(TRUTH, why="there is no queue to submit to"),
+    "overlap_events": no_effect(TRUTH, True, why="transfers always overlap"),
+    "use_gds": no_effect(TRUTH, False, why="files always pass through the host"),
+    "thread_count": renamed(whole(1), "intra_op_parallelism"),
+}
 
 CHECKPOINT: dict[str, Entry] = {
     "load_universal": no_effect(TRUTH, False, why="every checkpoint loads at any world size"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zengine.config.errors import shown
+from zpartition import Speculation
 from zprecision import DynamicScaling, StaticScaling
 
 if TYPE_CHECKING:
@@ -76,13 +77,26 @@ def _reduction_rows(plan: Plan) -> Iterator[Row]:
     yield "zero_optimization.zero_quantized_gradients", bool(zero.gradient_bits)
     for kind in ("classes", "names", "name_suffixes"):
         yield f"zero_optimization.leaf_module.{kind}", ", ".join(plan.leaf_modules.get(kind, ())) or "(none)"
-    for name in ("offload_optimizer", "offload_param"):
-        yield f"zero_optimization.{name}.device", plan.offloads.get(name, "none")
+    yield from _offload_rows(plan)
     yield "communication_data_type", plan.precision.reduce
     yield "gradient_allreduce_op", zero.averaging.operation
     yield "prescale_gradients", zero.averaging.prescale
     yield "sparse_gradients", zero.sparse_gradients.value == "rows"
     yield "gradient_predivide_factor", zero.averaging.predivide
+
+
+def _offload_rows(plan: Plan) -> Iterator[Row]:
+    offload, section = plan.zero.offload, "zero_optimization.offload_optimizer"
+    for name in ("offload_optimizer", "offload_param"):
+        yield f"zero_optimization.{name}.device", plan.offloads.get(name, "none")
+    for name in ("offload_optimizer", "offload_param"):
+        yield f"zero_optimization.{name}.nvme_path", offload.directory or "(none)"
+    yield f"{section}.pin_memory", offload.pin
+    yield f"{section}.ratio", offload.ratio
+    yield f"{section}.buffer_count", offload.buffer_count
+    yield f"{section}.super_offload", offload.speculation is not Speculation.OFF
+    yield "zero_optimization.sub_group_size", offload.step_numel or "(a bucket)"
+    yield "aio.intra_op_parallelism", offload.num_threads
 
 
 def _unlimited(numel: int) -> object:

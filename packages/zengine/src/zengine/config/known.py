@@ -33,14 +33,12 @@ SECTIONS: dict[str, Entry] = {
         {
             **training.ZERO,
             "leaf_module": honoured(schema.LeafModule),
-            "offload_optimizer": honoured(
-                schema.Offload, training.OFFLOAD_OPTIMIZER, switch="device", off=("none", None)
-            ),
-            "offload_param": honoured(schema.Offload, training.OFFLOAD_PARAM, switch="device", off=("none", None)),
+            "offload_optimizer": honoured(schema.OffloadOptimizer, training.OFFLOAD_OPTIMIZER, **_OFFLOAD),
+            "offload_param": honoured(schema.OffloadParam, training.OFFLOAD_PARAM, **_OFFLOAD),
         },
         shorthand=training.ZERO_SHORTHAND,
     ),
-    "aio": training.AIO,
+    "aio": honoured(schema.Aio, training.AIO),
     "checkpoint": honoured(schema.CheckpointSettings, training.CHECKPOINT),
     "nebula": training.NEBULA,
     "datastates_ckpt": training.DATASTATES,

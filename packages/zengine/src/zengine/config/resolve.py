@@ -12,6 +12,7 @@ from zengine.config.batch import BatchTerms, Unsolvable, solve
 from zengine.config.errors import NOWHERE, ConfigError, Problem
 from zengine.config.known import ROOT
 from zengine.config.load import Config
+from zengine.config.offload import devices, offload, offload_notices
 from zengine.config.plan import (
     BatchPlan,
     DataPlan,
@@ -42,7 +43,6 @@ def resolve(config: Config, facts: Facts) -> Plan:
     batch = _batch(config, facts)
     problems = violations(config) + ([batch] if isinstance(batch, Problem) else [])
     problems += _replicas_as_expected(config, facts)
-    problems += _offload_possible(config, facts)
     problems += _shard_groups_fit(config, facts)
     problems += secondary_fits(config, facts)
     if isinstance(batch, Problem) or problems:
@@ -65,10 +65,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         dump_state=settings.dump_state,
         log_level=settings.log_level,
         managed_accumulation=True,
-        offloads={
-            "offload_optimizer": settings.zero_optimization.offload_optimizer.device,
-            "offload_param": settings.zero_optimization.offload_param.device,
-        },
+        offloads=devices(settings),
         leaf_modules={
             "classes": settings.zero_optimization.leaf_module.classes,
             "names": settings.zero_optimization.leaf_module.names,
@@ -111,23 +108,6 @@ def _replicas_as_expected(config: Config, facts: Facts) -> list[Problem]:
             reason=f"this run has {facts.replicas} replicas (world size {facts.world_size})",
             suggestion=f"Start {expected} replicas, set it to {facts.replicas}, or leave it out.",
         )
-    ]
-
-
-def _offload_possible(config: Config, facts: Facts) -> list[Problem]:
-    """On a machine without a GPU everything is on the CPU; between the two nothing is moved yet."""
-    zero = config.settings.zero_optimization
-    asked = {"offload_optimizer": zero.offload_optimizer, "offload_param": zero.offload_param}
-    return [
-        Problem(
-            place=config.given.get(f"zero_optimization.{name}.device", NOWHERE),
-            key=f"zero_optimization.{name}.device",
-            given=section.device,
-            reason=f"this run computes on {facts.device_type}, and offload from there is not available yet",
-            suggestion='Set it to "none", or leave the section out.',
-        )
-        for name, section in asked.items()
-        if section.device != "none" and facts.device_type != "cpu"
     ]
 
 
@@ -201,6 +181,7 @@ def _zero(settings: Settings, precision: Precision, facts: Facts) -> ZeroPolicy:
         prefetch_numel=zero.stage3_prefetch_bucket_size,
         max_live_numel=zero.stage3_max_live_parameters,
         max_reuse_numel=zero.stage3_max_reuse_distance,
+        offload=offload(settings, facts),
         leaves=(
             *zero.leaf_module.classes,
             *zero.leaf_module.names,
@@ -243,7 +224,7 @@ def _origins(config: Config) -> dict[str, str]:
 
 def _notices(config: Config, facts: Facts) -> list[str]:
     """What the person should hear about once, now that the machine is known."""
-    settings, notices = config.settings, []
+    settings, notices = config.settings, offload_notices(config, facts)
     if "gradient_clipping" not in config.given:
         notices.append(
             "gradient_clipping is not given: gradients are clipped to a norm of 1.0; older DeepSpeed releases did "

@@ -124,6 +124,50 @@ def stage_0_shards_nothing(config: Config) -> Problem | None:
     )
 
 
+def files_have_a_folder(config: Config) -> Problem | None:
+    """Offload to nvme needs a path, and there is one for both sections."""
+    zero = config.settings.zero_optimization
+    states, weights = zero.offload_optimizer, zero.offload_param
+    named = {
+        "offload_optimizer": (states.device, states.nvme_path),
+        "offload_param": (weights.device, weights.nvme_path),
+    }
+    on_disk = {name: path for name, (device, path) in named.items() if device == "nvme"}
+    for name, path in on_disk.items():
+        if not path:
+            key = f"zero_optimization.{name}.device"
+            return _violation(
+                config,
+                key,
+                f'{_at(config, key)} = "nvme" needs a folder on a local drive',
+                f'Add "nvme_path": "/local/nvme" to {name}.',
+            )
+    if len(set(on_disk.values())) > 1:
+        key = "zero_optimization.offload_param.nvme_path"
+        return _violation(
+            config,
+            key,
+            f"{_at(config, key)} and {_at(config, 'zero_optimization.offload_optimizer.nvme_path')} differ",
+            "Give both the same folder: each rank makes one of its own in it.",
+        )
+    return None
+
+
+def resting_weights_are_sharded(config: Config) -> Problem | None:
+    """Only stage 3 has weights that rest."""
+    zero = config.settings.zero_optimization
+    if zero.offload_param.device == "none" or zero.stage == 3:
+        return None
+    key = "zero_optimization.offload_param.device"
+    return _violation(
+        config,
+        key,
+        f'{_at(config, key)} = "{zero.offload_param.device}" moves the shards of stage 3, and '
+        f"{_at(config, 'zero_optimization.stage')} = {zero.stage}",
+        'Use stage 3, or set it to "none".',
+    )
+
+
 RULES: tuple[Rule, ...] = (
     one_half_precision,
     prescale_leaves_nothing_to_predivide,
@@ -132,6 +176,8 @@ RULES: tuple[Rule, ...] = (
     stage_2_keeps_no_full_gradient,
     scale_starts_above_its_floor,
     stage_0_shards_nothing,
+    files_have_a_folder,
+    resting_weights_are_sharded,
 )
 
 

@@ -56,17 +56,15 @@ def _read_names(value: object) -> tuple[str, ...]:
 
 def _read_offload(value: object) -> str:
     device = "none" if value is None else TEXT.read(value)
-    if device == "nvme":
-        raise Mismatch("offload to NVMe is not available yet", 'Set it to "none" or null, or leave it out.')
-    if device not in ("none", "cpu"):
-        raise Mismatch('must be "none" or "cpu"')
+    if device not in ("none", "cpu", "nvme"):
+        raise Mismatch('must be "none", "cpu" or "nvme"')
     return str(device)
 
 
 BATCH = null_or(whole(1), 0)
 STAGE = Kind("0, 1, 2 or 3", _read_stage)
 NAMES = Kind("a list of names", _read_names)
-OFFLOAD = Kind('"none", "cpu" or null', _read_offload)
+OFFLOAD = Kind('"none", "cpu", "nvme" or null', _read_offload)
 INTERVAL = Kind("a whole number >= 0", _read_interval)
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -126,10 +124,31 @@ class LeafModule:
 
 
 @attrs.frozen(kw_only=True)
-class Offload:
-    """zero_optimization.offload_optimizer and offload_param: what lives on the host."""
+class OffloadOptimizer:
+    """zero_optimization.offload_optimizer: masters, optimizer states and gradients that leave the device."""
 
     device: str = setting(OFFLOAD, "none", "where they live; on a machine without GPU everything is on the CPU")
+    nvme_path: str = setting(null_or(TEXT, ""), "", "folder on a local drive, needed for nvme")
+    # DeepSpeed's default is false, which makes every copy wait.
+    pin_memory: bool = setting(TRUTH, True, "page-locked host memory")
+    ratio: float = setting(number(0, 1), 1.0, "share of the elements whose states leave")
+    buffer_count: int = setting(whole(1), 3, "nvme: step calls whose states are in memory at once, at least 2")
+    super_offload: bool = setting(TRUTH, False, "cpu: update during the last backward, and undo where that was wrong")
+
+
+@attrs.frozen(kw_only=True)
+class OffloadParam:
+    """zero_optimization.offload_param: the shards of weights that rest at stage 3."""
+
+    device: str = setting(OFFLOAD, "none", "where they live; on a machine without GPU everything is on the CPU")
+    nvme_path: str = setting(null_or(TEXT, ""), "", "folder on a local drive, needed for nvme")
+
+
+@attrs.frozen(kw_only=True)
+class Aio:
+    """aio: how files are read and written (nvme)."""
+
+    intra_op_parallelism: int = setting(whole(1), 8, "threads that read and write, for each rank")
 
 
 @attrs.frozen(kw_only=True)
@@ -156,9 +175,11 @@ class Zero:
     zero_quantized_weights: bool = setting(TRUTH, False, "gather weights in 8 bits")
     zero_quantized_nontrainable_weights: bool = setting(TRUTH, False, "gather frozen weights in 8 bits")
     zero_quantized_gradients: bool = setting(TRUTH, False, "reduce gradients in 4 bits, inside nodes and between")
+    # DeepSpeed's default is a billion; here a bucket is the least, and more at once hides less.
+    sub_group_size: int = setting(whole(0), 0, "elements of one update of offloaded states; at least a bucket")
     leaf_module: LeafModule = LeafModule()
-    offload_optimizer: Offload = Offload()
-    offload_param: Offload = Offload()
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    offload_param: OffloadParam = OffloadParam()
 
 
 @attrs.frozen(kw_only=True)
@@ -245,6 +266,7 @@ class Settings:
     bf16: Bf16 = attrs.field(factory=Bf16)
     data_types: DataTypes = attrs.field(factory=DataTypes)
     zero_optimization: Zero = attrs.field(factory=Zero)
+    aio: Aio = attrs.field(factory=Aio)
     tensorboard: EventFiles = attrs.field(factory=EventFiles)
     csv_monitor: EventFiles = attrs.field(factory=EventFiles)
     wandb: Wandb = attrs.field(factory=Wandb)

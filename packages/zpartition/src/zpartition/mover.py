@@ -1,0 +1,207 @@
+"""Copies between the device and the host: the seam between what is tested on CPUs and what a GPU does.
+
+A `Mover` starts copies and says when they are there.  On a CPU a copy is a copy (`PlainMover`).  On CUDA
+(`CudaMover`) it runs on a stream of its own, from and to pinned memory, so that neither the host nor the stream that
+computes waits for it:
+
+    fetch, add : device -> host, on the stream `down`; the host waits for all of them once, before it reads
+    send       : host -> device, on the stream `up`; the current stream waits for all of them once, before it reads
+
+Rules that keep this correct: a side stream first waits for what the current stream has queued (it wrote, or still
+reads, the device's side); a temporary that a side stream reads is recorded on it, so that the caching allocator does
+not hand it out before; pinned memory is written by the host only when the last copy out of it is over.  At most
+`IN_FLIGHT` temporaries wait at once, which bounds what they cost when the bus is slower than backward.
+
+Rejected: copying straight from the bucket that was reduced.  It goes back to its pool at once and is filled again, so
+the pool would have to know about streams; and it has the wire's dtype, which would have to be widened on the host.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, Protocol, final
+
+import attrs
+import torch
+from torch import Tensor
+
+from zpartition.offload import Offload
+
+__all__ = ["CudaMover", "Mover", "PlainMover", "make_mover"]
+
+IN_FLIGHT = 4  # device temporaries that wait for the bus at once
+
+
+class Mover(Protocol):
+    """Starts copies between one device and the host."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory that copies are fast from; contents undefined."""
+
+    def fetch(self, host: Tensor, device: Tensor, factor: float) -> None:
+        """Start host = factor * device, in the dtype of `host`."""
+
+    def add(self, host: Tensor, device: Tensor, factor: float) -> None:
+        """Start host += factor * device."""
+
+    def send(self, device: Tensor, host: Tensor) -> None:
+        """Start device = host, cast to the dtype of `device`; `host` may be written once this returns."""
+
+    def ready(self) -> Any:
+        """A mark behind what was fetched so far, for `wait_for` in any thread."""
+
+    def wait_for(self, mark: Any) -> None:
+        """Until the host may read what was fetched before the mark."""
+
+    def wait_host(self) -> None:
+        """Until the host may read everything that was fetched."""
+
+    def wait_device(self) -> None:
+        """Let the device see everything that was sent before it goes on."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that copies pass through."""
+
+
+@final
+@attrs.frozen
+class PlainMover:
+    """The device is a CPU: what is started is done."""
+
+    staging_bytes: int = 0
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) zeros: pages that are touched now are not touched in a step."""
+        return torch.zeros(numel, dtype=dtype)
+
+    def fetch(self, host: Tensor, device: Tensor, factor: float) -> None:
+        host.copy_(device)
+        if factor != 1.0:
+            host.mul_(factor)
+
+    def add(self, host: Tensor, device: Tensor, factor: float) -> None:
+        host.add_(device, alpha=factor)
+
+    def send(self, device: Tensor, host: Tensor) -> None:
+        device.copy_(host)
+
+    def ready(self) -> None:
+        return None
+
+    def wait_for(self, mark: Any) -> None: ...
+
+    def wait_host(self) -> None: ...
+
+    def wait_device(self) -> None: ...
+
+
+@attrs.define(eq=False)
+class _Stage:
+    """Pinned memory that one `send` passes through."""
+
+    memory: Tensor  # (bytes,) uint8, pinned
+    free: Any  # event: the last copy out of it is over
+
+
+@final
+@attrs.define(eq=False)
+class CudaMover:
+    """The device is a GPU.  See the header for the rules."""
+
+    device: torch.device
+    pin: bool
+    down: Any  # torch.cuda.Stream
+    up: Any  # torch.cuda.Stream
+    flying: collections.deque[Any] = attrs.field(factory=collections.deque)  # events behind fetches
+    stages: list[_Stage] = attrs.field(factory=list)  # used in turn
+    _turn: int = 1  # of `stages`, the one used last
+
+    @classmethod
+    def create(cls, device: torch.device, pin: bool) -> CudaMover:
+        """Two streams on `device`."""
+        return cls(device, pin, _cuda().Stream(device), _cuda().Stream(device))
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,), pinned if the policy says so."""
+        return torch.zeros(numel, dtype=dtype, pin_memory=self.pin)
+
+    def fetch(self, host: Tensor, device: Tensor, factor: float) -> None:
+        """Widen on the device, behind what computes there; copy on the side."""
+        values = torch.empty_like(device, dtype=host.dtype)
+        values.copy_(device)
+        if factor != 1.0:
+            values.mul_(factor)
+        self._begin_down(values)
+        with torch.cuda.stream(self.down):
+            host.copy_(values, non_blocking=True)
+        self._end_down()
+
+    def add(self, host: Tensor, device: Tensor, factor: float) -> None:
+        """Fetch what the host has, add on the device, and put it back: the bus works both ways at once."""
+        values = device.clone()  # the bucket goes back to its pool
+        self._begin_down(values)
+        with torch.cuda.stream(self.down):
+            total = torch.empty_like(values, dtype=host.dtype)
+            total.copy_(host, non_blocking=True)
+            total.add_(values, alpha=factor)
+            host.copy_(total, non_blocking=True)
+        self._end_down()
+
+    def _begin_down(self, values: Tensor) -> None:
+        while len(self.flying) >= IN_FLIGHT:
+            self.flying.popleft().synchronize()
+        self.down.wait_stream(torch.cuda.current_stream(self.device))
+        values.record_stream(self.down)
+
+    def _end_down(self) -> None:
+        self.flying.append(self.down.record_event())
+
+    def send(self, device: Tensor, host: Tensor) -> None:
+        """Cast on the host into pinned memory, copy on the side."""
+        stage = self._stage(host.numel() * device.element_size())
+        values = stage.memory[: device.nbytes].view(device.dtype)
+        values.copy_(host)
+        self.up.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.up):
+            device.copy_(values, non_blocking=True)
+            stage.free = self.up.record_event()
+
+    def _stage(self, num_bytes: int) -> _Stage:
+        """One of two, made as large as it was ever needed; waits for the copy before the last one."""
+        if len(self.stages) < 2:
+            self.stages.append(_Stage(self.empty(num_bytes, torch.uint8), _cuda().Event()))
+            return self.stages[-1]
+        self._turn = 1 - self._turn
+        stage = self.stages[self._turn]
+        stage.free.synchronize()
+        if stage.memory.numel() < num_bytes:
+            stage.memory = self.empty(num_bytes, torch.uint8)
+        return stage
+
+    def ready(self) -> Any:
+        return self.down.record_event()
+
+    def wait_for(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def wait_host(self) -> None:
+        self.down.synchronize()
+        self.flying.clear()
+
+    def wait_device(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self.up)
+
+    @property
+    def staging_bytes(self) -> int:
+        return sum(stage.memory.nbytes for stage in self.stages)
+
+
+def _cuda() -> Any:
+    """torch.cuda, whose classes are not typed."""
+    return torch.cuda
+
+
+def make_mover(device: torch.device, offload: Offload) -> Mover:
+    """The mover for a module on `device`."""
+    return CudaMover.create(device, offload.pin) if device.type == "cuda" else PlainMover()

@@ -1,0 +1,81 @@
+"""What tests of partitions share: a small model, a few steps, and whether two runs ended alike, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zcomm
+from zpartition.access import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from zpartition.offload import Offload
+from zpartition.partition import Partition
+from zpartition.policy import ZeroPolicy
+from zpartition.sharding import shard
+
+__all__ = ["Net", "backward", "differing", "fingerprint", "make", "train"]
+
+
+class Net(nn.Module):
+    """Six layers, (n, 24) -> a scalar loss; `rest` is left out unless it is asked for."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(24, 48)
+        self.middle = nn.Sequential(*(nn.Linear(48, 48) for _ in range(3)))
+        self.rest = nn.Linear(48, 48)
+        self.last = nn.Linear(48, 8)
+        self.to(dtype)
+
+    def forward(self, x: Tensor, with_rest: bool) -> Tensor:
+        y = self.middle(torch.tanh(self.first(x)))
+        loss: Tensor = self.last(self.rest(y) if with_rest else y).float().square().mean()
+        return loss
+
+
+def make(
+    offload: Offload, stage: int, dtype: torch.dtype, **more: Any
+) -> tuple[Net, torch.optim.Optimizer, Partition]:
+    """A model, its optimizer, and their partition in several small buckets; `more` are fields of the policy."""
+    model = Net(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    policy = ZeroPolicy(
+        stage=stage, bucket_numel=3000, unit_numel=3000, persist_numel=100, max_live_numel=0, offload=offload, **more
+    )
+    return model, optimizer, shard(model, optimizer, policy=policy)
+
+
+def backward(partition: Partition, model: nn.Module, step: int, accumulation: int) -> None:
+    """The micro-steps of one step, on data that depend on step and rank; odd steps leave `rest` out."""
+    generator = torch.Generator().manual_seed(100 * step + zcomm.group_rank(partition.group))
+    dtype = next(model.parameters()).dtype
+    for micro in range(accumulation):
+        x = torch.randn(4, 24, generator=generator).to(dtype)
+        with partition.micro_step(is_last=micro == accumulation - 1):
+            model(x, step % 2 == 0).backward()
+
+
+def train(partition: Partition, model: nn.Module, optimizer: Any, steps: range, accumulation: int) -> None:
+    """Whole steps."""
+    for step in steps:
+        backward(partition, model, step, accumulation)
+        partition.finish_gradients()
+        partition.apply(optimizer.step, any_unused=step % 2 == 1)
+        partition.zero_grad()
+
+
+def fingerprint(partition: Partition, model: nn.Module) -> dict[str, Tensor]:
+    """Weights, masters and states, whole, by name."""
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        found[f"master.{name}"] = safe_get_full_fp32_param(param)
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{key}.{name}"] = safe_get_full_optimizer_state(param, key)
+    return found
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """Names of what is not equal, or not in both."""
+    return [name for name in a if not torch.equal(a[name], b[name])] + sorted(set(a) ^ set(b))

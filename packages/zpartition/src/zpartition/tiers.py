@@ -1,0 +1,216 @@
+"""The homes of one partition's buckets, and a step that visits them.
+
+The optimizer updates a group of buckets with one call of its `step`: it leaves alone what has no gradient, so for
+each group only its own masters are given theirs.  While the weights of one group travel back to the device, the
+next is updated.  A partition that offloads nothing has one group, and nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import TypeVar, final
+
+import attrs
+import torch
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+import zcomm
+from zpartition.disk import DiskError, DiskOptions, DiskStore
+from zpartition.disk_dicts import hook_dicts
+from zpartition.disk_states import Disk, OnDisk
+from zpartition.disk_step import DiskStep
+from zpartition.homes import IN_PLACE, Home, OnHost
+from zpartition.layout import Layout
+from zpartition.mover import Mover, make_mover
+from zpartition.offload import Offload, Tier, step_groups
+from zpartition.reducer import GradientReducer
+from zpartition.sharded import ShardedStorage
+from zpartition.shelves import DiskShelf, HostShelf
+from zpartition.storage import BucketStorage
+
+__all__ = ["Tiers", "open_store"]
+
+Storage = TypeVar("Storage", BucketStorage, ShardedStorage, BucketStorage | ShardedStorage)
+Storages = Sequence[BucketStorage | ShardedStorage]
+Group = tuple[int, ...]  # bucket indices of one step call
+
+
+@final
+@attrs.define(eq=False)
+class Tiers:
+    """Where each bucket's master, states and reduced gradient live, and who moves them."""
+
+    offload: Offload
+    mover: Mover
+    group: ProcessGroup | None
+    homes: tuple[Home, ...]  # by bucket index
+    groups: tuple[Group, ...]  # in the order of a step
+    disks: tuple[Disk, ...] = ()  # one, if any states are on disk
+    shelves: tuple[DiskStore, ...] = ()  # one, if any weights are
+    hooks: tuple[RemovableHandle, ...] = ()  # of the optimizer's state dicts
+
+    @classmethod
+    def create(cls, layout: Layout, offload: Offload, device: torch.device, group: ProcessGroup | None) -> Tiers:
+        """Homes for the buckets of `layout`; only a folder is made yet."""
+        numels = [bucket.span_numel for bucket in layout.buckets]
+        places = offload.place(numels)
+        mover = make_mover(device, offload)
+        disks = [Disk(open_store(offload, group), mover)] if Tier.DISK in places else []
+        homes: list[Home] = []
+        for index, place in enumerate(places):
+            if place is Tier.DISK:
+                homes.append(OnDisk(disks[0], index))
+            else:
+                homes.append(IN_PLACE if place is Tier.DEVICE else OnHost(mover))
+        groups = step_groups(places, numels, offload.step_numel)
+        return cls(offload, mover, group, tuple(homes), groups, tuple(disks))
+
+    def adopt(self, storage: Storage) -> Storage:
+        """Move the master of a fresh storage home; what it holds counts from `refresh_master` on."""
+        storage.home = self.homes[storage.bucket.index]
+        storage.home.adopt(storage.master)
+        return self.shelve(storage)
+
+    def shelve(self, storage: Storage) -> Storage:
+        """Move the weights of a unit where they rest; frozen ones, which are their own masters, not onto a disk."""
+        if not isinstance(storage, ShardedStorage) or self.offload.weights is Tier.DEVICE:
+            return storage
+        if self.offload.weights is Tier.DISK and storage.is_trained:
+            self.shelves = self.shelves or (open_store(self.offload, self.group),)
+            storage.shelf = DiskShelf.of(storage.own_span, self.mover, self.shelves[0])
+            return storage
+        storage.shelf = shelf = HostShelf.of(storage.own_span, self.mover)
+        if not storage.is_trained:
+            storage.master.data = shelf.host
+        return storage
+
+    def attach(self, reducer: GradientReducer) -> None:
+        """Let reduced gradients go where the states are, as soon as they are there."""
+        for gradient, home in zip(reducer.gradients, self.homes):
+            gradient.away = None if home.tier is Tier.DEVICE else self.mover
+
+    def step_all_at_once(self) -> None:
+        """For an optimizer that looks at whole tensors, over all ranks, in each of its steps."""
+        self.groups = (tuple(range(len(self.homes))),) if self.homes else ()
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of what is neither a master nor a state nor an accumulator, or not in memory, by owner."""
+        found = {"pinned staging": self.mover.staging_bytes}
+        for disk in self.disks:
+            found["host step buffers"] = disk.made_bytes
+            found.update({"disk masters": disk.region_bytes["master"], "disk states": disk.region_bytes["states"]})
+        return found
+
+    def hook(self, optimizer: torch.optim.Optimizer, storages: Storages) -> None:
+        """Let state dicts of `optimizer` hold what is on disk."""
+        places = [(storage.home, storage.master) for storage in storages if isinstance(storage.home, OnDisk)]
+        if places:
+            self.hooks = tuple(hook_dicts(optimizer, places))
+
+    def close(self) -> None:
+        """Remove what is on disk."""
+        for hook in self.hooks:
+            hook.remove()
+        for store in (*(disk.store for disk in self.disks), *self.shelves):
+            store.close(remove=True)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def update(
+        self, storages: Storages, optimizer: torch.optim.Optimizer | None, stepped: Set[int] = frozenset()
+    ) -> Iterator[Iterator[Group]]:
+        """Around a step: gives the groups one after the other, each with its gradients, and only its, on show.
+
+        Buckets in `stepped` show none: they need no update any more.
+
+        Raises:
+            whatever the body does.  On disk nothing has changed then, on any rank.
+        """
+        masters = [storage.master for storage in storages]
+        gradients = [master.grad for master in masters]
+        try:
+            if self.disks:
+                with self._update_on_disk(storages, optimizer) as groups:
+                    yield self._showing(groups, masters, stepped)
+            else:
+                yield self._showing(iter(self.groups), masters, stepped)
+        finally:
+            for master, gradient in zip(masters, gradients):
+                master.grad = gradient
+
+    def _showing(self, groups: Iterator[Group], masters: Sequence[Parameter], stepped: Set[int]) -> Iterator[Group]:
+        """The groups; while one is visited, the masters of the others have no gradient."""
+        if len(self.groups) == 1 and not stepped:
+            yield from groups
+            return
+        gradients = [master.grad for master in masters]
+        for master in masters:
+            master.grad = None
+        for group in groups:
+            for index in set(group) - stepped:
+                masters[index].grad = gradients[index]
+            yield group
+            for index in group:
+                masters[index].grad = None
+
+    @contextmanager
+    def _update_on_disk(
+        self, storages: Storages, optimizer: torch.optim.Optimizer | None
+    ) -> Iterator[Iterator[Group]]:
+        """First what is on disk, then agreement that it is written, then what is on the device."""
+        homes = {index: home for index, home in enumerate(self.homes) if isinstance(home, OnDisk)}
+        masters = [storage.master for storage in storages]
+        step = DiskStep(self.disks[0], homes, masters, optimizer, self.offload.buffer_count)
+        on_device = [group for group in self.groups if group[0] not in homes]
+        agreed: list[bool] = []
+
+        def walk() -> Iterator[Group]:
+            yield from step.visit([group for group in self.groups if group[0] in homes])
+            agreed.append(True)
+            self._agree(step, storages, None)
+            yield from on_device
+
+        try:
+            yield walk()
+        except Exception as problem:
+            if not agreed:
+                self._agree(step, storages, problem)
+            raise
+        except BaseException:
+            if not agreed:
+                step.undo()  # and the run ends: nobody waits for other ranks
+            raise
+
+    def _agree(self, step: DiskStep, storages: Storages, problem: Exception | None) -> None:
+        """Commit on all ranks, or on none: then the weights are those from before, too."""
+        try:
+            step.agree(problem, self.group)
+        except Exception:
+            for index in step.before:
+                storages[index].publish()
+            raise
+
+
+def open_store(offload: Offload, group: ProcessGroup | None) -> DiskStore:
+    """A store in a new folder of this rank's own, which goes away with it.
+
+    What runs that were killed have left of this rank is removed first; a store that is open is locked, and stays.
+    """
+    os.makedirs(offload.directory, exist_ok=True)
+    prefix = f"rank{zcomm.group_rank(group)}-"
+    for left in [name for name in os.listdir(offload.directory) if name.startswith(prefix)]:
+        with contextlib.suppress(DiskError):
+            DiskStore.remove(os.path.join(offload.directory, left))
+    folder = tempfile.mkdtemp(prefix=prefix, dir=offload.directory)
+    store = DiskStore.create(folder, DiskOptions(num_threads=offload.num_threads, durable=False))
+    weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
+    return store

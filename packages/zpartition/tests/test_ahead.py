@@ -1,0 +1,134 @@
+"""Running ahead changes no bit, whether what was assumed turns out to be right or wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zpartition
+from zcomm.testing import run_ranks
+from zpartition import Offload, Speculation, Tier
+from zpartition.testing import backward, differing, fingerprint, make, train
+
+HOST = Offload(states=Tier.HOST)
+AHEAD = Offload(states=Tier.HOST, speculation=Speculation.LAST_BACKWARD)
+
+
+class Dividing:
+    """An adapter that divides gradients in place, as zoptim's for torch's optimizers."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.grad_scale = optimizer, None
+
+    def step(self) -> None:
+        if self.grad_scale is not None:
+            for group in self.optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad.div_(self.grad_scale)
+        self.optimizer.step()
+
+
+def _run(offload: Offload, divisors: list[float], assumed: float | None) -> tuple[dict[str, Tensor], list[int]]:
+    """Five steps whose gradients are divided by `divisors`, 0 for one that is left out."""
+    model, optimizer, partition = make(offload, 2, torch.bfloat16)
+    scaled: Any = Dividing(optimizer)
+    partition.run_ahead(scaled, lambda: None if assumed is None else torch.tensor(assumed))
+    for step, divisor in enumerate(divisors):
+        backward(partition, model, 2 * step, 2)
+        partition.finish_gradients()
+        if divisor:
+            scaled.grad_scale = None if divisor == 1 else torch.tensor(divisor)
+            partition.apply(scaled.step)
+            scaled.grad_scale = None
+        partition.zero_grad()
+    counts = [partition.ahead.num_confirmed, partition.ahead.num_retracted]
+    found = fingerprint(partition, model)
+    partition.close()
+    return found, counts
+
+
+def _differs(divisors: list[float], assumed: float | None) -> tuple[list[str], list[int]]:
+    without, _ = _run(HOST, divisors, assumed)
+    found, counts = _run(AHEAD, divisors, assumed)
+    return differing(without, found), counts
+
+
+@pytest.mark.parametrize(
+    ("divisors", "assumed", "num_right"),
+    [
+        ([1, 1, 1, 1, 1], None, 5),
+        ([4, 4, 4, 4, 4], 4.0, 5),
+        ([4, 6, 4, 0, 4], 4.0, 3),  # one clipped, one not finite
+        ([0, 6, 4, 4, 6], 4.0, 2),  # the very first guess is wrong: there was no state
+    ],
+)
+def test_right_and_wrong_guesses_end_where_no_guess_does(
+    divisors: list[float], assumed: float | None, num_right: int
+) -> None:
+    for wrong, (confirmed, retracted) in run_ranks(_differs, 2, divisors, assumed):
+        assert not wrong
+        assert confirmed * (5 - num_right) == retracted * num_right
+        assert confirmed > 0
+
+
+def _in_between(touch: str) -> tuple[list[str], list[int]]:
+    found = []
+    for offload in (HOST, AHEAD):
+        model, optimizer, partition = make(offload, 1, torch.float32)
+        train(partition, model, optimizer, range(1), 1)
+        backward(partition, model, 0, 1)
+        if touch == "another backward":
+            backward(partition, model, 4, 1)
+        partition.finish_gradients()
+        if touch == "gradient":
+            for storage in partition.storages:
+                storage.master.grad *= 2
+        elif touch == "option":
+            optimizer.param_groups[0]["lr"] *= 2
+        elif touch == "weight":
+            zpartition.safe_set_full_fp32_param(model.last.bias, torch.ones(8))
+        partition.apply(optimizer.step)
+        partition.zero_grad()
+        counts = [partition.ahead.num_confirmed, partition.ahead.num_retracted]
+        found.append(fingerprint(partition, model))
+        partition.close()
+    return differing(*found), counts
+
+
+@pytest.mark.parametrize("touch", ["gradient", "option", "weight", "another backward"])
+def test_what_changes_between_backward_and_step_is_seen(touch: str) -> None:
+    for wrong, (_, retracted) in run_ranks(_in_between, 2, touch):
+        assert not wrong
+        assert retracted > 0
+
+
+def test_between_backward_and_step_people_see_what_was() -> None:
+    model, optimizer, partition = make(AHEAD, 0, torch.float32)
+    train(partition, model, optimizer, range(1), 1)
+    before = fingerprint(partition, model)
+    backward(partition, model, 2, 1)
+    assert not differing(before, fingerprint(partition, model))
+    partition.close()
+
+
+def test_an_optimizer_that_fails_fails_in_the_step() -> None:
+    model, optimizer, partition = make(AHEAD, 0, torch.float32)
+    scaled = Dividing(optimizer)
+
+    def fails() -> None:
+        raise ArithmeticError("no")
+
+    scaled.step = fails  # type: ignore[method-assign]
+    partition.run_ahead(scaled, lambda: None)
+    before = [storage.master.detach().clone() for storage in partition.storages]
+    backward(partition, model, 0, 1)
+    partition.finish_gradients()
+    with pytest.raises(ArithmeticError, match="no"):
+        partition.apply(scaled.step)
+    partition.zero_grad()
+    assert all(torch.equal(storage.master, old) for storage, old in zip(partition.storages, before))
+    partition.close()

@@ -1,0 +1,133 @@
+"""One bucket on disk: out of memory between steps, and readable and writable all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from zpartition.disk import DiskOptions, DiskStore
+from zpartition.disk_states import Disk, OnDisk
+from zpartition.mover import PlainMover
+from zpartition.state import elements, is_coded
+
+NUMEL = 5000
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    made = Disk(DiskStore.create(tmp_path / "store", DiskOptions(durable=False)), PlainMover())
+    yield made
+    made.store.close(remove=True)
+
+
+def make(disk: Disk, optimizer_class: Any = torch.optim.AdamW) -> tuple[OnDisk, Parameter, Any, torch.Tensor]:
+    weights = torch.randn(NUMEL).bfloat16()
+    master = Parameter(torch.zeros(NUMEL))
+    home = OnDisk(disk, 0)
+    home.adopt(master)
+    home.refresh(master, weights)
+    return home, master, optimizer_class([master]), weights
+
+
+def step(home: OnDisk, master: Parameter, optimizer: Any, gradient: torch.Tensor) -> None:
+    home.disk.forget()
+    memory, transfers = home.begin_reading()
+    for transfer in transfers:
+        transfer.wait()
+    home.install(optimizer, master, memory)
+    master.grad = gradient
+    optimizer.step()
+    kept, transfers = home.put_back(optimizer, master)
+    for transfer in transfers:
+        transfer.wait()
+    home.disk.give_back(kept)
+    home.disk.store.commit()
+
+
+def portable(state: Any) -> dict[str, torch.Tensor]:
+    return {k: elements(v, 0, NUMEL) if is_coded(v) else torch.as_tensor(v).reshape(-1) for k, v in state.items()}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "coded"])
+def test_updates_are_those_of_an_optimizer_in_memory(disk: Disk, coded_momentum: Any, kind: str) -> None:
+    make_optimizer = torch.optim.AdamW if kind == "AdamW" else coded_momentum
+    home, master, optimizer, weights = make(disk, make_optimizer)
+    plain = Parameter(weights.float())
+    oracle = make_optimizer([plain])
+    for seed in range(3):
+        gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+        step(home, master, optimizer, gradient)
+        plain.grad = gradient
+        oracle.step()
+    assert torch.equal(home.values(master), plain)
+    found = portable(home.state(optimizer, master))
+    wanted = portable(oracle.state[plain] if kind == "AdamW" else oracle.portable_state(plain))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    home.publish(master, weights)
+    assert torch.equal(weights, plain.bfloat16())
+
+
+def test_between_steps_nothing_is_in_memory(disk: Disk) -> None:
+    home, master, optimizer, _ = make(disk)
+    step(home, master, optimizer, torch.ones(NUMEL))
+    assert (master.stride(), master.shape, bool(master.isnan().all())) == ((0,), (NUMEL,), True)
+    assert not optimizer.state
+    assert disk.region_bytes == {"master": 2 * 4 * NUMEL, "states": 2 * 8 * NUMEL + 2 * (-4 * NUMEL % 64)}
+
+
+def test_a_part_of_a_state_is_read_alone_and_no_file_twice_in_a_row(disk: Disk) -> None:
+    home, master, optimizer, _ = make(disk)
+    step(home, master, optimizer, torch.ones(NUMEL))
+    state = home.state(optimizer, master)
+    assert (state["exp_avg"].dtype, tuple(state["exp_avg"].shape)) == (torch.float32, (NUMEL,))
+    first = state["exp_avg"].read(10, 13)
+    peeked = disk.peeked
+    assert torch.equal(first, state["exp_avg"].read(0, NUMEL)[10:13])
+    assert disk.peeked is peeked
+    assert state["step"] == 1
+
+
+def test_state_that_is_given_and_values_that_are_written_are_on_disk(disk: Disk) -> None:
+    home, master, optimizer, _ = make(disk)
+    home.give(
+        optimizer,
+        master,
+        {k: torch.full((NUMEL,), 0.5) for k in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(7.0)},
+    )
+    home.write(master, 3, torch.tensor([1.0, 2.0]))
+    disk.forget()
+    state = home.state(optimizer, master)
+    assert (float(state["exp_avg_sq"].read(4, 5)), float(state["step"])) == (0.5, 7.0)
+    assert home.values(master)[3:5].tolist() == [1.0, 2.0]
+    old = dict(state)
+    home.give(optimizer, master, {**old, "exp_avg": torch.ones(NUMEL)})  # one of them new, the others as they were
+    state = home.state(optimizer, master)
+    assert (float(state["exp_avg"].read(4, 5)), float(state["exp_avg_sq"].read(4, 5))) == (1.0, 0.5)
+
+
+def test_a_state_that_is_refused_leaves_the_one_that_was_there(disk: Disk, coded_momentum: Any) -> None:
+    home, master, optimizer, _ = make(disk, coded_momentum)
+    step(home, master, optimizer, torch.ones(NUMEL))
+    before = portable(home.state(optimizer, master))
+    with pytest.raises(ValueError, match="momentum is missing"):
+        home.give(optimizer, master, {"step": torch.tensor(3)})
+    after = portable(home.state(optimizer, master))
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_staged_master_counts_from_publish_on(disk: Disk) -> None:
+    home, master, _, weights = make(disk)
+    staged = home.stage()
+    assert torch.equal(staged, weights.float())
+    staged.fill_(2.0)
+    home.publish(master, weights)
+    assert weights.eq(2.0).all()
+    disk.forget()
+    assert home.values(master).eq(2.0).all()
+    assert home.staged is None
