@@ -7,10 +7,10 @@ divides by.  So the gradients are read once here and once in the update, and nev
     optimizer.grad_scale, optimizer.found_inf = stats.divisor(max_norm=1.0, loss_scale=scale), stats.found_inf
     optimizer.step()
 
-The C kernels square and add up in float64, where squares of float32 are exact, in an order that depends on nothing but
-the tensors' sizes: the same bits for any number of threads and any instruction set, and for tensors that are cut or
-packed another way a difference of 1e-15, which a float32 divisor does not show.  torch's norm of a float32 CPU tensor of 67M elements adds in float32 and is 0.5%
-too small; of a bf16 tensor it runs at 1 GB/s.
+The C kernels square and add up in float64, where squares of float32 are exact, in an order that depends on nothing
+but the tensors' sizes: the same bits for any number of threads and any instruction set, and for tensors that are cut
+or packed another way a difference of 1e-15, which a float32 divisor does not show.  torch's norm of a float32 CPU
+tensor of 67M elements adds in float32 and is 0.5% too small; of a bf16 tensor it runs at 1 GB/s.
 """
 
 from __future__ import annotations
