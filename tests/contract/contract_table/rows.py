@@ -47,6 +47,18 @@ class Row:
     worlds: tuple[int, ...] = (1, 2, 4)  # where it makes sense (shard groups of two: (2, 4), say)
     config: Mapping[str, Any] = attrs.field(factory=dict)  # other sections of the config
 
+    def writing_to(self, folder: str) -> Row:
+        """The same row, where what belongs on a disk goes to `folder`."""
+        moved = {
+            key: {**value, "nvme_path": folder} if isinstance(value, dict) and "nvme_path" in value else value
+            for key, value in self.zero.items()
+        }
+        return attrs.evolve(self, zero=moved)
+
+
+def _nvme(section: str) -> dict[str, Any]:
+    return {section: {"device": "nvme", "nvme_path": "a folder"}}  # see Row.writing_to
+
 
 ROWS = (
     Row("replicated", {"stage": 0}, REPLICATED),  # the first: what others are compared with
@@ -60,6 +72,13 @@ ROWS = (
         "hpZ",
         {"stage": 3, **_ALL_SHARDED, "stage3_max_live_parameters": 0, "zero_hpz_partition_size": 2},
         worlds=(4,),
+    ),
+    Row("stage 1, states on disk", {"stage": 1, **_nvme("offload_optimizer")}, SHARDED, worlds=(1, 2)),
+    Row(
+        "stage 3, all on disk",
+        {"stage": 3, **_ALL_SHARDED, **_nvme("offload_optimizer"), **_nvme("offload_param")},
+        KEPT,
+        worlds=(2,),
     ),
     # tiers: one line each, below this one
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -69,7 +71,18 @@ def run_cases(cases: list[Case]) -> list[Outcome | str]:
 
 
 def run_case(case: Case) -> Outcome:
-    """Train, evaluate, look."""
+    """Train, evaluate, look; what goes to a disk goes to a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as own:
+        folder = zcomm.exchange(own)[0]
+        outcome = _run_case(attrs.evolve(case, row=case.row.writing_to(folder)))
+        zcomm.barrier()
+        left = sorted(path.name for path in Path(folder).iterdir())
+        assert not left, f"left on disk: {left}"
+        zcomm.barrier()  # the folder may go
+        return outcome
+
+
+def _run_case(case: Case) -> Outcome:
     scenario = SCENARIOS[case.scenario]
     model = scenario.model()
     engine, *_ = zengine.initialize(model=model, config=_config(case, scenario))
