@@ -71,6 +71,13 @@ class Places(nn.Module):
         return self.table[:length]
 
 
+def update(partition: zpartition.Partition, optimizer: torch.optim.Optimizer, *, any_unused: bool = False) -> None:
+    """What ends a step."""
+    partition.finish_gradients()
+    partition.apply(optimizer.step, any_unused=any_unused)
+    partition.zero_grad()
+
+
 def data(steps: int, world_size: int) -> torch.Tensor:
     return torch.randint(0, 9, (steps, 2, world_size, 3, 5), generator=torch.Generator().manual_seed(1))
 
@@ -98,9 +105,7 @@ def train(how: str, policy: ZeroPolicy, steps: int) -> tuple[dict[str, torch.Ten
             with partition.micro_step(is_last=index == 1):
                 (model(micro[zcomm.group_rank()]) / 2).backward()
             assert partition.residence.live_numel == 0, "after a backward nothing is whole"
-        partition.finish_gradients()
-        partition.apply(optimizer.step, any_unused=True)
-        partition.zero_grad()
+        update(partition, optimizer, any_unused=True)
     residence = partition.residence
     facts = {"peak": residence.peak_numel, "largest": residence.largest_numel, "buffers": residence.pool.total_bytes}
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}, facts
@@ -143,9 +148,7 @@ def _fails_then_trains(where: str) -> list[float]:
         with partition.micro_step():
             loss = model(tokens)
             loss.backward()
-        partition.finish_gradients()
-        partition.apply(optimizer.step)
-        partition.zero_grad()
+        update(partition, optimizer)
         losses.append(loss.item())
     return losses
 
@@ -202,9 +205,7 @@ def _old_graph() -> None:
     first, second = (model(data(1, 2)[0, i, zcomm.group_rank()]) for i in range(2))
     with partition.micro_step():
         first.backward()
-    partition.finish_gradients()
-    partition.apply(optimizer.step)
-    partition.zero_grad()
+    update(partition, optimizer)
     with pytest.raises(RuntimeError, match="as they were before the optimizer's update"), partition.micro_step():
         second.backward()
 
@@ -223,9 +224,7 @@ def _messages(policy: ZeroPolicy) -> list[tuple[str, int]]:
         with zcomm.traced(log):
             with partition.micro_step():
                 model(torch.ones(2, 16)).sum().backward()
-            partition.finish_gradients()
-            partition.apply(optimizer.step)
-            partition.zero_grad()
+            update(partition, optimizer)
     return [(record.op, record.numel) for record in log]
 
 
@@ -269,9 +268,7 @@ def _compiles() -> list[float]:
         with partition.micro_step():
             loss = model(step[0, zcomm.group_rank()])
             loss.backward()
-        partition.finish_gradients()
-        partition.apply(optimizer.step)
-        partition.zero_grad()
+        update(partition, optimizer)
         losses.append(loss.item())
     return losses
 
