@@ -74,7 +74,7 @@ def check_bits(case: Case, found: list[Outcome], first: list[Outcome]) -> list[s
 
 def check_memory(case: Case, found: list[Outcome]) -> list[str]:
     faults = []
-    for outcome in found:
+    for outcome in found if SCENARIOS[case.scenario].is_planned else ():
         for owner, planned in outcome.planned.items():
             held = outcome.ledger[owner]
             if owner == "buckets" and not SCENARIOS[case.scenario].is_complete:

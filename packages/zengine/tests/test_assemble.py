@@ -18,7 +18,7 @@ from zengine.assemble import (
     make_scheduler,
 )
 from zengine.config import Facts, Plan, load, resolve
-from zengine.features import DumpState
+from zengine.features import DumpState, Unfreezing
 from zengine.parts import CastingRunner, Sequential
 from zengine.verdict import SkipNonFinite, apply_always
 
@@ -58,17 +58,18 @@ def test_inputs_are_cast_only_when_asked():
 
 
 def test_a_feature_that_is_off_is_absent():
-    assert make_features(plan_of()) == ()
-    assert [type(feature) for feature in make_features(plan_of(dump_state=True))] == [DumpState]
+    assert [type(feature) for feature in make_features(plan_of())] == [Unfreezing]
+    assert [type(feature) for feature in make_features(plan_of(dump_state=True))] == [Unfreezing, DumpState]
 
 
-def test_the_optimizer_is_made_over_trainable_parameters_unless_others_are_given():
+def test_the_optimizer_is_made_over_all_that_can_be_trained_unless_others_are_given():
     module = nn.Linear(2, 2)
     module.bias.requires_grad_(False)
+    module.codes = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
     plan = plan_of(optimizer={"type": "AdamW", "params": {"lr": 0.5}})
     made = make_optimizer(module, Client(), plan)
     assert isinstance(made, zoptim.AdamW)
-    assert made.param_groups[0]["params"] == [module.weight]
+    assert made.param_groups[0]["params"] == [module.weight, module.bias]
     given = make_optimizer(module, Client(parameters=[{"params": [module.weight], "lr": 0.25}]), plan)
     assert given.param_groups[0]["lr"] == 0.25
     assert make_optimizer(module, Client(), plan_of()) is None

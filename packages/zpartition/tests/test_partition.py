@@ -215,7 +215,11 @@ def _refuses(case: str) -> str:
     [
         ("twice", ValueError, r"parameter \S+ is partitioned already: close\(\) the partition"),
         ("moved", ValueError, r"parameter \S+ no longer lives in the partition's memory: module.to\(\)"),
-        ("unfrozen", ValueError, r"parameter frozen\.weight requires a gradient, but was frozen .* partition anew"),
+        (
+            "unfrozen",
+            ValueError,
+            r"parameter frozen\.weight requires a gradient, but was frozen .* call the partition.s admit_unfrozen",
+        ),
         ("foreign", ValueError, r"parameter 0 of the optimizer's group 0, shape \(2, 2\), is not a parameter"),
         ("plain backward after reduction", RuntimeError, r"outside micro_step\(\) after the gradients"),
     ],

@@ -86,6 +86,7 @@ class Scenario:
     optimizer: dict[str, Any] = ADAMW
     num_losses = 1  # of a micro-step
     is_complete = True  # whether every parameter that is trained gets a gradient in every step
+    is_planned = True  # whether what is trained was known before the first step
 
     def model(self) -> nn.Module:
         return Net()
@@ -198,12 +199,16 @@ class Exceptions(Scenario):
 
 
 class UnfrozenLater(Frozen):
-    """Nobody would update such a parameter: it is refused by name, and the step may be taken without it."""
+    """Two parts of the model are trained from a later step on; masters and states for them are made then."""
 
     name = "unfrozen later"
+    is_planned = False
 
-    def incident(self, step: int) -> Incident:
-        return Unfreezes() if step == 2 else Incident()
+    def prepare(self, model: nn.Module, step: int) -> None:
+        if step == 1:
+            model.blocks[0].requires_grad_(True)
+        if step == 2:
+            model.requires_grad_(True)
 
 
 class OnPurpose(Exception):
@@ -241,20 +246,6 @@ class FailsInBackward(Incident):
             yield
         finally:
             handle.remove()
-
-
-@attrs.frozen
-class Unfreezes(Incident):
-    error: type[Exception] | None = ValueError
-    match: str = r"parameter blocks\.1\.\S+ requires a gradient, but was frozen when the module was partitioned"
-
-    @contextmanager
-    def armed(self, model: nn.Module) -> Iterator[None]:
-        model.blocks[1].requires_grad_(True)
-        try:
-            yield
-        finally:
-            model.blocks[1].requires_grad_(False)
 
 
 SCENARIOS: dict[str, Scenario] = {

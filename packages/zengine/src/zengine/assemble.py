@@ -22,7 +22,7 @@ import zprecision
 from zengine.agreement import check_agreement
 from zengine.config import Plan
 from zengine.data import make_loader
-from zengine.features import DumpState, Feature
+from zengine.features import DumpState, Feature, Unfreezing
 from zengine.parts import CastingRunner, ConstantRate, NoOptimizer, Parts, Runner, Sequential, ShardOptimizer
 from zengine.telemetry import make_telemetry
 from zengine.verdict import Judge, SkipNonFinite, apply_always
@@ -94,8 +94,8 @@ def _around(
 
 
 def make_features(plan: Plan) -> tuple[Feature, ...]:
-    """The optional behaviour that the plan asks for, in the order of its hooks."""
-    return (DumpState(),) if plan.dump_state else ()
+    """What goes beyond the loop, and the optional behaviour that the plan asks for, in the order of its hooks."""
+    return (Unfreezing(), DumpState()) if plan.dump_state else (Unfreezing(),)
 
 
 def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim.Optimizer | None:
@@ -189,7 +189,8 @@ def _slot(optimizer: torch.optim.Optimizer) -> ShardOptimizer:
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    return [param for param in module.parameters() if param.requires_grad]
+    """All that can be trained, now or when it is unfrozen."""
+    return [param for param in module.parameters() if param.requires_grad or param.is_floating_point()]
 
 
 def _named(module: nn.Module, parameters: list[Any]) -> list[Any]:

@@ -102,6 +102,7 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
         compare_names(partition, names, str(checkpoint.path))
     compare_kinds(engine, checkpoint, optimizer=what.optimizer, scheduler=what.scheduler)
     partition.zero_grad()
+    partition.admit_unfrozen()
     wanted = [shard for shard in _named(partition.shards_to_fill()) if shard.name in names]
     with _undone_on_error(engine):
         _restore_small(engine, checkpoint.objects, what)
@@ -202,7 +203,8 @@ class RestoredState:
             if not torch.equal(other, read):
                 raise ValueError(
                     f"the checkpoint has {other_name} = {other.item()} and {name} = {read.item()}, but here both "
-                    "parameters are updated together; put them into parameter groups of their own"
+                    "parameters are updated together; put them into parameter groups of their own, or, if one was "
+                    "unfrozen during the run, keep it frozen until initialize() has returned"
                 )
             staged.copy_(read)
         self.shards.clear()  # staged tensors are freed one by one as the optimizer takes them
@@ -221,12 +223,27 @@ def _prepare_optimizer(engine: Engine, checkpoint: zckpt.Checkpoint) -> Restored
     options: Any = checkpoint.objects["optimizer"]
     _set_options(optimizer, decode(options["groups"]))
     kinds = _state_kinds(checkpoint)
+    _say_untrained(engine, frozenset(kinds))
     staged = zpartition.make_state(optimizer, engine.parts.partition.holders, lambda name: kinds.get(name, {}))
     restored = RestoredState(hand_over=staged.hand_over)
     for key, shard in staged.shards():
         if key in kinds.get(shard.name, {}):
             restored.add(f"{_OPTIMIZER}{key}.{shard.name}", shard)
     return restored
+
+
+def _say_untrained(engine: Engine, saved: frozenset[str]) -> None:
+    """Warn of states that nobody takes."""
+    partition = engine.parts.partition
+    left = sorted(saved - partition.layout.names)
+    if left and partition.rank == 0:
+        log.warning(
+            "the checkpoint has optimizer state of %s (%d parameters in all), which this engine does not train: it is "
+            "not read. If the run goes on to train them, unfreeze them (requires_grad_(True)) before "
+            "load_checkpoint()",
+            left[0],
+            len(left),
+        )
 
 
 def _state_kinds(checkpoint: zckpt.Checkpoint) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...] | None]]]:

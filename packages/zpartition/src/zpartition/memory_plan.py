@@ -26,10 +26,10 @@ from torch.nn import Parameter
 import zcomm
 from zpartition.exchange import GRADIENT_BLOCK
 from zpartition.layout import Bucket, Layout
+from zpartition.layouts import plan_layouts
 from zpartition.offload import Offload, Speculation, Tier, step_groups
 from zpartition.policy import ZeroPolicy
 from zpartition.reducer import IN_FLIGHT_LIMIT, buffer_bytes
-from zpartition.sharding import plan_layouts
 from zpartition.sources import WEIGHT_BLOCK, kept_bytes
 from zpartition.units import nested_numel
 

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 import zcomm
-from zpartition import contents, shapes, state
+from zpartition import contents, shapes, state, unfreezing
 from zpartition.admission import claim, disclaim, one_device
 from zpartition.ahead import NEVER, Ahead, Bucket, running
 from zpartition.bystanders import Bystanders
@@ -74,9 +74,11 @@ class Partition(Parking):
     optimizer: torch.optim.Optimizer | None = None  # the rebound one
     holders: tuple[state.Holder, ...] = ()  # what the rebound optimizer updates
     at_rest: tuple[tuple[str, Parameter], ...] = ()  # parameters that were frozen, by name
+    dormant: dict[str, int] = attrs.field(factory=dict)  # parameter groups that held some of those
     parked: Parked | None = None  # what offload_states has moved away
     ahead: Ahead = NEVER  # updates on the host before the step is due
     updates_parameters: bool = False  # whether those are the module's own parameters, not flat spans
+    speculation: tuple[Any, Callable[[], torch.Tensor | None]] | None = None  # arguments of `run_ahead`
 
     @classmethod
     def create(
@@ -125,6 +127,7 @@ class Partition(Parking):
         cuts = self.layout.num_shards > 1 or not all(s.shares_master for s in self.storages)
         state.refuse_unfit(optimizer, cuts=cuts)
         num_groups = len(optimizer.param_groups)
+        self.dormant = unfreezing.dormant_groups(self, optimizer)
         lays_out = cuts and shapes.takes_cuts(optimizer)
         if not lays_out and not state.is_elementwise(optimizer):
             self.holders = tuple(state.Holder.of_parameter(n, p) for n, p in self.params.items())
@@ -153,6 +156,7 @@ class Partition(Parking):
         if shapes.takes_cuts(self.optimizer):
             return  # it speaks to the other ranks in its step, which is not for a thread
         self.ahead.close()
+        self.speculation = scaled, assume
         pairs = zip(self.storages, self.reducer.gradients)
         buckets = [Bucket(storage.master, gradient, storage.home) for storage, gradient in pairs]
         self.ahead = running(buckets, self.optimizer, scaled, assume, self.tiers.mover)
@@ -163,6 +167,18 @@ class Partition(Parking):
             zcomm.broadcast(storage.flat, self.group, source=0, label=f"weights[{storage.bucket.index}]")
             storage.refresh_master()
         self.bystanders.synchronise()
+
+    def admit_unfrozen(self) -> tuple[str, ...]:
+        """Train from now on what was frozen when the module was partitioned and requires a gradient now; its names.
+
+        To be called between two steps, on all ranks.  What goes on depends on it in nothing: weights and states of
+        the others stay where they are.  See unfreezing.py.
+
+        Raises:
+            ValueError: in the middle of a step; ranks have unfrozen different parameters; or the optimizer has no
+                parameter group for one.
+        """
+        return unfreezing.admit(self)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -260,7 +276,7 @@ class Partition(Parking):
                     "an assignment to .data moved it after shard(). Convert the module first, then partition it."
                 )
         self.residence.refuse_written()
-        self._refuse_unfrozen()
+        unfreezing.refuse(self)
         unused = agree_on_unused(self) if any_unused else frozenset()
         if self.updates_parameters:
             for gradient in self.reducer.gradients:
@@ -376,12 +392,3 @@ class Partition(Parking):
         holders = self.holders if self.updates_parameters else [self.holders[index] for index in group]
         resting = [(h, p) for h in holders if names for p in h.pieces if p.slot.name in names]
         return untouched(self.optimizer, resting)
-
-    def _refuse_unfrozen(self) -> None:
-        """Nobody would update a parameter that has begun to require a gradient."""
-        for name, param in self.at_rest:
-            if param.requires_grad:
-                raise ValueError(
-                    f"parameter {name} requires a gradient, but was frozen when the module was partitioned, so "
-                    "nothing updates it. Freeze it again, or close() and partition anew with it unfrozen."
-                )

@@ -53,6 +53,7 @@ class Tiers:
     group: ProcessGroup | None
     homes: tuple[Home, ...]  # by bucket index
     groups: tuple[Group, ...]  # in the order of a step
+    numels: tuple[int, ...] = ()  # of the spans, by bucket index
     disks: tuple[Disk, ...] = ()  # one, if any states are on disk
     shelves: tuple[DiskStore, ...] = ()  # one, if any weights are
     hooks: tuple[RemovableHandle, ...] = ()  # of the optimizer's state dicts
@@ -60,18 +61,22 @@ class Tiers:
     @classmethod
     def create(cls, layout: Layout, offload: Offload, device: torch.device, group: ProcessGroup | None) -> Tiers:
         """Homes for the buckets of `layout`; only a folder is made yet."""
-        numels = [bucket.span_numel for bucket in layout.buckets]
-        places = offload.place(numels)
-        mover = make_mover(device, offload)
-        disks = [Disk(open_store(offload, group), mover)] if Tier.DISK in places else []
-        homes: list[Home] = []
-        for index, place in enumerate(places):
+        made = cls(offload, make_mover(device, offload), group, (), ())
+        made.extend(layout)
+        return made
+
+    def extend(self, added: Layout) -> None:
+        """Homes for more buckets, behind those that are there; of them, too, `ratio` leaves the device."""
+        places = self.offload.place([bucket.span_numel for bucket in added.buckets])
+        if Tier.DISK in places and not self.disks:
+            self.disks = (Disk(open_store(self.offload, self.group), self.mover),)
+        for bucket, place in zip(added.buckets, places):
+            self.numels = (*self.numels, bucket.span_numel)
             if place is Tier.DISK:
-                homes.append(OnDisk(disks[0], index))
+                self.homes = (*self.homes, OnDisk(self.disks[0], bucket.index))
             else:
-                homes.append(IN_PLACE if place is Tier.DEVICE else OnHost(mover))
-        groups = step_groups(places, numels, offload.step_numel)
-        return cls(offload, mover, group, tuple(homes), groups, tuple(disks))
+                self.homes = (*self.homes, IN_PLACE if place is Tier.DEVICE else OnHost(self.mover))
+        self.groups = step_groups([home.tier for home in self.homes], self.numels, self.offload.step_numel)
 
     def adopt(self, storage: Storage) -> Storage:
         """Move the master of a fresh storage home; what it holds counts from `refresh_master` on."""
@@ -111,6 +116,8 @@ class Tiers:
 
     def hook(self, optimizer: torch.optim.Optimizer, storages: Storages) -> None:
         """Let state dicts of `optimizer` hold what is on disk."""
+        for hook in self.hooks:
+            hook.remove()
         places = [(storage.home, storage.master) for storage in storages if isinstance(storage.home, OnDisk)]
         if places:
             self.hooks = tuple(hook_dicts(optimizer, places))

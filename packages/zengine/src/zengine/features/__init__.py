@@ -6,5 +6,6 @@ nowhere else, must not keep tensors of the step they were called in, and save th
 
 from zengine.features.base import Feature
 from zengine.features.dump_state import DumpState
+from zengine.features.unfreezing import Unfreezing
 
-__all__ = ["DumpState", "Feature"]
+__all__ = ["DumpState", "Feature", "Unfreezing"]

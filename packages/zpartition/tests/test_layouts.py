@@ -1,0 +1,44 @@
+"""From a module and a policy to layouts: what is sharded, what stays whole, what is frozen."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from zpartition import ZeroPolicy
+from zpartition.layouts import plan_added, plan_layouts
+
+
+def model() -> nn.Module:
+    made = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40), nn.LayerNorm(40))
+    made[1].requires_grad_(False)
+    return made
+
+
+def groups_of(module: nn.Module) -> dict[str, int]:
+    return {name: 0 for name, param in module.named_parameters() if param.requires_grad}
+
+
+def test_stage_3_has_a_bucket_for_each_unit_and_keeps_small_parameters_whole() -> None:
+    module = model()
+    policy = ZeroPolicy(stage=3, persist_numel=100, unit_numel=2000)
+    trained, frozen = plan_layouts(module, groups_of(module), policy, world_size=2)
+    assert {bucket.unit: bucket.num_shards for bucket in trained.buckets} == {"0": 2, None: 2}
+    assert trained.names == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert {bucket.unit for bucket in frozen.buckets} == {"1"}
+    assert frozen.names == {"1.weight"}, "a small frozen parameter needs no bucket at all"
+
+
+def test_alone_and_below_stage_3_nothing_is_gathered() -> None:
+    module = model()
+    for stage, world_size in ((3, 1), (2, 2)):
+        trained, frozen = plan_layouts(module, groups_of(module), ZeroPolicy(stage=stage), world_size)
+        assert {bucket.unit for bucket in trained.buckets} == {None}
+        assert frozen.buckets == ()
+
+
+def test_what_is_added_is_numbered_on_and_in_buckets_of_its_own() -> None:
+    module = model()
+    policy = ZeroPolicy(stage=3, persist_numel=100, unit_numel=2000)
+    added = plan_added(module, {"1.weight": 1, "1.bias": 0}, policy, 2, first_index=5)
+    found = [(b.index, b.unit, b.group, tuple(slot.name for slot in b.slots)) for b in added.buckets]
+    assert found == [(5, None, 0, ("1.bias",)), (6, "1", 1, ("1.weight",))]
