@@ -238,8 +238,8 @@ def _say_untrained(engine: Engine, saved: frozenset[str]) -> None:
     left = sorted(saved - partition.layout.names)
     if left and partition.rank == 0:
         log.warning(
-            "the checkpoint has optimizer state of %s (%d parameters in all), which this engine does not train: it is "
-            "not read. If the run goes on to train them, unfreeze them (requires_grad_(True)) before "
+            "the checkpoint has optimizer state of %s (%d parameters in all), which this engine does not train: it "
+            "is not read. If the run goes on to train them, unfreeze them (requires_grad_(True)) before "
             "load_checkpoint()",
             left[0],
             len(left),
