@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -158,3 +159,53 @@ def test_waiting_for_a_while_says_whether_it_is_over() -> None:
     work.waits = 1
     assert handle.wait_for(0.001)
     assert after == [1]
+
+
+@pytest.mark.parametrize(
+    "error", [zcomm.CollectiveFailed("the second hop failed"), ValueError("the second hop failed")]
+)
+def test_a_failure_of_what_comes_after_is_raised_by_every_look(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    handle = zcomm.after(zcomm.DONE, fail)
+    for look in (handle.wait, handle.wait, handle.is_done, lambda: handle.wait_for(0.0)):
+        with pytest.raises(type(error), match=r"^the second hop failed$"):
+            look()
+
+
+def test_what_comes_after_and_was_interrupted_is_not_taken_for_done() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    handle = zcomm.after(zcomm.DONE, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    for _ in range(2):
+        with pytest.raises(zcomm.CollectiveFailed, match="what follows a message was interrupted on this rank"):
+            handle.wait()
+
+
+def test_other_threads_wait_for_what_comes_after() -> None:
+    is_begun, may_end, done = threading.Event(), threading.Event(), []
+
+    def slow() -> None:
+        is_begun.set()
+        may_end.wait(20)
+        done.append("decoded")
+
+    handle = zcomm.after(zcomm.DONE, slow)
+    seen: list[list[str]] = []
+    looks = (handle.wait, handle.is_done, lambda: handle.wait_for(0.01))
+    threads = [threading.Thread(target=handle.wait)]
+    threads += [threading.Thread(target=lambda look=look: (look(), seen.append(list(done)))) for look in looks]
+    threads[0].start()
+    assert is_begun.wait(20)
+    for thread in threads[1:]:
+        thread.start()
+    threads[1].join(0.1)
+    assert seen == []
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert seen == [["decoded"]] * 3

@@ -12,6 +12,7 @@ the others may have given up minutes before this rank's own time-out.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, final
@@ -74,8 +75,9 @@ DONE: Handle = Done()
 def after(handle: Handle, finish: Callable[[], Handle | None]) -> Handle:
     """A handle that runs `finish` once, without gradients, when `handle` is done; it may return the next to wait for.
 
-    It runs in the first `wait`, or in an `is_done` that finds `handle` done.  What it issues may be collective, where
-    the ranks look after such handles of a group in one order.
+    It runs in the first `wait`, or in an `is_done` that finds `handle` done; other threads that look meanwhile wait
+    for it.  What it issues may be collective, where the ranks look after such handles of a group in one order.
+    If the message or `finish` fails, so does every further look, with the same error.
     """
     return _After(handle, finish)
 
@@ -85,8 +87,9 @@ def after(handle: Handle, finish: Callable[[], Handle | None]) -> Handle:
 class _After:
     """A handle with work of its own to do once the message is there."""
 
-    handle: Handle  # the message; what `finish` has returned, once it has run
+    handle: Handle  # the message; once `finish` has run, what it has returned, or its error
     finish: Callable[[], Handle | None] | None  # None once it has begun
+    running: threading.Lock = attrs.field(factory=threading.Lock)  # held while it runs
 
     def wait(self) -> None:
         self.handle.wait()
@@ -94,25 +97,50 @@ class _After:
         self.handle.wait()
 
     def is_done(self) -> bool:
-        if self.handle.is_done():
-            self.handle.wait()  # its error, and its end for the trace
-            self._run()
-        return self.finish is None and self.handle.is_done()
+        if not self.handle.is_done():
+            return False
+        self.handle.wait()  # its error, and its end for the trace
+        self._run()
+        return self.handle.is_done()
 
     def wait_for(self, seconds: float) -> bool:
         until_s = time.monotonic() + seconds
-        while self.handle.wait_for(until_s - time.monotonic()):
-            if self.finish is None:
-                return True
-            self.handle.wait()
-            self._run()
-        return False
+        if not self.handle.wait_for(seconds):
+            return False
+        self.handle.wait()
+        self._run()
+        return self.handle.wait_for(until_s - time.monotonic())
 
     def _run(self) -> None:
-        finish, self.finish = self.finish, None
-        if finish is not None:
-            with torch.no_grad():
-                self.handle = finish() or DONE
+        with self.running:
+            try:
+                finish, self.finish = self.finish, None
+                if finish is not None:
+                    with torch.no_grad():
+                        self.handle = finish() or DONE
+            except Exception as error:
+                self.handle = _Failed(error)
+                raise
+            except BaseException:
+                self.handle = _Failed(CollectiveFailed("what follows a message was interrupted on this rank."))
+                raise
+
+
+@final
+@attrs.frozen(eq=False)
+class _Failed:
+    """The handle of what is over, and not well."""
+
+    error: Exception
+
+    def wait(self) -> None:
+        raise self.error
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait_for(self, seconds: float) -> bool:
+        return True
 
 
 @attrs.frozen(eq=False)
