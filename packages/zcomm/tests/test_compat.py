@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from datetime import timedelta
 
@@ -62,7 +63,7 @@ def test_without_a_default_group_or_a_clone_there_is_a_plain_answer(monkeypatch:
 def rank_makes_a_link(key: str) -> tuple[list[float], str]:
     """A link moves bytes, knows a barrier, and breaks on both ends when one breaks it."""
     rank = dist.get_rank()
-    link = compat.gloo_link(key, rank, 2, timeout_s=60.0)
+    link = compat.gloo_link(key, rank, 2, connect_s=20.0, timeout_s=60.0)
     tensor = torch.full((2,), float(rank))
     compat.link_broadcast(link, tensor, 1).wait()
     compat.link_barrier(link).wait()
@@ -81,4 +82,18 @@ def test_a_link_is_gloo_without_a_group_and_can_be_broken() -> None:
 
 def test_a_link_without_a_default_group_says_so() -> None:
     with pytest.raises(RuntimeError, match="store cannot be had"):
-        compat.gloo_link("test", 0, 2, timeout_s=1.0)
+        compat.gloo_link("test", 0, 2, connect_s=1.0, timeout_s=1.0)
+
+
+def rank_waits_for_a_link(key: str) -> tuple[bool, float]:
+    """A peer that does not come costs `connect_s`; one that does, and then is late, `timeout_s`."""
+    began_s, rank = time.monotonic(), dist.get_rank()
+    with pytest.raises(RuntimeError):
+        compat.gloo_link(f"{key} {rank}", rank, 2, connect_s=0.2, timeout_s=300.0)
+    is_soon = time.monotonic() - began_s < 60
+    link = compat.gloo_link(key, rank, 2, connect_s=20.0, timeout_s=77.0)
+    return is_soon, link.options._timeout.total_seconds()
+
+
+def test_a_link_gives_up_connecting_before_it_gives_up_a_message() -> None:
+    assert run_ranks(rank_waits_for_a_link, 2, "late") == [(True, 77.0)] * 2

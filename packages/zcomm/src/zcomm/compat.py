@@ -49,10 +49,11 @@ def clone_store(store: Any) -> Any:
     return store if clone is None else clone()
 
 
-def gloo_link(key: str, rank: int, size: int, timeout_s: float) -> Any:
+def gloo_link(key: str, rank: int, size: int, *, connect_s: float, timeout_s: float) -> Any:
     """A Gloo back end that torch's table of groups does not know: it ends with the last reference.
 
-    A collective of `size` processes that meet at `key` in the default group's store.  Raises RuntimeError.
+    A collective of `size` processes that meet at `key` in the default group's store.  Raises RuntimeError, if they do
+    not meet, after `connect_s`; messages have `timeout_s`.  A torch that cannot change the limit has the second only.
     """
     store = default_store()
     if store is None:
@@ -60,7 +61,11 @@ def gloo_link(key: str, rank: int, size: int, timeout_s: float) -> Any:
     make: Any = getattr(dist, "ProcessGroupGloo", None)
     if make is None:
         raise RuntimeError("this version of torch has no Gloo")
-    return make(PrefixStore(key, store), rank, size, timeout=timedelta(seconds=timeout_s))
+    if not hasattr(make, "set_timeout"):
+        return make(PrefixStore(key, store), rank, size, timeout=timedelta(seconds=timeout_s))
+    link = make(PrefixStore(key, store), rank, size, timeout=timedelta(seconds=connect_s))
+    link.set_timeout(timedelta(seconds=timeout_s))
+    return link
 
 
 def link_broadcast(link: Any, tensor: Any, root: int) -> Any:

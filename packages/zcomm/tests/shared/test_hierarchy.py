@@ -349,29 +349,38 @@ def test_a_wait_can_be_interrupted_and_a_forked_child_is_refused() -> None:
     assert run_ranks(rank_forks, 4) == [7] * 4
 
 
-def rank_cannot_connect() -> tuple[str, str, float]:
+def rank_0_cannot_join(how: str) -> tuple[str, str, float]:
+    """One rank alone: its peers, on this host and on the other, do not wait for the time limit of the group."""
     from zcomm.shared.network import Network
+    from zcomm.shared.segment import Offer
 
     on_hosts()
-    if dist.get_rank() in (1, 3):
 
-        def refuse(*_: object, **__: object) -> None:
-            raise RuntimeError("no route to host today")
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no memory today") if how == "memory" else RuntimeError("no route to host today")
 
-        Network.open = refuse  # type: ignore[assignment]
+    if dist.get_rank() == 0:
+        setattr(*((Offer, "accept") if how == "memory" else (Network, "open")), refuse)
+    group = dist.new_group(timeout=timedelta(seconds=300 if how == "memory" else 8))
     tensor = torch.ones(4)
-    zcomm.all_reduce(tensor)
-    return zcomm.transport(), zcomm.transport_reason(), tensor[0].item()
+    zcomm.all_reduce(tensor, group)
+    return zcomm.transport(group), zcomm.transport_reason(group), tensor[0].item()
 
 
 def fail() -> None:
     raise ValueError("on purpose")
 
 
-def test_hosts_that_cannot_connect_use_gloo_together() -> None:
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("memory", "rank 0: cannot reach the memory of rank 1 (no memory today)"),
+        ("network", "rank 0: cannot reach its peers on other hosts (no route to host today)"),
+    ],
+)
+def test_if_one_rank_cannot_join_both_levels_all_use_gloo(how: str, reason: str) -> None:
     try:
-        reason = "rank 1: cannot reach its peers on other hosts (no route to host today)"
-        assert run_ranks(rank_cannot_connect, 4) == [("gloo", reason, 4.0)] * 4
+        assert run_ranks(rank_0_cannot_join, 4, how) == [("gloo", reason, 4.0)] * 4
     finally:
         with pytest.raises(RankFailed):  # ranks that were broken for good must not be used again
             run_ranks(fail, 4)

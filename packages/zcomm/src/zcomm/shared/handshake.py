@@ -6,7 +6,8 @@ taken.  The verdict is a pure function of what all said, so all come to the same
 group's own Gloo back end as fixed-length JSON.
 
 In a group with ranks on several hosts the ranks of each host meet in memory, and those of equal index connect over
-Gloo before the second round, so that a connection which does not come about is a reason like any other.
+Gloo after the second round, when nobody is missing whom they would wait for.  A third says whether all could connect;
+they give up well before its time limit, so a connection which does not come about is a reason like any other.
 
 Rejected: deciding from environment variables alone (nothing says that ranks have the same), a store (groups made by
 torch do not show theirs).
@@ -19,7 +20,7 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import attrs
 import torch
@@ -89,6 +90,9 @@ class Linked:
         self.network.close()
 
 
+_Held = TypeVar("_Held", Members, Linked)
+
+
 class TransportRefused(RuntimeError):
     """A rank insists on shared memory, and the group cannot have it."""
 
@@ -96,7 +100,7 @@ class TransportRefused(RuntimeError):
 def agree(group: ProcessGroup, rank: int, size: int, timeout_s: float) -> Members | Linked | str:
     """A collective over Gloo: the members of a group that shares memory, or the reason why it uses Gloo.
 
-    timeout_s: how long a connection between hosts, and then each message over it, may take.
+    timeout_s: how long a message between hosts may take.
     Raises TransportRefused on every rank if one of them has ZCOMM_TRANSPORT=shared and it cannot be.
     """
     segment, obstacle = _control_segment()
@@ -182,19 +186,24 @@ class _Meeting:
 
 
 def _met_by_all(group: ProcessGroup, meeting: _Meeting, timeout_s: float) -> Members | Linked | str:
-    """The second round: what this rank has, if every rank reached all that it must, else why not."""
-    met: Members | Linked | None
-    members, problem = met, problem = _met(library(), meeting)
-    if members is not None and meeting.places.num_hosts > 1:
-        met, problem = _linked(group, meeting, members, timeout_s)
-    reason = "the second round failed"  # unless it does not
+    """The further rounds: what this rank has, if every rank reached all that it must, else why not."""
+    size = len(meeting.said)
+    members = _held_by_all(group, size, *_met(library(), meeting))
+    if isinstance(members, str) or meeting.places.num_hosts == 1:
+        return members
+    return _held_by_all(group, size, *_linked(group, meeting, members, timeout_s))
+
+
+def _held_by_all(group: ProcessGroup, size: int, held: _Held | None, problem: str) -> _Held | str:
+    """One round: what this rank holds, if every rank holds its own, else why not; then it lets go."""
+    reason = "a round failed"  # unless it does not
     try:
-        problems = gathered(problem, group, len(meeting.said))
+        problems = gathered(problem, group, size)
         reason = next((f"rank {number}: {text}" for number, text in enumerate(problems) if text), "")
     finally:
-        if met is not None and reason:
-            met.close()
-    return reason if met is None or reason else met
+        if held is not None and reason:
+            held.close()
+    return reason if held is None or reason else held
 
 
 def _met(found: Library, meeting: _Meeting) -> tuple[Members | None, str]:
@@ -209,8 +218,9 @@ def _met(found: Library, meeting: _Meeting) -> tuple[Members | None, str]:
             assert offer is not None
             members.controls.append(meeting.own.memory if is_own else offer.accept(found))
     except OSError as error:
+        missed = here[len(members.controls)]
         members.close()
-        return None, f"cannot reach the memory of rank {here[len(members.controls)]} ({error})"[:300]
+        return None, f"cannot reach the memory of rank {missed} ({error})"[:300]
     return members, ""
 
 

@@ -22,6 +22,8 @@ from zcomm.shared.failure import SharedMemoryFailed
 
 __all__ = ["Network", "Traffic"]
 
+_CONNECT_S = 30.0  # most that connecting may take; the ranks begin together, and tell each other how it went
+
 
 @final
 @attrs.frozen(eq=False)
@@ -57,8 +59,13 @@ class Network:
 
     @classmethod
     def open(cls, key: str, ranks: tuple[int, ...], host: int, timeout_s: float) -> Network:
-        """A collective of `ranks`, which all give the same key.  Raises RuntimeError if they do not connect."""
-        return cls(compat.gloo_link(f"zcomm/{key}", host, len(ranks), timeout_s), ranks, host)
+        """A collective of `ranks`, which all give the same key.
+
+        timeout_s: of a message.  Raises RuntimeError if they do not connect, well before that time has passed.
+        """
+        connect_s = min(_CONNECT_S, timeout_s / 4)
+        link = compat.gloo_link(f"zcomm/{key}", host, len(ranks), connect_s=connect_s, timeout_s=timeout_s)
+        return cls(link, ranks, host)
 
     @property
     def size(self) -> int:
