@@ -150,6 +150,34 @@ def test_what_comes_after_may_be_another_message() -> None:
     assert chain.is_done(), "a look goes on with what can go on"
 
 
+class Helped(FakeWork):
+    """A work that is over at the third time it is helped; says for how long that was asked each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_s: list[float] = []
+
+    def help_for(self, seconds: float) -> bool:
+        self.asked_s.append(seconds)
+        return len(self.asked_s) > 2
+
+
+@pytest.mark.parametrize("helped", [False, True])
+def test_waiting_for_a_while_ends_when_the_world_is_condemned(helped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Helped() if helped else FakeWork()
+    handle = start(call_on(torch.zeros(1)), lambda: work, (), async_op=True)
+    assert not handle.wait_for(0.0)
+    monkeypatch.setattr(handles.doctor, "is_condemned", lambda: True)
+    assert handle.wait_for(0.0)
+    assert handle.wait_for(1000.0)
+
+
+def test_waiting_for_ever_is_help_for_a_little_while_again_and_again() -> None:
+    work = Helped()
+    assert start(call_on(torch.zeros(1)), lambda: work, (), async_op=True).wait_for(float("inf"))
+    assert work.asked_s == [0.1, 0.1, 0.1]
+
+
 def test_waiting_for_a_while_says_whether_it_is_over() -> None:
     assert zcomm.DONE.wait_for(0.0)
     work, after = FakeWork(), []

@@ -256,17 +256,19 @@ def start(
 
 
 _PAUSE_S = 5e-5  # between two looks
+_HELP_S = 0.1  # at most, before a look whether the world is condemned
 
 
 def _is_over_by(until_s: float, part: Any) -> bool:
     """Wait until then at most.  Shared memory is helped along; the others go on by themselves and are looked at."""
     helps = getattr(part, "help_for", None)
-    if helps is not None:
-        return bool(helps(until_s - time.monotonic()))
-    while not part.is_completed():
+    while not (part.is_completed() if helps is None else helps(min(_HELP_S, until_s - time.monotonic()))):
+        if doctor.is_condemned():
+            return True  # `wait` raises
         if time.monotonic() >= until_s:
             return False
-        time.sleep(_PAUSE_S)
+        if helps is None:
+            time.sleep(_PAUSE_S)
     return True
 
 

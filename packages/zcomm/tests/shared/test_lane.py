@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import linecache
+import os
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
+import torch
 
 from zcomm.shared.failure import SharedMemoryFailed
-from zcomm.shared.lane import Lane, Step
+from zcomm.shared.lane import Lane, Step, Task
 
 CLOSED = "this rank has closed the group."
 
@@ -169,3 +176,133 @@ def test_closing_says_whether_something_was_under_way() -> None:
     found.join()
     assert log == []
     assert not found.tasks
+
+
+def interrupted_wait(task: Task, at_line: int) -> bool:
+    """Wait with a KeyboardInterrupt at the n-th line of the lane's that is run; False if there are fewer.
+
+    Not at a `with`: Python itself sees to it that no signal comes between its two halves and what is in it.
+    """
+    lines = iter(range(at_line + 1))
+
+    def trace(frame: FrameType, event: str, _argument: object) -> object:
+        if frame.f_globals["__name__"] != Lane.__module__:
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not line.startswith("with ") and next(lines, None) == at_line:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        task.wait()
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+
+
+def test_an_interruption_at_any_line_leaves_no_other_thread_waiting() -> None:
+    for at_line in range(1000):
+        found, log = lane()
+        task = found.issue(steps(log, "a"))
+        if not interrupted_wait(task, at_line):
+            break
+        outcomes: list[str] = []
+
+        def wait_again(task: Task = task, outcomes: list[str] = outcomes) -> None:
+            try:
+                task.wait()
+                outcomes.append("done")
+            except SharedMemoryFailed as error:
+                outcomes.append(str(error))
+
+        thread = threading.Thread(target=wait_again, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert outcomes in (["done"], ["it was interrupted on this rank between two of its steps."]), at_line
+    assert at_line > 30, "there are so many lines"
+    assert log == ["a0", "a1"]
+
+
+def test_closing_while_another_thread_carries_out_ends_its_wait_without_a_mishap() -> None:
+    for is_late in (False, True):
+        found, log = lane()
+        is_begun, may_end, outcomes = threading.Event(), threading.Event(), []
+
+        def slow(is_begun: threading.Event = is_begun, may_end: threading.Event = may_end) -> Iterator[Step]:
+            is_begun.set()
+            yield FakeStep(lambda: may_end.wait(20))
+
+        task, later = found.issue(slow()), found.issue(steps(log, "b"))
+
+        def wait(task: Task = task, outcomes: list[str] = outcomes) -> None:
+            try:
+                task.wait()
+                outcomes.append("done")
+            except BaseException as error:
+                outcomes.append(repr(error))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert is_begun.wait(20)
+        if is_late:
+            threading.Timer(0.1, may_end.set).start()
+        assert found.close(CLOSED)
+        found.join()
+        may_end.set()
+        thread.join(20)
+        assert outcomes == ["done"]
+        assert not found.tasks
+        with pytest.raises(SharedMemoryFailed, match="this rank has closed the group"):
+            later.wait()
+        assert log == []
+
+
+def test_after_a_failure_no_tensor_is_held_though_the_tasks_are() -> None:
+    found, _ = lane()
+    tensors = [torch.zeros(10), torch.zeros(10)]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+
+    def holding(tensor: torch.Tensor) -> Iterator[Step]:
+        yield FakeStep(raises(SharedMemoryFailed("rank 3 has died.")))
+        tensor.add_(1)
+
+    failing, queued = (found.issue(holding(tensor), label="g") for tensor in tensors)
+    tensors.clear()
+    with pytest.raises(SharedMemoryFailed, match=r"^rank 3 has died\.$"):
+        failing.wait()
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+    for _ in range(2):
+        with pytest.raises(SharedMemoryFailed, match=r"^rank 3 has died\.$"):
+            failing.wait()
+        with pytest.raises(SharedMemoryFailed, match="since 'g'"):
+            queued.wait()
+
+
+def test_a_forked_child_neither_carries_out_nor_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, log = lane()
+    parent, task = os.getpid(), found.issue(steps(log, "a"))
+    done = found.issue(steps([], "b"))
+    found.news.acquire()  # as a thread of the parent may have, at the fork
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    outcomes: list[object] = []
+
+    def look() -> None:
+        outcomes.extend([task.is_completed(), task.help_for(100.0)])
+        with pytest.raises(SharedMemoryFailed, match=f"was forked from process {parent}, which is the member"):
+            task.wait()
+        outcomes.append(done.is_done)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert outcomes == [True, True, False]
+    assert log == []
+    found.news.release()
+    monkeypatch.undo()
+    task.wait()
+    assert log == ["a0", "a1"]

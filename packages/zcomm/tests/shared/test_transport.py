@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 import zcomm
 from zcomm.shared import native, registry
-from zcomm.shared.transport import Message
+from zcomm.shared.transport import Message, Transport
 from zcomm.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(bool(native.reason_without()), reason=native.reason_without())
@@ -210,6 +212,37 @@ def rank_computes_meanwhile() -> bool:
 
 def test_an_asynchronous_collective_ends_without_a_wait() -> None:
     assert all(run_ranks(rank_computes_meanwhile, 2))
+
+
+class SlowLibrary:
+    """In place of the one in C: nothing is ever over."""
+
+    def __init__(self) -> None:
+        self.lib, self.asked_ms = self, list[int]()
+
+    def zs_wait(self, _group: object, _ticket: int, limit_ms: int) -> int:
+        self.asked_ms.append(limit_ms)
+        time.sleep(limit_ms * 1e-3)
+        return 0
+
+
+def rank_helps(seconds: float) -> int:
+    zcomm.barrier()
+    found = registry.transport_of(None)
+    assert isinstance(found, Transport)
+    library = found.library
+    slow: Any = SlowLibrary()
+    found.library = slow
+    try:
+        assert not found.help_for(1, seconds)
+    finally:
+        found.library = library
+    return sum(slow.asked_ms)
+
+
+def test_help_ends_with_the_time_that_was_given() -> None:
+    assert run_ranks(rank_helps, 2, 0.0) == [1, 1]
+    assert all(asked_ms <= 151 for asked_ms in run_ranks(rank_helps, 2, 0.15))
 
 
 def rank_drops_the_handle() -> None:

@@ -225,3 +225,32 @@ def rank_forks_and_the_child_cleans_up() -> None:
 
 def test_a_child_that_cleans_up_does_not_close_its_parents_group() -> None:
     run_ranks(rank_forks_and_the_child_cleans_up, 2)
+
+
+def rank_forks_meanwhile(hosts: str) -> int:
+    """The child looks after the handle it has inherited while the parent's collective waits for rank 3."""
+    os.environ["ZCOMM_HOST"] = hosts[dist.get_rank()]
+    zcomm.barrier()
+    tensor, rank = torch.ones(1000), dist.get_rank()
+    if rank == 3:
+        dist.barrier()
+    handle = zcomm.all_reduce(tensor, async_op=True)
+    child = os.fork()
+    if child == 0:
+        is_over = handle.is_done() and handle.wait_for(1000.0)
+        try:
+            handle.wait()
+        except zcomm.CollectiveFailed as error:
+            os._exit(7 if is_over and f"was forked from process {os.getppid()}" in str(error) else 8)
+        os._exit(9)
+    _, status = os.waitpid(child, 0)
+    if rank != 3:
+        dist.barrier()
+    handle.wait()
+    assert tensor.eq(4).all()
+    return os.waitstatus_to_exitcode(status)
+
+
+@pytest.mark.parametrize("hosts", ["AAAA", "AABB"])
+def test_a_forked_child_cannot_wait_for_a_handle_of_its_parents(hosts: str) -> None:
+    assert run_ranks(rank_forks_meanwhile, 4, hosts)[:3] == [7] * 3

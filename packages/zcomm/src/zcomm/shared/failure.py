@@ -7,6 +7,7 @@ world and its process, and the call.  The kinds are numbered as in csrc/zs_api.h
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,19 @@ import attrs
 from zcomm.handles import named
 from zcomm.shared.names import OPS, REDUCTIONS, dtype_name
 
-__all__ = ["Kind", "Report", "SharedMemoryFailed", "Wish", "describe"]
+__all__ = ["Kind", "Report", "SharedMemoryFailed", "Wish", "describe", "forked_from"]
 
 
 class SharedMemoryFailed(RuntimeError):
     """A collective through shared memory ended in an error.  `zcomm` raises CollectiveFailed in its place."""
+
+
+def forked_from(pid: int) -> str:
+    """What a forked child is told that uses a group of its parent's."""
+    return (
+        f"process {os.getpid()} was forked from process {pid}, which is the member of this group. Communicate in the "
+        "parent, or join a world of the child's own."
+    )
 
 
 class Kind(enum.IntEnum):

@@ -29,15 +29,17 @@ class Hierarchy:
 
     levels: Levels
     lane: Lane
-    pid: int  # of the process that is the member: a forked child is not
 
     @classmethod
     def of(cls, levels: Levels) -> Hierarchy:
-        def give_up() -> None:
-            levels.network.hang_up()
-            levels.memory.give_up()
+        pid = os.getpid()
 
-        return cls(levels, Lane(give_up), os.getpid())
+        def give_up() -> None:
+            if os.getpid() == pid:
+                levels.network.hang_up()
+                levels.memory.give_up()
+
+        return cls(levels, Lane(give_up))
 
     @property
     def memory(self) -> Transport:
@@ -74,7 +76,7 @@ class Hierarchy:
 
         In a forked child it does nothing.
         """
-        if os.getpid() != self.pid:
+        if os.getpid() != self.lane.pid:
             return
         if self.lane.close("this rank has closed the group."):
             self.levels.network.hang_up()

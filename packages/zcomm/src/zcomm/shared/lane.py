@@ -4,7 +4,8 @@ A collective in two levels is a generator: it issues a step, yields it, and goes
 steps of one collective must come in one order on all ranks, and so must the collectives; so each group has one
 lane, which carries out the first in its queue and nothing else, whatever handle is waited for.  Who carries it out is
 as in csrc/zs_engine.c: whoever waits, or the lane's thread where the caller goes on computing.  A wait that
-is interrupted leaves the collective where it was, for the next that comes.
+is interrupted leaves the collective where it was, for the next that comes.  A forked child is no such next: the
+connections are its parent's, and so may be the lock.
 
 Rejected: the second level at the wait of its own handle, since ranks may wait in different orders; a thread for all,
 which makes every synchronous call pay for two hand-overs.
@@ -12,6 +13,7 @@ which makes every synchronous call pay for two hand-overs.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ from typing import Protocol, final
 import attrs
 
 from zcomm import doctor
-from zcomm.shared.failure import SharedMemoryFailed
+from zcomm.shared.failure import SharedMemoryFailed, forked_from
 
 __all__ = ["Lane", "Step", "Task"]
 
@@ -53,7 +55,12 @@ class Task:
         self.lane.wait(self)
 
     def is_completed(self) -> bool:
-        return self.is_done or bool(self.lane.failure)
+        """Whether `wait` would return, or raise, at once."""
+        return self.is_done or self.lane.is_over()
+
+    def drop(self) -> None:
+        """Let go of the tensors: it will not be carried out any further."""
+        self.steps, self.pending = iter(()), None
 
     def help_for(self, seconds: float) -> bool:
         """Whether it is over, well or not, within that time.  The thread does the work."""
@@ -65,16 +72,17 @@ class Task:
 class Lane:
     """The queue of one group.
 
-    Invariant: `failure`, once set, stays; then nothing is carried out any more.
+    Invariant: `failure`, once set, stays; then nothing new is begun, and what ends is dropped with all that waits.
     """
 
     at_failure: Callable[[], None]  # tells the other ranks
     tasks: deque[Task] = attrs.field(factory=deque)
     num_issued: int = 0
     num_wanted: int = 0  # tasks up to this number are the thread's to carry out
-    is_busy: bool = False  # somebody carries out the first task
+    turn: _Turn | None = None  # of whoever carries out the first task
     failure: str = ""  # why the group is unusable
-    failed: Task | None = None  # the one that failed
+    failed: tuple[int, str] | None = None  # number and label of the task that failed
+    pid: int = attrs.field(factory=os.getpid)  # of the process that may use it: a forked child may not
     thread: threading.Thread | None = None  # made when there is something for it
     news: threading.Condition = attrs.field(factory=threading.Condition)  # guards all above
 
@@ -91,25 +99,23 @@ class Lane:
 
     def wait(self, task: Task) -> None:
         """Return when the task is done, carrying out what is before it and itself.  Raises SharedMemoryFailed."""
-        while True:
-            with self.news:
-                if task.is_done:
-                    return
-                self._check(task)
-                is_ours = not self.is_busy
-                self.is_busy = True
-                if not is_ours:
-                    self.news.wait(_NAP_S)
-            if is_ours:
-                self._carry_out_first()
-            elif doctor.is_condemned():
+        while not task.is_done:
+            if os.getpid() != self.pid:
+                raise SharedMemoryFailed(forked_from(self.pid))
+            if not self._take_turn(lambda: self._is_wanted(task)) and doctor.is_condemned():
                 raise SharedMemoryFailed("given up, because a collective has failed on another rank.")
 
     def await_thread(self, task: Task, seconds: float) -> bool:
         """Let the thread carry out what is before a task and itself, for that long at most; whether it is over."""
+        if task.is_completed():
+            return True
         with self.news:
             self._leave_to_thread(task)
             return self.news.wait_for(task.is_completed, max(0.0, seconds))
+
+    def is_over(self) -> bool:
+        """Whether nothing is carried out any more, or not in this process."""
+        return bool(self.failure) or os.getpid() != self.pid
 
     def close(self, reason: str) -> bool:
         """Let nothing further begin.  Whether something was under way, whose step the caller must end."""
@@ -124,7 +130,8 @@ class Lane:
         thread, self.thread = self.thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-        self.tasks.clear()
+        with self.news:
+            self._drop_all()
 
     def _leave_to_thread(self, task: Task) -> None:
         """With the lock held."""
@@ -138,45 +145,98 @@ class Lane:
 
     def _serve(self) -> None:
         """The thread."""
-        while True:
-            with self.news:
-                while not self.failure and (self.is_busy or not self.tasks or self.tasks[0].number > self.num_wanted):
-                    self.news.wait()
-                if self.failure:
-                    return
-                self.is_busy = True
-            self._carry_out_first()
+        while not self.failure:
+            self._take_turn(self._await_wanted)
 
-    def _carry_out_first(self) -> None:
-        """By whoever has set `is_busy`."""
-        task, outcome = self.tasks[0], _Outcome(is_over=False)
+    def _await_wanted(self) -> bool:
+        """With the lock held: wait until the first task is the thread's to carry out; False if none is any more."""
+        while not self.failure and (
+            self.turn is not None or not self.tasks or self.tasks[0].number > self.num_wanted
+        ):
+            self.news.wait()
+        return not self.failure
+
+    def _is_wanted(self, task: Task) -> bool:
+        """With the lock held: whether a task has still to be carried out.  Raises SharedMemoryFailed."""
+        if not task.is_done:
+            self._check(task)
+        return not task.is_done
+
+    def _take_turn(self, is_wanted: Callable[[], bool]) -> bool:
+        """Carry out the first task if that `is_wanted`; False if somebody else is at it, after a little while.
+
+        [Note: interruptions] One may come between any two lines.  So whoever takes the turn knows it before it is
+        taken, and gives it back once more if the first time was interrupted.
+        """
+        turn: _Turn | None = None
         try:
-            outcome = _carried_out(task)
+            try:
+                with self.news:
+                    if not is_wanted():
+                        return True
+                    if self.turn is not None:
+                        self.news.wait(_NAP_S)
+                        return False
+                    turn = _Turn(self.tasks[0])
+                    self.turn = turn
+                turn.outcome = _carried_out(turn.task)
+                if turn.outcome.error and not self.failure:
+                    self.at_failure()
+            finally:
+                self._end(turn)
+        except KeyboardInterrupt:
+            self._end(turn)
+            raise
+        return True
+
+    def _end(self, turn: _Turn | None) -> None:
+        """Give a turn back.  May be called again."""
+        with self.news:
+            if turn is None or self.turn is not turn:
+                return
+            task, outcome = turn.task, turn.outcome
             if outcome.error and not self.failure:
-                self.at_failure()
-        finally:
-            with self.news:
-                self.is_busy = False
-                if outcome.error:
-                    self.failure, self.failed = self.failure or outcome.error, self.failed or task
-                    self.tasks.clear()
-                elif outcome.is_over:
-                    task.is_done = True
-                    self.tasks.popleft()
-                self.news.notify_all()
+                self.failure, self.failed = outcome.error, (task.number, task.label)
+            if outcome.is_over and not outcome.error:
+                task.is_done = True
+            if self.failure:
+                self._drop_all()
+                task.drop()
+            elif task.is_done and self.tasks and self.tasks[0] is task:
+                self.tasks.popleft()
+            self.turn = None
+            self.news.notify_all()
+
+    def _drop_all(self) -> None:
+        """With the lock held, after a failure: let go of what waits, and leave to its turn what is carried out."""
+        while self.tasks:
+            task = self.tasks.popleft()
+            if self.turn is None or self.turn.task is not task:
+                task.drop()
 
     def _check(self, task: Task | None) -> None:
         """With the lock held: raise if the group is unusable."""
-        if self.failure:
-            is_later = self.failed is not None and self.failed is not task
-            since = repr(self.failed.label) if self.failed and self.failed.label else "an earlier collective"
-            raise SharedMemoryFailed(self.failure + (f" The group is unusable since {since}." if is_later else ""))
+        if not self.failure:
+            return
+        number, label = self.failed or (0, "")
+        is_later = number > 0 and (task is None or task.number != number)
+        since = f" The group is unusable since {repr(label) if label else 'an earlier collective'}."
+        raise SharedMemoryFailed(self.failure + (since if is_later else ""))
 
 
 @attrs.frozen
 class _Outcome:
     is_over: bool  # done, or failed
     error: str = ""
+
+
+@final
+@attrs.define(eq=False)
+class _Turn:
+    """Somebody's, to carry out a task."""
+
+    task: Task
+    outcome: _Outcome = _Outcome(is_over=False)
 
 
 def _carried_out(task: Task) -> _Outcome:

@@ -19,7 +19,7 @@ import attrs
 from torch import Tensor
 
 from zcomm import doctor
-from zcomm.shared.failure import Report, SharedMemoryFailed, describe
+from zcomm.shared.failure import Report, SharedMemoryFailed, describe, forked_from
 from zcomm.shared.handshake import Members
 from zcomm.shared.names import DTYPES, OPS, REDUCTIONS
 from zcomm.shared.native import Library
@@ -144,10 +144,12 @@ class Transport:
 
     def help_for(self, ticket: int, seconds: float) -> bool:
         """Help with the collective until it is over, well or not, or the time is."""
-        self._check_process()
+        if self._is_inherited():
+            return True  # `wait` raises at once
         until_s = time.monotonic() + seconds
-        while not self.library.lib.zs_wait(self.handle, ticket, max(1, min(_WAIT_MS, round(1e3 * seconds)))):
-            if time.monotonic() >= until_s:
+        while not self.library.lib.zs_wait(self.handle, ticket, round(max(1, min(_WAIT_MS, 1e3 * seconds)))):
+            seconds = until_s - time.monotonic()
+            if seconds <= 0:
                 return False
         return True
 
@@ -170,7 +172,7 @@ class Transport:
             self.library.lib.zs_give_up(self.handle)
 
     def is_done(self, ticket: int) -> bool:
-        return bool(self.library.lib.zs_is_done(self.handle, ticket))
+        return self._is_inherited() or bool(self.library.lib.zs_is_done(self.handle, ticket))
 
     def is_closed(self) -> bool:
         return self.members is None
@@ -212,11 +214,12 @@ class Transport:
             raise SharedMemoryFailed("this rank has closed the group.")
 
     def _check_process(self) -> None:
-        if os.getpid() != self.pids[self.rank]:
-            raise SharedMemoryFailed(
-                f"process {os.getpid()} was forked from process {self.pids[self.rank]}, which is the member of this "
-                "group. Communicate in the parent, or join a world of the child's own."
-            )
+        if self._is_inherited():
+            raise SharedMemoryFailed(forked_from(self.pids[self.rank]))
+
+    def _is_inherited(self) -> bool:
+        """Whether this is a forked child of the member, which may not wait: the lock in C may be its parent's."""
+        return os.getpid() != self.pids[self.rank]
 
     def _forget(self) -> None:
         """Let go of the tensors of calls that have ended.  With the lock held."""
