@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zcomm
+from zcomm import compat
 from zcomm.testing import run_ranks
 
 
@@ -56,3 +58,35 @@ def test_runs_and_their_mates_cut_a_group_both_ways() -> None:
     found = run_ranks(_sums, 4)
     assert found[0] == [(1, 4, 1, 1111, 1111), (2, 2, 11, 101, 11), (4, 1, 1111, 1, 1111)]
     assert found[3] == [(1, 4, 1000, 1111, 1111), (2, 2, 1100, 1010, 1100), (4, 1, 1111, 1000, 1111)]
+
+
+def _orders() -> list[list[int]]:
+    """The ranks of twins, runs and mates of groups whose ranks do not ascend."""
+    rank = dist.get_rank()
+    everyone = dist.new_group([3, 1, 0, 2], sort_ranks=False)
+    made = [zcomm.twin(everyone), zcomm.run(2, everyone), zcomm.run_mates(2, everyone)]
+    made += [zcomm.twin(made[1]), zcomm.twin(zcomm.run_mates(2, everyone))]
+    some = dist.new_group([2, 0, 1], sort_ranks=False)
+    if rank != 3:
+        made.append(zcomm.twin(some))
+    whole = torch.empty(4)
+    zcomm.all_gather(whole, torch.tensor([float(rank)]), made[0])
+    assert whole.tolist() == [3.0, 1.0, 0.0, 2.0]
+    total = torch.tensor([10.0**rank])
+    zcomm.all_reduce(total, made[3])
+    assert total.item() == sum(10.0**other for other in dist.get_process_group_ranks(made[3]))
+    return [dist.get_process_group_ranks(group) for group in made]
+
+
+@pytest.mark.skipif(not compat._KEEPS_ORDER, reason="this torch sorts the ranks of a group")
+def test_all_keep_the_order_of_the_ranks() -> None:
+    found = run_ranks(_orders, 4)
+    assert found[0] == [[3, 1, 0, 2], [0, 2], [3, 0], [0, 2], [3, 0], [2, 0, 1]]
+    assert found[3] == [[3, 1, 0, 2], [3, 1], [3, 0], [3, 1], [3, 0]]
+
+
+def test_where_torch_would_sort_the_ranks_an_order_of_their_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_KEEPS_ORDER", False)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    with pytest.raises(ValueError, match=r"cannot be made of ranks \[3, 1\] in this order: torch .* sorts them"):
+        compat.new_group([3, 1])

@@ -9,6 +9,8 @@ answer is the caller's own figure, and a test fails loudly when a new torch move
 from __future__ import annotations
 
 import contextlib
+import inspect
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +34,25 @@ def group_timeout_s(group: Any, device: Any, otherwise: float) -> float:
     except (AttributeError, RuntimeError):
         return otherwise
     return timeout.total_seconds() if isinstance(timeout, timedelta) else otherwise
+
+
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
+def new_group(ranks: Sequence[int]) -> Any:
+    """A group of these ranks of the world, in this order: a collective of them alone, of all if they are all.
+
+    Raises ValueError for ranks that do not ascend where torch would sort them.
+    """
+    ordered, size = sorted(ranks), dist.get_world_size()
+    if list(ranks) == ordered:
+        return dist.new_group(None if len(ranks) == size else ordered, use_local_synchronization=len(ranks) != size)
+    if not _KEEPS_ORDER:
+        raise ValueError(
+            f"a group cannot be made of ranks {list(ranks)} in this order: torch {torch.__version__} sorts them. "
+            "Start from a group whose ranks ascend."
+        )
+    return dist.new_group(list(ranks), use_local_synchronization=len(ranks) != size, sort_ranks=False)
 
 
 def default_store() -> Any:

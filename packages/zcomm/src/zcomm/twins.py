@@ -6,6 +6,8 @@ that go when they are there) keep their order each by itself, but not between th
 
 Runs cut a group into equal parts of consecutive ranks: the ranks of one host, or those that hold one copy of a model.
 
+All keep the order of the ranks of the group that they are made from, where slices are counted by it.
+
 Each is made when it is first asked for and kept with the group it came from: torch names groups after their ranks,
 and one that is made again under the same name meets what the first has left in the store.
 """
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from zcomm import compat
 from zcomm.collectives import barrier, group_rank, group_size
 from zcomm.shared import registry
 
@@ -27,12 +30,13 @@ def twin(group: ProcessGroup | None = None) -> ProcessGroup | None:
     """The second group of the ranks of `group`, in the same order; None at world size 1.
 
     A collective of those ranks when it is first asked for.  It ends when torch's default group does.
+    Raises ValueError, as `run` and `run_mates` do, where torch would sort the ranks of a group that do not ascend.
     """
     if group_size(group) == 1:
         return None
     kin = registry.kin(group)
     if "twin" not in kin:
-        second = _made(_ranks(group))
+        second = compat.new_group(_ranks(group))
         kin["twin"] = second
         for each in (group, second):  # a group's first collective waits for all: not where orders may cross
             barrier(each, label="twins")
@@ -66,14 +70,8 @@ def run_mates(size: int, group: ProcessGroup | None = None) -> ProcessGroup | No
 def _kept(group: ProcessGroup | None, name: str, ranks: Sequence[int]) -> ProcessGroup:
     kin = registry.kin(group)
     if name not in kin:
-        kin[name] = _made(ranks)
+        kin[name] = compat.new_group(ranks)
     return kin[name]
-
-
-def _made(ranks: Sequence[int]) -> ProcessGroup:
-    everyone = len(ranks) == dist.get_world_size()
-    made: ProcessGroup = dist.new_group(None if everyone else list(ranks), use_local_synchronization=not everyone)
-    return made
 
 
 def _ranks(group: ProcessGroup | None) -> list[int]:
