@@ -108,6 +108,17 @@ def test_two_hops_leave_every_rank_its_own_slice_within_the_bounds() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"all_gather_quantized 'w': message has 5 elements of torch.uint8; 8 elem"):
         zcomm.all_gather_quantized(torch.empty(8), torch.empty(5, dtype=torch.uint8), label="w")
+    message, room = BlockCode().encode(torch.ones(32)), torch.empty(300, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"all_gather_quantized 'w': output of shape \[4, 8\].* is not contiguous"):
+        zcomm.all_gather_quantized(torch.empty(8, 4).t(), message, label="w")
+    for received in (room[1:261], room[:259], room.view(torch.int8)[:260]):
+        with pytest.raises(
+            ValueError, match=r"all_gather_quantized 'w': received has .* have 260 of torch.uint8, at"
+        ):
+            zcomm.all_gather_quantized(torch.empty(32), message, received=received, label="w")
+    output = torch.empty(32)
+    zcomm.all_gather_quantized(output, message, received=room[4:264])
+    assert output.eq(1).all()
     with pytest.raises(ValueError, match=r"reduce_scatter_quantized 'g': 8 elements of torch.int64 cannot be quant"):
         zcomm.reduce_scatter_quantized(torch.zeros(8).long(), torch.zeros(8).long(), label="g")
     with pytest.raises(ValueError, match=r"reduce_scatter_quantized 'g': input has 8 elements, output has 4"):

@@ -48,12 +48,13 @@ def all_gather_quantized(
     """Decode every rank's `message` into `output`, in the order of the ranks; the wait decodes.
 
     message: (code.num_bytes(n),) uint8, from `code.encode` of this rank's n elements.
-    output: (size * n,) of a floating-point dtype; every rank, the sender too, sees the decoded values.
-    received: (size * message.numel(),) uint8 to receive into, if the caller keeps one.
+    output: (size * n,) contiguous, of a floating-point dtype; every rank, the sender too, sees the decoded values.
+    received: (size * message.numel(),) uint8 to receive into, if the caller keeps one; at a multiple of 4 bytes.
     Each element is within `code.relative_error` of its block's largest magnitude.
     Raises ValueError naming the call if the tensors do not fit together.
     """
     size = group_size(group)
+    checks.dense("all_gather_quantized", label, "output", output)
     _fits("all_gather_quantized", label, output, size)
     numel = output.numel() // size
     if message.numel() != code.num_bytes(numel) or message.dtype is not torch.uint8:
@@ -62,6 +63,7 @@ def all_gather_quantized(
             f"{numel} elements in {code.bits} bits are {code.num_bytes(numel)} of torch.uint8, made by code.encode."
         )
     all_codes = message.new_empty(size * message.numel()) if received is None else received
+    _holds_messages(label, all_codes, size * message.numel())
     handle = all_gather(all_codes, message, group, async_op=async_op, label=label)
 
     def finish() -> None:
@@ -162,6 +164,18 @@ def _finishing(handle: Handle, finish: Callable[[], Handle | None], *, async_op:
         return work
     work.wait()
     return DONE
+
+
+def _holds_messages(label: str, received: Tensor, num_bytes: int) -> None:
+    """Raise unless messages can be received in `received`, and their scales be read there."""
+    checks.dense("all_gather_quantized", label, "received", received)
+    is_aligned = received.storage_offset() % 4 == 0
+    if received.numel() != num_bytes or received.dtype is not torch.uint8 or not is_aligned:
+        raise ValueError(
+            f"{named('all_gather_quantized', label)}: received has {received.numel()} elements of {received.dtype} "
+            f"at element {received.storage_offset()} of its storage; it must have {num_bytes} of torch.uint8, at a "
+            "multiple of 4, because float32 scales are read there."
+        )
 
 
 def _fits(op: str, label: str, tensor: Tensor, size: int) -> None:
