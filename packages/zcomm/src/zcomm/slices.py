@@ -2,8 +2,9 @@
 
 `all_to_all` cuts into equal slices.  Where what goes from rank to rank differs, and everybody knows the whole table
 of sizes, two ways lead there.  Through shared memory the slices are padded to the longest: memory is ten times as
-fast as Gloo, so a few times the bytes still pay.  Over NCCL or Gloo slices have their own sizes.  The ranks choose
-alike, because a group's transport is decided for all of its ranks.
+fast as Gloo, so a few times the bytes still pay.  Over NCCL or Gloo slices have their own sizes, also in a group with
+ranks on several hosts, whose all_to_all is Gloo's.  The ranks choose alike, because a group's transport is decided
+for all of its ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from zcomm import checks
 from zcomm.collectives import all_to_all, group_rank, group_size
 from zcomm.handles import Call, named, start
 from zcomm.shared import registry
+from zcomm.shared.names import is_carried
+from zcomm.shared.transport import Transport
 
 __all__ = ["exchange_slices"]
 
@@ -36,7 +39,7 @@ def exchange_slices(
     _check(label, input, numels, size, rank)
     if size == 1:
         return input.clone()
-    if input.is_cpu and registry.transport_of(group) is not None:
+    if _goes_through_memory(input, group):
         return _padded(input, numels, group, label)
     received = [row[rank] for row in numels]
     output = input.new_empty(sum(received))
@@ -55,6 +58,15 @@ def exchange_slices(
         group=group,
     )
     return output
+
+
+def _goes_through_memory(input: Tensor, group: ProcessGroup | None) -> bool:
+    """Whether `all_to_all` would copy between the ranks of one host, and send nothing."""
+    return (
+        input.is_cpu
+        and is_carried(input.dtype, reduced=False)
+        and isinstance(registry.transport_of(group), Transport)
+    )
 
 
 def _padded(input: Tensor, numels: Sequence[Sequence[int]], group: ProcessGroup | None, label: str) -> Tensor:
