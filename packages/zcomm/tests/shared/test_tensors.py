@@ -64,6 +64,24 @@ def test_ranks_that_ask_for_different_things_are_told_so() -> None:
         assert "rank 0 asks for 10 of torch.float32, rank 1 for 11 of torch.float32" in text
 
 
+def rank_asks_for_what_no_other_host_does(numels: tuple[int, int]) -> str:
+    rank = zcomm.group_rank()
+    os.environ["ZCOMM_HOST"] = "AABB"[rank]
+    with pytest.raises(zcomm.CollectiveFailed) as caught:
+        zcomm.shared_empty(numels[rank // 2], torch.int8)
+    total = zcomm.shared_empty(10).fill_(1)
+    zcomm.all_reduce(total)
+    assert total.eq(4).all(), "the group can be used"
+    return str(caught.value)
+
+
+@needs_extension
+@pytest.mark.parametrize("numels", [(10, 20), (10, 0)])
+def test_hosts_that_ask_for_different_things_are_told_so(numels: tuple[int, int]) -> None:
+    for text in run_ranks(rank_asks_for_what_no_other_host_does, 4, numels):
+        assert f"rank 0 asks for 10 of torch.int8, rank 2 for {numels[1]} of torch.int8" in text
+
+
 def rank_has_no_memory() -> tuple[int, float]:
     zcomm.barrier()
     create, before = Segment.create, num_mappings()

@@ -8,15 +8,18 @@ that they have already, and map the others'.  Every rank must get what it asked 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zcomm.collectives import group_size
 from zcomm.handles import CollectiveFailed
+from zcomm.shared.lane import Step
 from zcomm.shared.registry import Carrier, transport_of
 from zcomm.shared.segment import Memory, Offer, Segment
 from zcomm.shared.transport import Message, SharedMemoryFailed, Transport
@@ -35,16 +38,17 @@ def shared_empty(numel: int, dtype: torch.dtype = torch.float32, group: ProcessG
     what the other ranks have mapped of it, as long as theirs or until the group is closed.  A forked child shares it
     with its parent.
 
-    Raises CollectiveFailed on every rank, naming both, if two ranks ask for different things; ValueError for a
-    negative length.
+    Raises CollectiveFailed on every rank, naming both, if two ranks of the group, on whatever host, ask for different
+    things; ValueError for a negative length.
     """
     if numel < 0:
         raise ValueError(f"shared_empty: numel is {numel}; it must be 0 or more.")
     found = None if group_size(group) == 1 else transport_of(group)
-    if found is None or numel == 0:
+    if found is None:
         return torch.zeros(numel, dtype=dtype)
     try:
-        return _made(found, numel, dtype)
+        _agree(found, dist.get_process_group_ranks(group), numel, dtype)
+        return _made(found, numel, dtype) if numel else torch.zeros(0, dtype=dtype)
     except SharedMemoryFailed as error:
         raise CollectiveFailed(f"shared_empty({numel}, {dtype}) failed: {error}") from error
 
@@ -58,12 +62,11 @@ def _made(carrier: Carrier, numel: int, dtype: torch.dtype) -> Tensor:
         segment = Segment.create(transport.library, nbytes, lambda: transport.drop_segment(number))
     except OSError as error:
         problem = str(error)[:100]
-    wish = {"numel": numel, "dtype": str(dtype), "offer": None if segment is None else attrs.asdict(segment.offer())}
+    offer = None if segment is None else attrs.asdict(segment.offer())
     try:
-        said = _exchanged(carrier, {**wish, "problem": problem})
-        _check_agreement(transport, said)
+        said = _exchanged(carrier.issue_here, len(transport.ranks), {"offer": offer, "problem": problem})
         memories, problem = _mapped(transport, said, segment)
-        problems = _exchanged(carrier, problem)
+        problems = _exchanged(carrier.issue_here, len(transport.ranks), problem)
     finally:
         if segment is not None:
             segment.seal()
@@ -73,12 +76,14 @@ def _made(carrier: Carrier, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(segment.memory.buffer, dtype=dtype, count=numel)
 
 
-def _check_agreement(transport: Transport, said: list[dict[str, Any]]) -> None:
+def _agree(carrier: Carrier, ranks: Sequence[int], numel: int, dtype: torch.dtype) -> None:
+    """Compare what all ranks of the group, which are `ranks` of the world, ask for."""
+    said = _exchanged(carrier.issue, len(ranks), [numel, str(dtype)])
     for place, each in enumerate(said):
-        if (each["numel"], each["dtype"]) != (said[0]["numel"], said[0]["dtype"]):
+        if each != said[0]:
             raise SharedMemoryFailed(
-                f"rank {transport.ranks[0]} asks for {said[0]['numel']} of {said[0]['dtype']}, "
-                f"rank {transport.ranks[place]} for {each['numel']} of {each['dtype']}."
+                f"rank {ranks[0]} asks for {said[0][0]} of {said[0][1]}, "
+                f"rank {ranks[place]} for {each[0]} of {each[1]}."
             )
 
 
@@ -96,11 +101,13 @@ def _mapped(transport: Transport, said: list[dict[str, Any]], own: Segment | Non
         return [], str(error)[:100]
 
 
-def _exchanged(carrier: Carrier, value: Any) -> list[Any]:
-    """Every rank's small JSON value, on this host, through the transport itself."""
+def _exchanged(issue: Callable[[Message], Step | None], size: int, value: Any) -> list[Any]:
+    """The small JSON values of the `size` ranks that `issue` reaches, through the transport itself."""
     data = json.dumps(value, ensure_ascii=False).encode(errors="replace")
     assert len(data) <= _MESSAGE_BYTES, f"{len(data)} bytes of JSON"
     mine = torch.frombuffer(bytearray(data.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
-    output = torch.empty(len(carrier.memory.ranks) * _MESSAGE_BYTES, dtype=torch.uint8)
-    carrier.issue_here(Message("all_gather", output, mine, label="shared_empty")).wait()
+    output = torch.empty(size * _MESSAGE_BYTES, dtype=torch.uint8)
+    step = issue(Message("all_gather", output, mine, label="shared_empty"))
+    assert step is not None, "bytes are carried"
+    step.wait()
     return [json.loads(bytes(row.tolist())) for row in output.view(-1, _MESSAGE_BYTES)]
