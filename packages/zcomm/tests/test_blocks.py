@@ -34,6 +34,24 @@ def test_every_element_is_within_the_bound_of_its_block(code: BlockCode, scale: 
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_bound_holds_up_to_the_largest_number(code: BlockCode, dtype: torch.dtype) -> None:
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    for top in (largest, -largest, largest * (1 - 1e-7), largest / 1.001):
+        values = (torch.linspace(-1, 1, 300, dtype=torch.float64) * top).to(dtype)
+        decoded = _decoded(code, values)
+        assert decoded.isfinite().all()
+        assert bool(((decoded.double() - values.double()).abs() <= _bound(code, values)).all())
+
+
+def test_what_float32_cannot_hold_counts_as_infinite() -> None:
+    values = torch.ones(16, dtype=torch.float64)
+    values[3] = 1e39
+    decoded = _decoded(BlockCode(block=8), values, torch.float64)
+    assert decoded.isfinite().tolist() == [False] * 8 + [True] * 8
+
+
+@pytest.mark.parametrize("code", CODES, ids=str)
 def test_codes_come_back_as_they_were(code: BlockCode) -> None:
     """What has been decoded once is exact from then on: nothing drifts when it is sent again."""
     once = _decoded(code, torch.randn(1000))

@@ -4,6 +4,8 @@ A block of consecutive elements shares one float32 scale, its largest magnitude 
 the nearest whole multiple of it.  So the error of an element is at most half a scale: a 254th (a 14th) of the largest
 magnitude *of its block*, which is why blocks are short: one outlier spoils 256 elements, not a tensor.
 
+Numbers are taken as float32: of a wider dtype, what is beyond its range counts as infinite, as any cast has it.
+
 A message is bytes: the codes of all blocks, then their scales.  One message instead of two is one collective instead
 of two, and messages can be cut at whole ranks.  Zeros are exact.  A block with an infinity or NaN has a scale that is
 not finite, and all of it arrives not finite: an overflow is seen on the other side, only not at which element.
@@ -55,6 +57,11 @@ class BlockCode:
         that is decoded into rounds.
         """
         return 0.5 / self.levels
+
+    @property
+    def _largest_scale(self) -> float:
+        """A scale above, which rounding can make of a finite magnitude, would decode to infinity."""
+        return torch.finfo(torch.float32).max / self.levels * (1 - 2.0**-22)
 
     def num_bytes(self, numel: int) -> int:
         """Bytes of the message for `numel` elements; a last block that is not full is sent in full."""
@@ -121,6 +128,7 @@ class BlockCode:
         blocks = whole.view(-1, self.block)
         low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)  # NaN wins; aminmax is 15x as slow
         torch.maximum(-low, high, out=scales).div_(self.levels).clamp_(min=_SMALLEST)
+        scales.masked_fill_((scales > self._largest_scale) & scales.isfinite(), self._largest_scale)
         numbers = torch.div(blocks, scales).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
         codes.copy_(numbers.view(torch.uint8) if self.bits == 8 else self._packed(numbers))
 
