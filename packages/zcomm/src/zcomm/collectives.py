@@ -6,7 +6,8 @@ synchronous call is the asynchronous one and its wait; there is no second path.
 
 A label names one use of a collective, in errors and traces.  It has to be the same on all ranks, as size and dtype
 have: inside a host that shares memory, and everywhere with ZCOMM_VERIFY=1, ranks that give different ones are told
-that they disagree, which is how a collective that one rank skipped is found before its numbers are mixed up with the next's.
+that they disagree, which is how a collective that one rank skipped is found before its numbers are mixed up with the
+next's.
 
 `group=None` is the default group where torch.distributed is initialised and a world of one where it is not, so
 a script without any launcher runs the same code.
