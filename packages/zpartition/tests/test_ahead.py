@@ -10,8 +10,8 @@ from torch import Tensor
 
 import zpartition
 from zcomm.testing import run_ranks
-from zpartition import Offload, Speculation, Tier
-from zpartition.testing import backward, differing, fingerprint, make, train
+from zpartition import Offload, Speculation, Tier, ZeroPolicy
+from zpartition.testing import Net, backward, differing, fingerprint, make, train
 
 HOST = Offload(states=Tier.HOST)
 AHEAD = Offload(states=Tier.HOST, speculation=Speculation.LAST_BACKWARD)
@@ -106,6 +106,93 @@ def test_what_changes_between_backward_and_step_is_seen(touch: str) -> None:
         assert retracted > 0
 
 
+class Scribbling(torch.optim.SGD):
+    """Writes into the gradients that it is given, where no version counter sees it, as fused kernels do."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.data.add_(param.data, alpha=0.5)
+                    param.data.add_(param.grad, alpha=-group["lr"])
+
+
+def _ended(offload: Offload, make_optimizer: Any, between: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients that are inspected, and the masters after two steps with something in between."""
+    model = Net(torch.bfloat16)
+    optimizer = make_optimizer(model.parameters())
+    policy = ZeroPolicy(stage=1, bucket_numel=3000, offload=offload)
+    partition = zpartition.shard(model, optimizer, policy=policy)
+    state = {**optimizer.state_dict(), "state": {}}
+    inspected: list[Tensor] = []
+    for step in range(2):
+        if between == "two last backwards":
+            backward(partition, model, 7 + step, 1)
+            partition.finish_gradients()
+        backward(partition, model, step, 1)
+        inspected += [kept.clone() for kept in partition.finish_gradients()]
+        if between == "option":
+            optimizer.param_groups[0]["lr"] *= 0.5
+        elif between == "weights" and step == 0:
+            model.last.bias.data.fill_(0.25)
+            partition.synchronise()
+        elif between == "gathered" and step == 0:
+            with zpartition.gathered(model.last, modifier_rank=0):
+                model.last.bias.data.fill_(0.25)
+        elif between == "state dict":
+            optimizer.load_state_dict(state)
+        if between in ("weights", "gathered", "state dict") and step == 0:
+            partition.zero_grad()
+        else:
+            partition.apply(optimizer.step)
+            partition.zero_grad()
+    masters = [storage.master.detach().clone() for storage in partition.storages]
+    partition.close()
+    return inspected, masters
+
+
+@pytest.mark.parametrize("between", ["nothing", "option", "two last backwards", "weights", "gathered", "state dict"])
+def test_gradients_stay_what_was_reduced_and_edits_are_not_undone(between: str) -> None:
+    for make_optimizer in (
+        lambda params: Scribbling(params, lr=0.1),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    ):
+        found = [_ended(offload, make_optimizer, between) for offload in (HOST, AHEAD)]
+        for plain, ahead in zip(*found, strict=True):
+            assert all(map(torch.equal, plain, ahead))
+
+
+def test_a_wait_that_is_interrupted_can_be_gone_through_again() -> None:
+    model, _, partition = make(AHEAD, 0, torch.float32)
+    before = [storage.master.detach().clone() for storage in partition.storages]
+    backward(partition, model, 0, 1)
+    index, future = next(iter(partition.ahead.futures.items()))  # type: ignore[attr-defined]
+
+    class Once:
+        """Ctrl-C comes while it is waited for the first time."""
+
+        was_asked = False
+
+        def cancel(self) -> bool:
+            if not self.was_asked:
+                self.was_asked = True
+                raise KeyboardInterrupt
+            return future.cancel()
+
+        def exception(self) -> Any:
+            return future.exception()
+
+    partition.ahead.futures[index] = Once()  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        partition.zero_grad()
+    partition.zero_grad()
+    assert all(torch.equal(storage.master, old) for storage, old in zip(partition.storages, before))
+    partition.close()
+
+
 def test_between_backward_and_step_people_see_what_was() -> None:
     model, optimizer, partition = make(AHEAD, 0, torch.float32)
     train(partition, model, optimizer, range(1), 1)
@@ -131,4 +218,22 @@ def test_an_optimizer_that_fails_fails_in_the_step() -> None:
         partition.apply(scaled.step)
     partition.zero_grad()
     assert all(torch.equal(storage.master, old) for storage, old in zip(partition.storages, before))
+    partition.close()
+
+
+class Reading(torch.optim.AdamW):
+    """Says of itself that it does not write into gradients."""
+
+    keeps_gradients = True
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, Reading])
+def test_what_is_kept_to_be_put_back_is_planned(make_optimizer: Any) -> None:
+    model = Net(torch.bfloat16)
+    optimizer = make_optimizer(model.parameters())
+    policy = ZeroPolicy(stage=1, bucket_numel=3000, offload=AHEAD)
+    planned = zpartition.plan(model, policy=policy, world_size=1, optimizer=make_optimizer).elsewhere
+    partition = zpartition.shard(model, optimizer, policy=policy)
+    train(partition, model, optimizer, range(0, 4, 2), 1)
+    assert partition.ledger()["host rollback"] == planned["host rollback"]
     partition.close()

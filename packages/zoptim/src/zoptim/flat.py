@@ -57,6 +57,7 @@ class FlatOptimizer(Contract):
     # The update of an element reads that element only: shards may cut anywhere.
     elementwise: ClassVar[bool] = True
     counts_on_device: ClassVar[bool] = True  # `step` lives beside the parameter
+    keeps_gradients: ClassVar[bool] = True  # a step only reads `p.grad`: whoever steps ahead need not copy it
     _rule: ClassVar[int]  # of the kernels, see job.Rule
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:

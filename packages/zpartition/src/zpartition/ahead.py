@@ -9,7 +9,9 @@ the verdict is there, compares what was assumed with what is true: the divisor, 
 and that nobody has touched the gradients in between.  What was assumed rightly is published; everything else is put
 back bit for bit and stepped in the ordinary way.  A step that is left out never asks, and `retract` puts all back.
 
-It costs a copy of the host's masters and states ("rollback" in the ledger), and reading and writing it.
+It costs a copy of the host's masters and states ("rollback" in the ledger), and reading and writing it; and, for an
+optimizer that may write into gradients (torch's fused ones leave them divided), a copy of one bucket's at a time: what
+is inspected afterwards, and perhaps stepped again, is what was reduced.
 
 Rejected.  Computing the old values from the new ones (not exact); two sets of states used in turn (optimizers update
 in place); speculation on disk, where `discard` would do, but every wrong guess writes everything twice.
@@ -17,6 +19,8 @@ in place); speculation on disk, where `discard` would do, but every wrong guess 
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, final
@@ -25,9 +29,10 @@ import attrs
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from zpartition import _compat
-from zpartition.homes import Home
+from zpartition.homes import Home, OnHost
 from zpartition.mover import Mover
 from zpartition.offload import Tier
 
@@ -132,8 +137,13 @@ def running(
 ) -> Ahead:
     """A thread that steps `buckets`, hooked into their gradients."""
     made = Running(buckets, optimizer, scaled, assume, mover)
-    for bucket in buckets:
+    for index, bucket in enumerate(buckets):
         bucket.gradient.ahead = made
+        if isinstance(bucket.home, OnHost):
+            bucket.home.ahead = functools.partial(made.retract, index)
+    retract_all = weakref.WeakMethod(made.retract_all)  # the optimizer may outlive the partition
+    made.hooks.append(optimizer.register_state_dict_pre_hook(lambda _: _call(retract_all)))
+    made.hooks.append(optimizer.register_load_state_dict_pre_hook(lambda *_: _call(retract_all)))
     return made
 
 
@@ -142,7 +152,8 @@ def running(
 class Running(Ahead):
     """Steps buckets on the host in a thread of its own.
 
-    Invariant: a bucket whose future exists belongs to the thread until it is done; `retract` and `join` wait.
+    Invariants: a bucket whose future exists belongs to the thread until it is done; `retract` and `join` wait.  While
+    the thread works no master has a gradient but the one that it steps.
     """
 
     buckets: Sequence[Bucket]  # by index
@@ -151,24 +162,37 @@ class Running(Ahead):
     assume: Callable[[], Tensor | None]  # the divisor that is expected
     mover: Mover
     is_open: bool = False
-    divisor: Tensor | None = None  # that was assumed
+    divisor: Tensor | None = None  # that was assumed, on the host: valid behind the mark of any gradient
+    scratch: Tensor | None = None  # what the thread steps with where an optimizer may write into gradients
     options: list[dict[str, Any]] = attrs.field(factory=list)  # of the parameter groups, when it was
     futures: dict[int, Future[None]] = attrs.field(factory=dict)
     undos: dict[int, _Undo] = attrs.field(factory=dict)  # kept over steps
     num_confirmed: int = 0
     num_retracted: int = 0
+    hooks: list[RemovableHandle] = attrs.field(factory=list)  # of the optimizer's state dicts
     thread: ThreadPoolExecutor = attrs.field(factory=lambda: ThreadPoolExecutor(1, "zpartition-ahead"))
 
     @property
     def num_bytes(self) -> int:  # type: ignore[override]
-        return sum(undo.num_bytes for undo in self.undos.values())
+        own = 0 if self.scratch is None else self.scratch.nbytes
+        return own + sum(undo.num_bytes for undo in list(self.undos.values()))
 
     def begin(self) -> None:
+        self.retract_all()  # of an earlier backward that was not the last
+        for bucket in self.buckets:
+            bucket.master.grad = None  # `finish_gradients` shows what there is, when all of it is there
+        divisor = self.assume()
+        self.divisor = None if divisor is None else self._on_host(divisor.detach())
+        self.options = _options(self.optimizer)
         self.is_open = True
-        if not self.futures:
-            divisor = self.assume()
-            self.divisor = None if divisor is None else divisor.detach().clone()
-            self.options = _options(self.optimizer)
+
+    def _on_host(self, divisor: Tensor) -> Tensor:
+        """A copy that the thread can read without a word to the device, whose streams it does not know."""
+        if divisor.is_cpu:
+            return divisor.clone()
+        host = self.mover.empty(divisor.numel(), divisor.dtype).view(divisor.shape)
+        self.mover.fetch(host, divisor, 1.0)
+        return host
 
     def settled(self, index: int) -> None:
         bucket = self.buckets[index]
@@ -183,8 +207,7 @@ class Running(Ahead):
         """In the thread: one bucket, when its gradient has come to the host."""
         self.mover.wait_for(mark)
         undo.save(self.optimizer, master)
-        divides_gradients = not getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        master.grad = kept.clone() if divides_gradients and self.divisor is not None else kept
+        master.grad = self._readable(kept)
         before = getattr(self.scaled, "grad_scale", None)
         try:
             if self.divisor is not None:
@@ -195,12 +218,25 @@ class Running(Ahead):
                 self.scaled.grad_scale = before
             master.grad = None
 
+    def _readable(self, kept: Tensor) -> Tensor:
+        """The gradient for an optimizer that reads it; a copy for one that may write into it."""
+        if getattr(self.optimizer, "keeps_gradients", False):
+            return kept
+        if self.scratch is None or self.scratch.numel() < kept.numel() or self.scratch.dtype != kept.dtype:
+            self.scratch = torch.empty_like(kept)
+        copy = self.scratch[: kept.numel()]
+        copy.copy_(kept)
+        return copy
+
     def retract(self, index: int) -> None:
-        future = self.futures.pop(index, None)
-        if future is not None and not future.cancel():
+        future = self.futures.get(index)
+        if future is None:
+            return
+        if not future.cancel():
             future.exception()  # waits; a step that failed here fails again where it is asked for
             self.undos[index].restore(self.optimizer, self.buckets[index].master)
             self.num_retracted += 1
+        del self.futures[index]  # last: whoever interrupts the wait (Ctrl-C) leaves what can be retracted again
 
     def join(self) -> None:
         self.is_open = False
@@ -241,8 +277,17 @@ class Running(Ahead):
 
     def close(self) -> None:
         self.retract_all()
+        for hook in self.hooks:
+            hook.remove()
         self.thread.shutdown()
         self.undos.clear()
+        self.scratch = None
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Unless its object is gone."""
+    if (alive := method()) is not None:
+        alive()
 
 
 def _value(divisor: Tensor | None) -> float:

@@ -8,6 +8,7 @@ steps, and reading makes a copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, final
 
 import attrs
@@ -70,18 +71,29 @@ IN_PLACE: Home = InPlace()
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class OnHost(InPlace):
     """In CPU memory of its own; torch keeps an optimizer's states beside the master."""
 
     mover: Mover
+    ahead: Callable[[], None] = lambda: None  # takes back what was stepped ahead of the verdict (ahead.py)
     tier = Tier.HOST
 
     def adopt(self, master: Parameter) -> None:
         master.data = self.mover.empty(master.numel(), master.dtype)
 
     def refresh(self, master: Parameter, weights: Tensor) -> None:
+        self.ahead()
         master.data.copy_(weights)
 
     def publish(self, master: Parameter, weights: Tensor) -> None:
+        self.ahead()
         self.mover.send(weights, master.data)
+
+    def values(self, master: Parameter) -> Tensor:
+        self.ahead()
+        return master.data
+
+    def write(self, master: Parameter, start: int, part: Tensor) -> None:
+        self.ahead()
+        super().write(master, start, part)

@@ -131,6 +131,7 @@ def plan(
         padding=sum((_resting_numel(b) - _used(b)) * b.dtype.itemsize for b in buckets),
         elsewhere={
             **_elsewhere([b for b in trained.buckets if b in away], policy, sizes, device),
+            **_rollback([b for b in trained.buckets if b in away], policy, sizes, _copies_gradients(optimizer)),
             **_shelved(shelved, set(trained.buckets), policy, device),
         },
     )
@@ -152,12 +153,26 @@ def _elsewhere(
     accumulators = sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in away)
     found = {f"{host} accumulators": accumulators}
     if policy.offload.states is Tier.HOST:
-        speculates = policy.offload.speculation is not Speculation.OFF
-        rollback = {"host rollback": sum(masters) + sum(states)} if speculates else {}
-        return {f"{host} masters": sum(masters), **found, "host states": sum(states), **rollback}
+        return {f"{host} masters": sum(masters), **found, "host states": sum(states)}
     on_disk = {"disk masters": 2 * sum(masters), "disk states": 2 * sum(states)}  # what counts, and what is written
     together = _most_together([b.span_numel for b in away], policy.offload)
     return {**found, **on_disk, "host step buffers": together * (_paged(max(masters)) + _paged(max(states)))}
+
+
+def _rollback(
+    away: list[Bucket], policy: ZeroPolicy, state_bytes: Mapping[torch.dtype, float], copies: bool
+) -> dict[str, int]:
+    """What was there before an update ahead of the verdict, and the gradient that it reads."""
+    if not away or policy.offload.speculation is Speculation.OFF:
+        return {}
+    kept = sum(round(b.span_numel * (policy.master_for(b.dtype).itemsize + state_bytes[b.dtype])) for b in away)
+    scratch = max(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in away)
+    return {"host rollback": kept + (scratch if copies else 0)}
+
+
+def _copies_gradients(make: Callable[[list[Parameter]], torch.optim.Optimizer] | None) -> bool:
+    """Whether the optimizer may write into gradients (see ahead.py)."""
+    return make is None or not getattr(make([Parameter(torch.zeros(1))]), "keeps_gradients", False)
 
 
 def _shelved(shelved: list[Bucket], trained: set[Bucket], policy: ZeroPolicy, device: str) -> dict[str, int]:
