@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from zpartition import Offload, Tier
+from zpartition import Offload, Tier, make_state
 from zpartition.testing import differing, fingerprint, make, train
 
 
@@ -33,6 +33,12 @@ def test_state_dicts_go_both_ways(tmp_path: Path) -> None:
     optimizer.load_state_dict(copy.deepcopy(expected))
     assert not any(master in optimizer.state for master in on_disk)
     assert not [name for name in differing(before, fingerprint(partition, model)) if name.startswith("exp_avg")]
+    optimizer.load_state_dict({**copy.deepcopy(expected), "state": {}})
+    assert not optimizer.state_dict()["state"]
+    train(partition, model, optimizer, range(4, 5), 1)
+    assert optimizer.state_dict()["state"]
+    make_state(optimizer, partition.holders, lambda name: {}).hand_over()  # a checkpoint from before the first step
+    assert not optimizer.state_dict()["state"]
     partition.close()
     assert not optimizer._optimizer_state_dict_pre_hooks
     apart.close()

@@ -121,6 +121,45 @@ def test_a_state_that_is_refused_leaves_the_one_that_was_there(disk: Disk, coded
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+def test_what_an_undone_first_step_has_made_serves_the_next(disk: Disk) -> None:
+    home, master, optimizer, _ = make(disk)
+    taken = []
+    for is_undone in (True, True, False):
+        before = home.contents
+        memory, transfers = home.begin_reading()
+        for transfer in transfers:
+            transfer.wait()
+        home.install(optimizer, master, memory)
+        master.grad = torch.ones(NUMEL)
+        optimizer.step()
+        kept, transfers = home.put_back(optimizer, master)
+        for transfer in transfers:
+            transfer.wait()
+        disk.give_back(kept)
+        if is_undone:
+            home.put_out(optimizer, master, before)
+            disk.store.discard()
+            assert not home.state(optimizer, master)
+        else:
+            disk.store.commit()
+        taken.append(disk.store.allocated_bytes)
+    assert taken[0] == taken[1] == taken[2]
+    assert home.state(optimizer, master)["step"] == 1
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "coded"])
+def test_a_cleared_state_begins_anew(disk: Disk, coded_momentum: Any, kind: str) -> None:
+    home, master, optimizer, _ = make(disk, torch.optim.AdamW if kind == "AdamW" else coded_momentum)
+    home.clear(optimizer, master)  # nothing is there: nothing happens
+    step(home, master, optimizer, torch.ones(NUMEL))
+    once = portable(home.state(optimizer, master))
+    home.clear(optimizer, master)
+    assert not home.state(optimizer, master)
+    step(home, master, optimizer, torch.ones(NUMEL))
+    again = portable(home.state(optimizer, master))
+    assert all(torch.equal(once[key], again[key]) for key in once)
+
+
 def test_a_staged_master_counts_from_publish_on(disk: Disk) -> None:
     home, master, _, weights = make(disk)
     staged = home.stage()

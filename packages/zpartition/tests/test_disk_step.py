@@ -14,6 +14,7 @@ import zcomm
 from zcomm.testing import run_ranks
 from zpartition import Offload, Tier
 from zpartition.disk.files import BlockFile
+from zpartition.disk.folder import Folder
 from zpartition.testing import backward, differing, fingerprint, make, train
 
 
@@ -45,7 +46,7 @@ def _step_that_fails(offload: Offload, where: str) -> tuple[str, list[str], list
 def _break(patch: pytest.MonkeyPatch, where: str, optimizer: Any) -> None:
     calls = []
 
-    def full(self: BlockFile, *args: Any) -> None:
+    def full(self: Any, *args: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def stops(*args: Any, step: Any = optimizer.step) -> None:
@@ -61,6 +62,8 @@ def _break(patch: pytest.MonkeyPatch, where: str, optimizer: Any) -> None:
 
     if where == "write":
         patch.setattr(BlockFile, "write", full)
+    elif where == "journal":
+        patch.setattr(Folder, "write_next", full)
     elif where == "read":
         patch.setattr(BlockFile, "read", damaged)
     else:
@@ -68,7 +71,8 @@ def _break(patch: pytest.MonkeyPatch, where: str, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "told"), [("write", "DiskFull"), ("read", "DiskCorrupt"), ("step", "ArithmeticError")]
+    ("where", "told"),
+    [("write", "DiskFull"), ("journal", "DiskFull"), ("read", "DiskCorrupt"), ("step", "ArithmeticError")],
 )
 def test_trouble_of_one_rank_leaves_all_of_them_where_they_were(where: str, told: str, tmp_path: Path) -> None:
     results = run_ranks(_step_that_fails, 2, Offload(states=Tier.DISK, directory=str(tmp_path), ratio=0.8), where)

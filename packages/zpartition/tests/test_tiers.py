@@ -15,6 +15,7 @@ from zcomm.testing import run_ranks
 from zpartition import Offload, Speculation, Tier
 from zpartition.disk import DiskStore
 from zpartition.testing import differing, fingerprint, make, train
+from zpartition.tiers import open_store
 
 
 def fail(partition: zpartition.Partition, model: nn.Module, dtype: torch.dtype) -> None:
@@ -96,6 +97,19 @@ def _together(directory: str) -> list[str]:
 def test_offload_goes_with_shard_groups_and_quantised_gathers(tmp_path: Path) -> None:
     for wrong in run_ranks(_together, 4, str(tmp_path)):
         assert not wrong
+
+
+def test_a_fork_that_ends_leaves_the_files_to_its_parent(tmp_path: Path) -> None:
+    store = open_store(Offload(states=Tier.DISK, directory=str(tmp_path)), None)
+    if (child := os.fork()) == 0:
+        del store
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    store.allocate("something", 10)
+    assert store.commit() == 1
+    store.close(remove=True)
+    assert not os.listdir(tmp_path)
 
 
 def test_files_go_with_the_partition_and_a_killed_run_s_with_the_next(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ class StagedState:
 
     optimizer: torch.optim.Optimizer
     held: list[tuple[Holder, dict[str, torch.Tensor]]]  # zeros, to be read into
+    bare: list[Holder]  # those of which nothing will be kept
 
     def shards(self) -> Iterator[tuple[str, Shard]]:
         """(state key, shard) to read into, addressed as `state_shards` does it."""
@@ -75,6 +76,8 @@ class StagedState:
             ValueError: the optimizer finds that something is missing.
         """
         self.optimizer.state.clear()
+        for holder in self.bare:
+            holder.clear(self.optimizer)
         while self.held:
             holder, state = self.held.pop(0)  # freed as it is taken
             holder.give(self.optimizer, dict(state))
@@ -92,7 +95,7 @@ def make_state(
     else on the CPU.
     """
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    staged = StagedState(optimizer, [])
+    staged = StagedState(optimizer, [], [])
     for holder in holders:
         group = group_of[id(holder.tensor)]
         beside = group.get("fused") or group.get("capturable") or getattr(optimizer, "counts_on_device", False)
@@ -108,6 +111,8 @@ def make_state(
                 state[key] = torch.zeros_like(holder.tensor.data, dtype=dtype)
         if state:
             staged.held.append((holder, state))
+        else:
+            staged.bare.append(holder)
     return staged
 
 

@@ -10,8 +10,8 @@ and that nobody has touched the gradients in between.  What was assumed rightly 
 back bit for bit and stepped in the ordinary way.  A step that is left out never asks, and `retract` puts all back.
 
 It costs a copy of the host's masters and states ("rollback" in the ledger), and reading and writing it; and, for an
-optimizer that may write into gradients (torch's fused ones leave them divided), a copy of one bucket's at a time: what
-is inspected afterwards, and perhaps stepped again, is what was reduced.
+optimizer that may write into gradients (torch's fused ones leave them divided), a copy of one bucket's at a time:
+what is inspected afterwards, and perhaps stepped again, is what was reduced.
 
 Rejected.  Computing the old values from the new ones (not exact); two sets of states used in turn (optimizers update
 in place); speculation on disk, where `discard` would do, but every wrong guess writes everything twice.

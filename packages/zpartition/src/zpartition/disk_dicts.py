@@ -41,6 +41,8 @@ def hook_dicts(optimizer: torch.optim.Optimizer, places: Sequence[tuple[OnDisk, 
             entry = optimizer.state.pop(master, None)
             if entry:
                 home.replace(optimizer, master, functools.partial(optimizer.state.update, {master: entry}))
+            else:  # what is loaded has none
+                home.clear(optimizer, master)
 
     return [
         optimizer.register_state_dict_pre_hook(fill),

@@ -14,6 +14,7 @@ Nothing that a step writes counts before `commit`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
@@ -93,7 +94,9 @@ class Disk:
     peeked: tuple[OnDisk, Memory] | None = None
 
     def allocate(self, kind: str, name: str, num_bytes: int) -> Region:
-        """A region; files hold it twice, what counts and what is being written."""
+        """A region, or the one of that name; files hold it twice, what counts and what is being written."""
+        if (there := self.store.regions.get(name)) is not None:
+            return there
         region = self.store.allocate(name, num_bytes)
         self.region_bytes[kind] += 2 * num_bytes
         if num_bytes > self.num_bytes[kind]:
@@ -142,7 +145,6 @@ class OnDisk:
     contents: Contents = attrs.field(factory=Contents)
     memory: Memory | None = None  # while it is in memory
     staged: Tensor | None = None  # (span numel,) the master, being loaded until `publish`
-    num_layouts: int = 0  # regions of states so far
 
     # -- the master --------------------------------------------------------------------------------
 
@@ -222,6 +224,11 @@ class OnDisk:
         """Encode in memory, then write."""
         read = {key: elements(v, 0, master.numel()).view(v.shape) for key, v in state.items() if isinstance(v, Kept)}
         self.replace(optimizer, master, lambda: give_state(optimizer, master, {**state, **read}))
+
+    def clear(self, optimizer: torch.optim.Optimizer, master: Parameter) -> None:
+        """Keep nothing of it."""
+        if self.contents.fields or self.contents.small:
+            self.replace(optimizer, master, functools.partial(optimizer.state.pop, master, None))
 
     def replace(self, optimizer: torch.optim.Optimizer, master: Parameter, change: Callable[[], object]) -> None:
         """Let `change` alter the optimizer's entry while it is in memory; all of it counts, or nothing."""
@@ -324,8 +331,7 @@ class OnDisk:
         fields = _fields(large)
         if fields != self.contents.fields:
             num_bytes = max((field.start + field.num_bytes for field in fields), default=0)
-            self.num_layouts += 1
-            name = f"states {self.index} layout {self.num_layouts}"
+            name = f"states {self.index}, {num_bytes} bytes"  # what a step that was undone has made serves the next
             self.contents.region = self.disk.allocate("states", name, num_bytes) if fields else None
             self.contents.fields = fields
             states = self.disk.take("states") if fields else torch.empty(0, dtype=torch.uint8)

@@ -46,7 +46,7 @@ class DiskStep:
     writing: collections.deque[_Going] = attrs.field(factory=collections.deque)
 
     def visit(self, groups: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-        """Each group while it is in memory; when this is over, all of them are written and nothing is committed."""
+        """Each group while it is in memory; when this is over, all is written, and a commit is a rename away."""
         self.disk.forget()
         for home in self.homes.values():
             home.flush()
@@ -59,6 +59,7 @@ class DiskStep:
             for index in group:
                 self.writing[-1].append(self.homes[index].put_back(self.optimizer, self.masters[index]))
         self._wait_for_writes(0)
+        self.disk.store.prepare()
 
     def _read(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Start to read the group, if there is one, once there is room."""

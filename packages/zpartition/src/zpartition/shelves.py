@@ -10,6 +10,7 @@ the masters, which do have one, make them anew.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Protocol, final
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zpartition.disk import DiskStore, Region, Transfer
+from zpartition.disk import DiskError, DiskStore, Region, Transfer
 from zpartition.homes import Home
 from zpartition.mover import Mover
 from zpartition.offload import Tier
@@ -160,12 +161,11 @@ class DiskShelf:
     def take(self) -> Tensor:
         self.begin()
         if self.shown is None and self.reading is not None:
-            buffer, transfer = self.reading
+            (buffer, transfer), self.reading = self.reading, None  # one that fails is read again the next time
             transfer.wait()
             self.shown = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             self.mover.send(self.shown, self._seen(buffer))
             self.mover.wait_device()
-            self.reading = None
         assert self.shown is not None
         return self.shown
 
@@ -181,12 +181,15 @@ class DiskShelf:
         self._write(home.values(master))
 
     def _write(self, values: Tensor) -> None:
-        """Start to; an error is told when the weights are read, or written again."""
-        if self.writing is not None:
-            self.writing.wait()
-        if self.reading is not None:  # what is coming is old
-            self.reading[1].wait()
-            self.reading = None
+        """Start to; an error is told when the weights are read.
+
+        What is under way is old: once it is over, whatever has become of it does not matter any more.
+        """
+        for transfer in (self.writing, self.reading[1] if self.reading is not None else None):
+            with contextlib.suppress(DiskError):
+                if transfer is not None:
+                    transfer.wait()
+        self.reading = None
         buffer = self.store.buffer(self.region.num_bytes)
         self._seen(buffer).copy_(values)
         self.writing = self.store.write(self.region, buffer)

@@ -48,6 +48,9 @@ class StateHome(Protocol):
     def give(self, optimizer: torch.optim.Optimizer, master: Parameter, state: dict[str, Any]) -> None:
         """Let it keep `state`."""
 
+    def clear(self, optimizer: torch.optim.Optimizer, master: Parameter) -> None:
+        """Let it keep nothing."""
+
 
 class InOptimizer:
     """The identity: the state is in the optimizer at all times."""
@@ -57,6 +60,9 @@ class InOptimizer:
 
     def give(self, optimizer: torch.optim.Optimizer, master: Parameter, state: dict[str, Any]) -> None:
         give_state(optimizer, master, state)
+
+    def clear(self, optimizer: torch.optim.Optimizer, master: Parameter) -> None:
+        optimizer.state.pop(master, None)
 
 
 IN_OPTIMIZER: StateHome = InOptimizer()
@@ -77,6 +83,10 @@ class Holder:
     def give(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Let the optimizer keep `state` of the tensor."""
         self.home.give(optimizer, self.tensor, state)
+
+    def clear(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer keep nothing of the tensor."""
+        self.home.clear(optimizer, self.tensor)
 
     @classmethod
     def of_parameter(cls, name: str, param: Parameter) -> Holder:

@@ -126,8 +126,9 @@ class Tiers:
         """Remove what is on disk."""
         for hook in self.hooks:
             hook.remove()
-        for store in (*(disk.store for disk in self.disks), *self.shelves):
-            store.close(remove=True)
+        with contextlib.ExitStack() as stack:  # one that fails does not keep the others
+            for store in (*(disk.store for disk in self.disks), *self.shelves):
+                stack.callback(store.close, remove=True)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -153,6 +154,7 @@ class Tiers:
         finally:
             for master, gradient in zip(masters, gradients):
                 master.grad = gradient
+            self.mover.wait_device()  # also for what was sent before the body failed
 
     def _showing(self, groups: Iterator[Group], masters: Sequence[Parameter], stepped: Set[int]) -> Iterator[Group]:
         """The groups; while one is visited, the masters of the others have no gradient."""
@@ -219,5 +221,11 @@ def open_store(offload: Offload, group: ProcessGroup | None) -> DiskStore:
             DiskStore.remove(os.path.join(offload.directory, left))
     folder = tempfile.mkdtemp(prefix=prefix, dir=offload.directory)
     store = DiskStore.create(folder, DiskOptions(num_threads=offload.num_threads, durable=False))
-    weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
+    weakref.finalize(store, _remove, folder, os.getpid())
     return store
+
+
+def _remove(folder: str, owner_pid: int) -> None:
+    """By the process that made it, not by a fork of it that ends."""
+    if os.getpid() == owner_pid:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -65,7 +65,7 @@ class DiskStore:
     options: DiskOptions
     is_direct: bool  # transfers pass by the page cache
     journal: Journal  # what is committed
-    next_journal: Journal  # what is being committed; the same one unless UNSURE
+    next_journal: Journal  # what journal.new holds, to be renamed; the same one if nothing is prepared
     bounce: Bounce  # of all files: one chunk a thread
     phase: Phase = Phase.OPEN
     release: weakref.finalize[..., DiskStore] = attrs.field(init=False)  # gives back the holdings, once
@@ -210,6 +210,27 @@ class DiskStore:
         self._settle()
         return self._submit(region, Direction.WRITE, source)
 
+    def prepare(self) -> None:
+        """Do all of a commit but its last step, a rename: what needs room or can be damaged has been done then.
+
+        Stores that are to commit together, or not at all, prepare, agree, and then commit.  Raises as `commit` does.
+        """
+        self._settle()
+        self.holdings.traffic.drain()
+        self._raise_failures()
+        regions = tuple(region.entry() for region in self.regions.values())
+        journal = Journal(self.generation + 1, self.options.chunk_bytes, regions)
+        if regions == self.journal.entries:
+            self.next_journal = self.journal
+            return
+        self._sync_written()
+        if journal != self.next_journal:
+            self.next_journal = self.journal
+            folder = self.holdings.folder
+            with naming(folder.system, f"commit generation {journal.generation}", folder.path):
+                folder.write_next(journal, durable=self.options.durable)
+            self.next_journal = journal
+
     def commit(self) -> int:
         """Make all that was written current, or nothing of it; the generation.
 
@@ -217,13 +238,13 @@ class DiskStore:
         written; then, and when the commit itself fails, what was written stays uncommitted: mend it and commit again,
         or `discard`.  After an error in the very last step, the rename, the next call finds out what became of it.
         """
-        self._settle()
-        self.holdings.traffic.drain()
-        self._raise_failures()
-        regions = tuple(region.entry() for region in self.regions.values())
-        if regions != self.journal.entries:
-            self._sync_written()
-            self._publish(Journal(self.generation + 1, self.options.chunk_bytes, regions))
+        self.prepare()
+        if self.next_journal is not self.journal:
+            folder = self.holdings.folder
+            with naming(folder.system, f"commit generation {self.next_journal.generation}", folder.path):
+                self.phase = Phase.UNSURE
+                folder.publish_next(durable=self.options.durable)
+            self._adopt()
         return self.generation
 
     def discard(self) -> None:
@@ -231,6 +252,7 @@ class DiskStore:
         self._settle()
         self.holdings.traffic.drain()
         self.holdings.traffic.forget_writes()
+        self.next_journal = self.journal
         for region in self.regions.values():
             region.forget()
 
@@ -283,14 +305,6 @@ class DiskStore:
         self._raise_failures()
         if len(self.regions) != len(known):
             self.holdings.folder.sync()
-
-    def _publish(self, journal: Journal) -> None:
-        folder, durable = self.holdings.folder, self.options.durable
-        with naming(folder.system, f"commit generation {journal.generation}", folder.path):
-            folder.write_next(journal, durable=durable)
-            self.next_journal, self.phase = journal, Phase.UNSURE
-            folder.publish_next(durable=durable)
-        self._adopt()
 
     def _adopt(self) -> None:
         """The next journal is the journal; doing this twice, after an interrupt, is the same as once."""
