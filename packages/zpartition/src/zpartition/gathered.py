@@ -50,6 +50,7 @@ def gathered(
     with ExitStack() as stack:
         chosen = [(partition, partition.watch.units_of(params)) for partition in partitions.values()]
         for partition, units in chosen:
+            partition.refuse_without_weights() if modifier_rank is None else partition.refuse_parked()
             partition.watch.sweep()
             stack.enter_context(partition.residence.held(units))
             stack.callback(partition.watch.blocks.pop)
@@ -77,6 +78,8 @@ def hook_state(module: nn.Module, units: Mapping[str, Unit], dicts: Calls) -> li
 
     def begin(function: str) -> Hook:
         def hold(owner: nn.Module, *_: Any) -> None:
+            if distinct and (partition := owner_of(distinct[0].storages[0].params[0])) is not None:
+                partition.refuse_parked() if function == "load" else partition.refuse_without_weights()
             dicts.sweep()
             dicts.begin(owner, function, None, distinct)
 

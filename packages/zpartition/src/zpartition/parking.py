@@ -2,7 +2,11 @@
 
 While a policy is generated from, or another model is evaluated, the memory of training is needed elsewhere.  Tensors
 are emptied in place, so that everybody who refers to one (the optimizer, its plans, hooks) refers to what comes back.
-Until then the partition refuses to be used.
+Until then the partition refuses to be used, and so do the module and the optimizer where they would show, load or
+step what is away.
+
+Everything is copied before anything is emptied, and everything read before anything is filled: a rank whose memory or
+disk is full, or whose drive fails, makes all ranks stay as they were.
 
 Gradients have no values between steps; their buffers are dropped, and made again when they are needed.
 """
@@ -11,12 +15,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import attrs
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+import zcomm
 from zpartition.buffers import flat_zeros
 from zpartition.disk import DiskStore, Region
 from zpartition.gradient import Phase
@@ -61,6 +68,7 @@ class Parking:
 
         Raises:
             ValueError: in the middle of a step; or an unknown name.
+            DiskError, MemoryError and the like, or RuntimeError for that of another rank: nothing is away then.
         """
         self.refuse_parked()
         what = frozenset(Holding(each) for each in include)
@@ -70,15 +78,30 @@ class Parking:
         self.parked = park(self, what, Offload(states=tier, directory=directory, pin=pin))
 
     def reload_states(self: Any) -> None:
-        """Bring back what is away, bit for bit; nothing happens if there is nothing.  Every rank calls."""
+        """Bring back what is away, bit for bit; nothing happens if there is nothing.  Every rank calls.
+
+        Raises:
+            DiskError, MemoryError and the like, or RuntimeError for that of another rank: all of it is away still.
+        """
         if self.parked is not None:
             self.parked.bring_back(self)
+            self.drop_parked()
+
+    def drop_parked(self: Any) -> None:
+        """Forget what is away."""
+        if self.parked is not None:
+            self.parked.close()
             self.parked = None
 
     def refuse_parked(self) -> None:
         """RuntimeError while something is away."""
         if self.parked is not None:
             raise RuntimeError("parts of this partition are parked: call reload_states(), on every rank, first")
+
+    def refuse_without_weights(self) -> None:
+        """RuntimeError while the weights are away."""
+        if self.parked is not None and Holding.WEIGHTS in self.parked.what:
+            _refuse_weights()
 
 
 @attrs.frozen(eq=False)
@@ -97,28 +120,37 @@ class _Entry:
 class Parked:
     """What is away, and how it comes back."""
 
+    what: frozenset[Holding]
     entries: list[_Entry]
     stores: list[DiskStore]  # one, if it is on disk
     views: list[tuple[Tensor, Tensor, slice, torch.Size]]  # (parameter or master, flat buffer, elements, shape)
-    hooks: list[Any]  # refuse the forward
+    hooks: list[Any]  # refuse what would need it
 
     def bring_back(self, partition: Partition) -> None:
         """Everything is as it was.  A collective."""
-        for entry in self.entries:
-            device = partition.device if entry.is_shared else entry.tensor.device
-            group = partition.ranks.shard if entry.is_shared else None
-            made = flat_zeros(entry.shape.numel(), entry.tensor.dtype, device, group) if entry.is_shared else None
-            values = torch.empty(entry.shape, dtype=entry.tensor.dtype, device=device) if made is None else made
-            if entry.region is not None:
-                buffer = self.stores[0].buffer(entry.region.num_bytes)
-                self.stores[0].read(entry.region, buffer).wait()
-                values.view(-1).copy_(buffer[: entry.region.num_bytes].view(values.dtype))
-            elif entry.host is not None:
-                values.copy_(entry.host)
+        found: list[Tensor] = []
+        group = partition.ranks.shard
+        mapped = [
+            flat_zeros(e.shape.numel(), e.tensor.dtype, partition.device, group) for e in self.entries if e.is_shared
+        ]
+        with _all_or_none("bring back what was parked", partition.group):
+            for entry in self.entries:
+                made = mapped.pop(0) if entry.is_shared else torch.empty(entry.shape, **_like(entry.tensor))
+                found.append(self._filled(entry, made))
+        for entry, values in zip(self.entries, found):
             entry.tensor.data = values
         for tensor, flat, elements, shape in self.views:
             tensor.data = flat[elements].view(shape)
-        self.close()
+
+    def _filled(self, entry: _Entry, values: Tensor) -> Tensor:
+        """`values`, with what was copied away."""
+        if entry.region is not None:
+            buffer = self.stores[0].buffer(entry.region.num_bytes)
+            self.stores[0].read(entry.region, buffer).wait()
+            values.view(-1).copy_(buffer[: entry.region.num_bytes].view(values.dtype))
+        elif entry.host is not None:
+            values.copy_(entry.host)
+        return values
 
     def close(self) -> None:
         """Forget the values."""
@@ -129,27 +161,48 @@ class Parked:
         self.entries, self.stores, self.views, self.hooks = [], [], [], []
 
 
-def park(partition: Partition, what: Collection[Holding], offload: Offload) -> Parked:
-    """Move `what` to the tier `offload.states`; what is there or slower already stays where it is."""
-    parked = Parked([], [], [], [])
-    if Holding.GRADIENTS in what or Holding.BUFFERS in what:
-        _drop_buffers(partition, what)
-    to_disk = offload.states is Tier.DISK
-    if to_disk:
-        parked.stores.append(open_store(offload, partition.group))
+def park(partition: Partition, what: frozenset[Holding], offload: Offload) -> Parked:
+    """Move `what` to the tier `offload.states`; what is there or slower already stays where it is.  A collective."""
+    parked = Parked(what, [], [], [], [])
+    _drop_buffers(partition, what)
     partition.residence.release_all()
-    tensors = list(_tensors(partition, what, to_disk))
+    to_disk = offload.states is Tier.DISK
+    try:
+        with _all_or_none("park its states", partition.group):
+            if to_disk:
+                parked.stores.append(open_store(offload, partition.group))
+            for tensor, is_shared in _tensors(partition, what, to_disk):
+                parked.entries.append(_copied(tensor, is_shared, parked, offload))
+    except BaseException:
+        parked.close()
+        raise
     if Holding.WEIGHTS in what:
         _unshare(partition, parked)
         _hollow(partition, parked)
-        parked.hooks.append(partition.module.register_forward_pre_hook(_refuse))
-    for tensor, is_shared in tensors:
-        parked.entries.append(_moved(tensor, is_shared, parked, offload))
+    for entry in parked.entries:
+        entry.tensor.data = torch.empty(0, **_like(entry.tensor))
+    parked.hooks.extend(_guards(partition, what))
     return parked
 
 
-def _moved(tensor: Tensor, is_shared: bool, parked: Parked, offload: Offload) -> _Entry:
-    """Copy the values away and empty the tensor."""
+@contextmanager
+def _all_or_none(doing: str, group: ProcessGroup | None) -> Iterator[None]:
+    """If the body fails on one rank, all of them raise.  A collective."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    told = zcomm.exchange("" if problem is None else f"{type(problem).__name__}: {problem}", group)
+    if problem is not None:
+        raise problem
+    if any(told):
+        rank = next(index for index, text in enumerate(told) if text)
+        raise RuntimeError(f"rank {rank} could not {doing}, so no rank has: all is as it was. {told[rank]}")
+
+
+def _copied(tensor: Tensor, is_shared: bool, parked: Parked, offload: Offload) -> _Entry:
+    """Copy the values away."""
     host, region = None, None
     if parked.stores:
         store = parked.stores[0]
@@ -159,9 +212,27 @@ def _moved(tensor: Tensor, is_shared: bool, parked: Parked, offload: Offload) ->
         pin = offload.pin and tensor.is_cuda
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
         host.copy_(tensor.detach())
-    entry = _Entry(tensor, tensor.shape, is_shared, host, region)
-    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return entry
+    return _Entry(tensor, tensor.shape, is_shared, host, region)
+
+
+def _like(tensor: Tensor) -> dict[str, Any]:
+    return {"dtype": tensor.dtype, "device": tensor.device}
+
+
+def _guards(partition: Partition, what: frozenset[Holding]) -> Iterator[Any]:
+    """Hooks that refuse to compute with, show, load or step what is away."""
+    for module in partition.module.modules():
+        if Holding.WEIGHTS in what:
+            yield module.register_forward_pre_hook(_refuse_weights, prepend=True)
+            yield module.register_state_dict_pre_hook(_refuse_weights)  # type: ignore[no-untyped-call]
+        yield module.register_load_state_dict_pre_hook(_refuse_any)  # type: ignore[no-untyped-call]
+    if partition.optimizer is None:
+        return
+    if what & {Holding.STATES, Holding.MASTERS, Holding.WEIGHTS}:
+        yield partition.optimizer.register_step_pre_hook(_refuse_any)
+    if Holding.STATES in what:
+        yield partition.optimizer.register_state_dict_pre_hook(_refuse_any)
+        yield partition.optimizer.register_load_state_dict_pre_hook(_refuse_any)
 
 
 def _tensors(partition: Partition, what: Collection[Holding], to_disk: bool) -> Iterator[tuple[Tensor, bool]]:
@@ -216,7 +287,14 @@ def _drop_buffers(partition: Partition, what: Collection[Holding]) -> None:
         partition.residence.pool.clear()
 
 
-def _refuse(*_: object) -> None:
+def _refuse_weights(*_: object) -> None:
     raise RuntimeError(
         "the weights of this module are parked by offload_states(): call reload_states(), on every rank, first"
+    )
+
+
+def _refuse_any(*_: object) -> None:
+    raise RuntimeError(
+        "parts of what this would read or write are parked by offload_states(): call reload_states(), on every rank, "
+        "first"
     )

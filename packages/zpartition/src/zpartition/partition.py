@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
 
 import attrs
@@ -163,6 +163,7 @@ class Partition(Parking):
 
     def synchronise(self) -> None:
         """Make weights, frozen parameters and buffers equal to rank 0's; those of units are already."""
+        self.refuse_parked()
         for storage in self.whole:
             zcomm.broadcast(storage.flat, self.group, source=0, label=f"weights[{storage.bucket.index}]")
             storage.refresh_master()
@@ -339,20 +340,22 @@ class Partition(Parking):
         """Remove every hook and buffer; the module keeps its weights in memory of its own. Idempotent.
 
         At stage 3 the weights have to be gathered for that, by all ranks; without `keep_weights` they read as NaN.
+        Whatever fails (a drive, say) is raised when everything else has been given back.
         """
-        self.reload_states()
-        self.ahead.close()
-        self.reducer.close()
-        self.watch.close()
-        if keep_weights:
-            for unit in self.residence.units.values():
-                self.residence.use(unit, exact=True)
-        disclaim(self.owned())
-        for storage in (*self.storages, *self.frozen):
-            storage.close()
-        self.tiers.close()
-        self.residence.close()
-        self.storages, self.frozen, self.holders, self.params = (), (), (), {}
+        gather = [functools.partial(self.residence.use, unit, exact=True) for unit in self.residence.units.values()]
+        steps: list[Callable[[], object]] = [
+            *(self.reload_states, self.drop_parked, self.ahead.close, self.reducer.close, self.watch.close),
+            *(gather if keep_weights else ()),
+            functools.partial(disclaim, self.owned()),
+            *(storage.close for storage in (*self.storages, *self.frozen)),
+            *(self.tiers.close, self.residence.close),
+        ]
+        try:
+            with ExitStack() as stack:
+                for step in reversed(steps):
+                    stack.callback(step)
+        finally:
+            self.storages, self.frozen, self.holders, self.params = (), (), (), {}
 
     # -- addresses -------------------------------------------------------------------------------
 

@@ -220,7 +220,11 @@ def open_store(offload: Offload, group: ProcessGroup | None) -> DiskStore:
         with contextlib.suppress(DiskError):
             DiskStore.remove(os.path.join(offload.directory, left))
     folder = tempfile.mkdtemp(prefix=prefix, dir=offload.directory)
-    store = DiskStore.create(folder, DiskOptions(num_threads=offload.num_threads, durable=False))
+    try:
+        store = DiskStore.create(folder, DiskOptions(num_threads=offload.num_threads, durable=False))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     weakref.finalize(store, _remove, folder, os.getpid())
     return store
 
