@@ -8,7 +8,8 @@ from torch import nn
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zengine.agreement import first_difference, parameter_lines
+from zengine.agreement import first_difference, parameter_lines, plan_lines
+from zengine.config import Facts, load, resolve
 
 
 def _initialize(case: str) -> str:
@@ -55,3 +56,18 @@ def test_parameters_are_described_in_order_with_their_state():
     model = nn.Linear(2, 1).to(torch.bfloat16)
     model.bias.requires_grad_(False)
     assert parameter_lines(model) == ["weight (1, 2) bfloat16 trainable", "bias (1,) bfloat16 frozen"]
+
+
+def _lines(zero):
+    return plan_lines(
+        resolve(load({"train_batch_size": 1, "zero_optimization": zero}), Facts(world_size=1, replicas=1))
+    )
+
+
+def test_nodes_may_have_their_drives_under_other_names():
+    def zero(path, ratio=1.0):
+        return {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": path, "ratio": ratio}}
+
+    assert _lines(zero("/nvme0")) == _lines(zero("/nvme1"))
+    assert _lines(zero("/nvme0")) != _lines(zero("/nvme0", 0.5))
+    assert _lines(zero("/nvme0")) != _lines({"stage": 2})

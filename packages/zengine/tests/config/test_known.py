@@ -74,6 +74,7 @@ zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optim
 zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.pin_memory
 zero_optimization.offload_optimizer.ratio zero_optimization.offload_optimizer.super_offload
 zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
+zero_optimization.offload_param.pin_memory
 zero_optimization.sub_group_size
 aio.intra_op_parallelism
 zero_optimization.overlap_comm

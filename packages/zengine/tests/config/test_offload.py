@@ -45,6 +45,25 @@ def test_files_are_files_on_every_machine(facts: Facts) -> None:
     expected = Offload(states=Tier.DISK, directory="/fast", buffer_count=2, num_threads=6)
     assert plan.zero.offload == expected
     assert [notice for notice in plan.notices if "super_offload has no effect here" in notice]
+    assert [notice for notice in plan.notices if "buffer_count = 1 counts as 2" in notice]
+
+
+def test_files_go_to_the_folder_of_the_section_that_has_files() -> None:
+    states, weights = {"device": "cpu", "nvme_path": "/slow"}, {"device": "nvme", "nvme_path": "/fast"}
+    plan = plan_of(CUDA, {"stage": 3, "offload_optimizer": states, "offload_param": weights})
+    assert plan.zero.offload.directory == "/fast"
+    (said,) = [notice for notice in plan.notices if "no effect" in notice]
+    assert 'offload_optimizer.nvme_path has no effect here: offload_optimizer.device is "cpu"' in said
+
+
+def test_each_section_says_whether_its_memory_is_pinned_and_the_optimizer_s_counts_for_both() -> None:
+    weights = {"device": "cpu", "pin_memory": False}
+    plan = plan_of(CUDA, {"stage": 3, "offload_param": weights})
+    assert (plan.zero.offload.weights, plan.zero.offload.pin) == (Tier.HOST, False)
+    assert not [notice for notice in plan.notices if "pin_memory" in notice]
+    plan = plan_of(CUDA, {"stage": 3, "offload_param": weights, "offload_optimizer": {"device": "cpu"}})
+    assert plan.zero.offload.pin
+    assert [notice for notice in plan.notices if "offload_optimizer.pin_memory decides" in notice]
 
 
 def test_what_tunes_an_offload_that_is_off_is_said_to_have_no_effect() -> None:

@@ -91,7 +91,6 @@ OFFLOAD_PARAM: dict[str, Entry] = {
     "buffer_count": no_effect(whole(1), why="stage3_prefetch_bucket_size says how far ahead weights are read"),
     "buffer_size": no_effect(COUNT, why="a buffer is as large as the shard that it holds"),
     "max_in_cpu": no_effect(COUNT, why="shards rest where device says, all of them"),
-    "pin_memory": no_effect(TRUTH, True, why="offload_optimizer.pin_memory decides"),
 }
 
 ZENFLOW = Section(

@@ -91,7 +91,8 @@ def _offload_rows(plan: Plan) -> Iterator[Row]:
         yield f"zero_optimization.{name}.device", plan.offloads.get(name, "none")
     for name in ("offload_optimizer", "offload_param"):
         yield f"zero_optimization.{name}.nvme_path", offload.directory or "(none)"
-    yield f"{section}.pin_memory", offload.pin
+    for name in ("offload_optimizer", "offload_param"):
+        yield f"zero_optimization.{name}.pin_memory", offload.pin
     yield f"{section}.ratio", offload.ratio
     yield f"{section}.buffer_count", offload.buffer_count
     yield f"{section}.super_offload", offload.speculation is not Speculation.OFF

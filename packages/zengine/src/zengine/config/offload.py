@@ -33,8 +33,8 @@ def offload(settings: Settings, facts: Facts) -> Offload:
         ratio=states.ratio,
         step_numel=settings.zero_optimization.sub_group_size,
         buffer_count=max(2, states.buffer_count),
-        pin=states.pin_memory,
-        directory=states.nvme_path or weights.nvme_path,
+        pin=states.pin_memory if tier is Tier.HOST else weights.pin_memory,
+        directory=next((each.nvme_path for each in (states, weights) if each.device == "nvme"), ""),
         num_threads=settings.aio.intra_op_parallelism,
         speculation=Speculation.LAST_BACKWARD if speculates else Speculation.OFF,
     )
@@ -61,6 +61,17 @@ def offload_notices(config: Config, facts: Facts) -> list[str]:
             continue
         where = "is not offloaded" if moved is Tier.DEVICE else f"is offloaded to {zero.offload_optimizer.device}"
         notices.append(f"{config.origin(key)}: {key} has no effect here: the optimizer {where}")
+    for name, device in devices(config.settings).items():
+        key = f"zero_optimization.{name}.nvme_path"
+        if key in config.given and getattr(zero, name).nvme_path and device != "nvme":
+            notices.append(f'{config.origin(key)}: {key} has no effect here: {name}.device is "{device}"')
+    key = "zero_optimization.offload_param.pin_memory"
+    if key in config.given and (moved is Tier.HOST or _tier(zero.offload_param.device, facts) is not Tier.HOST):
+        decides = f"{_TUNING}pin_memory decides" if moved is Tier.HOST else "the weights are not on the host"
+        notices.append(f"{config.origin(key)}: {key} has no effect here: {decides}")
+    if moved is Tier.DISK and zero.offload_optimizer.buffer_count < 2:
+        key = tuned["buffer_count"]
+        notices.append(f"{config.origin(key)}: {key} = 1 counts as 2: one is read while another is updated")
     return notices
 
 

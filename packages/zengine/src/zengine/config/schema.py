@@ -142,6 +142,9 @@ class OffloadParam:
 
     device: str = setting(OFFLOAD, "none", "where they live; on a machine without GPU everything is on the CPU")
     nvme_path: str = setting(null_or(TEXT, ""), "", "folder on a local drive, needed for nvme")
+    pin_memory: bool = setting(
+        TRUTH, True, "page-locked host memory; offload_optimizer's counts where both are on cpu"
+    )
 
 
 @attrs.frozen(kw_only=True)
