@@ -13,7 +13,8 @@ from torch.nn import Parameter
 
 import zpartition
 from zcomm.testing import run_ranks
-from zpartition import Offload, Speculation, Tier, ZeroPolicy
+from zpartition import Offload, Speculation, Tier, ZeroPolicy, mover
+from zpartition.testing import Net as SmallNet
 
 
 class Net(nn.Module):
@@ -146,3 +147,21 @@ def test_states_are_those_of_the_optimizer_that_is_given() -> None:
         model, policy=ZeroPolicy(), world_size=1, optimizer=lambda p: torch.optim.SGD(p, momentum=0.9)
     )
     assert (plain.states, momentum.states / momentum.parameters) == (0, 1.0)
+
+
+def test_on_a_gpu_what_copies_pass_through_is_planned() -> None:
+    model = SmallNet(torch.bfloat16)
+    policy = ZeroPolicy(stage=1, bucket_numel=3000, offload=Offload(states=Tier.HOST))
+    on_cpu = zpartition.plan(model, policy=policy, world_size=1)
+    once = zpartition.plan(model, policy=policy, world_size=1, device="cuda")
+    twice = zpartition.plan(model, policy=policy, world_size=1, device="cuda", num_backwards=2)
+    largest = 3072  # elements of the largest bucket; accumulators are float32, weights bf16
+    assert (on_cpu.staging, "staging" in on_cpu.ledger()) == (0, False)
+    assert once.staging == once.ledger()["staging"] == (mover.IN_FLIGHT + 1) * 4 * largest
+    assert twice.staging == once.staging + 4 * largest
+    assert once.elsewhere["pinned staging"] == mover.NUM_STAGES * 2 * largest
+    assert once.total_bytes == on_cpu.total_bytes + once.staging
+    weights = ZeroPolicy(stage=3, unit_numel=3000, persist_numel=100, offload=Offload(weights=Tier.HOST, pin=False))
+    resting = zpartition.plan(model, policy=weights, world_size=2, device="cuda")
+    assert 0 < resting.staging <= resting.gathered_units // 2
+    assert resting.elsewhere["host staging"] > 0

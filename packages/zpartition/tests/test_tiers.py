@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ import zpartition
 from zcomm.testing import run_ranks
 from zpartition import Offload, Speculation, Tier
 from zpartition.disk import DiskStore
-from zpartition.testing import differing, fingerprint, make, train
+from zpartition.testing import backward, differing, fingerprint, make, train
 from zpartition.tiers import open_store
 
 
@@ -92,6 +95,88 @@ def _together(directory: str) -> list[str]:
             partition.close()
         wrong += [name for other in found[1:] for name in differing(found[0], other)]
     return wrong
+
+
+class Late:
+    """A mover whose copies arrive when they are waited for and no sooner: until then what they fill reads as NaN."""
+
+    staging_bytes = flying_bytes = 0
+
+    def __init__(self) -> None:
+        self.down: list[Callable[[], object]] = []
+        self.up: list[Callable[[], object]] = []
+        self.lock = threading.RLock()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((numel,), torch.nan, dtype=dtype)
+
+    def fetch(self, host: Tensor, device: Tensor, factor: float) -> None:
+        values = device.detach().to(host.dtype, copy=True).mul_(factor)
+        self._go(self.down, functools.partial(host.data.copy_, values), host)
+
+    def add(self, host: Tensor, device: Tensor, factor: float) -> None:
+        self.wait_host()  # what is there already; torch adds the rest in the same way
+        total = host.detach().add(device.detach(), alpha=factor)
+        self._go(self.down, functools.partial(host.data.copy_, total), host)
+
+    def send(self, device: Tensor, host: Tensor) -> None:
+        self._go(self.up, functools.partial(device.data.copy_, host.detach().clone()), device)
+
+    def _go(self, line: list[Callable[[], object]], copy: Callable[[], object], into: Tensor) -> None:
+        with self.lock:
+            into.data.fill_(torch.nan)
+            line.append(copy)
+
+    def _arrive(self, line: list[Callable[[], object]]) -> None:
+        with self.lock:
+            while line:
+                line.pop(0)()
+
+    def ready(self) -> None: ...
+
+    def wait_for(self, mark: object) -> None:
+        self.wait_host()
+
+    def wait_host(self) -> None:
+        self._arrive(self.down)
+
+    def wait_device(self) -> None:
+        self._arrive(self.up)
+
+
+def _late(stage: int, dtype: torch.dtype, directory: str) -> list[str]:
+    offloads = _offloads(stage, directory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zpartition.tiers.make_mover", lambda device, offload: Late())
+        return [*_differing(offloads, stage, dtype, 2), *_interrupted(Offload(states=Tier.HOST), stage, dtype)]
+
+
+def _interrupted(offload: Offload, stage: int, dtype: torch.dtype) -> list[str]:
+    """Weights that are not there after a step that failed between two groups."""
+    model, optimizer, partition = make(offload, stage, dtype)
+    train(partition, model, optimizer, range(1), 1)
+    backward(partition, model, 1, 1)
+    partition.finish_gradients()
+    calls: list[int] = []
+
+    def step() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ArithmeticError
+        optimizer.step()
+
+    with pytest.raises(ArithmeticError):
+        partition.apply(step)
+    partition.zero_grad()
+    wrong = [name for name, value in model.state_dict().items() if value.isnan().any()]
+    partition.close()
+    return wrong
+
+
+def test_nobody_reads_what_is_still_on_its_way(tmp_path: Path) -> None:
+    for stage, dtype in ((1, torch.bfloat16), (3, torch.float32)):
+        for wrong in run_ranks(_late, 2, stage, dtype, str(tmp_path)):
+            assert not wrong
 
 
 def test_offload_goes_with_shard_groups_and_quantised_gathers(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ import zcomm
 from zpartition.exchange import GRADIENT_BLOCK
 from zpartition.layout import Bucket, Layout
 from zpartition.layouts import plan_layouts
+from zpartition.mover import IN_FLIGHT, NUM_STAGES
 from zpartition.offload import Offload, Speculation, Tier, step_groups
 from zpartition.policy import ZeroPolicy
 from zpartition.reducer import IN_FLIGHT_LIMIT, buffer_bytes
@@ -51,6 +52,7 @@ class MemoryPlan:
     gathered_units: int  # stage 3, weights that are whole for a while: at most
     secondary_shards: int  # stage 3, what units are gathered from in place of shards: codes, a second cut
     padding: int  # part of the above that no parameter uses
+    staging: int = 0  # offload on CUDA, copies of what is on its way to the host or has come from there: at most
     elsewhere: Mapping[str, int] = attrs.field(factory=dict)  # "host states", "pinned masters", "disk states", ...
 
     @property
@@ -61,7 +63,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """All of it: the most that the partition asks of a rank's device."""
-        return self.model_states_bytes + self.buckets + self.gathered_units + self.secondary_shards
+        return self.model_states_bytes + self.buckets + self.gathered_units + self.secondary_shards + self.staging
 
     @property
     def host_bytes(self) -> int:
@@ -76,7 +78,8 @@ class MemoryPlan:
     def ledger(self) -> dict[str, int]:
         """By owner, as `Partition.ledger()` names them."""
         owners = ("parameters", "masters", "accumulators", "states", "buckets", "gathered_units", "secondary_shards")
-        return {**{owner.replace("_", " "): getattr(self, owner) for owner in owners}, **self.elsewhere}
+        device = {owner.replace("_", " "): getattr(self, owner) for owner in owners}
+        return {**device, **({"staging": self.staging} if self.staging else {}), **self.elsewhere}
 
     def __str__(self) -> str:
         width = max(16, *(len(owner) + 2 for owner in self.ledger()))
@@ -129,10 +132,12 @@ def plan(
         secondary_shards=sum(kept_bytes(b, policy, is_trained=True) for b in trained.buckets)
         + sum(kept_bytes(b, policy, is_trained=False) for b in frozen.buckets),
         padding=sum((_resting_numel(b) - _used(b)) * b.dtype.itemsize for b in buckets),
+        staging=_staging([b for b in trained.buckets if b in away], shelved, policy, num_backwards, device),
         elsewhere={
             **_elsewhere([b for b in trained.buckets if b in away], policy, sizes, device),
             **_rollback([b for b in trained.buckets if b in away], policy, sizes, _copies_gradients(optimizer)),
             **_shelved(shelved, set(trained.buckets), policy, device),
+            **_passed_through([*(b for b in trained.buckets if b in away), *shelved], policy, device),
         },
     )
 
@@ -185,6 +190,27 @@ def _shelved(shelved: list[Bucket], trained: set[Bucket], policy: ZeroPolicy, de
         size = bucket.span_numel * bucket.dtype.itemsize
         found[place] = found.get(place, 0) + (2 * size if on_disk else size)
     return found
+
+
+def _staging(away: list[Bucket], shelved: list[Bucket], policy: ZeroPolicy, num_backwards: int, device: str) -> int:
+    """Device memory of copies (mover.py): gradients, widened, that wait for the bus, and one being made; a sum with
+    what the host has, from the second backward on; and the spans of units that are being gathered.
+    """
+    if device != "cuda":
+        return 0
+    sizes = ((policy.accumulate_for(b.dtype).itemsize, (policy.reduce_dtype or b.dtype).itemsize) for b in away)
+    wide = max((b.span_numel * max(size) for b, size in zip(away, sizes)), default=0)
+    sums = wide if num_backwards > 1 else 0
+    spans = _gathered_bytes(tuple(shelved), policy) // min((b.num_shards for b in shelved), default=1)
+    return (IN_FLIGHT + 1) * wide + sums + spans
+
+
+def _passed_through(sent: list[Bucket], policy: ZeroPolicy, device: str) -> dict[str, int]:
+    """Host memory that weights pass through on their way to a GPU."""
+    if device != "cuda" or not sent:
+        return {}
+    place = "pinned" if policy.offload.pin else "host"
+    return {f"{place} staging": NUM_STAGES * max(b.span_numel * b.dtype.itemsize for b in sent)}
 
 
 def _most_together(numels: list[int], offload: Offload) -> int:

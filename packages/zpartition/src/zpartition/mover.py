@@ -27,9 +27,10 @@ from torch import Tensor
 
 from zpartition.offload import Offload
 
-__all__ = ["CudaMover", "Mover", "PlainMover", "make_mover"]
+__all__ = ["IN_FLIGHT", "NUM_STAGES", "CudaMover", "Mover", "PlainMover", "make_mover"]
 
-IN_FLIGHT = 4  # device temporaries that wait for the bus at once
+IN_FLIGHT = 4  # device temporaries that wait for the bus at once, beside the one that is being made
+NUM_STAGES = 2  # pieces of pinned memory that sends pass through
 
 
 class Mover(Protocol):
@@ -63,6 +64,10 @@ class Mover(Protocol):
     def staging_bytes(self) -> int:
         """Host memory that copies pass through."""
 
+    @property
+    def flying_bytes(self) -> int:
+        """Device memory of temporaries that may still be on their way to the host."""
+
 
 @final
 @attrs.frozen
@@ -70,6 +75,7 @@ class PlainMover:
     """The device is a CPU: what is started is done."""
 
     staging_bytes: int = 0
+    flying_bytes: int = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) zeros: pages that are touched now are not touched in a step."""
@@ -113,8 +119,9 @@ class CudaMover:
     pin: bool
     down: Any  # torch.cuda.Stream
     up: Any  # torch.cuda.Stream
-    flying: collections.deque[Any] = attrs.field(factory=collections.deque)  # events behind fetches
+    flying: collections.deque[tuple[Any, int]] = attrs.field(factory=collections.deque)  # (event behind it, bytes)
     stages: list[_Stage] = attrs.field(factory=list)  # used in turn
+    stage_bytes: int = 0  # of each: the most that was ever sent at once
     _turn: int = 1  # of `stages`, the one used last
 
     @classmethod
@@ -135,7 +142,7 @@ class CudaMover:
         self._begin_down(values)
         with torch.cuda.stream(self.down):
             host.copy_(values, non_blocking=True)
-        self._end_down()
+        self._end_down(values.nbytes)
 
     def add(self, host: Tensor, device: Tensor, factor: float) -> None:
         """Fetch what the host has, add on the device, and put it back: the bus works both ways at once."""
@@ -146,16 +153,16 @@ class CudaMover:
             total.copy_(host, non_blocking=True)
             total.add_(values, alpha=factor)
             host.copy_(total, non_blocking=True)
-        self._end_down()
+        self._end_down(values.nbytes)
 
     def _begin_down(self, values: Tensor) -> None:
         while len(self.flying) >= IN_FLIGHT:
-            self.flying.popleft().synchronize()
+            self.flying.popleft()[0].synchronize()
         self.down.wait_stream(torch.cuda.current_stream(self.device))
         values.record_stream(self.down)
 
-    def _end_down(self) -> None:
-        self.flying.append(self.down.record_event())
+    def _end_down(self, num_bytes: int) -> None:
+        self.flying.append((self.down.record_event(), num_bytes))
 
     def send(self, device: Tensor, host: Tensor) -> None:
         """Cast on the host into pinned memory, copy on the side."""
@@ -169,14 +176,15 @@ class CudaMover:
 
     def _stage(self, num_bytes: int) -> _Stage:
         """One of two, made as large as it was ever needed; waits for the copy before the last one."""
-        if len(self.stages) < 2:
-            self.stages.append(_Stage(self.empty(num_bytes, torch.uint8), _cuda().Event()))
+        self.stage_bytes = max(self.stage_bytes, num_bytes)
+        if len(self.stages) < NUM_STAGES:
+            self.stages.append(_Stage(self.empty(self.stage_bytes, torch.uint8), _cuda().Event()))
             return self.stages[-1]
         self._turn = 1 - self._turn
         stage = self.stages[self._turn]
         stage.free.synchronize()
-        if stage.memory.numel() < num_bytes:
-            stage.memory = self.empty(num_bytes, torch.uint8)
+        if stage.memory.numel() < self.stage_bytes:
+            stage.memory = self.empty(self.stage_bytes, torch.uint8)
         return stage
 
     def ready(self) -> Any:
@@ -195,6 +203,10 @@ class CudaMover:
     @property
     def staging_bytes(self) -> int:
         return sum(stage.memory.nbytes for stage in self.stages)
+
+    @property
+    def flying_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.flying)
 
 
 def _cuda() -> Any:

@@ -108,7 +108,8 @@ class Tiers:
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of what is neither a master nor a state nor an accumulator, or not in memory, by owner."""
-        found = {"pinned staging": self.mover.staging_bytes}
+        place = "pinned" if self.offload.pin else "host"
+        found = {"staging": self.mover.flying_bytes, f"{place} staging": self.mover.staging_bytes}
         for disk in self.disks:
             found["host step buffers"] = disk.made_bytes
             found.update({"disk masters": disk.region_bytes["master"], "disk states": disk.region_bytes["states"]})
