@@ -84,6 +84,27 @@ def test_trouble_of_one_rank_leaves_all_of_them_where_they_were(where: str, told
     assert results[0][0].startswith("RuntimeError: rank 1 could not update its states on disk, so no rank has")
 
 
+def test_a_step_that_is_interrupted_is_undone_weights_and_all(tmp_path: Path) -> None:
+    model, optimizer, partition = make(Offload(states=Tier.DISK, directory=str(tmp_path)), 0, torch.bfloat16)
+    train(partition, model, optimizer, range(1), 1)
+    before = fingerprint(partition, model)
+    backward(partition, model, 2, 1)
+    partition.finish_gradients()
+    calls: list[int] = []
+
+    def step() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        optimizer.step()
+
+    with pytest.raises(KeyboardInterrupt):
+        partition.apply(step)
+    partition.zero_grad()
+    assert not differing(before, fingerprint(partition, model))
+    partition.close()
+
+
 def _skipped(offload: Offload) -> tuple[int, int]:
     model, optimizer, partition = make(offload, 1, torch.float32)
     train(partition, model, optimizer, range(1), 1)

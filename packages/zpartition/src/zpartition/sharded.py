@@ -142,10 +142,11 @@ class ShardedStorage:
         spans; `arrive` waits for it.
         """
         assert self.presence is Presence.RESTING
+        own = self.own_span  # may have to be read, which may fail: then nothing has begun
         self.full = pool.obtain(self.bucket.numel, self.bucket.dtype)
         whole, label = self.full[: self.bucket.numel], f"weights of unit {self.bucket.unit!r}"
         source = SHARDS if exact else self.source
-        self.handle = source.gather(whole, self.own_span, group, pool, label)
+        self.handle = source.gather(whole, own, group, pool, label)
         self.presence = Presence.COMING
 
     def begin_reading(self) -> None:

@@ -198,6 +198,7 @@ class Tiers:
         except BaseException:
             if not agreed:
                 step.undo()  # and the run ends: nobody waits for other ranks
+                _show_masters(step, storages)
             raise
 
     def _agree(self, step: DiskStep, storages: Storages, problem: Exception | None) -> None:
@@ -205,9 +206,14 @@ class Tiers:
         try:
             step.agree(problem, self.group)
         except Exception:
-            for index in step.before:
-                storages[index].publish()
+            _show_masters(step, storages)
             raise
+
+
+def _show_masters(step: DiskStep, storages: Storages) -> None:
+    """After an undone step: what was published of it is taken back."""
+    for index in step.before:
+        storages[index].publish()
 
 
 def open_store(offload: Offload, group: ProcessGroup | None) -> DiskStore:
