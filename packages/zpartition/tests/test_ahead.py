@@ -11,6 +11,8 @@ from torch import Tensor
 import zpartition
 from zcomm.testing import run_ranks
 from zpartition import Offload, Speculation, Tier, ZeroPolicy
+from zpartition.ahead import NEVER, running
+from zpartition.mover import PlainMover
 from zpartition.testing import Net, backward, differing, fingerprint, make, train
 
 HOST = Offload(states=Tier.HOST)
@@ -237,3 +239,14 @@ def test_what_is_kept_to_be_put_back_is_planned(make_optimizer: Any) -> None:
     train(partition, model, optimizer, range(0, 4, 2), 1)
     assert partition.ledger()["host rollback"] == planned["host rollback"]
     partition.close()
+
+
+def test_an_optimizer_that_looks_at_whole_tensors_is_not_run_ahead_and_that_is_said() -> None:
+    class Whole(torch.optim.SGD):
+        def lay_out(self, segments: Any) -> None: ...
+
+        def lay_out_over_ranks(self, segments: Any, ranks: Any) -> None: ...
+
+    optimizer = Whole([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    with pytest.warns(UserWarning, match="speculation has no effect: Whole looks at whole tensors"):
+        assert running([], optimizer, optimizer, lambda: None, PlainMover()) is NEVER

@@ -20,6 +20,7 @@ in place); speculation on disk, where `discard` would do, but every wrong guess 
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +36,7 @@ from zpartition import _compat
 from zpartition.homes import Home, OnHost
 from zpartition.mover import Mover
 from zpartition.offload import Tier
+from zpartition.shapes import takes_cuts
 
 if TYPE_CHECKING:
     from zpartition.gradient import BucketGradient
@@ -135,7 +137,11 @@ def running(
     assume: Callable[[], Tensor | None],
     mover: Mover,
 ) -> Ahead:
-    """A thread that steps `buckets`, hooked into their gradients."""
+    """A thread that steps `buckets`, hooked into their gradients; none where the optimizer looks at whole tensors."""
+    if takes_cuts(optimizer):  # it speaks to the other ranks in its step, which is not for a thread
+        name = type(optimizer).__name__
+        warnings.warn(f"speculation has no effect: {name} looks at whole tensors, over all ranks", stacklevel=3)
+        return NEVER
     made = Running(buckets, optimizer, scaled, assume, mover)
     for index, bucket in enumerate(buckets):
         bucket.gradient.ahead = made

@@ -153,8 +153,6 @@ class Partition(Parking):
         """
         if self.policy.offload.speculation is Speculation.OFF or self.updates_parameters or self.optimizer is None:
             return
-        if shapes.takes_cuts(self.optimizer):
-            return  # it speaks to the other ranks in its step, which is not for a thread
         self.ahead.close()
         self.speculation = scaled, assume
         pairs = zip(self.storages, self.reducer.gradients)
