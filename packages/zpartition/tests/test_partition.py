@@ -218,7 +218,7 @@ def _refuses(case: str) -> str:
         (
             "unfrozen",
             ValueError,
-            r"parameter frozen\.weight requires a gradient, was frozen .* admit_unfrozen",
+            r"parameter frozen\.weight requires a gradient, but was frozen .* admit_unfrozen",
         ),
         ("foreign", ValueError, r"parameter 0 of the optimizer's group 0, shape \(2, 2\), is not a parameter"),
         ("plain backward after reduction", RuntimeError, r"outside micro_step\(\) after the gradients"),
