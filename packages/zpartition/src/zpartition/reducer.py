@@ -313,6 +313,7 @@ class GradientReducer:
 
     def _send_rows(self, gradient: BucketGradient, rows: Rows) -> None:
         """Exchange what was looked up, and wait for it: the lengths have to be known."""
+        self._settle(0)  # another rank may wait for what follows a message (hybrid sums) before it comes here
         bucket = gradient.bucket
         before, after = self.policy.averaging.factors(self.layout.world_size)
         indices, values = rows.packed(self.policy.reduce_dtype or bucket.dtype, self.pool.device)
