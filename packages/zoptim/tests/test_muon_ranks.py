@@ -128,6 +128,9 @@ def test_a_shard_without_gradient_and_one_that_is_no_matrix_are_refused(team: An
         optimizer.step()
     with pytest.raises(ValueError, match=r"span=\(0, 16\)\) is no matrix; give it to a group with use_muon=False"):
         team([(16,)], [0]).lay_out(0, optimizer, shard)
+    named = zoptim.Muon([("gain", torch.zeros(16, requires_grad=True))], use_muon=lambda name, param: True)
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 \('gain'\) has shape \(16,\), which is no matrix"):
+        named.refuse_cuts()
     with pytest.raises(ValueError, match="is a part of a tensor, whose rest is on other ranks; lay_out_over_ranks"):
         optimizer.lay_out({shard: [Segment(0, (8, 8), 0, (0, 16))]})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -19,3 +20,45 @@ def test_a_partition_alone_at_stage_3_is_an_ordinary_module() -> None:
     partition = zpartition.shard(module, policy=ZeroPolicy(stage=3, persist_numel=0))
     assert all(torch.equal(before[name], param) for name, param in module.named_parameters())
     assert partition.residence.units == {}
+
+
+class _Whole(torch.optim.SGD):
+    """It could be told of cuts, but not as it is configured."""
+
+    elementwise = False
+
+    def lay_out_over_ranks(self, segments: object, ranks: object) -> None:
+        self.refuse_cuts()
+
+    def refuse_cuts(self) -> None:
+        raise ValueError("not cut, please")
+
+
+def test_an_optimizer_that_cannot_be_given_shards_is_refused_before_anything_moves() -> None:
+    module = model().to(torch.bfloat16)
+    for optimizer in (_Whole(module.parameters(), lr=0.1), torch.optim.Adafactor(module.parameters())):
+        places = [param.data_ptr() for param in module.parameters()]
+        with pytest.raises(ValueError, match="not cut, please|needs whole tensors of full precision"):
+            zpartition.shard(module, optimizer)  # weights in half precision have masters of their own, even alone
+        assert [param.data_ptr() for param in module.parameters()] == places
+
+
+def test_after_a_refusal_the_optimizer_and_the_module_are_as_they_were() -> None:
+    module = model()
+    optimizer = torch.optim.AdamW((p for p in module.parameters() if p.requires_grad), lr=0.1)
+    params = list(optimizer.param_groups[0]["params"])
+    for used in (params, params[:1]):
+        for param in used:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = {param: optimizer.state[param]["exp_avg"] for param in params}
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(ValueError, match="'step' is 2.0 for") as refusal:
+        zpartition.shard(module, optimizer)
+    assert [id(param) for param in optimizer.param_groups[0]["params"]] == list(map(id, params))
+    assert all(optimizer.state[param]["exp_avg"] is moment for param, moment in kept.items())
+    assert all(torch.equal(old, param) for old, param in zip(before, params))
+    optimizer.state.clear()
+    partition = zpartition.shard(module, optimizer)
+    assert partition.optimizer is optimizer, f"although somebody holds {refusal.value!r}, and with it the failed one"

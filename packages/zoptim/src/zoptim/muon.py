@@ -134,6 +134,16 @@ class Muon(Adam):
         self._shards = MuonShards.make(mine, ranks)
         self._forget()
 
+    def refuse_cuts(self) -> None:
+        """ValueError if a group of matrices has something else; to be asked before tensors are cut."""
+        for index, group in enumerate(self.param_groups):
+            for position, param in enumerate(group["params"]) if group["use_muon"] else ():
+                if param.dim() < 2 and param.requires_grad:
+                    raise ValueError(
+                        f"{self._name(index, position)} has shape {tuple(param.shape)}, which is no matrix. Let "
+                        "use_muon(name, parameter) say so, or put it into a group with use_muon=False."
+                    )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, split by the rule into matrices and the rest unless it says `use_muon` itself.
 

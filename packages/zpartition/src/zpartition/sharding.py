@@ -45,13 +45,23 @@ def shard(
     groups = named_groups(module, optimizer)
     layouts = plan_layouts(module, groups, policy, zcomm.group_size(group))
     if optimizer is not None:
-        state.refuse_unfit(optimizer, cuts=layouts[0].num_shards > 1 or policy.offload.moves_states)
+        state.refuse_unfit(optimizer, cuts=_cuts(layouts[0], policy))
         _refuse_whole_tensors_on_disk(optimizer, policy)
     deferred = Deferred.of(module, torch.device(device))
     partition = Partition.create(module, layouts, policy, Ranks.of(group, policy), deferred)
     if optimizer is not None:
-        partition.rebind(optimizer)
+        try:
+            partition.rebind(optimizer)
+        except BaseException:
+            partition.close(keep_weights=False)  # nobody's again; other ranks may not come along
+            raise
     return partition
+
+
+def _cuts(layout: Layout, policy: ZeroPolicy) -> bool:
+    """Whether the optimizer is given flat shards, or masters beside the weights, in place of whole tensors."""
+    is_apart = any(policy.master_for(bucket.dtype) != bucket.dtype for bucket in layout.buckets)
+    return layout.num_shards > 1 or policy.offload.moves_states or is_apart
 
 
 def _refuse_whole_tensors_on_disk(optimizer: torch.optim.Optimizer, policy: ZeroPolicy) -> None:

@@ -167,10 +167,28 @@ def rebind(
     what there is to know about its new tensors, before it is given their state.
 
     Raises:
-        ValueError: the state of parameters that now share a tensor disagrees (step counts, say).
+        ValueError: the state of parameters that now share a tensor disagrees (step counts, say).  The optimizer has
+            its parameters and their state then.
     """
     old_state = {name: dict(state_of(optimizer, param)) for name, param in params.items() if param in optimizer.state}
+    before = dict(optimizer.state), [dict(group) for group in optimizer.param_groups]
     optimizer.state.clear()
+    try:
+        _rebind(optimizer, holders, old_state, lay_out)
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.state.update(before[0])
+        for group, members in zip(optimizer.param_groups, before[1]):
+            group.update(members)
+        raise
+
+
+def _rebind(
+    optimizer: torch.optim.Optimizer,
+    holders: Sequence[Sequence[Holder]],
+    old_state: Mapping[str, Mapping[str, Any]],
+    lay_out: Callable[[], None],
+) -> None:
     for group, group_holders in zip(optimizer.param_groups, holders):
         group["params"] = [holder.tensor for holder in group_holders]
         group.pop("param_names", None)  # a shard holds parts of several
