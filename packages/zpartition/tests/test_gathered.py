@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -141,3 +142,44 @@ def test_nested_blocks_each_answer_for_their_own_edits() -> None:
     for seen in run_ranks(_nests, 2):
         assert seen[0][0] == 2.0
         assert seen[1:] == [(2.0, 3.0)] * 2
+
+
+def _two_editors(stage: int) -> tuple[list[float], float]:
+    """Rank 0 around and rank 1 inside write rows of one matrix; then something is raised inside."""
+    model, _ = make(stage)
+    rank, weight = zcomm.group_rank(), model[0].weight
+    with zpartition.gathered(model, modifier_rank=0), torch.no_grad():
+        weight[0] = 1.0 + rank
+        with zpartition.gathered(weight, modifier_rank=1):
+            assert float(weight[0, 0]) == 1.0, "the ranks agree on what was written before"
+            weight[1] = 2.0 + rank
+        weight[2] = 5.0 + rank
+    rows = model.state_dict()["0.weight"][:3].mean(1).tolist()
+    with zpartition.gathered(model, modifier_rank=0), torch.no_grad():
+        weight[0] = 7.0
+        with contextlib.suppress(KeyError), zpartition.gathered(model):
+            raise KeyError
+        assert float(weight[0, 0]) == 7.0, "a block that only reads gives nothing up"
+    return rows, float(model.state_dict()["0.weight"][0, 0])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_block_inside_does_not_undo_what_was_written_around_it(stage: int) -> None:
+    assert run_ranks(_two_editors, 2, stage) == [([1.0, 3.0, 5.0], 7.0)] * 2
+
+
+def _gives_up() -> None:
+    model, _ = make()
+    lost = pytest.raises(ValueError, match="unit '0' are gone: something raised inside another gathered")
+    editors = [zpartition.gathered(model, modifier_rank=0), zpartition.gathered(model[0], modifier_rank=1)]
+    with lost, editors[0], contextlib.suppress(KeyError), editors[1]:
+        raise KeyError
+    refused = pytest.raises(ValueError, match="without modifier_rank")
+    with refused, zpartition.gathered(model), torch.no_grad():
+        model[0].weight.fill_(9.0)
+        with zpartition.gathered(model[0], modifier_rank=1):
+            pytest.fail("what was written around it is nobody's")
+
+
+def test_edits_that_are_lost_or_nobodys_are_told_of() -> None:
+    run_ranks(_gives_up, 2)

@@ -8,8 +8,9 @@
 
 Both are collectives: every rank comes along.  What was written without `modifier_rank` is refused when the block
 ends, because the ranks would disagree about it (where weights are whole anyway, nobody looks).  Blocks may be nested:
-one without `modifier_rank` leaves what a block around it holds to that one.  They work at every stage: where weights
-are whole, `modifier_rank` makes the ranks and the masters agree.
+one without `modifier_rank` leaves what a block around it holds to that one; one with it begins by settling what was
+written around it so far, and so each block has edits of its own.  They work at every stage: where weights are whole,
+`modifier_rank` makes the ranks and the masters agree.
 
 `module.state_dict()` and `module.load_state_dict()` gather by themselves, one module at a time; they are collectives
 too, and what is loaded on rank 0 counts.
@@ -19,8 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
+import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -33,7 +35,17 @@ from zpartition.residence import Residence, Unit
 if TYPE_CHECKING:
     from zpartition.partition import Partition
 
-__all__ = ["gathered", "hook_state"]
+__all__ = ["Block", "gathered", "hook_state"]
+
+
+@final
+@attrs.frozen(eq=False)
+class Block:
+    """One `gathered(...)` that is open."""
+
+    units: list[Unit]  # that it holds
+    params: list[Parameter]
+    modifier_rank: int | None  # whose edits count
 
 
 @contextmanager
@@ -48,28 +60,62 @@ def gathered(
     params = _parameters(what)
     partitions = {id(owner): owner for param in params if (owner := owner_of(param)) is not None}
     with ExitStack() as stack:
-        chosen = [(partition, partition.watch.units_of(params)) for partition in partitions.values()]
-        for partition, units in chosen:
+        opened = [(p, Block(p.watch.units_of(params), params, modifier_rank)) for p in partitions.values()]
+        for partition, block in opened:
             partition.refuse_without_weights() if modifier_rank is None else partition.refuse_parked()
             partition.watch.sweep()
-            stack.enter_context(partition.residence.held(units))
+            stack.enter_context(partition.residence.held(block.units))
+            if modifier_rank is not None:
+                _settle(partition, block)
             stack.callback(partition.watch.blocks.pop)
-            partition.watch.blocks.append(units)
-            if units:
+            partition.watch.blocks.append(block)
+            if block.units:
                 stack.enter_context(partition.watch.saving())
         try:
             yield
         except BaseException:
-            for partition, units in chosen:
-                for unit in units:
+            for partition, block in opened:
+                for unit in block.units if modifier_rank is not None else _unshared(partition, block):
                     partition.residence.drop(unit)  # edits that nobody has taken
             raise
-        for partition, units in chosen:
+        for partition, block in opened:
+            _refuse_dropped(block)
             if modifier_rank is None:
-                around = {id(unit) for block in partition.watch.blocks[:-1] for unit in block}  # they will answer
-                _refuse_edits(partition, [unit for unit in units if id(unit) not in around])
+                _refuse_edits(partition, _unshared(partition, block))
             else:
-                _take_edits(partition, units, params, modifier_rank)
+                _take_edits(partition, block.units, params, modifier_rank)
+
+
+def _unshared(partition: Partition, block: Block) -> list[Unit]:
+    """What no block around the innermost holds; they answer for the rest."""
+    around = {id(unit) for other in partition.watch.blocks[:-1] for unit in other.units}
+    return [unit for unit in block.units if id(unit) not in around]
+
+
+def _settle(partition: Partition, block: Block) -> None:
+    """Take, or refuse, what the open blocks have written so far into what `block` is about to hold."""
+    around = partition.watch.blocks
+    editors = [other for other in around if other.modifier_rank is not None]
+    edited = {id(unit) for other in editors for unit in other.units}
+    wanted, mine = set(map(id, block.params)), set(map(id, block.units))
+    for other in editors:
+        assert other.modifier_rank is not None
+        units = [unit for unit in other.units if id(unit) in mine]
+        params = [param for param in other.params if id(param) in wanted]
+        _take_edits(partition, units, params, other.modifier_rank)
+    looked_at = {id(unit): unit for other in around for unit in other.units if id(unit) in mine - edited}
+    if looked_at:
+        _refuse_edits(partition, list(looked_at.values()))
+
+
+def _refuse_dropped(block: Block) -> None:
+    for unit in block.units:
+        if unit.is_resting:
+            raise ValueError(
+                f"the weights of unit {unit.name!r} are gone: something raised inside another gathered(...) in this "
+                "block, and what was written here since is lost. Let the exception leave this block too, or enter it "
+                "again."
+            )
 
 
 def hook_state(module: nn.Module, units: Mapping[str, Unit], dicts: Calls) -> list[Any]:

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from zpartition import _compat
 from zpartition._compat import tree_map_only
 from zpartition.calls import Calls, Hook
-from zpartition.gathered import hook_state
+from zpartition.gathered import Block, hook_state
 from zpartition.residence import UNKNOWN_READER, Residence, Unit
 from zpartition.sharded import ShardedStorage
 
@@ -100,7 +100,7 @@ class Watch:
     unit_of: dict[int, Unit]  # id of a parameter -> its unit
     running: Calls  # of modules with units
     dicts: Calls  # of state dicts that are made or loaded
-    blocks: list[list[Unit]] = attrs.field(factory=list)  # units of each open block of `gathered`, the innermost last
+    blocks: list[Block] = attrs.field(factory=list)  # of `gathered`, those that are open, the innermost last
     handles: list[RemovableHandle] = attrs.field(factory=list)
     replaced: list[nn.Module] = attrs.field(factory=list)  # modules with watched `_parameters`
 
