@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import zcomm
-from zpartition.policy import ZeroPolicy
+from zpartition.layout import Bucket, Layout
+from zpartition.policy import ReduceAt, ZeroPolicy
 from zpartition.ranks import Ranks
 
-__all__ = ["Exchange", "exchange_for"]
+__all__ = ["Exchange", "Factors", "exchange_for", "factors", "reduce_at"]
 
 GRADIENT_BLOCK = 128  # elements that share a scale: gradients of neighbours differ more than weights do
 
@@ -110,3 +111,29 @@ def _quantized(ranks: Ranks, policy: ZeroPolicy) -> Quantized:
     for group in hops:  # a group's first collective waits for all: not where orders may cross
         zcomm.barrier(group, label="hops")
     return Quantized(ranks.shard, hops, code)
+
+
+@attrs.frozen
+class Factors:
+    """Where the division by the number of ranks happens; the product is 1 / ranks, or 1 for a sum."""
+
+    on_arrival: float  # while a gradient is copied into its bucket: costs nothing
+    before: float  # in the bucket, before it is sent
+    after: float  # in what was received
+
+
+def factors(policy: ZeroPolicy, layout: Layout, bucket: Bucket) -> Factors:
+    """Full precision divides on arrival, wherever the policy asks for it: no range is at stake and a pass is saved.
+
+    Buffers that accumulate over micro-steps hold plain sums, as `param.grad` shows them.
+    """
+    before, after = policy.averaging.factors(layout.world_size)
+    is_wide = bucket.dtype.itemsize >= 4 and (policy.reduce_dtype or bucket.dtype).itemsize >= 4
+    if is_wide and reduce_at(policy, layout) is ReduceAt.MICRO_STEP:
+        return Factors(before * after, 1.0, 1.0)
+    return Factors(1.0, before, after)
+
+
+def reduce_at(policy: ZeroPolicy, layout: Layout) -> ReduceAt:
+    """When to reduce; alone, there is nothing to exchange and gradients simply accumulate, unless they leave."""
+    return ReduceAt.BOUNDARY if layout.world_size == 1 and not policy.offload.moves_states else policy.reduce_at

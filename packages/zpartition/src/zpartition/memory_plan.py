@@ -7,8 +7,8 @@
 
 What lives between steps follows from the layout alone and is exact: weights, masters, accumulators, optimizer states.
 What a step needs besides (buckets that travel, units that are gathered) depends on the order in which gradients come;
-the plan gives the most that the policy allows.  Buckets are an exception where a parameter that had a gradient in the
-first step has none in a later one: it is awaited, and the buckets behind it fill meanwhile.
+the plan gives the most that the policy allows.  Buckets are an exception where a parameter that had a gradient in one
+step has none in the next: there it is awaited, and the buckets behind it fill meanwhile.
 `Partition.ledger()` counts the same owners in a live partition.
 Activations are the model's own and no part of this.
 """

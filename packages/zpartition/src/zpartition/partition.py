@@ -43,7 +43,7 @@ from zpartition.policy import ZeroPolicy
 from zpartition.ranks import Ranks
 from zpartition.reducer import GradientReducer
 from zpartition.residence import Residence
-from zpartition.resting import agree_on_unused, untouched
+from zpartition.resting import Unused, agree_on_unused, untouched
 from zpartition.shard import LazyShard, Shard
 from zpartition.sharded import ShardedStorage, make_storage
 from zpartition.storage import BucketStorage
@@ -276,7 +276,9 @@ class Partition(Parking):
                 )
         self.residence.refuse_written()
         unfreezing.refuse(self)
-        unused = agree_on_unused(self) if any_unused else frozenset()
+        found = agree_on_unused(self) if any_unused else Unused()
+        self.reducer.expect(found.by_some)
+        unused = found.by_all
         if self.updates_parameters:
             for gradient in self.reducer.gradients:
                 gradient.attach_grads(unused)

@@ -10,8 +10,10 @@ with zeros for what is missing.  So the sequence of collectives does not depend 
 
 After the first sending round, in index order, the ranks learn from it with one exchange: the order in which buckets
 became complete (rank 0's is taken by all), and which buckets got a gradient after they had left, on any rank.  Those
-form a second message now, sums being linear, and are held back until the end of the round ever after.  A gradient
-that comes twice for the first time in a later round forms a second message too; there, ranks must do alike.
+form a second message now, sums being linear, and are held back until the end of the round ever after, behind the
+others.  A gradient that comes twice for the first time in a later round forms a second message too; there, ranks must
+do alike.  A bucket that some rank missed a gradient of in one step is the last to leave in the next (`expect`), or
+those behind it would wait, each in a buffer.
 
 Outside a round the hooks do nothing, as when a GAN's generator trains through its discriminator: `.grad` behaves as
 it does in plain torch.  At most `IN_FLIGHT_LIMIT` buckets travel at once, which bounds memory when gradients are
@@ -31,7 +33,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -42,9 +44,9 @@ from torch.utils.hooks import RemovableHandle
 
 import zcomm
 from zpartition.buffers import Arena, BufferPool
-from zpartition.exchange import Exchange, exchange_for
+from zpartition.exchange import Exchange, exchange_for, factors, reduce_at
 from zpartition.gradient import BucketGradient, Phase, Round
-from zpartition.layout import Bucket, Layout
+from zpartition.layout import Layout
 from zpartition.policy import ReduceAt, ZeroPolicy
 from zpartition.ranks import Ranks
 from zpartition.rows import Rows
@@ -90,6 +92,7 @@ class GradientReducer:
     kind: Round = Round.NONE
     num_arrived: int = 0  # gradients since the running (or last) round was opened
     order: tuple[int, ...] = ()  # bucket indices in the order of sending
+    learnt: tuple[int, ...] = ()  # the same, while no rank misses a gradient
     has_learnt: bool = False  # whether the ranks have agreed on that order after a first round
     held: set[int] = attrs.field(factory=set)  # buckets that leave at the end of the round only
     patience_s: float = PATIENCE_S  # how long to wait for a message in the middle of a round; 0 once that was in vain
@@ -118,13 +121,13 @@ class GradientReducer:
                 params=tuple(params[slot.name] for slot in bucket.slots),
                 local_dtype=policy.accumulate_for(bucket.dtype) if accumulating else bucket.dtype,
                 pool=pool,
-                factor=_factors(policy, layout, bucket).on_arrival,
+                factor=factors(policy, layout, bucket).on_arrival,
                 rows=Rows(bucket.slots[0].shape[-1]) if bucket.is_sparse else None,
             )
             for bucket in layout.buckets
         )
         reducer = cls(layout, policy, ranks, exchange_for(ranks, layout.num_shards, policy), gradients, pool, tell)
-        reducer.order = _rows_last(range(len(gradients)), gradients)
+        reducer.order = reducer._last(range(len(gradients)), frozenset())
         for gradient in gradients:
             for index, param in enumerate(gradient.params):
                 hook = _hook(weakref.ref(reducer), weakref.ref(gradient), index)
@@ -159,6 +162,11 @@ class GradientReducer:
         kept = [gradient.kept for gradient in self.gradients]
         assert all(tensor is not None for tensor in kept)
         return [tensor for tensor in kept if tensor is not None]
+
+    def expect(self, missing: Collection[str]) -> None:
+        """Between steps: on some rank no gradient came for `missing`; the same names on all ranks."""
+        if self.has_learnt:
+            self.order = self._last(self.learnt, {b.index for b, s in self.layout.slots() if s.name in missing})
 
     def reset(self) -> None:
         """Receive what is on the wire, then forget all gradients: the next of each parameter is a first one."""
@@ -225,18 +233,17 @@ class GradientReducer:
             self._next = len(self.order)
             self._settle(0)
             self._send_late(self._late() if self.has_learnt else self._learn())
-            if not self.has_learnt:
-                self.has_learnt = True
-                for gradient in self.gradients:
-                    gradient.forget_views()
-                self.pool.clear()  # in an order not yet learnt, more buckets may have been open than ever again
-            elif not self.patience_s:
-                for gradient in self.gradients:
-                    gradient.forget_views()
-                self.pool.clear()  # the buffers that were taken rather than wait
+            self.has_learnt = True
+            if self.pool.total_bytes > buffer_bytes(self.layout, self.policy, num_backwards=2):
+                self._clear_pool()  # more buckets were open at a time than there ought to be
             for gradient in self.gradients:
                 gradient.attach_grads()
         self.kind, self.patience_s = Round.NONE, PATIENCE_S
+
+    def _clear_pool(self) -> None:
+        for gradient in self.gradients:
+            gradient.forget_views()
+        self.pool.clear()
 
     def _late(self) -> set[int]:
         return {gradient.bucket.index for gradient in self.gradients if gradient.late}
@@ -247,9 +254,13 @@ class GradientReducer:
         resting = [index for index in self.order if index not in set(completed)]  # waited for until the end: last
         answers = zcomm.exchange({"order": completed + resting, "late": sorted(self._late())}, self.ranks.world)
         late = {index for answer in answers for index in answer["late"]}
-        self.order = _rows_last(answers[0]["order"], self.gradients)
+        self.order = self.learnt = self._last(answers[0]["order"], late)
         self.held |= late
         return late
+
+    def _last(self, order: Iterable[int], late: Collection[int]) -> tuple[int, ...]:
+        """`order` with those that wait for the end of the round at its end: `late` ones, and rows."""
+        return tuple(sorted(order, key=lambda index: (self.gradients[index].rows is not None, index in late)))
 
     def _send_late(self, indices: set[int]) -> None:
         for index in sorted(indices):
@@ -301,7 +312,7 @@ class GradientReducer:
             return
         self._provide(gradient)
         wire = self.policy.reduce_dtype or gradient.bucket.dtype
-        before = _factors(self.policy, self.layout, gradient.bucket).before
+        before = factors(self.policy, self.layout, gradient.bucket).before
         local = gradient.seal()
         sent = local if self.layout.world_size == 1 else local.to(wire)
         if before != 1.0:
@@ -330,7 +341,7 @@ class GradientReducer:
         while len(self.flights) > leave:
             flight = self.flights.popleft()
             bucket = flight.gradient.bucket
-            after = _factors(self.policy, self.layout, bucket).after
+            after = factors(self.policy, self.layout, bucket).after
             flight.settle(after, self.policy.accumulate_for(bucket.dtype))
 
 
@@ -347,35 +358,10 @@ def _hook(
     return arrived
 
 
-def _rows_last(order: Iterable[int], gradients: Sequence[BucketGradient]) -> tuple[int, ...]:
-    return tuple(sorted(order, key=lambda index: gradients[index].rows is not None))
-
-
 _MIXED = (
     "a backward outside micro_step() after the gradients of this step were reduced would mix local and reduced "
     "values: call zero_grad() first, or run every backward of the step inside micro_step()"
 )
-
-
-@attrs.frozen
-class _Factors:
-    """Where the division by the number of ranks happens; the product is 1 / ranks, or 1 for a sum."""
-
-    on_arrival: float  # while a gradient is copied into its bucket: costs nothing
-    before: float  # in the bucket, before it is sent
-    after: float  # in what was received
-
-
-def _factors(policy: ZeroPolicy, layout: Layout, bucket: Bucket) -> _Factors:
-    """Full precision divides on arrival, wherever the policy asks for it: no range is at stake and a pass is saved.
-
-    Buffers that accumulate over micro-steps hold plain sums, as `param.grad` shows them.
-    """
-    before, after = policy.averaging.factors(layout.world_size)
-    is_wide = bucket.dtype.itemsize >= 4 and (policy.reduce_dtype or bucket.dtype).itemsize >= 4
-    if is_wide and reduce_at(policy, layout) is ReduceAt.MICRO_STEP:
-        return _Factors(before * after, 1.0, 1.0)
-    return _Factors(1.0, before, after)
 
 
 def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> int:
@@ -391,8 +377,3 @@ def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> 
     if layout.num_shards == 1 and not policy.offload.moves_all_states:
         return sum(sizes) + (few if num_backwards > 1 else 0)
     return sum(sizes) if fills else few
-
-
-def reduce_at(policy: ZeroPolicy, layout: Layout) -> ReduceAt:
-    """When to reduce; alone, there is nothing to exchange and gradients simply accumulate, unless they leave."""
-    return ReduceAt.BOUNDARY if layout.world_size == 1 and not policy.offload.moves_states else policy.reduce_at

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 
 import zcomm
@@ -25,8 +26,16 @@ _STAYS = "step_size"  # Rprop's starts at lr, not at zero
 Resting = Sequence[tuple[Holder, Piece]]
 
 
-def agree_on_unused(partition: Partition) -> frozenset[str]:
-    """Names of the parameters that no rank used; the same on all ranks.
+@attrs.frozen
+class Unused:
+    """Names of parameters; the same on all ranks."""
+
+    by_all: frozenset[str] = frozenset()  # no rank used them
+    by_some: frozenset[str] = frozenset()  # some rank, or none, did not use them
+
+
+def agree_on_unused(partition: Partition) -> Unused:
+    """Which parameters the ranks have no gradient of.
 
     Raises:
         ValueError: there are some and the policy forbids it, or there is no gradient at all.
@@ -34,8 +43,9 @@ def agree_on_unused(partition: Partition) -> frozenset[str]:
     slots = [slot.name for _, slot in partition.layout.slots()]
     flags = [i in gradient.seen for gradient in partition.reducer.gradients for i in range(len(gradient.params))]
     used = torch.tensor(flags, dtype=torch.int32, device=partition.reducer.pool.device)
-    zcomm.all_reduce(used, partition.group, op="max", label="used parameters")
-    names = frozenset(name for name, flag in zip(slots, used.tolist()) if not flag)
+    zcomm.all_reduce(used, partition.group, label="used parameters")
+    counts = dict(zip(slots, used.tolist()))
+    names = frozenset(name for name, count in counts.items() if not count)
     if slots and len(names) == len(slots):
         raise ValueError(
             "no rank produced a gradient for any parameter: the loss comes from another module, or is constant"
@@ -45,7 +55,7 @@ def agree_on_unused(partition: Partition) -> frozenset[str]:
             f"no rank produced a gradient for {', '.join(sorted(names)[:10])} ({len(names)} in all). Use them in "
             "the forward pass, freeze them, or set ignore_unused_parameters to true."
         )
-    return names
+    return Unused(names, frozenset(name for name, count in counts.items() if count < partition.layout.world_size))
 
 
 @contextmanager
