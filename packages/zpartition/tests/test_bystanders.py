@@ -44,3 +44,17 @@ def test_they_follow_rank_0_and_nothing_else_does() -> None:
     ]
     assert second[0] == {"cut": 2.0, "whole": 1.0, "seen": 1.0, "count": 1.0, "scratch": 2.0}
     assert second[1] == {"seen": 1.0, "count": 1.0}
+
+
+def _turned() -> list[float]:
+    module = nn.Module()
+    module.register_buffer("table", torch.zeros(2, 3))
+    bystanders = Bystanders.of(module, None, [])
+    bystanders.synchronise()
+    module.table = (torch.arange(6.0).view(3, 2) + 10 * zcomm.group_rank()).t()  # as a module may in its forward
+    bystanders.spread_buffers()
+    return module.table.flatten().tolist()
+
+
+def test_a_buffer_in_any_layout_follows() -> None:
+    assert run_ranks(_turned, 2) == [[0.0, 2.0, 4.0, 1.0, 3.0, 5.0]] * 2

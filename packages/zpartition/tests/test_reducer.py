@@ -288,7 +288,7 @@ def test_ranks_agree_on_what_is_sent_twice_when_only_one_of_them_needs_it():
 
 
 def _buffers(kind: str) -> tuple[list[int], int]:
-    """Bytes of buffers at the end of each of five backwards, and what is planned; a bucket for each of eight layers."""
+    """Bytes of buffers at the end of each of five backwards, and what is planned; a bucket for each layer."""
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
     policy = ZeroPolicy(stage=2, bucket_numel=1060)

@@ -5,7 +5,8 @@
     zpartition.safe_set_full_fp32_param(model.embed.weight, weight.clamp(-1, 1))
 
 The names are DeepSpeed's.  The `full` getters are collectives wherever something is sharded: every rank must call.
-Setters take the same value on every rank and send nothing; a weight that was set is shown by the module after the
+Setters take the same value on every rank (`local` ones on all ranks that hold the same part, where shard groups are
+smaller than the world) and send nothing; a weight that was set is shown by the module after the
 next step, or after `partition.publish()`, which every rank must call.  Gradients can be had between the backward and
 the step, after `finish_gradients` or inside a step's hooks; they still carry the loss scale.
 """
@@ -134,7 +135,10 @@ class _Place:
                 f"the optimizer keeps no {key!r} of this parameter; it keeps {', '.join(state) or 'nothing yet'}."
             )
         if getattr(state[key], "shape", None) != holder.shape:
-            raise ValueError(f"{key!r} is not shaped like the parameter; read it from optimizer.state.")
+            raise ValueError(
+                f"{type(optimizer).__name__} does not keep {key!r} an element each (but sums over rows, or a count), "
+                "so single elements have no part of it. state_shards(optimizer, partition.holders) names all there is."
+            )
         if self.partition.updates_parameters:
             return elements(state[key], 0, self.param.numel())
         return self.local(elements(state[key], 0, holder.numel()))

@@ -57,7 +57,7 @@ class Bystanders:
         for _, buffer in self.buffers() if zcomm.group_size(self.group) > 1 else ():
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for dtype, buffers in by_dtype.items():
-            flat = torch.cat([buffer.view(-1) for buffer in buffers])
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             zcomm.broadcast(flat, self.group, source=0, label=f"{dtype} buffers")
             for buffer, part in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers])):
-                buffer.view(-1).copy_(part)
+                buffer.copy_(part.view(buffer.shape))
