@@ -137,7 +137,7 @@ class _Place:
         if getattr(state[key], "shape", None) != holder.shape:
             raise ValueError(
                 f"{type(optimizer).__name__} does not keep {key!r} an element each (but sums over rows, or a count), "
-                "so single elements have no part of it. state_shards(optimizer, partition.holders) names all there is."
+                "so elements have no part of it. state_shards(optimizer, partition.holders) names all that is kept."
             )
         if self.partition.updates_parameters:
             return elements(state[key], 0, self.param.numel())

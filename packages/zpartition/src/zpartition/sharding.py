@@ -10,6 +10,7 @@ import zcomm
 from zpartition import state
 from zpartition.admission import named_groups, refuse_hollow, refuse_owned
 from zpartition.deferred import Deferred
+from zpartition.layout import Layout
 from zpartition.layouts import plan_layouts
 from zpartition.offload import Tier
 from zpartition.partition import Partition
