@@ -16,7 +16,6 @@ Activations are the model's own and no part of this.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import attrs
 import torch
@@ -24,6 +23,7 @@ from torch import nn
 from torch.nn import Parameter
 
 import zcomm
+from zpartition.admission import named_groups
 from zpartition.exchange import GRADIENT_BLOCK
 from zpartition.layout import Bucket, Layout
 from zpartition.layouts import plan_layouts
@@ -32,11 +32,11 @@ from zpartition.offload import Offload, Speculation, Tier, step_groups
 from zpartition.policy import ZeroPolicy
 from zpartition.reducer import IN_FLIGHT_LIMIT, buffer_bytes
 from zpartition.sources import WEIGHT_BLOCK, kept_bytes
+from zpartition.state_sizes import StateSizes
 from zpartition.units import nested_numel
 
 __all__ = ["MemoryPlan", "plan"]
 
-_SAMPLE_NUMEL = 1 << 16  # of a parameter on which an optimizer shows what it keeps
 MIB = 2**20
 
 
@@ -103,14 +103,15 @@ def plan(
     """What one of `world_size` ranks needs for `module`, all of whose trainable parameters are trained.
 
     module: may live on the meta device; nothing of its size is allocated.
-    optimizer: makes one from a list of parameters; what it keeps is seen from one step on 65,536 elements.
+    optimizer: makes one from a list of parameters; what it keeps is seen from its steps on small samples.
     num_backwards: in a step, micro-steps times losses.  Where gradients are kept whole, a second one needs buffers.
     device: type of the device; beside "cuda" the host's memory is pinned, unless the policy says otherwise.
     """
-    groups = {name: 0 for name, param in module.named_parameters() if param.requires_grad}
+    groups = _groups(module, optimizer)
     trained, frozen = plan_layouts(module, groups, policy, world_size)
     kept = _kept(trained, policy)
-    sizes = {dtype: _state_bytes(optimizer, policy.master_for(dtype)) for dtype in {b.dtype for b in trained.buckets}}
+    states = StateSizes(policy, optimizer)
+    sizes = {bucket: states.of(bucket) for bucket in trained.buckets}
     buckets = (*trained.buckets, *frozen.buckets)
 
     away = {b for b, tier in zip(trained.buckets, _places(trained, policy)) if tier is not Tier.DEVICE}
@@ -126,7 +127,7 @@ def plan(
         + _untouched_bytes(module, buckets),
         masters=sum(b.span_numel * policy.master_for(b.dtype).itemsize for b in trained.buckets if is_apart(b)),
         accumulators=sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in kept if b not in away),
-        states=round(sum(b.span_numel * sizes[b.dtype] for b in trained.buckets if b not in away)),
+        states=sum(sizes[b] for b in trained.buckets if b not in away),
         buckets=buffer_bytes(trained, policy, num_backwards) + _message_bytes(trained, policy),
         gathered_units=_gathered_bytes(buckets, policy),
         secondary_shards=sum(kept_bytes(b, policy, is_trained=True) for b in trained.buckets)
@@ -147,14 +148,14 @@ def _places(layout: Layout, policy: ZeroPolicy) -> tuple[Tier, ...]:
 
 
 def _elsewhere(
-    away: list[Bucket], policy: ZeroPolicy, state_bytes: Mapping[torch.dtype, float], device: str
+    away: list[Bucket], policy: ZeroPolicy, state_bytes: Mapping[Bucket, int], device: str
 ) -> dict[str, int]:
     """What offload moves, by place and owner, as `Partition.ledger()` names it."""
     if not away:
         return {}
     host = "pinned" if device == "cuda" and policy.offload.pin else "host"
     masters = [b.span_numel * policy.master_for(b.dtype).itemsize for b in away]
-    states = [round(b.span_numel * state_bytes[b.dtype]) for b in away]
+    states = [state_bytes[b] for b in away]
     accumulators = sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in away)
     found = {f"{host} accumulators": accumulators}
     if policy.offload.states is Tier.HOST:
@@ -165,19 +166,19 @@ def _elsewhere(
 
 
 def _rollback(
-    away: list[Bucket], policy: ZeroPolicy, state_bytes: Mapping[torch.dtype, float], copies: bool
+    away: list[Bucket], policy: ZeroPolicy, state_bytes: Mapping[Bucket, int], copies: bool
 ) -> dict[str, int]:
     """What was there before an update ahead of the verdict, and the gradient that it reads."""
     if not away or policy.offload.speculation is Speculation.OFF:
         return {}
-    kept = sum(round(b.span_numel * (policy.master_for(b.dtype).itemsize + state_bytes[b.dtype])) for b in away)
+    kept = sum(b.span_numel * policy.master_for(b.dtype).itemsize + state_bytes[b] for b in away)
     scratch = max(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in away)
     return {"host rollback": kept + (scratch if copies else 0)}
 
 
 def _copies_gradients(make: Callable[[list[Parameter]], torch.optim.Optimizer] | None) -> bool:
     """Whether the optimizer may write into gradients (see ahead.py)."""
-    return make is None or not getattr(make([Parameter(torch.zeros(1))]), "keeps_gradients", False)
+    return make is None or not getattr(make([Parameter(torch.zeros(1, 1))]), "keeps_gradients", False)
 
 
 def _shelved(shelved: list[Bucket], trained: set[Bucket], policy: ZeroPolicy, device: str) -> dict[str, int]:
@@ -276,13 +277,7 @@ def _untouched_bytes(module: nn.Module, buckets: tuple[Bucket, ...]) -> int:
     return sum(p.numel() * p.element_size() for name, p in module.named_parameters() if name not in planned)
 
 
-def _state_bytes(make: Callable[[list[Parameter]], torch.optim.Optimizer] | None, dtype: torch.dtype) -> float:
-    """Bytes that the optimizer keeps for an element of a master of `dtype`."""
-    if make is None:
-        return 0.0
-    sample = Parameter(torch.zeros(_SAMPLE_NUMEL, dtype=dtype))
-    sample.grad = torch.ones_like(sample)
-    optimizer = make([sample])
-    optimizer.step()
-    kept: list[Any] = [value for value in optimizer.state[sample].values() if isinstance(value, torch.Tensor)]
-    return float(sum(value.nbytes for value in kept if value.dim())) / _SAMPLE_NUMEL
+def _groups(module: nn.Module, make: Callable[[list[Parameter]], torch.optim.Optimizer] | None) -> dict[str, int]:
+    """The parameter group of each trained parameter, as the optimizer that will be made sorts them."""
+    params = [param for param in module.parameters() if param.requires_grad]
+    return named_groups(module, None if make is None or not params else make(params))
