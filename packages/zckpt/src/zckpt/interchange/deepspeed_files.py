@@ -1,0 +1,210 @@
+"""The files of a DeepSpeed checkpoint: which there are, who wrote them, and what they say, checked.
+
+One *cell* is a tensor-parallel rank: its model states, and the optimizer shards of its data-parallel ranks.  Nothing
+is taken from a file before its kind is what its name says; what this reader does not know (experts, pipelines) is
+refused by name rather than left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+from torch import Tensor
+
+from ..errors import CheckpointCorrupt, CheckpointInputError, CheckpointNotFound
+from .flat import Shapes
+from .machine import Record
+from .torchfile import TorchFile, open_torch_file
+
+_MODEL = re.compile(r"mp_rank_(?P<cell>\d{2,6})_model_states\.pt")
+_MODEL_PART = re.compile(r"zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<cell>\d{2,6})_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<cell>\d{2,6})_optim_states\.pt")
+_UNKNOWN = re.compile(r"(layer_|expp_rank_|zero$).*")
+_MAX_LATEST_NBYTES = 4096
+_STATE = "optimizer_state_dict"
+
+
+@final
+@attrs.frozen(eq=False)
+class Cell:
+    """What one tensor-parallel rank saved; the values are as `open_torch_file` gives them."""
+
+    models: tuple[dict[str, Any], ...]  # one, or at stage 3 one for each data-parallel rank
+    shards: tuple[dict[str, Any], ...]  # `optimizer_state_dict` of each data-parallel rank; () without ZeRO
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return self.models[0]
+
+    @property
+    def stage(self) -> int:
+        """0 where the optimizer's state is with the model's, or missing."""
+        if not self.shards:
+            return 0
+        told = self.shards[0].get("zero_stage", 1)  # BF16_Optimizer, a stage 1, does not say
+        value = told.args[0] if isinstance(told, Record) and told.args else told
+        if value not in (1, 2, 3):
+            raise CheckpointCorrupt(f"a ZeRO stage of {value!r}")
+        return int(value)
+
+    def groups(self) -> list[Shapes]:
+        """Parameters of each group that the optimizer moves, in the order of the flat buffers."""
+        told = self.model.get("param_shapes")
+        if isinstance(told, dict):  # releases before 0.4
+            told = [told]
+        if not isinstance(told, list) or not all(isinstance(group, dict) for group in told):
+            raise CheckpointCorrupt("its model states have no param_shapes: the flat buffers cannot be taken apart")
+        return [{str(name): shape_of(shape, name) for name, shape in group.items()} for group in told]
+
+
+@final
+@attrs.frozen(eq=False)
+class Files:
+    """All files of one checkpoint, open."""
+
+    folder: Path
+    tag: str
+    cells: tuple[Cell, ...]
+    opened: tuple[TorchFile, ...]
+
+    def verify(self) -> None:
+        for each in self.opened:
+            each.verify()
+
+    def close(self) -> None:
+        for each in self.opened:
+            each.close()
+
+
+def choose_folder(path: Path, tag: str | None) -> Path:
+    """The folder of one checkpoint: `path` itself if it has model states, else the tag asked for or `latest`."""
+    if not path.is_dir():
+        raise CheckpointNotFound(f"{path} is not a folder", path=str(path))
+    if tag is None and any(_MODEL.fullmatch(each.name) or _MODEL_PART.fullmatch(each.name) for each in path.iterdir()):
+        return path
+    if tag is None:
+        tag = _latest(path)
+    if "/" in tag or "\\" in tag or tag in ("", ".", "..") or "\0" in tag:
+        raise CheckpointInputError(f"tag {tag[:80]!r} is no name of a folder in {path}")
+    if not (path / tag).is_dir():
+        known = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir())[:10]) or "none"
+        raise CheckpointNotFound(f"{path} has no checkpoint {tag!r}; folders there: {known}", path=str(path))
+    return path / tag
+
+
+def _latest(path: Path) -> str:
+    try:
+        with open(path / "latest", "rb") as file:
+            return file.read(_MAX_LATEST_NBYTES).decode().strip()
+    except FileNotFoundError:
+        raise CheckpointNotFound(
+            f"{path} has neither model states (mp_rank_XX_model_states.pt) nor a file `latest`: give the folder of a "
+            "tag, or a tag",
+            path=str(path),
+        ) from None
+    except UnicodeDecodeError:
+        raise CheckpointCorrupt(f"{path / 'latest'} is not text", path=str(path / "latest")) from None
+
+
+def open_files(folder: Path) -> Files:
+    """Open and sort the files; CheckpointCorrupt if one is missing, damaged or not what its name says."""
+    names = sorted(each.name for each in folder.iterdir())
+    if foreign := [name for name in names if _UNKNOWN.fullmatch(name)]:
+        raise CheckpointInputError(
+            f"{folder} holds {foreign[0]!r}: checkpoints of pipelines, of experts and universal ones are not read. "
+            "Save from an engine without pipeline stages and experts, or export the weights there",
+            path=str(folder),
+        )
+    models, shards = _table(names, _MODEL_PART) or _table(names, _MODEL), _table(names, _OPTIMIZER)
+    if not models:
+        raise CheckpointNotFound(f"{folder} has no model states (mp_rank_XX_model_states.pt)", path=str(folder))
+    opened: list[TorchFile] = []
+    with contextlib.ExitStack() as stack:
+
+        def read(name: str, key: str) -> dict[str, Any]:
+            opened.append(open_torch_file(folder / name))
+            stack.callback(opened[-1].close)
+            return _expect(opened[-1].value, key, folder / name)
+
+        cells = tuple(
+            Cell(
+                models=tuple(read(name, "module") for name in models[cell]),
+                shards=tuple(_inner(read(name, _STATE), folder / name) for name in shards.get(cell, [])),
+            )
+            for cell in sorted(models)
+        )
+        if problem := _cells_problem(cells, {*models} ^ {*shards} if shards else set()):
+            raise CheckpointCorrupt(f"{folder}: {problem}", path=str(folder))
+        stack.pop_all()
+    return Files(folder, folder.resolve().name, cells, tuple(opened))
+
+
+def _table(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str]]:
+    """Tensor-parallel rank -> the names of its files by data-parallel rank; CheckpointCorrupt if ranks are missing."""
+    found: dict[int, dict[int, str]] = {}
+    for name in names:
+        if match := pattern.fullmatch(name):
+            told = match.groupdict()
+            ranks = found.setdefault(int(told["cell"]), {})
+            if ranks.setdefault(int(told.get("rank") or 0), name) != name:
+                raise CheckpointCorrupt(f"{name!r} and {ranks[int(told['rank'])]!r} are the same part: two runs in one")
+    for cell, ranks in found.items():
+        if missing := sorted(set(range(len(ranks))) - set(ranks)):
+            raise CheckpointCorrupt(f"of {ranks[max(ranks)]!r} and its like, rank {missing[0]} of {cell:02d} is missing")
+    if missing := sorted(set(range(len(found))) - set(found)):
+        raise CheckpointCorrupt(f"the files of tensor-parallel rank {missing[0]} are missing (mp_rank_{missing[0]:02d})")
+    return {cell: [ranks[rank] for rank in sorted(ranks)] for cell, ranks in found.items()}
+
+
+def _expect(value: Any, key: str, path: Path) -> dict[str, Any]:
+    if not isinstance(value, dict) or key not in value:
+        raise CheckpointCorrupt(f"{path} is not what its name says: it has no {key!r}", path=str(path))
+    return value
+
+
+def _inner(value: dict[str, Any], path: Path) -> dict[str, Any]:
+    if not isinstance(value[_STATE], dict):
+        raise CheckpointCorrupt(f"{path}: its {_STATE!r} is no dict", path=str(path))
+    return value[_STATE]
+
+
+def _cells_problem(cells: Sequence[Cell], unpaired: set[int]) -> str:
+    if unpaired:
+        return f"tensor-parallel rank {min(unpaired)} has model states or optimizer states, and not both"
+    for number, cell in enumerate(cells):
+        if told := {shard.get("ds_zero_partition_groups") is not None for shard in cell.shards} - {False}:
+            return f"rank {number}: experts that are partitioned in groups of their own are not read ({len(told)})"
+        counts = {len(cell.shards), *_partition_counts(cell)} if cell.shards else set()
+        if len(counts) > 1:
+            return (
+                f"tensor-parallel rank {number}: {len(cell.shards)} optimizer shards, and partitions of {sorted(counts)} "
+                "are told: a file is missing, or files of two runs are mixed"
+            )
+        if cell.stage == 3 and len(cell.models) != len(cell.shards):
+            return f"{len(cell.models)} model states and {len(cell.shards)} optimizer shards of stage 3: files are missing"
+    steps = {repr(model.get("global_steps")) for cell in cells for model in cell.models}
+    return f"its model states are of steps {sorted(steps)}: files of several saves" if len(steps) > 1 else ""
+
+
+def _partition_counts(cell: Cell) -> set[int]:
+    told = [shard.get("partition_count") for shard in cell.shards]
+    return {count for each in told for count in (each if isinstance(each, list) else [each]) if isinstance(count, int)}
+
+
+def shape_of(value: Any, name: str) -> tuple[int, ...]:
+    """A shape, as torch.Size or a list; CheckpointCorrupt otherwise."""
+    if not isinstance(value, (tuple, list)) or not all(type(size) is int and 0 <= size < 2**62 for size in value):
+        raise CheckpointCorrupt(f"parameter {str(name)[:80]!r} has the shape {str(value)[:80]}")
+    return tuple(value)
+
+
+def flat_tensors(value: Any, what: str) -> list[Tensor]:
+    """A list of one-dimensional float32 buffers."""
+    if not isinstance(value, list) or not all(isinstance(each, Tensor) for each in value):
+        raise CheckpointCorrupt(f"{what} is no list of tensors")
+    return [each.reshape(-1) for each in value]

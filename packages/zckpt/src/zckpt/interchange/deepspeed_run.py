@@ -1,0 +1,175 @@
+"""What a DeepSpeed run was doing: counters, optimizer, schedule, loss scale, as JSON.
+
+The keys are those of a training engine's checkpoint (`clock`, `optimizer`, `scheduler`, `scaler`, `features`, `plan`,
+`client_state`), in the spelling that zengine reads; a test there continues from what is written here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from ..canonical import JSON
+from .deepspeed_files import Cell, Files
+from .deepspeed_tensors import STEP
+from .machine import Record
+
+_OPTIONS = (
+    *("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"),
+    *("bias_correction", "amsgrad", "maximize", "rho", "lr_decay"),
+)
+_KINDS = {  # DeepSpeed's type, in lower case -> the class that continues it
+    "adamw": "AdamW",
+    "fusedadam": "AdamW",
+    "adam": "AdamW",  # adam_w_mode is its default
+    "lamb": "LAMB",
+    "lion": "Lion",
+    "adagrad": "Adagrad",
+    "sgd": "SGD",
+    "muon": "Muon",
+}
+# Keys that the engine itself puts into model states; all others are the caller's.
+_OWN = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler "
+    "data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
+    "mp_world_size checkpoint_parallel_dimensions ds_config ds_version universal_checkpoint_info num_experts "
+    "ds_autoep_layers autoep_layers".split()
+)
+
+
+@attrs.frozen
+class Kinds:
+    """Names of classes that the files do not hold; "" to infer them."""
+
+    optimizer: str = ""
+    scheduler: str = ""
+
+
+def run_objects(files: Files, kinds: Kinds) -> dict[str, JSON]:
+    """The JSON values of the checkpoint."""
+    cell = files.cells[0]
+    config = cell.model.get("ds_config")
+    config = config if isinstance(config, dict) else {}
+    client, left = _client_state(cell.model)
+    return {
+        "client_state": client,
+        "clock": _clock(cell.model, config),
+        "optimizer": _optimizer(cell, config, kinds.optimizer),
+        "scheduler": _scheduler(cell.model, config, kinds.scheduler),
+        "scaler": _scaler(cell),
+        "features": {},
+        "plan": "imported from DeepSpeed",
+        "imported": {
+            "from": "DeepSpeed",
+            "version": str(cell.model.get("ds_version")),
+            "tag": files.tag,
+            "stage": cell.stage,
+            "world": [len(cell.shards) or int(_count(cell.model.get("dp_world_size")) or 1), len(files.cells)],
+            "config": spell(config, left, "ds_config"),
+            "left_out": sorted(left),
+        },
+    }
+
+
+def _client_state(model: Mapping[str, Any]) -> tuple[JSON, set[str]]:
+    """The caller's keys, and the places of values that are neither plain data nor numbers."""
+    left: set[str] = set()
+    mine = {str(key): value for key, value in model.items() if key not in _OWN}
+    return spell(mine, left, "client_state"), left
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and value >= 0 else 0
+
+
+def _clock(model: Mapping[str, Any], config: Mapping[str, Any]) -> JSON:
+    """DeepSpeed saves no micro-steps; between steps they follow from the accumulation."""
+    steps, skipped = _count(model.get("global_steps")), _count(model.get("skipped_steps"))
+    accumulation = _count(config.get("gradient_accumulation_steps")) or 1
+    return {
+        "micro_steps": steps * accumulation,
+        "steps": steps,
+        "applied_steps": max(0, steps - skipped),
+        "skipped_steps": skipped,
+        "samples": _count(model.get("global_samples")),
+    }
+
+
+def _optimizer(cell: Cell, config: Mapping[str, Any], kind: str) -> JSON:
+    source = cell.shards[0] if cell.shards else cell.model
+    told = source.get("base_optimizer_state") or source.get("optimizer_state_dict") or source.get("optimizer")
+    if not isinstance(told, dict) or not told.get("param_groups"):
+        return None
+    groups = [{key: spell(group[key]) for key in _OPTIONS if key in group} for group in told["param_groups"]]
+    return {"kind": kind or _optimizer_kind(told, config), "groups": groups}
+
+
+def _optimizer_kind(told: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    section = config.get("optimizer")
+    section = section if isinstance(section, dict) else {}
+    name, options = str(section.get("type", "")), section.get("params") or {}
+    coupled = name.lower() == "adam" and isinstance(options, dict) and options.get("adam_w_mode") is False
+    if coupled:
+        return "Adam"
+    if name:
+        return _KINDS.get(name.lower(), name)
+    first = told["param_groups"][0]
+    states = next(iter(told["state"].values()), {}) if isinstance(told.get("state"), dict) else {}
+    if {"exp_avg", "exp_avg_sq"} <= set(states):
+        return "AdamW" if first.get("decoupled_weight_decay", True) else "Adam"
+    return {"exp_avg": "Lion", "momentum_buffer": "SGD", "sum": "Adagrad"}.get(next(iter(set(states) - {STEP}), ""), "")
+
+
+def _scheduler(model: Mapping[str, Any], config: Mapping[str, Any], kind: str) -> JSON:
+    state, section = model.get("lr_scheduler"), config.get("scheduler")
+    if state is None:
+        return {"kind": kind or "ConstantRate", "state": {}}
+    named = str(section.get("type", "")) if isinstance(section, dict) else ""
+    plain = state.state if isinstance(state, Record) else state
+    return {"kind": kind or named or "an unnamed schedule of the caller", "state": spell(plain)}
+
+
+def _scaler(cell: Cell) -> JSON:
+    """The loss scale; DeepSpeed counts iterations since the last overflow, and here clean steps of a window."""
+    told = cell.shards[0].get("loss_scaler") if cell.shards else None
+    scale = told.get("cur_scale") if isinstance(told, Record) else None
+    if not isinstance(told, Record) or not isinstance(scale, (int, float)):
+        return {"kind": "NoScaling", "state": {}}
+    if not told.get("dynamic"):
+        return {"kind": "StaticScaler", "state": {"static_factor": scale}} if scale != 1 else _NO_SCALING
+    window = max(1, int(told.get("scale_window", 1000)))
+    stable = max(0, int(told.get("cur_iter", 0)) - int(told.get("last_overflow_iter", -1)) - 1)
+    clean = stable if stable <= window else (stable - 1) % window + 1
+    left = max(1, int(told.get("cur_hysteresis", 1)))
+    return {
+        "kind": "DynamicScaler",
+        "state": {"factor": float(scale), "clean_steps": clean, "hysteresis_left": left},
+    }
+
+
+_NO_SCALING = {"kind": "NoScaling", "state": {}}
+
+
+def spell(value: Any, left: set[str] | None = None, where: str = "") -> JSON:
+    """A value as JSON with zengine's four marks; what has no spelling becomes None, and its place goes into `left`."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {"$tensor": [spell(value.item()), str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    if isinstance(value, tuple):
+        return {"$tuple": [spell(item, left, f"{where}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [spell(item, left, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: spell(item, left, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, dict):
+        return {"$pairs": [[spell(key), spell(item, left, f"{where}[{key!r}]")] for key, item in value.items()]}
+    if left is not None:
+        left.add(where)
+    return None

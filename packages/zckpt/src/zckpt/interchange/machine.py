@@ -1,0 +1,233 @@
+"""Reads a pickle as data: an interpreter of its instructions in which nothing can be called.
+
+A pickle is a program.  The usual defence runs it in Python's own machine with a filter on names, and every name that
+slips through is code.  Here the instructions are listed by the standard library's disassembler, which executes
+nothing, and done by a small machine of our own: it makes numbers, strings and containers, and where the program
+names a class or function it asks a table (admitted.py), whose entries are the only functions that ever run.  What is
+not in the table is an error with its name.
+
+The work is bounded by the length of the program: no instruction makes more than it reads, keys are shallow (so that
+hashing is), and containers are shared rather than copied.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+import attrs
+
+from ..errors import CheckpointCorrupt
+
+MAX_NBYTES = 1 << 26  # of a program; tensors are not in it
+_MARK = object()
+
+Operation = Callable[["Machine", Any], None]
+
+
+@final
+@attrs.define(eq=False)
+class Record:
+    """An object of a class that is not here, as data."""
+
+    kind: str  # "module.Class"
+    args: tuple[Any, ...] = ()
+    state: Any = attrs.field(factory=dict)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An attribute that it had."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+@final
+@attrs.frozen(eq=False)
+class Maker:
+    """Stands for a class or function that the program names; `make` is ours."""
+
+    name: str
+    make: Callable[..., Any]
+
+
+@final
+@attrs.define(eq=False)
+class Machine:
+    """The state of one reading."""
+
+    find: Callable[[str], Any]  # "module name" -> a Maker or a value; raises CheckpointCorrupt for what is not admitted
+    persistent: Callable[[Any], Any]  # what a persistent id stands for
+    stack: list[Any] = attrs.field(factory=list)
+    memo: dict[int, Any] = attrs.field(factory=dict)
+
+    def run(self, program: bytes) -> Any:
+        """The object that the program describes; CheckpointCorrupt, saying where, if it describes none."""
+        position, name = 0, ""
+        try:
+            for operation, argument, at in pickletools.genops(program):
+                position, name = at or 0, operation.name
+                if name == "STOP":
+                    (value,) = self.stack
+                    return value
+                if name not in _OPERATIONS:
+                    raise CheckpointCorrupt(f"instruction {name} is not admitted: it belongs to no plain data")
+                _OPERATIONS[name](self, argument)
+        except CheckpointCorrupt as error:
+            raise CheckpointCorrupt(f"{error} (byte {position} of its pickle)") from None
+        except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+            raise CheckpointCorrupt(
+                f"its pickle makes no sense at byte {position} ({name or 'start'}): {type(error).__name__} {error}"
+            ) from None
+        except RecursionError:
+            raise CheckpointCorrupt(f"its pickle is nested too deeply (byte {position})") from None
+        raise CheckpointCorrupt("its pickle has no end")
+
+    def pop(self) -> Any:
+        value = self.stack.pop()
+        if value is _MARK:
+            raise ValueError("a mark where a value should be")
+        return value
+
+    def since_mark(self) -> list[Any]:
+        index = len(self.stack) - 1
+        while self.stack[index] is not _MARK:
+            index -= 1
+            if index < 0:
+                raise ValueError("no mark")
+        items = self.stack[index + 1 :]
+        del self.stack[index:]
+        return items
+
+    def top(self, kind: type) -> Any:
+        if not self.stack or not isinstance(self.stack[-1], kind):
+            raise TypeError(f"a {kind.__name__} is wanted here")
+        return self.stack[-1]
+
+    def remember(self, key: int) -> None:
+        self.memo[key] = self.top(object)
+
+    def reduce(self) -> None:
+        args, maker = self.pop(), self.pop()
+        if not isinstance(maker, Maker) or not isinstance(args, tuple):
+            raise CheckpointCorrupt(f"it calls a {type(maker).__name__}, which is no class or function")
+        self.stack.append(maker.make(*args))
+
+    def build(self) -> None:
+        """Attributes for an object: kept for a record, without meaning for plain containers."""
+        state = self.pop()
+        target = self.stack[-1]
+        if isinstance(target, Record):
+            target.state = state
+        elif not isinstance(target, dict):
+            raise CheckpointCorrupt(f"it sets attributes of a {type(target).__name__}")
+
+
+def _key(value: Any, depth: int = 3) -> Any:
+    """Keys and members of sets: shallow, so that hashing them is cheap."""
+    if isinstance(value, tuple) and depth and len(value) <= 64:
+        return tuple(_key(item, depth - 1) for item in value)
+    if value is None or isinstance(value, (str, int, float, bytes)):
+        return value
+    raise TypeError(f"a {type(value).__name__} as a key")
+
+
+def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
+    if len(items) % 2:
+        raise ValueError("a key without a value")
+    return ((_key(key), value) for key, value in zip(items[::2], items[1::2]))
+
+
+def _push(machine: Machine, value: Any) -> None:
+    machine.stack.append(value)
+
+
+def _text(machine: Machine, value: Any) -> None:
+    """The 8-bit strings of Python 2."""
+    machine.stack.append(value.decode("latin-1") if isinstance(value, bytes) else value)
+
+
+def _tuple(count: int) -> Operation:
+    def make(machine: Machine, _: Any) -> None:
+        machine.stack.append(tuple(reversed([machine.pop() for _ in range(count)])))
+
+    return make
+
+
+def _stack_global(machine: Machine, _: Any) -> None:
+    name, module = machine.pop(), machine.pop()
+    machine.stack.append(machine.find(f"{module} {name}"))
+
+
+def _append(machine: Machine, _: Any) -> None:
+    item = machine.pop()
+    machine.top(list).append(item)
+
+
+def _appends(machine: Machine, _: Any) -> None:
+    items = machine.since_mark()
+    machine.top(list).extend(items)
+
+
+def _set_item(machine: Machine, _: Any) -> None:
+    value, key = machine.pop(), machine.pop()
+    machine.top(dict)[_key(key)] = value
+
+
+def _set_items(machine: Machine, _: Any) -> None:
+    items = machine.since_mark()
+    machine.top(dict).update(_pairs(items))
+
+
+def _add_items(machine: Machine, _: Any) -> None:
+    items = machine.since_mark()
+    machine.top(set).update(map(_key, items))
+
+
+def _new_object(machine: Machine, _: Any) -> None:
+    machine.reduce()
+
+
+def _new_object_with_keywords(machine: Machine, _: Any) -> None:
+    if machine.pop():
+        raise CheckpointCorrupt("it makes an object with keyword arguments, which no plain data does")
+    machine.reduce()
+
+
+_OPERATIONS: Mapping[str, Operation] = {
+    **dict.fromkeys(("PROTO", "FRAME"), lambda machine, _: None),
+    "MARK": lambda machine, _: machine.stack.append(_MARK),
+    "POP": lambda machine, _: machine.stack.pop() and None,
+    "POP_MARK": lambda machine, _: machine.since_mark() and None,
+    "DUP": lambda machine, _: machine.stack.append(machine.top(object)),
+    **{name: (lambda machine, _, value=value: machine.stack.append(value))  # type: ignore[misc]
+       for name, value in (("NONE", None), ("NEWTRUE", True), ("NEWFALSE", False))},
+    **dict.fromkeys(("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"), _push),
+    **dict.fromkeys(("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), _push),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"), _push),
+    **dict.fromkeys(("STRING", "BINSTRING", "SHORT_BINSTRING"), _text),
+    "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
+    "EMPTY_DICT": lambda machine, _: machine.stack.append({}),
+    "EMPTY_SET": lambda machine, _: machine.stack.append(set()),
+    "EMPTY_TUPLE": _tuple(0),
+    "TUPLE1": _tuple(1),
+    "TUPLE2": _tuple(2),
+    "TUPLE3": _tuple(3),
+    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.since_mark())),
+    "LIST": lambda machine, _: machine.stack.append(machine.since_mark()),
+    "DICT": lambda machine, _: machine.stack.append(dict(_pairs(machine.since_mark()))),
+    "FROZENSET": lambda machine, _: machine.stack.append(frozenset(map(_key, machine.since_mark()))),
+    "APPEND": _append,
+    "APPENDS": _appends,
+    "SETITEM": _set_item,
+    "SETITEMS": _set_items,
+    "ADDITEMS": _add_items,
+    "GLOBAL": lambda machine, name: machine.stack.append(machine.find(name)),
+    "STACK_GLOBAL": _stack_global,
+    "REDUCE": lambda machine, _: machine.reduce(),
+    "NEWOBJ": _new_object,
+    "NEWOBJ_EX": _new_object_with_keywords,
+    "BUILD": lambda machine, _: machine.build(),
+    "BINPERSID": lambda machine, _: machine.stack.append(machine.persistent(machine.pop())),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda machine, key: machine.remember(key)),
+    "MEMOIZE": lambda machine, _: machine.remember(len(machine.memo)),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda machine, key: machine.stack.append(machine.memo[key])),
+}  # fmt: skip

@@ -1,0 +1,67 @@
+"""What torch.save wrote, without unpickling it: the zip archive, the machine, and the table of what is admitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointCorrupt
+from .admitted import find
+from .machine import MAX_NBYTES, Machine
+from .zipmap import ZipMap
+
+_PICKLE, _BYTE_ORDER = "data.pkl", "byteorder"
+
+
+@final
+@attrs.frozen(eq=False)
+class TorchFile:
+    """An open `.pt`; `value` is what was saved, its tensors views of the file."""
+
+    archive: ZipMap
+    value: Any
+
+    def verify(self) -> None:
+        """Compare the checksum of every member; CheckpointCorrupt."""
+        self.archive.verify()
+
+    def close(self) -> None:
+        self.archive.close()
+
+    def __enter__(self) -> TorchFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def open_torch_file(path: Path) -> TorchFile:
+    """Read the structure; the tensors' bytes come when they are looked at.
+
+    CheckpointCorrupt names what is wrong or not admitted, and the file; CheckpointReadError if it cannot be read.
+    """
+    archive = ZipMap.open(path)
+    try:
+        if _BYTE_ORDER in archive.members and archive.data(_BYTE_ORDER, 16).strip() != b"little":
+            raise CheckpointCorrupt("it was written by a big-endian machine, which is not supported")
+        machine = Machine(find, lambda told: _storage(archive, told))
+        return TorchFile(archive, machine.run(archive.data(_PICKLE, MAX_NBYTES)))
+    except CheckpointCorrupt as error:
+        archive.close()
+        text = str(error)
+        raise CheckpointCorrupt(text if text.startswith(str(path)) else f"{path}: {text}", path=str(path)) from None
+
+
+def _storage(archive: ZipMap, told: Any) -> Tensor:
+    """("storage", dtype, key, device, number of elements) -> a flat view of the member data/<key>."""
+    if not isinstance(told, tuple) or len(told) != 5 or told[0] != "storage":
+        raise CheckpointCorrupt(f"it refers to something that is no storage: {str(told)[:80]}")
+    _, dtype, key, _, numel = told
+    if not isinstance(dtype, torch.dtype) or not isinstance(key, str) or type(numel) is not int:
+        raise CheckpointCorrupt("it describes a storage that makes no sense")
+    return archive.tensor(f"data/{key}", dtype, numel)

@@ -1,0 +1,174 @@
+"""The zip files that torch.save writes, mapped into memory: each member is a stretch of the file.
+
+torch stores its members uncompressed and aligned, so a tensor of a checkpoint of any size is a view of the mapping,
+and only the pages that somebody reads come from the disk.  What makes zip dangerous (compression, members that
+overlap, sizes that are not there, names that lead out of a folder) is refused when the file is opened, before
+anything in it is believed; nothing is ever extracted.
+
+Rejected: torch's own reader, which unpickles; and `zipfile`'s streams, which copy.  `zipfile` reads the directory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointCorrupt, CheckpointReadError
+
+_MAX_MEMBERS = 4_000_000
+_LOCAL_HEADER = struct.Struct("<4s5HLLL2H")  # signature, ..., length of the name, length of the extra field
+_CHUNK_NBYTES = 1 << 24  # of a checksum pass
+
+
+@attrs.frozen
+class Member:
+    """One file inside the zip file.  Invariant: its stretch lies within the file and overlaps no other."""
+
+    name: str  # without the folder that all members of an archive are in
+    start: int  # of its first byte in the file
+    nbytes: int
+    crc32: int
+
+
+@final
+@attrs.define(eq=False)
+class ZipMap:
+    """An open archive.  Tensors that were made from it keep the mapping alive after `close`."""
+
+    path: Path
+    members: dict[str, Member]
+    mapping: mmap.mmap  # private: a write to it never reaches the file
+
+    @classmethod
+    def open(cls, path: Path) -> ZipMap:
+        """CheckpointReadError if it cannot be read, CheckpointCorrupt if it is no archive that torch would write."""
+        fd = -1
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise CheckpointReadError(f"{path} is not a plain file", path=str(path))
+            if not os.fstat(fd).st_size:
+                raise CheckpointCorrupt(f"{path} is empty", path=str(path))
+            mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise CheckpointReadError(f"{path}: {error.strerror or error}", path=str(path)) from error
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return cls(path, _members(path, mapping), mapping)
+
+    def data(self, name: str, limit_nbytes: int) -> bytes:
+        """A small member, compared with its checksum."""
+        member = self.member(name)
+        if member.nbytes > limit_nbytes:
+            raise self._corrupt(f"member {name!r} has {member.nbytes:,} bytes, more than {limit_nbytes:,}")
+        data = self.mapping[member.start : member.start + member.nbytes]
+        if zlib.crc32(data) != member.crc32:
+            raise self._corrupt(f"member {name!r}: its checksum differs")
+        return data
+
+    def member(self, name: str) -> Member:
+        if name not in self.members:
+            raise self._corrupt(f"it has no member {name[:80]!r}")
+        return self.members[name]
+
+    def tensor(self, name: str, dtype: torch.dtype, numel: int) -> Tensor:
+        """(numel,) of `dtype`: a view of the mapping.  A member may be longer, never shorter."""
+        member = self.member(name)
+        if numel < 0 or numel * dtype.itemsize > member.nbytes:
+            raise self._corrupt(f"member {name!r} has {member.nbytes:,} bytes, {numel:,} elements of {dtype} are told")
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        if member.start % dtype.itemsize:  # torch aligns what it writes; others may not
+            stretch = bytearray(self.mapping[member.start : member.start + numel * dtype.itemsize])
+            return torch.frombuffer(stretch, dtype=dtype)
+        return torch.frombuffer(self.mapping, dtype=dtype, count=numel, offset=member.start)
+
+    def verify(self) -> None:
+        """Read every member and compare its checksum (torch writes them, and does not compare them)."""
+        with memoryview(self.mapping) as view:
+            for member in self.members.values():
+                found = 0
+                for start in range(member.start, member.start + member.nbytes, _CHUNK_NBYTES):
+                    with view[start : min(start + _CHUNK_NBYTES, member.start + member.nbytes)] as chunk:
+                        found = zlib.crc32(chunk, found)
+                if found != member.crc32:
+                    raise self._corrupt(f"member {member.name!r}: its checksum differs")
+
+    def close(self) -> None:
+        """Let the mapping go, now or when the last tensor does."""
+        try:
+            self.mapping.close()
+        except BufferError:  # a tensor is alive: it holds the mapping, and ends it
+            self.members = {}
+
+    def __enter__(self) -> ZipMap:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _corrupt(self, problem: str) -> CheckpointCorrupt:
+        return CheckpointCorrupt(f"{self.path}: {problem}", path=str(self.path))
+
+
+def _members(path: Path, mapping: mmap.mmap) -> dict[str, Member]:
+    def corrupt(problem: str) -> CheckpointCorrupt:
+        return CheckpointCorrupt(f"{path}: {problem}", path=str(path))
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, EOFError) as error:
+        hint = ""
+        if mapping[:1] == b"\x80":
+            hint = ". It is a bare pickle, as torch before 1.6 wrote: load and save it there again"
+        raise corrupt(f"not a zip file as torch.save writes it ({error}){hint}") from None
+    if not 0 < len(entries) <= _MAX_MEMBERS:
+        raise corrupt(f"{len(entries):,} members; 1 to {_MAX_MEMBERS:,} are allowed")
+    members: dict[str, Member] = {}
+    for entry in entries:
+        if problem := _entry_problem(entry):
+            raise corrupt(f"member {entry.filename[:80]!r} {problem}")
+        member = Member(entry.filename.partition("/")[2], _data_start(entry, mapping), entry.file_size, entry.CRC)
+        if member.start < 0 or member.start + member.nbytes > len(mapping):
+            raise corrupt(f"member {entry.filename[:80]!r} is told to lie outside the file, which ends before")
+        if member.name in members:
+            raise corrupt(f"member {entry.filename[:80]!r} is there twice")
+        members[member.name] = member
+    ordered = sorted((m for m in members.values() if m.nbytes), key=lambda m: m.start)
+    for one, other in zip(ordered, ordered[1:]):
+        if one.start + one.nbytes > other.start:
+            raise corrupt(f"members {one.name[:80]!r} and {other.name[:80]!r} overlap")
+    return members
+
+
+def _entry_problem(entry: zipfile.ZipInfo) -> str:
+    parts = entry.filename.split("/")
+    if len(parts) < 2 or any(part in ("", ".", "..") for part in parts) or "\\" in entry.filename:
+        return "has a name that torch does not give: <archive>/<path>, without '..'"
+    if entry.flag_bits & 0x1:
+        return "is encrypted"
+    if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+        return f"is compressed ({entry.compress_size:,} bytes that claim to be {entry.file_size:,}); torch stores"
+    return ""
+
+
+def _data_start(entry: zipfile.ZipInfo, mapping: mmap.mmap) -> int:
+    """Behind the member's own header; -1 if there is none."""
+    head = mapping[max(0, entry.header_offset) : entry.header_offset + _LOCAL_HEADER.size]
+    if entry.header_offset < 0 or len(head) < _LOCAL_HEADER.size:
+        return -1
+    fields = _LOCAL_HEADER.unpack(head)
+    return entry.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10] if fields[0] == b"PK\x03\x04" else -1
