@@ -107,7 +107,7 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
     with _undone_on_error(engine):
         _restore_small(engine, checkpoint.objects, what)
         restored = _prepare_optimizer(engine, checkpoint) if what.optimizer else RestoredState()
-        checkpoint.read([*wanted, *restored.shards], strict=False, peers=peers)
+        checkpoint.read([*wanted, *restored.shards], strict=False, cast=True, peers=peers)
         restored.commit()
     partition.publish()
     _restore_objects(engine, checkpoint.objects, what)
@@ -330,12 +330,15 @@ def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _restore_rank(engine: Engine, checkpoint: zckpt.Checkpoint, peers: GroupPeers) -> None:
-    """Random state and loader position; a rank that the saved run did not have takes rank 0's position."""
+    """Random state and loader position; a rank that the saved run did not have takes rank 0's position.
+
+    A checkpoint that was imported from another engine has neither, and says so.
+    """
     saved_world = checkpoint.manifest.world_size
     mine = checkpoint.rank_objects(peers.rank if peers.rank < saved_world else 0)
     if engine.parts.loader is not None and mine["loader"] is not None:
         engine.parts.loader.load_state_dict(decode(mine["loader"]))
-    if peers.rank < saved_world:
+    if peers.rank < saved_world and mine["rng"] is not None:  # other engines' checkpoints have none
         for note in zckpt.rng.restore(mine["rng"]):
             log.warning("%s", note)
     if saved_world != peers.world_size and peers.rank == 0:

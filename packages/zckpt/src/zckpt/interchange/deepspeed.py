@@ -24,9 +24,7 @@ from ..shard import Shard
 from .deepspeed_files import Files, choose_folder, open_files
 from .deepspeed_run import Kinds, run_objects
 from .deepspeed_tensors import MASTER, CutRules, addressed, parts_of
-
-MODEL, OPTIMIZER = "model.", "optimizer."  # prefixes of tensor names in an engine's checkpoint
-
+from .engine_state import MODEL, NO_RANK_STATE, OPTIMIZER
 
 @final
 @attrs.frozen(eq=False)
@@ -113,5 +111,4 @@ def import_deepspeed(
         objects, shards = found.objects(), list(found.shards())
         if not shards:
             raise CheckpointMismatch(f"{folder} holds no tensors", path=str(folder))
-        ours = {"rng": None, "loader": None}  # DeepSpeed saves neither
-        return save(root, found.tag, shards=shards, objects=objects, rank_objects=ours, step=found.step)
+        return save(root, found.tag, shards=shards, objects=objects, rank_objects=NO_RANK_STATE, step=found.step)

@@ -1,21 +1,16 @@
-"""What a DeepSpeed run was doing: counters, optimizer, schedule, loss scale, as JSON.
-
-The keys are those of a training engine's checkpoint (`clock`, `optimizer`, `scheduler`, `scaler`, `features`, `plan`,
-`client_state`), in the spelling that zengine reads; a test there continues from what is written here.
-"""
+"""What a DeepSpeed run was doing: counters, optimizer, schedule, loss scale, in the spelling of engine_state.py."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
-from torch import Tensor
 
 from ..canonical import JSON
 from .deepspeed_files import Cell, Files
 from .deepspeed_tensors import STEP
+from .engine_state import engine_objects, spell
 from .machine import Record
 
 _OPTIONS = (
@@ -55,24 +50,22 @@ def run_objects(files: Files, kinds: Kinds) -> dict[str, JSON]:
     config = cell.model.get("ds_config")
     config = config if isinstance(config, dict) else {}
     client, left = _client_state(cell.model)
-    return {
+    told = {
         "client_state": client,
         "clock": _clock(cell.model, config),
         "optimizer": _optimizer(cell, config, kinds.optimizer),
         "scheduler": _scheduler(cell.model, config, kinds.scheduler),
         "scaler": _scaler(cell),
-        "features": {},
-        "plan": "imported from DeepSpeed",
-        "imported": {
-            "from": "DeepSpeed",
-            "version": str(cell.model.get("ds_version")),
-            "tag": files.tag,
-            "stage": cell.stage,
-            "world": [len(cell.shards) or int(_count(cell.model.get("dp_world_size")) or 1), len(files.cells)],
-            "config": spell(config, left, "ds_config"),
-            "left_out": sorted(left),
-        },
     }
+    source = {
+        "from": "DeepSpeed",
+        "version": str(cell.model.get("ds_version")),
+        "tag": files.tag,
+        "stage": cell.stage,
+        "world": [len(cell.shards) or _count(cell.model.get("dp_world_size")) or 1, len(files.cells)],
+        "config": spell(config, left, "ds_config"),
+    }
+    return engine_objects(told, {**source, "left_out": sorted(left)})
 
 
 def _client_state(model: Mapping[str, Any]) -> tuple[JSON, set[str]]:
@@ -152,24 +145,3 @@ def _scaler(cell: Cell) -> JSON:
 
 
 _NO_SCALING = {"kind": "NoScaling", "state": {}}
-
-
-def spell(value: Any, left: set[str] | None = None, where: str = "") -> JSON:
-    """A value as JSON with zengine's four marks; what has no spelling becomes None, and its place goes into `left`."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": str(value)}
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return {"$tensor": [spell(value.item()), str(value.dtype).removeprefix("torch."), list(value.shape)]}
-    if isinstance(value, tuple):
-        return {"$tuple": [spell(item, left, f"{where}[{i}]") for i, item in enumerate(value)]}
-    if isinstance(value, list):
-        return [spell(item, left, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, dict) and all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: spell(item, left, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, dict):
-        return {"$pairs": [[spell(key), spell(item, left, f"{where}[{key!r}]")] for key, item in value.items()]}
-    if left is not None:
-        left.add(where)
-    return None

@@ -125,7 +125,7 @@ def _key(value: Any, depth: int = 3) -> Any:
     """Keys and members of sets: shallow, so that hashing them is cheap."""
     if isinstance(value, tuple) and depth and len(value) <= 64:
         return tuple(_key(item, depth - 1) for item in value)
-    if value is None or isinstance(value, (str, int, float, bytes)):
+    if value is None or isinstance(value, (str, int, float, bytes, Record)):
         return value
     raise TypeError(f"a {type(value).__name__} as a key")
 

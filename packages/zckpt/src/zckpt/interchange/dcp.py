@@ -1,0 +1,217 @@
+"""torch's distributed checkpoints (torch.distributed.checkpoint), out and in, through its public interface, in one process.
+
+Out: the planner is given tensors without memory, and reads each from our checkpoint when the writer asks for it; so
+one tensor is in memory at a time.  JSON objects travel as one tensor of bytes, since torch would pickle them.
+
+In: torch unpickles the file `.metadata`, which runs what its author wrote.  So our own machine reads it first, and it
+must name nothing but the few classes that describe tensors.  Then tensors are loaded one at a time; everything that
+is no tensor stays where it is, since torch unpickles that too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from .. import canonical
+from ..canonical import JSON
+from ..checkpoint import Checkpoint
+from ..errors import CheckpointCorrupt, CheckpointInputError, CheckpointMismatch, CheckpointNotFound, CheckpointReadError
+from ..regions import Box, Span, whole_box
+from ..saving import save
+from ..storage import LOCAL, read_all
+from .engine_state import MODEL, NO_RANK_STATE, engine_objects
+from .machine import Machine, Maker, Record
+
+METADATA = ".metadata"
+OBJECTS = "zckpt.objects"  # name of the tensor of bytes that our objects travel in
+_MAX_METADATA_NBYTES = 1 << 28
+_MODULE = "torch.distributed.checkpoint.metadata"
+_ADMITTED = frozenset(
+    {
+        *(f"{_MODULE} {name}" for name in ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata")),
+        *(f"{_MODULE} {name}" for name in ("BytesStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta")),
+        f"{_MODULE} _MEM_FORMAT_ENCODING",
+        "torch.distributed.checkpoint.filesystem _StorageInfo",
+        "torch Size",
+        "torch.serialization _get_layout",
+        "collections OrderedDict",
+        "pathlib PosixPath",
+        "pathlib._local PosixPath",
+        *(f"torch {str(v).removeprefix('torch.')}" for v in vars(torch).values() if isinstance(v, torch.dtype)),
+    }
+)
+
+
+def export_dcp(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
+    """Write every tensor by its stored name, and the objects as JSON bytes under "zckpt.objects"; returns the folder.
+
+    `torch.distributed.checkpoint.load` reads it at any world size.  `folder` must be absent or empty.
+    Raises CheckpointInputError, CheckpointCorrupt (a checksum of ours differs), or what torch raises.
+    """
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointInputError(f"{target} exists: give the name of a folder that does not, or an empty one")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(prefix=f".tmp-{target.name}-", dir=target.parent))
+    try:
+        state: dict[str, Any] = {
+            name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            for name, entry in checkpoint.manifest.tensors.items()
+        }
+        objects = torch.tensor(list(_objects(checkpoint)), dtype=torch.uint8)
+        state[OBJECTS] = torch.empty_like(objects, device="meta")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that there is one process
+            torch_checkpoint.save(
+                state,
+                storage_writer=torch_checkpoint.FileSystemWriter(making),
+                planner=_OneAtATime(checkpoint, objects),
+                no_dist=True,
+            )
+        making.rename(target)
+    except BaseException:
+        shutil.rmtree(making, ignore_errors=True)
+        raise
+    return target
+
+
+def import_dcp(
+    folder: str | os.PathLike[str],
+    root: str | os.PathLike[str],
+    *,
+    tag: str = "imported",
+    step: int = 0,
+    prefix: str = MODEL,
+) -> Path:
+    """Write the tensors of a torch checkpoint into `root` as one of ours; returns its folder.
+
+    prefix: put before every name.  What `export_dcp` wrote comes back with its own names and objects instead.
+    Raises CheckpointNotFound, CheckpointCorrupt (its metadata names something that is not admitted: nothing was run),
+    CheckpointMismatch (no tensors), and what `zckpt.save` raises.
+    """
+    path = Path(folder)
+    check_metadata(path)
+    reader = torch_checkpoint.FileSystemReader(path)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {name: each for name, each in entries.items() if isinstance(each, TensorStorageMetadata)}
+    left = sorted(set(entries) - set(tensors))
+    source: dict[str, JSON] = {"from": "torch.distributed.checkpoint", "left_out": left}
+    objects, ours = engine_objects({}, source), OBJECTS in tensors
+    loader = _Loader(reader)
+    if ours:
+        objects = canonical.load(bytes(loader.load(OBJECTS, tensors.pop(OBJECTS)).tolist()))
+    if not tensors:
+        raise CheckpointMismatch(f"{path} holds no tensors", path=str(path))
+    shards = [_Stored("" if ours else prefix, name, each, loader) for name, each in sorted(tensors.items())]
+    return save(root, tag, shards=shards, objects=objects, rank_objects=NO_RANK_STATE, step=step)
+
+
+def check_metadata(folder: Path) -> None:
+    """Refuse a `.metadata` that is anything but a description of tensors in files of this folder.
+
+    The pickle is read by machine.py first, with every class as an inert record, so nothing of it is run here; torch
+    gets to see it only if all that it names is in the table.
+    """
+    path = folder / METADATA
+    if not path.is_file():
+        raise CheckpointNotFound(f"{folder} has no {METADATA}: not a torch.distributed.checkpoint", path=str(folder))
+    try:
+        told = Machine(_find, _no_storage).run(read_all(LOCAL, path, _MAX_METADATA_NBYTES))
+        files = told.get("storage_data").values() if isinstance(told, Record) else None
+        names = {each.get("relative_path") for each in files or ()}
+    except OSError as error:
+        raise CheckpointReadError(f"{path}: {error.strerror or error}", path=str(path)) from error
+    except (CheckpointCorrupt, AttributeError) as error:
+        raise CheckpointCorrupt(f"{path}: {error}", path=str(path)) from None
+    for name in names:
+        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
+            raise CheckpointCorrupt(f"{path} refers to {str(name)[:80]!r}, which is no file of its folder", path=str(path))
+
+
+def _find(name: str) -> Maker:
+    if name not in _ADMITTED:
+        dotted = name.replace(" ", ".")[:120]
+        raise CheckpointCorrupt(f"it names {dotted!r}, which describes no tensor. Nothing of it was run")
+    return Maker(name, lambda *args: Record(name, args))
+
+
+def _no_storage(told: Any) -> Any:
+    raise CheckpointCorrupt("it refers to a storage, which metadata have none of")
+
+
+def _objects(checkpoint: Checkpoint) -> bytes:
+    return canonical.dump({**checkpoint.objects, "exported": {"tag": checkpoint.tag, "step": checkpoint.step}})
+
+
+class _OneAtATime(torch_checkpoint.DefaultSavePlanner):
+    """Gives the writer each tensor when it asks."""
+
+    def __init__(self, checkpoint: Checkpoint, objects: Tensor) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.checkpoint, self.objects = checkpoint, objects
+
+    def lookup_object(self, index: Any) -> Tensor:
+        return self.objects if index.fqn == OBJECTS else self.checkpoint.tensor(index.fqn)
+
+
+@final
+@attrs.define(eq=False)
+class _Loader:
+    """Loads one tensor at a time, and keeps the last."""
+
+    reader: torch_checkpoint.FileSystemReader
+    held: tuple[str, Tensor] = ("", torch.empty(0))
+    lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def load(self, name: str, told: TensorStorageMetadata) -> Tensor:
+        with self.lock, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that there is one process
+            if self.held[0] != name:
+                self.held = "", self.held[1][:0]
+                made = torch.empty(told.size, dtype=told.properties.dtype)
+                torch_checkpoint.load({name: made}, storage_reader=self.reader, no_dist=True)
+                self.held = name, made
+            return self.held[1]
+
+
+@final
+@attrs.frozen(eq=False)
+class _Stored:
+    """A tensor of the other checkpoint as a shard, read when its values are asked for."""
+
+    prefix: str
+    stored: str
+    told: TensorStorageMetadata
+    loader: _Loader
+
+    @property
+    def name(self) -> str:
+        return self.prefix + self.stored
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        return tuple(self.told.size)
+
+    @property
+    def box(self) -> Box:
+        return whole_box(self.global_shape)
+
+    @property
+    def span(self) -> Span:
+        return 0, self.told.size.numel()
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.loader.load(self.stored, self.told).view(-1)

@@ -1,0 +1,175 @@
+"""Sharded safetensors as Hugging Face lays them out, written as a stream.
+
+    zckpt.interchange.export_huggingface(zckpt.find("runs/gpt"), "gpt-bf16", dtype=torch.bfloat16)
+
+A tensor is read from the checkpoint, cast and written in stretches of a fixed size, so the memory that this needs does
+not depend on the model.  A tied weight is one tensor of a checkpoint, and is written once.  The folder appears by one
+rename when everything in it is on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import torch
+
+from ..checkpoint import Checkpoint
+from ..dtypes import dtype_name
+from ..errors import CheckpointInputError, CheckpointMismatch, CheckpointWriteError
+from ..regions import whole_box
+from ..shard import Shard
+from ..storage import LOCAL, Storage, Writer
+from ..safefile import byte_view
+from .engine_state import MODEL
+
+_STRETCH_NUMEL = 1 << 22  # elements read, cast and written at once: at most 2 x 32 MiB
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@attrs.frozen
+class Entry:
+    """One tensor to be written."""
+
+    name: str
+    stored: str  # its name in the checkpoint
+    shape: tuple[int, ...]
+    source: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def export_huggingface(
+    checkpoint: Checkpoint,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_nbytes: int = 5_000_000_000,
+    prefix: str = MODEL,
+) -> Path:
+    """Write weights as `model.safetensors`, or as numbered shards and `model.safetensors.index.json`; returns the folder.
+
+    dtype: float32, bfloat16 or float16 for floating tensors; None leaves them as stored (masters are float32).
+    max_shard_nbytes: of one file; a larger tensor has a file of its own.
+    prefix: which tensors, and what is taken off their names; "" for all.
+    Raises CheckpointInputError (arguments, or `folder` exists and is not empty), CheckpointMismatch (no such tensor),
+    CheckpointCorrupt (a checksum differs), CheckpointWriteError.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise CheckpointInputError(f"dtype {dtype}: give torch.float32, torch.bfloat16, torch.float16 or None")
+    if max_shard_nbytes < 1:
+        raise CheckpointInputError(f"max_shard_nbytes {max_shard_nbytes} must be 1 or more")
+    files = _planned(_entries(checkpoint, dtype, prefix), max_shard_nbytes)
+    with _Appearing(Path(folder), LOCAL) as making:
+        for name, entries in files.items():
+            making.write(name, lambda writer, entries=entries: _write(writer, checkpoint, entries))  # type: ignore[misc]
+        if len(files) > 1:
+            making.write("model.safetensors.index.json", lambda writer: writer.write(memoryview(_index(files))))
+    return Path(folder)
+
+
+def _entries(checkpoint: Checkpoint, dtype: torch.dtype | None, prefix: str) -> list[Entry]:
+    tensors = checkpoint.manifest.tensors
+    names = [name for name in checkpoint.names() if name.startswith(prefix) and name != prefix]
+    if not names:
+        raise CheckpointMismatch(f"checkpoint {checkpoint.path} has no tensor whose name begins with {prefix!r}")
+    made = []
+    for name in names:
+        source, shape = tensors[name].dtype, tensors[name].shape
+        target = dtype if dtype is not None and source.is_floating_point else source
+        made.append(Entry(name.removeprefix(prefix), name, shape, source, target))
+    return made
+
+
+def _planned(entries: list[Entry], max_nbytes: int) -> dict[str, list[Entry]]:
+    """File name -> its tensors; within a file by falling itemsize, so that every one is aligned."""
+    shards: list[list[Entry]] = [[]]
+    for entry in entries:
+        if shards[-1] and sum(each.nbytes for each in shards[-1]) + entry.nbytes > max_nbytes:
+            shards.append([])
+        shards[-1].append(entry)
+    count = len(shards)
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    ordered = [sorted(mine, key=lambda each: (-each.dtype.itemsize, each.name)) for mine in shards]
+    return dict(zip(names if count > 1 else ["model.safetensors"], ordered))
+
+
+def _index(files: dict[str, list[Entry]]) -> bytes:
+    total = sum(entry.nbytes for entries in files.values() for entry in entries)
+    table = {entry.name: file for file, entries in files.items() for entry in entries}
+    told = {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))}
+    return (json.dumps(told, indent=2) + "\n").encode()
+
+
+def _write(writer: Writer, checkpoint: Checkpoint, entries: list[Entry]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        place = [offset, offset + entry.nbytes]
+        header[entry.name] = {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape), "data_offsets": place}
+        offset += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    writer.write(memoryview(struct.pack("<Q", len(text)) + text))
+    for entry in entries:
+        for stretch in _stretches(checkpoint, entry):
+            writer.write(byte_view(stretch))
+
+
+def _stretches(checkpoint: Checkpoint, entry: Entry) -> Iterator[torch.Tensor]:
+    """The tensor's elements in order, cast, a fixed number at a time."""
+    buffer = torch.empty(min(_STRETCH_NUMEL, entry.numel), dtype=entry.source)
+    box = whole_box(entry.shape)
+    for start in range(0, entry.numel, _STRETCH_NUMEL):
+        stop = min(entry.numel, start + _STRETCH_NUMEL)
+        part = buffer[: stop - start]
+        checkpoint.read([Shard(entry.stored, entry.shape, box, (start, stop), part)], strict=False)
+        yield part.to(entry.dtype)
+
+
+@attrs.define(eq=False)
+class _Appearing:
+    """A folder that is written under another name and renamed when all of it is on disk."""
+
+    folder: Path
+    storage: Storage
+    making: Path = attrs.field(init=False)
+
+    def __enter__(self) -> _Appearing:
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+        if self.folder.exists() or self.folder.is_symlink():
+            raise CheckpointInputError(f"{self.folder} exists: give the name of a folder that does not, or an empty one")
+        self.making = self.folder.with_name(f".tmp-{self.folder.name}-{secrets.token_hex(8)}")
+        self.making.mkdir(parents=True)
+        return self
+
+    def write(self, name: str, work: object) -> None:
+        assert callable(work)
+        with self.storage.create(self.making / name) as writer:
+            work(writer)
+            writer.sync()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.storage.sync_folder(self.making)
+            self.storage.rename(self.making, self.folder)
+            self.storage.sync_folder(self.folder.parent)
+            return
+        shutil.rmtree(self.making, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointWriteError(f"export to {self.folder}: {error}", path=str(self.folder)) from error

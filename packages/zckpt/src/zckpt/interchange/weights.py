@@ -1,0 +1,209 @@
+"""Weights of others: a `.safetensors`, a `.pt`, or a Hugging Face folder, single or indexed; read where they lie.
+
+    with zckpt.interchange.read_weights("bert-base") as weights:
+        zpartition.load_slices(partition, weights)         # each rank reads only the rows of its part
+
+Files are mapped, so opening costs their headers, and a slice costs its own bytes.  `.pt` files go through machine.py and
+run nothing; an index may name files of its own folder only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+import attrs
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .. import canonical
+from ..errors import CheckpointCorrupt, CheckpointInputError, CheckpointNotFound, CheckpointReadError
+from ..saving import save
+from ..shard import Shard, whole
+from ..storage import LOCAL, read_all
+from .engine_state import MODEL, NO_RANK_STATE, engine_objects
+from .torchfile import open_torch_file
+
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+_INDEXED = tuple(f"{name}.index.json" for name in _SINGLE)
+_MAX_INDEX_NBYTES = 1 << 27
+_NESTED = ("state_dict", "model_state_dict", "model", "module")  # under which trainers put the weights
+
+
+@final
+@attrs.frozen(eq=False)
+class Slice:
+    """One tensor in a file: `get_shape()`, `get_dtype()`, and rows by `[start:stop]`."""
+
+    view: Tensor  # mapped; its pages are read when they are looked at
+
+    def get_shape(self) -> list[int]:
+        return list(self.view.shape)
+
+    def get_dtype(self) -> str:
+        return str(self.view.dtype).removeprefix("torch.")
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        return self.view[rows]
+
+
+@final
+@attrs.frozen(eq=False)
+class Weights(Mapping[str, Slice]):
+    """Tensors by name, in the order of the files; valid until `close`."""
+
+    path: Path
+    tensors: dict[str, Callable[[], Tensor]]
+    closing: contextlib.ExitStack
+    checks: tuple[Callable[[], None], ...] = ()
+
+    def __getitem__(self, name: str) -> Slice:
+        return Slice(self.tensors[name]())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def shards(self, prefix: str = "") -> Iterator[Shard]:
+        """Every tensor as a whole shard, views of the files; the second name of a tied weight is left out."""
+        seen: dict[tuple[Any, ...], str] = {}
+        for name in self:
+            view = self[name].view
+            where = (view.data_ptr(), view.shape, view.stride(), view.dtype)
+            if not view.numel() or seen.setdefault(where, name) == name:
+                yield whole(prefix + name, view.contiguous())
+
+    def verify(self) -> None:
+        """Compare what checksums the files have (`.pt` has, safetensors has none); CheckpointCorrupt."""
+        for check in self.checks:
+            check()
+
+    def close(self) -> None:
+        self.closing.close()
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def read_weights(path: str | os.PathLike[str]) -> Weights:
+    """Open a file of weights or a Hugging Face folder.
+
+    Raises CheckpointNotFound, CheckpointCorrupt (damaged, or not admitted: named), CheckpointInputError (neither).
+    """
+    path = Path(path)
+    files, told = _files(path)
+    tensors: dict[str, Callable[[], Tensor]] = {}
+    checks: list[Callable[[], None]] = []
+    with contextlib.ExitStack() as stack:
+        for file in files:
+            mine = _open_torch(file, stack, checks) if _is_torch(file) else _open_safetensors(file, stack)
+            if twice := sorted(set(mine) & set(tensors)):
+                raise CheckpointCorrupt(f"{path}: {twice[0]!r} is in two of its files", path=str(path))
+            tensors.update(mine)
+        _compare_index(path, told, tensors)
+        return Weights(path, tensors, stack.pop_all(), tuple(checks))
+
+
+def import_weights(
+    path: str | os.PathLike[str],
+    root: str | os.PathLike[str],
+    *,
+    tag: str = "imported",
+    step: int = 0,
+    prefix: str = MODEL,
+) -> Path:
+    """Write weights of others into `root` as one of our checkpoints, without optimizer state; returns its folder.
+
+    path: as of `read_weights`.  prefix: put before every name; the default is what an engine loads
+    (`load_checkpoint(..., load_module_only=True)`).  Raises what `read_weights` and `zckpt.save` do.
+    """
+    with read_weights(path) as weights:
+        weights.verify()
+        objects = engine_objects({}, {"from": "weights", "path": weights.path.name})
+        shards = list(weights.shards(prefix))
+        return save(root, tag, shards=shards, objects=objects, rank_objects=NO_RANK_STATE, step=step)
+
+
+def _is_torch(file: Path) -> bool:
+    return file.suffix in (".pt", ".bin", ".pth", ".ckpt")
+
+
+def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files to read, and the index's table of names."""
+    if path.is_file():
+        if path.suffix != ".safetensors" and not _is_torch(path):
+            raise CheckpointInputError(f"{path}: weights are a .safetensors, .pt, .pth, .ckpt or .bin file, or a folder")
+        return [path], {}
+    if not path.is_dir():
+        raise CheckpointNotFound(f"{path} does not exist", path=str(path))
+    for name in _INDEXED:
+        if (path / name).exists():
+            told = _index(path / name)
+            return [path / file for file in dict.fromkeys(told.values())], told
+    for name in _SINGLE:
+        if (path / name).exists():
+            return [path / name], {}
+    raise CheckpointNotFound(f"{path} has none of {', '.join((*_INDEXED, *_SINGLE))}", path=str(path))
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Tensor name -> name of a file in the same folder."""
+    try:
+        told = canonical.load(read_all(LOCAL, path, _MAX_INDEX_NBYTES))
+        table = told["weight_map"]
+        entries = {str(name): file for name, file in table.items()}
+    except OSError as error:
+        raise CheckpointReadError(f"{path}: {error.strerror or error}", path=str(path)) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointCorrupt(f"{path} is no index of weights: {error}", path=str(path)) from None
+    for name, file in entries.items():
+        if not isinstance(file, str) or not file or file != os.path.basename(file) or file.startswith(".") or "\\" in file:
+            raise CheckpointCorrupt(
+                f"{path} says that {name[:80]!r} is in {str(file)[:80]!r}, which is no plain name of a file beside it",
+                path=str(path),
+            )
+    return entries
+
+
+def _compare_index(path: Path, told: Mapping[str, str], tensors: Mapping[str, Any]) -> None:
+    missing, extra = sorted(set(told) - set(tensors)), sorted(set(tensors) - set(told)) if told else []
+    if missing or extra:
+        raise CheckpointCorrupt(
+            f"{path}: its index and its files differ: {len(missing)} named and not there ({', '.join(missing[:5])}), "
+            f"{len(extra)} there and not named ({', '.join(extra[:5])})",
+            path=str(path),
+        )
+
+
+def _open_safetensors(file: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Tensor]]:
+    try:
+        opened: Any = stack.enter_context(safe_open(file, framework="pt"))
+        return {name: (lambda name=name: opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118 - no dict
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointCorrupt(f"{file} is no sound safetensors file: {error}", path=str(file)) from None
+    except OSError as error:
+        raise CheckpointReadError(f"{file}: {error}", path=str(file)) from error
+
+
+def _open_torch(
+    file: Path, stack: contextlib.ExitStack, checks: list[Callable[[], None]]
+) -> dict[str, Callable[[], Tensor]]:
+    opened = stack.enter_context(open_torch_file(file))
+    checks.append(opened.verify)
+    value = opened.value
+    for key in _NESTED:
+        if isinstance(value, dict) and isinstance(value.get(key), dict):
+            value = value[key]
+    found = {str(name): each for name, each in value.items() if isinstance(each, Tensor)} if isinstance(value, dict) else {}
+    if not found:
+        raise CheckpointInputError(f"{file} holds no state_dict: a dict of tensors by name", path=str(file))
+    return {name: (lambda each=each: each) for name, each in found.items()}
