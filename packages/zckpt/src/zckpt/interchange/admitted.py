@@ -66,7 +66,9 @@ def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: An
         raise ValueError(f"sizes {sizes[:8]} with strides {strides[:8]}")
     extent = 0 if 0 in sizes else 1 + sum((length - 1) * step for length, step in zip(sizes, strides))
     if start + extent > storage.numel():
-        raise ValueError(f"a tensor of sizes {sizes[:8]} reaches to {start + extent:,} of {storage.numel():,} elements")
+        raise ValueError(
+            f"a tensor of sizes {sizes[:8]} reaches to {start + extent:,} of {storage.numel():,} elements"
+        )
     if any(step == 0 and length > 1 for length, step in zip(sizes, strides)):
         raise ValueError(f"a tensor of sizes {sizes[:8]} repeats its elements (strides {strides[:8]})")
     return storage.as_strided(sizes, strides, start)
@@ -155,6 +157,7 @@ _MAKERS: Mapping[str, Callable[..., Any]] = {
     "_codecs encode": _bytes,
     "builtins set": _set,
     "__builtin__ set": _set,
+    "__builtin__ bytes": lambda: b"",  # how protocol 2 spells no bytes
     "pathlib PosixPath": lambda *parts: "/".join(map(str, parts)),
     **{name: _inert(name) for name in (  # named, never made
         "torch Tensor", "torch.nn.parameter Parameter", "builtins list", "builtins dict", "builtins int",

@@ -11,6 +11,7 @@ is no tensor stays where it is, since torch unpickles that too.
 from __future__ import annotations
 
 import os
+import reprlib
 import shutil
 import tempfile
 import threading
@@ -27,7 +28,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from .. import canonical
 from ..canonical import JSON
 from ..checkpoint import Checkpoint
-from ..errors import CheckpointCorrupt, CheckpointInputError, CheckpointMismatch, CheckpointNotFound, CheckpointReadError
+from ..errors import (
+    CheckpointCorrupt,
+    CheckpointInputError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CheckpointReadError,
+)
 from ..regions import Box, Span, whole_box
 from ..saving import save
 from ..storage import LOCAL, read_all
@@ -41,7 +48,10 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 _ADMITTED = frozenset(
     {
         *(f"{_MODULE} {name}" for name in ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata")),
-        *(f"{_MODULE} {name}" for name in ("BytesStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta")),
+        *(
+            f"{_MODULE} {name}"
+            for name in ("BytesStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta")
+        ),
         f"{_MODULE} _MEM_FORMAT_ENCODING",
         "torch.distributed.checkpoint.filesystem _StorageInfo",
         "torch Size",
@@ -112,6 +122,7 @@ def import_dcp(
     loader = _Loader(reader)
     if ours:
         objects = canonical.load(bytes(loader.load(OBJECTS, tensors.pop(OBJECTS)).tolist()))
+        step = step or int(objects.get("exported", {}).get("step", 0))
     if not tensors:
         raise CheckpointMismatch(f"{path} holds no tensors", path=str(path))
     shards = [_Stored("" if ours else prefix, name, each, loader) for name, each in sorted(tensors.items())]
@@ -129,15 +140,18 @@ def check_metadata(folder: Path) -> None:
         raise CheckpointNotFound(f"{folder} has no {METADATA}: not a torch.distributed.checkpoint", path=str(folder))
     try:
         told = Machine(_find, _no_storage).run(read_all(LOCAL, path, _MAX_METADATA_NBYTES))
-        files = told.get("storage_data").values() if isinstance(told, Record) else None
-        names = {each.get("relative_path") for each in files or ()}
+        if not isinstance(told, Record) or not isinstance(told.get("storage_data"), dict):
+            raise CheckpointCorrupt("it does not say where the tensors are")
+        names = [each.get("relative_path") for each in told.get("storage_data").values()]
     except OSError as error:
         raise CheckpointReadError(f"{path}: {error.strerror or error}", path=str(path)) from error
     except (CheckpointCorrupt, AttributeError) as error:
         raise CheckpointCorrupt(f"{path}: {error}", path=str(path)) from None
     for name in names:
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
-            raise CheckpointCorrupt(f"{path} refers to {str(name)[:80]!r}, which is no file of its folder", path=str(path))
+            raise CheckpointCorrupt(
+                f"{path} refers to {reprlib.repr(name)}, which is no file of its folder", path=str(path)
+            )
 
 
 def _find(name: str) -> Maker:
@@ -172,14 +186,14 @@ class _Loader:
     """Loads one tensor at a time, and keeps the last."""
 
     reader: torch_checkpoint.FileSystemReader
-    held: tuple[str, Tensor] = ("", torch.empty(0))
+    held: tuple[str, Tensor] = ("", torch.empty(0))  # its name; the last one
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def load(self, name: str, told: TensorStorageMetadata) -> Tensor:
         with self.lock, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that there is one process
             if self.held[0] != name:
-                self.held = "", self.held[1][:0]
+                self.held = "", torch.empty(0)
                 made = torch.empty(told.size, dtype=told.properties.dtype)
                 torch_checkpoint.load({name: made}, storage_reader=self.reader, no_dist=True)
                 self.held = name, made

@@ -26,6 +26,7 @@ from .deepspeed_run import Kinds, run_objects
 from .deepspeed_tensors import MASTER, CutRules, addressed, parts_of
 from .engine_state import MODEL, NO_RANK_STATE, OPTIMIZER
 
+
 @final
 @attrs.frozen(eq=False)
 class DeepSpeedCheckpoint:
@@ -66,7 +67,9 @@ class DeepSpeedCheckpoint:
     def __enter__(self) -> DeepSpeedCheckpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
@@ -49,7 +50,7 @@ class Cell:
         told = self.shards[0].get("zero_stage", 1)  # BF16_Optimizer, a stage 1, does not say
         value = told.args[0] if isinstance(told, Record) and told.args else told
         if value not in (1, 2, 3):
-            raise CheckpointCorrupt(f"a ZeRO stage of {value!r}")
+            raise CheckpointCorrupt(f"a ZeRO stage of {reprlib.repr(value)}")
         return int(value)
 
     def groups(self) -> list[Shapes]:
@@ -85,7 +86,9 @@ def choose_folder(path: Path, tag: str | None) -> Path:
     """The folder of one checkpoint: `path` itself if it has model states, else the tag asked for or `latest`."""
     if not path.is_dir():
         raise CheckpointNotFound(f"{path} is not a folder", path=str(path))
-    if tag is None and any(_MODEL.fullmatch(each.name) or _MODEL_PART.fullmatch(each.name) for each in path.iterdir()):
+    if tag is None and any(
+        _MODEL.fullmatch(each.name) or _MODEL_PART.fullmatch(each.name) for each in path.iterdir()
+    ):
         return path
     if tag is None:
         tag = _latest(path)
@@ -152,12 +155,18 @@ def _table(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str
             told = match.groupdict()
             ranks = found.setdefault(int(told["cell"]), {})
             if ranks.setdefault(int(told.get("rank") or 0), name) != name:
-                raise CheckpointCorrupt(f"{name!r} and {ranks[int(told['rank'])]!r} are the same part: two runs in one")
+                raise CheckpointCorrupt(
+                    f"{name!r} and {ranks[int(told['rank'])]!r} are the same part: two runs in one"
+                )
     for cell, ranks in found.items():
         if missing := sorted(set(range(len(ranks))) - set(ranks)):
-            raise CheckpointCorrupt(f"of {ranks[max(ranks)]!r} and its like, rank {missing[0]} of {cell:02d} is missing")
+            raise CheckpointCorrupt(
+                f"of {ranks[max(ranks)]!r} and its like, rank {missing[0]} of {cell:02d} is missing"
+            )
     if missing := sorted(set(range(len(found))) - set(found)):
-        raise CheckpointCorrupt(f"the files of tensor-parallel rank {missing[0]} are missing (mp_rank_{missing[0]:02d})")
+        raise CheckpointCorrupt(
+            f"the files of tensor-parallel rank {missing[0]} are missing (mp_rank_{missing[0]:02d})"
+        )
     return {cell: [ranks[rank] for rank in sorted(ranks)] for cell, ranks in found.items()}
 
 
@@ -187,19 +196,21 @@ def _cells_problem(cells: Sequence[Cell], unpaired: set[int]) -> str:
             )
         if cell.stage == 3 and len(cell.models) != len(cell.shards):
             return f"{len(cell.models)} model states and {len(cell.shards)} optimizer shards of stage 3: files are missing"
-    steps = {repr(model.get("global_steps")) for cell in cells for model in cell.models}
+    steps = {reprlib.repr(model.get("global_steps")) for cell in cells for model in cell.models}
     return f"its model states are of steps {sorted(steps)}: files of several saves" if len(steps) > 1 else ""
 
 
 def _partition_counts(cell: Cell) -> set[int]:
     told = [shard.get("partition_count") for shard in cell.shards]
-    return {count for each in told for count in (each if isinstance(each, list) else [each]) if isinstance(count, int)}
+    return {
+        count for each in told for count in (each if isinstance(each, list) else [each]) if isinstance(count, int)
+    }
 
 
 def shape_of(value: Any, name: str) -> tuple[int, ...]:
     """A shape, as torch.Size or a list; CheckpointCorrupt otherwise."""
     if not isinstance(value, (tuple, list)) or not all(type(size) is int and 0 <= size < 2**62 for size in value):
-        raise CheckpointCorrupt(f"parameter {str(name)[:80]!r} has the shape {str(value)[:80]}")
+        raise CheckpointCorrupt(f"parameter {str(name)[:80]!r} has the shape {reprlib.repr(value)}")
     return tuple(value)
 
 

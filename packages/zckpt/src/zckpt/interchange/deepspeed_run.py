@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,7 @@ def run_objects(files: Files, kinds: Kinds) -> dict[str, JSON]:
     }
     source = {
         "from": "DeepSpeed",
-        "version": str(cell.model.get("ds_version")),
+        "version": reprlib.repr(cell.model.get("ds_version")).strip("'"),
         "tag": files.tag,
         "stage": cell.stage,
         "world": [len(cell.shards) or _count(cell.model.get("dp_world_size")) or 1, len(files.cells)],
@@ -71,12 +72,16 @@ def run_objects(files: Files, kinds: Kinds) -> dict[str, JSON]:
 def _client_state(model: Mapping[str, Any]) -> tuple[JSON, set[str]]:
     """The caller's keys, and the places of values that are neither plain data nor numbers."""
     left: set[str] = set()
-    mine = {str(key): value for key, value in model.items() if key not in _OWN}
+    mine = {key: value for key, value in model.items() if isinstance(key, str) and key not in _OWN}
     return spell(mine, left, "client_state"), left
 
 
 def _count(value: Any) -> int:
     return value if isinstance(value, int) and value >= 0 else 0
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _clock(model: Mapping[str, Any], config: Mapping[str, Any]) -> JSON:
@@ -104,7 +109,7 @@ def _optimizer(cell: Cell, config: Mapping[str, Any], kind: str) -> JSON:
 def _optimizer_kind(told: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     section = config.get("optimizer")
     section = section if isinstance(section, dict) else {}
-    name, options = str(section.get("type", "")), section.get("params") or {}
+    name, options = _text(section.get("type")), section.get("params") or {}
     coupled = name.lower() == "adam" and isinstance(options, dict) and options.get("adam_w_mode") is False
     if coupled:
         return "Adam"
@@ -114,14 +119,16 @@ def _optimizer_kind(told: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     states = next(iter(told["state"].values()), {}) if isinstance(told.get("state"), dict) else {}
     if {"exp_avg", "exp_avg_sq"} <= set(states):
         return "AdamW" if first.get("decoupled_weight_decay", True) else "Adam"
-    return {"exp_avg": "Lion", "momentum_buffer": "SGD", "sum": "Adagrad"}.get(next(iter(set(states) - {STEP}), ""), "")
+    return {"exp_avg": "Lion", "momentum_buffer": "SGD", "sum": "Adagrad"}.get(
+        next(iter(set(states) - {STEP}), ""), ""
+    )
 
 
 def _scheduler(model: Mapping[str, Any], config: Mapping[str, Any], kind: str) -> JSON:
     state, section = model.get("lr_scheduler"), config.get("scheduler")
     if state is None:
         return {"kind": kind or "ConstantRate", "state": {}}
-    named = str(section.get("type", "")) if isinstance(section, dict) else ""
+    named = _text(section.get("type")) if isinstance(section, dict) else ""
     plain = state.state if isinstance(state, Record) else state
     return {"kind": kind or named or "an unnamed schedule of the caller", "state": spell(plain)}
 

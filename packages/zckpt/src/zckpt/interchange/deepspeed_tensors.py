@@ -73,11 +73,14 @@ def addressed(cells: Sequence[Sequence[Part]], rules: CutRules) -> Iterator[tupl
             'which tensor was cut: give tensor_parallel, such as {"*.query_key_value.weight": 0, "*.dense.weight": 1}'
         )
     shapes = [{part.name: part.shape for part in parts} for parts in cells]
+    first: dict[tuple[str, str], list[Part]] = {}
+    for part in cells[0] if len(cells) > 1 else ():
+        first.setdefault((part.name, part.key), []).append(part)
     for number, parts in enumerate(cells):
         for part in parts:
             dim = rules.dim_of(part.name, part.shape) if len(cells) > 1 else None
             if dim is None and number:
-                _compare_replicas(part, cells[0])
+                _compare_replicas(part, first.get((part.name, part.key), []))
                 continue
             shape, box = _place(part.name, dim, number, shapes)
             if part.key == STEP:
@@ -103,15 +106,21 @@ def _place(name: str, dim: int | None, cell: int, shapes: Sequence[Mapping[str, 
 
 
 def _compare_replicas(part: Part, first: Sequence[Part]) -> None:
+    """A tensor without a rule is the same on every rank, wherever its flat buffers were cut."""
+    compared = 0
     for other in first:
-        if (other.name, other.key, other.span, other.shape) == (part.name, part.key, part.span, part.shape):
-            if not torch.equal(other.tensor, part.tensor):
-                raise CheckpointMismatch(
-                    f"{part.name!r} {part.key or 'weight'} differs between tensor-parallel ranks, and no rule of "
-                    "tensor_parallel says how it was cut"
-                )
-            return
-    raise CheckpointMismatch(f"{part.name!r} has no counterpart on tensor-parallel rank 0: give a rule for it")
+        lo, hi = max(part.span[0], other.span[0]), min(part.span[1], other.span[1])
+        if lo >= hi or other.shape != part.shape:
+            continue
+        mine, theirs = (each.tensor[lo - each.span[0] : hi - each.span[0]] for each in (part, other))
+        if not torch.equal(mine, theirs):
+            raise CheckpointMismatch(
+                f"{part.name!r} {part.key or 'weight'} differs between tensor-parallel ranks, and no rule of "
+                "tensor_parallel says how it was cut"
+            )
+        compared += hi - lo
+    if compared != part.tensor.numel():
+        raise CheckpointMismatch(f"{part.name!r} has no counterpart on tensor-parallel rank 0: give a rule for it")
 
 
 # -- what the optimizer moves --------------------------------------------------------------------
@@ -165,7 +174,9 @@ def _states(told: Any, count: int) -> list[dict[str, Tensor]]:
     made = []
     for index in range(count):
         mine = {str(key): _as_tensor(key, value) for key, value in state.get(index, {}).items() if value is not None}
-        if mine and STEP not in mine and isinstance(groups[0].get(STEP), (int, float)):  # fused kernels count by group
+        if (
+            mine and STEP not in mine and isinstance(groups[0].get(STEP), (int, float))
+        ):  # fused kernels count by group
             mine[STEP] = torch.tensor(float(groups[0][STEP]))
         made.append(mine)
     return made

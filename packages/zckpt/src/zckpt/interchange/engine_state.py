@@ -7,13 +7,15 @@ with them, so a change there shows.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, final
 
+import attrs
 from torch import Tensor
 
-from ..canonical import JSON
+from ..canonical import JSON, MAX_DEPTH
 
 MODEL, OPTIMIZER = "model.", "optimizer."  # prefixes of tensor names: model.<name>, optimizer.<state>.<name>
+_MAX_VALUES = 1_000_000
 NO_RANK_STATE: dict[str, JSON] = {"rng": None, "loader": None}  # others save neither random states nor positions
 
 
@@ -33,21 +35,44 @@ def engine_objects(told: dict[str, JSON], source: dict[str, JSON]) -> dict[str, 
 
 
 def spell(value: Any, left: set[str] | None = None, where: str = "") -> JSON:
-    """A value as JSON with zengine's four marks; what has no spelling becomes None, and its place goes into `left`."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": str(value)}
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return {"$tensor": [spell(value.item()), str(value.dtype).removeprefix("torch."), list(value.shape)]}
-    if isinstance(value, tuple):
-        return {"$tuple": [spell(item, left, f"{where}[{i}]") for i, item in enumerate(value)]}
-    if isinstance(value, list):
-        return [spell(item, left, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, dict) and all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: spell(item, left, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, dict):
-        return {"$pairs": [[spell(key), spell(item, left, f"{where}[{key!r}]")] for key, item in value.items()]}
-    if left is not None:
-        left.add(where)
-    return None
+    """A value as JSON with zengine's four marks.
+
+    What has no spelling becomes None, and its place goes into `left`; so does what is nested too deeply, and what is
+    behind the first million of values (a small pickle can share its way to 2**60 of them).
+    """
+    return _Speller(set() if left is None else left).spell(value, where, MAX_DEPTH // 2)
+
+
+@final
+@attrs.define(eq=False)
+class _Speller:
+    left: set[str]
+    budget: int = _MAX_VALUES
+
+    def spell(self, value: Any, where: str, depth: int) -> JSON:
+        self.budget -= 1
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"$float": str(value)}
+        if isinstance(value, Tensor) and value.numel() == 1:
+            number = self.spell(value.item(), where, depth)
+            return {"$tensor": [number, str(value.dtype).removeprefix("torch."), list(value.shape)]}
+        if depth > 0 and self.budget > 0:
+            if isinstance(value, tuple):
+                return {"$tuple": self.items(value, where, depth - 1)}
+            if isinstance(value, list):
+                return self.items(value, where, depth - 1)
+            if isinstance(value, dict):
+                return self.pairs(value, where, depth - 1)
+        self.left.add(where[:200])
+        return None
+
+    def items(self, values: Any, where: str, depth: int) -> JSON:
+        return [self.spell(item, f"{where}[{i}]", depth) for i, item in enumerate(values)]
+
+    def pairs(self, values: dict[Any, Any], where: str, depth: int) -> JSON:
+        if all(isinstance(key, str) and not key.startswith("$") for key in values):
+            return {key: self.spell(item, f"{where}.{key}"[-400:], depth) for key, item in values.items()}
+        made = [[self.spell(k, where, depth), self.spell(v, f"{where}[{k!r}]", depth)] for k, v in values.items()]
+        return {"$pairs": made}

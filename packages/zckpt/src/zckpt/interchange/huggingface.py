@@ -153,7 +153,9 @@ class _Appearing:
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
         if self.folder.exists() or self.folder.is_symlink():
-            raise CheckpointInputError(f"{self.folder} exists: give the name of a folder that does not, or an empty one")
+            raise CheckpointInputError(
+                f"{self.folder} exists: give the name of a folder that does not, or an empty one"
+            )
         self.making = self.folder.with_name(f".tmp-{self.folder.name}-{secrets.token_hex(8)}")
         self.making.mkdir(parents=True)
         return self

@@ -13,6 +13,7 @@ hashing is), and containers are shared rather than copied.
 from __future__ import annotations
 
 import pickletools
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
@@ -32,8 +33,8 @@ class Record:
     """An object of a class that is not here, as data."""
 
     kind: str  # "module.Class"
-    args: tuple[Any, ...] = ()
-    state: Any = attrs.field(factory=dict)
+    args: tuple[Any, ...] = attrs.field(default=(), repr=reprlib.repr)
+    state: Any = attrs.field(factory=dict, repr=reprlib.repr)
 
     def get(self, name: str, default: Any = None) -> Any:
         """An attribute that it had."""
@@ -54,10 +55,12 @@ class Maker:
 class Machine:
     """The state of one reading."""
 
-    find: Callable[[str], Any]  # "module name" -> a Maker or a value; raises CheckpointCorrupt for what is not admitted
+    find: Callable[
+        [str], Any
+    ]  # "module name" -> a Maker or a value; raises CheckpointCorrupt for what is not admitted
     persistent: Callable[[Any], Any]  # what a persistent id stands for
-    stack: list[Any] = attrs.field(factory=list)
-    memo: dict[int, Any] = attrs.field(factory=dict)
+    stack: list[Any] = attrs.field(factory=list, repr=False)  # printing it could take for ever: it may share
+    memo: dict[int, Any] = attrs.field(factory=dict, repr=False)
 
     def run(self, program: bytes) -> Any:
         """The object that the program describes; CheckpointCorrupt, saying where, if it describes none."""
@@ -66,7 +69,9 @@ class Machine:
             for operation, argument, at in pickletools.genops(program):
                 position, name = at or 0, operation.name
                 if name == "STOP":
-                    (value,) = self.stack
+                    value = self.pop()
+                    if self.stack:
+                        raise ValueError(f"{len(self.stack)} values are left over")
                     return value
                 if name not in _OPERATIONS:
                     raise CheckpointCorrupt(f"instruction {name} is not admitted: it belongs to no plain data")
@@ -121,10 +126,10 @@ class Machine:
             raise CheckpointCorrupt(f"it sets attributes of a {type(target).__name__}")
 
 
-def _key(value: Any, depth: int = 3) -> Any:
-    """Keys and members of sets: shallow, so that hashing them is cheap."""
-    if isinstance(value, tuple) and depth and len(value) <= 64:
-        return tuple(_key(item, depth - 1) for item in value)
+def _key(value: Any, is_inner: bool = False) -> Any:
+    """Keys and members of sets: at most tuples of a few plain values, so that hashing them is cheap."""
+    if isinstance(value, tuple) and not is_inner and len(value) <= 16:
+        return tuple(_key(item, True) for item in value)
     if value is None or isinstance(value, (str, int, float, bytes, Record)):
         return value
     raise TypeError(f"a {type(value).__name__} as a key")

@@ -20,7 +20,9 @@ def recognise(path: str | os.PathLike[str]) -> str:
     if (path / ".metadata").is_file():
         return DCP
     weights = ("model.safetensors", "pytorch_model.bin")
-    if any((path / f"{name}{end}").is_file() for name in weights for end in ("", ".index.json")) and not _is_a_run(path):
+    if any((path / f"{name}{end}").is_file() for name in weights for end in ("", ".index.json")) and not _is_a_run(
+        path
+    ):
         return HUGGINGFACE
     if any(path.glob("*mp_rank_*_model_states.pt")) or any(path.glob("*/*mp_rank_*_model_states.pt")):
         return DEEPSPEED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -36,7 +37,9 @@ class TorchFile:
     def __enter__(self) -> TorchFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -60,7 +63,7 @@ def open_torch_file(path: Path) -> TorchFile:
 def _storage(archive: ZipMap, told: Any) -> Tensor:
     """("storage", dtype, key, device, number of elements) -> a flat view of the member data/<key>."""
     if not isinstance(told, tuple) or len(told) != 5 or told[0] != "storage":
-        raise CheckpointCorrupt(f"it refers to something that is no storage: {str(told)[:80]}")
+        raise CheckpointCorrupt(f"it refers to something that is no storage: {reprlib.repr(told)}")
     _, dtype, key, _, numel = told
     if not isinstance(dtype, torch.dtype) or not isinstance(key, str) or type(numel) is not int:
         raise CheckpointCorrupt("it describes a storage that makes no sense")

@@ -90,7 +90,9 @@ class Weights(Mapping[str, Slice]):
     def __enter__(self) -> Weights:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -141,7 +143,9 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     """The files to read, and the index's table of names."""
     if path.is_file():
         if path.suffix != ".safetensors" and not _is_torch(path):
-            raise CheckpointInputError(f"{path}: weights are a .safetensors, .pt, .pth, .ckpt or .bin file, or a folder")
+            raise CheckpointInputError(
+                f"{path}: weights are a .safetensors, .pt, .pth, .ckpt or .bin file, or a folder"
+            )
         return [path], {}
     if not path.is_dir():
         raise CheckpointNotFound(f"{path} does not exist", path=str(path))
@@ -166,7 +170,13 @@ def _index(path: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(f"{path} is no index of weights: {error}", path=str(path)) from None
     for name, file in entries.items():
-        if not isinstance(file, str) or not file or file != os.path.basename(file) or file.startswith(".") or "\\" in file:
+        if (
+            not isinstance(file, str)
+            or not file
+            or file != os.path.basename(file)
+            or file.startswith(".")
+            or "\\" in file
+        ):
             raise CheckpointCorrupt(
                 f"{path} says that {name[:80]!r} is in {str(file)[:80]!r}, which is no plain name of a file beside it",
                 path=str(path),
@@ -203,7 +213,11 @@ def _open_torch(
     for key in _NESTED:
         if isinstance(value, dict) and isinstance(value.get(key), dict):
             value = value[key]
-    found = {str(name): each for name, each in value.items() if isinstance(each, Tensor)} if isinstance(value, dict) else {}
+    found = (
+        {str(name): each for name, each in value.items() if isinstance(each, Tensor)}
+        if isinstance(value, dict)
+        else {}
+    )
     if not found:
         raise CheckpointInputError(f"{file} holds no state_dict: a dict of tensors by name", path=str(file))
     return {name: (lambda each=each: each) for name, each in found.items()}

@@ -29,6 +29,7 @@ from ..errors import CheckpointCorrupt, CheckpointReadError
 _MAX_MEMBERS = 4_000_000
 _LOCAL_HEADER = struct.Struct("<4s5HLLL2H")  # signature, ..., length of the name, length of the extra field
 _CHUNK_NBYTES = 1 << 24  # of a checksum pass
+_NOTHING = mmap.mmap(-1, 1)
 
 
 @attrs.frozen
@@ -87,7 +88,9 @@ class ZipMap:
         """(numel,) of `dtype`: a view of the mapping.  A member may be longer, never shorter."""
         member = self.member(name)
         if numel < 0 or numel * dtype.itemsize > member.nbytes:
-            raise self._corrupt(f"member {name!r} has {member.nbytes:,} bytes, {numel:,} elements of {dtype} are told")
+            raise self._corrupt(
+                f"member {name!r} has {member.nbytes:,} bytes, {numel:,} elements of {dtype} are told"
+            )
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         if member.start % dtype.itemsize:  # torch aligns what it writes; others may not
@@ -107,16 +110,15 @@ class ZipMap:
                     raise self._corrupt(f"member {member.name!r}: its checksum differs")
 
     def close(self) -> None:
-        """Let the mapping go, now or when the last tensor does."""
-        try:
-            self.mapping.close()
-        except BufferError:  # a tensor is alive: it holds the mapping, and ends it
-            self.members = {}
+        """Let the mapping go; it ends with the last tensor.  (Closing it would pull the memory from under them.)"""
+        self.members, self.mapping = {}, _NOTHING
 
     def __enter__(self) -> ZipMap:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _corrupt(self, problem: str) -> CheckpointCorrupt:

@@ -1,0 +1,135 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zckpt import CheckpointInputError, CheckpointMismatch
+from zckpt.interchange.deepspeed_files import Cell, open_files
+from zckpt.interchange.deepspeed_tensors import MASTER, CutRules, Part, addressed, parts_of
+from zckpt.interchange.torchfile import open_torch_file
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "deepspeed"
+CASES = sorted(path.name for path in FIXTURES.iterdir() if (path / "latest").exists())
+
+
+def assembled(parts: list[Part], key: str) -> dict[str, Tensor]:
+    """Every tensor whole; what nobody gives is NaN."""
+    made: dict[str, Tensor] = {}
+    for part in (part for part in parts if part.key == key):
+        flat = made.setdefault(part.name, torch.full((math.prod(part.shape),), torch.nan))
+        flat[part.span[0] : part.span[1]] = part.tensor.float()
+    shapes = {part.name: part.shape for part in parts}
+    return {name: flat.view(shapes[name]) for name, flat in made.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_is_whole_and_its_moments_are_its_own(case: str) -> None:
+    """Against DeepSpeed at stage 0, which trained the same model on the same data and keeps everything whole.
+
+    Runs in halves part from it; their masters are compared with the weights that DeepSpeed itself gathered.
+    """
+    oracle = torch.load(FIXTURES / "zero0_fp32/global_step3/mp_rank_00_model_states.pt", weights_only=True)
+    module, states = oracle["module"], oracle["optimizer"]["state"]
+    names = ["embed.weight", "body.weight", "body.bias", "norm.weight", "norm.bias", "head.bias"]
+    found = open_files(FIXTURES / case / "global_step3")
+    parts = parts_of(found.cells[0])
+    masters = assembled(parts, MASTER)
+    assert set(masters) == {*names, "frozen.weight", "frozen.bias", "gain"}  # head.weight is embed.weight
+    if case.endswith("16"):
+        kind = "pytorch_model.bin" if case[4] == "3" else "global_step3/mp_rank_00_model_states.pt"
+        with open_torch_file(FIXTURES / case / kind) as gathered:
+            module = {name: value.clone() for name, value in gathered.value.get("module", gathered.value).items()}
+    for name, value in masters.items():
+        assert torch.allclose(value.to(module[name].dtype), module[name], rtol=1e-5, atol=1e-6), name
+    if case.endswith("fp32"):
+        for key in ("exp_avg", "exp_avg_sq"):
+            for index, value in enumerate(assembled(parts, key)[name] for name in names):
+                assert torch.allclose(value, states[index][key], rtol=1e-3, atol=1e-7), (key, names[index])
+    assert {part.name: part.tensor.item() for part in parts if part.key == "step"} == dict.fromkeys(names, 3.0)
+    found.close()
+
+
+def test_masters_that_do_not_round_to_the_weights_are_refused() -> None:
+    """As they would not with the order of DeepSpeed's own param_slice_mappings under round_robin_gradients."""
+    found = open_files(FIXTURES / "zero2_bf16/global_step3")
+    cell = found.cells[0]
+    first, second = cell.model["param_shapes"]
+    swapped = {name: second[name] for name in ("body.bias", "norm.weight", "norm.bias", "head.bias")}
+    wrong = Cell(({**cell.model, "param_shapes": [first, swapped]},), cell.shards)
+    with pytest.raises(CheckpointMismatch, match=r"the masters of 'norm\.(weight|bias)' do not round to its weights"):
+        parts_of(wrong)
+    parts_of(cell)
+    found.close()
+
+
+# -- tensor parallelism: made here, since a real one needs another framework -----------------------
+
+WHOLE = {"qkv.weight": torch.arange(24.0).view(6, 4), "out.weight": torch.arange(20.0).view(4, 5),
+         "norm.weight": torch.arange(4.0)}  # fmt: skip
+RULES = {"qkv.*": 0, "*out.weight": 1}
+
+
+def cell_of(weights: dict[str, Tensor], ranks: int = 2) -> Cell:
+    """A tensor-parallel rank at stage 2 as DeepSpeed writes it: flat, cut over `ranks`."""
+    flat = torch.cat([value.reshape(-1) for value in weights.values()])
+    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % (2 * ranks)))
+    masters = flat.chunk(ranks)
+    shards: tuple[Any, ...] = tuple(
+        {
+            "zero_stage": 2,
+            "single_partition_of_fp32_groups": [mine],
+            "base_optimizer_state": {"state": {0: {"step": 5, "exp_avg": mine + 100}}, "param_groups": [{}]},
+        }
+        for mine in masters
+    )
+    shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    return Cell(({"module": dict(weights), "param_shapes": [shapes]},), shards)
+
+
+def cells() -> list[list[Part]]:
+    halves = [
+        {"qkv.weight": WHOLE["qkv.weight"][lo : lo + 3].contiguous(), "norm.weight": WHOLE["norm.weight"],
+         "out.weight": WHOLE["out.weight"][:, cut].contiguous()}
+        for lo, cut in ((0, slice(0, 2)), (3, slice(2, 5)))
+    ]  # fmt: skip
+    return [parts_of(cell_of(each)) for each in halves]
+
+
+def test_tensor_parallel_ranks_are_boxes_of_global_tensors() -> None:
+    made: dict[tuple[str, str], Tensor] = {}
+    for key, shard in addressed(cells(), CutRules(RULES)):
+        target = made.setdefault((key, shard.name), torch.full(shard.global_shape, torch.nan))
+        if not shard.box:
+            target.copy_(shard.tensor[0])
+            continue
+        view = target[tuple(slice(lo, hi) for lo, hi in shard.box)]
+        flat = view.reshape(-1).clone()
+        flat[shard.span[0] : shard.span[1]] = shard.tensor
+        view.copy_(flat.view(view.shape))
+    for name, value in WHOLE.items():
+        assert torch.equal(made[MASTER, name], value)
+        assert torch.equal(made["exp_avg", name], value + 100)
+        assert made["step", name].item() == 5
+
+
+def test_tensor_parallel_ranks_need_rules_that_hold() -> None:
+    with pytest.raises(CheckpointInputError, match="2 tensor-parallel ranks.*give tensor_parallel"):
+        list(addressed(cells(), CutRules({})))
+    with pytest.raises(CheckpointMismatch, match=r"'qkv\.weight' weight differs between tensor-parallel ranks"):
+        list(addressed(cells(), CutRules({"*out.weight": 1})))
+    with pytest.raises(CheckpointMismatch, match=r"'out\.weight' have shapes that do not join at dim 0"):
+        list(addressed(cells(), CutRules({"qkv.*": 0, "out.*": 0})))
+    with pytest.raises(CheckpointInputError, match=r"tensor_parallel\['qkv\.\*'\] is 2"):
+        list(addressed(cells(), CutRules({"qkv.*": 2})))
+
+
+def test_numbers_without_names_are_refused_when_shapes_do_not_tell() -> None:
+    model = {
+        "module": {"a": torch.zeros(2), "b": torch.ones(2)},
+        "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]},
+    }
+    with pytest.raises(CheckpointInputError, match="stage 0 saves the optimizer's state by number.*2 ways"):
+        parts_of(Cell((model,), ()))

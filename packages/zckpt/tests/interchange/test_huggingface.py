@@ -1,0 +1,117 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import zckpt
+from zckpt import CheckpointCorrupt, CheckpointInputError, CheckpointMismatch
+from zckpt.interchange import export_huggingface, huggingface, read_weights
+from zckpt.storage import LocalStorage
+
+TENSORS = {
+    "model.embed.weight": torch.randn(50, 7, generator=torch.Generator().manual_seed(1)),
+    "model.bias": torch.randn(5, generator=torch.Generator().manual_seed(2)).bfloat16(),
+    "model.count": torch.tensor(7),
+    "model.none": torch.empty(0, 3),
+    "optimizer.exp_avg.bias": torch.ones(5),
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> zckpt.Checkpoint:
+    zckpt.save(tmp_path / "run", "t", shards=[zckpt.whole(n, t) for n, t in TENSORS.items()], objects={})
+    return zckpt.find(tmp_path / "run")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+def test_one_file_holds_the_weights_in_the_dtype_asked_for(tmp_path: Path, checkpoint: Any, dtype: Any) -> None:
+    folder = export_huggingface(checkpoint, tmp_path / "out", dtype=dtype)
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    found = load_file(folder / "model.safetensors")
+    assert set(found) == {name.removeprefix("model.") for name in TENSORS if name.startswith("model.")}
+    for name, tensor in found.items():
+        source = TENSORS[f"model.{name}"]
+        wanted = source.to(dtype) if dtype is not None and source.is_floating_point() else source
+        assert tensor.dtype == wanted.dtype
+        assert torch.equal(tensor, wanted)
+
+
+def test_shards_have_an_index_and_keep_their_size(tmp_path: Path, checkpoint: Any) -> None:
+    folder = export_huggingface(checkpoint, tmp_path / "a" / "out", max_shard_nbytes=24, prefix="")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == sorted(path.name for path in folder.glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert set(index["weight_map"]) == set(TENSORS)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
+    for file in files:
+        with safe_open(folder / file, framework="pt") as opened:
+            names = list(opened.keys())
+            assert opened.metadata() == {"format": "pt"}
+            assert all(index["weight_map"][name] == file for name in names)
+        assert len(names) == 1 or sum(TENSORS[name].nbytes for name in names) <= 24
+    with read_weights(folder) as weights:
+        assert all(torch.equal(weights[name][...], tensor) for name, tensor in TENSORS.items())
+
+
+def test_the_memory_of_an_export_does_not_depend_on_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked of torch while a tensor of 40 stretches goes out: one stretch, and its cast."""
+    stretch = 1 << 12
+    monkeypatch.setattr(huggingface, "_STRETCH_NUMEL", stretch)
+    tensor = torch.arange(40 * stretch, dtype=torch.float32).view(40, stretch)
+    zckpt.save(tmp_path / "run", "t", shards=[zckpt.whole("model.w", tensor)], objects={})
+    written: list[int] = []
+    real = huggingface.byte_view
+    monkeypatch.setattr(huggingface, "byte_view", lambda part: written.append(part.nbytes) or real(part))
+    made: list[int] = []
+    empty = torch.empty
+
+    def counted(*args: Any, **keywords: Any) -> torch.Tensor:
+        result = empty(*args, **keywords)
+        made.append(result.nbytes)
+        return result
+
+    monkeypatch.setattr(huggingface.torch, "empty", counted)
+    folder = export_huggingface(zckpt.find(tmp_path / "run"), tmp_path / "out", dtype=torch.bfloat16)
+    assert written == [2 * stretch] * 40
+    assert max(made) <= max(4 * stretch, 16 << 20)  # the reader's own window is bounded too
+    assert torch.equal(load_file(folder / "model.safetensors")["w"], tensor.bfloat16())
+
+
+def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path, checkpoint: Any) -> None:
+    for file in checkpoint.path.glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-40] ^= 1
+        file.write_bytes(data)
+    with pytest.raises(CheckpointCorrupt):
+        export_huggingface(zckpt.find(tmp_path / "run"), tmp_path / "out", prefix="")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_arguments_that_cannot_be_meant(tmp_path: Path, checkpoint: Any) -> None:
+    with pytest.raises(CheckpointInputError, match=r"give torch\.float32, torch\.bfloat16"):
+        export_huggingface(checkpoint, tmp_path / "out", dtype=torch.int8)
+    with pytest.raises(CheckpointInputError, match="max_shard_nbytes 0"):
+        export_huggingface(checkpoint, tmp_path / "out", max_shard_nbytes=0)
+    with pytest.raises(CheckpointMismatch, match="no tensor whose name begins with 'net.'"):
+        export_huggingface(checkpoint, tmp_path / "out", prefix="net.")
+    with pytest.raises(CheckpointInputError, match="exists"):
+        export_huggingface(checkpoint, tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    assert export_huggingface(checkpoint, tmp_path / "empty").is_dir()
+
+
+def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalStorage, "sync_folder", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_huggingface(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

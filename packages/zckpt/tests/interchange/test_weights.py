@@ -1,0 +1,130 @@
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zckpt
+from zckpt import CheckpointCorrupt, CheckpointInputError, CheckpointNotFound
+from zckpt.interchange import import_weights, read_weights
+
+TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(2, dtype=torch.bfloat16), "s": torch.tensor(3.0)}
+
+
+def folder_of(path: Path, kind: str) -> Path:
+    """The same weights in each of the forms that are read."""
+    path.mkdir(exist_ok=True)
+    if kind == "safetensors":
+        save_file(TENSORS, path / "w.safetensors")
+        return path / "w.safetensors"
+    if kind == "pt":
+        torch.save(TENSORS, path / "w.pt")
+        return path / "w.pt"
+    if kind == "nested pt":
+        torch.save({"epoch": 3, "state_dict": TENSORS}, path / "w.pth")
+        return path / "w.pth"
+    if kind == "single":
+        save_file(TENSORS, path / "model.safetensors")
+    elif kind == "single bin":
+        torch.save(TENSORS, path / "pytorch_model.bin")
+    else:
+        end, save = (".bin", torch.save) if kind == "indexed bin" else (".safetensors", save_file)
+        table = {}
+        for n, (name, tensor) in enumerate(TENSORS.items()):
+            table[name] = f"part-{n % 2}{end}"
+        for file in sorted(set(table.values())):
+            save({name: TENSORS[name] for name in table if table[name] == file}, path / file)  # type: ignore[operator]
+        stem = "pytorch_model.bin" if kind == "indexed bin" else "model.safetensors"
+        (path / f"{stem}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    return path
+
+
+KINDS = ["safetensors", "pt", "nested pt", "single", "single bin", "indexed", "indexed bin"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_form_gives_slices_and_a_checkpoint(tmp_path: Path, kind: str) -> None:
+    path = folder_of(tmp_path / "w", kind)
+    with read_weights(path) as weights:
+        assert set(weights) == set(TENSORS)
+        assert len(weights) == 3
+        assert weights["a"].get_shape() == [3, 4]
+        assert weights["b"].get_dtype() == "bfloat16"
+        assert torch.equal(weights["a"][1:2], TENSORS["a"][1:2])
+        assert weights["s"][...].item() == 3.0
+    import_weights(path, tmp_path / "ours", tag="start", prefix="model.")
+    found = zckpt.find(tmp_path / "ours")
+    assert found.tag == "start"
+    assert all(torch.equal(found.tensor(f"model.{name}"), tensor) for name, tensor in TENSORS.items())
+    assert found.objects["optimizer"] is None
+
+
+def test_a_tied_weight_is_taken_once(tmp_path: Path) -> None:
+    weight = torch.ones(3, 3)
+    torch.save({"embed": weight, "head": weight, "part": weight[:1], "turned": weight.t()}, tmp_path / "w.pt")
+    import_weights(tmp_path / "w.pt", tmp_path / "ours", prefix="")
+    assert zckpt.find(tmp_path / "ours").names() == ("embed", "part", "turned")
+
+
+@pytest.mark.parametrize(
+    "file", ["../w.safetensors", "/etc/passwd", "..", "a/b.safetensors", ".hidden", "", 3, None, ["x"]]
+)
+def test_an_index_leads_to_files_of_its_folder_only(tmp_path: Path, file: Any) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(CheckpointCorrupt, match="no plain name of a file beside it"):
+        read_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"weight_map": 3}', "{}", '{"weight_map": {"a": "x", "a": "y"}}', "\xff"]
+)
+def test_an_index_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointCorrupt, match=r"index\.json is no index of weights"):
+        read_weights(tmp_path)
+
+
+def test_an_index_and_files_that_differ(tmp_path: Path) -> None:
+    path = folder_of(tmp_path / "w", "indexed")
+    index = path / "model.safetensors.index.json"
+    table = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {**table, "more": table["a"]}}))
+    with pytest.raises(CheckpointCorrupt, match=r"1 named and not there \(more\)"):
+        read_weights(path)
+    index.write_text(json.dumps({"weight_map": {name: file for name, file in table.items() if name != "s"}}))
+    with pytest.raises(CheckpointCorrupt, match=r"1 there and not named \(s\)"):
+        read_weights(path)
+
+
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.marker}",)
+
+
+def test_a_pickle_that_runs_something_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1), "b": Evil(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointCorrupt, match=r"names 'posix\.system'"):
+        read_weights(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_holds_no_weights_is_named(tmp_path: Path) -> None:
+    torch.save({"lr": 0.1}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointInputError, match="holds no state_dict"):
+        read_weights(tmp_path / "a.pt")
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(CheckpointInputError, match="weights are a"):
+        read_weights(tmp_path / "a.txt")
+    with pytest.raises(CheckpointNotFound, match="does not exist"):
+        read_weights(tmp_path / "absent")
+    with pytest.raises(CheckpointNotFound, match="has none of"):
+        read_weights(tmp_path)
+    (tmp_path / "b.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(CheckpointCorrupt, match="no sound safetensors file"):
+        read_weights(tmp_path / "b.safetensors")
