@@ -1,10 +1,10 @@
 """A run of the real DeepSpeed goes on here, from the checkpoint that it wrote, with the losses that it would have had.
 
-The fixtures are checkpoints of two ranks after three steps (packages/zckpt/tests/fixtures/deepspeed/README.md), with the
-losses of DeepSpeed's own next three steps.  Each is imported, loaded at every stage and at one and two ranks, and trained on.
+The fixtures are checkpoints of two ranks after three steps (README.md there), with the
+losses of DeepSpeed's own next three.  Each is imported, loaded at several stages on one and two ranks, and trained on.
 
 Tolerances, relative, on the loss of each step: fp32 1e-6 (other kernels and orders of summation; seen: 1e-7); halves
-1e-3, since a weight that rounds the other way moves a loss by as much (seen: 3e-4), and DeepSpeed keeps buffers in fp32.
+1e-3, since a weight that rounds the other way moves a loss by as much (seen: 3e-4), and DeepSpeed's buffers are fp32.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ import torch
 
 import zcomm
 import zengine
+import zpartition
+from zckpt.interchange import import_deepspeed, import_weights, read_deepspeed, read_weights
+from zckpt.interchange.engine_state import spell
 from zcomm.testing import run_ranks
-from zckpt.interchange import import_deepspeed
+from zengine.jsonable import encode
 
 FIXTURES = Path(__file__).resolve().parents[2] / "packages/zckpt/tests/fixtures/deepspeed"
 sys.path.insert(0, str(FIXTURES))
@@ -115,8 +118,6 @@ def _go_on_afresh(root: str) -> list[float]:
 
 def test_weights_of_every_tied_and_frozen_kind_arrive(roots):
     """Bit by bit against what DeepSpeed's model states hold (a stage whose model states are whole)."""
-    from zckpt.interchange import read_deepspeed
-
     with read_deepspeed(FIXTURES / "zero1_fp32") as found:
         module = {name: tensor.clone() for name, tensor in found.files.cells[0].model["module"].items()}
     engine = make("zero1_fp32", 1, 1)
@@ -125,3 +126,33 @@ def test_weights_of_every_tied_and_frozen_kind_arrive(roots):
     assert set(ours) == set(module)
     assert all(torch.equal(ours[name], module[name]) for name in module)
     engine.close()
+
+
+def test_weights_alone_start_a_run(tmp_path):
+    """`pytorch_model.bin` as a checkpoint of ours, and read row by row into the shards of two ranks."""
+    path = FIXTURES / "zero3_bf16" / "pytorch_model.bin"
+    import_weights(path, tmp_path / "start")
+    for found in run_ranks(_start, 2, str(tmp_path / "start"), str(path)):
+        with read_weights(path) as weights:
+            assert set(found) == set(weights) - {"gain"}, "saved in halves, a buffer too"
+            assert all(torch.equal(found[name], weights[name][...].to(found[name].dtype)) for name in found)
+
+
+def _start(root: str, path: str) -> dict[str, torch.Tensor]:
+    engine = make("zero3_bf16", 3, 2)
+    engine.load_checkpoint(root, load_module_only=True)
+    loaded = {name: tensor.clone() for name, tensor in engine.state_dict().items() if name != "gain"}
+    for shard in engine.parts.partition.shards_to_fill():
+        shard.tensor.zero_()
+    with read_weights(path) as weights:
+        zpartition.load_slices(engine.parts.partition, weights)
+    sliced = engine.state_dict()
+    assert all(torch.equal(sliced[name], tensor) for name, tensor in loaded.items())
+    engine.close()
+    return loaded
+
+
+def test_values_are_spelt_as_our_engine_spells_them():
+    """Both sides keep a table of marks; packages do not import each other."""
+    values = {"a": (1, 2.5, None), "b": {1: [True]}, "c": float("nan"), "d": torch.tensor([3]), "e": {"$tuple": 1}}
+    assert spell(values) == encode(values)

@@ -133,7 +133,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, checkpoint: Any, mo
     def broken(*args: Any, **keywords: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(dcp.torch_checkpoint, "save", broken)
+    monkeypatch.setattr(dcp, "save_dcp", broken)
     with pytest.raises(OSError, match="No space left"):
         export_dcp(checkpoint, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -21,9 +21,12 @@ from typing import Any, final
 
 import attrs
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from .. import canonical
 from ..canonical import JSON
@@ -84,9 +87,9 @@ def export_dcp(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
         state[OBJECTS] = torch.empty_like(objects, device="meta")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that there is one process
-            torch_checkpoint.save(
+            save_dcp(
                 state,
-                storage_writer=torch_checkpoint.FileSystemWriter(making),
+                storage_writer=FileSystemWriter(making),
                 planner=_OneAtATime(checkpoint, objects),
                 no_dist=True,
             )
@@ -113,7 +116,7 @@ def import_dcp(
     """
     path = Path(folder)
     check_metadata(path)
-    reader = torch_checkpoint.FileSystemReader(path)
+    reader = FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata
     tensors = {name: each for name, each in entries.items() if isinstance(each, TensorStorageMetadata)}
     left = sorted(set(entries) - set(tensors))
@@ -169,7 +172,7 @@ def _objects(checkpoint: Checkpoint) -> bytes:
     return canonical.dump({**checkpoint.objects, "exported": {"tag": checkpoint.tag, "step": checkpoint.step}})
 
 
-class _OneAtATime(torch_checkpoint.DefaultSavePlanner):
+class _OneAtATime(DefaultSavePlanner):
     """Gives the writer each tensor when it asks."""
 
     def __init__(self, checkpoint: Checkpoint, objects: Tensor) -> None:
@@ -185,7 +188,7 @@ class _OneAtATime(torch_checkpoint.DefaultSavePlanner):
 class _Loader:
     """Loads one tensor at a time, and keeps the last."""
 
-    reader: torch_checkpoint.FileSystemReader
+    reader: FileSystemReader
     held: tuple[str, Tensor] = ("", torch.empty(0))  # its name; the last one
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
@@ -195,7 +198,7 @@ class _Loader:
             if self.held[0] != name:
                 self.held = "", torch.empty(0)
                 made = torch.empty(told.size, dtype=told.properties.dtype)
-                torch_checkpoint.load({name: made}, storage_reader=self.reader, no_dist=True)
+                load_dcp({name: made}, storage_reader=self.reader, no_dist=True)
                 self.held = name, made
             return self.held[1]
 

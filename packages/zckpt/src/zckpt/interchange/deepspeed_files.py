@@ -177,9 +177,10 @@ def _expect(value: Any, key: str, path: Path) -> dict[str, Any]:
 
 
 def _inner(value: dict[str, Any], path: Path) -> dict[str, Any]:
-    if not isinstance(value[_STATE], dict):
+    inner = value[_STATE]
+    if not isinstance(inner, dict):
         raise CheckpointCorrupt(f"{path}: its {_STATE!r} is no dict", path=str(path))
-    return value[_STATE]
+    return inner
 
 
 def _cells_problem(cells: Sequence[Cell], unpaired: set[int]) -> str:

@@ -30,10 +30,31 @@ _KINDS = {  # DeepSpeed's type, in lower case -> the class that continues it
 }
 # Keys that the engine itself puts into model states; all others are the caller's.
 _OWN = frozenset(
-    "module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler "
-    "data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
-    "mp_world_size checkpoint_parallel_dimensions ds_config ds_version universal_checkpoint_info num_experts "
-    "ds_autoep_layers autoep_layers".split()
+    [
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "universal_checkpoint_info",
+        "num_experts",
+        "ds_autoep_layers",
+        "autoep_layers",
+    ]
 )
 
 
@@ -116,7 +137,7 @@ def _optimizer_kind(told: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     if name:
         return _KINDS.get(name.lower(), name)
     first = told["param_groups"][0]
-    states = next(iter(told["state"].values()), {}) if isinstance(told.get("state"), dict) else {}
+    states: dict[str, Any] = next(iter(told["state"].values()), {}) if isinstance(told.get("state"), dict) else {}
     if {"exp_avg", "exp_avg_sq"} <= set(states):
         return "AdamW" if first.get("decoupled_weight_decay", True) else "Adam"
     return {"exp_avg": "Lion", "momentum_buffer": "SGD", "sum": "Adagrad"}.get(

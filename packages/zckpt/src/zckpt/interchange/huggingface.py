@@ -9,13 +9,14 @@ rename when everything in it is on disk.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import secrets
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
@@ -25,9 +26,9 @@ from ..checkpoint import Checkpoint
 from ..dtypes import dtype_name
 from ..errors import CheckpointInputError, CheckpointMismatch, CheckpointWriteError
 from ..regions import whole_box
+from ..safefile import byte_view
 from ..shard import Shard
 from ..storage import LOCAL, Storage, Writer
-from ..safefile import byte_view
 from .engine_state import MODEL
 
 _STRETCH_NUMEL = 1 << 22  # elements read, cast and written at once: at most 2 x 32 MiB
@@ -76,7 +77,7 @@ def export_huggingface(
     files = _planned(_entries(checkpoint, dtype, prefix), max_shard_nbytes)
     with _Appearing(Path(folder), LOCAL) as making:
         for name, entries in files.items():
-            making.write(name, lambda writer, entries=entries: _write(writer, checkpoint, entries))  # type: ignore[misc]
+            making.write(name, functools.partial(_write, checkpoint, entries))
         if len(files) > 1:
             making.write("model.safetensors.index.json", lambda writer: writer.write(memoryview(_index(files))))
     return Path(folder)
@@ -115,7 +116,7 @@ def _index(files: dict[str, list[Entry]]) -> bytes:
     return (json.dumps(told, indent=2) + "\n").encode()
 
 
-def _write(writer: Writer, checkpoint: Checkpoint, entries: list[Entry]) -> None:
+def _write(checkpoint: Checkpoint, entries: list[Entry], writer: Writer) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -160,8 +161,7 @@ class _Appearing:
         self.making.mkdir(parents=True)
         return self
 
-    def write(self, name: str, work: object) -> None:
-        assert callable(work)
+    def write(self, name: str, work: Callable[[Writer], None]) -> None:
         with self.storage.create(self.making / name) as writer:
             work(writer)
             writer.sync()

@@ -200,8 +200,8 @@ def _new_object_with_keywords(machine: Machine, _: Any) -> None:
 _OPERATIONS: Mapping[str, Operation] = {
     **dict.fromkeys(("PROTO", "FRAME"), lambda machine, _: None),
     "MARK": lambda machine, _: machine.stack.append(_MARK),
-    "POP": lambda machine, _: machine.stack.pop() and None,
-    "POP_MARK": lambda machine, _: machine.since_mark() and None,
+    "POP": lambda machine, _: machine.stack.__delitem__(-1),
+    "POP_MARK": lambda machine, _: machine.since_mark().clear(),
     "DUP": lambda machine, _: machine.stack.append(machine.top(object)),
     **{name: (lambda machine, _, value=value: machine.stack.append(value))  # type: ignore[misc]
        for name, value in (("NONE", None), ("NEWTRUE", True), ("NEWFALSE", False))},

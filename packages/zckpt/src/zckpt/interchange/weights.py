@@ -10,6 +10,7 @@ run nothing; an index may name files of its own folder only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -197,7 +198,7 @@ def _compare_index(path: Path, told: Mapping[str, str], tensors: Mapping[str, An
 def _open_safetensors(file: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Tensor]]:
     try:
         opened: Any = stack.enter_context(safe_open(file, framework="pt"))
-        return {name: (lambda name=name: opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118 - no dict
+        return {name: functools.partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118 - no dict
     except (SafetensorError, ValueError) as error:
         raise CheckpointCorrupt(f"{file} is no sound safetensors file: {error}", path=str(file)) from None
     except OSError as error:
@@ -220,4 +221,8 @@ def _open_torch(
     )
     if not found:
         raise CheckpointInputError(f"{file} holds no state_dict: a dict of tensors by name", path=str(file))
-    return {name: (lambda each=each: each) for name, each in found.items()}
+    return {name: functools.partial(_itself, each) for name, each in found.items()}
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
