@@ -1,7 +1,7 @@
-"""A run of the real DeepSpeed goes on here, from the checkpoint that it wrote, with the losses that it would have had.
+"""A run of the real DeepSpeed goes on here, from the checkpoint that it wrote, with the losses that it had.
 
-The fixtures are checkpoints of two ranks after three steps (README.md there), with the
-losses of DeepSpeed's own next three.  Each is imported, loaded at several stages on one and two ranks, and trained on.
+The fixtures are checkpoints of two ranks after three steps (packages/zckpt/tests/fixtures), with the losses of
+DeepSpeed's own next three.  Each is imported, loaded at several stages on one and two ranks, and trained on.
 
 Tolerances, relative, on the loss of each step: fp32 1e-6 (other kernels and orders of summation; seen: 1e-7); halves
 1e-3, since a weight that rounds the other way moves a loss by as much (seen: 3e-4), and DeepSpeed's buffers are fp32.

@@ -82,7 +82,7 @@ def test_files_of_two_saves_are_an_error(run: Path) -> None:
 
 def test_what_is_not_read_is_refused_by_name(run: Path) -> None:
     (step(run) / "layer_00-model_00-model_states.pt").touch()
-    with pytest.raises(CheckpointInputError, match="layer_00.*pipelines, of experts"):
+    with pytest.raises(CheckpointInputError, match=r"layer_00.*pipelines, of experts"):
         open_files(step(run))
 
 

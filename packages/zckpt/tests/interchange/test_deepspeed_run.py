@@ -7,10 +7,11 @@ from zckpt.interchange.deepspeed_files import Cell, Files
 from zckpt.interchange.deepspeed_run import Kinds, run_objects
 from zckpt.interchange.machine import Record
 
+INFERRED = Kinds()
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": [0], "foreach": None}
 
 
-def objects(model: dict[str, Any], shard: dict[str, Any] | None = None, kinds: Kinds = Kinds()) -> dict[str, Any]:
+def objects(model: dict[str, Any], shard: dict[str, Any] | None = None, kinds: Kinds = INFERRED) -> dict[str, Any]:
     cell = Cell(({"module": {}, **model},), (shard,) if shard is not None else ())
     return run_objects(Files(Path(), "t", (cell,), ()), kinds)
 
@@ -57,7 +58,7 @@ def test_the_schedule() -> None:
 
 
 def dynamic(trace: str, window: int, hysteresis: int) -> dict[str, Any]:
-    """DeepSpeed's counters after a trace of clean (g) and overflowing (o) steps; the law is in its DynamicLossScaler."""
+    """DeepSpeed's counters after a trace of clean (g) and overflowing (o) steps, by its own law."""
     scale, last, left = 16.0, -1, hysteresis
     for i, step in enumerate(trace):
         if step == "o":

@@ -116,7 +116,7 @@ def test_tensor_parallel_ranks_are_boxes_of_global_tensors() -> None:
 
 
 def test_tensor_parallel_ranks_need_rules_that_hold() -> None:
-    with pytest.raises(CheckpointInputError, match="2 tensor-parallel ranks.*give tensor_parallel"):
+    with pytest.raises(CheckpointInputError, match=r"2 tensor-parallel ranks.*give tensor_parallel"):
         list(addressed(cells(), CutRules({})))
     with pytest.raises(CheckpointMismatch, match=r"'qkv\.weight' weight differs between tensor-parallel ranks"):
         list(addressed(cells(), CutRules({"*out.weight": 1})))
@@ -131,5 +131,5 @@ def test_numbers_without_names_are_refused_when_shapes_do_not_tell() -> None:
         "module": {"a": torch.zeros(2), "b": torch.ones(2)},
         "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]},
     }
-    with pytest.raises(CheckpointInputError, match="stage 0 saves the optimizer's state by number.*2 ways"):
+    with pytest.raises(CheckpointInputError, match=r"stage 0 saves the optimizer's state by number.*2 ways"):
         parts_of(Cell((model,), ()))

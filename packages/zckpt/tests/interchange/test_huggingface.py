@@ -99,7 +99,7 @@ def test_arguments_that_cannot_be_meant(tmp_path: Path, checkpoint: Any) -> None
         export_huggingface(checkpoint, tmp_path / "out", dtype=torch.int8)
     with pytest.raises(CheckpointInputError, match="max_shard_nbytes 0"):
         export_huggingface(checkpoint, tmp_path / "out", max_shard_nbytes=0)
-    with pytest.raises(CheckpointMismatch, match="no tensor whose name begins with 'net.'"):
+    with pytest.raises(CheckpointMismatch, match=r"no tensor whose name begins with 'net\.'"):
         export_huggingface(checkpoint, tmp_path / "out", prefix="net.")
     with pytest.raises(CheckpointInputError, match="exists"):
         export_huggingface(checkpoint, tmp_path / "run")

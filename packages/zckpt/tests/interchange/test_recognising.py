@@ -25,6 +25,6 @@ def test_anything_else_is_an_error_that_lists_what_is_read(tmp_path: Path) -> No
     (tmp_path / "notes.txt").touch()
     for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "absent"):
         with pytest.raises(
-            CheckpointInputError, match="a DeepSpeed checkpoint.*a torch distributed one.*Hugging Face"
+            CheckpointInputError, match=r"a DeepSpeed checkpoint.*a torch distributed one.*Hugging Face"
         ):
             recognise(path)

@@ -12,8 +12,8 @@ import torch
 from zckpt import CheckpointCorrupt, CheckpointReadError
 from zckpt.interchange.torchfile import open_torch_file
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-          torch.uint8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn]  # fmt: skip
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+          torch.int8, torch.uint8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn]  # fmt: skip
 
 
 def saved(tmp_path: Path, value: Any) -> Path:
@@ -83,7 +83,7 @@ class Model(torch.nn.Module):
 
 
 def test_a_whole_module_is_an_error_that_names_its_class(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointCorrupt, match="Model'|names 'torch.nn"):
+    with pytest.raises(CheckpointCorrupt, match=r"Model'|names 'torch.nn"):
         open_torch_file(saved(tmp_path, Model()))
 
 

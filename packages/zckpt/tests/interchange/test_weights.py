@@ -33,7 +33,7 @@ def folder_of(path: Path, kind: str) -> Path:
     else:
         end, save = (".bin", torch.save) if kind == "indexed bin" else (".safetensors", save_file)
         table = {}
-        for n, (name, tensor) in enumerate(TENSORS.items()):
+        for n, name in enumerate(TENSORS):
             table[name] = f"part-{n % 2}{end}"
         for file in sorted(set(table.values())):
             save({name: TENSORS[name] for name in table if table[name] == file}, path / file)  # type: ignore[operator]

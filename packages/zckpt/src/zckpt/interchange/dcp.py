@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints (torch.distributed.checkpoint), out and in, through its public interface, in one process.
+"""torch's distributed checkpoints (DCP), out and in, through its public interface, in one process.
 
 Out: the planner is given tensors without memory, and reads each from our checkpoint when the writer asks for it; so
 one tensor is in memory at a time.  JSON objects travel as one tensor of bytes, since torch would pickle them.

@@ -148,7 +148,7 @@ def open_files(folder: Path) -> Files:
 
 
 def _table(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str]]:
-    """Tensor-parallel rank -> the names of its files by data-parallel rank; CheckpointCorrupt if ranks are missing."""
+    """Tensor-parallel rank -> the names of its files by data-parallel rank; CheckpointCorrupt if one is missing."""
     found: dict[int, dict[int, str]] = {}
     for name in names:
         if match := pattern.fullmatch(name):
@@ -192,11 +192,13 @@ def _cells_problem(cells: Sequence[Cell], unpaired: set[int]) -> str:
         counts = {len(cell.shards), *_partition_counts(cell)} if cell.shards else set()
         if len(counts) > 1:
             return (
-                f"tensor-parallel rank {number}: {len(cell.shards)} optimizer shards, and partitions of {sorted(counts)} "
-                "are told: a file is missing, or files of two runs are mixed"
+                f"tensor-parallel rank {number}: {len(cell.shards)} optimizer shards, and partitions of "
+                f"{sorted(counts)} are told: a file is missing, or files of two runs are mixed"
             )
         if cell.stage == 3 and len(cell.models) != len(cell.shards):
-            return f"{len(cell.models)} model states and {len(cell.shards)} optimizer shards of stage 3: files are missing"
+            return (
+                f"{len(cell.models)} model states, {len(cell.shards)} optimizer shards at stage 3: files are missing"
+            )
     steps = {reprlib.repr(model.get("global_steps")) for cell in cells for model in cell.models}
     return f"its model states are of steps {sorted(steps)}: files of several saves" if len(steps) > 1 else ""
 

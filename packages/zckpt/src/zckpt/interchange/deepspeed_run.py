@@ -30,31 +30,14 @@ _KINDS = {  # DeepSpeed's type, in lower case -> the class that continues it
 }
 # Keys that the engine itself puts into model states; all others are the caller's.
 _OWN = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "universal_checkpoint_info",
-        "num_experts",
-        "ds_autoep_layers",
-        "autoep_layers",
-    ]
+    {
+        *("module", "buffer_names", "optimizer", "param_shapes"),
+        *("frozen_param_shapes", "frozen_param_fragments", "shared_params", "lr_scheduler"),
+        *("data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
+        *("global_steps", "global_samples", "dp_world_size", "mp_world_size"),
+        *("checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info"),
+        *("num_experts", "ds_autoep_layers", "autoep_layers"),
+    }
 )
 
 

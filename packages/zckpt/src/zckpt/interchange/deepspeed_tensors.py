@@ -69,8 +69,8 @@ def addressed(cells: Sequence[Sequence[Part]], rules: CutRules) -> Iterator[tupl
     """(state key, shard) of every part, placed in its global tensor; several cells need rules."""
     if len(cells) > 1 and not rules.dims:
         raise CheckpointInputError(
-            f"the checkpoint was written by {len(cells)} tensor-parallel ranks, and its files do not say which dim of "
-            'which tensor was cut: give tensor_parallel, such as {"*.query_key_value.weight": 0, "*.dense.weight": 1}'
+            f"the checkpoint was written by {len(cells)} tensor-parallel ranks, and its files do not say which dim "
+            'of which tensor was cut: give tensor_parallel, such as {"*.query_key_value.weight": 0, "*.dense.weight": 1}'
         )
     shapes = [{part.name: part.shape for part in parts} for parts in cells]
     first: dict[tuple[str, str], list[Part]] = {}
@@ -165,8 +165,8 @@ def _states(told: Any, count: int) -> list[dict[str, Tensor]]:
     state = told.get("state") if isinstance(told, dict) else None
     if not isinstance(state, dict):
         raise CheckpointCorrupt(
-            "its optimizer's state is not a dict of one state for each group: it was saved with elastic_checkpoint, or "
-            "by a release that is not known here"
+            "its optimizer's state is not a dict of one state for each group: it was saved with elastic_checkpoint, "
+            "or by a release that is not known here"
         )
     if state and set(state) != set(range(count)):
         raise CheckpointCorrupt(f"its optimizer has states {sorted(map(str, state))[:8]} for {count} buffers")
@@ -299,6 +299,6 @@ def _compare(moved: Sequence[Part], module: Mapping[str, Tensor]) -> None:
         mine = weight.reshape(-1)[part.span[0] : part.span[1]]
         if not torch.equal(part.tensor.to(mine.dtype).nan_to_num(), mine.nan_to_num()):
             raise CheckpointMismatch(
-                f"the masters of {part.name!r} do not round to its weights: the files are of different saves, or lie in "
-                "an order that is not known here"
+                f"the masters of {part.name!r} do not round to its weights: the files are of different saves, or lie "
+                "in an order that is not known here"
             )

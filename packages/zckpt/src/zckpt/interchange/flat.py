@@ -11,6 +11,7 @@ own zero_to_fp32 does not read it either), so it is not used.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -53,10 +54,10 @@ def fragments_of_groups(
             numel = math.prod(shape)
             if position + numel > starts[-1]:
                 raise CheckpointCorrupt(
-                    f"group {group} has {starts[-1]:,} elements over all ranks, and parameter {name!r} of shape {shape} "
-                    f"ends at {position + numel:,}: files of different runs, or of a layout that is not known here"
+                    f"group {group} has {starts[-1]:,} elements over all ranks, and parameter {name!r} of shape "
+                    f"{shape} ends at {position + numel:,}: files of different runs, or of a layout that is not known here"
                 )
-            for rank, (lo, hi) in enumerate(zip(starts, starts[1:])):
+            for rank, (lo, hi) in enumerate(itertools.pairwise(starts)):
                 first, last = max(lo, position), min(hi, position + numel)
                 if first < last:
                     made.append(Fragment(name, shape, (first - position, last - position), rank, group, first - lo))
@@ -75,9 +76,9 @@ def fragments_of_parts(groups: Sequence[Shapes], lengths: Sequence[Sequence[int]
             buffer, start = buffer + 1, 0
         if buffer == len(lengths[0]) or start + part > min(mine[buffer] for mine in lengths):
             raise CheckpointCorrupt(
-                f"the buffers of stage 3 hold {[list(mine) for mine in lengths[:2]]} elements, and parameter {name!r} of "
-                f"shape {shape} needs {part:,} from {start:,} in buffer {buffer}: files of different runs, or of a layout "
-                "that is not known here"
+                f"the buffers of stage 3 hold {[list(mine) for mine in lengths[:2]]} elements, and parameter {name!r} "
+                f"of shape {shape} needs {part:,} from {start:,} in buffer {buffer}: files of different runs, or of a "
+                "layout that is not known here"
             )
         made += [
             Fragment(name, shape, span, rank, buffer, start)

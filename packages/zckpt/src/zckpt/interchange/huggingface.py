@@ -2,8 +2,8 @@
 
     zckpt.interchange.export_huggingface(zckpt.find("runs/gpt"), "gpt-bf16", dtype=torch.bfloat16)
 
-A tensor is read from the checkpoint, cast and written in stretches of a fixed size, so the memory that this needs does
-not depend on the model.  A tied weight is one tensor of a checkpoint, and is written once.  The folder appears by one
+A tensor is read from the checkpoint, cast and written in stretches of a fixed size, so the memory that this needs
+does not depend on the model.  A tied weight is one tensor of a checkpoint, and is written once.  The folder appears by one
 rename when everything in it is on disk.
 """
 
@@ -62,7 +62,7 @@ def export_huggingface(
     max_shard_nbytes: int = 5_000_000_000,
     prefix: str = MODEL,
 ) -> Path:
-    """Write weights as `model.safetensors`, or as numbered shards and `model.safetensors.index.json`; returns the folder.
+    """Write weights as `model.safetensors`, or as numbered shards and an index; returns the folder.
 
     dtype: float32, bfloat16 or float16 for floating tensors; None leaves them as stored (masters are float32).
     max_shard_nbytes: of one file; a larger tensor has a file of its own.

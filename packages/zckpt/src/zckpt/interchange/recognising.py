@@ -27,8 +27,8 @@ def recognise(path: str | os.PathLike[str]) -> str:
     if any(path.glob("*mp_rank_*_model_states.pt")) or any(path.glob("*/*mp_rank_*_model_states.pt")):
         return DEEPSPEED
     raise CheckpointInputError(
-        f"{path} is nothing that can be imported: a DeepSpeed checkpoint (*_model_states.pt), a torch distributed one "
-        f"(.metadata), a Hugging Face folder (model.safetensors, pytorch_model.bin or their index), or a file "
+        f"{path} is nothing that can be imported: a DeepSpeed checkpoint (*_model_states.pt), a torch distributed "
+        f"one (.metadata), a Hugging Face folder (model.safetensors, pytorch_model.bin or their index), or a file "
         f"({', '.join(_FILES)})"
     )
 

@@ -3,8 +3,8 @@
     with zckpt.interchange.read_weights("bert-base") as weights:
         zpartition.load_slices(partition, weights)         # each rank reads only the rows of its part
 
-Files are mapped, so opening costs their headers, and a slice costs its own bytes.  `.pt` files go through machine.py and
-run nothing; an index may name files of its own folder only.
+Files are mapped, so opening costs their headers, and a slice costs its own bytes.  `.pt` files go through machine.py
+and run nothing; an index may name files of its own folder only.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ def _index(path: Path) -> dict[str, str]:
             or "\\" in file
         ):
             raise CheckpointCorrupt(
-                f"{path} says that {name[:80]!r} is in {str(file)[:80]!r}, which is no plain name of a file beside it",
+                f"{path} says that {name[:80]!r} is in {str(file)[:80]!r}, which is no plain name of a file "
+                "beside it",
                 path=str(path),
             )
     return entries

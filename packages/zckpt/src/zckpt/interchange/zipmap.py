@@ -10,6 +10,7 @@ Rejected: torch's own reader, which unpickles; and `zipfile`'s streams, which co
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import stat
@@ -150,7 +151,7 @@ def _members(path: Path, mapping: mmap.mmap) -> dict[str, Member]:
             raise corrupt(f"member {entry.filename[:80]!r} is there twice")
         members[member.name] = member
     ordered = sorted((m for m in members.values() if m.nbytes), key=lambda m: m.start)
-    for one, other in zip(ordered, ordered[1:]):
+    for one, other in itertools.pairwise(ordered):
         if one.start + one.nbytes > other.start:
             raise corrupt(f"members {one.name[:80]!r} and {other.name[:80]!r} overlap")
     return members
