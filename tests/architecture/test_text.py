@@ -17,8 +17,10 @@ HOMES = re.compile(r"(?<![\w.~-])/(?:home|root|Users)/(?!\.\.\.)\w")
 # Folders that text may name although a checkout can lie in them.
 COMMON = {"/", "/tmp", "/var/tmp", "/usr", "/usr/local", "/opt", "/srv", "/home", "/root", "/mnt", "/data"}
 PIP_SETTINGS = ("PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT")
+BINARY = (".png", ".safetensors", ".bin", ".pt")
+FOREIGN = {"latest"}  # of the checkpoint fixtures, as others write it
 FILES = [
-    path for path in repo.files() if path.suffix not in (".png", ".safetensors", ".bin") and not path.is_symlink()
+    path for path in repo.files() if path.suffix not in BINARY and path.name not in FOREIGN and not path.is_symlink()
 ]
 
 

@@ -70,7 +70,7 @@ def addressed(cells: Sequence[Sequence[Part]], rules: CutRules) -> Iterator[tupl
     if len(cells) > 1 and not rules.dims:
         raise CheckpointInputError(
             f"the checkpoint was written by {len(cells)} tensor-parallel ranks, and its files do not say which dim "
-            'of which tensor was cut: give tensor_parallel, such as {"*.query_key_value.weight": 0, "*.dense.weight": 1}'
+            'of which tensor was cut: give tensor_parallel, such as {"*.query_key_value.*": 0, "*.dense.weight": 1}'
         )
     shapes = [{part.name: part.shape for part in parts} for parts in cells]
     first: dict[tuple[str, str], list[Part]] = {}

@@ -55,7 +55,7 @@ def fragments_of_groups(
             if position + numel > starts[-1]:
                 raise CheckpointCorrupt(
                     f"group {group} has {starts[-1]:,} elements over all ranks, and parameter {name!r} of shape "
-                    f"{shape} ends at {position + numel:,}: files of different runs, or of a layout that is not known here"
+                    f"{shape} ends at {position + numel:,}: files of different runs, or of an unknown layout"
                 )
             for rank, (lo, hi) in enumerate(itertools.pairwise(starts)):
                 first, last = max(lo, position), min(hi, position + numel)
@@ -76,9 +76,9 @@ def fragments_of_parts(groups: Sequence[Shapes], lengths: Sequence[Sequence[int]
             buffer, start = buffer + 1, 0
         if buffer == len(lengths[0]) or start + part > min(mine[buffer] for mine in lengths):
             raise CheckpointCorrupt(
-                f"the buffers of stage 3 hold {[list(mine) for mine in lengths[:2]]} elements, and parameter {name!r} "
-                f"of shape {shape} needs {part:,} from {start:,} in buffer {buffer}: files of different runs, or of a "
-                "layout that is not known here"
+                f"the buffers of stage 3 hold {[list(mine) for mine in lengths[:2]]} elements, and parameter "
+                f"{name!r} of shape {shape} needs {part:,} from {start:,} in buffer {buffer}: files of different "
+                "runs, or of an unknown layout"
             )
         made += [
             Fragment(name, shape, span, rank, buffer, start)

@@ -2,9 +2,9 @@
 
     zckpt.interchange.export_huggingface(zckpt.find("runs/gpt"), "gpt-bf16", dtype=torch.bfloat16)
 
-A tensor is read from the checkpoint, cast and written in stretches of a fixed size, so the memory that this needs
-does not depend on the model.  A tied weight is one tensor of a checkpoint, and is written once.  The folder appears by one
-rename when everything in it is on disk.
+A tensor is read from the checkpoint, cast and written in stretches of a fixed size, so the memory it needs does
+not depend on the model.  A tied weight is one tensor of a checkpoint, and is written once.  The folder appears by
+one rename when everything in it is on disk.
 """
 
 from __future__ import annotations
