@@ -1,4 +1,3 @@
-import gc
 import os
 import pickle
 import weakref
@@ -45,21 +44,22 @@ def test_there_and_back_is_the_same_checkpoint(tmp_path: Path, checkpoint: Any) 
     assert found.objects["client_state"] == {"a": [1, None]}
 
 
-def test_a_tensor_is_read_when_the_writer_asks_for_it(tmp_path: Path, checkpoint: Any, monkeypatch: Any) -> None:
-    """One at a time: each is let go before the next is read."""
-    alive: list[weakref.ref[torch.Tensor]] = []
+def test_a_tensor_is_read_when_the_writer_asks_for_it(tmp_path: Path, monkeypatch: Any) -> None:
+    """And let go after it is written: when one is asked for, the writer holds the one before at most."""
+    shards = [zckpt.whole(f"w{n}", torch.full((100,), float(n))) for n in range(8)]
+    zckpt.save(tmp_path / "run", "t", shards=shards, objects={})
+    alive: list[weakref.ref[Any]] = []
     real = zckpt.Checkpoint.tensor
 
     def watched(self: Any, name: str, **keywords: Any) -> torch.Tensor:
-        gc.collect()
-        assert not [each for each in alive if each() is not None], "another tensor is still held"
+        assert sum(each() is not None for each in alive) <= 1
         made = real(self, name, **keywords)
-        alive.append(weakref.ref(made))
+        alive.append(weakref.ref(made.untyped_storage()))
         return made
 
     monkeypatch.setattr(zckpt.Checkpoint, "tensor", watched)
-    export_dcp(checkpoint, tmp_path / "out")
-    assert len(alive) == len(TENSORS)
+    export_dcp(zckpt.find(tmp_path / "run"), tmp_path / "out")
+    assert len(alive) == len(shards)
 
 
 def test_torchs_own_checkpoint_comes_in(tmp_path: Path) -> None:
