@@ -116,12 +116,13 @@ def _go_on_afresh(root: str) -> list[float]:
     return losses
 
 
-def test_weights_of_every_tied_and_frozen_kind_arrive(roots):
+def test_weights_of_every_tied_and_frozen_kind_arrive(roots, caplog):
     """Bit by bit against what DeepSpeed's model states hold (a stage whose model states are whole)."""
     with read_deepspeed(FIXTURES / "zero1_fp32") as found:
         module = {name: tensor.clone() for name, tensor in found.files.cells[0].model["module"].items()}
     engine = make("zero1_fp32", 1, 1)
     engine.load_checkpoint(roots["zero1_fp32"])
+    assert "was imported: it has no random states and no position" in caplog.text
     ours = engine.state_dict()
     assert set(ours) == set(module)
     assert all(torch.equal(ours[name], module[name]) for name in module)

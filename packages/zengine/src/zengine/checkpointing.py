@@ -338,7 +338,14 @@ def _restore_rank(engine: Engine, checkpoint: zckpt.Checkpoint, peers: GroupPeer
     mine = checkpoint.rank_objects(peers.rank if peers.rank < saved_world else 0)
     if engine.parts.loader is not None and mine["loader"] is not None:
         engine.parts.loader.load_state_dict(decode(mine["loader"]))
-    if peers.rank < saved_world and mine["rng"] is not None:  # other engines' checkpoints have none
+    if mine["rng"] is None:
+        if peers.rank == 0:
+            log.warning(
+                "checkpoint %s was imported: it has no random states and no position of the data loader; both start afresh",
+                checkpoint.path,
+            )
+        return
+    if peers.rank < saved_world:
         for note in zckpt.rng.restore(mine["rng"]):
             log.warning("%s", note)
     if saved_world != peers.world_size and peers.rank == 0:
