@@ -341,7 +341,8 @@ def _restore_rank(engine: Engine, checkpoint: zckpt.Checkpoint, peers: GroupPeer
     if mine["rng"] is None:
         if peers.rank == 0:
             log.warning(
-                "checkpoint %s was imported: it has no random states and no position of the data loader; both start afresh",
+                "checkpoint %s was imported: it has no random states and no position of the data loader; "
+                "both start afresh",
                 checkpoint.path,
             )
         return

@@ -1,8 +1,8 @@
 """torch's distributed checkpoints (DCP), out and in, through its public interface, in one process.
 
 Out: the planner is given tensors without memory, and reads each from our checkpoint when the writer asks for it.
-Each tensor has a file of its own: torch's writer (2.13) keeps every tensor of a file until that is closed, and so the memory
-that this needs is two tensors.  JSON objects travel as one tensor of bytes, since torch would pickle them.
+Each tensor has a file of its own: torch's writer (2.13) keeps every tensor of a file until that is closed, and this
+way the memory needed is two tensors.  JSON objects travel as one tensor of bytes, since torch would pickle them.
 
 In: torch unpickles the file `.metadata`, which runs what its author wrote.  So our own machine reads it first, and it
 must name nothing but the few classes that describe tensors.  Then tensors are loaded one at a time; everything that
