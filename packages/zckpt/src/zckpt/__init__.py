@@ -12,6 +12,7 @@ reading.py checks, regions.py computes, transfer.py copies.  FORMAT.md is the sp
 from __future__ import annotations
 
 from . import rng
+from .background import AsyncSaver, Busy, SaveHandle, save_async
 from .checkpoint import Checkpoint
 from .errors import (
     CheckpointCorrupt,
@@ -25,6 +26,7 @@ from .errors import (
     CheckpointWriteError,
 )
 from .finding import Seen, committed, find
+from .groups import group_peers
 from .opening import open_checkpoint
 from .peers import ALONE, Peers
 from .reading import LoadReport
@@ -37,6 +39,8 @@ __version__ = "0.1.0"
 __all__ = [
     "ALONE",
     "LOCAL",
+    "AsyncSaver",
+    "Busy",
     "Checkpoint",
     "CheckpointCorrupt",
     "CheckpointError",
@@ -50,6 +54,7 @@ __all__ = [
     "LoadReport",
     "LocalStorage",
     "Peers",
+    "SaveHandle",
     "Seen",
     "Shard",
     "ShardLike",
@@ -57,8 +62,10 @@ __all__ = [
     "__version__",
     "committed",
     "find",
+    "group_peers",
     "open_checkpoint",
     "rng",
     "save",
+    "save_async",
     "whole",
 ]

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
 import attrs
 from torch import Tensor
@@ -68,15 +69,28 @@ def save(
     cannot be saved, or ranks disagree), CheckpointExists, CheckpointWriteError (disk or peers failed; names the rank
     and the path).
     """
-    request = Request.of(tag, step, latest=latest, overwrite=overwrite, writers=writers)
-    mine = [*shards, *shards_of(tensors)]
-    order = Order(Path(root), request, mine, described(objects, tensors), rank_objects, storage)
-    return carry_out(order, peers)
+    given = Options(shards=shards, tensors=tensors, objects=objects, rank_objects=rank_objects, step=step)
+    given.update(latest=latest, overwrite=overwrite, writers=writers, storage=storage)
+    return carry_out(Order.of(root, tag, given), peers)
+
+
+class Options(TypedDict, total=False):
+    """The arguments of `save` by name, but for its peers."""
+
+    shards: Iterable[ShardLike]
+    tensors: Tensors
+    objects: Mapping[str, JSON]
+    rank_objects: Mapping[str, JSON]
+    step: int
+    latest: bool
+    overwrite: bool
+    writers: int
+    storage: Storage
 
 
 @attrs.frozen(eq=False)
 class Order:
-    """What one rank was told to save."""
+    """What one rank was told to save, with nothing looked at yet."""
 
     root: Path
     request: Request
@@ -85,10 +99,33 @@ class Order:
     rank_objects: Mapping[str, JSON]
     storage: Storage
 
+    @classmethod
+    def of(cls, root: str | os.PathLike[str], tag: str | None, given: Options) -> Order:
+        tensors = given.get("tensors", ())
+        step = given.get("step", 0)
+        request = Request(
+            tag=f"step-{step}" if tag is None else tag,
+            step=step,
+            latest=given.get("latest", True),
+            overwrite="replace" if given.get("overwrite", False) else "refuse",
+            writers=given.get("writers", 2),
+        )
+        return cls(
+            Path(root),
+            request,
+            [*given.get("shards", ()), *shards_of(tensors)],
+            described(given.get("objects", {}), tensors),
+            given.get("rank_objects", {}),
+            given.get("storage", LOCAL),
+        )
+
+    def team(self, peers: Peers) -> Team:
+        return Team(peers, f"save of {self.request.tag!r:.200} into {self.root}", CheckpointWriteError)
+
 
 def carry_out(order: Order, peers: Peers) -> Path:
     """The stages of a save, on every rank alike."""
-    team = Team(peers, f"save of {order.request.tag!r:.200} into {order.root}", CheckpointWriteError)
+    team = order.team(peers)
 
     def proposal() -> JSON:
         told = propose(order.request, secrets.token_hex(8), order.shards, order.objects, order.rank_objects)
