@@ -27,12 +27,14 @@ from .errors import (
 )
 from .finding import Seen, committed, find
 from .groups import group_peers
+from .loading import Loaded, load
 from .opening import open_checkpoint
 from .peers import ALONE, Peers
 from .reading import LoadReport
 from .saving import save
 from .shard import Shard, ShardLike, whole
 from .storage import LOCAL, LocalStorage, Storage
+from .views import Views, views
 
 __version__ = "0.1.0"
 
@@ -52,6 +54,7 @@ __all__ = [
     "CheckpointWarning",
     "CheckpointWriteError",
     "LoadReport",
+    "Loaded",
     "LocalStorage",
     "Peers",
     "SaveHandle",
@@ -59,13 +62,16 @@ __all__ = [
     "Shard",
     "ShardLike",
     "Storage",
+    "Views",
     "__version__",
     "committed",
     "find",
     "group_peers",
+    "load",
     "open_checkpoint",
     "rng",
     "save",
     "save_async",
+    "views",
     "whole",
 ]

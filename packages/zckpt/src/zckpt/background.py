@@ -32,11 +32,13 @@ import torch
 from torch import Tensor
 
 from . import canonical
+from .canonical import JSON
 from .errors import CheckpointError, CheckpointInputError, CheckpointWarning
 from .peers import ALONE, Peers
 from .regions import Box, Span
 from .saving import Options, Order, carry_out
 from .shard import ShardLike, check_shard, region_of, shape_of
+from .views import KEY, targets
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,7 +59,7 @@ class SaveHandle:
     """One save under way, or over."""
 
     order: Order  # with copies in the place of the tensors
-    live: Sequence[ShardLike]  # the tensors that were copied
+    live: Sequence[ShardLike]  # what was given as shards; the order's first copies are theirs
     thread: threading.Thread | None = None  # None: not begun
     path: Path | None = None  # once it is durable
     error: BaseException | None = None  # what came instead; raised once by whoever asks first
@@ -94,10 +96,26 @@ class SaveHandle:
             raise CheckpointInputError(
                 f"the copy of {self.order.request.tag!r} is gone: a later save has its memory. Restore that one."
             )
+        kept = {shard.name: shard for shard in self.order.shards}
+        kinds = {name: (shard.tensor.dtype, shape_of(shard)) for name, shard in kept.items()}
+        restore = targets(self.order.tensors, self.order.objects.get(KEY), kinds, optimizer=True)
         with torch.no_grad():
-            for live, kept in zip(self.live, self.order.shards, strict=True):
-                live.tensor.copy_(kept.tensor)
-        _synchronize([shard.tensor for shard in self.live])
+            for live, copy in zip(self.live, self.order.shards):
+                live.tensor.copy_(copy.tensor)
+            for live in restore.shards:
+                live.tensor.copy_(kept[live.name].tensor)
+        restore.commit()
+        _synchronize([copy.tensor for copy in (*self.live, *restore.shards)])
+
+    @property
+    def objects(self) -> dict[str, JSON]:
+        """The objects as they were saved."""
+        return {key: value for key, value in self.order.objects.items() if key != KEY}
+
+    @property
+    def rank_objects(self) -> dict[str, JSON]:
+        """This rank's objects as they were saved."""
+        return dict(self.order.rank_objects)
 
 
 @final
@@ -135,7 +153,7 @@ class AsyncSaver:
         order = Order.of(root, tag, options)
         if self.newest is not None:
             self.newest.holds_copy = False
-        handle = SaveHandle(order, order.shards)
+        handle = SaveHandle(order, order.shards[: order.num_given])
         self.newest = handle
         trouble = self._copy(handle)
         handle.thread = threading.Thread(target=_work, args=(handle, self.peers, trouble), name="zckpt-save")

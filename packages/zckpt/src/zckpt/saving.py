@@ -33,7 +33,7 @@ from .planning import FilePlan, Request, SavePlan, Slice, propose, settle, trim
 from .shard import ShardLike
 from .storage import LOCAL, Storage
 from .team import Team, os_error_text
-from .views import Tensors, described, shards_of
+from .views import Tensors, Views, described, shards_of
 
 
 def save(
@@ -94,15 +94,19 @@ class Order:
 
     root: Path
     request: Request
-    shards: Sequence[ShardLike]
+    shards: Sequence[ShardLike]  # all, those of `tensors` last
+    num_given: int  # how many of them came as shards
+    tensors: Tensors  # a mapping or views, as given; else nothing
     objects: Mapping[str, JSON]
     rank_objects: Mapping[str, JSON]
     storage: Storage
 
     @classmethod
     def of(cls, root: str | os.PathLike[str], tag: str | None, given: Options) -> Order:
-        tensors = given.get("tensors", ())
-        step = given.get("step", 0)
+        tensors, step = given.get("tensors", ()), given.get("step", 0)
+        shards = list(given.get("shards", ()))
+        if not isinstance(tensors, (Mapping, Views)):
+            shards, tensors = [*shards, *tensors], {}
         request = Request(
             tag=f"step-{step}" if tag is None else tag,
             step=step,
@@ -113,7 +117,9 @@ class Order:
         return cls(
             Path(root),
             request,
-            [*given.get("shards", ()), *shards_of(tensors)],
+            [*shards, *shards_of(tensors)],
+            len(shards),
+            tensors,
             described(given.get("objects", {}), tensors),
             given.get("rank_objects", {}),
             given.get("storage", LOCAL),
