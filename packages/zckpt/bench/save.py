@@ -17,7 +17,7 @@ the last rank's end; the median of the rounds counts.  Each is warm: it runs onc
                 rank loads the file it wrote
 
 Before a load the contender's files are dropped from the page cache with fsync and posix_fadvise(DONTNEED), since
-dropping all caches needs privileges that a bench should not have; what a host below a virtual machine keeps is its own.
+dropping all caches needs privileges that a bench should not have; a host below a virtual machine may keep them still.
 
 A background save is timed against one copy of the same tensors into memory that is there (torch, same threads):
 `blocked` is the call, `whole` until it is durable.  `extra` is how far the resident memory of a rank rises above
@@ -323,7 +323,9 @@ def run_rank(rank: int, given: argparse.Namespace, root: str, results: str) -> N
     state = State(given.params, rank, given.ranks)
     names = [name for name in CONTENDERS if not given.only or name in given.only]
     times = race(rank, state, Path(root), names, given.rounds)
-    times["async"] = {} if given.only and "async" not in given.only else background(state, Path(root), rank, given.rounds)
+    times["async"] = (
+        {} if given.only and "async" not in given.only else background(state, Path(root), rank, given.rounds)
+    )
     total = torch.tensor([state.nbytes])
     dist.all_reduce(total)
     if rank == 0:
@@ -376,10 +378,10 @@ def main() -> None:
         facts = {"params": given.params, "ranks": given.ranks, "cores": os.cpu_count(), "load": load, **told}
         (RESULTS / f"{given.out}.json").write_text(json.dumps(facts, indent=1) + "\n")
         head = (
-            f"# Saving and loading beside the disk and the peers\n\n{os.cpu_count()} cores, Linux {platform.release()}, "
-            f"torch {torch.__version__}, {date.today()}. {told['nbytes'] / 1e9:.2f} GB on {given.ranks} ranks, medians "
-            f"of {given.rounds} interleaved rounds, load of other work {load:.1f} at the start. Made by bench/save.py, "
-            "which says what the contenders are.\n\n"
+            f"# Saving and loading beside the disk and the peers\n\n{os.cpu_count()} cores, Linux "
+            f"{platform.release()}, torch {torch.__version__}, {date.today()}. {told['nbytes'] / 1e9:.2f} GB on "
+            f"{given.ranks} ranks, medians of {given.rounds} interleaved rounds, load of other work {load:.1f} at "
+            "the start. Made by bench/save.py, which says what the contenders are.\n\n"
         )
         (RESULTS / f"{given.out}.md").write_text(head + text)
 

@@ -45,7 +45,7 @@ def test_a_bad_chunk_is_named_by_its_bytes() -> None:
     checks = ChunkChecks(3000, 1024, digests(memoryview(content), 1024))
     content[2500] ^= 1
     checks.check(0, memoryview(content)[:2048])
-    with pytest.raises(BadChunk, match="bytes 2,048 to 3,000: checksum is .*, expected ") as caught:
+    with pytest.raises(BadChunk, match=r"bytes 2,048 to 3,000: checksum is .*, expected ") as caught:
         checks.check(2048, memoryview(content)[2048:])
     assert (caught.value.begin, caught.value.end) == (2048, 3000)
     assert checks.is_sound(0, 2048)

@@ -106,7 +106,8 @@ def check_load(root: Path, tensors: dict[str, torch.Tensor], world: int, stage: 
         return sum(counted), sum(shard.tensor.nbytes for shard in live)
 
     for outcome in run_threads(loading, world):
-        assert outcome.error is None and outcome.value is not None
+        assert outcome.error is None
+        assert outcome.value is not None
         read, wanted = outcome.value
         headers = 4 * 3000  # of the files it opens
         assert read <= 1.05 * wanted + headers, (world, stage, read / wanted)

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from zckpt import CheckpointInputError, Shard, whole
-from zckpt import planning
+from zckpt import CheckpointInputError, Shard, planning, whole
 from zckpt.planning import Request, SavePlan, Slice, propose, settle, trim
 
 

@@ -102,7 +102,7 @@ def test_a_missing_optimizer_state_is_an_error_unless_it_is_asked_for(tmp_path: 
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.zero_()
-    with pytest.raises(CheckpointMismatch, match='holds no optimizer state. Load with optimizer="skip"'):
+    with pytest.raises(CheckpointMismatch, match=r'holds no optimizer state\. Load with optimizer="skip"'):
         load(tmp_path, tensors=views(net, optimizer))
     assert not net[0].weight.any()
     load(tmp_path, tensors=views(net, optimizer), optimizer="skip")

@@ -5,10 +5,10 @@ then does what zckpt.save does, votes and all, from the copy.  The loop is block
 exchanged with other ranks before the thread runs, and the memory is kept from save to save, as fresh memory costs
 more than the copy does.
 
-What can go wrong then has nobody to tell, so it waits: the next `save`, `check`, `wait` or `close` raises it, and it is
-raised once.  A second save waits for the first, or is refused if that is asked for; the latter only in a world of
-one, since ranks end at different moments, and one that refuses would leave the others waiting for it.  Each save is a
-thread that is no daemon: a program that ends finishes what it has begun to save.
+What goes wrong then has nobody to tell, so it waits: the next `save`, `check`, `wait` or `close` raises it, once.
+A second save waits for the first, or is refused if that is asked for; the latter only in a world of one, since ranks
+end at different moments, and one that refuses would leave the others waiting for it.  Each save is a thread that is
+no daemon: a program that ends finishes what it has begun to save.
 
 The copy is also the newest state in memory: `SaveHandle.restore` puts it back after a step that went wrong.
 
@@ -23,9 +23,9 @@ import mmap
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import Any, final
 
 import attrs
 import torch
@@ -35,13 +35,12 @@ from . import canonical
 from .canonical import JSON
 from .errors import CheckpointError, CheckpointInputError, CheckpointWarning
 from .peers import ALONE, Peers
+from .planning import Request
 from .regions import Box, Span
-from .saving import Options, Order, carry_out
+from .saving import Content, Order, carry_out
 from .shard import ShardLike, check_shard, region_of, shape_of
-from .views import KEY, targets
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from .storage import LOCAL, Storage
+from .views import KEY, Tensors, targets
 
 _ALIGN_NBYTES = 64
 
@@ -139,18 +138,28 @@ class AsyncSaver:
                 'would refuse while others begin. Use when_busy="wait".'
             )
 
-    def save(self, root: str | os.PathLike[str], tag: str | None = None, **options: Unpack[Options]) -> SaveHandle:
+    def save(
+        self,
+        root: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        shards: Iterable[ShardLike] = (),
+        tensors: Tensors = (),
+        objects: Mapping[str, JSON] = {},
+        rank_objects: Mapping[str, JSON] = {},
+        step: int = 0,
+        latest: bool = True,
+        overwrite: bool = False,
+        writers: int = 2,
+        storage: Storage = LOCAL,
+    ) -> SaveHandle:
         """Like zckpt.save, but returns when the tensors are copied and may change.  Every rank calls it alike.
 
         Raises what an earlier save died of, if nobody was told; then nothing is begun.
         """
-        if self.newest is not None and not self.newest.done and self.when_busy is Busy.REFUSE:
-            raise CheckpointInputError(
-                f"the save of {self.newest.order.request.tag!r} is not done: wait() for it, or use "
-                'AsyncSaver(when_busy="wait")'
-            )
-        self.wait()
-        order = Order.of(root, tag, options)
+        self._make_room()
+        request = Request.of(tag, step, latest=latest, overwrite=overwrite, writers=writers)
+        order = Order.of(Path(root), request, Content(shards, tensors, objects, rank_objects), storage)
         if self.newest is not None:
             self.newest.holds_copy = False
         handle = SaveHandle(order, order.shards[: order.num_given])
@@ -192,6 +201,14 @@ class AsyncSaver:
                 raise
             warnings.warn(f"a background save failed too: {error}", CheckpointWarning, stacklevel=2)
 
+    def _make_room(self) -> None:
+        if self.newest is not None and not self.newest.done and self.when_busy is Busy.REFUSE:
+            raise CheckpointInputError(
+                f"the save of {self.newest.order.request.tag!r} is not done: wait() for it, or use "
+                'AsyncSaver(when_busy="wait")'
+            )
+        self.wait()
+
     def _copy(self, handle: SaveHandle) -> BaseException | None:
         """Put copies into the order; what went wrong is for all ranks to hear, so it is not raised here."""
         try:
@@ -216,9 +233,9 @@ def save_async(
     *,
     saver: AsyncSaver | None = None,
     peers: Peers = ALONE,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> SaveHandle:
-    """`AsyncSaver.save`; without a saver it is a save of its own, whose memory goes when the handle goes."""
+    """`AsyncSaver.save` with its options; without a saver it is a save of its own, and its memory the handle's."""
     return (saver or AsyncSaver(peers)).save(root, tag, **options)
 
 

@@ -35,9 +35,7 @@ def num_chunks(nbytes: int, chunk: int) -> int:
 
 def digests(data: memoryview, chunk: int) -> str:
     """Of each chunk of the bytes, joined: 16 lower-case hex digits each, most significant first."""
-    return "".join(
-        xxhash.xxh3_64_hexdigest(data[start : start + chunk]) for start in range(0, len(data), chunk)
-    )
+    return "".join(xxhash.xxh3_64_hexdigest(data[start : start + chunk]) for start in range(0, len(data), chunk))
 
 
 class Unchecked:

@@ -243,9 +243,7 @@ def build_manifest(plan: SavePlan, reports: Sequence[JSON], libraries: dict[str,
             files[file.name] = FileEntry(layout.nbytes, len(layout.header), manifests.checksum(layout.header))
             for part, key, offset, digest in zip(layout.parts, layout.keys, layout.offsets, checksums, strict=True):
                 size = part.nbytes
-                pieces[part.name].append(
-                    Piece(file.name, key, part.region, offset, size, chunk_nbytes(size), digest)
-                )
+                pieces[part.name].append(Piece(file.name, key, part.region, offset, size, chunk_nbytes(size), digest))
     return Manifest(
         tag=plan.request.tag,
         step=plan.request.step,

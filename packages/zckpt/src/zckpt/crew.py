@@ -45,7 +45,7 @@ def work_through(jobs: Iterable[Callable[[], T]], num_threads: int) -> list[T]:
 class _Crew(Generic[T]):
     """What the threads of one call share; `results` and `failures` are keyed by the job's number."""
 
-    jobs: Iterable[tuple[int, Callable[[], T]]]
+    jobs: Iterator[tuple[int, Callable[[], T]]]
     results: dict[int, T] = attrs.field(factory=dict)
     failures: dict[int, BaseException] = attrs.field(factory=dict)
     mutex: threading.Lock = attrs.field(factory=threading.Lock)

@@ -54,7 +54,8 @@ def load(
     tensors: tensors by name, `views` of a model and an optimizer, or shards.
     strict: refuse if something is missing or left over; otherwise the report lists it.
     optimizer: of views only.  "required": the optimizer's state must be there, and is restored with the
-        hyperparameters; "skip": it is left as it is, whether the checkpoint has one or not, as it is for views of a model alone.
+        hyperparameters; "skip": it is left as it is, whether the checkpoint has one or not, as for
+        views of a model alone.
     verify, cast: as in Checkpoint.read.
     peers: ranks that load together; all take the checkpoint that rank 0 finds.
 

@@ -77,9 +77,9 @@ class LocalWriter:
     def __enter__(self) -> LocalWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         try:
-            if kind is None:
+            if exc[0] is None:
                 self._flush(0)
         finally:
             with named(self.path):

@@ -44,6 +44,17 @@ class Request:
     overwrite: Literal["refuse", "replace"]  # what is done about a tag that is taken
     writers: int = 1  # threads a rank, and files
 
+    @classmethod
+    def of(cls, tag: str | None, step: int, *, latest: bool, overwrite: bool, writers: int) -> Request:
+        """From the arguments of `save`."""
+        return cls(
+            tag=f"step-{step}" if tag is None else tag,
+            step=step,
+            latest=latest,
+            overwrite="replace" if overwrite else "refuse",
+            writers=writers,
+        )
+
     def checked(self) -> Request:
         check_tag(self.tag)
         if isinstance(self.step, bool) or not isinstance(self.step, int) or not 0 <= self.step < 2**62:

@@ -28,7 +28,9 @@ class LoadReport:
     loaded: tuple[str, ...]  # names filled on any rank
     missing: tuple[str, ...]  # wanted and not in the checkpoint; their tensors are as they were
     extra: tuple[str, ...]  # in the checkpoint and wanted by no rank
-    read_nbytes: int  # of tensor data, by this rank, whole chunks around what it wants; not a pass that verifies first
+    read_nbytes: (
+        int  # of tensor data, by this rank, whole chunks around what it wants; not a pass that verifies first
+    )
 
 
 @attrs.frozen

@@ -16,7 +16,6 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
 
 import attrs
 from torch import Tensor
@@ -69,28 +68,24 @@ def save(
     cannot be saved, or ranks disagree), CheckpointExists, CheckpointWriteError (disk or peers failed; names the rank
     and the path).
     """
-    given = Options(shards=shards, tensors=tensors, objects=objects, rank_objects=rank_objects, step=step)
-    given.update(latest=latest, overwrite=overwrite, writers=writers, storage=storage)
-    return carry_out(Order.of(root, tag, given), peers)
+    request = Request.of(tag, step, latest=latest, overwrite=overwrite, writers=writers)
+    content = Content(shards, tensors, objects, rank_objects)
+    return carry_out(Order.of(Path(root), request, content, storage), peers)
 
 
-class Options(TypedDict, total=False):
-    """The arguments of `save` by name, but for its peers."""
+@attrs.frozen(eq=False)
+class Content:
+    """What there is to save, as it was given."""
 
     shards: Iterable[ShardLike]
     tensors: Tensors
     objects: Mapping[str, JSON]
     rank_objects: Mapping[str, JSON]
-    step: int
-    latest: bool
-    overwrite: bool
-    writers: int
-    storage: Storage
 
 
 @attrs.frozen(eq=False)
 class Order:
-    """What one rank was told to save, with nothing looked at yet."""
+    """What one rank was told to save, with no value looked at yet."""
 
     root: Path
     request: Request
@@ -102,27 +97,19 @@ class Order:
     storage: Storage
 
     @classmethod
-    def of(cls, root: str | os.PathLike[str], tag: str | None, given: Options) -> Order:
-        tensors, step = given.get("tensors", ()), given.get("step", 0)
-        shards = list(given.get("shards", ()))
+    def of(cls, root: Path, request: Request, content: Content, storage: Storage) -> Order:
+        shards, tensors = list(content.shards), content.tensors
         if not isinstance(tensors, (Mapping, Views)):
             shards, tensors = [*shards, *tensors], {}
-        request = Request(
-            tag=f"step-{step}" if tag is None else tag,
-            step=step,
-            latest=given.get("latest", True),
-            overwrite="replace" if given.get("overwrite", False) else "refuse",
-            writers=given.get("writers", 2),
-        )
         return cls(
-            Path(root),
-            request,
-            [*shards, *shards_of(tensors)],
-            len(shards),
-            tensors,
-            described(given.get("objects", {}), tensors),
-            given.get("rank_objects", {}),
-            given.get("storage", LOCAL),
+            root=root,
+            request=request,
+            shards=[*shards, *shards_of(tensors)],
+            num_given=len(shards),
+            tensors=tensors,
+            objects=described(content.objects, tensors),
+            rank_objects=content.rank_objects,
+            storage=storage,
         )
 
     def team(self, peers: Peers) -> Team:

@@ -70,7 +70,9 @@ class Views:
         groups = [
             {
                 "params": [names[id(each)] for each in group["params"]],
-                "options": {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")},
+                "options": {
+                    key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")
+                },
             }
             for group in self.optimizer.param_groups
         ]
@@ -109,7 +111,9 @@ class Views:
         mine = [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         theirs = [group["params"] for group in saved["groups"]]
         if mine != theirs:
-            raise CheckpointMismatch(f"the optimizer's groups hold other parameters: {_first_difference(mine, theirs)}")
+            raise CheckpointMismatch(
+                f"the optimizer's groups hold other parameters: {_first_difference(mine, theirs)}"
+            )
         keys = sorted({name[len(OPTIMIZER) :].split(".", 1)[0] for name in kinds if name.startswith(OPTIMIZER)})
         states: dict[Tensor, dict[str, Any]] = {}
         for group in optimizer.param_groups:
@@ -150,7 +154,8 @@ class Views:
             for index, parameter in enumerate(group["params"]):
                 if id(parameter) not in names:
                     raise CheckpointInputError(
-                        f"the optimizer's parameter {index} of a group, {tuple(parameter.shape)}, is none of the model's"
+                        f"the optimizer's parameter {index} in a group, {tuple(parameter.shape)}, is none of "
+                        "the model's"
                     )
         return names
 
@@ -266,6 +271,12 @@ def _first_difference(mine: list[list[str]], theirs: list[list[str]]) -> str:
     if len(mine) != len(theirs):
         return f"{len(mine)} groups here, {len(theirs)} saved"
     index = next(i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b)
-    here, saved = ([name for name in a if name not in b][:5] for a, b in
-                   ((mine[index], theirs[index]), (theirs[index], mine[index])))
-    return f"group {index} has {here} here only, {saved} saved only" if here or saved else f"group {index}: another order"
+    here, saved = (
+        [name for name in a if name not in b][:5]
+        for a, b in ((mine[index], theirs[index]), (theirs[index], mine[index]))
+    )
+    return (
+        f"group {index} has {here} here only, {saved} saved only"
+        if here or saved
+        else f"group {index}: another order"
+    )
