@@ -1,10 +1,5 @@
 import errno
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -228,54 +223,6 @@ def test_a_storage_of_ones_own_is_all_that_is_touched(monkeypatch: pytest.Monkey
     assert find("/r", storage=storage).tensor("w").equal(torch.ones(5))
 
 
-# --- a real process, really killed: this file run as a script is that process's parent --------------------------
-
-
-def keep_saving(root: str, first: int, acknowledge: int) -> None:
-    """Saves step after step, every third time replacing a tag, and writes a line at each return."""
-    step = first
-    while True:
-        shards = [whole(f"w{i}", torch.full((20_000,), float(step))) for i in range(4)]
-        tag = "again" if step % 3 == 0 else f"step-{step}"
-        save(root, tag, shards=shards, objects={"step": step}, step=step, overwrite=tag == "again")
-        os.write(acknowledge, f"{step}\n".encode())
-        step += 1
-
-
-def kill_many(root: str, rounds: int) -> None:
-    """Fork a process that saves, kill it at a random moment, look; asserts that what it acknowledged is there."""
-    torch.set_num_threads(1)  # so that there is no thread which a fork would lose
-    random_, last = random.Random(), 0
-    for _ in range(rounds):
-        mine, theirs = os.pipe()
-        child = os.fork()
-        if child == 0:
-            keep_saving(root, last + 1, theirs)
-        os.close(theirs)
-        told = os.read(mine, 1)  # the first save has returned
-        time.sleep(random_.uniform(0, 0.08))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        while more := os.read(mine, 1 << 16):
-            told += more
-        os.close(mine)
-        acknowledged = int(told.split()[-1])
-        found = find(root)
-        found.verify()
-        assert found.step in (acknowledged, acknowledged + 1), (found.step, acknowledged, found.notes)
-        values = {float(value) for name in found.names() for value in found.tensor(name).unique()}
-        assert values == {float(found.step)}
-        last = found.step
-    save(root, "last", shards=[], objects={}, step=last + 1)
-
-
-def test_a_killed_process_never_loses_an_acknowledged_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, __file__, str(tmp_path), "10"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert not [each.name for each in tmp_path.iterdir() if each.name.startswith((".tmp", ".old", ".latest"))]
-
-
 # --- ranks that are processes ---------------------------------------------------------------------------------
 
 
@@ -309,7 +256,3 @@ def test_ranks_that_are_processes_save_together(tmp_path: Path) -> None:
     for values, message in results:
         assert values == [0, 0, 0, 1, 1, 1]
         assert "ranks disagree on tag" in message
-
-
-if __name__ == "__main__":
-    kill_many(sys.argv[1], int(sys.argv[2]))
