@@ -1,5 +1,7 @@
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from safetensors.torch import load_file
 
 from zckpt import (
     ALONE,
+    LOCAL,
     CheckpointError,
     CheckpointExists,
     CheckpointInputError,
@@ -16,10 +19,11 @@ from zckpt import (
     Shard,
     ShardLike,
     find,
+    planning,
     save,
     whole,
 )
-from zckpt.testing import ModelStorage, run_threads
+from zckpt.testing import FaultyStorage, ModelStorage, run_threads
 
 
 def test_a_checkpoint_is_its_manifest_one_file_a_writer_and_latest(tmp_path: Path) -> None:
@@ -221,6 +225,53 @@ def test_a_storage_of_ones_own_is_all_that_is_touched(monkeypatch: pytest.Monkey
     storage = ModelStorage()
     save("/r", "a", shards=[whole("w", torch.ones(5))], objects={}, peers=ALONE, storage=storage)
     assert find("/r", storage=storage).tensor("w").equal(torch.ones(5))
+
+
+def test_an_error_in_any_writers_thread_is_the_saves_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_MIN_NBYTES", 1000)
+    shards = [whole(f"w{n}", torch.rand(1000)) for n in range(8)]
+    save(tmp_path, "good", shards=shards, writers=4)
+    names = sorted(each.name for each in (tmp_path / "good").iterdir())
+    assert names == ["manifest.json", *(f"rank00000{n}.safetensors" for n in ("-1", "-2", "-3", ""))]
+    for victim in names[1:]:
+
+        def fail(operation: str, path: Path, victim: str = victim) -> None:
+            if (operation, path.name) == ("write", victim):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+        with pytest.raises(CheckpointWriteError, match=rf"{victim}: No space left.*needs [\d,]+ bytes"):
+            save(tmp_path, "bad", shards=shards, writers=4, storage=FaultyStorage(LOCAL, fail))
+        assert sorted(each.name for each in tmp_path.iterdir()) == [".lock", "good", "latest"]
+
+
+MEMORY = """
+import sys, torch, zckpt
+from pathlib import Path
+
+def resident(key):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if key in line)
+
+def rise(work):
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    work()
+    return (resident("VmHWM") - before) // 1024
+
+root, tensors = sys.argv[1], {f"w{n}": torch.ones(8_000_000) for n in range(8)}
+zckpt.save(root, "warm", tensors={"w": torch.ones(9)})
+zckpt.load(root, "warm", tensors={"w": torch.ones(9)})
+print(rise(lambda: zckpt.save(root, "a", tensors=tensors)), rise(lambda: zckpt.load(root, "a", tensors=tensors)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure memory")
+def test_a_save_and_a_load_take_little_memory_beside_the_state(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    save_mb, load_mb = map(int, ended.stdout.split())
+    assert save_mb < 2 * 64  # two writers; of 256 MB
+    assert load_mb < 64
 
 
 # --- ranks that are processes ---------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ visible by one rename after everything is durable: a crash leaves the previous c
 has a checksum, and loading executes nothing.
 
 Saving: saving.py is the outline, planning.py decides, commit.py argues durability.  Loading: finding.py chooses,
-reading.py checks, regions.py computes, transfer.py copies.  FORMAT.md is the specification of what is on disk.
+reading.py checks, regions.py computes, fetching.py and transfer.py copy.  views.py is a model and an optimizer as
+tensors, background.py saves behind the loop's back.  FORMAT.md is the specification of what is on disk.
 """
 
 from __future__ import annotations
