@@ -1,6 +1,6 @@
 """Saving and loading a training state, beside the disk, torch DCP and DeepSpeed.
 
-    python packages/zckpt/bench/save.py FOLDER [--params 124] [--ranks 2] [--rounds 5] [--out NAME]
+    python packages/zckpt/bench/save.py FOLDER [--params 124] [--ranks 2] [--rounds 5] [--minutes 3] [--out NAME]
 
 Rank processes on one machine, each with its part of the weights and Adam moments of a GPT of this many million
 parameters in fp32 (12 bytes each).  All contenders move the same bytes, take turns, and are timed from a barrier to
@@ -254,7 +254,9 @@ def extra_bytes(work: Callable[[], object]) -> int:
     return max(resident("VmHWM") - before, 0)
 
 
-def race(rank: int, state: State, root: Path, names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
+def race(
+    rank: int, state: State, root: Path, names: list[str], rounds: int, minutes: float
+) -> dict[str, dict[str, list[float]]]:
     made = {}
     for name in names:
         try:
@@ -263,7 +265,12 @@ def race(rank: int, state: State, root: Path, names: list[str], rounds: int) -> 
             continue
     expected = [float(each.sum()) for each in state.tensors]
     times: dict[str, dict[str, list[float]]] = {name: {"save": [], "load": [], "extra": []} for name in made}
+    end = time.monotonic() + 60 * minutes
     for number in range(rounds + 1):  # the first round warms up
+        late = torch.tensor([float(number > 1 and time.monotonic() > end)])
+        dist.all_reduce(late)
+        if late:
+            break
         for name, each in made.items():
             if rank == 0:
                 shutil.rmtree(each.folder, ignore_errors=True)
@@ -322,7 +329,7 @@ def run_rank(rank: int, given: argparse.Namespace, root: str, results: str) -> N
     )  # fmt: skip
     state = State(given.params, rank, given.ranks)
     names = [name for name in CONTENDERS if not given.only or name in given.only]
-    times = race(rank, state, Path(root), names, given.rounds)
+    times = race(rank, state, Path(root), names, given.rounds, given.minutes)
     times["async"] = (
         {} if given.only and "async" not in given.only else background(state, Path(root), rank, given.rounds)
     )
@@ -364,6 +371,7 @@ def main() -> None:
     parser.add_argument("--params", type=int, default=124, help="millions of parameters; 12 MB each")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=3, help="after which no further round begins")
     parser.add_argument("--only", nargs="*", help=f"contenders, of {', '.join(CONTENDERS)}, async")
     parser.add_argument("--out", help="a name for files in results/, instead of printing only")
     given = parser.parse_args()
@@ -372,15 +380,24 @@ def main() -> None:
         results = Path(folder) / "results.json"
         mp.spawn(run_rank, (given, folder, str(results)), given.ranks)
         told = json.loads(results.read_text())
+    rounds = min(len(each["save"]) for name, each in told["times"].items() if "save" in each)
     text = table(told["nbytes"], medians(told["times"]))
     print(text)
     if given.out:
-        facts = {"params": given.params, "ranks": given.ranks, "cores": os.cpu_count(), "load": load, **told}
+        RESULTS.mkdir(exist_ok=True)
+        facts = {
+            "params": given.params,
+            "ranks": given.ranks,
+            "rounds": rounds,
+            "cores": os.cpu_count(),
+            "load": load,
+            **told,
+        }
         (RESULTS / f"{given.out}.json").write_text(json.dumps(facts, indent=1) + "\n")
         head = (
             f"# Saving and loading beside the disk and the peers\n\n{os.cpu_count()} cores, Linux "
             f"{platform.release()}, torch {torch.__version__}, {date.today()}. {told['nbytes'] / 1e9:.2f} GB on "
-            f"{given.ranks} ranks, medians of {given.rounds} interleaved rounds, load of other work {load:.1f} at "
+            f"{given.ranks} ranks, medians of {rounds} interleaved rounds, load of other work {load:.1f} at "
             "the start. Made by bench/save.py, which says what the contenders are.\n\n"
         )
         (RESULTS / f"{given.out}.md").write_text(head + text)

@@ -51,3 +51,23 @@ def test_jobs_are_made_when_they_are_needed() -> None:
     counts = work_through(jobs(), 1)
     assert counts[5] <= 7
     assert made == list(range(20))
+
+
+def test_an_interrupt_while_the_caller_waits_ends_the_others_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    join, release = threading.Thread.join, threading.Event()
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if not release.is_set():
+            release.set()
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    def job(number: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert release.wait(30)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    barrier = threading.Barrier(2, timeout=30)
+    with pytest.raises(KeyboardInterrupt):
+        work_through([barrier.wait, barrier.wait, partial(job, 0), partial(job, 1)], 2)
+    assert not [each for each in threading.enumerate() if each.name == "zckpt-crew"]

@@ -38,7 +38,7 @@ from .peers import ALONE, Peers
 from .planning import Request
 from .regions import Box, Span
 from .saving import Content, Order, carry_out
-from .shard import ShardLike, check_shard, region_of, shape_of
+from .shard import ShardLike, check_shard, shape_of
 from .storage import LOCAL, Storage
 from .views import KEY, Tensors, targets
 
@@ -165,8 +165,10 @@ class AsyncSaver:
         handle = SaveHandle(order, order.shards[: order.num_given])
         self.newest = handle
         trouble = self._copy(handle)
-        handle.thread = threading.Thread(target=_work, args=(handle, self.peers, trouble), name="zckpt-save")
+        go = threading.Event()  # or the thread would take its first turns while the caller waits to return
+        handle.thread = threading.Thread(target=_work, args=(handle, self.peers, trouble, go), name="zckpt-save")
         handle.thread.start()
+        go.set()
         return handle
 
     def check(self) -> None:
@@ -213,8 +215,6 @@ class AsyncSaver:
         """Put copies into the order; what went wrong is for all ranks to hear, so it is not raised here."""
         try:
             order = handle.order
-            for shard in order.shards:
-                check_shard(shard)
             handle.order = attrs.evolve(
                 order,
                 shards=self.memory.copies(order.shards),
@@ -239,8 +239,9 @@ def save_async(
     return (saver or AsyncSaver(peers)).save(root, tag, **options)
 
 
-def _work(handle: SaveHandle, peers: Peers, trouble: BaseException | None) -> None:
+def _work(handle: SaveHandle, peers: Peers, trouble: BaseException | None, go: threading.Event) -> None:
     """The background thread."""
+    go.wait()
 
     def fail() -> None:
         assert trouble is not None
@@ -270,10 +271,11 @@ class HostMemory:
         made: list[ShardLike] = []
         start = 0
         for shard, tensor, size in zip(shards, tensors, sizes, strict=True):
+            if tensor.dim() != 1:
+                check_shard(shard)  # says what is wrong; everything else the background will
             room = self.data[start : start + tensor.nbytes].view(tensor.dtype)
             room.copy_(tensor, non_blocking=True)
-            region = region_of(shard)
-            made.append(_Kept(shard.name, shape_of(shard), region.box, region.span, room))
+            made.append(_Kept(shard.name, shard.global_shape, shard.box, shard.span, room))
             start += size
         _synchronize(tensors)
         return made

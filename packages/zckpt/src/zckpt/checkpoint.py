@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, final
 
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 
 from .canonical import JSON
+from .crew import work_through
 from .errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointReadError
 from .fetching import Fetch
 from .manifest import Manifest
 from .peers import ALONE, Peers
-from .reading import LoadReport, merge, plan_read, refuse, stored
+from .reading import Item, LoadReport, merge, plan_read, refuse, stored
 from .shard import ShardLike, whole
 from .storage import Storage
 from .team import Team, os_error_text
@@ -118,18 +120,23 @@ class Checkpoint:
 
     def verify(self, readers: int = 4) -> None:
         """Read everything and compare every checksum; CheckpointCorrupt lists the first ten that are wrong."""
-        fetch = Fetch(self.path, self.storage, self.verifier, readers)
-        problems: dict[str, None] = {}  # a damaged header is the problem of many tensors: told once
-        for item in (stored(name, entry) for name, entry in sorted(self.manifest.tensors.items())):
-            try:
-                fetch.prove([item])
-            except CheckpointCorrupt as error:
-                problems[str(error)] = None
-            except OSError as error:
-                problems[f"checkpoint {self.path}: {os_error_text(error)}"] = None
+        fetch = Fetch(self.path, self.storage, self.verifier, num_threads=1)
+        items = (stored(name, entry) for name, entry in sorted(self.manifest.tensors.items()))
+        found = work_through((partial(self._problem, fetch, item) for item in items), readers)
+        problems = dict.fromkeys(filter(None, found))  # a damaged header is the problem of many tensors: told once
         if problems:
             more = f"\n... and {len(problems) - 10} more" if len(problems) > 10 else ""
             raise CheckpointCorrupt("\n".join([*problems][:10]) + more, path=str(self.path))
+
+    def _problem(self, fetch: Fetch, item: Item) -> str:
+        """What is wrong with the bytes of a tensor, in words; "" if nothing is."""
+        try:
+            fetch.prove([item])
+        except CheckpointCorrupt as error:
+            return str(error)
+        except OSError as error:
+            return f"checkpoint {self.path}: {os_error_text(error)}"
+        return ""
 
 
 @contextlib.contextmanager

@@ -33,8 +33,13 @@ def work_through(jobs: Iterable[Callable[[], T]], num_threads: int) -> list[T]:
     for thread in threads:
         thread.start()
     crew.work()  # the caller is one of them
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as interrupt:  # Ctrl-C: what they work on must not go before they do
+        crew.failures[-1] = interrupt
+        for thread in threads:
+            thread.join()
     if crew.failures:
         raise crew.failures[min(crew.failures)]
     return [crew.results[number] for number in sorted(crew.results)]
