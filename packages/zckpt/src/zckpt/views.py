@@ -13,7 +13,7 @@ read, and a model whose optimizer state is not there is refused unless that is a
 moments is a bug that only the loss curve tells.
 
 Tied weights are one tensor, under the first name.  A parameter that is not contiguous is saved, and loaded, through
-a contiguous copy.  Sharded models have addresses of their own: give those as shards.
+a contiguous copy.  DTensors (FSDP2) have an address of their own (dtensors.py); every rank gives its part.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from torch import Tensor
 
 from . import canonical
 from .canonical import JSON
+from .dtensors import addressed, is_dtensor, local_part
 from .errors import CheckpointInputError, CheckpointMismatch
-from .shard import Shard, ShardLike, whole
+from .shard import Shard, ShardLike
 
 KEY = "zckpt.views"  # in the checkpoint's objects
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -138,10 +139,6 @@ class Views:
         for name, value in self.model.state_dict(keep_vars=True).items():
             if not isinstance(value, Tensor):
                 raise CheckpointInputError(f"{MODEL}{name} of the model's state_dict is a {type(value).__name__}")
-            if hasattr(value, "placements"):
-                raise CheckpointInputError(
-                    f"{MODEL}{name} is a DTensor: give its local part as a Shard with its box, in shards="
-                )
             if id(value) not in seen:
                 seen.add(id(value))
                 found[name] = value
@@ -214,11 +211,12 @@ class Restore:
 
     def into(self, name: str, tensor: Tensor) -> None:
         """`tensor`: any strides; one that is not contiguous is filled at the end."""
-        straight = tensor.detach()
-        if not straight.is_contiguous():
-            straight = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            self.at_end(lambda: tensor.detach().copy_(straight))
-        self.shards.append(whole(name, straight))
+        here = local_part(tensor)
+        straight = here
+        if not here.is_contiguous():
+            straight = torch.empty(here.shape, dtype=here.dtype, device=here.device)
+            self.at_end(lambda: here.copy_(straight))
+        self.shards.append(addressed(name, tensor, straight))
 
     def at_end(self, action: Callable[[], object]) -> None:
         self.ends.append(action)
@@ -229,7 +227,7 @@ class Restore:
 
 
 def _whole(name: str, tensor: Tensor) -> Shard:
-    return whole(name, tensor.detach().contiguous())
+    return addressed(name, tensor, local_part(tensor).contiguous())
 
 
 def _state_name(key: str, name: str) -> str:
@@ -248,6 +246,8 @@ def _room(old: object, kind: _Kind, parameter: Tensor, on_device: bool) -> Tenso
     dtype, shape = kind
     if isinstance(old, Tensor) and (old.dtype, tuple(old.shape)) == kind:
         return old
+    if is_dtensor(parameter) and shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype)  # cut as the parameter is
     device = parameter.device if shape or on_device else torch.device("cpu")
     return torch.empty(shape, dtype=dtype, device=device)
 
