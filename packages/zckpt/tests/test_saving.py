@@ -274,6 +274,20 @@ def test_a_save_and_a_load_take_little_memory_beside_the_state(tmp_path: Path) -
     assert load_mb < 64
 
 
+def test_killed_ranks_never_lose_an_acknowledged_checkpoint(tmp_path: Path) -> None:
+    rounds = os.environ.get("ZCKPT_KILLS", "12")
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("kills.py")),
+        str(tmp_path),
+        rounds,
+        os.environ.get("ZCKPT_SEED", "0"),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60 + 10 * int(rounds), check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert not [each.name for each in tmp_path.iterdir() if each.name.startswith((".tmp", ".old", ".latest"))]
+
+
 # --- ranks that are processes ---------------------------------------------------------------------------------
 
 
