@@ -1,6 +1,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from hypothesis import strategies as st
 
 from zckpt import (
     LOCAL,
+    CheckpointCorrupt,
     CheckpointMismatch,
     CheckpointReadError,
+    LoadReport,
     Peers,
     Shard,
     find,
@@ -184,7 +187,10 @@ def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
     assert find(tmp_path).read([rows], strict=False, verify=False).read_nbytes == 8000
 
 
-def test_a_bad_piece_of_one_rank_is_every_ranks_error_and_no_rank_is_filled() -> None:
+@pytest.mark.parametrize(("verify", "stage"), [("first", "verifying"), (True, "copying")])
+def test_a_bad_piece_of_one_rank_is_every_ranks_error_and_no_rank_is_filled_if_that_comes_first(
+    verify: bool | Literal["first"], stage: str
+) -> None:
     storage = ModelStorage()
 
     def saving(peers: Peers) -> None:
@@ -194,10 +200,16 @@ def test_a_bad_piece_of_one_rank_is_every_ranks_error_and_no_rank_is_filled() ->
     file = storage._file(Path("/r/a/rank00001.safetensors"))
     file.data = file.data[:-1] + bytes([file.data[-1] ^ 1])
     live = [sharded(zeros(), rank, 2, 1) for rank in range(2)]
-    outcomes = run_threads(lambda peers: find("/r", storage=storage).read(live[peers.rank], peers=peers), 2)
+
+    def read(peers: Peers) -> LoadReport:
+        return find("/r", storage=storage).read(live[peers.rank], verify=verify, peers=peers)
+
+    outcomes = run_threads(lambda peers: read(peers), 2)
     for outcome in outcomes:
-        assert "failed while verifying: rank 1:" in str(outcome.error)
-    assert not any(shard.tensor.any() for shards in live for shard in shards)
+        assert isinstance(outcome.error, CheckpointCorrupt)
+        assert f"failed while {stage}: rank 1:" in str(outcome.error)
+        assert ("Tensors were being filled" in str(outcome.error)) == (verify is True)
+    assert any(shard.tensor.any() for shards in live for shard in shards) == (verify is True)
 
 
 def test_a_disk_error_while_reading_is_named(tmp_path: Path) -> None:
@@ -208,7 +220,7 @@ def test_a_disk_error_while_reading_is_named(tmp_path: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     found = open_checkpoint(tmp_path / "a", storage=FaultyStorage(LOCAL, broken))
-    with pytest.raises(CheckpointReadError, match=r"while verifying: rank 0: .*rank00000.safetensors: Input/output"):
+    with pytest.raises(CheckpointReadError, match=r"while copying: rank 0: .*rank00000.safetensors: Input/output"):
         found.tensor("w")
 
 

@@ -273,7 +273,7 @@ def test_a_manifest_that_its_own_reader_would_refuse_is_not_committed(monkeypatc
 
     monkeypatch.setattr(safefile, "write", lambda writer, layout, tensors: ["no checksum" for _ in layout.parts])
     storage = ModelStorage()
-    with pytest.raises(CheckpointError, match=r"while committing: rank 0: .*is not 32 hex digits"):
+    with pytest.raises(CheckpointError, match=r"while committing: rank 0: .*is not hex digits"):
         save_step(storage, 1)
     assert storage.names(ROOT) == []
 

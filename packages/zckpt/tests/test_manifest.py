@@ -6,7 +6,7 @@ from zckpt.regions import Region
 
 
 def sample(**changes: object) -> Manifest:
-    piece = Piece("rank00000.safetensors", "w", Region(((0, 2),), (0, 2)), 64, 8, "a" * 32)
+    piece = Piece("rank00000.safetensors", "w", Region(((0, 2),), (0, 2)), 64, 8, 4096, "a" * 16)
     fields = {
         "tag": "t",
         "step": 3,

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from zckpt import CheckpointInputError, Shard, whole
-from zckpt.planning import Request, SavePlan, propose, settle, trim
+from zckpt import CheckpointInputError, Shard, planning, whole
+from zckpt.planning import Request, SavePlan, Slice, propose, settle, trim
 
 
 def shard(name: str, shape: tuple[int, ...], box, span, dtype=torch.float32) -> Shard:
@@ -26,26 +26,27 @@ def test_the_plan_is_rank_zeros_attempt_and_every_ranks_shards() -> None:
     made = plan(w, [whole("b", torch.zeros(3))])
     assert made.attempt == "0" * 16
     assert made.tensors == {"w": (torch.float32, (2, 3)), "e": (torch.float32, (0,)), "b": (torch.float32, (3,))}
-    assert [[part.name for part in layout.parts] for layout in made.layouts] == [["w"], ["b"]]
-    assert made.sources == ((0,), (0,))
+    assert [[part.name for part in file.layout.parts] for file in made.files] == [["w"], ["b"]]
+    assert [file.sources for file in made.files] == [(Slice(0, 0, 6),), (Slice(0, 0, 3),)]
+    assert [file.name for file in made.files] == ["rank00000.safetensors", "rank00001.safetensors"]
 
 
 def test_replicas_are_written_once_and_spread_by_bytes() -> None:
     sizes = [8, 7, 6, 5, 4, 3, 2, 1]
     shards = [whole(f"t{n}", torch.zeros(n)) for n in sizes]
     made = plan(shards, list(reversed(shards)), shards)
-    written = [[part.name for part in layout.parts] for layout in made.layouts]
+    written = [[part.name for part in file.layout.parts] for file in made.files]
     assert sorted(name for names in written for name in names) == sorted(f"t{n}" for n in sizes)
-    loads = [sum(part.nbytes for part in layout.parts) // 4 for layout in made.layouts]
+    loads = [sum(part.nbytes for part in file.layout.parts) // 4 for file in made.files]
     assert max(loads) <= 13  # 12 would be perfect
-    for layout, sources, mine in zip(made.layouts, made.sources, (shards, shards[::-1], shards)):
-        assert [mine[i].name for i in sources] == [part.name for part in layout.parts]
+    for file, mine in zip(made.files, (shards, shards[::-1], shards)):
+        assert [mine[source.index].name for source in file.sources] == [part.name for part in file.layout.parts]
 
 
 def test_a_rank_with_much_of_its_own_writes_fewer_replicas() -> None:
     shared = [whole(f"s{i}", torch.zeros(2)) for i in range(4)]
     made = plan([*shared, whole("own", torch.zeros(100))], shared)
-    assert [part.name for part in made.layouts[0].parts] == ["own"]
+    assert [part.name for part in made.files[0].layout.parts] == ["own"]
 
 
 def test_zero_spans_and_tensor_parallel_boxes_make_a_whole() -> None:
@@ -56,13 +57,39 @@ def test_zero_spans_and_tensor_parallel_boxes_make_a_whole() -> None:
         [shard("w", (4, 6), right, (0, 12))],
         [shard("w", (4, 6), right, (12, 12))],
     )
-    assert [len(layout.parts) for layout in made.layouts] == [1, 1, 1, 0]
+    assert [(file.rank, len(file.layout.parts)) for file in made.files] == [(0, 1), (1, 1), (2, 1)]
 
 
 def test_parts_of_a_file_lie_by_falling_itemsize() -> None:
     dtypes = [torch.bool, torch.float64, torch.bfloat16, torch.float32]
     made = plan([whole(str(dtype), torch.zeros(1, dtype=dtype)) for dtype in dtypes])
-    assert [part.dtype.itemsize for part in made.layouts[0].parts] == [8, 4, 2, 1]
+    assert [part.dtype.itemsize for part in made.files[0].layout.parts] == [8, 4, 2, 1]
+
+
+def test_a_tensor_too_large_to_balance_is_cut_and_each_writer_has_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_MIN_NBYTES", 64)
+    mine = [whole("big", torch.zeros(10, 101)), whole("small", torch.zeros(16))]
+    made = plan(mine, mine, requests=[{"writers": 3}])
+    names = ["rank00000", "rank00000-1", "rank00000-2", "rank00001", "rank00001-1", "rank00001-2"]
+    assert [file.name for file in made.files] == [f"{name}.safetensors" for name in names]
+    sizes = [sum(part.nbytes for part in file.layout.parts) for file in made.files]
+    assert sum(sizes) == 4 * (1010 + 16)
+    assert max(sizes) <= 1.25 * sum(sizes) / 6
+    for file in made.files:
+        for part, source in zip(file.layout.parts, file.sources):
+            assert part.region.span == (source.start, source.stop)
+            assert part.nbytes <= 4 * 1026 // 12
+
+
+def test_no_cut_is_made_for_little_and_few_bytes_are_one_file() -> None:
+    made = plan([whole("w", torch.zeros(1000)), whole("v", torch.zeros(1))], requests=[{"writers": 8}])
+    assert [len(file.layout.parts) for file in made.files] == [2]
+
+
+@pytest.mark.parametrize("writers", [0, 65, True, 1.0])
+def test_the_number_of_writers_is_bounded(writers: object) -> None:
+    with pytest.raises(CheckpointInputError, match="writers"):
+        plan(W, requests=[{"writers": writers}])
 
 
 W = [shard("w", (4,), ((0, 4),), (0, 4))]

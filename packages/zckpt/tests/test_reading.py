@@ -18,7 +18,8 @@ def manifest(**tensors: tuple[torch.dtype, tuple[int, ...]]) -> Manifest:
                 dtype,
                 shape,
                 tuple(
-                    Piece("f", f"{name}{i}", Region(((0, shape[0]),), (i, i + 1)), 0, 4, "") for i in range(shape[0])
+                    Piece("f", f"{name}{i}", Region(((0, shape[0]),), (i, i + 1)), 0, 4, 4096, "")
+                    for i in range(shape[0])
                 ),
             )
             for name, (dtype, shape) in tensors.items()

@@ -22,7 +22,7 @@ DOC = Any
 
 def manifest() -> Manifest:
     def piece(key: str, box, span, offset: int, nbytes: int) -> Piece:
-        return Piece(FILE, key, Region(box, span), offset, nbytes, "a" * 32)
+        return Piece(FILE, key, Region(box, span), offset, nbytes, 4096, "a" * 16)
 
     left, right = ((0, 2), (0, 2)), ((0, 2), (2, 3))
     return Manifest(
@@ -121,7 +121,11 @@ PIECE = ("tensors", "w", "pieces", 0)
         (change(*PIECE, "key", to="w2"), "two pieces have one key"),
         (change(*PIECE, "offset", to=72), r"piece 'w1' begins at byte 72, expected 64|begins at byte 80, expected"),
         (change(*PIECE, "offset", to=10**19), "offset: must be an integer"),
-        (change(*PIECE, "xxh3_128", to="A" * 32), "not 32 hex digits"),
+        (change(*PIECE, "xxh3_64", to="A" * 16), "not hex digits"),
+        (change(*PIECE, "xxh3_64", to="a" * 32), "has 32 digits; 1 chunks have 16"),
+        (change(*PIECE, "chunk_bytes", to=5000), "5000 is not a power of two from 1,024 to 8,388,608"),
+        (change(*PIECE, "chunk_bytes", to=1 << 40), "is not a power of two"),
+        (change(*PIECE, "chunk_bytes", to=0), "is not a power of two"),
         (change(*PIECE, "note", to=""), r"unknown \['note'\]"),
         (change("files", FILE, "bytes", to=97), "its pieces end at byte 96, its size is 97"),
         (change("files", FILE, "header_bytes", to=10**15), "begins at byte 64, expected 1,000,000,000,000,000"),

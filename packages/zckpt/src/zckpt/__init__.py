@@ -6,12 +6,14 @@ visible by one rename after everything is durable: a crash leaves the previous c
 has a checksum, and loading executes nothing.
 
 Saving: saving.py is the outline, planning.py decides, commit.py argues durability.  Loading: finding.py chooses,
-reading.py checks, regions.py computes, transfer.py copies.  FORMAT.md is the specification of what is on disk.
+reading.py checks, regions.py computes, fetching.py and transfer.py copy.  views.py is a model and an optimizer as
+tensors, background.py saves behind the loop's back.  FORMAT.md is the specification of what is on disk.
 """
 
 from __future__ import annotations
 
 from . import rng
+from .background import AsyncSaver, Busy, SaveHandle, save_async
 from .checkpoint import Checkpoint
 from .errors import (
     CheckpointCorrupt,
@@ -25,18 +27,23 @@ from .errors import (
     CheckpointWriteError,
 )
 from .finding import Seen, committed, find
+from .groups import group_peers
+from .loading import Loaded, load
 from .opening import open_checkpoint
 from .peers import ALONE, Peers
 from .reading import LoadReport
 from .saving import save
 from .shard import Shard, ShardLike, whole
 from .storage import LOCAL, LocalStorage, Storage
+from .views import Views, views
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ALONE",
     "LOCAL",
+    "AsyncSaver",
+    "Busy",
     "Checkpoint",
     "CheckpointCorrupt",
     "CheckpointError",
@@ -48,17 +55,24 @@ __all__ = [
     "CheckpointWarning",
     "CheckpointWriteError",
     "LoadReport",
+    "Loaded",
     "LocalStorage",
     "Peers",
+    "SaveHandle",
     "Seen",
     "Shard",
     "ShardLike",
     "Storage",
+    "Views",
     "__version__",
     "committed",
     "find",
+    "group_peers",
+    "load",
     "open_checkpoint",
     "rng",
     "save",
+    "save_async",
+    "views",
     "whole",
 ]

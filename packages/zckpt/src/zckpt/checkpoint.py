@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 import attrs
 import torch
 from torch import Tensor
 
 from .canonical import JSON
-from .errors import CheckpointCorrupt, CheckpointMismatch, CheckpointReadError
-from .manifest import Manifest, Piece
+from .crew import work_through
+from .errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointReadError
+from .fetching import Fetch
+from .manifest import Manifest
 from .peers import ALONE, Peers
-from .reading import Item, LoadReport, merge, plan_read, refuse
-from .regions import intersect
+from .reading import Item, LoadReport, merge, plan_read, refuse, stored
 from .shard import ShardLike, whole
-from .storage import Reader, Storage
+from .storage import Storage
 from .team import Team, os_error_text
-from .transfer import Source, fill
 from .verifying import Verifier
 
 
@@ -68,20 +69,27 @@ class Checkpoint:
         self,
         wanted: Iterable[ShardLike],
         strict: bool = True,
-        verify: bool = True,
+        verify: bool | Literal["first"] = True,
         *,
         cast: bool = False,
+        ignore: Sequence[str] = (),
+        readers: int = 4,
         peers: Peers = ALONE,
     ) -> LoadReport:
         """Fill the wanted tensors in place, whatever boxes and spans the checkpoint was saved with.
 
         strict: refuse if a wanted name is missing, or if the checkpoint holds a name that nobody wants.
-        verify: first read every piece that is touched and compare its checksum (once per Checkpoint).
+        verify: compare every chunk with its checksum, as it is read (True); all of them in a pass of its own before
+            the first tensor is touched ("first": what is read twice comes from the page cache the second time, if it
+            fits there); or not at all.  A chunk is compared once in the life of a Checkpoint.
         cast: convert between floating dtypes; otherwise dtypes must be equal.
+        ignore: prefixes of names that are not extra, wanted or not.
+        readers: threads of this rank.
         peers: the ranks that read together.  They fail together, and a name counts as extra only if no rank wants it;
             a rank that holds a part of the names and reads ALONE needs strict=False.
 
-        Phases: check all addresses; verify all bytes; only then copy.  Until the copy no tensor is touched.
+        Phases: check all addresses; verify all bytes, if that comes first; only then copy.  Until the copy no tensor
+        is touched.  An error in the copy leaves the wanted tensors partly filled, and says so.
         Raises CheckpointInputError, CheckpointMismatch, CheckpointCorrupt, CheckpointReadError.
         """
         team = Team(peers, f"load of {self.path}", CheckpointReadError)
@@ -92,12 +100,13 @@ class Checkpoint:
             plans.append(plan_read(self.manifest, shards, cast=cast))
             return plans[0].as_json()
 
-        report, problems = merge(team.together("checking", check), self.manifest)
+        report, problems = merge(team.together("checking", check), self.manifest, ignore)
         refuse(problems, strict=strict, where=f"checkpoint {self.path}")
-        items = plans[0].items
-        if verify:
-            team.together("verifying", lambda: self._verify(items))
-        read_nbytes = team.together("copying", lambda: self._copy(items))
+        items, fetch = plans[0].items, Fetch(self.path, self.storage, self.verifier, readers)
+        if verify == "first":
+            team.together("verifying", lambda: fetch.prove(items))
+        with _half_done():
+            read_nbytes = team.together("copying", lambda: fetch.fill(items, bool(verify)))
         return attrs.evolve(report, read_nbytes=read_nbytes[peers.rank])
 
     def tensor(self, name: str, verify: bool = True) -> Tensor:
@@ -109,36 +118,35 @@ class Checkpoint:
         self.read([whole(name, made)], strict=False, verify=verify)
         return made
 
-    def verify(self) -> None:
+    def verify(self, readers: int = 4) -> None:
         """Read everything and compare every checksum; CheckpointCorrupt lists the first ten that are wrong."""
-        problems: dict[str, None] = {}  # a damaged header is the problem of many tensors: told once
-        for _, entry in sorted(self.manifest.tensors.items()):
-            try:
-                self.verifier.check(entry.pieces)
-            except CheckpointCorrupt as error:
-                problems[str(error)] = None
-            except OSError as error:
-                problems[f"checkpoint {self.path}: {os_error_text(error)}"] = None
+        fetch = Fetch(self.path, self.storage, self.verifier, num_threads=1)
+        items = (stored(name, entry) for name, entry in sorted(self.manifest.tensors.items()))
+        found = work_through((partial(self._problem, fetch, item) for item in items), readers)
+        problems = dict.fromkeys(filter(None, found))  # a damaged header is the problem of many tensors: told once
         if problems:
             more = f"\n... and {len(problems) - 10} more" if len(problems) > 10 else ""
             raise CheckpointCorrupt("\n".join([*problems][:10]) + more, path=str(self.path))
 
-    def _verify(self, items: Sequence[Item]) -> JSON:
-        self.verifier.check(piece for item in items for piece in item.pieces)
-        return None
+    def _problem(self, fetch: Fetch, item: Item) -> str:
+        """What is wrong with the bytes of a tensor, in words; "" if nothing is."""
+        try:
+            fetch.prove([item])
+        except CheckpointCorrupt as error:
+            return str(error)
+        except OSError as error:
+            return f"checkpoint {self.path}: {os_error_text(error)}"
+        return ""
 
-    def _copy(self, items: Sequence[Item]) -> int:
-        """Bytes read.  Each file is opened once."""
-        read_nbytes = 0
-        with contextlib.ExitStack() as stack:
-            readers: dict[str, Reader] = {}
-            for item in items:
-                for piece in item.pieces:
-                    if piece.file not in readers:
-                        readers[piece.file] = stack.enter_context(self.storage.open(self.path / piece.file))
-                    read_nbytes += self._copy_piece(item, piece, readers[piece.file])
-        return read_nbytes
 
-    def _copy_piece(self, item: Item, piece: Piece, reader: Reader) -> int:
-        source = Source(reader, piece.offset, item.entry.dtype)
-        return fill(item.shard.tensor.detach(), source, intersect(item.region, piece.region))
+@contextlib.contextmanager
+def _half_done() -> Iterator[None]:
+    """Errors inside say that tensors were touched."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.args = (
+            f"{error}. Tensors were being filled: load again, or another checkpoint, before they are used "
+            '(verify="first" proves all bytes before it touches one).',
+        )
+        raise

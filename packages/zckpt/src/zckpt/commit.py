@@ -35,11 +35,12 @@ import attrs
 from . import manifest as manifests
 from . import schema
 from .canonical import JSON
+from .chunks import chunk_nbytes
 from .errors import CheckpointExists, CheckpointWarning, CheckpointWriteError
 from .finding import newest_aside, pending_pointer
 from .manifest import FileEntry, Manifest, Piece, TensorEntry
 from .places import LATEST, Place, RemainKind, remain
-from .planning import SavePlan, file_name
+from .planning import SavePlan
 from .storage import Kind, Lock, Storage
 from .team import os_error_text
 
@@ -233,19 +234,21 @@ def sweep(storage: Storage, root: Path) -> None:
 
 
 def build_manifest(plan: SavePlan, reports: Sequence[JSON], libraries: dict[str, str]) -> Manifest:
-    """What was planned, with what the ranks report: the checksum of each part, in the layout's order."""
+    """What was planned, with what the ranks report: for each of their files the checksums of its parts."""
     pieces: dict[str, list[Piece]] = {name: [] for name in plan.tensors}
     files = {}
-    for rank, (layout, checksums) in enumerate(zip(plan.layouts, reports, strict=True)):
-        if layout.parts:
-            files[file_name(rank)] = FileEntry(layout.nbytes, len(layout.header), manifests.checksum(layout.header))
-        for part, key, offset, digest in zip(layout.parts, layout.keys, layout.offsets, checksums, strict=True):
-            pieces[part.name].append(Piece(file_name(rank), key, part.region, offset, part.nbytes, digest))
+    for rank, told in enumerate(reports):
+        for file, checksums in zip(plan.files_of(rank), told, strict=True):
+            layout = file.layout
+            files[file.name] = FileEntry(layout.nbytes, len(layout.header), manifests.checksum(layout.header))
+            for part, key, offset, digest in zip(layout.parts, layout.keys, layout.offsets, checksums, strict=True):
+                size = part.nbytes
+                pieces[part.name].append(Piece(file.name, key, part.region, offset, size, chunk_nbytes(size), digest))
     return Manifest(
         tag=plan.request.tag,
         step=plan.request.step,
         attempt=plan.attempt,
-        world_size=len(plan.layouts),
+        world_size=len(plan.rank_objects),
         tensors={
             name: TensorEntry(dtype, shape, tuple(sorted(pieces[name], key=_region_order)))
             for name, (dtype, shape) in plan.tensors.items()

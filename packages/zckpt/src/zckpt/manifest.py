@@ -31,7 +31,7 @@ TAIL_NBYTES = len(b',"checksum":""}\n') + 32
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """xxh3_128 as 32 lower-case hex digits: guards against accidents, not against forgers."""
+    """xxh3_128 of a whole, as 32 lower-case hex digits: guards against accidents, not against forgers."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -44,7 +44,8 @@ class Piece:
     region: Region
     offset: int  # first byte, from the start of the file
     nbytes: int
-    checksum: str  # of exactly these bytes
+    chunk_nbytes: int  # of each chunk but the last, which may be shorter
+    checksum: str  # xxh3_64 of each chunk in order, 16 hex digits each, joined
 
 
 @attrs.frozen
@@ -127,7 +128,8 @@ def _tensor(entry: TensorEntry) -> JSON:
                 "span": list(piece.region.span),
                 "offset": piece.offset,
                 "bytes": piece.nbytes,
-                "xxh3_128": piece.checksum,
+                "chunk_bytes": piece.chunk_nbytes,
+                "xxh3_64": piece.checksum,
             }
             for piece in entry.pieces
         ],

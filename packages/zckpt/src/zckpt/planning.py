@@ -6,10 +6,13 @@ disagrees about the tag, or a tensor that has a hole, costs nothing but the mess
 
 Who writes what all hold: pieces that only one rank has go to it; then, from large to small, each replicated
 piece goes to the rank with the fewest bytes so far.  (Longest processing time first: at most 4/3 of the best.)
+A rank's pieces go to its writers, one file each, by the same rule.  A piece so large that no order would balance it
+is cut first; pieces below 16 MiB never are, and a writer with less than that to do is left out.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -28,6 +31,8 @@ from .regions import Region
 from .safefile import FileLayout, Part, lay_out
 from .shard import ShardLike, check_shard, describe, region_of, shape_of
 
+_MIN_NBYTES = 16 << 20  # the least that is worth a cut, and a file of its own
+
 
 @attrs.frozen(kw_only=True)
 class Request:
@@ -37,12 +42,45 @@ class Request:
     step: int
     latest: bool
     overwrite: Literal["refuse", "replace"]  # what is done about a tag that is taken
+    writers: int = 1  # threads a rank, and files
+
+    @classmethod
+    def of(cls, tag: str | None, step: int, *, latest: bool, overwrite: bool, writers: int) -> Request:
+        """From the arguments of `save`."""
+        return cls(
+            tag=f"step-{step}" if tag is None else tag,
+            step=step,
+            latest=latest,
+            overwrite="replace" if overwrite else "refuse",
+            writers=writers,
+        )
 
     def checked(self) -> Request:
         check_tag(self.tag)
         if isinstance(self.step, bool) or not isinstance(self.step, int) or not 0 <= self.step < 2**62:
             raise CheckpointInputError(f"step {self.step!r} must be an int, 0 or more: it orders the checkpoints")
+        if isinstance(self.writers, bool) or not isinstance(self.writers, int) or not 1 <= self.writers <= 64:
+            raise CheckpointInputError(f"writers {self.writers!r} must be an int, 1 to 64: threads a rank, and files")
         return self
+
+
+@attrs.frozen
+class Slice:
+    """Elements [start, stop) of a shard's tensor."""
+
+    index: int  # which of the shards that its rank offered
+    start: int
+    stop: int
+
+
+@attrs.frozen
+class FilePlan:
+    """One file, and where its values come from."""
+
+    rank: int  # who writes it
+    name: str
+    layout: FileLayout
+    sources: tuple[Slice, ...]  # of each part of the layout
 
 
 @attrs.frozen(kw_only=True)
@@ -52,19 +90,22 @@ class SavePlan:
     request: Request
     attempt: str
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype, global shape; empty ones too
-    layouts: tuple[FileLayout, ...]  # of each rank's file, in rank order; no parts: no file
-    sources: tuple[tuple[int, ...], ...]  # for each rank and part: which of the shards it offered
+    files: tuple[FilePlan, ...]  # in the order of their ranks
     objects: dict[str, JSON]
     rank_objects: tuple[dict[str, JSON], ...]
 
     @property
     def nbytes(self) -> int:
         """Of all tensor files."""
-        return sum(layout.nbytes for layout in self.layouts if layout.parts)
+        return sum(file.layout.nbytes for file in self.files)
+
+    def files_of(self, rank: int) -> list[FilePlan]:
+        return [file for file in self.files if file.rank == rank]
 
 
-def file_name(rank: int) -> str:
-    return f"rank{rank:05d}.safetensors"
+def file_name(rank: int, writer: int = 0) -> str:
+    """ "rank00002.safetensors", "rank00002-1.safetensors"."""
+    return f"rank{rank:05d}{f'-{writer}' if writer else ''}.safetensors"
 
 
 def propose(
@@ -105,7 +146,7 @@ class _Offer:
     """One shard as its rank announced it."""
 
     rank: int
-    index: int  # in that rank's list
+    source: Slice
     part: Part
 
 
@@ -115,21 +156,19 @@ def settle(proposals: Sequence[JSON]) -> SavePlan:
     _check_objects([each["digests"] for each in proposals])
     offers = [offer for rank, each in enumerate(proposals) for offer in _offers(rank, each["shards"])]
     tensors = _tensors(offers)
-    owners = _assign([offer for offer in offers if offer.part.region.numel], len(proposals))
+    numel = [offer for offer in offers if offer.part.region.numel]
+    owners = _assign(numel, len(proposals), request.writers)
     _check_coverage(tensors, owners)
     attempt = proposals[0]["attempt"]
-    files = [
-        sorted((offer for offer in owners if offer.rank == rank), key=_file_order) for rank in range(len(proposals))
-    ]
     return SavePlan(
         request=request,
         attempt=attempt,
         tensors=tensors,
-        layouts=tuple(
-            lay_out([offer.part for offer in mine], _metadata(request.tag, attempt, rank))
-            for rank, mine in enumerate(files)
+        files=tuple(
+            _file_plan(rank, writer, offers, _metadata(request.tag, attempt, rank))
+            for rank in range(len(proposals))
+            for writer, offers in enumerate(_lanes([each for each in owners if each.rank == rank], request.writers))
         ),
-        sources=tuple(tuple(offer.index for offer in mine) for mine in files),
         objects=proposals[0]["objects"],
         rank_objects=tuple(each["rank_objects"] for each in proposals),
     )
@@ -138,6 +177,28 @@ def settle(proposals: Sequence[JSON]) -> SavePlan:
 def _metadata(tag: str, attempt: str, rank: int) -> dict[str, str]:
     """Inside every tensor file, so that a file of another save put in its place can be named as such."""
     return {"format": "pt", "zckpt_tag": tag, "zckpt_attempt": attempt, "zckpt_rank": str(rank)}
+
+
+def _file_plan(rank: int, writer: int, offers: Sequence[_Offer], metadata: dict[str, str]) -> FilePlan:
+    ordered = sorted(offers, key=_file_order)
+    return FilePlan(
+        rank,
+        file_name(rank, writer),
+        lay_out([offer.part for offer in ordered], metadata),
+        tuple(offer.source for offer in ordered),
+    )
+
+
+def _lanes(offers: Sequence[_Offer], writers: int) -> list[list[_Offer]]:
+    """A rank's pieces over its writers, large ones first; none for a rank without pieces."""
+    count = min(writers, sum(offer.part.nbytes for offer in offers) // _MIN_NBYTES)
+    lanes: list[list[_Offer]] = [[] for _ in range(max(1, count))]
+    load = [0] * len(lanes)
+    for offer in sorted(offers, key=lambda each: -each.part.nbytes):
+        lane = load.index(min(load))
+        lanes[lane].append(offer)
+        load[lane] += offer.part.nbytes
+    return [lane for lane in lanes if lane]
 
 
 def _file_order(offer: _Offer) -> tuple[int, str, object, object]:
@@ -179,7 +240,7 @@ def _offers(rank: int, shards: Sequence[JSON]) -> list[_Offer]:
         region = Region(tuple((lo, hi) for lo, hi in box), (span[0], span[1]))
         torch_dtype = dtype_of(dtype)
         assert torch_dtype is not None, dtype  # the sender named it from the same table
-        made.append(_Offer(rank, index, Part(name, torch_dtype, tuple(shape), region)))
+        made.append(_Offer(rank, Slice(index, 0, region.numel), Part(name, torch_dtype, tuple(shape), region)))
     return made
 
 
@@ -195,8 +256,8 @@ def _tensors(offers: Sequence[_Offer]) -> dict[str, tuple[torch.dtype, tuple[int
     return {name: (offer.part.dtype, offer.part.shape) for name, offer in first.items()}
 
 
-def _assign(offers: Sequence[_Offer], world_size: int) -> list[_Offer]:
-    """One owner for every distinct (name, region)."""
+def _assign(offers: Sequence[_Offer], world_size: int, writers: int) -> list[_Offer]:
+    """One owner for every distinct (name, region), or for each part of a large one."""
     holders: dict[tuple[str, Region], dict[int, _Offer]] = defaultdict(dict)
     for offer in offers:
         ranks = holders[offer.part.name, offer.part.region]
@@ -206,13 +267,37 @@ def _assign(offers: Sequence[_Offer], world_size: int) -> list[_Offer]:
                 "are one tensor: give them once)"
             )
         ranks[offer.rank] = offer
+    total = sum(next(iter(ranks.values())).part.nbytes for ranks in holders.values())
+    limit = max(_MIN_NBYTES, total // (2 * world_size * writers))
+    pieces = [piece for ranks in holders.values() for piece in _cut(ranks, limit)]
     load = [0] * world_size
     chosen = []
-    for ranks in sorted(holders.values(), key=_hardest_first):
+    for ranks in sorted(pieces, key=_hardest_first):
         owner = ranks[min(ranks, key=lambda rank: (load[rank], rank))]
         load[owner.rank] += owner.part.nbytes
         chosen.append(owner)
     return chosen
+
+
+def _cut(ranks: dict[int, _Offer], limit: int) -> list[dict[int, _Offer]]:
+    """The piece that these ranks hold as pieces of at most `limit` bytes, nearly equal; most are one already."""
+    part = next(iter(ranks.values())).part
+    count = -(-part.nbytes // limit)
+    if count == 1:
+        return [ranks]
+    first, numel = part.region.span[0], part.region.numel
+    edges = [numel * i // count for i in range(count + 1)]
+    return [
+        {
+            rank: _Offer(
+                rank,
+                Slice(offer.source.index, start, stop),
+                attrs.evolve(part, region=Region(part.region.box, (first + start, first + stop))),
+            )
+            for rank, offer in ranks.items()
+        }
+        for start, stop in itertools.pairwise(edges)
+    ]
 
 
 def _hardest_first(ranks: dict[int, _Offer]) -> tuple[bool, int, str, object, object]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
+import torch
 
 from .canonical import JSON
 from .errors import CheckpointMismatch
 from .manifest import Manifest, Piece, TensorEntry
-from .regions import Region, overlap
-from .shard import ShardLike, check_shard, describe, region_of, shape_of
+from .regions import Region, box_numel, overlap, whole_box
+from .shard import Shard, ShardLike, check_shard, describe, region_of, shape_of
 
 _SHOWN = 10  # problems of each kind that an error lists
 
@@ -27,7 +28,9 @@ class LoadReport:
     loaded: tuple[str, ...]  # names filled on any rank
     missing: tuple[str, ...]  # wanted and not in the checkpoint; their tensors are as they were
     extra: tuple[str, ...]  # in the checkpoint and wanted by no rank
-    read_nbytes: int  # of tensor data, by this rank, not counting the pass that verifies
+    read_nbytes: (
+        int  # of tensor data, by this rank, whole chunks around what it wants; not a pass that verifies first
+    )
 
 
 @attrs.frozen
@@ -78,6 +81,14 @@ def plan_read(manifest: Manifest, wanted: Iterable[ShardLike], *, cast: bool) ->
     )
 
 
+def stored(name: str, entry: TensorEntry) -> Item:
+    """All of a tensor, to be proved and not to be filled: its own tensor holds nothing."""
+    box = whole_box(entry.shape)
+    region = Region(box, (0, box_numel(box)))
+    nothing = Shard(name, (0,), ((0, 0),), (0, 0), torch.empty(0, dtype=entry.dtype))
+    return Item(nothing, region, entry, entry.pieces)
+
+
 def _item(shard: ShardLike, entry: TensorEntry) -> Item:
     region = region_of(shard)
     pieces = tuple(piece for piece in entry.pieces if overlap(region, piece.region))
@@ -94,12 +105,15 @@ def _unfit(shard: ShardLike, entry: TensorEntry, cast: bool) -> tuple[str, str] 
     return "dtype", f"{shard.name}: wanted {describe(wanted, entry.shape)}, stored {describe(stored, ())[:-3]}{hint}"
 
 
-def merge(answers: Sequence[JSON], manifest: Manifest) -> tuple[LoadReport, dict[str, list[str]]]:
+def merge(
+    answers: Sequence[JSON], manifest: Manifest, ignore: Sequence[str] = ()
+) -> tuple[LoadReport, dict[str, list[str]]]:
     """From every rank's plan: the report, and the problems by kind as lines; equal on all ranks."""
     names = sorted({name for answer in answers for name in answer["names"]})
     missing = {name: text for answer in reversed(answers) for name, text in answer["missing"].items()}
     unfit = {line: kind for answer in answers for kind, lines in answer["unfit"].items() for line in lines}
-    extra = tuple(sorted(set(manifest.tensors) - set(names)))
+    unwanted = sorted(set(manifest.tensors) - set(names))
+    extra = tuple(name for name in unwanted if not name.startswith(tuple(ignore)))
     report = LoadReport(
         loaded=tuple(name for name in names if name not in missing),
         missing=tuple(sorted(missing)),

@@ -1,9 +1,9 @@
 """Writing a safetensors file as a stream.
 
 The safetensors library writes a file from tensors that all lie in memory, and can neither hash nor sync.  Here the
-header is computed first, then each tensor passes once, 8 MiB at a time: read from the tensor (from a GPU through a
-pinned buffer), hashed, written.  Extra memory is one chunk.  Any safetensors reader opens the result; a tensor that
-is whole keeps its name and shape, a part of one is named after its region.
+header is computed first, then each tensor passes once: read from the tensor (from a GPU through a pinned buffer),
+hashed a megabyte at a time, written while that is in the cache.  Any safetensors reader opens the result; a tensor
+that is whole keeps its name and shape, a part of one is named after its region.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any
 
 import attrs
 import torch
-import xxhash
 from torch import Tensor
 
-from . import canonical
+from . import canonical, chunks
 from .dtypes import dtype_name
 from .errors import CheckpointInputError
 from .regions import Region, box_numel, whole_box
 from .storage import Reader, Writer
 
-CHUNK_NBYTES = 8 << 20
+_DEVICE_NBYTES = 8 << 20  # what comes from a GPU at once
 _MAX_HEADER_NBYTES = 100_000_000  # what the safetensors library accepts
 
 
@@ -103,7 +102,7 @@ def _unique(keys: list[str]) -> list[str]:
 
 
 def write(writer: Writer, layout: FileLayout, tensors: Iterable[Tensor]) -> list[str]:
-    """Write and sync the file; returns the checksum of each part.
+    """Write and sync the file; returns the checksums of each part (chunks.digests).
 
     `tensors`: for each part in order its values, (region.numel,) contiguous, on any device.
     """
@@ -111,11 +110,12 @@ def write(writer: Writer, layout: FileLayout, tensors: Iterable[Tensor]) -> list
     digests = []
     for part, tensor in zip(layout.parts, tensors, strict=True):
         assert (tensor.dtype, tensor.numel()) == (part.dtype, part.region.numel), part
-        digest = xxhash.xxh3_128()
-        for chunk in host_chunks(tensor):
-            digest.update(chunk)
-            writer.write(chunk)
-        digests.append(digest.hexdigest())
+        chunk = chunks.chunk_nbytes(part.nbytes)
+        found = []
+        for data in host_chunks(tensor):
+            found.append(chunks.digests(data, chunk))
+            writer.write(data)
+        digests.append("".join(found))
     writer.sync()
     return digests
 
@@ -131,20 +131,21 @@ def byte_view(tensor: Tensor) -> memoryview:
     return memoryview(data)
 
 
-def host_chunks(tensor: Tensor, chunk_nbytes: int = CHUNK_NBYTES) -> Iterator[memoryview]:
-    """The bytes of a 1-D contiguous tensor, in order; a chunk is valid until the next is asked for."""
+def host_chunks(tensor: Tensor, stride: int = chunks.MAX_NBYTES) -> Iterator[memoryview]:
+    """The bytes of a 1-D contiguous tensor, `stride` at a time; each is valid until the next is asked for."""
     data = unit_stride(tensor.detach().resolve_conj().resolve_neg()).view(torch.uint8)
-    if data.device.type == "cpu":
-        view = byte_view(data)
-        for start in range(0, len(view), chunk_nbytes):
-            yield view[start : start + chunk_nbytes]
-        return
-    buffer = torch.empty(min(chunk_nbytes, data.numel()), dtype=torch.uint8, pin_memory=data.is_cuda)
-    for start in range(0, data.numel(), chunk_nbytes):
-        part = data[start : start + chunk_nbytes]
-        here = buffer[: part.numel()]
-        here.copy_(part)
-        yield byte_view(here)
+    for here in [data] if data.device.type == "cpu" else _brought(data):
+        view = byte_view(here)
+        for start in range(0, len(view), stride):
+            yield view[start : start + stride]
+
+
+def _brought(data: Tensor) -> Iterator[Tensor]:
+    """Bytes of another device, on the CPU, through one buffer."""
+    buffer = torch.empty(min(_DEVICE_NBYTES, data.numel()), dtype=torch.uint8, pin_memory=data.is_cuda)
+    for start in range(0, data.numel(), _DEVICE_NBYTES):
+        part = data[start : start + _DEVICE_NBYTES]
+        yield buffer[: part.numel()].copy_(part)
 
 
 def read_metadata(reader: Reader) -> dict[str, str]:

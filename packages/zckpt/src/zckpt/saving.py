@@ -2,6 +2,9 @@
 
 Durability is argued in commit.py, agreement in team.py, the plan in planning.py.  After any failure all ranks raise
 the same error, the attempt's folder is gone, and every earlier checkpoint is as it was.
+
+What is given is taken down as an Order first, and `carry_out` does the rest: between the two a background save puts
+copies in the place of the tensors (background.py).
 """
 
 from __future__ import annotations
@@ -11,60 +14,121 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+
+import attrs
+from torch import Tensor
 
 from . import safefile
 from .canonical import JSON
 from .commit import Bystander, Keeper
+from .crew import work_through
 from .errors import CheckpointWriteError
 from .manifest import library_versions
 from .peers import ALONE, Peers
 from .places import Place
-from .planning import Request, SavePlan, file_name, propose, settle, trim
+from .planning import FilePlan, Request, SavePlan, Slice, propose, settle, trim
 from .shard import ShardLike
 from .storage import LOCAL, Storage
 from .team import Team, os_error_text
+from .views import Tensors, Views, described, shards_of
 
 
 def save(
     root: str | os.PathLike[str],
-    tag: str,
+    tag: str | None = None,
     *,
-    shards: Iterable[ShardLike],
-    objects: Mapping[str, JSON],
+    shards: Iterable[ShardLike] = (),
+    tensors: Tensors = (),
+    objects: Mapping[str, JSON] = {},
     rank_objects: Mapping[str, JSON] = {},
     peers: Peers = ALONE,
     step: int = 0,
     latest: bool = True,
     overwrite: bool = False,
+    writers: int = 2,
     storage: Storage = LOCAL,
 ) -> Path:
     """Save one checkpoint; returns its folder, `<root>/<tag>`.  Every rank of `peers` calls it alike.
 
+    tag: the folder's name; step-<step> if it is not given.
     shards: what this rank holds.  All ranks' shards together make each tensor whole; a region that several ranks
         give is written by one of them.  The tensors are read in place and must not change before the return.
+    tensors: more of them that need no address: whole tensors by name, or `views` of a model and an optimizer.
     objects: JSON values of the run, the same on every rank (or {} on all but rank 0); see `canonical`.
     rank_objects: JSON values of this rank, such as its random state.
     step: orders the checkpoints of a root.
     latest: make `<root>/latest` name this tag.
     overwrite: replace a checkpoint of this tag instead of refusing.
+    writers: threads, and files, of each rank; small checkpoints use fewer.  Each needs a buffer of 8 MiB, and another
+        one for tensors on a GPU.
 
     On return the checkpoint survives a power cut.  Raises, on every rank alike: CheckpointInputError (what was given
     cannot be saved, or ranks disagree), CheckpointExists, CheckpointWriteError (disk or peers failed; names the rank
     and the path).
     """
-    folder, mine = Path(root), list(shards)
-    request = Request(tag=tag, step=step, latest=latest, overwrite="replace" if overwrite else "refuse")
-    team = Team(peers, f"save of {tag!r:.200} into {folder}", CheckpointWriteError)
+    request = Request.of(tag, step, latest=latest, overwrite=overwrite, writers=writers)
+    content = Content(shards, tensors, objects, rank_objects)
+    return carry_out(Order.of(Path(root), request, content, storage), peers)
+
+
+@attrs.frozen(eq=False)
+class Content:
+    """What there is to save, as it was given."""
+
+    shards: Iterable[ShardLike]
+    tensors: Tensors
+    objects: Mapping[str, JSON]
+    rank_objects: Mapping[str, JSON]
+
+
+@attrs.frozen(eq=False)
+class Order:
+    """What one rank was told to save, with no value looked at yet."""
+
+    root: Path
+    request: Request
+    shards: Sequence[ShardLike]  # all, those of `tensors` last
+    num_given: int  # how many of them came as shards
+    tensors: Tensors  # a mapping or views, as given; else nothing
+    objects: Mapping[str, JSON]
+    rank_objects: Mapping[str, JSON]
+    storage: Storage
+
+    @classmethod
+    def of(cls, root: Path, request: Request, content: Content, storage: Storage) -> Order:
+        shards, tensors = list(content.shards), content.tensors
+        if not isinstance(tensors, (Mapping, Views)):
+            shards, tensors = [*shards, *tensors], {}
+        return cls(
+            root=root,
+            request=request,
+            shards=[*shards, *shards_of(tensors)],
+            num_given=len(shards),
+            tensors=tensors,
+            objects=described(content.objects, tensors),
+            rank_objects=content.rank_objects,
+            storage=storage,
+        )
+
+    def team(self, peers: Peers) -> Team:
+        return Team(peers, f"save of {self.request.tag!r:.200} into {self.root}", CheckpointWriteError)
+
+
+def carry_out(order: Order, peers: Peers) -> Path:
+    """The stages of a save, on every rank alike."""
+    team = order.team(peers)
 
     def proposal() -> JSON:
-        return trim(propose(request, secrets.token_hex(8), mine, objects, rank_objects), peers.rank)
+        told = propose(order.request, secrets.token_hex(8), order.shards, order.objects, order.rank_objects)
+        return trim(told, peers.rank)
 
     plan = settle(team.together("planning", proposal))
-    place = Place(folder, plan.request.tag, plan.attempt)
+    place, storage = Place(order.root, plan.request.tag, plan.attempt), order.storage
     with _keeper(place, plan, peers, storage) as keeper:
         team.together("preparing", keeper.prepare)
-        reports = team.together("writing", lambda: write_rank(place, plan, mine, peers.rank, storage))
+        reports = team.together("writing", lambda: write_rank(place, plan, order.shards, peers.rank, storage))
         team.together("committing", lambda: keeper.commit(reports))
         team.together("publishing", keeper.publish)
     return place.final
@@ -79,22 +143,33 @@ def _keeper(place: Place, plan: SavePlan, peers: Peers, storage: Storage) -> Bys
     return Keeper(place, plan, storage, library_versions(__version__), owner)
 
 
-def write_rank(place: Place, plan: SavePlan, shards: Sequence[ShardLike], rank: int, storage: Storage) -> list[str]:
-    """Write, hash and sync this rank's file; returns the checksum of each part of its layout."""
-    layout = plan.layouts[rank]
-    if not layout.parts:
-        return []
-    path = place.folder / file_name(rank)
+def write_rank(
+    place: Place, plan: SavePlan, shards: Sequence[ShardLike], rank: int, storage: Storage
+) -> list[list[str]]:
+    """Write, hash and sync this rank's files, a thread each; returns the checksums of the parts of each."""
+    files = plan.files_of(rank)
+    jobs = [partial(_write_file, place, file, shards, storage) for file in files]
+    written = work_through(jobs, len(jobs))
+    if files:
+        storage.sync_folder(place.folder)
+    return written
+
+
+def _write_file(place: Place, file: FilePlan, shards: Sequence[ShardLike], storage: Storage) -> list[str]:
+    path = place.folder / file.name
     try:
         with storage.create(path) as writer:
-            checksums = safefile.write(writer, layout, (shards[i].tensor for i in plan.sources[rank]))
-        storage.sync_folder(place.folder)
+            return safefile.write(writer, file.layout, (_values(shards, each) for each in file.sources))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise CheckpointWriteError(
-            f"{os_error_text(error)}: the file needs {layout.nbytes:,} bytes, "
+            f"{os_error_text(error)}: the file needs {file.layout.nbytes:,} bytes, "
             f"{storage.free_bytes(place.root):,} are free",
             path=str(path),
         ) from error
-    return checksums
+
+
+def _values(shards: Sequence[ShardLike], source: Slice) -> Tensor:
+    tensor = shards[source.index].tensor
+    return tensor if tensor.numel() == source.stop - source.start else tensor[source.start : source.stop]

@@ -17,6 +17,7 @@ import attrs
 
 from . import canonical
 from .canonical import JSON
+from .chunks import DIGITS, num_chunks
 from .coverage import tiling_problem
 from .dtypes import dtype_of
 from .errors import CheckpointCorrupt, CheckpointInputError
@@ -26,8 +27,10 @@ from .regions import Region, box_numel, region_problem, whole_box
 from .shard import name_problem
 
 _MAX = 2**62
+_CHUNKS = [1 << power for power in range(10, 24)]  # bounds the work and the memory that a manifest can ask for
 _MAX_DIMS = 64
 _HASH = re.compile(r"[0-9a-f]{32}")
+_HASHES = re.compile(r"[0-9a-f]*")
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 _FILE = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors"
@@ -227,8 +230,8 @@ def _tensor(node: Node) -> TensorEntry:
 
 
 def _piece(node: Node, shape: tuple[int, ...], itemsize: int) -> Piece:
-    file, key, box, span, offset, nbytes, digest = node.fields(
-        "file", "key", "box", "span", "offset", "bytes", "xxh3_128"
+    file, key, box, span, offset, nbytes, chunk, digest = node.fields(
+        "file", "key", "box", "span", "offset", "bytes", "chunk_bytes", "xxh3_64"
     )
     region = Region(tuple(side.pair() for side in box.items()), span.pair())
     if trouble := region_problem(shape, region):
@@ -241,8 +244,22 @@ def _piece(node: Node, shape: tuple[int, ...], itemsize: int) -> Piece:
         region=region,
         offset=offset.integer(),
         nbytes=nbytes.value,
-        checksum=digest.text(_matches(_HASH, "32 hex digits")),
+        chunk_nbytes=_chunk(chunk),
+        checksum=_checksums(digest, nbytes.value, chunk.value),
     )
+
+
+def _chunk(node: Node) -> int:
+    if node.integer() not in _CHUNKS:
+        node.fail(f"{node.value} is not a power of two from {_CHUNKS[0]:,} to {_CHUNKS[-1]:,}")
+    return int(node.value)
+
+
+def _checksums(node: Node, nbytes: int, chunk: int) -> str:
+    text, count = node.text(_matches(_HASHES, "hex digits")), num_chunks(nbytes, chunk)
+    if len(text) != DIGITS * count:
+        node.fail(f"has {len(text)} digits; {count} chunks have {DIGITS * count}")
+    return text
 
 
 def _check_files(manifest: Manifest) -> None:

@@ -18,10 +18,11 @@ import fcntl
 import os
 import stat
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, final
 
 import attrs
+
+from .localwriter import LocalWriter, named
 
 
 class Kind(enum.Enum):
@@ -50,7 +51,7 @@ class Writer(Protocol):
 
 
 class Reader(Protocol):
-    """An open plain file."""
+    """An open plain file, read by several threads at once."""
 
     @property
     def nbytes(self) -> int: ...
@@ -103,30 +104,6 @@ class Storage(Protocol):
 
 @final
 @attrs.define(eq=False)
-class _LocalWriter:
-    path: Path
-    fd: int
-
-    def write(self, data: memoryview) -> None:
-        rest = data.cast("B")
-        with _named(self.path):
-            while len(rest):
-                rest = rest[os.write(self.fd, rest) :]
-
-    def sync(self) -> None:
-        with _named(self.path):
-            os.fsync(self.fd)
-
-    def __enter__(self) -> _LocalWriter:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        with _named(self.path):
-            os.close(self.fd)
-
-
-@final
-@attrs.define(eq=False)
 class _LocalReader:
     path: Path
     fd: int
@@ -134,7 +111,7 @@ class _LocalReader:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         rest = buffer.cast("B")
-        with _named(self.path):
+        with named(self.path):
             while len(rest):
                 count = os.preadv(self.fd, [rest], offset)
                 if count == 0:
@@ -162,19 +139,6 @@ class _FileLock:
                 fcntl.flock(self.fd, fcntl.LOCK_UN)  # explicit: a forked child may hold a copy of the fd
             os.close(self.fd)
             self.fd = -1
-
-
-class _named(contextlib.AbstractContextManager[None]):  # noqa: N801 - reads as a verb
-    """OSErrors of calls on a file descriptor know no path; add it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(self.path)
 
 
 @final
@@ -209,7 +173,7 @@ class LocalStorage:
         return _LocalReader(path, fd, state.st_size)
 
     def create(self, path: Path) -> Writer:
-        return _LocalWriter(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        return LocalWriter.create(path)
 
     def make_folder(self, path: Path) -> None:
         os.mkdir(path)
@@ -226,7 +190,7 @@ class LocalStorage:
     def sync_folder(self, folder: Path) -> None:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            with _named(folder):
+            with named(folder):
                 os.fsync(fd)
         finally:
             os.close(fd)

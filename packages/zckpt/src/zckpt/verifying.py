@@ -1,49 +1,69 @@
-"""Comparing bytes on disk with the checksums of the manifest."""
+"""Comparing bytes on disk with the checksums of the manifest.
+
+A Verifier remembers what it found sound, so nothing is hashed twice in the life of a Checkpoint; it reads nothing
+itself but headers: transfer.py shows it the chunks that it reads anyway.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import final
 
 import attrs
 import xxhash
 
+from .chunks import BadChunk, ChunkChecks
 from .errors import CheckpointCorrupt
 from .manifest import Manifest, Piece
-from .safefile import CHUNK_NBYTES, read_metadata
+from .safefile import read_metadata
 from .storage import Reader, Storage
+
+_STEP_NBYTES = 1 << 20
 
 
 @final
 @attrs.define(eq=False)
 class Verifier:
-    """Reads what is asked for through and hashes it, each thing once in its life."""
+    """What is known about the bytes of one checkpoint.  Threads may share it."""
 
     folder: Path
     manifest: Manifest
     storage: Storage
-    done: set[tuple[str, int]] = attrs.field(factory=set)  # (file, offset) found sound; offset 0 is the header
+    known: dict[tuple[str, int], ChunkChecks] = attrs.field(factory=dict)  # by file and offset of a piece
+    headers: set[str] = attrs.field(factory=set)  # files whose header is sound
+    mutex: threading.Lock = attrs.field(factory=threading.Lock)
 
-    def check(self, pieces: Iterable[Piece]) -> None:
-        """CheckpointCorrupt naming the file, and the tensor's key, of the first that is not what was saved."""
-        wanted: dict[str, list[Piece]] = defaultdict(list)
-        for piece in pieces:
-            if (piece.file, piece.offset) not in self.done:
-                wanted[piece.file].append(piece)
-        for file, its_pieces in sorted(wanted.items()):
-            with self.storage.open(self.folder / file) as reader:
-                self._check_header(reader, file)
-                for piece in sorted(its_pieces, key=lambda each: each.offset):
-                    self._check_piece(reader, piece)
+    def checks(self, piece: Piece) -> ChunkChecks:
+        """The checksums of a piece, with what is known about them; one object for each piece."""
+        with self.mutex:
+            made = self.known.get((piece.file, piece.offset))
+            if made is None:
+                made = ChunkChecks(piece.nbytes, piece.chunk_nbytes, piece.checksum)
+                self.known[piece.file, piece.offset] = made
+            return made
 
-    def _check_header(self, reader: Reader, file: str) -> None:
-        if (file, 0) in self.done:
+    @contextlib.contextmanager
+    def naming(self, piece: Piece) -> Iterator[None]:
+        """A bad chunk inside becomes CheckpointCorrupt with the tensor and the file."""
+        try:
+            yield
+        except BadChunk as bad:
+            begin, end = piece.offset + bad.begin, piece.offset + bad.end
+            raise CheckpointCorrupt(
+                f"checkpoint {self.folder}: tensor {piece.key!r} in {piece.file} (bytes {begin:,} to {end:,}): "
+                f"checksum is {bad.found}, the manifest says {bad.expected}: damaged",
+                path=str(self.folder / piece.file),
+            ) from None
+
+    def check_header(self, reader: Reader, file: str) -> None:
+        """CheckpointCorrupt if the bytes before the first piece are not those that were written."""
+        if file in self.headers:
             return
         entry = self.manifest.files[file]
-        found = _hash(reader, 0, entry.header_nbytes)
+        found = _hash(reader, entry.header_nbytes)
         if found != entry.header_checksum:
             path = self.folder / file
             raise CheckpointCorrupt(
@@ -51,24 +71,14 @@ class Verifier:
                 f"{entry.header_checksum}: damaged{foreign(self.storage, path, self.manifest)}",
                 path=str(path),
             )
-        self.done.add((file, 0))
-
-    def _check_piece(self, reader: Reader, piece: Piece) -> None:
-        found = _hash(reader, piece.offset, piece.nbytes)
-        if found != piece.checksum:
-            raise CheckpointCorrupt(
-                f"checkpoint {self.folder}: tensor {piece.key!r} in {piece.file} (bytes {piece.offset:,} to "
-                f"{piece.offset + piece.nbytes:,}): checksum is {found}, the manifest says {piece.checksum}: damaged",
-                path=str(self.folder / piece.file),
-            )
-        self.done.add((piece.file, piece.offset))
+        self.headers.add(file)
 
 
-def _hash(reader: Reader, offset: int, nbytes: int) -> str:
+def _hash(reader: Reader, nbytes: int) -> str:
     digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(min(nbytes, CHUNK_NBYTES)))
-    for start in range(offset, offset + nbytes, CHUNK_NBYTES):
-        part = buffer[: min(CHUNK_NBYTES, offset + nbytes - start)]
+    buffer = memoryview(bytearray(min(nbytes, _STEP_NBYTES)))
+    for start in range(0, nbytes, _STEP_NBYTES):
+        part = buffer[: min(_STEP_NBYTES, nbytes - start)]
         reader.read_into(start, part)
         digest.update(part)
     return digest.hexdigest()

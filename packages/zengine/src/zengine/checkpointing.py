@@ -107,7 +107,7 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
     with _undone_on_error(engine):
         _restore_small(engine, checkpoint.objects, what)
         restored = _prepare_optimizer(engine, checkpoint) if what.optimizer else RestoredState()
-        checkpoint.read([*wanted, *restored.shards], strict=False, cast=True, peers=peers)
+        checkpoint.read([*wanted, *restored.shards], strict=False, cast=True, verify="first", peers=peers)
         restored.commit()
     partition.publish()
     _restore_objects(engine, checkpoint.objects, what)

@@ -1,0 +1,237 @@
+"""Saving and loading a training state, beside the disk, torch DCP and DeepSpeed.
+
+    python packages/zckpt/bench/save.py FOLDER [--params 124] [--ranks 2] [--rounds 5] [--minutes 3] [--out NAME]
+
+Rank processes on one machine, each with its part of the weights and Adam moments of a GPT of this many million
+parameters in fp32 (12 bytes each).  All contenders move the same bytes, take turns, and are timed from a barrier to
+the last rank's end; the median of the rounds counts.  Each is warm: it runs once before the clock does.
+
+    raw         a file for each of two threads of a rank, 8 MiB at a time through the page cache, fsync of file and
+                folder; read by four threads a rank into memory that is there.  The floor.
+    raw direct  the same with O_DIRECT and one thread a file
+    zckpt       save() and Checkpoint.read() as they come: durable on return, every byte hashed, in place
+    no hash     save() without its checksums, read(verify=False)
+    first       read(verify="first"): proves all bytes before it touches a tensor
+    DCP         torch.distributed.checkpoint, two threads, which fsyncs files and knows no checksums
+    DeepSpeed   the checkpoint engine that it uses by default, if it can be imported: no fsync, no checksums; every
+                rank loads the file it wrote
+
+Before a load the contender's files are dropped from the page cache with fsync and posix_fadvise(DONTNEED), since
+dropping all caches needs privileges that a bench should not have; a host below a virtual machine may keep them still.
+
+A background save is timed against one copy of the same tensors into memory that is there (torch, same threads):
+`blocked` is the call, `whole` until it is durable.  `extra` is how far the resident memory of a rank rises above
+where it was, at its highest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date, timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from contenders import CONTENDERS, State
+
+import zckpt
+
+RESULTS = Path(__file__).with_name("results")
+
+
+def drop(folder: Path) -> None:
+    """The files of a folder out of the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds from a barrier to the last rank's end."""
+    gc.collect()
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    mine = torch.tensor([time.perf_counter() - start])
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return float(mine)
+
+
+def resident(key: str) -> int:
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(key + ":"))
+
+
+def extra_bytes(work: Callable[[], object]) -> int:
+    """How far the resident memory rises while it works."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
+    before = resident("VmRSS")
+    work()
+    return max(resident("VmHWM") - before, 0)
+
+
+def race(
+    rank: int, state: State, root: Path, names: list[str], rounds: int, minutes: float
+) -> dict[str, dict[str, list[float]]]:
+    made = {}
+    for name in names:
+        try:
+            made[name] = CONTENDERS[name](state, root / name.replace(" ", "-"), rank)
+        except ImportError:
+            continue
+    expected = [float(each.sum()) for each in state.tensors]
+    times: dict[str, dict[str, list[float]]] = {name: {"save": [], "load": [], "extra": []} for name in made}
+    end = time.monotonic() + 60 * minutes
+    for number in range(rounds + 1):  # the first round warms up
+        late = torch.tensor([float(number > 1 and time.monotonic() > end)])
+        dist.all_reduce(late)
+        if late:
+            break
+        for name, each in made.items():
+            if rank == 0:
+                shutil.rmtree(each.folder, ignore_errors=True)
+                each.folder.mkdir()
+            dist.barrier()
+            extra: list[float] = []
+            save = timed(lambda each=each, extra=extra: extra.append(extra_bytes(each.save)))
+            dist.barrier()
+            if rank == 0:
+                drop(each.folder)
+            load = timed(each.load)
+            if number:
+                for key, value in (("save", save), ("load", load), ("extra", extra[0])):
+                    times[name][key].append(value)
+        dist.barrier()
+    if not state.is_intact(expected):
+        raise RuntimeError("a contender did not bring the state back")
+    return times
+
+
+def background(state: State, root: Path, rank: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds: blocked, whole, one copy."""
+    group = dist.new_group(backend="gloo")
+    room = [each.clone() for each in state.tensors]
+    found: dict[str, list[float]] = {"blocked": [], "whole": [], "copy": []}
+
+    def copy() -> None:
+        for target, source in zip(room, state.tensors):
+            target.copy_(source)
+
+    if rank == 0:
+        shutil.rmtree(root / "async", ignore_errors=True)
+    dist.barrier()
+    with zckpt.AsyncSaver(peers=zckpt.group_peers(group)) as saver:
+        for number in range(rounds + 1):
+            copied = timed(copy)
+
+            def begin(number: int = number) -> None:
+                saver.save(root / "async", "a", shards=state.shards, step=number, overwrite=True)
+
+            start = time.perf_counter()
+            blocked = timed(begin)
+            saver.wait()
+            whole = time.perf_counter() - start
+            if number:
+                for key, value in (("blocked", blocked), ("whole", whole), ("copy", copied)):
+                    found[key].append(value)
+    return found
+
+
+def run_rank(rank: int, given: argparse.Namespace, root: str, results: str) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // given.ranks))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=given.ranks,
+        timeout=timedelta(minutes=5),
+    )  # fmt: skip
+    state = State(given.params, rank, given.ranks)
+    names = [name for name in CONTENDERS if not given.only or name in given.only]
+    times = race(rank, state, Path(root), names, given.rounds, given.minutes)
+    times["async"] = (
+        {} if given.only and "async" not in given.only else background(state, Path(root), rank, given.rounds)
+    )
+    total = torch.tensor([state.nbytes])
+    dist.all_reduce(total)
+    if rank == 0:
+        Path(results).write_text(json.dumps({"nbytes": int(total), "times": times}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def medians(times: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    return {name: {key: statistics.median(got) for key, got in each.items() if got} for name, each in times.items()}
+
+
+def table(nbytes: int, middle: dict[str, dict[str, float]]) -> str:
+    lines = ["| contender | save GB/s | of raw | load GB/s | of raw | extra MB a rank |", "|---|---|---|---|---|---|"]
+    floor = middle.get("raw") or next(iter(middle.values()))
+    for name, each in middle.items():
+        if "save" in each:
+            cells = [f"{nbytes / 1e9 / each[way]:.2f} | {floor[way] / each[way]:.2f}" for way in ("save", "load")]
+            lines.append(f"| {name} | {' | '.join(cells)} | {each['extra'] / 1e6:.0f} |")
+    notes = []
+    if "no hash" in middle and "zckpt" in middle:
+        share = 1 - middle["no hash"]["save"] / middle["zckpt"]["save"]
+        notes.append(f"Checksums: {100 * share:.0f}% of the save.")
+    if middle.get("async"):
+        each = middle["async"]
+        notes.append(
+            f"In the background: blocked {1000 * each['blocked']:.0f} ms, {each['blocked'] / each['copy']:.2f} of a "
+            f"copy of the state ({1000 * each['copy']:.0f} ms); durable after {each['whole']:.2f} s."
+        )
+    return "\n".join([*lines, "", *notes]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="on the disk to measure; needs room for all contenders")
+    parser.add_argument("--params", type=int, default=124, help="millions of parameters; 12 MB each")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=3, help="after which no further round begins")
+    parser.add_argument("--only", nargs="*", help=f"contenders, of {', '.join(CONTENDERS)}, async")
+    parser.add_argument("--out", help="a name for files in results/, instead of printing only")
+    given = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        results = Path(folder) / "results.json"
+        mp.spawn(run_rank, (given, folder, str(results)), given.ranks)
+        told = json.loads(results.read_text())
+    rounds = min(len(each["save"]) for name, each in told["times"].items() if "save" in each)
+    text = table(told["nbytes"], medians(told["times"]))
+    print(text)
+    if given.out:
+        RESULTS.mkdir(exist_ok=True)
+        facts = {
+            "params": given.params,
+            "ranks": given.ranks,
+            "rounds": rounds,
+            "cores": os.cpu_count(),
+            "load": load,
+            **told,
+        }
+        (RESULTS / f"{given.out}.json").write_text(json.dumps(facts, indent=1) + "\n")
+        head = (
+            f"# Saving and loading beside the disk and the peers\n\n{os.cpu_count()} cores, Linux "
+            f"{platform.release()}, torch {torch.__version__}, {date.today()}. {told['nbytes'] / 1e9:.2f} GB on "
+            f"{given.ranks} ranks, medians of {rounds} interleaved rounds, load of other work {load:.1f} at "
+            "the start. Made by bench/save.py, which says what the contenders are.\n\n"
+        )
+        (RESULTS / f"{given.out}.md").write_text(head + text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Saving behind the back of the training: a copy now, the disk later.
+
+`save` copies this rank's tensors into host memory (pinned, if they are on a GPU) and returns; a thread of its own
+then does what zckpt.save does, votes and all, from the copy.  The loop is blocked for the copy alone: nothing is
+exchanged with other ranks before the thread runs, and the memory is kept from save to save, as fresh memory costs
+more than the copy does.
+
+What goes wrong then has nobody to tell, so it waits: the next `save`, `check`, `wait` or `close` raises it, once.
+A second save waits for the first, or is refused if that is asked for; the latter only in a world of one, since ranks
+end at different moments, and one that refuses would leave the others waiting for it.  Each save is a thread that is
+no daemon: a program that ends finishes what it has begun to save.
+
+The copy is also the newest state in memory: `SaveHandle.restore` puts it back after a step that went wrong.
+
+Rejected: a second process (the state crosses over by another copy, and dies with its parent anyway), and a queue of
+saves (memory for two states, to no end: a disk that is slower than the saves stays behind).
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+import torch
+from torch import Tensor
+
+from . import canonical
+from .canonical import JSON
+from .errors import CheckpointError, CheckpointInputError, CheckpointWarning
+from .peers import ALONE, Peers
+from .planning import Request
+from .regions import Box, Span
+from .saving import Content, Order, carry_out
+from .shard import ShardLike, check_shard, shape_of
+from .storage import LOCAL, Storage
+from .views import KEY, Tensors, targets
+
+_ALIGN_NBYTES = 64
+
+
+class Busy(enum.Enum):
+    """What a save does while the one before is still being written."""
+
+    WAIT = "wait"
+    REFUSE = "refuse"  # CheckpointInputError; in a world of one
+
+
+@final
+@attrs.define(eq=False)
+class SaveHandle:
+    """One save under way, or over."""
+
+    order: Order  # with copies in the place of the tensors
+    live: Sequence[ShardLike]  # what was given as shards; the order's first copies are theirs
+    thread: threading.Thread | None = None  # None: not begun
+    path: Path | None = None  # once it is durable
+    error: BaseException | None = None  # what came instead; raised once by whoever asks first
+    holds_copy: bool = True  # False once a later save has taken the memory
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.thread is not None and not self.thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> Path:
+        """The checkpoint's folder, once it is durable; its error, if it failed; TimeoutError after `timeout_s`."""
+        if self.thread is not None:
+            self.thread.join(timeout_s)
+        if not self.done:
+            raise TimeoutError(f"the save of {self.order.request.tag!r} is not done after {timeout_s} s")
+        self.check()
+        if self.path is None:
+            raise CheckpointError(f"the save of {self.order.request.tag!r} failed; its error was raised before")
+        return self.path
+
+    def check(self) -> None:
+        """Raise the error of a save that failed, if nobody was told yet; never waits."""
+        error, self.error = (self.error, None) if self.done else (None, self.error)
+        if error is not None:
+            raise error
+
+    def restore(self) -> None:
+        """Copy the state as it was saved back into the tensors it came from, whether the disk has it yet or not.
+
+        CheckpointInputError if a later save has taken the memory.
+        """
+        if not self.holds_copy:
+            raise CheckpointInputError(
+                f"the copy of {self.order.request.tag!r} is gone: a later save has its memory. Restore that one."
+            )
+        kept = {shard.name: shard for shard in self.order.shards}
+        kinds = {name: (shard.tensor.dtype, shape_of(shard)) for name, shard in kept.items()}
+        restore = targets(self.order.tensors, self.order.objects.get(KEY), kinds, optimizer=True)
+        with torch.no_grad():
+            for live, copy in zip(self.live, self.order.shards):
+                live.tensor.copy_(copy.tensor)
+            for live in restore.shards:
+                live.tensor.copy_(kept[live.name].tensor)
+        restore.commit()
+        _synchronize([copy.tensor for copy in (*self.live, *restore.shards)])
+
+    @property
+    def objects(self) -> dict[str, JSON]:
+        """The objects as they were saved."""
+        return {key: value for key, value in self.order.objects.items() if key != KEY}
+
+    @property
+    def rank_objects(self) -> dict[str, JSON]:
+        """This rank's objects as they were saved."""
+        return dict(self.order.rank_objects)
+
+
+@final
+@attrs.define(eq=False)
+class AsyncSaver:
+    """Saves in the background, one at a time.  Close it, or use it as a context manager.
+
+    `peers` is used from the background thread: give it ranks that nothing else talks through meanwhile, such as
+    `group_peers` of a process group of its own.
+    """
+
+    peers: Peers = ALONE
+    when_busy: Busy = attrs.field(default=Busy.WAIT, converter=Busy)
+    newest: SaveHandle | None = attrs.field(init=False, default=None)
+    memory: HostMemory = attrs.field(init=False, factory=lambda: HostMemory())
+
+    def __attrs_post_init__(self) -> None:
+        if self.when_busy is Busy.REFUSE and self.peers.world_size > 1:
+            raise CheckpointInputError(
+                f'when_busy="refuse" in a world of {self.peers.world_size}: ranks end at different moments, so one '
+                'would refuse while others begin. Use when_busy="wait".'
+            )
+
+    def save(
+        self,
+        root: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        shards: Iterable[ShardLike] = (),
+        tensors: Tensors = (),
+        objects: Mapping[str, JSON] = {},
+        rank_objects: Mapping[str, JSON] = {},
+        step: int = 0,
+        latest: bool = True,
+        overwrite: bool = False,
+        writers: int = 2,
+        storage: Storage = LOCAL,
+    ) -> SaveHandle:
+        """Like zckpt.save, but returns when the tensors are copied and may change.  Every rank calls it alike.
+
+        Raises what an earlier save died of, if nobody was told; then nothing is begun.
+        """
+        self._make_room()
+        request = Request.of(tag, step, latest=latest, overwrite=overwrite, writers=writers)
+        order = Order.of(Path(root), request, Content(shards, tensors, objects, rank_objects), storage)
+        if self.newest is not None:
+            self.newest.holds_copy = False
+        handle = SaveHandle(order, order.shards[: order.num_given])
+        self.newest = handle
+        trouble = self._copy(handle)
+        go = threading.Event()  # or the thread would take its first turns while the caller waits to return
+        handle.thread = threading.Thread(target=_work, args=(handle, self.peers, trouble, go), name="zckpt-save")
+        handle.thread.start()
+        go.set()
+        return handle
+
+    def check(self) -> None:
+        """Raise what the last save died of, if nobody was told yet; never waits."""
+        if self.newest is not None:
+            self.newest.check()
+
+    def wait(self) -> None:
+        """Until no save is under way; raises what the last one died of, if nobody was told yet."""
+        if self.newest is not None and self.newest.thread is not None:
+            self.newest.thread.join()
+            self.newest.check()
+
+    def close(self) -> None:
+        """Wait, free the memory, and raise what was not told."""
+        try:
+            self.wait()
+        finally:
+            if self.newest is not None:
+                self.newest.holds_copy = False
+                self.newest.order = attrs.evolve(self.newest.order, shards=())
+            self.memory = HostMemory()
+
+    def __enter__(self) -> AsyncSaver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            if kind is None:
+                raise
+            warnings.warn(f"a background save failed too: {error}", CheckpointWarning, stacklevel=2)
+
+    def _make_room(self) -> None:
+        if self.newest is not None and not self.newest.done and self.when_busy is Busy.REFUSE:
+            raise CheckpointInputError(
+                f"the save of {self.newest.order.request.tag!r} is not done: wait() for it, or use "
+                'AsyncSaver(when_busy="wait")'
+            )
+        self.wait()
+
+    def _copy(self, handle: SaveHandle) -> BaseException | None:
+        """Put copies into the order; what went wrong is for all ranks to hear, so it is not raised here."""
+        try:
+            order = handle.order
+            handle.order = attrs.evolve(
+                order,
+                shards=self.memory.copies(order.shards),
+                objects=canonical.plain(dict(order.objects), "objects"),
+                rank_objects=canonical.plain(dict(order.rank_objects), "rank_objects"),
+            )
+        except Exception as error:
+            handle.holds_copy = False
+            return error
+        return None
+
+
+def save_async(
+    root: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    saver: AsyncSaver | None = None,
+    peers: Peers = ALONE,
+    **options: Any,
+) -> SaveHandle:
+    """`AsyncSaver.save` with its options; without a saver it is a save of its own, and its memory the handle's."""
+    return (saver or AsyncSaver(peers)).save(root, tag, **options)
+
+
+def _work(handle: SaveHandle, peers: Peers, trouble: BaseException | None, go: threading.Event) -> None:
+    """The background thread."""
+    go.wait()
+
+    def fail() -> None:
+        assert trouble is not None
+        raise trouble
+
+    try:
+        if trouble is not None:
+            handle.order.team(peers).together("copying", fail)
+        handle.path = carry_out(handle.order, peers)
+    except BaseException as error:
+        handle.error = error
+
+
+@final
+@attrs.define(eq=False)
+class HostMemory:
+    """One stretch of memory for the copies of all tensors, kept while it is large enough."""
+
+    data: Tensor = attrs.field(factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def copies(self, shards: Sequence[ShardLike]) -> list[ShardLike]:
+        """The shards with copies of their tensors, valid until the next call."""
+        sizes = [-(-shard.tensor.nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for shard in shards]
+        tensors = [shard.tensor.detach() for shard in shards]
+        if len(self.data) < sum(sizes):
+            self.data = _fresh(sum(sizes), pinned=any(each.is_cuda for each in tensors))
+        made: list[ShardLike] = []
+        start = 0
+        for shard, tensor, size in zip(shards, tensors, sizes, strict=True):
+            if tensor.dim() != 1:
+                check_shard(shard)  # says what is wrong; everything else the background will
+            room = self.data[start : start + tensor.nbytes].view(tensor.dtype)
+            room.copy_(tensor, non_blocking=True)
+            made.append(_Kept(shard.name, shard.global_shape, shard.box, shard.span, room))
+            start += size
+        _synchronize(tensors)
+        return made
+
+
+@final
+@attrs.frozen(eq=False)
+class _Kept:
+    """A copy of a shard that was checked."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
+    span: Span
+    tensor: Tensor
+
+
+def _fresh(nbytes: int, pinned: bool) -> Tensor:
+    """(nbytes,) uint8; large pages where the system has them, as the first touch is what costs."""
+    if pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    room = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(room, dtype=torch.uint8)
+
+
+def _synchronize(tensors: Sequence[Tensor]) -> None:
+    """Until the copies from and to these tensors' devices are over."""
+    for device in {each.device for each in tensors if each.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()

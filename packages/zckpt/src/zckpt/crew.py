@@ -1,0 +1,68 @@
+"""A few threads that work through a list together, and none of them afterwards.
+
+Copying, hashing and system calls on whole chunks release the interpreter's lock, so threads are enough.  One job, or
+one thread, runs where the caller is: small checkpoints never pay for a thread, and a test sees one order of events.
+
+Rejected: concurrent.futures, which takes all jobs at once from an iterator that is lazy on purpose (the runs of a
+badly cut tensor are made as they are needed) and goes on with the rest after an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar, final
+
+import attrs
+
+T = TypeVar("T")
+
+
+def work_through(jobs: Iterable[Callable[[], T]], num_threads: int) -> list[T]:
+    """Run every job; their results in the order of the jobs.
+
+    After an error no further job begins; when those under way have ended, the error of the earliest job is raised.
+    """
+    iterator = iter(jobs)
+    ahead = list(itertools.islice(iterator, 2))
+    if num_threads <= 1 or len(ahead) < 2:
+        return [job() for job in itertools.chain(ahead, iterator)]
+    crew: _Crew[T] = _Crew(enumerate(itertools.chain(ahead, iterator)))
+    threads = [threading.Thread(target=crew.work, name="zckpt-crew", daemon=True) for _ in range(num_threads - 1)]
+    for thread in threads:
+        thread.start()
+    crew.work()  # the caller is one of them
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as interrupt:  # Ctrl-C: what they work on must not go before they do
+        crew.failures[-1] = interrupt
+        for thread in threads:
+            thread.join()
+    if crew.failures:
+        raise crew.failures[min(crew.failures)]
+    return [crew.results[number] for number in sorted(crew.results)]
+
+
+@final
+@attrs.define(eq=False)
+class _Crew(Generic[T]):
+    """What the threads of one call share; `results` and `failures` are keyed by the job's number."""
+
+    jobs: Iterator[tuple[int, Callable[[], T]]]
+    results: dict[int, T] = attrs.field(factory=dict)
+    failures: dict[int, BaseException] = attrs.field(factory=dict)
+    mutex: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def work(self) -> None:
+        while (job := self._next()) is not None:
+            number, run = job
+            try:
+                self.results[number] = run()
+            except BaseException as error:
+                self.failures[number] = error
+
+    def _next(self) -> tuple[int, Callable[[], T]] | None:
+        with self.mutex:
+            return None if self.failures else next(self.jobs, None)

@@ -1,0 +1,96 @@
+"""Carrying out a plan to read: its items as jobs for a few threads, each file opened once.
+
+A job is a stretch of one piece for one wanted tensor, of some 32 MiB where the cut allows it, so that one huge tensor
+is the work of all threads.  What is done with a stretch is one of two things: `fill` puts it into the live tensor,
+`prove` only compares it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias, final
+
+import attrs
+import numpy as np
+
+from .chunks import Unchecked
+from .crew import work_through
+from .manifest import Piece
+from .reading import Item
+from .regions import Runs, intersect
+from .storage import Reader, Storage
+from .transfer import Scratch, Source, fill, prove
+from .verifying import Verifier
+
+_JOB_NBYTES = 32 << 20
+_THREAD_NBYTES = 8 << 20  # the least that is worth a thread of its own
+
+_Act: TypeAlias = "Callable[[Item, Source, Runs], int]"  # returns the bytes read
+
+
+@final
+@attrs.define(eq=False)
+class Fetch:
+    """The reading side of one checkpoint."""
+
+    folder: Path
+    storage: Storage
+    verifier: Verifier
+    num_threads: int
+    scratch: Scratch = attrs.field(factory=Scratch)
+
+    def fill(self, items: Sequence[Item], verify: bool) -> int:
+        """Fill the items' tensors; returns the bytes read.  CheckpointCorrupt at the first that is not sound."""
+        return self._each(
+            items, lambda item, source, runs: fill(item.shard.tensor.detach(), source, [runs], self.scratch), verify
+        )
+
+    def prove(self, items: Sequence[Item]) -> int:
+        """Read what `fill` would, and touch no tensor."""
+        return self._each(items, lambda item, source, runs: prove(source, [runs], self.scratch), True)
+
+    def _each(self, items: Sequence[Item], act: _Act, verify: bool) -> int:
+        nbytes = sum(item.region.numel * item.entry.dtype.itemsize for item in items)
+        with contextlib.ExitStack() as stack:
+            readers: dict[str, Reader] = {}
+            for file in sorted({piece.file for item in items for piece in item.pieces}):
+                readers[file] = stack.enter_context(self.storage.open(self.folder / file))
+                if verify:
+                    self.verifier.check_header(readers[file], file)
+            jobs = self._jobs(items, readers, act, verify)
+            return sum(work_through(jobs, min(self.num_threads, 1 + nbytes // _THREAD_NBYTES)))
+
+    def _jobs(
+        self, items: Sequence[Item], readers: dict[str, Reader], act: _Act, verify: bool
+    ) -> Iterator[Callable[[], int]]:
+        for item in items:
+            for piece in item.pieces:
+                checks = self.verifier.checks(piece) if verify else Unchecked()
+                source = Source(readers[piece.file], piece.offset, item.entry.dtype, checks)
+                for batch in intersect(item.region, piece.region):
+                    for runs in _stretches(batch, _JOB_NBYTES // item.entry.dtype.itemsize):
+                        yield partial(self._run, act, item, piece, source, runs)
+
+    def _run(self, act: _Act, item: Item, piece: Piece, source: Source, runs: Runs) -> int:
+        with self.verifier.naming(piece):
+            return act(item, source, runs)
+
+
+def _stretches(runs: Runs, limit: int) -> Iterator[Runs]:
+    """One long run as several, cut at multiples of `limit` in the source; anything else as it is."""
+    if len(runs) != 1 or int(runs.length[0]) <= limit:
+        yield runs
+        return
+    begin, target = int(runs.source[0]), int(runs.target[0])
+    end, shift = begin + int(runs.length[0]), target - begin
+    while begin < end:
+        stop = min((begin // limit + 1) * limit, end)
+        yield Runs(
+            target=np.array([begin + shift], np.int64),
+            source=np.array([begin], np.int64),
+            length=np.array([stop - begin], np.int64),
+        )
+        begin = stop

@@ -1,0 +1,79 @@
+"""The verb `load`: find, and fill what a plain script holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import attrs
+
+from .canonical import JSON
+from .checkpoint import Checkpoint
+from .errors import CheckpointReadError
+from .finding import find
+from .peers import ALONE, Peers
+from .reading import LoadReport
+from .storage import LOCAL, Storage
+from .team import Team
+from .views import KEY, OPTIMIZER, Restore, Tensors, Views, targets
+
+
+@attrs.frozen(eq=False)
+class Loaded:
+    """What `load` found and did."""
+
+    checkpoint: Checkpoint
+    report: LoadReport
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
+    @property
+    def objects(self) -> dict[str, JSON]:
+        """What was given to `save` as objects."""
+        return {key: value for key, value in self.checkpoint.objects.items() if key != KEY}
+
+
+def load(
+    root: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    tensors: Tensors,
+    strict: bool = True,
+    optimizer: Literal["required", "skip"] = "required",
+    verify: bool | Literal["first"] = True,
+    cast: bool = False,
+    peers: Peers = ALONE,
+    storage: Storage = LOCAL,
+) -> Loaded:
+    """Fill `tensors` from a checkpoint of `root`: of this tag, or the one that `find` chooses.
+
+    tensors: tensors by name, `views` of a model and an optimizer, or shards.
+    strict: refuse if something is missing or left over; otherwise the report lists it.
+    optimizer: of views only.  "required": the optimizer's state must be there, and is restored with the
+        hyperparameters; "skip": it is left as it is, whether the checkpoint has one or not, as for
+        views of a model alone.
+    verify, cast: as in Checkpoint.read.
+    peers: ranks that load together; all take the checkpoint that rank 0 finds.
+
+    Raises what `find` and Checkpoint.read raise, on every rank alike; the optimizer changes only after all is read.
+    """
+    folder = Path(root)
+    team = Team(peers, f"load from {folder}", CheckpointReadError)
+    tags: Sequence[JSON] = team.together("finding", lambda: find(folder, tag, storage=storage).tag)
+    found = find(folder, tag if peers.world_size == 1 else tags[0], storage=storage)
+    restore: list[Restore] = []
+
+    def prepare() -> None:
+        kinds = {name: (entry.dtype, entry.shape) for name, entry in found.manifest.tensors.items()}
+        restore.append(targets(tensors, found.objects.get(KEY), kinds, optimizer=optimizer == "required"))
+
+    team.together("preparing", prepare)
+    model_only = isinstance(tensors, Views) and (optimizer == "skip" or tensors.optimizer is None)
+    ignore = [OPTIMIZER] if model_only else []
+    report = found.read(restore[0].shards, strict, verify, cast=cast, ignore=ignore, peers=peers)
+    restore[0].commit()
+    return Loaded(found, report)

@@ -1,0 +1,73 @@
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from zckpt.crew import work_through
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 2, 7])
+def test_results_come_in_the_order_of_the_jobs(num_threads: int) -> None:
+    assert work_through([partial(pow, n, 2) for n in range(50)], num_threads) == [n * n for n in range(50)]
+    assert work_through([], num_threads) == []
+
+
+def test_one_job_and_one_thread_run_where_the_caller_is() -> None:
+    here = threading.get_ident()
+    assert work_through([threading.get_ident], 8) == [here]
+    assert work_through([threading.get_ident] * 3, 1) == [here] * 3
+
+
+def test_two_jobs_run_at_once_and_no_thread_is_left() -> None:
+    before = threading.active_count()
+    barrier = threading.Barrier(2, timeout=30)
+    work_through([barrier.wait, barrier.wait], 2)  # alone, the first would wait for ever
+    assert threading.active_count() == before
+
+
+def test_after_an_error_no_job_begins_and_the_earliest_error_is_raised() -> None:
+    begun: list[int] = []
+    barrier = threading.Barrier(2, timeout=30)
+
+    def fail(number: int) -> None:
+        begun.append(number)
+        barrier.wait()
+        raise ValueError(f"job {number}")
+
+    with pytest.raises(ValueError, match="job 0"):
+        work_through((partial(fail, n) for n in range(100)), 2)
+    assert sorted(begun) == [0, 1]
+
+
+def test_jobs_are_made_when_they_are_needed() -> None:
+    made: list[int] = []
+
+    def jobs() -> Iterator[partial[int]]:
+        for number in range(20):
+            made.append(number)
+            yield partial(len, made)
+
+    counts = work_through(jobs(), 1)
+    assert counts[5] <= 7
+    assert made == list(range(20))
+
+
+def test_an_interrupt_while_the_caller_waits_ends_the_others_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    join, release = threading.Thread.join, threading.Event()
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if not release.is_set():
+            release.set()
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    def job(number: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert release.wait(30)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    barrier = threading.Barrier(2, timeout=30)
+    with pytest.raises(KeyboardInterrupt):
+        work_through([barrier.wait, barrier.wait, partial(job, 0), partial(job, 1)], 2)
+    assert not [each for each in threading.enumerate() if each.name == "zckpt-crew"]
