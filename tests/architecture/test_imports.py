@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "zprecision": {"torch", "numpy", "attrs"},
     "zpartition": {"torch", "numpy", "attrs", "zcomm"},
     "zoptim": {"torch", "numpy", "attrs", "cffi", "cupy"},
-    "zckpt": {"torch", "numpy", "attrs", "safetensors", "xxhash"},
+    "zckpt": {"torch", "numpy", "attrs", "safetensors", "xxhash", "fsspec"},
     "zengine": {
         "torch", "numpy", "attrs", "tensorboard", "wandb",
         "zcomm", "zprecision", "zpartition", "zoptim", "zckpt",
@@ -27,10 +27,10 @@ MAY_IMPORT = {
 }  # fmt: skip
 
 # Heavy or optional: only inside functions, so that `import zengine` neither pays for them nor needs them.
-ONLY_LAZILY = {"cffi", "cupy", "tensorboard", "wandb"}
+ONLY_LAZILY = {"cffi", "cupy", "fsspec", "tensorboard", "wandb"}
 
 # Imported if the user installed them; never a declared dependency.
-OPTIONAL = {"cupy", "wandb"}
+OPTIONAL = {"cupy", "fsspec", "wandb"}
 
 # Inside zengine one file composes the five packages: only there are classes with behaviour made or chosen.  The
 # others use the names listed here: frozen policy values in the config, functions and errors where they are a file's
@@ -43,6 +43,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("ZeroPolicy", "Averaging", "ReduceAt", "SparseGradients"),
             *("Offload", "Speculation", "Tier"),
         },
+        "zckpt": {"Best", "CheckpointInputError", "EVERYTHING", "Retention"},
     },
     # asks zoptim whether it knows a name and its options, on a dummy parameter, so that the config never lists them
     "config/choices.py": {"zoptim": {"make_optimizer", "make_schedule", "UnknownNameError", "NotAvailableYetError"}},

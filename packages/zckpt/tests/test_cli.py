@@ -1,3 +1,5 @@
+"""The command line as a script sees it: arguments in; status, stdout and stderr out."""
+
 import os
 import runpy
 import sys
@@ -7,7 +9,8 @@ import pytest
 import torch
 
 from zckpt import save, whole
-from zckpt.cli import ABSENT, CORRUPT, OK, main
+from zckpt.cli import main
+from zckpt.cli.status import ABSENT, CORRUPT, OK, REFUSED, USAGE
 
 
 @pytest.fixture
@@ -18,70 +21,76 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def flip_last_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+COMMANDS = ["ls", "inspect", "show", "verify", "diff", "export", "import", "prune"]
 
 
-def test_ls_lists_newest_first_and_what_crashes_left(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / ".tmp-step-3-0123456789abcdef").mkdir()
-    (root / "empty").mkdir()
-    assert main(["ls", str(root)]) == OK
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step-2 ")
-    assert lines[0].endswith("2 tensors  1 ranks  <- latest")
-    assert lines[1].startswith("step-1 ")
-    assert "incomplete: no manifest.json" in lines[2]
-    assert "left by an interrupted save" in lines[3]
-
-
-def test_ls_tells_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.truncate(root / "step-1" / "rank00000.safetensors", 3)
-    flip_last_byte(root / "step-2" / "manifest.json")
-    assert main(["ls", str(root)]) == CORRUPT
-    assert capsys.readouterr().out.count("DAMAGED") == 2
-
-
-def test_show_tells_what_is_in_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(root / "step-1")]) == OK
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_and_its_status(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
     out = capsys.readouterr().out
-    for words in ("tag step-1, step 1", "w: float32 (3, 4), 1 pieces", "s: int64 ()", "objects: scheduler", "rng"):
-        assert words in out
+    assert stopped.value.code == OK
+    assert "exit status:" in out
+    assert "2  wrong usage, nothing there, or never committed" in out
 
 
-def test_verify_is_silent_about_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(root / "step-1")]) == OK
-    assert "sound" in capsys.readouterr().out
-    assert main(["verify", str(root)]) == OK
-    assert "step-2: sound" in capsys.readouterr().out
-    flip_last_byte(root / "step-2" / "rank00000.safetensors")
-    assert main(["verify", str(root)]) == CORRUPT
-    assert "tensor 'w' in rank00000.safetensors" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "prune --last 1", "export --to hf"])
 def test_nothing_there_is_status_two(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    for name in ("none", "empty"):
-        assert main([command, str(tmp_path / name)]) == ABSENT
+    verb, *options = command.split()
+    for name in ("none", "empty") if verb != "prune" else ("none",):
+        arguments = [verb, str(tmp_path / name), *options]
+        assert main(arguments + ([str(tmp_path / "out")] if verb == "export" else [])) == ABSENT
+    assert "is not a folder" in capsys.readouterr().err
+
+
+def test_usage_errors_are_status_two(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["frob"], ["diff", str(root)], ["prune", str(root)]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == USAGE
     capsys.readouterr()
+    assert main(["prune", str(root), "--last", "0"]) == USAGE
+    assert main(["inspect", str(root / "step-1"), "--tag", "step-2"]) == USAGE
+    assert main(["inspect", "nosuchscheme://x"]) == USAGE
+    err = capsys.readouterr().err
+    for words in ("last must be an int of at least 1, given 0", "leave out --tag, or give the root", "cannot serve"):
+        assert words in err
 
 
-def test_an_unfinished_save_is_status_two(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / "step-2" / "manifest.json").unlink()
-    assert main(["verify", str(root / "step-2")]) == ABSENT
-    assert "never committed" in capsys.readouterr().err
+def test_a_refusing_disk_is_status_three(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import errno
+
+    def refuse(path: object, flags: int, *rest: object, **more: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert main(["verify", str(root / "step-1")]) == REFUSED
+    assert "Permission denied (EACCES)" in capsys.readouterr().err
 
 
-def test_one_that_was_moved_aside_can_be_looked_at(root: Path) -> None:
-    (root / "step-2").rename(root / ".old-step-2-0123456789abcdef")
-    assert main(["verify", str(root / ".old-step-2-0123456789abcdef")]) == OK
-    assert main(["ls", str(root)]) == OK
+def test_damage_is_status_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / "step-2" / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert main(["inspect", str(root / "step-2")]) == CORRUPT
+    assert "damaged: " in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_traceback(root: Path) -> None:
+    import subprocess
+
+    command = [sys.executable, "-m", "zckpt", "inspect", str(root), "--tensors", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
 
 
 def test_it_runs_as_a_module(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, status in ((["verify", str(root)], OK), ([], ABSENT)):
+    for arguments, status in ((["verify", str(root)], OK), ([], USAGE)):
         monkeypatch.setattr(sys, "argv", ["zckpt", *arguments])
         with pytest.raises(SystemExit) as stopped:
             runpy.run_module("zckpt", run_name="__main__")

@@ -54,6 +54,27 @@ def test_client_state_comes_back_clean(tmp_path):
     assert Path(path) == tmp_path / "global_step0"
 
 
+def test_old_checkpoints_go_as_the_config_says(tmp_path):
+    """The best is judged by client_state["metrics"]; what is no number is no metric."""
+    engine = make(checkpoint={"keep": {"last": 1, "best": "loss"}})
+    for step, loss in ((1, 3.0), (2, torch.tensor(1.0)), (3, float("nan")), (4, 2.0)):
+        one_step(engine)
+        engine.save_checkpoint(tmp_path, client_state={"metrics": {"loss": loss, "note": "x"}})
+        assert zckpt.find(tmp_path).step == step
+    assert [seen.step for seen in zckpt.committed(tmp_path)] == [4, 2]
+    assert zckpt.find(tmp_path, "global_step2").objects["metrics"] == {"loss": 1.0}
+
+
+def test_a_url_is_a_place_too():
+    url = "memory://zengine-checkpointing/run"
+    engine = one_step(make())
+    engine.save_checkpoint(url)
+    other = make()
+    path, _ = other.load_checkpoint(url)
+    assert path == "memory:/zengine-checkpointing/run/global_step1"
+    assert torch.equal(other.module.weight, engine.module.weight)
+
+
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 

@@ -28,10 +28,14 @@ from .errors import (
 )
 from .finding import Seen, committed, find
 from .groups import group_peers
+from .leasing import Leasing
 from .loading import Loaded, load
+from .locating import remote
 from .opening import open_checkpoint
 from .peers import ALONE, Peers
+from .pruning import Pruned, prune
 from .reading import LoadReport
+from .retention import EVERYTHING, Best, Candidate, Keep, Retention
 from .saving import save
 from .shard import Shard, ShardLike, whole
 from .storage import LOCAL, LocalStorage, Storage
@@ -41,9 +45,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ALONE",
+    "EVERYTHING",
     "LOCAL",
     "AsyncSaver",
+    "Best",
     "Busy",
+    "Candidate",
     "Checkpoint",
     "CheckpointCorrupt",
     "CheckpointError",
@@ -54,10 +61,14 @@ __all__ = [
     "CheckpointReadError",
     "CheckpointWarning",
     "CheckpointWriteError",
+    "Keep",
+    "Leasing",
     "LoadReport",
     "Loaded",
     "LocalStorage",
     "Peers",
+    "Pruned",
+    "Retention",
     "SaveHandle",
     "Seen",
     "Shard",
@@ -70,6 +81,8 @@ __all__ = [
     "group_peers",
     "load",
     "open_checkpoint",
+    "prune",
+    "remote",
     "rng",
     "save",
     "save_async",

@@ -37,6 +37,7 @@ from .errors import CheckpointError, CheckpointInputError, CheckpointWarning
 from .peers import ALONE, Peers
 from .planning import Request
 from .regions import Box, Span
+from .retention import EVERYTHING, Keep
 from .saving import Content, Order, carry_out
 from .shard import ShardLike, check_shard, shape_of
 from .storage import LOCAL, Storage
@@ -151,6 +152,7 @@ class AsyncSaver:
         latest: bool = True,
         overwrite: bool = False,
         writers: int = 2,
+        keep: Keep = EVERYTHING,
         storage: Storage = LOCAL,
     ) -> SaveHandle:
         """Like zckpt.save, but returns when the tensors are copied and may change.  Every rank calls it alike.
@@ -159,7 +161,7 @@ class AsyncSaver:
         """
         self._make_room()
         request = Request.of(tag, step, latest=latest, overwrite=overwrite, writers=writers)
-        order = Order.of(Path(root), request, Content(shards, tensors, objects, rank_objects), storage)
+        order = Order.of(root, request, Content(shards, tensors, objects, rank_objects), keep, storage)
         if self.newest is not None:
             self.newest.holds_copy = False
         handle = SaveHandle(order, order.shards[: order.num_given])

@@ -22,6 +22,7 @@ import attrs
 from . import manifest as manifests
 from .checkpoint import Checkpoint
 from .errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from .locating import located
 from .opening import named_os_errors, open_checkpoint, peek
 from .places import LATEST, RemainKind, check_tag, remain, tag_problem
 from .storage import LOCAL, Kind, Storage, read_all
@@ -52,7 +53,7 @@ def find(root: str | os.PathLike[str], tag: str | None = None, *, storage: Stora
     Raises CheckpointNotFound (offers what there is), CheckpointCorrupt (offers the newest sound one),
     CheckpointReadError.
     """
-    folder = Path(root)
+    folder, storage = located(root, storage)
     with named_os_errors(f"looking for a checkpoint in {folder}"):
         if tag is not None:
             return _open_tag(storage, folder, check_tag(tag), ())
@@ -72,7 +73,8 @@ def find(root: str | os.PathLike[str], tag: str | None = None, *, storage: Stora
 
 def committed(root: str | os.PathLike[str], *, storage: Storage = LOCAL) -> list[Seen]:
     """The committed checkpoints of a root, highest step first."""
-    return _look(storage, Path(root), _tags(storage, Path(root)))
+    folder, storage = located(root, storage)
+    return _look(storage, folder, _tags(storage, folder))
 
 
 def newest_aside(storage: Storage, root: Path, tag: str) -> Path | None:

@@ -11,6 +11,7 @@ from . import manifest as manifests
 from . import schema
 from .checkpoint import Checkpoint
 from .errors import CheckpointCorrupt, CheckpointNotFound, CheckpointReadError
+from .locating import located_checkpoint
 from .manifest import Manifest
 from .schema import Glimpse
 from .storage import LOCAL, Kind, Storage, read_all
@@ -22,7 +23,7 @@ def open_checkpoint(
     path: str | os.PathLike[str], *, tag: str = "", notes: tuple[str, ...] = (), storage: Storage = LOCAL
 ) -> Checkpoint:
     """The checkpoint in this very folder, which `tag` (by default the folder's name) must match."""
-    folder = Path(path)
+    folder, storage = located_checkpoint(path, storage)
     with named_os_errors(f"opening checkpoint {folder}"):
         found = _read_manifest(storage, folder)
         expected = tag or folder.name

@@ -25,10 +25,13 @@ from .canonical import JSON
 from .commit import Bystander, Keeper
 from .crew import work_through
 from .errors import CheckpointWriteError
+from .locating import located
 from .manifest import library_versions
 from .peers import ALONE, Peers
 from .places import Place
 from .planning import FilePlan, Request, SavePlan, Slice, propose, settle, trim
+from .pruning import tidy
+from .retention import EVERYTHING, Keep
 from .shard import ShardLike
 from .storage import LOCAL, Storage
 from .team import Team, os_error_text
@@ -48,6 +51,7 @@ def save(
     latest: bool = True,
     overwrite: bool = False,
     writers: int = 2,
+    keep: Keep = EVERYTHING,
     storage: Storage = LOCAL,
 ) -> Path:
     """Save one checkpoint; returns its folder, `<root>/<tag>`.  Every rank of `peers` calls it alike.
@@ -63,6 +67,8 @@ def save(
     overwrite: replace a checkpoint of this tag instead of refusing.
     writers: threads, and files, of each rank; small checkpoints use fewer.  Each needs a buffer of 8 MiB, and another
         one for tensors on a GPU.
+    keep: after the save, delete the checkpoints of this root that the policy does not want (pruning.py); what goes
+        wrong there is a warning.
 
     On return the checkpoint survives a power cut.  Raises, on every rank alike: CheckpointInputError (what was given
     cannot be saved, or ranks disagree), CheckpointExists, CheckpointWriteError (disk or peers failed; names the rank
@@ -70,7 +76,7 @@ def save(
     """
     request = Request.of(tag, step, latest=latest, overwrite=overwrite, writers=writers)
     content = Content(shards, tensors, objects, rank_objects)
-    return carry_out(Order.of(Path(root), request, content, storage), peers)
+    return carry_out(Order.of(root, request, content, keep, storage), peers)
 
 
 @attrs.frozen(eq=False)
@@ -94,21 +100,26 @@ class Order:
     tensors: Tensors  # a mapping or views, as given; else nothing
     objects: Mapping[str, JSON]
     rank_objects: Mapping[str, JSON]
+    keep: Keep
     storage: Storage
 
     @classmethod
-    def of(cls, root: Path, request: Request, content: Content, storage: Storage) -> Order:
+    def of(
+        cls, root: str | os.PathLike[str], request: Request, content: Content, keep: Keep, storage: Storage
+    ) -> Order:
+        folder, storage = located(root, storage)
         shards, tensors = list(content.shards), content.tensors
         if not isinstance(tensors, (Mapping, Views)):
             shards, tensors = [*shards, *tensors], {}
         return cls(
-            root=root,
+            root=folder,
             request=request,
             shards=[*shards, *shards_of(tensors)],
             num_given=len(shards),
             tensors=tensors,
             objects=described(content.objects, tensors),
             rank_objects=content.rank_objects,
+            keep=keep,
             storage=storage,
         )
 
@@ -131,6 +142,8 @@ def carry_out(order: Order, peers: Peers) -> Path:
         reports = team.together("writing", lambda: write_rank(place, plan, order.shards, peers.rank, storage))
         team.together("committing", lambda: keeper.commit(reports))
         team.together("publishing", keeper.publish)
+    if peers.rank == 0:
+        tidy(order.root, order.keep, storage)
     return place.final
 
 

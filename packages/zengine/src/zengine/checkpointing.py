@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,7 @@ def save(engine: Engine, root: str, tag: str | None, client_state: Mapping[str, 
             step=clock.steps,
             latest=latest,
             overwrite=True,
+            keep=engine.plan.keep,
         )
     return str(folder)
 
@@ -137,6 +139,7 @@ def _objects(engine: Engine, client_state: Mapping[str, Any]) -> dict[str, Any]:
     parts = engine.parts
     return {
         "client_state": encode(dict(client_state), "client_state"),
+        "metrics": _metrics(client_state),
         "clock": encode(engine.clock.state_dict()),
         "optimizer": None if engine.optimizer is None else _describe_optimizer(engine.optimizer),
         "scheduler": {
@@ -147,6 +150,15 @@ def _objects(engine: Engine, client_state: Mapping[str, Any]) -> dict[str, Any]:
         "features": {f.name: encode(f.state_dict(), f"feature {f.name}") for f in engine.features if f.name},
         "plan": engine.plan.describe(),
     }
+
+
+def _metrics(client_state: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of client_state["metrics"], by which checkpoint.keep.best judges; a NaN is no number."""
+    given = client_state.get("metrics")
+    values = given.items() if isinstance(given, Mapping) else ()
+    is_number = (int, float, torch.Tensor)
+    numbers = {str(name): float(value) for name, value in values if isinstance(value, is_number)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

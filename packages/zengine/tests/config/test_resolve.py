@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import zckpt
 from zengine.config import ConfigError, Facts, Plan, load, resolve
 from zpartition import Averaging, ReduceAt, SparseGradients, ZeroPolicy
 from zprecision import BF16, FP16, FP32, DynamicScaling, Precision, StaticScaling, Unscaled
@@ -28,6 +29,7 @@ def test_the_smallest_config_is_fp32_unsharded_and_clipped() -> None:
     assert (plan.clip_norm, plan.skip_nonfinite) == (1.0, True)
     assert (plan.data.drop_last, plan.data.seed) == (False, 1234)
     assert (plan.tag_validation, plan.dump_state, plan.log_level) == ("WARN", False, "")
+    assert plan.keep is zckpt.EVERYTHING
     assert plan.managed_accumulation is True
     assert (plan.telemetry.steps_per_print, plan.telemetry.throughput) == (0, True)
 
@@ -148,7 +150,10 @@ def test_the_remaining_sections_reach_their_parts() -> None:
             "comms_logger": {"enabled": True},
             "tensorboard": {"enabled": True, "output_path": "runs", "job_name": "a"},
             "wandb": {"enabled": True, "team": "t", "group": "g"},
-            "checkpoint": {"tag_validation": "Fail"},
+            "checkpoint": {
+                "tag_validation": "Fail",
+                "keep": {"last": 2, "best": ["loss", "f1:max:3"], "tags": ["v*"]},
+            },
             "dump_state": True,
             "log_level": "INFO",
         }
@@ -163,6 +168,8 @@ def test_the_remaining_sections_reach_their_parts() -> None:
     assert telemetry.csv_monitor.enabled is False
     assert (telemetry.wandb.team, telemetry.wandb.group, telemetry.wandb.project) == ("t", "g", "deepspeed")
     assert (plan.tag_validation, plan.dump_state, plan.log_level) == ("FAIL", True, "info")
+    best = (zckpt.Best("loss", "min"), zckpt.Best("f1", "max", 3))
+    assert plan.keep == zckpt.Retention(last=2, best=best, tags=("v*",))
 
 
 def test_all_broken_rules_come_in_one_error() -> None:

@@ -56,6 +56,11 @@ BREAKING: dict[str, tuple[dict[str, Any], str]] = {
         "zero_optimization.stage = 2. "
         'Use stage 3, or set it to "none".',
     ),
+    "what_stays_begins_with_the_last": (
+        {"checkpoint": {"keep": {"best": "loss"}}},
+        "checkpoint.keep.best says what stays beside the last few, and checkpoint.keep.last is not set. "
+        "Set checkpoint.keep.last to 1 or more, or leave the section out to keep all checkpoints.",
+    ),
 }
 
 

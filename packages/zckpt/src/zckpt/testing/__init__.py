@@ -6,9 +6,12 @@
         for survival in SURVIVALS:
             after = storage.crash(at, survival)      # what a machine would find when it comes back
 
+`ModelBucket` is the same for object stores: `save(..., storage=bucket.storage())`, then `bucket.crash(at, torn)`.
+
 Tested itself, typed, and safe to import in production code, which has no use for it.
 """
 
+from .bucket import ModelBucket, Put, Torn, fail_put
 from .faults import FaultyStorage, fail_at
 from .model import SURVIVALS, Kept, ModelStorage, Op, Survival
 from .threads import Outcome, run_threads
@@ -17,10 +20,14 @@ __all__ = [
     "SURVIVALS",
     "FaultyStorage",
     "Kept",
+    "ModelBucket",
     "ModelStorage",
     "Op",
     "Outcome",
+    "Put",
     "Survival",
+    "Torn",
     "fail_at",
+    "fail_put",
     "run_threads",
 ]

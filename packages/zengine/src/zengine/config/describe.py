@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import zckpt
 from zengine.config.errors import shown
 from zpartition import Speculation
 from zprecision import DynamicScaling, StaticScaling
@@ -34,9 +35,21 @@ def rows(plan: Plan) -> Iterator[Row]:
     yield from _precision_rows(plan)
     yield from _reduction_rows(plan)
     yield from _telemetry_rows(plan)
+    yield from _keep_rows(plan)
     yield "checkpoint.tag_validation", plan.tag_validation
     yield "dump_state", plan.dump_state
     yield "log_level", plan.log_level or "(unchanged)"
+
+
+def _keep_rows(plan: Plan) -> Iterator[Row]:
+    keep = plan.keep if isinstance(plan.keep, zckpt.Retention) else zckpt.Retention()
+    yield "checkpoint.keep.last", keep.last if keep is plan.keep else "all"
+    yield "checkpoint.keep.every", keep.every or "off"
+    yield (
+        "checkpoint.keep.best",
+        ", ".join(f"{each.mode} {each.metric} ({each.count})" for each in keep.best) or "off",
+    )
+    yield "checkpoint.keep.tags", ", ".join(keep.tags) or "off"
 
 
 def _precision_rows(plan: Plan) -> Iterator[Row]:

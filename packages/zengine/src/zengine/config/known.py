@@ -39,7 +39,7 @@ SECTIONS: dict[str, Entry] = {
         shorthand=training.ZERO_SHORTHAND,
     ),
     "aio": honoured(schema.Aio, training.AIO),
-    "checkpoint": honoured(schema.CheckpointSettings, training.CHECKPOINT),
+    "checkpoint": honoured(schema.CheckpointSettings, {**training.CHECKPOINT, "keep": honoured(schema.KeepSettings)}),
     "nebula": training.NEBULA,
     "datastates_ckpt": training.DATASTATES,
     "timers": Section(

@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 
+import zckpt
 from zengine.config.describe import table
 from zpartition import ZeroPolicy
 from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
@@ -112,6 +113,7 @@ class Plan:
     skip_nonfinite: bool  # an update with NaN or inf gradients is left out and reported
     telemetry: TelemetryPlan
     data: DataPlan
+    keep: zckpt.Keep  # which checkpoints stay when one is saved
     tag_validation: str  # "IGNORE" | "WARN" | "FAIL": ranks that name different checkpoint tags
     dump_state: bool  # print the plan at start
     log_level: str  # "" leaves the loggers alone

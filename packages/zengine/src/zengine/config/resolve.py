@@ -8,6 +8,7 @@ from __future__ import annotations
 import attrs
 import torch
 
+import zckpt
 from zengine.config.batch import BatchTerms, Unsolvable, solve
 from zengine.config.errors import NOWHERE, ConfigError, Problem
 from zengine.config.known import ROOT
@@ -61,6 +62,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         skip_nonfinite=precision.param != torch.bfloat16 or settings.bf16.check_grad_overflow,
         telemetry=_telemetry(settings),
         data=DataPlan(drop_last=settings.dataloader_drop_last, seed=settings.data_efficiency.seed),
+        keep=_keep(settings),
         tag_validation=settings.checkpoint.tag_validation,
         dump_state=settings.dump_state,
         log_level=settings.log_level,
@@ -74,6 +76,13 @@ def resolve(config: Config, facts: Facts) -> Plan:
         origins=_origins(config),
         notices=(*config.notices, *_notices(config, facts)),
     )
+
+
+def _keep(settings: Settings) -> zckpt.Keep:
+    keep = settings.checkpoint.keep
+    if not keep.last:
+        return zckpt.EVERYTHING
+    return zckpt.Retention(last=keep.last, every=keep.every, best=keep.best, tags=keep.tags)
 
 
 def _batch(config: Config, facts: Facts) -> BatchPlan | Problem:

@@ -168,6 +168,20 @@ def resting_weights_are_sharded(config: Config) -> Problem | None:
     )
 
 
+def what_stays_begins_with_the_last(config: Config) -> Problem | None:
+    """The other keys of checkpoint.keep add to the last few; alone they would delete the run's newest work."""
+    keep = config.settings.checkpoint.keep
+    added = [f"checkpoint.keep.{key}" for key in ("every", "best", "tags") if getattr(keep, key)]
+    if keep.last or not added:
+        return None
+    return _violation(
+        config,
+        added[0],
+        f"{_at(config, added[0])} says what stays beside the last few, and checkpoint.keep.last is not set",
+        "Set checkpoint.keep.last to 1 or more, or leave the section out to keep all checkpoints.",
+    )
+
+
 RULES: tuple[Rule, ...] = (
     one_half_precision,
     prescale_leaves_nothing_to_predivide,
@@ -178,6 +192,7 @@ RULES: tuple[Rule, ...] = (
     stage_0_shards_nothing,
     files_have_a_folder,
     resting_weights_are_sharded,
+    what_stays_begins_with_the_last,
 )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 
+import zckpt
 from zengine.config.kinds import (
     DTYPE,
     LIST,
@@ -61,9 +62,17 @@ def _read_offload(value: object) -> str:
     return str(device)
 
 
+def _read_best(value: object) -> tuple[zckpt.Best, ...]:
+    try:
+        return tuple(map(zckpt.Best.parse, _read_names([value] if isinstance(value, str) else value)))
+    except zckpt.CheckpointInputError as error:
+        raise Mismatch(str(error), 'Write "loss", "loss:min" or "accuracy:max:3".') from None
+
+
 BATCH = null_or(whole(1), 0)
 STAGE = Kind("0, 1, 2 or 3", _read_stage)
 NAMES = Kind("a list of names", _read_names)
+BEST = Kind("a metric, as METRIC[:min|max[:N]], or a list of them", _read_best)
 OFFLOAD = Kind('"none", "cpu", "nvme" or null', _read_offload)
 INTERVAL = Kind("a whole number >= 0", _read_interval)
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -226,12 +235,23 @@ class CommsLogger:
 
 
 @attrs.frozen(kw_only=True)
+class KeepSettings:
+    """checkpoint.keep, a key of ours: which checkpoints stay when one is saved; without `last` all do."""
+
+    last: int = setting(whole(0), 0, "the newest so many; 0: all, and the other keys have nothing to do")
+    every: int = setting(whole(0), 0, "also steps divisible by it; 0: none")
+    best: tuple[zckpt.Best, ...] = setting(BEST, (), 'also the best by a number of client_state["metrics"]')
+    tags: tuple[str, ...] = setting(NAMES, (), "also tags that match one of these shell patterns")
+
+
+@attrs.frozen(kw_only=True)
 class CheckpointSettings:
     """checkpoint."""
 
     tag_validation: str = setting(
         choice("IGNORE", "WARN", "FAIL", fold=str.upper), "WARN", "when ranks save under different tags"
     )
+    keep: KeepSettings = KeepSettings()
 
 
 @attrs.frozen(kw_only=True)

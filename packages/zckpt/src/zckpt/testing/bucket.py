@@ -1,0 +1,187 @@
+"""A store in memory that remembers every operation, and can come back from a crash after any of them.
+
+It stands in for an fsspec file system.  What a crash leaves of an object whose writing had not returned differs from
+store to store, so there are three of it: nothing (S3 and its kind), the bytes that had arrived (SFTP), or an
+object without any (a file system that had not flushed).  Objects whose writing had returned, and removals, stay.
+Listings come in a scrambled order, because no store owes anybody another.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+import attrs
+
+from ..leasing import Leasing
+from ..manifest import checksum
+from ..objectstore import RemoteStorage
+
+
+class Torn(enum.Enum):
+    """What is left of an object whose writing was cut short."""
+
+    NOTHING = "nothing"  # or what was there before
+    PART = "part"
+    EMPTY = "empty"
+
+
+@attrs.frozen
+class Put:
+    """One change of the store."""
+
+    name: str  # "begin" | "write" | "end" | "discard" | "remove"
+    key: str
+    data: bytes = b""
+
+
+@attrs.frozen
+class _Object:
+    data: bytes | None  # of the last complete writing; None before the first
+    arriving: bytes | None = None  # of the present one
+
+    def left(self, torn: Torn) -> bytes | None:
+        if self.arriving is None or torn is Torn.NOTHING:
+            return self.data
+        return self.arriving if torn is Torn.PART else b""
+
+
+PutFault: TypeAlias = "Callable[[Put], None]"  # raises to make the operation fail
+
+
+def fail_put(number: int, code: int = errno.EIO) -> PutFault:
+    """A fault for ModelBucket: the change of this number (from 0) fails."""
+    count = itertools.count()
+
+    def before(put: Put) -> None:
+        if next(count) == number:
+            raise OSError(code, os.strerror(code))
+
+    return before
+
+
+@final
+@attrs.define(eq=False)
+class ModelBucket:
+    """Has the methods of an fsspec file system that zckpt uses, see `zckpt.storefiles.Files`."""
+
+    base: dict[str, bytes] = attrs.field(factory=dict)  # what was there before the journal's first change
+    journal: list[Put] = attrs.field(factory=list)  # every change so far
+    before: PutFault = lambda put: None  # called ahead of each change
+    objects: dict[str, _Object] = attrs.field(init=False)  # what is there now
+    mutex: threading.RLock = attrs.field(factory=threading.RLock)  # ranks may be threads
+
+    def __attrs_post_init__(self) -> None:
+        self.objects = {key: _Object(data) for key, data in self.base.items()}
+
+    def storage(self, root: str = "model:/bucket/run") -> RemoteStorage:
+        """The checkpoint storage over it; the lock of a dead job is taken over at once."""
+        base = root.partition(":/")[2]
+        return RemoteStorage(Path(root), base, self, Leasing(beat_s=3600.0, patience_s=0.0))
+
+    def crash(self, at: int, torn: Torn) -> ModelBucket:
+        """The store as found after a crash before change `at` of the journal."""
+        replayed = ModelBucket(self.base)
+        for put in self.journal[:at]:
+            replayed.apply(put)
+        left = {key: each.left(torn) for key, each in replayed.objects.items()}
+        return ModelBucket({key: data for key, data in left.items() if data is not None})
+
+    def apply(self, put: Put) -> None:
+        """Do it, and only then write it into the journal."""
+        with self.mutex:
+            self.before(put)
+            there = self.objects.get(put.key, _Object(None))
+            if put.name == "remove":
+                self._visible(put.key)
+                del self.objects[put.key]
+            elif put.name == "discard":
+                self.objects[put.key] = _Object(there.data)
+            elif put.name == "end":
+                self.objects[put.key] = _Object(there.arriving or b"")
+            else:
+                arriving = b"" if put.name == "begin" else (there.arriving or b"") + put.data
+                self.objects[put.key] = _Object(there.data, arriving)
+            self.journal.append(put)
+
+    def _visible(self, key: str) -> bytes:
+        with self.mutex:
+            data = self.objects.get(key, _Object(None)).data
+        if data is None:
+            raise FileNotFoundError(key)
+        return data
+
+    def _below(self, path: str) -> set[str]:
+        """The visible names in what would be a folder."""
+        with self.mutex:
+            keys = [key for key, each in self.objects.items() if each.data is not None]
+        return {key[len(path) + 1 :].split("/")[0] for key in keys if key.startswith(f"{path}/")}
+
+    def info(self, path: str) -> dict[str, Any]:
+        if self._below(path):
+            return {"name": path, "size": 0, "type": "directory"}
+        return {"name": path, "size": len(self._visible(path)), "type": "file"}
+
+    def ls(self, path: str, detail: bool = True) -> list[Any]:
+        infos = [self.info(f"{path}/{name}") for name in self._below(path)]
+        if not infos:
+            raise FileNotFoundError(path)
+        return sorted(infos, key=lambda each: checksum(str(each["name"]).encode()))
+
+    def open(self, path: str, mode: str) -> ModelUpload:
+        assert mode == "wb", mode
+        self.apply(Put("begin", path))
+        return ModelUpload(self, path)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        return self._visible(path)[start:end]
+
+    def pipe_file(self, path: str, value: bytes) -> None:
+        upload = self.open(path, "wb")
+        upload.write(memoryview(value))
+        upload.close()
+
+    def rm_file(self, path: str) -> None:
+        self.apply(Put("remove", path))
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """There are no folders."""
+
+    def rmdir(self, path: str) -> None:
+        raise FileNotFoundError(path)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        """There is none."""
+
+    @staticmethod
+    def _strip_protocol(path: str) -> str:
+        return path.rpartition("://")[2]
+
+
+@final
+@attrs.frozen(eq=False)
+class ModelUpload:
+    """An object being written."""
+
+    bucket: ModelBucket
+    key: str
+
+    def write(self, data: memoryview) -> int:
+        """In two halves, so that there is a crash in the middle of each write."""
+        whole = bytes(data)
+        for half in (whole[: len(whole) // 2], whole[len(whole) // 2 :]):
+            self.bucket.apply(Put("write", self.key, half))
+        return len(whole)
+
+    def close(self) -> None:
+        self.bucket.apply(Put("end", self.key))
+
+    def discard(self) -> None:
+        """Given up: gone, as an aborted upload is."""
+        self.bucket.apply(Put("discard", self.key))

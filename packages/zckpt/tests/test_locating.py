@@ -1,0 +1,62 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from zckpt import CheckpointInputError, Leasing, remote
+from zckpt.locating import located, located_checkpoint
+from zckpt.objectstore import RemoteStorage
+from zckpt.storage import LOCAL
+
+
+@pytest.mark.parametrize("text", ["runs/a", "/runs/a", "runs/a:b", "s3", "C:/runs", "nosuchscheme:/x", "a:b/c"])
+def test_everything_else_is_a_local_folder(text: str) -> None:
+    assert located(text) == (Path(text), LOCAL)
+
+
+def test_a_file_url_is_a_local_folder_too() -> None:
+    assert located("file:///runs/a") == (Path("/runs/a"), LOCAL)
+    assert located(Path("file:///runs/a")) == (Path("/runs/a"), LOCAL)
+
+
+@pytest.mark.parametrize("url", ["memory://runs/a", "memory://runs/a/", "MEMORY://runs/a", Path("memory://runs/a")])
+def test_a_url_is_a_place_in_a_store(url: str) -> None:
+    root, storage = located(url)
+    assert isinstance(storage, RemoteStorage)
+    assert (root, storage.root, storage.base) == (Path("memory:/runs/a"), root, "/runs/a")
+    folder, storage = located_checkpoint(url)
+    assert (folder, storage.root) == (Path("memory:/runs/a"), Path("memory:/runs"))
+
+
+def test_a_storage_that_was_chosen_is_kept() -> None:
+    chosen = remote("memory://runs/a", leasing=Leasing(beat_s=1.0))
+    assert located("memory://runs/a", chosen) == (Path("memory:/runs/a"), chosen)
+    assert chosen.leasing.beat_s == 1.0
+
+
+def test_the_url_gives_host_and_the_options_go_to_fsspec() -> None:
+    made = remote("file:///runs", auto_mkdir=True)
+    assert made.files.auto_mkdir is True  # type: ignore[attr-defined]
+    assert made.base == "/runs"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nosuchscheme://x/y", "fsspec cannot serve nosuchscheme://"),
+        ("simplecache::memory://x", "chains of URLs"),
+        ("runs/a", "is no URL: give <scheme>://<place>"),
+    ],
+)
+def test_what_cannot_be_served_is_told(url: str, words: str) -> None:
+    with pytest.raises(CheckpointInputError, match=words):
+        remote(url)
+
+
+def test_without_fsspec_the_extra_is_named_and_local_folders_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fsspec", "fsspec.registry"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(CheckpointInputError, match=r"s3://b/run needs the package fsspec: install zckpt\[fsspec\]"):
+        located("s3://b/run")
+    assert located("runs/a") == (Path("runs/a"), LOCAL)
+    assert located("s3:/b/run") == (Path("s3:/b/run"), LOCAL)
