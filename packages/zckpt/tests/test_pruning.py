@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from zckpt import (
+    AsyncSaver,
     CheckpointError,
     CheckpointWarning,
     CheckpointWriteError,
@@ -61,6 +62,15 @@ def test_after_each_save() -> None:
         assert tags(DISK, storage) == [f"s{step}", f"s{step - 1}"][:step]
     save_step(DISK, storage, 6, keep=Retention(last=1), latest=False)
     assert tags(DISK, storage) == ["s6", "s5"], "latest still names s5"
+
+
+def test_after_a_save_in_the_background() -> None:
+    storage = ModelStorage()
+    with AsyncSaver() as saver:
+        for step in range(1, 4):
+            shards = [whole("w", torch.full((4,), float(step)))]
+            saver.save(DISK, f"s{step}", shards=shards, step=step, keep=Retention(last=2), storage=storage)
+    assert tags(DISK, storage) == ["s3", "s2"]
 
 
 def disk_crashes(keep: Keep) -> Iterator[tuple[Path, Storage]]:

@@ -48,6 +48,7 @@ class Pending:
 def find(root: str | os.PathLike[str], tag: str | None = None, *, storage: Storage = LOCAL) -> Checkpoint:
     """The checkpoint of this tag, or without one that of `latest`, or else the newest by step.
 
+    root: a folder, or the URL of a store.
     Its manifest is checked in full and the size of each of its files; its tensors are checked when they are read.
     `notes` of the result says what was odd on the way.
     Raises CheckpointNotFound (offers what there is), CheckpointCorrupt (offers the newest sound one),
