@@ -56,7 +56,8 @@ def save(
 ) -> Path:
     """Save one checkpoint; returns its folder, `<root>/<tag>`.  Every rank of `peers` calls it alike.
 
-    root: a folder that all ranks see, or the URL of a store ("s3://bucket/run"; `storage=remote(url, ...)` for options).
+    root: a folder that all ranks see, or the URL of a store ("s3://bucket/run"); `remote(url, ...)` as storage gives
+        it options.
     tag: the folder's name; step-<step> if it is not given.
     shards: what this rank holds.  All ranks' shards together make each tensor whole; a region that several ranks
         give is written by one of them.  The tensors are read in place and must not change before the return.
