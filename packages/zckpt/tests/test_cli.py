@@ -86,7 +86,8 @@ def test_a_reader_that_goes_away_is_no_traceback(root: Path) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        assert b"Traceback" not in process.stderr.read()
+        assert process.stderr.read() == b""
+    assert process.returncode == REFUSED
 
 
 def test_it_runs_as_a_module(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ class RemoteStorage:
         except FileNotFoundError:  # a prefix without objects
             return []
         plain = {name for name in entries if home(name) is None}
-        return sorted(plain | set(self._look()))
+        return sorted(plain | set(self._named(entries)))
 
     def nbytes(self, path: Path) -> int:
         with named_errors(path):
@@ -206,7 +206,11 @@ class RemoteStorage:
             entries = self._list(self.base, self.root)
         except FileNotFoundError:
             return {}
-        found = {each: () for each in map(home, entries) if each is not None and tag in ("", each.tag)}
+        return self._named(entries, tag)
+
+    def _named(self, entries: list[str], tag: str = "") -> dict[str, Home]:
+        """The names of the homes among the entries of the root; each is listed for its markers."""
+        found = [each for each in map(home, entries) if each is not None and tag in ("", each.tag)]
         now = named({each: self._list_home(each) for each in found})
         self.homes = {name: each for name, each in self.homes.items() if tag and each.tag != tag} | now
         return now

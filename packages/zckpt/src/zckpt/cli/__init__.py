@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     run: _Run = chosen.run
     try:
-        return run(chosen)
+        status = run(chosen)
+        sys.stdout.flush()  # here, where a reader that has gone away is no traceback
+        return status
     except CheckpointCorrupt as error:
         return _tell("damaged", error, CORRUPT)
     except CheckpointNotFound as error:
