@@ -16,6 +16,7 @@ from zckpt import (
     CheckpointNotFound,
     CheckpointWarning,
     CheckpointWriteError,
+    Leasing,
     Peers,
     committed,
     find,
@@ -314,6 +315,30 @@ def put(storage: Storage, path: Path, data: bytes) -> None:
     with storage.create(path) as writer:
         writer.write(memoryview(data))
         writer.sync()
+
+
+def test_nothing_above_the_root_is_asked_for_and_no_bucket_made() -> None:
+    bucket, asked = ModelBucket(), []
+
+    class Narrow:
+        """A key that sees its own prefix only."""
+
+        def __getattr__(self, name: str) -> object:
+            def call(path: str, *args: object, **options: object) -> object:
+                asked.append(name)
+                if not path.startswith("bucket/run"):
+                    raise PermissionError(path)
+                return getattr(bucket, name)(path, *args, **options)
+
+            return call
+
+    for scheme, makes in (("s3", False), ("model", True)):
+        asked.clear()
+        root = Path(f"{scheme}:/bucket/run/{scheme}")
+        storage = RemoteStorage(root, f"bucket/run/{scheme}", Narrow(), Leasing(patience_s=0.0))  # type: ignore[arg-type]
+        save(root, "a", shards=[whole("w", torch.ones(2))], objects={}, storage=storage)
+        assert find(root, storage=storage).tag == "a"
+        assert ("makedirs" in asked) is makes
 
 
 def test_whatever_a_store_raises_is_an_os_error() -> None:

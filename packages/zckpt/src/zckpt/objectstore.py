@@ -29,6 +29,9 @@ from .marking import Home, Remark, home, is_marker, named, remark, tag_of, unfin
 from .storage import Kind, Lock, Reader, Writer
 from .storefiles import Files, StoreReader, StoreWriter, named_errors
 
+# Schemes of stores without folders.  fsspec answers makedirs there by making the bucket, if it sees none: a misspelt
+# name, or a key that may not list it, must not end so.
+_FOLDERLESS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"}
 _UNKNOWN_FREE = 1 << 62  # stores do not say how much room they have
 _MAX_RENAMED_NBYTES = 1 << 20  # a renamed file is copied; only `latest` is ever renamed
 
@@ -46,6 +49,9 @@ class RemoteStorage:
     homes: dict[str, Home] = attrs.field(factory=dict)  # name -> home as last seen; only for what lies inside
 
     def kind(self, path: Path) -> Kind:
+        """What lies above the root is taken for granted: who may write there may not be allowed to look."""
+        if path != self.root and self.root.is_relative_to(path):
+            return Kind.FOLDER
         name = _folder_name(self.root, path)
         if name and path == self.root / name and tag_of(name) and self._look(tag_of(name)).get(name):
             return Kind.FOLDER
@@ -87,11 +93,10 @@ class RemoteStorage:
             return StoreWriter(path, self.files, native, self.files.open(native, "wb"))
 
     def make_folder(self, path: Path) -> None:
-        """Stores that have folders get one; the outermost level (a bucket) is never made by us."""
-        native = self._native(path)
-        if "/" in native.strip("/"):
+        """Stores that have folders get one, and those above it."""
+        if str(self.root).partition(":/")[0] not in _FOLDERLESS:
             with named_errors(path):
-                self.files.makedirs(native, exist_ok=True)
+                self.files.makedirs(self._native(path), exist_ok=True)
 
     def rename(self, old: Path, new: Path) -> None:
         name = _folder_name(self.root, old)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from ..finding import find
 from ..locating import located, located_checkpoint
 from ..manifest import FILE_NAME
 from ..marking import home
-from ..opening import named_os_errors, open_checkpoint
+from ..opening import open_checkpoint
 from ..places import remain
 from ..storage import LOCAL, Kind, Storage
 
@@ -19,21 +20,41 @@ from ..storage import LOCAL, Kind, Storage
 def resolve(text: str, tag: str | None = None) -> Checkpoint:
     """The one checkpoint that is meant; what was odd about finding it goes to stderr."""
     root, storage = located(text)
-    if storage is LOCAL:
-        root = _local(root)
-    folder, its_storage = (root, LOCAL) if storage is LOCAL else located_checkpoint(text)
-    with named_os_errors(f"looking for a checkpoint in {text}"):
-        is_one = _has_manifest(folder, its_storage)
-    if is_one and tag not in (None, _tag(folder)):
-        raise CheckpointInputError(f"{text} is the checkpoint {_tag(folder)!r}: leave out --tag, or give the root")
-    if is_one:
-        return open_checkpoint(_logical(folder, its_storage), tag=_tag(folder), storage=its_storage)
-    if storage is LOCAL and (remain(root.name) is not None or any(root.glob("*.safetensors"))):
-        raise CheckpointNotFound(f"{text} has no {FILE_NAME}: never committed")
-    found = find(root, tag, storage=storage)
+    found = _local_one(_local(root), tag) if storage is LOCAL else _stored_one(text, tag)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     return found
+
+
+def _local_one(path: Path, tag: str | None) -> Checkpoint:
+    """A folder with a manifest is a checkpoint, a folder without one a root."""
+    if (path / FILE_NAME).exists():
+        return _opened(path, tag, LOCAL)
+    if remain(path.name) is not None or any(path.glob("*.safetensors")):
+        raise CheckpointNotFound(f"{path} has no {FILE_NAME}: never committed")
+    return find(path, tag)
+
+
+def _stored_one(text: str, tag: str | None) -> Checkpoint:
+    """A root if there is something in it: who may read a root may not be allowed to list the level above."""
+    try:
+        return find(text, tag)
+    except CheckpointNotFound as nothing:
+        folder, storage = located_checkpoint(text)
+        at = home(folder.name)  # it may be given by the name that it has in the store
+        folder = folder if at is None else folder.with_name(at.tag)
+        with contextlib.suppress(OSError):
+            if storage.kind(folder / FILE_NAME) is Kind.FILE:
+                return _opened(folder, tag, storage)
+        raise nothing
+
+
+def _opened(folder: Path, tag: str | None, storage: Storage) -> Checkpoint:
+    aside = remain(folder.name)
+    its_tag = folder.name if aside is None else aside.tag
+    if tag not in (None, its_tag):
+        raise CheckpointInputError(f"{folder} is the checkpoint {its_tag!r}: leave out --tag, or give the root")
+    return open_checkpoint(folder, tag=its_tag, storage=storage)
 
 
 def existing_root(text: str) -> tuple[Path, Storage]:
@@ -46,21 +67,3 @@ def _local(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointNotFound(f"{path} is not a folder")
     return path.resolve()
-
-
-def _has_manifest(folder: Path, storage: Storage) -> bool:
-    return storage.kind(folder / FILE_NAME) is not Kind.ABSENT
-
-
-def _tag(folder: Path) -> str:
-    """What a folder's manifest must say: its name, without what a replacement or a store added to it."""
-    aside, at = remain(folder.name), home(folder.name)
-    if aside is not None:
-        return aside.tag
-    return at.tag if at is not None else folder.name
-
-
-def _logical(folder: Path, storage: Storage) -> Path:
-    """A folder in a store may be given by the name that it has there."""
-    at = home(folder.name)
-    return folder if storage is LOCAL or at is None else folder.with_name(at.tag)
