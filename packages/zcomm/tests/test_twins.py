@@ -90,3 +90,17 @@ def test_where_torch_would_sort_the_ranks_an_order_of_their_own_is_refused(monke
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     with pytest.raises(ValueError, match=r"cannot be made of ranks \[3, 1\] in this order: torch .* sorts them"):
         compat.new_group([3, 1])
+
+
+def hosts_twin() -> tuple[bool, str, list[int]]:
+    made = zcomm.host_twin()
+    again = zcomm.host_twin()
+    assert made is not None
+    found = torch.full((1,), dist.get_rank(made) + 1)
+    dist.all_reduce(found, group=made)
+    return made is again, dist.get_backend(made), found.tolist()
+
+
+def test_a_twin_for_files_speaks_gloo_and_is_made_once() -> None:
+    assert zcomm.host_twin() is None
+    assert run_ranks(hosts_twin, 2) == [(True, "gloo", [3])] * 2

@@ -32,7 +32,7 @@ from zcomm.shared.tensors import shared_empty
 from zcomm.slices import exchange_slices
 from zcomm.sparse import gather_rows
 from zcomm.trace import Record, traced
-from zcomm.twins import run, run_mates, twin
+from zcomm.twins import host_twin, run, run_mates, twin
 from zcomm.values import exchange
 from zcomm.world import World, init
 
@@ -64,6 +64,7 @@ __all__ = [
     "gather_rows",
     "group_rank",
     "group_size",
+    "host_twin",
     "init",
     "make_mesh",
     "reduce_scatter",

@@ -39,20 +39,22 @@ def group_timeout_s(group: Any, device: Any, otherwise: float) -> float:
 _KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
-def new_group(ranks: Sequence[int]) -> Any:
+def new_group(ranks: Sequence[int], backend: str | None = None) -> Any:
     """A group of these ranks of the world, in this order: a collective of them alone, of all if they are all.
 
     Raises ValueError for ranks that do not ascend where torch would sort them.
     """
     ordered, size = sorted(ranks), dist.get_world_size()
     if list(ranks) == ordered:
-        return dist.new_group(None if len(ranks) == size else ordered, use_local_synchronization=len(ranks) != size)
+        chosen = None if len(ranks) == size else ordered
+        return dist.new_group(chosen, backend=backend, use_local_synchronization=len(ranks) != size)
     if not _KEEPS_ORDER:
         raise ValueError(
             f"a group cannot be made of ranks {list(ranks)} in this order: torch {torch.__version__} sorts them. "
             "Start from a group whose ranks ascend."
         )
-    return dist.new_group(list(ranks), use_local_synchronization=len(ranks) != size, sort_ranks=False)
+    local = len(ranks) != size
+    return dist.new_group(list(ranks), backend=backend, use_local_synchronization=local, sort_ranks=False)
 
 
 def default_store() -> Any:

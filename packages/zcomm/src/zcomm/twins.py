@@ -23,7 +23,7 @@ from zcomm import compat
 from zcomm.collectives import barrier, group_rank, group_size
 from zcomm.shared import registry
 
-__all__ = ["run", "run_mates", "twin"]
+__all__ = ["host_twin", "run", "run_mates", "twin"]
 
 
 def twin(group: ProcessGroup | None = None) -> ProcessGroup | None:
@@ -41,6 +41,19 @@ def twin(group: ProcessGroup | None = None) -> ProcessGroup | None:
         for each in (group, second):  # a group's first collective waits for all: not where orders may cross
             barrier(each, label="twins")
     return kin["twin"]
+
+
+def host_twin(group: ProcessGroup | None = None) -> ProcessGroup | None:
+    """The ranks of `group` once more, over Gloo: for a thread of its own, which talks about files, say.
+
+    None at world size 1.  Collective and end as for `twin`.
+    """
+    if group_size(group) == 1:
+        return None
+    kin = registry.kin(group)
+    if "host twin" not in kin:
+        kin["host twin"] = compat.new_group(_ranks(group), backend="gloo")
+    return kin["host twin"]
 
 
 def run(size: int, group: ProcessGroup | None = None) -> ProcessGroup | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+import zckpt
 import zcomm
 import zoptim
 import zpartition
@@ -22,8 +23,9 @@ import zprecision
 from zengine.agreement import check_agreement
 from zengine.config import Plan
 from zengine.data import make_loader
-from zengine.features import DumpState, Feature, Unfreezing
+from zengine.features import BackgroundSaves, DumpState, Feature, Unfreezing
 from zengine.parts import CastingRunner, ConstantRate, NoOptimizer, Parts, Runner, Sequential, ShardOptimizer
+from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.telemetry import make_telemetry
 from zengine.verdict import Judge, SkipNonFinite, apply_always
 
@@ -88,6 +90,7 @@ def _around(
         inspect=make_inspect(partition),
         divisor=divisor,
         judge=make_judge(plan, scaler, partition.group),
+        saver=make_saver(plan, partition),
         loader=loader,
         client_scheduler=scheduler,
     )
@@ -95,7 +98,12 @@ def _around(
 
 def make_features(plan: Plan) -> tuple[Feature, ...]:
     """What goes beyond the loop, and the optional behaviour that the plan asks for, in the order of its hooks."""
-    return (Unfreezing(), DumpState()) if plan.dump_state else (Unfreezing(),)
+    chosen: list[Feature] = [Unfreezing()]
+    if plan.async_save:
+        chosen.append(BackgroundSaves())
+    if plan.dump_state:
+        chosen.append(DumpState())
+    return tuple(chosen)
 
 
 def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim.Optimizer | None:
@@ -167,6 +175,20 @@ def make_divisor(plan: Plan) -> Callable[[Tensor, Tensor], Tensor | None]:
 def make_judge(plan: Plan, scaler: zprecision.Scaler, group: ProcessGroup | None) -> Judge:
     """Whether updates with non-finite gradients are left out."""
     return SkipNonFinite(scaler, group) if plan.skip_nonfinite else apply_always
+
+
+def make_saver(plan: Plan, partition: zpartition.Partition) -> Saver:
+    """How checkpoints get to disk; a collective where that is behind the loop's back."""
+    if not plan.async_save:
+        return SaveNow(zckpt.save)
+    own = zcomm.host_twin(partition.group)
+
+    def agree(mine: bool) -> bool:
+        flag = torch.tensor([int(not mine)], dtype=torch.int32, device=partition.device)
+        zcomm.all_reduce(flag, partition.group, op="max", label="background save")
+        return not int(flag)
+
+    return SaveBehind(zckpt.AsyncSaver(zckpt.ALONE if own is None else zckpt.group_peers(own)), agree)
 
 
 def make_training_loader(client: Client, plan: Plan, group: ProcessGroup | None) -> Any:

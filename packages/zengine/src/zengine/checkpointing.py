@@ -26,6 +26,7 @@ import zckpt
 import zpartition
 from zengine.consensus import MODEL, GroupPeers, common_tag, compare_kinds, compare_names, find, on_every_rank
 from zengine.jsonable import decode, encode
+from zengine.saving import Content
 
 if TYPE_CHECKING:
     from zengine.engine import Engine
@@ -69,19 +70,15 @@ def save(engine: Engine, root: str, tag: str | None, client_state: Mapping[str, 
     common = common_tag(f"global_step{clock.steps}" if tag is None else str(tag), engine.plan.tag_validation, peers)
     objects = on_every_rank(lambda: _objects(engine, client_state), peers)
     with engine.parts.telemetry.paused():
-        folder = zckpt.save(
-            root,
-            common,
+        content = Content(
             shards=_shards(engine),
             objects=objects,
             rank_objects=_rank_objects(engine),
-            peers=peers,
             step=clock.steps,
             latest=latest,
-            overwrite=True,
             keep=engine.plan.keep,
         )
-    return str(folder)
+        return engine.parts.saver.save(root, common, content, peers)
 
 
 def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool) -> tuple[str, dict[str, Any]]:
@@ -96,6 +93,7 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
             step count here were saved with different ones (weights have been read: load again or start over).
     """
     engine.clock.require_open("load_checkpoint")
+    engine.parts.saver.wait()
     peers = GroupPeers.of(engine)
     checkpoint = find(root, tag, peers)
     names = frozenset(checkpoint.names())

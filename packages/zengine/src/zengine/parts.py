@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, final
@@ -24,6 +25,7 @@ import zpartition
 import zprecision
 from zengine.clock import Clock
 from zengine.report import StepReport
+from zengine.saving import Saver
 from zengine.verdict import Fault, Judge
 
 
@@ -171,6 +173,7 @@ class Parts:
     inspect: Inspect
     divisor: Callable[[Tensor, Tensor], Tensor | None]  # (norm, loss scale) -> what gradients are divided by
     judge: Judge
+    saver: Saver
     loader: Any  # the zengine loader, or None when the caller brings the data
     client_scheduler: Any  # what the caller sees as lr_scheduler; None without one
 
@@ -203,5 +206,7 @@ class Parts:
 
     def close(self) -> None:
         """Give back hooks, buffers and files. The world stays: others may use it."""
-        self.partition.close()
-        self.telemetry.close()
+        with contextlib.ExitStack() as stack:  # a save that failed is told when all is given back
+            stack.callback(self.saver.close)
+            stack.callback(self.telemetry.close)
+            self.partition.close()

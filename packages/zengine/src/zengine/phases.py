@@ -15,11 +15,19 @@ _ALL = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_b
 
 
 class EnginePhases:
-    """Parking of an engine's states; mixed into `Engine`."""
+    """Parking of an engine's states, and saves under way; mixed into `Engine`."""
 
     if TYPE_CHECKING:
         parts: Parts
         clock: Clock
+
+    def wait_for_checkpoint(self) -> None:
+        """Until what `save_checkpoint` writes in the background ("async_save") is durable.  All ranks.
+
+        Raises:
+            zckpt.CheckpointError: it failed, on every rank; earlier checkpoints are untouched.
+        """
+        self.parts.saver.wait()
 
     def offload_states(
         self,

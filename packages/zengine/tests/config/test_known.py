@@ -41,7 +41,7 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
     technique = ("shared_parameters", "different_groups")
     extra = {path for path in extra if not any(part in path for part in technique)}
     assert extra == {
-        *("checkpoint.keep", "checkpoint.keep.best", "checkpoint.keep.every"),
+        *("checkpoint.async_save", "checkpoint.keep", "checkpoint.keep.best", "checkpoint.keep.every"),
         *("checkpoint.keep.last", "checkpoint.keep.tags"),
         *("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials", "zero_optimization.stage3_unit_size"),
     }
@@ -49,7 +49,7 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
 
 HONOURED = """
 bf16.check_grad_overflow bf16.enabled
-checkpoint.keep.best checkpoint.keep.every checkpoint.keep.last checkpoint.keep.tags checkpoint.tag_validation
+checkpoint.async_save checkpoint.keep.best checkpoint.keep.every checkpoint.keep.last checkpoint.keep.tags checkpoint.tag_validation
 comms_logger.enabled
 communication_data_type
 csv_monitor.enabled csv_monitor.job_name csv_monitor.output_path

@@ -166,7 +166,7 @@ CHECKPOINT: dict[str, Entry] = {
     ),
     "checkpoint_serialization": no_effect(TRUTH, True, why="the format has one serialization"),
     "writer": Section(
-        why_not="a checkpoint writer by name is not available yet",
+        why_not='checkpoint writers have no names; "checkpoint": {"async_save": true} writes behind the loop',
         keys=all_without_effect(
             "",
             type=TEXT,

@@ -35,6 +35,7 @@ def rows(plan: Plan) -> Iterator[Row]:
     yield from _precision_rows(plan)
     yield from _reduction_rows(plan)
     yield from _telemetry_rows(plan)
+    yield "checkpoint.async_save", plan.async_save
     yield from _keep_rows(plan)
     yield "checkpoint.tag_validation", plan.tag_validation
     yield "dump_state", plan.dump_state

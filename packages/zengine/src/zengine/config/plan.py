@@ -113,6 +113,7 @@ class Plan:
     skip_nonfinite: bool  # an update with NaN or inf gradients is left out and reported
     telemetry: TelemetryPlan
     data: DataPlan
+    async_save: bool  # checkpoints are written behind the loop's back
     keep: zckpt.Keep  # which checkpoints stay when one is saved
     tag_validation: str  # "IGNORE" | "WARN" | "FAIL": ranks that name different checkpoint tags
     dump_state: bool  # print the plan at start

@@ -62,6 +62,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         skip_nonfinite=precision.param != torch.bfloat16 or settings.bf16.check_grad_overflow,
         telemetry=_telemetry(settings),
         data=DataPlan(drop_last=settings.dataloader_drop_last, seed=settings.data_efficiency.seed),
+        async_save=settings.checkpoint.async_save,
         keep=_keep(settings),
         tag_validation=settings.checkpoint.tag_validation,
         dump_state=settings.dump_state,

@@ -251,6 +251,7 @@ class CheckpointSettings:
     tag_validation: str = setting(
         choice("IGNORE", "WARN", "FAIL", fold=str.upper), "WARN", "when ranks save under different tags"
     )
+    async_save: bool = setting(TRUTH, False, "write behind the loop's back, from a copy in host memory")
     keep: KeepSettings = KeepSettings()
 
 

@@ -4,8 +4,9 @@ The order of the tuple given to the engine is the order of the hooks.  Features 
 nowhere else, must not keep tensors of the step they were called in, and save their own state.
 """
 
+from zengine.features.background_saves import BackgroundSaves
 from zengine.features.base import Feature
 from zengine.features.dump_state import DumpState
 from zengine.features.unfreezing import Unfreezing
 
-__all__ = ["DumpState", "Feature", "Unfreezing"]
+__all__ = ["BackgroundSaves", "DumpState", "Feature", "Unfreezing"]

@@ -1,0 +1,26 @@
+"""The saver is asked at each boundary, and only then."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from zengine.features import BackgroundSaves
+
+
+class Asked:
+    times = 0
+
+    def check(self) -> None:
+        self.times += 1
+
+
+def test_the_saver_is_asked_before_an_update() -> None:
+    saver = Asked()
+    engine: Any = SimpleNamespace(parts=SimpleNamespace(saver=saver))
+    feature = BackgroundSaves()
+    feature.attach(engine)
+    feature.forward_begin((), {})
+    assert saver.times == 0
+    feature.step_begin()
+    assert saver.times == 1
