@@ -49,7 +49,8 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
 
 HONOURED = """
 bf16.check_grad_overflow bf16.enabled
-checkpoint.async_save checkpoint.keep.best checkpoint.keep.every checkpoint.keep.last checkpoint.keep.tags checkpoint.tag_validation
+checkpoint.async_save checkpoint.keep.best checkpoint.keep.every checkpoint.keep.last checkpoint.keep.tags
+checkpoint.tag_validation
 comms_logger.enabled
 communication_data_type
 csv_monitor.enabled csv_monitor.job_name csv_monitor.output_path
