@@ -156,7 +156,7 @@ def test_an_error_in_the_block_is_not_hidden_by_one_of_the_writer(tmp_path: Path
 def test_what_a_save_cannot_take_is_told_and_later_ones_go_on(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
         handle = saver.save(tmp_path, "a", objects={"x": object()})
-        with pytest.raises(CheckpointInputError, match=r"while copying: rank 0: objects\['x'\]"):
+        with pytest.raises(CheckpointInputError, match=r"while planning: rank 0: objects\['x'\]"):
             handle.wait()
         saver.save(tmp_path, "b", tensors={"w": torch.zeros(2)}).wait()
         with pytest.raises(CheckpointExists):

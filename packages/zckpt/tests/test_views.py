@@ -157,6 +157,17 @@ def test_what_cannot_be_viewed_is_named(tmp_path: Path) -> None:
         save(tmp_path, "a", tensors=views(net, optimizer))
 
 
+def test_a_rank_that_cannot_be_viewed_is_every_ranks_error(tmp_path: Path) -> None:
+    def script(peers: zckpt.Peers) -> None:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters() if peers.rank == 0 else [torch.zeros(2)], lr=1)
+        save(tmp_path, "a", tensors=views(net, optimizer), peers=peers)
+
+    for outcome in run_threads(script, 2):
+        assert isinstance(outcome.error, CheckpointInputError)
+        assert "rank 1: the optimizer's parameter 0" in str(outcome.error)
+
+
 def test_tensors_by_name_are_filled_whatever_their_strides(tmp_path: Path) -> None:
     values = torch.rand(3, 4)
     save(tmp_path, "a", tensors={"w": values.t()})

@@ -83,8 +83,8 @@ class SaveHandle:
 
     def check(self) -> None:
         """Raise the error of a save that failed, if nobody was told yet; never waits."""
-        error, self.error = (self.error, None) if self.done else (None, self.error)
-        if error is not None:
+        if self.done and self.error is not None:  # done first: the thread sets the error, and nobody else after it
+            error, self.error = self.error, None
             raise error
 
     def restore(self) -> None:
@@ -166,9 +166,9 @@ class AsyncSaver:
             self.newest.holds_copy = False
         handle = SaveHandle(order, order.shards[: order.num_given])
         self.newest = handle
-        trouble = self._copy(handle)
+        self._copy(handle)
         go = threading.Event()  # or the thread would take its first turns while the caller waits to return
-        handle.thread = threading.Thread(target=_work, args=(handle, self.peers, trouble, go), name="zckpt-save")
+        handle.thread = threading.Thread(target=_work, args=(handle, self.peers, go), name="zckpt-save")
         handle.thread.start()
         go.set()
         return handle
@@ -213,7 +213,7 @@ class AsyncSaver:
             )
         self.wait()
 
-    def _copy(self, handle: SaveHandle) -> BaseException | None:
+    def _copy(self, handle: SaveHandle) -> None:
         """Put copies into the order; what went wrong is for all ranks to hear, so it is not raised here."""
         try:
             order = handle.order
@@ -225,8 +225,7 @@ class AsyncSaver:
             )
         except Exception as error:
             handle.holds_copy = False
-            return error
-        return None
+            handle.order = attrs.evolve(handle.order, trouble=error)
 
 
 def save_async(
@@ -241,17 +240,10 @@ def save_async(
     return (saver or AsyncSaver(peers)).save(root, tag, **options)
 
 
-def _work(handle: SaveHandle, peers: Peers, trouble: BaseException | None, go: threading.Event) -> None:
+def _work(handle: SaveHandle, peers: Peers, go: threading.Event) -> None:
     """The background thread."""
     go.wait()
-
-    def fail() -> None:
-        assert trouble is not None
-        raise trouble
-
     try:
-        if trouble is not None:
-            handle.order.team(peers).together("copying", fail)
         handle.path = carry_out(handle.order, peers)
     except BaseException as error:
         handle.error = error

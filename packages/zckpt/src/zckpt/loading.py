@@ -64,16 +64,18 @@ def load(
     folder = Path(root)
     team = Team(peers, f"load from {folder}", CheckpointReadError)
     tags: Sequence[JSON] = team.together("finding", lambda: find(folder, tag, storage=storage).tag)
-    found = find(folder, tag if peers.world_size == 1 else tags[0], storage=storage)
-    restore: list[Restore] = []
+    opened: list[tuple[Checkpoint, Restore]] = []  # this rank's, out of the closure that the team runs
 
     def prepare() -> None:
+        found = find(folder, tag if peers.world_size == 1 else tags[0], storage=storage)
         kinds = {name: (entry.dtype, entry.shape) for name, entry in found.manifest.tensors.items()}
-        restore.append(targets(tensors, found.objects.get(KEY), kinds, optimizer=optimizer == "required"))
+        told = found.objects.get(KEY)
+        opened.append((found, targets(tensors, told, kinds, optimizer=optimizer == "required")))
 
     team.together("preparing", prepare)
+    found, restore = opened[0]
     model_only = isinstance(tensors, Views) and (optimizer == "skip" or tensors.optimizer is None)
     ignore = [OPTIMIZER] if model_only else []
-    report = found.read(restore[0].shards, strict, verify, cast=cast, ignore=ignore, peers=peers)
-    restore[0].commit()
+    report = found.read(restore.shards, strict, verify, cast=cast, ignore=ignore, peers=peers)
+    restore.commit()
     return Loaded(found, report)

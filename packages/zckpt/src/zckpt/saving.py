@@ -104,9 +104,20 @@ class Order:
     rank_objects: Mapping[str, JSON]
     keep: Keep
     storage: Storage
+    trouble: Exception | None = None  # why there is nothing to save; told to all ranks
 
     @classmethod
     def of(
+        cls, root: str | os.PathLike[str], request: Request, content: Content, keep: Keep, storage: Storage
+    ) -> Order:
+        """Raises nothing: a rank that went away now would leave the others waiting."""
+        try:
+            return cls._of(root, request, content, keep, storage)
+        except Exception as error:
+            return cls(Path(root), request, [], 0, {}, {}, {}, keep, storage, error)
+
+    @classmethod
+    def _of(
         cls, root: str | os.PathLike[str], request: Request, content: Content, keep: Keep, storage: Storage
     ) -> Order:
         folder, storage = located(root, storage)
@@ -134,6 +145,8 @@ def carry_out(order: Order, peers: Peers) -> Path:
     team = order.team(peers)
 
     def proposal() -> JSON:
+        if order.trouble is not None:
+            raise order.trouble
         told = propose(order.request, secrets.token_hex(8), order.shards, order.objects, order.rank_objects)
         return trim(told, peers.rank)
 
