@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zckpt import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, Peers, Shard, load, save
+from zckpt import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, Peers, Shard, load, save, save_async
 from zckpt.testing import run_threads
 
 
@@ -57,3 +57,13 @@ def test_bytes_are_proved_first_if_that_is_asked_for(tmp_path: Path) -> None:
     assert not live.any()
     load(tmp_path, tensors={"w": live}, verify=False)
     assert live.any()
+
+
+def test_a_root_may_be_a_url(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    url = f"memory://{tmp_path.name}/run"
+    live = torch.ones(3)
+    save_async(url, tensors={"w": live}, step=1).wait()
+    live.zero_()
+    assert load(url, tensors={"w": live}).step == 1
+    assert live.tolist() == [1, 1, 1]

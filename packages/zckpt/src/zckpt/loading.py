@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import attrs
@@ -61,13 +60,12 @@ def load(
 
     Raises what `find` and Checkpoint.read raise, on every rank alike; the optimizer changes only after all is read.
     """
-    folder = Path(root)
-    team = Team(peers, f"load from {folder}", CheckpointReadError)
-    tags: Sequence[JSON] = team.together("finding", lambda: find(folder, tag, storage=storage).tag)
+    team = Team(peers, f"load from {os.fspath(root)}", CheckpointReadError)
+    tags: Sequence[JSON] = team.together("finding", lambda: find(root, tag, storage=storage).tag)
     opened: list[tuple[Checkpoint, Restore]] = []  # this rank's, out of the closure that the team runs
 
     def prepare() -> None:
-        found = find(folder, tag if peers.world_size == 1 else tags[0], storage=storage)
+        found = find(root, tag if peers.world_size == 1 else tags[0], storage=storage)
         kinds = {name: (entry.dtype, entry.shape) for name, entry in found.manifest.tensors.items()}
         told = found.objects.get(KEY)
         opened.append((found, targets(tensors, told, kinds, optimizer=optimizer == "required")))
