@@ -2,6 +2,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,18 @@ def test_a_storage_of_ones_own_is_all_that_is_touched(monkeypatch: pytest.Monkey
     storage = ModelStorage()
     save("/r", "a", shards=[whole("w", torch.ones(5))], objects={}, peers=ALONE, storage=storage)
     assert find("/r", storage=storage).tensor("w").equal(torch.ones(5))
+
+
+def test_an_error_of_the_callers_own_code_is_its_own_here_and_named_elsewhere(tmp_path: Path) -> None:
+    def shards(peers: Peers) -> Iterator[ShardLike]:
+        if peers.rank == 1:
+            raise ZeroDivisionError("in the caller's generator")
+        yield whole("w", torch.ones(2))
+
+    outcomes = run_threads(lambda peers: save(tmp_path, "a", shards=shards(peers), peers=peers), 2)
+    assert isinstance(outcomes[1].error, ZeroDivisionError)
+    assert isinstance(outcomes[0].error, CheckpointWriteError)
+    assert "rank 1: ZeroDivisionError: in the caller's generator" in str(outcomes[0].error)
 
 
 def test_an_error_in_any_writers_thread_is_the_saves_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

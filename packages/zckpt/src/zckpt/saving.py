@@ -13,7 +13,7 @@ import errno
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from . import safefile
 from .canonical import JSON
 from .commit import Bystander, Keeper
 from .crew import work_through
-from .errors import CheckpointWriteError
+from .errors import CheckpointError, CheckpointWriteError
 from .locating import located
 from .manifest import library_versions
 from .peers import ALONE, Peers
@@ -150,7 +150,7 @@ def carry_out(order: Order, peers: Peers) -> Path:
         told = propose(order.request, secrets.token_hex(8), order.shards, order.objects, order.rank_objects)
         return trim(told, peers.rank)
 
-    plan = settle(team.together("planning", proposal))
+    plan = settle(_with_own_error(order, lambda: team.together("planning", proposal)))
     place, storage = Place(order.root, plan.request.tag, plan.attempt), order.storage
     with _keeper(place, plan, peers, storage) as keeper:
         team.together("preparing", keeper.prepare)
@@ -160,6 +160,16 @@ def carry_out(order: Order, peers: Peers) -> Path:
     if peers.rank == 0:
         tidy(order.root, order.keep, storage)
     return place.final
+
+
+def _with_own_error(order: Order, work: Callable[[], list[JSON]]) -> list[JSON]:
+    """An error of the caller's own code, such as its generator of shards, goes on as itself where it was raised."""
+    try:
+        return work()
+    except CheckpointError:
+        if order.trouble is None or isinstance(order.trouble, CheckpointError):
+            raise
+        raise order.trouble from None
 
 
 def _keeper(place: Place, plan: SavePlan, peers: Peers, storage: Storage) -> Bystander:
