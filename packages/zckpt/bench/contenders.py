@@ -176,7 +176,14 @@ class DeepSpeed(Contender):
             self.state.by_name[name].copy_(values)
 
 
+class DeepSpeedSynced(DeepSpeed):
+    def save(self) -> None:
+        super().save()
+        with open(self.path, "rb+") as file:
+            os.fsync(file)
+
+
 CONTENDERS = {
     "raw": Raw, "raw direct": RawDirect, "zckpt": Ours, "no hash": Unhashed, "first": First, "DCP": DCP,
-    "DeepSpeed": DeepSpeed,
+    "DeepSpeed": DeepSpeed, "DeepSpeed + fsync": DeepSpeedSynced,
 }  # fmt: skip

@@ -14,7 +14,8 @@ the last rank's end; the median of the rounds counts.  Each is warm: it runs onc
     first       read(verify="first"): proves all bytes before it touches a tensor
     DCP         torch.distributed.checkpoint, two threads, which fsyncs files and knows no checksums
     DeepSpeed   the checkpoint engine that it uses by default, if it can be imported: no fsync, no checksums; every
-                rank loads the file it wrote
+                rank loads the file it wrote; then the same and an fsync, without which a save is over before the
+                disk has anything
 
 Before a load the contender's files are dropped from the page cache with fsync and posix_fadvise(DONTNEED), since
 dropping all caches needs privileges that a bench should not have; a host below a virtual machine may keep them still.
