@@ -12,6 +12,8 @@ from typing import Any
 
 import attrs
 
+from zpartition import Offload, Speculation, Tier
+
 BUCKET_NUMEL = 1300  # several buckets for the models here
 UNIT_NUMEL = 1300  # a block is a unit
 
@@ -46,6 +48,7 @@ class Row:
     tolerance: float = 0.0  # relative, on losses, beyond what the dtype allows (0 for everything exact)
     worlds: tuple[int, ...] = (1, 2, 4)  # where it makes sense (shard groups of two: (2, 4), say)
     config: Mapping[str, Any] = attrs.field(factory=dict)  # other sections of the config
+    offload: Offload | None = None  # in place of the config's, which has no host tier where the device is a CPU
 
     def writing_to(self, folder: str) -> Row:
         """The same row, where what belongs on a disk goes to `folder`."""
@@ -79,6 +82,20 @@ ROWS = (
         {"stage": 3, **_ALL_SHARDED, **_nvme("offload_optimizer"), **_nvme("offload_param")},
         KEPT,
         worlds=(2,),
+    ),
+    Row(
+        "stage 2, host",
+        {"stage": 2},
+        SHARDED,
+        worlds=(1, 2),
+        offload=Offload(states=Tier.HOST, ratio=0.6, step_numel=BUCKET_NUMEL),
+    ),
+    Row(
+        "stage 3, all on the host, ahead",
+        {"stage": 3, **_ALL_SHARDED},
+        KEPT,
+        worlds=(2,),
+        offload=Offload(states=Tier.HOST, weights=Tier.HOST, speculation=Speculation.LAST_BACKWARD),
     ),
     # tiers: one line each, below this one
 )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -85,7 +88,8 @@ def run_case(case: Case) -> Outcome:
 def _run_case(case: Case) -> Outcome:
     scenario = SCENARIOS[case.scenario]
     model = scenario.model()
-    engine, *_ = zengine.initialize(model=model, config=_config(case, scenario))
+    with _offloading(case.row.offload):
+        engine, *_ = zengine.initialize(model=model, config=_config(case, scenario))
     partition = engine.parts.partition
     planned = zpartition.plan(
         model if not partition.residence.units else scenario.model().to(case.dtype),
@@ -117,6 +121,21 @@ def _run_case(case: Case) -> Outcome:
     )
     engine.close()
     return outcome
+
+
+def _offloading(offload: zpartition.Offload | None) -> AbstractContextManager[object]:
+    """Inside, engines are made with `offload` in the place of what their configs say."""
+    if offload is None:
+        return nullcontext()
+    place = importlib.import_module("zengine.initialize")
+    make_engine = place.make_engine
+
+    def made(model: nn.Module, client: Any, plan: Any, *rest: Any) -> zengine.Engine:
+        zero = attrs.evolve(plan.zero, offload=offload)
+        engine: zengine.Engine = make_engine(model, client, attrs.evolve(plan, zero=zero), *rest)
+        return engine
+
+    return mock.patch.object(place, "make_engine", made)
 
 
 def _config(case: Case, scenario: Scenario) -> dict[str, Any]:

@@ -157,6 +157,7 @@ class Toggled(Scenario):
 
     name = "toggled"
     optimizer = MOMENTUM
+    is_complete = False
 
     def prepare(self, model: nn.Module, step: int) -> None:
         model.blocks[1].requires_grad_(step not in (1, 2))
