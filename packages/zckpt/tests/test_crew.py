@@ -1,4 +1,6 @@
+import itertools
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -70,4 +72,30 @@ def test_an_interrupt_while_the_caller_waits_ends_the_others_first(monkeypatch: 
     barrier = threading.Barrier(2, timeout=30)
     with pytest.raises(KeyboardInterrupt):
         work_through([barrier.wait, barrier.wait, partial(job, 0), partial(job, 1)], 2)
+    assert not [each for each in threading.enumerate() if each.name == "zckpt-crew"]
+
+
+def test_a_job_that_cannot_be_made_is_an_error_in_whichever_thread() -> None:
+    caller = threading.current_thread()
+
+    def jobs() -> Iterator[partial[None]]:
+        while threading.current_thread() is caller:
+            yield partial(time.sleep, 0.001)
+        raise MemoryError("no room for the next job")
+
+    with pytest.raises(MemoryError, match="no room for the next job"):
+        work_through(jobs(), 2)
+    assert not [each for each in threading.enumerate() if each.name == "zckpt-crew"]
+
+
+def test_threads_that_the_system_does_not_have_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, itertools.count()
+
+    def limited(thread: threading.Thread) -> None:
+        if next(started):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    assert work_through([partial(pow, n, 2) for n in range(50)], 5) == [n * n for n in range(50)]
     assert not [each for each in threading.enumerate() if each.name == "zckpt-crew"]

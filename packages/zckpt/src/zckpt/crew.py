@@ -9,6 +9,7 @@ badly cut tensor are made as they are needed) and goes on with the rest after an
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -29,9 +30,12 @@ def work_through(jobs: Iterable[Callable[[], T]], num_threads: int) -> list[T]:
     if num_threads <= 1 or len(ahead) < 2:
         return [job() for job in itertools.chain(ahead, iterator)]
     crew: _Crew[T] = _Crew(enumerate(itertools.chain(ahead, iterator)))
-    threads = [threading.Thread(target=crew.work, name="zckpt-crew", daemon=True) for _ in range(num_threads - 1)]
-    for thread in threads:
-        thread.start()
+    threads: list[threading.Thread] = []
+    with contextlib.suppress(RuntimeError):  # the system has no more of them: fewer hands then
+        for _ in range(num_threads - 1):
+            thread = threading.Thread(target=crew.work, name="zckpt-crew", daemon=True)
+            thread.start()
+            threads.append(thread)
     crew.work()  # the caller is one of them
     try:
         for thread in threads:
@@ -56,12 +60,13 @@ class _Crew(Generic[T]):
     mutex: threading.Lock = attrs.field(factory=threading.Lock)
 
     def work(self) -> None:
-        while (job := self._next()) is not None:
-            number, run = job
-            try:
+        number = -1
+        try:  # around all of it: a job that could not be made must not look like the end of the list
+            while (job := self._next()) is not None:
+                number, run = job
                 self.results[number] = run()
-            except BaseException as error:
-                self.failures[number] = error
+        except BaseException as error:
+            self.failures[number] = error
 
     def _next(self) -> tuple[int, Callable[[], T]] | None:
         with self.mutex:
