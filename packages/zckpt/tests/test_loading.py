@@ -67,3 +67,11 @@ def test_a_root_may_be_a_url(tmp_path: Path) -> None:
     live.zero_()
     assert load(url, tensors={"w": live}).step == 1
     assert live.tolist() == [1, 1, 1]
+
+
+def test_what_is_missing_keeps_its_values_where_it_is_not_contiguous_too(tmp_path: Path) -> None:
+    save(tmp_path, "a", tensors={"v": torch.ones(1)})
+    live = torch.arange(4096.0).view(64, 64).t()
+    expected = live.clone()
+    assert load(tmp_path, tensors={"w": live, "v": torch.zeros(1)}, strict=False).report.missing == ("w",)
+    assert live.equal(expected)

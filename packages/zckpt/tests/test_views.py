@@ -192,3 +192,32 @@ def test_replicas_save_and_load_together(tmp_path: Path) -> None:
     assert [(each.value, each.error) for each in outcomes] == [(5, None)] * 3
     expected = train(net, optimizer, 2)
     assert all(train(*each, 2) == expected for each in zip(made, optimizers))
+
+
+class WithExtra(nn.Linear):
+    """Keeps something that its state_dict makes up, as scaled modules do."""
+
+    scale = 1.0
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([self.scale])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.scale = state.item()
+
+
+def test_what_the_state_dict_makes_up_is_given_back_to_the_module(tmp_path: Path) -> None:
+    net, other = nn.Sequential(WithExtra(2, 2)), nn.Sequential(WithExtra(2, 2))
+    net[0].scale = 3.0
+    save(tmp_path, "a", tensors=views(net))
+    load(tmp_path, tensors=views(other))
+    assert other[0].scale == 3.0
+    assert other[0].weight.equal(net[0].weight)
+
+
+def test_state_of_what_is_no_parameter_is_refused_and_not_lost(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.state["global"]["clip"] = 3.0
+    with pytest.raises(CheckpointInputError, match="keeps state of 1 things that are no parameters"):
+        save(tmp_path, "a", tensors=views(net, optimizer))

@@ -75,5 +75,5 @@ def load(
     model_only = isinstance(tensors, Views) and (optimizer == "skip" or tensors.optimizer is None)
     ignore = [OPTIMIZER] if model_only else []
     report = found.read(restore.shards, strict, verify, cast=cast, ignore=ignore, peers=peers)
-    restore.commit()
+    team.together("restoring", restore.commit)
     return Loaded(found, report)

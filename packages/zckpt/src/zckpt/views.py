@@ -88,11 +88,22 @@ class Views:
         Raises CheckpointMismatch: the optimizer's state is wanted and not there, or is another optimizer's.
         """
         restore = Restore()
-        for name, tensor in self._weights().items():
-            restore.into(MODEL + name, tensor)
+        self._prepare_weights(kinds, restore)
         if self.optimizer is not None and optimizer:
             self._prepare_optimizer(self.optimizer, told, kinds, restore)
         return restore
+
+    def _prepare_weights(self, kinds: Mapping[str, _Kind], restore: Restore) -> None:
+        """Parameters and buffers in place; what the state_dict makes up (extra state, hooks) through load_state_dict."""
+        own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        made: dict[str, Tensor] = {}
+        for name, tensor in self._weights().items():
+            stored = MODEL + name
+            if id(tensor) not in own and stored in kinds:
+                tensor = made[name] = torch.empty(kinds[stored][1], dtype=tensor.dtype, device=tensor.device)
+            restore.into(stored, tensor)
+        if made:
+            restore.at_end(lambda: self.model.load_state_dict(made, strict=False))
 
     def _prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, told: JSON, kinds: Mapping[str, _Kind], restore: Restore
@@ -161,6 +172,12 @@ class Views:
         if self.optimizer is None:
             return
         names = self._names()
+        strangers = [key for key, state in self.optimizer.state.items() if state and id(key) not in names]
+        if strangers:
+            raise CheckpointInputError(
+                f"{type(self.optimizer).__name__} keeps state of {len(strangers)} things that are no parameters of the "
+                f"model ({type(strangers[0]).__name__} first): it would be lost. Save it yourself, in objects="
+            )
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in self.optimizer.state:
@@ -214,7 +231,7 @@ class Restore:
         here = local_part(tensor)
         straight = here
         if not here.is_contiguous():
-            straight = torch.empty(here.shape, dtype=here.dtype, device=here.device)
+            straight = here.contiguous()  # with its values, as nothing may be read into it
             self.at_end(lambda: here.copy_(straight))
         self.shards.append(addressed(name, tensor, straight))
 
