@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import errno
+import gc
+import mmap
 import os
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -240,6 +243,28 @@ def test_a_program_that_ends_finishes_what_it_has_begun(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert ended.stderr.strip().endswith(b"the loop is over")
     assert find(tmp_path, "a").tensor("w").sum() == 5_000_000
+
+
+def test_an_error_that_nobody_asks_for_is_a_warning_when_the_handle_goes(tmp_path: Path) -> None:
+    handle = save_async(tmp_path, "a", tensors={"w": torch.zeros(2)}, storage=FaultyStorage(LOCAL, full))
+    assert handle.thread is not None
+    handle.thread.join()
+    with pytest.warns(CheckpointWarning, match=r"save of 'a' failed, and nobody asked how it went: .*ENOSPC"):
+        del handle
+        gc.collect()
+    told = save_async(tmp_path, "a", tensors={"w": torch.zeros(2)}, storage=FaultyStorage(LOCAL, full))
+    with pytest.raises(CheckpointWriteError):
+        told.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del told
+        gc.collect()
+
+
+def test_a_kernel_without_large_pages_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # EINVAL
+    save_async(tmp_path, "a", tensors={"w": torch.ones(2)}).wait()
+    assert find(tmp_path).tensor("w").tolist() == [1, 1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -5,7 +5,8 @@ then does what zckpt.save does, votes and all, from the copy.  The loop is block
 exchanged with other ranks before the thread runs, and the memory is kept from save to save, as fresh memory costs
 more than the copy does.
 
-What goes wrong then has nobody to tell, so it waits: the next `save`, `check`, `wait` or `close` raises it, once.
+What goes wrong then has nobody to tell, so it waits: the next `save`, `check`, `wait` or `close` raises it, once.  If
+none of them ever comes, a warning says it when the handle goes or the program ends.
 A second save waits for the first, or is refused if that is asked for; the latter only in a world of one, since ranks
 end at different moments, and one that refuses would leave the others waiting for it.  Each save is a thread that is
 no daemon: a program that ends finishes what it has begun to save.
@@ -18,11 +19,13 @@ saves (memory for two states, to no end: a disk that is slower than the saves st
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import mmap
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -64,6 +67,10 @@ class SaveHandle:
     path: Path | None = None  # once it is durable
     error: BaseException | None = None  # what came instead; raised once by whoever asks first
     holds_copy: bool = True  # False once a later save has taken the memory
+    untold: list[str] = attrs.field(factory=list)  # the error in words, until it is raised
+
+    def __attrs_post_init__(self) -> None:
+        weakref.finalize(self, _tell, self.order.request.tag, self.untold)
 
     @property
     def done(self) -> bool:
@@ -85,6 +92,7 @@ class SaveHandle:
         """Raise the error of a save that failed, if nobody was told yet; never waits."""
         if self.done and self.error is not None:  # done first: the thread sets the error, and nobody else after it
             error, self.error = self.error, None
+            self.untold.clear()
             raise error
 
     def restore(self) -> None:
@@ -247,6 +255,14 @@ def _work(handle: SaveHandle, peers: Peers, go: threading.Event) -> None:
         handle.path = carry_out(handle.order, peers)
     except BaseException as error:
         handle.error = error
+        handle.untold.append(f"{type(error).__name__}: {error}")
+
+
+def _tell(tag: str, untold: list[str]) -> None:
+    """Of a handle that is gone."""
+    if untold:
+        text = f"the background save of {tag!r} failed, and nobody asked how it went: {untold[0]}"
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
 
 
 @final
@@ -293,7 +309,8 @@ def _fresh(nbytes: int, pinned: bool) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     room = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        room.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without them says so only now
+            room.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(room, dtype=torch.uint8)
 
 
