@@ -1,12 +1,14 @@
 """Who reads how much: counted at the storage, not believed from the report."""
 
+import os
+import resource
 from pathlib import Path
 
 import attrs
 import pytest
 import torch
 
-from zckpt import CheckpointCorrupt, Peers, Shard, fetching, find, planning, save
+from zckpt import CheckpointCorrupt, Peers, Shard, fetching, find, planning, save, whole
 from zckpt.storage import LOCAL, LocalStorage, Reader
 from zckpt.testing import run_threads
 
@@ -130,3 +132,26 @@ def test_a_flip_anywhere_in_a_chunk_around_the_slice_is_noticed_and_elsewhere_is
     for first, last in [(0, 10_241), (11_263, 100_000), (10_300, 10_301)]:
         with pytest.raises(CheckpointCorrupt, match=r"bytes [\d,]+ to [\d,]+\): checksum"):
             read(first, last)
+
+
+def test_a_checkpoint_of_many_files_is_read_with_few_of_them_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "_MIN_NBYTES", 1)  # a file for each writer of however little
+    expected = {f"w{n:03}": torch.full((2,), float(n)) for n in range(192)}
+
+    def rank(peers: Peers) -> None:
+        mine = {name: tensor for n, (name, tensor) in enumerate(expected.items()) if n % 3 == peers.rank}
+        save(tmp_path, "a", tensors=mine, writers=64, peers=peers)
+
+    assert [each.error for each in run_threads(rank, 3)] == [None] * 3
+    found = find(tmp_path)
+    assert len(found.manifest.files) == 192
+    live = {name: torch.zeros(2) for name in expected}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 150, hard))
+    try:
+        found.read([whole(name, tensor) for name, tensor in live.items()], verify="first")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(tensor.equal(expected[name]) for name, tensor in live.items())

@@ -27,6 +27,7 @@ from .verifying import Verifier
 
 _JOB_NBYTES = 32 << 20
 _THREAD_NBYTES = 8 << 20  # the least that is worth a thread of its own
+_OPEN_FILES = 128  # at once; a process may have 1,024, and a large run saves more than that
 
 _Act: TypeAlias = "Callable[[Item, Source, Runs], int]"  # returns the bytes read
 
@@ -54,20 +55,25 @@ class Fetch:
 
     def _each(self, items: Sequence[Item], act: _Act, verify: bool) -> int:
         nbytes = sum(item.region.numel * item.entry.dtype.itemsize for item in items)
-        with contextlib.ExitStack() as stack:
-            readers: dict[str, Reader] = {}
-            for file in sorted({piece.file for item in items for piece in item.pieces}):
-                readers[file] = stack.enter_context(self.storage.open(self.folder / file))
-                if verify:
-                    self.verifier.check_header(readers[file], file)
-            jobs = self._jobs(items, readers, act, verify)
-            return sum(work_through(jobs, min(self.num_threads, 1 + nbytes // _THREAD_NBYTES)))
+        num_threads, read_nbytes = min(self.num_threads, 1 + nbytes // _THREAD_NBYTES), 0
+        files = sorted({piece.file for item in items for piece in item.pieces})
+        for start in range(0, len(files), _OPEN_FILES):
+            with contextlib.ExitStack() as stack:
+                readers: dict[str, Reader] = {}
+                for file in files[start : start + _OPEN_FILES]:
+                    readers[file] = stack.enter_context(self.storage.open(self.folder / file))
+                    if verify:
+                        self.verifier.check_header(readers[file], file)
+                read_nbytes += sum(work_through(self._jobs(items, readers, act, verify), num_threads))
+        return read_nbytes
 
     def _jobs(
         self, items: Sequence[Item], readers: dict[str, Reader], act: _Act, verify: bool
     ) -> Iterator[Callable[[], int]]:
         for item in items:
             for piece in item.pieces:
+                if piece.file not in readers:
+                    continue
                 checks = self.verifier.checks(piece) if verify else Unchecked()
                 source = Source(readers[piece.file], piece.offset, item.entry.dtype, checks)
                 for batch in intersect(item.region, piece.region):
