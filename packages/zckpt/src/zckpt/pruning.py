@@ -78,13 +78,15 @@ def prune(root: str | os.PathLike[str], keep: Keep, *, storage: Storage = LOCAL,
 
 
 def tidy(root: Path, keep: Keep, storage: Storage) -> None:
-    """`prune` after a save that has succeeded: what goes wrong here is a warning."""
+    """`prune` after a save that has succeeded: what goes wrong here, a policy of the caller's too, is a warning."""
     if keep is EVERYTHING:
         return
     try:
         prune(root, keep, storage=storage)
     except CheckpointError as error:
         warnings.warn(str(error), CheckpointWarning, stacklevel=3)
+    except Exception as error:  # one rank raising alone would leave the others waiting for it
+        warnings.warn(f"{root}: not pruned: {type(error).__name__}: {error}", CheckpointWarning, stacklevel=3)
 
 
 def _judged(root: Path, keep: Keep, storage: Storage) -> tuple[Pruned, dict[str, Checkpoint]]:
