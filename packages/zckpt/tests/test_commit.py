@@ -14,6 +14,7 @@ import torch
 
 from zckpt import (
     CheckpointError,
+    CheckpointInputError,
     CheckpointNotFound,
     CheckpointWarning,
     CheckpointWriteError,
@@ -22,6 +23,7 @@ from zckpt import (
     save,
     whole,
 )
+from zckpt import manifest as manifests
 from zckpt.commit import make_root, remove, sweep
 from zckpt.storage import Storage, read_all
 from zckpt.testing import SURVIVALS, FaultyStorage, ModelStorage, fail_at, run_threads
@@ -307,3 +309,14 @@ def test_removal_begins_with_the_manifest() -> None:
     remove(storage, ROOT / "step-1")
     removed = [op.path.name for op in storage.journal[before:]]
     assert removed == ["manifest.json", "rank00000.safetensors", "rank00001.safetensors", "step-1"]
+
+
+def test_a_manifest_that_no_reader_would_take_is_refused_before_it_is_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = ModelStorage()
+    save_step(storage, 1)
+    monkeypatch.setattr(manifests, "MAX_NBYTES", 10_000)
+    with pytest.raises(CheckpointInputError, match="no reader takes more than 10,000: give large objects as tensors"):
+        save(ROOT, "big", objects={"x": "y" * 10_000}, step=2, storage=storage)
+    assert loaded(storage) == 1

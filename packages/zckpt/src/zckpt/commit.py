@@ -36,7 +36,7 @@ from . import manifest as manifests
 from . import schema
 from .canonical import JSON
 from .chunks import chunk_nbytes
-from .errors import CheckpointExists, CheckpointWarning, CheckpointWriteError
+from .errors import CheckpointExists, CheckpointInputError, CheckpointWarning, CheckpointWriteError
 from .finding import newest_aside, pending_pointer
 from .manifest import FileEntry, Manifest, Piece, TensorEntry
 from .places import LATEST, Place, RemainKind, remain
@@ -107,6 +107,11 @@ class Keeper(Bystander):
 
     def commit(self, reports: Sequence[JSON]) -> JSON:
         data = manifests.encode(build_manifest(self.plan, reports, self.libraries))
+        if len(data) > manifests.MAX_NBYTES:
+            raise CheckpointInputError(
+                f"the manifest is {len(data):,} bytes, and no reader takes more than {manifests.MAX_NBYTES:,}: give "
+                "large objects as tensors"
+            )
         schema.decode(data, self.place.manifest)  # the reader's own proof, before anything depends on it
         write_file(self.storage, self.place.manifest, data)
         self.storage.sync_folder(self.place.folder)
