@@ -80,3 +80,10 @@ def test_a_forged_number_of_dims_is_refused_before_it_costs() -> None:
     whole, corner = tuple((0, 2) for _ in range(40)), tuple((0, 1) for _ in range(40))
     with pytest.raises(ValueError, match="too many to check"):
         tiling_problem((2,) * 40, [Region(corner, (0, 1)), Region(whole, (0, 2**40 - 1))])
+
+
+def test_a_manifest_of_few_bytes_cannot_ask_for_hours() -> None:
+    shape = (2,) * 18
+    whole = whole_box(shape)
+    with pytest.raises(ValueError, match="too many to check"):
+        tiling_problem(shape, [Region(whole, (0, 2**18 - 1)), Region(((1, 2),) * 18, (0, 1))])

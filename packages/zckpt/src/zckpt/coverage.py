@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from .regions import Box, Region, as_boxes, box_numel, overlap, whole_box
 
-MAX_CORNERS = 1 << 24  # a bound on time and memory; real checkpoints stay a thousandfold below
+MAX_CORNERS = 1 << 20  # a bound on time and memory: a second for a tensor; real checkpoints stay far below
+_MAX_CUT_DIMS = 8  # each doubles the corners of every box, so few bytes of a manifest could ask for hours
 _MAX_SUSPECTS = 400  # how many regions the error message compares in pairs
 
 
@@ -53,7 +54,7 @@ def _joined(regions: Sequence[Region]) -> list[Region]:
 def _same_corners(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     whole = whole_box(shape)
     dims = [dim for dim, side in enumerate(whole) if any(box[dim] != side for box in boxes)]
-    if len(dims) > 24 or len(boxes) << len(dims) > MAX_CORNERS:
+    if len(dims) > _MAX_CUT_DIMS or len(boxes) << len(dims) > MAX_CORNERS:
         raise ValueError(f"{len(boxes):,} boxes cut along {len(dims)} dims are too many to check")
     corners: Counter[tuple[int, ...]] = Counter()
     _add_corners(corners, whole, dims, -1 if box_numel(whole) else 0)
