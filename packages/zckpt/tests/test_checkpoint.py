@@ -1,5 +1,6 @@
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -237,3 +238,16 @@ def test_gpu_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
     live = torch.zeros(1000, 33, device="cuda")
     find(tmp_path).read([whole("w", live)])
     assert live.equal(values)
+
+
+def test_what_one_ranks_generator_raises_is_every_ranks_error(tmp_path: Path) -> None:
+    save(tmp_path, "a", tensors={"w": torch.ones(1)})
+
+    def wanted(rank: int) -> Iterator[Shard]:
+        yield whole("w", torch.zeros(1))
+        if rank:
+            raise KeyError("no such tensor")
+
+    for outcome in run_threads(lambda peers: find(tmp_path).read(wanted(peers.rank), peers=peers), 2):
+        assert isinstance(outcome.error, CheckpointReadError)
+        assert "failed while checking: rank 1: KeyError: 'no such tensor'" in str(outcome.error)

@@ -93,11 +93,10 @@ class Checkpoint:
         Raises CheckpointInputError, CheckpointMismatch, CheckpointCorrupt, CheckpointReadError.
         """
         team = Team(peers, f"load of {self.path}", CheckpointReadError)
-        shards = list(wanted)
         plans = []  # this rank's, out of the closure that the team runs
 
         def check() -> JSON:
-            plans.append(plan_read(self.manifest, shards, cast=cast))
+            plans.append(plan_read(self.manifest, wanted, cast=cast))
             return plans[0].as_json()
 
         report, problems = merge(team.together("checking", check), self.manifest, ignore)
