@@ -94,7 +94,7 @@ class Views:
         return restore
 
     def _prepare_weights(self, kinds: Mapping[str, _Kind], restore: Restore) -> None:
-        """Parameters and buffers in place; what the state_dict makes up (extra state, hooks) through load_state_dict."""
+        """Parameters and buffers in place; what the state_dict makes up (extra state) through load_state_dict."""
         own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
         made: dict[str, Tensor] = {}
         for name, tensor in self._weights().items():
@@ -175,8 +175,8 @@ class Views:
         strangers = [key for key, state in self.optimizer.state.items() if state and id(key) not in names]
         if strangers:
             raise CheckpointInputError(
-                f"{type(self.optimizer).__name__} keeps state of {len(strangers)} things that are no parameters of the "
-                f"model ({type(strangers[0]).__name__} first): it would be lost. Save it yourself, in objects="
+                f"{type(self.optimizer).__name__} keeps state of {len(strangers)} things that are no parameters of "
+                f"the model ({type(strangers[0]).__name__} first): it would be lost. Save it yourself, in objects="
             )
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
