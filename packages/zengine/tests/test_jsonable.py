@@ -61,3 +61,9 @@ def test_anything_else_is_refused_with_its_place(bad):
 def test_an_unknown_dtype_in_a_file_is_refused():
     with pytest.raises(ValueError, match="names the dtype 'Tensor'"):
         decode({"$tensor": [1, "Tensor", []]})
+
+
+def test_a_forged_shape_does_not_ask_for_memory():
+    (key,) = encode(torch.ones(()))
+    with pytest.raises(ValueError, match="gives one number the shape"):
+        decode({key: [0.0, "float32", [10**13]]})

@@ -55,6 +55,8 @@ def decode(value: Any) -> Any:
         return float(value[_FLOAT])
     if _TENSOR in value:
         number, dtype, shape = value[_TENSOR]
+        if any(size != 1 for size in shape):
+            raise ValueError(f"a checkpoint gives one number the shape {shape}")
         return torch.full(tuple(shape), decode(number), dtype=_dtype(dtype))
     return {key: decode(item) for key, item in value.items()}
 
