@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -261,3 +263,89 @@ def test_ranks_that_name_different_tags_save_under_rank_0s_or_fail_as_the_config
     assert run_ranks(_tags, 2, "WARN") == [["rank0"], ["rank0"]]
     for message in run_ranks(_tags, 2, "FAIL"):
         assert "different tags (rank 0: 'rank0', rank 1: 'rank1')" in message[0]
+
+
+def _rewritten(root: str, tag: str, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """The checkpoint of `root` once more as `tag`, with its tensors changed; by rank 0."""
+    if zcomm.group_rank() == 0:
+        found = zckpt.find(root)
+        tensors = {name: found.tensor(name) for name in found.names()}
+        change(tensors)
+        zckpt.save(root, tag, tensors=tensors, objects=found.objects, rank_objects=found.rank_objects(0), step=99)
+    zcomm.barrier()
+
+
+def _steps_that_disagree_on_rank_0() -> list[str]:
+    root = zcomm.exchange(tempfile.mkdtemp())[0]
+    model = nn.Sequential(
+        nn.Linear(3, 1, bias=False), nn.Linear(1, 64, bias=False)
+    )  # rank 1 holds of the second only
+    engine = one_step(make(model, zero_optimization={"stage": 1}))
+    engine.save_checkpoint(root)
+    _rewritten(root, "odd", lambda tensors: tensors["optimizer.step.0.weight"].add_(1))
+    try:
+        engine.load_checkpoint(root, "odd")
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def test_a_restore_that_one_rank_refuses_is_every_ranks_error():
+    (first,), (second,) = run_ranks(_steps_that_disagree_on_rank_0, 2)
+    assert "here both parameters are updated together" in first
+    assert second.startswith("the optimizer's state was not taken, because of rank 0: the checkpoint has")
+
+
+def test_what_a_load_that_is_not_strict_leaves_out_is_said(tmp_path, caplog):
+    one_step(make(nn.Sequential(nn.Linear(3, 2)))).save_checkpoint(tmp_path)
+    other = make(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+    kept = other.module[1].weight.clone()
+    other.load_checkpoint(tmp_path, load_module_strict=False)
+    assert "2 tensors are missing in it (1.bias, 1.weight), 0 are not wanted (none): what is missing" in caplog.text
+    assert "no optimizer state of 1.bias (2 parameters in all): it starts afresh" in caplog.text
+    assert other.module[1].weight.equal(kept)
+
+
+def test_weights_that_no_engine_saved_are_loaded_when_only_they_are_wanted(tmp_path):
+    plain = nn.Linear(3, 2)
+    zckpt.save(tmp_path, "plain", tensors=zckpt.views(plain, torch.optim.AdamW(plain.parameters())))
+    engine = make()
+    with pytest.raises(zckpt.CheckpointMismatch, match=r"not saved by an engine.*load_module_only=True"):
+        engine.load_checkpoint(tmp_path)
+    assert engine.load_checkpoint(tmp_path, load_module_only=True)[1] == {}
+    assert engine.module.weight.equal(plain.weight)
+
+
+class _Loader:
+    """Of which one rank's position cannot be told."""
+
+    def state_dict(self) -> dict[str, int]:
+        if zcomm.group_rank():
+            raise RuntimeError("the workers are gone")
+        return {"epoch": 1}
+
+
+def _loader_that_fails_on_rank_1() -> str:
+    root = zcomm.exchange(tempfile.mkdtemp())[0]
+    engine = make()
+    engine.parts = attrs.evolve(engine.parts, loader=_Loader())
+    try:
+        engine.save_checkpoint(root)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "saved"
+
+
+def test_what_one_rank_cannot_say_of_itself_is_told_to_all():
+    first, second = run_ranks(_loader_that_fails_on_rank_1, 2)
+    assert (first, second) == ("nothing was saved, because of rank 1: the workers are gone", "the workers are gone")
+
+
+def test_a_damaged_checkpoint_that_is_passed_over_is_said(tmp_path, caplog):
+    engine = make()
+    for _ in range(2):
+        newest = Path(one_step(engine).save_checkpoint(tmp_path))
+    next(newest.glob("*.safetensors")).write_bytes(b"")
+    (tmp_path / "latest").unlink()
+    assert Path(make().load_checkpoint(tmp_path)[0]).name == "global_step1"
+    assert "'global_step2' (step 2) passed over: checkpoint" in caplog.text

@@ -65,6 +65,21 @@ def test_a_rank_that_sees_another_file_system_stops_all():
     assert second
 
 
+def _two_newest() -> str:
+    root = tempfile.mkdtemp()
+    zckpt.save(root, f"of-rank-{zcomm.group_rank()}", shards=[], objects={})
+    try:
+        return find(root, None, _peers()).tag
+    except (zckpt.CheckpointError, ValueError) as error:
+        return str(error)
+
+
+def test_a_rank_that_cannot_follow_rank_0_stops_all():
+    first, second = run_ranks(_two_newest, 2)
+    assert first.startswith("nothing was loaded, because of rank 1:")
+    assert "of-rank-0" in second
+
+
 def test_an_engine_that_only_runs_forward_loads_a_trained_checkpoint(tmp_path):
     model = nn.Linear(2, 1)
     config = {

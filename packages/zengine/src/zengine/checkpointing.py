@@ -24,7 +24,16 @@ import torch
 
 import zckpt
 import zpartition
-from zengine.consensus import MODEL, GroupPeers, common_tag, compare_kinds, compare_names, find, on_every_rank
+from zengine.consensus import (
+    MODEL,
+    GroupPeers,
+    common_tag,
+    compare_kinds,
+    compare_names,
+    find,
+    on_every_rank,
+    require_run,
+)
 from zengine.jsonable import decode, encode
 from zengine.saving import Content
 
@@ -68,12 +77,12 @@ def save(engine: Engine, root: str, tag: str | None, client_state: Mapping[str, 
         )
     peers = GroupPeers.of(engine)
     common = common_tag(f"global_step{clock.steps}" if tag is None else str(tag), engine.plan.tag_validation, peers)
-    objects = on_every_rank(lambda: _objects(engine, client_state), peers)
+    objects, rank_objects = on_every_rank(lambda: (_objects(engine, client_state), _rank_objects(engine)), peers)
     with engine.parts.telemetry.paused():
         content = Content(
             shards=_shards(engine),
             objects=objects,
-            rank_objects=_rank_objects(engine),
+            rank_objects=rank_objects,
             step=clock.steps,
             latest=latest,
             keep=engine.plan.keep,
@@ -89,8 +98,9 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
 
     Raises:
         zckpt.CheckpointError: on every rank; nothing there, damaged, or not this model. No weight has changed then.
-        ValueError: the scaler or the schedule refuses its state (no weight has changed), or parameters that share a
-            step count here were saved with different ones (weights have been read: load again or start over).
+        ValueError: on every rank; the scaler or the schedule refuses its state (no weight has changed), or parameters
+            that share a step count on one rank were saved with different ones (weights have been read: load again or
+            start over).
     """
     engine.clock.require_open("load_checkpoint")
     engine.parts.saver.wait()
@@ -98,22 +108,22 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
     checkpoint = find(root, tag, peers)
     names = frozenset(checkpoint.names())
     partition = engine.parts.partition
-    if strict:
-        compare_names(partition, names, str(checkpoint.path))
+    compare_names(partition, names, str(checkpoint.path), strict=strict)
+    if what.run:
+        require_run(checkpoint)
     compare_kinds(engine, checkpoint, optimizer=what.optimizer, scheduler=what.scheduler)
     partition.zero_grad()
     partition.admit_unfrozen()
     wanted = [shard for shard in _named(partition.shards_to_fill()) if shard.name in names]
     with _undone_on_error(engine):
-        _restore_small(engine, checkpoint.objects, what)
-        restored = _prepare_optimizer(engine, checkpoint) if what.optimizer else RestoredState()
+        restored = on_every_rank(lambda: _prepare(engine, checkpoint, what), peers, "nothing was loaded")
         checkpoint.read([*wanted, *restored.shards], strict=False, cast=True, verify="first", peers=peers)
-        restored.commit()
+        on_every_rank(restored.commit, peers, "the optimizer's state was not taken")
     partition.publish()
     _restore_objects(engine, checkpoint.objects, what)
     if what.run:
         _restore_rank(engine, checkpoint, peers)
-    return str(checkpoint.path), decode(checkpoint.objects["client_state"])
+    return str(checkpoint.path), decode(checkpoint.objects.get("client_state", {}))
 
 
 # -- what is saved -------------------------------------------------------------------------------
@@ -222,6 +232,12 @@ class RestoredState:
         self.hand_over()
 
 
+def _prepare(engine: Engine, checkpoint: zckpt.Checkpoint, what: What) -> RestoredState:
+    """What may refuse, or find no memory, on one rank alone."""
+    _restore_small(engine, checkpoint.objects, what)
+    return _prepare_optimizer(engine, checkpoint) if what.optimizer else RestoredState()
+
+
 def _prepare_optimizer(engine: Engine, checkpoint: zckpt.Checkpoint) -> RestoredState:
     """Stage state for the optimizer as the checkpoint has it, and say where to read it into.
 
@@ -243,8 +259,16 @@ def _prepare_optimizer(engine: Engine, checkpoint: zckpt.Checkpoint) -> Restored
 
 
 def _say_untrained(engine: Engine, saved: frozenset[str]) -> None:
-    """Warn of states that nobody takes."""
+    """Warn of states that nobody takes, and of weights that begin without one."""
     partition = engine.parts.partition
+    fresh = sorted(partition.layout.names - saved) if saved else []
+    if fresh and partition.rank == 0:
+        log.warning(
+            "the checkpoint has no optimizer state of %s (%d parameters in all): it starts afresh, beside that of "
+            "the others",
+            fresh[0],
+            len(fresh),
+        )
     left = sorted(saved - partition.layout.names)
     if left and partition.rank == 0:
         log.warning(

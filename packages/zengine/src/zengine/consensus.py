@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from zengine.engine import Engine
 
 log = logging.getLogger("zengine")
+
+T = TypeVar("T")
 
 MODEL = "model."  # prefix of the names of weights and buffers
 
@@ -58,23 +60,25 @@ def common_tag(tag: str, validation: str, peers: GroupPeers) -> str:
     return str(tags[0])
 
 
-def on_every_rank(work: Callable[[], dict[str, Any]], peers: GroupPeers) -> dict[str, Any]:
+def on_every_rank(work: Callable[[], T], peers: GroupPeers, otherwise: str = "nothing was saved") -> T:
     """The result of `work`, if it succeeds on all ranks; else its error here, or word of where it failed."""
+    result: list[T] = []
+    problem: Exception | None = None
     try:
-        result, problem = work(), None
-    except (TypeError, ValueError) as error:
-        result, problem = {}, error
-    texts = peers.exchange("" if problem is None else str(problem))
+        result.append(work())
+    except Exception as error:  # whatever it is: the others wait for word of it
+        problem = error
+    texts = peers.exchange("" if problem is None else str(problem) or type(problem).__name__)
     if problem is not None:
         raise problem
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     if failed:
-        raise ValueError(f"nothing was saved, because of {failed[0]}")
-    return result
+        raise ValueError(f"{otherwise}, because of {failed[0]}")
+    return result[0]
 
 
 def find(root: str, tag: str | None, peers: GroupPeers) -> zckpt.Checkpoint:
-    """The same checkpoint on every rank, or the same error."""
+    """The same checkpoint on every rank, or an error on every rank; what was odd about finding it is logged."""
     try:
         found, problem = zckpt.find(root, None if tag is None else str(tag)), None
     except zckpt.CheckpointError as error:
@@ -88,16 +92,32 @@ def find(root: str, tag: str | None, peers: GroupPeers) -> zckpt.Checkpoint:
             "hosts see the same file system?"
         )
     assert found is not None
-    return found if found.tag == tags[0] else zckpt.find(root, str(tags[0]))
+    mine, common = found, str(tags[0])
+    for note in mine.notes if peers.rank == 0 else ():
+        log.warning("%s", note)
+    if all(other == common for other in tags):
+        return mine
+    return on_every_rank(
+        lambda: mine if mine.tag == common else zckpt.find(root, common), peers, "nothing was loaded"
+    )
+
+
+def require_run(checkpoint: zckpt.Checkpoint) -> None:
+    """Refuse to go on with a run that is not there: only an engine saves one."""
+    if "clock" not in checkpoint.objects:
+        raise zckpt.CheckpointMismatch(
+            f"checkpoint {checkpoint.path} was not saved by an engine: it holds no run to continue. Load its weights "
+            "with load_module_only=True"
+        )
 
 
 def compare_kinds(engine: Engine, checkpoint: zckpt.Checkpoint, *, optimizer: bool, scheduler: bool) -> None:
     """Refuse another optimizer or schedule before anything is read."""
     if optimizer and engine.optimizer is not None:
         _compare_optimizers(checkpoint, engine.optimizer)
-    saved: Any = checkpoint.objects["scheduler"]
     kind = type(engine.parts.scheduler).__name__
-    if scheduler and engine.optimizer is not None and saved["kind"] != kind:
+    saved: Any = checkpoint.objects["scheduler"] if scheduler else {"kind": kind}
+    if engine.optimizer is not None and saved["kind"] != kind:
         raise zckpt.CheckpointMismatch(
             f"checkpoint {checkpoint.path} holds the schedule {saved['kind']}, and this engine has {kind}. To start "
             "the present schedule afresh, load with load_lr_scheduler_states=False"
@@ -122,17 +142,21 @@ def _compare_optimizers(checkpoint: zckpt.Checkpoint, optimizer: torch.optim.Opt
         )
 
 
-def compare_names(partition: zpartition.Partition, names: Iterable[str], where: str) -> None:
-    """Refuse a checkpoint of another model before anything is read."""
+def compare_names(partition: zpartition.Partition, names: Iterable[str], where: str, *, strict: bool) -> None:
+    """Refuse a checkpoint of another model before anything is read; not strict, only say what does not fit."""
     ours = {MODEL + name for name in partition.names()}
     theirs = {name for name in names if name.startswith(MODEL)}
     missing, extra = sorted(ours - theirs), sorted(theirs - ours)
-    if missing or extra:
-        raise zckpt.CheckpointMismatch(
-            f"checkpoint {where} is not of this model: "
-            f"{len(missing)} tensors are missing in it ({_first(missing)}), {len(extra)} are not wanted "
-            f"({_first(extra)}). load_module_strict=False loads what fits"
-        )
+    if not missing and not extra:
+        return
+    differences = (
+        f"checkpoint {where} is not of this model: {len(missing)} tensors are missing in it ({_first(missing)}), "
+        f"{len(extra)} are not wanted ({_first(extra)})"
+    )
+    if strict:
+        raise zckpt.CheckpointMismatch(f"{differences}. load_module_strict=False loads what fits")
+    if partition.rank == 0:
+        log.warning("%s: what is missing keeps its values", differences)
 
 
 def _first(names: list[str]) -> str:
