@@ -29,6 +29,7 @@ from zckpt import (
     save_async,
     views,
 )
+from zckpt.background import HostMemory
 from zckpt.testing import FaultyStorage, run_threads
 
 
@@ -269,6 +270,24 @@ def test_a_kernel_without_large_pages_will_do(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # EINVAL
     save_async(tmp_path, "a", tensors={"w": torch.ones(2)}).wait()
     assert find(tmp_path).tensor("w").tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("where", ["copy", "start"])
+def test_a_saver_whose_save_did_not_begin_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt if where == "copy" else RuntimeError("can't start new thread")
+
+    with AsyncSaver(when_busy="refuse") as saver:
+        with monkeypatch.context() as patch:
+            if where == "copy":
+                patch.setattr(HostMemory, "copies", interrupt)
+            else:
+                patch.setattr(threading.Thread, "start", interrupt)
+            with pytest.raises((KeyboardInterrupt, RuntimeError)):
+                saver.save(tmp_path, "a", tensors={"w": torch.ones(2)})
+        assert saver.save(tmp_path, "b", tensors={"w": torch.ones(2)}).wait() == tmp_path / "b"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

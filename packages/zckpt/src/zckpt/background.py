@@ -173,11 +173,11 @@ class AsyncSaver:
         if self.newest is not None:
             self.newest.holds_copy = False
         handle = SaveHandle(order, order.shards[: order.num_given])
-        self.newest = handle
         self._copy(handle)
         go = threading.Event()  # or the thread would take its first turns while the caller waits to return
-        handle.thread = threading.Thread(target=_work, args=(handle, self.peers, go), name="zckpt-save")
-        handle.thread.start()
+        thread = threading.Thread(target=_work, args=(handle, self.peers, go), name="zckpt-save")
+        thread.start()
+        handle.thread, self.newest = thread, handle  # not before: one that did not begin is nothing to wait for
         go.set()
         return handle
 

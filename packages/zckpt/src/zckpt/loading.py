@@ -58,7 +58,8 @@ def load(
     verify, cast: as in Checkpoint.read.
     peers: ranks that load together; all take the checkpoint that rank 0 finds.
 
-    Raises what `find` and Checkpoint.read raise, on every rank alike; the optimizer changes only after all is read.
+    Raises what `find` and Checkpoint.read raise, on every rank alike.  Tensors that an optimizer has already are
+    filled in place; the rest of it changes only after all is read.
     """
     team = Team(peers, f"load from {os.fspath(root)}", CheckpointReadError)
     tags: Sequence[JSON] = team.together("finding", lambda: find(root, tag, storage=storage).tag)

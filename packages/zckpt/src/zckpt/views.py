@@ -8,9 +8,9 @@ is no tensor (hyperparameters of the groups, counters that are numbers) is JSON 
 "zckpt.views".  So the order of the parameters is not part of a checkpoint, and no pickle is.
 
 A view is made when it is asked for, so one object serves every save of a run.  To load, an optimizer that has not
-stepped yet gets the state that the checkpoint says it had; nothing of the optimizer is touched before all has been
-read, and a model whose optimizer state is not there is refused unless that is asked for: a silent restart of Adam's
-moments is a bug that only the loss curve tells.
+stepped yet gets the state that the checkpoint says it had, once all has been read; tensors that it has already are
+filled in place, as the weights are.  A model whose optimizer state is not there is refused unless that is asked for:
+a silent restart of Adam's moments is a bug that only the loss curve tells.
 
 Tied weights are one tensor, under the first name.  A parameter that is not contiguous is saved, and loaded, through
 a contiguous copy.  DTensors (FSDP2) have an address of their own (dtensors.py); every rank gives its part.
