@@ -349,3 +349,16 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_said(tmp_path, caplog):
     (tmp_path / "latest").unlink()
     assert Path(make().load_checkpoint(tmp_path)[0]).name == "global_step1"
     assert "'global_step2' (step 2) passed over: checkpoint" in caplog.text
+
+
+def test_weights_that_a_load_rounds_are_told(tmp_path, caplog):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[1].requires_grad_(False)  # a frozen weight has no master
+    one_step(make(model)).save_checkpoint(tmp_path)
+    same = make(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+    same.load_checkpoint(tmp_path, load_module_only=True)
+    assert "it is rounded" not in caplog.text
+    half = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    half[1].requires_grad_(False)
+    make(half, bf16={"enabled": True}).load_checkpoint(tmp_path, load_module_only=True)
+    assert "has 1.weight in float32 and this engine in bfloat16: it is rounded (2 tensors in all)" in caplog.text

@@ -33,6 +33,7 @@ from zengine.consensus import (
     find,
     on_every_rank,
     require_run,
+    say_rounded,
 )
 from zengine.jsonable import decode, encode
 from zengine.saving import Content
@@ -115,6 +116,7 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
     partition.zero_grad()
     partition.admit_unfrozen()
     wanted = [shard for shard in _named(partition.shards_to_fill()) if shard.name in names]
+    say_rounded(wanted, checkpoint, peers.rank)
     with _undone_on_error(engine):
         restored = on_every_rank(lambda: _prepare(engine, checkpoint, what), peers, "nothing was loaded")
         checkpoint.read([*wanted, *restored.shards], strict=False, cast=True, verify="first", peers=peers)

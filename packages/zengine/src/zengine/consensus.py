@@ -142,6 +142,22 @@ def _compare_optimizers(checkpoint: zckpt.Checkpoint, optimizer: torch.optim.Opt
         )
 
 
+def say_rounded(wanted: Iterable[zpartition.Shard], checkpoint: zckpt.Checkpoint, rank: int) -> None:
+    """Warn of weights that are stored with more bits than they will have here."""
+    tensors = checkpoint.manifest.tensors
+    rounded = [each for each in wanted if tensors[each.name].dtype.itemsize > each.tensor.dtype.itemsize]
+    if rounded and rank == 0:
+        name, dtype = rounded[0].name, rounded[0].tensor.dtype
+        log.warning(
+            "checkpoint %s has %s in %s and this engine in %s: it is rounded (%d tensors in all)",
+            checkpoint.path,
+            name.removeprefix(MODEL),
+            str(tensors[name].dtype).removeprefix("torch."),
+            str(dtype).removeprefix("torch."),
+            len(rounded),
+        )
+
+
 def compare_names(partition: zpartition.Partition, names: Iterable[str], where: str, *, strict: bool) -> None:
     """Refuse a checkpoint of another model before anything is read; not strict, only say what does not fit."""
     ours = {MODEL + name for name in partition.names()}
