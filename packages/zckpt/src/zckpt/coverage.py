@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from .regions import Box, Region, as_boxes, box_numel, overlap, whole_box
 
-MAX_CORNERS = 1 << 24  # a bound on time and memory; real checkpoints stay a thousandfold below
+MAX_CORNERS = 1 << 20  # a bound on time (seconds) and memory (some 100 MB); real checkpoints stay far below
 _MAX_SUSPECTS = 400  # how many regions the error message compares in pairs
 
 
