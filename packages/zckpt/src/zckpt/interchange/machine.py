@@ -32,7 +32,7 @@ Operation = Callable[["Machine", Any], None]
 @final
 @attrs.define(eq=False)
 class Record:
-    """An object of a class that is not here, as data; printed as its kind, since what it holds may share endlessly."""
+    """An object of a class that is not here, as data; printed as its kind, as what it holds may share endlessly."""
 
     kind: str  # "module.Class"
     args: tuple[Any, ...] = attrs.field(default=(), repr=False)
