@@ -153,7 +153,13 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     for name in _INDEXED:
         if (path / name).exists():
             told = _index(path / name)
-            return [path / file for file in dict.fromkeys(told.values())], told
+            files = [path / file for file in dict.fromkeys(told.values())]
+            if missing := [file.name for file in files if not file.is_file()]:
+                raise CheckpointCorrupt(
+                    f"{path / name} names {len(missing)} files that are not there: {', '.join(missing[:5])}",
+                    path=str(path / name),
+                )
+            return files, told
     for name in _SINGLE:
         if (path / name).exists():
             return [path / name], {}
@@ -177,6 +183,7 @@ def _index(path: Path) -> dict[str, str]:
             or file != os.path.basename(file)
             or file.startswith(".")
             or "\\" in file
+            or not file.isprintable()
         ):
             raise CheckpointCorrupt(
                 f"{path} says that {name[:80]!r} is in {str(file)[:80]!r}, which is no plain name of a file "
