@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from .. import canonical
 from ..canonical import JSON
 from ..checkpoint import Checkpoint
+from ..coverage import tiling_problem
 from ..errors import (
     CheckpointCorrupt,
     CheckpointInputError,
@@ -39,7 +40,7 @@ from ..errors import (
     CheckpointNotFound,
     CheckpointReadError,
 )
-from ..regions import Box, Span, whole_box
+from ..regions import Box, Region, Span, box_numel, region_problem, whole_box
 from ..saving import save
 from ..storage import LOCAL, read_all
 from .engine_state import MODEL, NO_RANK_STATE, engine_objects
@@ -124,9 +125,12 @@ def import_dcp(
     source: dict[str, JSON] = {"from": "torch.distributed.checkpoint", "left_out": left}
     objects, ours = engine_objects({}, source), OBJECTS in tensors
     loader = _Loader(reader)
+    for name, each in tensors.items():
+        if problem := _coverage_problem(each):
+            raise CheckpointCorrupt(f"{path}: tensor {name!r} is not whole: {problem}", path=str(path))
     if ours:
-        objects = canonical.load(bytes(loader.load(OBJECTS, tensors.pop(OBJECTS)).tolist()))
-        step = step or int(objects.get("exported", {}).get("step", 0))
+        objects = _our_objects(path, loader.load(OBJECTS, tensors.pop(OBJECTS)).flatten().tolist())
+        step = step or objects["exported"]["step"]
     if not tensors:
         raise CheckpointMismatch(f"{path} holds no tensors", path=str(path))
     shards = [_Stored("" if ours else prefix, name, each, loader) for name, each in sorted(tensors.items())]
@@ -156,6 +160,33 @@ def check_metadata(folder: Path) -> None:
             raise CheckpointCorrupt(
                 f"{path} refers to {reprlib.repr(name)}, which is no file of its folder", path=str(path)
             )
+
+
+def _coverage_problem(told: TensorStorageMetadata) -> str:
+    """Why its chunks do not make it whole; "" if they do.  torch would leave the rest as the memory happens to be."""
+    shape, regions = tuple(told.size), []
+    for chunk in told.chunks:
+        box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))
+        region = Region(box, (0, box_numel(box)))
+        if problem := region_problem(shape, region):
+            return problem
+        regions += [region] if region.numel else []
+    try:
+        return tiling_problem(shape, regions)
+    except ValueError as error:
+        return str(error)
+
+
+def _our_objects(path: Path, data: list[int]) -> dict[str, JSON]:
+    """What `_objects` wrote, checked as far as it is used here."""
+    try:
+        objects: dict[str, JSON] = canonical.load(bytes(data))
+        if type(objects["exported"]["step"]) is int:
+            return objects
+        problem = "no step"
+    except (ValueError, TypeError, KeyError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise CheckpointCorrupt(f"{path}: its tensor {OBJECTS!r} is not what an export wrote: {problem}", path=str(path))
 
 
 def _find(name: str) -> Maker:
