@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
 import zckpt
-from zckpt import CheckpointCorrupt, CheckpointInputError, CheckpointMismatch, CheckpointNotFound
+from zckpt import CheckpointCorrupt, CheckpointError, CheckpointInputError, CheckpointMismatch, CheckpointNotFound
 from zckpt.interchange import dcp, export_dcp, import_dcp
 
 TENSORS = {
@@ -137,6 +137,26 @@ def test_metadata_that_make_no_sense_are_named(tmp_path: Path, data: bytes) -> N
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(CheckpointCorrupt, match=r"\.metadata"):
         import_dcp(tmp_path, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_files_that_are_damaged_or_gone_are_named(tmp_path: Path, keep: int) -> None:
+    """torch raises something that is no Exception, which would end a process that catches all of those."""
+    torch_checkpoint.save({"w": torch.ones(800)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for file in (tmp_path / "dcp").glob("*.distcp"):
+        os.truncate(file, keep) if keep else file.unlink()
+    with pytest.raises(CheckpointError, match="tensor 'w' cannot be loaded: "):
+        import_dcp(tmp_path / "dcp", tmp_path / "ours")
+
+
+def test_a_damaged_checkpoint_of_ours_is_named_as_such(tmp_path: Path, checkpoint: Any) -> None:
+    file = next(checkpoint.path.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointCorrupt, match="checksum is"):
+        export_dcp(checkpoint, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_what_cannot_be_exported_or_imported_is_named(tmp_path: Path, checkpoint: Any) -> None:

@@ -11,18 +11,21 @@ is no tensor stays where it is, since torch unpickles that too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import reprlib
 import shutil
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
 import attrs
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -35,10 +38,12 @@ from ..checkpoint import Checkpoint
 from ..coverage import tiling_problem
 from ..errors import (
     CheckpointCorrupt,
+    CheckpointError,
     CheckpointInputError,
     CheckpointMismatch,
     CheckpointNotFound,
     CheckpointReadError,
+    CheckpointWriteError,
 )
 from ..regions import Box, Region, Span, box_numel, region_problem, whole_box
 from ..saving import save
@@ -73,7 +78,7 @@ def export_dcp(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
     """Write every tensor by its stored name, and the objects as JSON bytes under "zckpt.objects"; returns the folder.
 
     `torch.distributed.checkpoint.load` reads it at any world size.  `folder` must be absent or empty.
-    Raises CheckpointInputError, CheckpointCorrupt (a checksum of ours differs), or what torch raises.
+    Raises CheckpointInputError, CheckpointCorrupt (a checksum of ours differs), CheckpointWriteError, OSError.
     """
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -87,7 +92,7 @@ def export_dcp(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
         }
         objects = torch.tensor(list(_objects(checkpoint)), dtype=torch.uint8)
         state[OBJECTS] = torch.empty_like(objects, device="meta")
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _named_failures(CheckpointWriteError, f"export to {target}"):
             warnings.simplefilter("ignore")  # torch says that there is one process
             save_dcp(
                 state,
@@ -189,6 +194,21 @@ def _our_objects(path: Path, data: list[int]) -> dict[str, JSON]:
     raise CheckpointCorrupt(f"{path}: its tensor {OBJECTS!r} is not what an export wrote: {problem}", path=str(path))
 
 
+@contextlib.contextmanager
+def _named_failures(kind: type[CheckpointError], task: str) -> Iterator[None]:
+    """torch wraps whatever happens in an exception that is no Exception: out comes what it was, if it is of ours."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        for cause in causes:
+            if isinstance(cause, CheckpointError):
+                raise cause from None
+        raise kind(f"{task}: {', '.join(map(repr, causes))}"[:2000]) from error
+    except RuntimeError as error:  # memory for a size that nobody has
+        raise kind(f"{task}: {error}") from error
+
+
 def _find(name: str) -> Maker:
     if name not in _ADMITTED:
         dotted = name.replace(" ", ".")[:120]
@@ -225,7 +245,8 @@ class _Loader:
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def load(self, name: str, told: TensorStorageMetadata) -> Tensor:
-        with self.lock, warnings.catch_warnings():
+        task = f"{self.reader.path}: tensor {name!r} cannot be loaded"
+        with self.lock, warnings.catch_warnings(), _named_failures(CheckpointCorrupt, task):
             warnings.simplefilter("ignore")  # torch says that there is one process
             if self.held[0] != name:
                 self.held = "", torch.empty(0)
