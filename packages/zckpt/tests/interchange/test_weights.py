@@ -94,6 +94,10 @@ def test_an_index_and_files_that_differ(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {**table, "more": table["a"]}}))
     with pytest.raises(CheckpointCorrupt, match=r"1 named and not there \(more\)"):
         read_weights(path)
+    swapped = dict(zip(table, reversed([table["a"], table["b"], table["b"]])))
+    index.write_text(json.dumps({"weight_map": swapped}))
+    with pytest.raises(CheckpointCorrupt, match=r"is in part-.*, its index says part-.*: not of one export"):
+        read_weights(path)
     index.write_text(json.dumps({"weight_map": {name: file for name, file in table.items() if name != "s"}}))
     with pytest.raises(CheckpointCorrupt, match=r"1 there and not named \(s\)"):
         read_weights(path)

@@ -111,6 +111,11 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
             mine = _open_torch(file, stack, checks) if _is_torch(file) else _open_safetensors(file, stack)
             if twice := sorted(set(mine) & set(tensors)):
                 raise CheckpointCorrupt(f"{path}: {twice[0]!r} is in two of its files", path=str(path))
+            if strays := [name for name in sorted(mine) if told.get(name, file.name) != file.name]:
+                raise CheckpointCorrupt(
+                    f"{path}: {strays[0]!r} is in {file.name}, its index says {told[strays[0]]}: not of one export",
+                    path=str(path),
+                )
             tensors.update(mine)
         _compare_index(path, told, tensors)
         return Weights(path, tensors, stack.pop_all(), tuple(checks))
