@@ -22,6 +22,7 @@ UNTESTED_ALONE: dict[str, str] = {
 }
 # Test files that mirror no single module, and why.
 MIRROR_NOTHING: dict[str, str] = {
+    "packages/zckpt/tests/test_format.py": "a reader written from FORMAT.md alone",
     "packages/zoptim/tests/test_bench.py": "runs the scripts of packages/zoptim/bench at a tiny size",
     "packages/zpartition/tests/test_endurance.py": "whole partitions: nothing is left behind, hangs are told",
 }

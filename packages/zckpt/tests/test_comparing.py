@@ -87,6 +87,17 @@ def test_values_of_all_kinds(tmp_path: Path, left: Tensor, right: Tensor, count:
         assert found.different[0].max_abs == pytest.approx(largest, nan_ok=True)
 
 
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [(torch.tensor([0.0]), torch.tensor([-0.0])), (torch.tensor([2**60]), torch.tensor([2**60 + 1]))],
+)
+def test_other_bits_are_never_the_same_without_a_tolerance(tmp_path: Path, left: Tensor, right: Tensor) -> None:
+    found = compare(saved(tmp_path, "a", {"w": left}), saved(tmp_path, "b", {"w": right}))
+    assert not found.is_same()
+    assert found.is_same(0.5) is left.is_floating_point()
+    assert found.is_same(1.0)
+
+
 def test_equal_checksums_are_believed_unless_asked_otherwise(tmp_path: Path) -> None:
     a, b = (saved(tmp_path, tag, {"w": torch.ones(5)}) for tag in "ab")
     opened: list[Path] = []

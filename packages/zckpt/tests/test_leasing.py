@@ -58,6 +58,23 @@ def test_one_whose_lock_was_taken_is_told_and_leaves_the_other_alone() -> None:
     assert cell.text == "ffff 3\npid 9\n"
 
 
+def test_half_a_sign_of_ones_own_is_not_anothers() -> None:
+    """A store may show an object that is half written, and the owner looks while its other thread writes."""
+    cell = Cell()
+
+    def write(text: str) -> None:
+        cell.text = ""
+        time.sleep(0.01)
+        cell.write(text)
+
+    lease = take(
+        Slot(Path("/.lock"), lambda: cell.text, write, lambda: None), "me", Leasing(beat_s=0.0, patience_s=1)
+    )
+    while cell.writes < 10:
+        lease.confirm()
+    lease.release()
+
+
 def test_a_beat_that_fails_is_tried_again() -> None:
     cell = Cell()
 

@@ -1,9 +1,10 @@
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 
-from zckpt import CheckpointInputError, Leasing, remote
+from zckpt import CheckpointInputError, CheckpointReadError, Leasing, remote
 from zckpt.locating import located, located_checkpoint
 from zckpt.objectstore import RemoteStorage
 from zckpt.storage import LOCAL
@@ -46,11 +47,35 @@ def test_the_url_gives_host_and_the_options_go_to_fsspec() -> None:
         ("nosuchscheme://x/y", "fsspec cannot serve nosuchscheme://"),
         ("simplecache::memory://x", "chains of URLs"),
         ("runs/a", "is no URL: give <scheme>://<place>"),
+        ("memory://", "is no URL: give <scheme>://<place>"),
     ],
 )
 def test_what_cannot_be_served_is_told(url: str, words: str) -> None:
     with pytest.raises(CheckpointInputError, match=words):
         remote(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["memory://me:pa55@host/run", "memory:/me:pa55@host/run", "simplecache::ftp://me:pa55@host/x"]
+)
+def test_a_password_in_a_url_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(CheckpointInputError, match=r"me:\.\.\.@host.* holds a password") as caught:
+        located(url)
+    assert "pa55" not in str(caught.value)
+    located("memory://me@host/run")
+    assert located("runs/a:b@c") == (Path("runs/a:b@c"), LOCAL)
+
+
+def test_a_store_that_cannot_be_reached_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Away(fsspec.AbstractFileSystem):  # type: ignore[misc]
+        def __init__(self, **options: object) -> None:
+            raise ConnectionRefusedError(111, "Connection refused")
+
+    fsspec.register_implementation("zckptaway", Away, clobber=True)
+    with pytest.raises(
+        CheckpointReadError, match="zckptaway://h/run: the store cannot be reached: ConnectionRefused"
+    ):
+        located("zckptaway://h/run")
 
 
 def test_without_fsspec_the_extra_is_named_and_local_folders_work(monkeypatch: pytest.MonkeyPatch) -> None:

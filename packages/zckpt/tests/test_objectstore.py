@@ -289,6 +289,22 @@ def test_a_second_job_is_told_who_saves(place: tuple[str, RemoteStorage]) -> Non
     save(url, "a", shards=[], objects={}, storage=storage)
 
 
+def test_a_lock_that_is_half_written_is_one() -> None:
+    bucket = ModelBucket()
+    bucket.pipe_file("bucket/run/.lock", b"")
+    looks: list[str] = []
+
+    class Writing:  # another job: its sign is complete by the second look
+        def __getattr__(self, name: str) -> object:
+            if name == "cat_file" and (looks.append(name) or len(looks) == 2):
+                bucket.pipe_file("bucket/run/.lock", b"0123456789abcdef 0\nanother job\n")
+            return getattr(bucket, name)
+
+    storage = RemoteStorage(ROOT, "bucket/run", Writing(), Leasing(beat_s=60.0, patience_s=0.5))  # type: ignore[arg-type]
+    with pytest.raises(BlockingIOError, match="another job"):
+        storage.lock(ROOT / ".lock", "me")
+
+
 def test_operations_name_the_path_in_their_errors(place: tuple[str, RemoteStorage]) -> None:
     _, storage = place
     make_root(storage, storage.root)

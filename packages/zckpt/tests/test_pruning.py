@@ -64,6 +64,26 @@ def test_after_each_save() -> None:
     assert tags(DISK, storage) == ["s6", "s5"], "latest still names s5"
 
 
+def test_a_save_does_not_delete_what_it_saved() -> None:
+    storage = ModelStorage()
+    for step in (5, 3):
+        save_step(DISK, storage, step, keep=Retention(last=1), latest=step == 5)
+    assert tags(DISK, storage) == ["s5", "s3"]
+    save_step(DISK, storage, 4, keep=Retention(last=1), latest=False)
+    assert tags(DISK, storage) == ["s5", "s4"]
+
+
+def test_a_policy_that_raises_is_a_warning_of_a_save_that_has_succeeded() -> None:
+    class Broken:
+        def wants(self, found: object) -> dict[str, str]:
+            raise KeyError("loss")
+
+    storage = ModelStorage()
+    with pytest.warns(CheckpointWarning, match="/runs/a: not pruned: KeyError: 'loss'"):
+        save_step(DISK, storage, 1, keep=Broken())
+    assert (tags(DISK, storage), storage.locks) == (["s1"], {})
+
+
 def test_after_a_save_in_the_background() -> None:
     storage = ModelStorage()
     with AsyncSaver() as saver:

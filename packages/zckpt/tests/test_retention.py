@@ -4,7 +4,7 @@ import random
 import pytest
 
 from zckpt import Best, CheckpointInputError, Retention
-from zckpt.retention import EVERYTHING, Candidate, judge, metrics_of
+from zckpt.retention import EVERYTHING, Besides, Candidate, judge, metrics_of
 
 
 def run(*losses: float) -> list[Candidate]:
@@ -91,3 +91,9 @@ def test_what_makes_no_sense_is_refused_when_the_policy_is_made(options: dict[st
 def test_metrics_are_the_numbers_under_their_key() -> None:
     assert metrics_of({"metrics": {"loss": 2, "f1": 0.5, "note": "x", "flag": True}}) == {"loss": 2.0, "f1": 0.5}
     assert metrics_of({"metrics": 3}) == metrics_of({}) == {}
+    assert metrics_of({"metrics": {"loss": 10**400, "f1": 1}}) == {"f1": 1.0}
+
+
+def test_the_one_that_was_saved_just_now_stays_whatever_its_step() -> None:
+    found = run(1, 2, 3)
+    assert kept(Besides(Retention(), "step-100"), found) == [300, 100]  # type: ignore[arg-type]

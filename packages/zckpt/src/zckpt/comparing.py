@@ -32,7 +32,7 @@ class Difference:
     name: str
     numel: int
     different_numel: int  # elements whose bits differ
-    max_abs: float  # of the difference, in float64; NaN if one side is NaN where the other is not
+    max_abs: float  # of the difference, in float64; NaN if a side is NaN where the bits differ
 
 
 @final
@@ -48,9 +48,9 @@ class Comparison:
     objects: tuple[str, ...]  # lines: path, and the values on either side
 
     def is_same(self, tolerance: float = 0.0) -> bool:
-        """Nothing differs, but for values by at most `tolerance`."""
+        """Nothing differs, but for values by at most `tolerance`; with none, not a bit (0.0 is not -0.0)."""
         rest = (self.only_a, self.only_b, self.retyped, self.objects)
-        return not any(rest) and all(each.max_abs <= tolerance for each in self.different)
+        return not any(rest) and all(0 < tolerance >= each.max_abs for each in self.different)
 
 
 def compare(
@@ -103,6 +103,8 @@ def _difference(a: Checkpoint, b: Checkpoint, name: str, entry: TensorEntry) -> 
         if not bool(other.any()):
             continue
         gaps = (_wide(left[other]) - _wide(right[other])).abs()
+        if not (entry.dtype.is_floating_point or entry.dtype.is_complex):
+            gaps = gaps.clamp(min=1.0)  # float64 does not tell large neighbours apart
         count += int(other.sum())
         largest = float(torch.cat([gaps, torch.tensor([largest], dtype=gaps.dtype)]).max())  # max of NaN is NaN
     return Difference(name, math.prod(entry.shape), count, largest) if count else None

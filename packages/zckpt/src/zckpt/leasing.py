@@ -41,7 +41,7 @@ class Slot:
     """The object that is the lock, as three calls that raise OSError."""
 
     path: Path
-    read: Callable[[], str]  # "" if it is not there
+    read: Callable[[], str]  # "" if it is not there; never if it is, though it may be half written
     write: Callable[[str], None]
     remove: Callable[[], None]
 
@@ -58,6 +58,7 @@ class Lease:
     is_exclusive: bool = True
     ended: threading.Event = attrs.field(factory=threading.Event)
     beating: threading.Thread | None = None
+    signing: threading.Lock = attrs.field(factory=threading.Lock)  # half a sign of ours is not another's
 
     def release(self) -> None:
         if self.ended.is_set():
@@ -74,8 +75,10 @@ class Lease:
 
     def confirm(self) -> None:
         """OSError if another job has taken the lock."""
-        if not self.is_ours():
-            holder = _owner(self.slot.read()) or "nobody"
+        with self.signing:
+            text = self.slot.read()
+        if not text.startswith(self.nonce):
+            holder = _owner(text) or "nobody"
             raise OSError(errno.EBUSY, f"the lock was lost while saving; it is held by {holder}", str(self.slot.path))
 
     def sign(self, count: int) -> None:
@@ -84,7 +87,10 @@ class Lease:
     def _beat(self) -> None:
         count = 1
         while not self.ended.wait(self.leasing.beat_s):
-            with contextlib.suppress(OSError):  # a beat that fails is a beat missed; the next one may work
+            with (
+                contextlib.suppress(OSError),
+                self.signing,
+            ):  # a beat that fails is a beat missed; the next one may work
                 if not self.is_ours():
                     return
                 self.sign(count)

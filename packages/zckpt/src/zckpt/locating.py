@@ -3,6 +3,9 @@
 Everything that takes a root takes a URL too, as text or as the Path that came back from a save.  A URL is a scheme
 that fsspec knows and "://", or ":/" as pathlib leaves it; "file://" is a local folder and served natively, since a
 local disk can do more than fsspec lets us ask of it (fsync, locks, atomic renames).
+
+A root is part of every error, note and returned path, so a URL that holds a password is refused; options of `remote`
+and fsspec's own configuration are the places for one.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointInputError
+from .errors import CheckpointInputError, CheckpointReadError
 from .leasing import PATIENT, Leasing
 from .storage import LOCAL, Storage
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)(.*)", re.DOTALL)
 _LOCAL_SCHEMES = ("file", "local")
+_PASSWORD = re.compile(r"(:/{1,2}[^/@:]*):[^/]*@")
 
 
 def located(root: str | os.PathLike[str], storage: Storage = LOCAL) -> tuple[Path, Storage]:
@@ -50,10 +54,11 @@ def remote(url: str | os.PathLike[str], *, leasing: Leasing = PATIENT, **options
     leasing: how long a lock of a job that gives no sign of life is respected.
     options: for the fsspec file system of the URL's scheme: credentials, endpoint, and so on.
 
-    Raises CheckpointInputError: no URL, fsspec or the scheme's own package is missing, or the options are refused.
+    Raises CheckpointInputError: no URL or one with a password, fsspec or the scheme's own package is missing, or the
+    options are refused.  CheckpointReadError: the store cannot be reached.
     """
     scheme, rest = _split(os.fspath(url))
-    if not scheme:
+    if not scheme or not rest:
         raise CheckpointInputError(f"{os.fspath(url)!r} is no URL: give <scheme>://<place>, such as s3://bucket/run")
     fsspec = _fsspec(os.fspath(url))
     from .objectstore import RemoteStorage, native_path
@@ -64,6 +69,10 @@ def remote(url: str | os.PathLike[str], *, leasing: Leasing = PATIENT, **options
         )
     except (ImportError, ValueError, TypeError) as error:
         raise CheckpointInputError(f"{os.fspath(url)}: fsspec cannot serve {scheme}://: {error}") from error
+    except Exception as error:  # of any class: the store's own package has tried to connect
+        raise CheckpointReadError(
+            f"{os.fspath(url)}: the store cannot be reached: {type(error).__name__}: {error}", path=os.fspath(url)
+        ) from error
     root = Path(f"{scheme}:/{rest}")
     return RemoteStorage(root=root, base=native_path(files, root), files=files, leasing=leasing)
 
@@ -73,13 +82,24 @@ def _split(text: str) -> tuple[str, str]:
     match = _URL.fullmatch(text)
     if match is None:
         if "://" in text:
+            _check_no_password(text)
             raise CheckpointInputError(f"{text!r} is neither a local path nor <scheme>://<place>; chains of URLs "
                                        "cannot hold checkpoints")  # fmt: skip
         return "", ""
     scheme, slashes, rest = match[1].lower(), match[2], match[3].strip("/")
     if slashes == "//" or scheme in _LOCAL_SCHEMES or scheme in _known_schemes():
+        _check_no_password(text)
         return scheme, rest
     return "", ""
+
+
+def _check_no_password(url: str) -> None:
+    if _PASSWORD.search(url):
+        shown = _PASSWORD.sub(r"\1:...@", url)
+        raise CheckpointInputError(
+            f"{shown!r} holds a password, which errors and paths would show: leave it out and give "
+            "storage=zckpt.remote(url, password=...), or set it in fsspec's configuration"
+        )
 
 
 def _known_schemes() -> set[str]:

@@ -179,7 +179,7 @@ class RemoteStorage:
             try:
                 with named_errors(path):
                     self._info(native)
-                    return self.files.cat_file(native).decode(errors="replace")
+                    return self.files.cat_file(native).decode(errors="replace") or "\n"
             except FileNotFoundError:
                 return ""
 

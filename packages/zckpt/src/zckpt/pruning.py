@@ -28,7 +28,7 @@ from .finding import committed, pending_pointer
 from .locating import located
 from .opening import open_checkpoint
 from .places import LATEST, Place
-from .retention import EVERYTHING, Candidate, Keep, Verdict, judge, metrics_of
+from .retention import EVERYTHING, Besides, Candidate, Keep, Verdict, judge, metrics_of
 from .storage import LOCAL, Storage, read_all
 from .team import os_error_path, os_error_text
 
@@ -77,16 +77,22 @@ def prune(root: str | os.PathLike[str], keep: Keep, *, storage: Storage = LOCAL,
         ) from error
 
 
-def tidy(root: Path, keep: Keep, storage: Storage) -> None:
-    """`prune` after a save that has succeeded: what goes wrong here, a policy of the caller's too, is a warning."""
+def tidy(root: Path, keep: Keep, saved: str, storage: Storage) -> None:
+    """`prune` after the save of the tag `saved` has succeeded, which stays: what goes wrong here is a warning.
+
+    That includes whatever a policy of the caller's raises, since only one of the ranks that saved comes here.
+    """
     if keep is EVERYTHING:
         return
     try:
-        prune(root, keep, storage=storage)
-    except CheckpointError as error:
-        warnings.warn(str(error), CheckpointWarning, stacklevel=3)
-    except Exception as error:  # one rank raising alone would leave the others waiting for it
-        warnings.warn(f"{root}: not pruned: {type(error).__name__}: {error}", CheckpointWarning, stacklevel=3)
+        prune(root, Besides(keep, saved), storage=storage)
+    except Exception as error:
+        told = (
+            str(error)
+            if isinstance(error, CheckpointError)
+            else f"{root}: not pruned: {type(error).__name__}: {error}"
+        )
+        warnings.warn(told, CheckpointWarning, stacklevel=3)
 
 
 def _judged(root: Path, keep: Keep, storage: Storage) -> tuple[Pruned, dict[str, Checkpoint]]:

@@ -10,6 +10,7 @@ candidate for `best` and is judged by the other rules.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -140,6 +141,18 @@ class Retention:
         return reasons
 
 
+@final
+@attrs.frozen
+class Besides:
+    """A policy, and one more tag that stays: the save that asks for a deletion does not delete its own checkpoint."""
+
+    keep: Keep
+    tag: str
+
+    def wants(self, found: Sequence[Candidate]) -> dict[str, str]:
+        return {self.tag: "saved just now", **self.keep.wants(found)}
+
+
 @attrs.frozen
 class Verdict:
     """What becomes of one checkpoint, and why."""
@@ -164,8 +177,13 @@ def judge(keep: Keep, found: Iterable[Candidate], pointed: Iterable[str]) -> lis
 
 
 def metrics_of(objects: Mapping[str, JSON]) -> dict[str, float]:
-    """The numbers under objects["metrics"]; {} if there are none."""
+    """The numbers under objects["metrics"]; {} if there are none.  An int beyond every float is no metric."""
     found: JSON = objects.get(METRICS)
     if not isinstance(found, dict):
         return {}
-    return {name: float(value) for name, value in found.items() if type(value) in (int, float)}
+    numbers: dict[str, float] = {}
+    for name, value in found.items():
+        if type(value) in (int, float):
+            with contextlib.suppress(OverflowError):
+                numbers[name] = float(value)
+    return numbers

@@ -158,7 +158,7 @@ def carry_out(order: Order, peers: Peers) -> Path:
         team.together("committing", lambda: keeper.commit(reports))
         team.together("publishing", keeper.publish)
     if peers.rank == 0:
-        tidy(order.root, order.keep, storage)
+        tidy(order.root, order.keep, place.tag, storage)
     return place.final
 
 

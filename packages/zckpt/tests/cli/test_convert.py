@@ -63,7 +63,7 @@ def test_what_is_not_recognised_or_in_the_way_is_status_two(run: Path, capsys: p
 def test_sizes_and_patterns() -> None:
     sizes = ["5GB", "5 GiB", "100", "1.5kb", "64MiB", "2T"]
     assert [size_of(text) for text in sizes] == [5 * 10**9, 5 << 30, 100, 1500, 64 << 20, 2 * 10**12]
-    for text in ("", "0", "5XB", "-1GB"):
+    for text in ("", "0", "5XB", "-1GB", "9" * 400):
         with pytest.raises(CheckpointInputError, match="is no size"):
             size_of(text)
     assert pattern_of("*.q=1") == ("*.q", 1)

@@ -47,6 +47,12 @@ def test_as_json_and_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (root / "s1").is_dir()
 
 
+def test_a_root_that_is_not_there_is_status_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for root in ("memory://zckpt-prune-cli/mistyped", str(tmp_path)):
+        assert main(["prune", root, "--last", "1"]) == USAGE
+        assert "holds no committed checkpoint" in capsys.readouterr().err
+
+
 def test_a_policy_that_makes_no_sense_is_status_two(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for best, words in (("loss:low", "mode must be 'min' or 'max', given 'low'"), ("loss:max:x", "'x' is no number")):
         assert main(["prune", str(root), "--last", "1", "--best", best]) == USAGE

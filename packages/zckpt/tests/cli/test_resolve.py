@@ -42,6 +42,11 @@ def test_what_was_never_committed_or_is_not_there(root: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="is not a folder"):
         existing_root(str(root / "latest"))
     assert existing_root(str(root)) == (root.resolve(), LOCAL)
+    (root / "s1").rename(
+        root / ".tmp-s1-0123456789abcdef"
+    )  # a deletion that was interrupted, or a save before its end
+    with pytest.raises(CheckpointNotFound, match="never committed, or no longer"):
+        resolve(str(root / ".tmp-s1-0123456789abcdef"))
 
 
 def test_one_that_was_moved_aside_can_be_looked_at(root: Path) -> None:

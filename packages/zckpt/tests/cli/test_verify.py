@@ -62,6 +62,9 @@ def test_a_file_that_vanished_while_it_was_verified(root: Path, capsys: pytest.C
     (root / "step-2" / "rank00000.safetensors").unlink()
     assert main(["verify", str(root)]) == CORRUPT
     assert "rank00000.safetensors is missing" in capsys.readouterr().err
+    assert main(["verify", str(root), "--json"]) == CORRUPT
+    told = json.loads(capsys.readouterr().out)
+    assert (told["sound"], "is missing" in told["checkpoints"][0]["problems"][0]) == (False, True)
 
 
 def test_an_unfinished_save_is_status_two(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

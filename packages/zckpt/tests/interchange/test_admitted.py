@@ -37,6 +37,7 @@ def test_a_tensor_is_a_view_of_its_storage() -> None:
         (STORAGE, 0, (2**61, 2**61), (2**61, 1)),
         (STORAGE, 0, (10**9,), (0,)),
         (STORAGE, 0, (2,), (1, 1)),
+        (STORAGE, 0, (6, 6), (1, 1)),
         (STORAGE, 0, (True,), (1,)),
         (STORAGE, 0, ("2",), (1,)),
         (STORAGE.view(3, 4), 0, (2,), (1,)),

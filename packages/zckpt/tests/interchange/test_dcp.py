@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
 import zckpt
-from zckpt import CheckpointCorrupt, CheckpointInputError, CheckpointMismatch, CheckpointNotFound
+from zckpt import CheckpointCorrupt, CheckpointError, CheckpointInputError, CheckpointMismatch, CheckpointNotFound
 from zckpt.interchange import dcp, export_dcp, import_dcp
 
 TENSORS = {
@@ -112,11 +112,51 @@ def test_metadata_lead_to_no_other_folder(tmp_path: Path) -> None:
         import_dcp(folder, tmp_path / "ours")
 
 
+@pytest.mark.parametrize(("size", "problem"), [((9,), "cover 2 of 9"), ((1,), "outside 0:1"), ((2, 1), "1 dims")])
+def test_a_tensor_that_its_chunks_do_not_make_whole_is_refused(tmp_path: Path, size: Any, problem: str) -> None:
+    """torch loads it, and leaves the rest as the memory happens to be."""
+    folder = tmp_path / "dcp"
+    torch_checkpoint.save({"w": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+    told = metadata_of(folder)
+    told.state_dict_metadata["w"].size = torch.Size(size)
+    (folder / ".metadata").write_bytes(pickle.dumps(told))
+    with pytest.raises(CheckpointCorrupt, match=f"tensor 'w' is not whole: .*{problem}"):
+        import_dcp(folder, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("values", [[255, 0], [0.5], list(b"{}"), list(b"[]"), list(b'{"exported": {"step": "1"}}')])
+def test_objects_that_no_export_wrote_are_named(tmp_path: Path, values: list[float]) -> None:
+    state = {"w": torch.ones(2), "zckpt.objects": torch.tensor(values)}
+    torch_checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(CheckpointCorrupt, match=r"'zckpt\.objects' is not what an export wrote"):
+        import_dcp(tmp_path / "dcp", tmp_path / "ours")
+
+
 @pytest.mark.parametrize("data", [b"", b"x", b"\x80\x04N.", b"\x80\x04}.", b"\x80\x02ctorch\nSize\n)R."])
 def test_metadata_that_make_no_sense_are_named(tmp_path: Path, data: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(CheckpointCorrupt, match=r"\.metadata"):
         import_dcp(tmp_path, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_files_that_are_damaged_or_gone_are_named(tmp_path: Path, keep: int) -> None:
+    """torch raises something that is no Exception, which would end a process that catches all of those."""
+    torch_checkpoint.save({"w": torch.ones(800)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for file in (tmp_path / "dcp").glob("*.distcp"):
+        os.truncate(file, keep) if keep else file.unlink()
+    with pytest.raises(CheckpointError, match="tensor 'w' cannot be loaded: "):
+        import_dcp(tmp_path / "dcp", tmp_path / "ours")
+
+
+def test_a_damaged_checkpoint_of_ours_is_named_as_such(tmp_path: Path, checkpoint: Any) -> None:
+    file = next(checkpoint.path.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointCorrupt, match="checksum is"):
+        export_dcp(checkpoint, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_what_cannot_be_exported_or_imported_is_named(tmp_path: Path, checkpoint: Any) -> None:

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import zckpt
-from zckpt import CheckpointCorrupt, CheckpointInputError, CheckpointMismatch
+from zckpt import CheckpointCorrupt, CheckpointInputError, CheckpointMismatch, CheckpointWriteError
 from zckpt.interchange import export_huggingface, huggingface, read_weights
 from zckpt.storage import LocalStorage
 
@@ -112,6 +112,30 @@ def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, checkpoint: Any, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(LocalStorage, "sync_folder", full)
-    with pytest.raises(OSError, match="No space left"):
-        export_huggingface(checkpoint, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    (tmp_path / "mine").mkdir()
+    for target in ("out", "mine"):
+        with pytest.raises(CheckpointWriteError, match="No space left"):
+            export_huggingface(checkpoint, tmp_path / target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "run"]
+
+
+def test_a_link_or_a_file_in_the_way_is_a_named_error(tmp_path: Path, checkpoint: Any) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(CheckpointInputError, match="link exists"):
+        export_huggingface(checkpoint, tmp_path / "link")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointWriteError, match=r"export to .*file/out"):
+        export_huggingface(checkpoint, tmp_path / "file" / "out")
+
+
+def test_a_save_does_not_sweep_an_export_beside_it(tmp_path: Path, checkpoint: Any, monkeypatch: Any) -> None:
+    real = huggingface.byte_view
+
+    def saving(part: torch.Tensor) -> memoryview:
+        zckpt.save(tmp_path / "run", "u", shards=[], objects={}, overwrite=True)
+        return real(part)
+
+    monkeypatch.setattr(huggingface, "byte_view", saving)
+    folder = export_huggingface(checkpoint, tmp_path / "run" / "out")
+    assert torch.equal(load_file(folder / "model.safetensors")["bias"], TENSORS["model.bias"])

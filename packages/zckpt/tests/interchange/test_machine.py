@@ -139,6 +139,34 @@ def test_depth_and_sharing_cost_nothing() -> None:
         deep = deep[0]
 
 
+DOUBLED = b"\x80\x04K\x01q\x00" + b"".join(b"0h%ch%c\x86q%c" % (n, n, n + 1) for n in range(60))
+LARGE = b"\x80\x04X" + struct.pack("<L", 10_000) + b"a" * 10_000 + b"q\x000"
+LATIN = b"X\x06\0\0\0latin1q\x010"
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        (DOUBLED + b"0ctorch\ndevice\nh\x3c\x85R.", "a container where words should be"),
+        (DOUBLED + b"0cpathlib\nPosixPath\nh\x3c\x85R.", "a container where words should be"),
+        (DOUBLED + b"\x8c\x01a\x93.", "as a name"),
+        (LARGE + LATIN + b"](" + b"c_codecs\nencode\nh\x00h\x01\x86R" * 100 + b"e.", "large values again and again"),
+        (LARGE + b"}h\x00Ns.", "a str as a key"),
+        (b"\x80\x04}\x8b" + struct.pack("<L", 1000) + b"\x01" * 1000 + b"Ns.", "a int as a key"),
+    ],
+)
+def test_what_would_grow_beyond_its_program_is_refused(program: bytes, problem: str) -> None:
+    with pytest.raises(CheckpointCorrupt, match=problem):
+        read(program)
+
+
+def test_printing_a_record_does_not_follow_what_it_shares() -> None:
+    made = Record("deepspeed.x")
+    for _ in range(60):
+        made = Record("deepspeed.x", (made, made), {"a": made, "b": made})
+    assert repr(made) == "Record(kind='deepspeed.x')"
+
+
 def test_the_machine_knows_what_its_finder_gives_it() -> None:
     def only(name: str) -> object:
         if name != "a.b C":

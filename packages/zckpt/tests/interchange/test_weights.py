@@ -70,7 +70,7 @@ def test_a_tied_weight_is_taken_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["../w.safetensors", "/etc/passwd", "..", "a/b.safetensors", ".hidden", "", 3, None, ["x"]]
+    "file", ["../w.safetensors", "/etc/passwd", "..", "a/b.safetensors", ".hidden", "a\0b", "", 3, None, ["x"]]
 )
 def test_an_index_leads_to_files_of_its_folder_only(tmp_path: Path, file: Any) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
@@ -94,8 +94,19 @@ def test_an_index_and_files_that_differ(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {**table, "more": table["a"]}}))
     with pytest.raises(CheckpointCorrupt, match=r"1 named and not there \(more\)"):
         read_weights(path)
+    swapped = dict(zip(table, reversed([table["a"], table["b"], table["b"]])))
+    index.write_text(json.dumps({"weight_map": swapped}))
+    with pytest.raises(CheckpointCorrupt, match=r"is in part-.*, its index says part-.*: not of one export"):
+        read_weights(path)
     index.write_text(json.dumps({"weight_map": {name: file for name, file in table.items() if name != "s"}}))
     with pytest.raises(CheckpointCorrupt, match=r"1 there and not named \(s\)"):
+        read_weights(path)
+
+
+def test_a_shard_that_is_missing(tmp_path: Path) -> None:
+    path = folder_of(tmp_path / "w", "indexed")
+    (path / "part-1.safetensors").unlink()
+    with pytest.raises(CheckpointCorrupt, match=r"index\.json names 1 files that are not there: part-1\.safetensors"):
         read_weights(path)
 
 

@@ -11,7 +11,7 @@ from .resolve import resolve
 from .status import OK
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _TAG = "imported"
 _SOURCES = ("auto", "deepspeed", "dcp", "weights")
 

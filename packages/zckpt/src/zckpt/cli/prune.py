@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..errors import CheckpointNotFound
 from ..pruning import Pruned, prune
 from ..retention import Best, Retention
 from .resolve import existing_root
@@ -39,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     root, storage = existing_root(arguments.root)
     done = prune(root, keep, storage=storage, dry_run=arguments.dry_run)
+    if not done.verdicts and not done.damaged:
+        raise CheckpointNotFound(f"{root} holds no committed checkpoint")
     if arguments.json:
         print_json({"root": str(root), "dry_run": arguments.dry_run, **_as_json(done)})
     else:

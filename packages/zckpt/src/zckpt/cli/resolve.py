@@ -13,7 +13,7 @@ from ..locating import located, located_checkpoint
 from ..manifest import FILE_NAME
 from ..marking import home
 from ..opening import open_checkpoint
-from ..places import remain
+from ..places import RemainKind, remain
 from ..storage import LOCAL, Kind, Storage
 
 
@@ -28,9 +28,12 @@ def resolve(text: str, tag: str | None = None) -> Checkpoint:
 
 def _local_one(path: Path, tag: str | None) -> Checkpoint:
     """A folder with a manifest is a checkpoint, a folder without one a root."""
+    left = remain(path.name)
+    if left is not None and left.kind is RemainKind.UNFINISHED:
+        raise CheckpointNotFound(f"{path} is what a save or a deletion left: never committed, or no longer")
     if (path / FILE_NAME).exists():
         return _opened(path, tag, LOCAL)
-    if remain(path.name) is not None or any(path.glob("*.safetensors")):
+    if left is not None or any(path.glob("*.safetensors")):
         raise CheckpointNotFound(f"{path} has no {FILE_NAME}: never committed")
     return find(path, tag)
 

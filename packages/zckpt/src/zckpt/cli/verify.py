@@ -50,7 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _results(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One after the other, each told as soon as it is known."""
     if not arguments.all:
-        yield _verify(resolve(arguments.path, arguments.tag), arguments)
+        try:
+            chosen = resolve(arguments.path, arguments.tag)
+        except CheckpointCorrupt as error:
+            if not arguments.json:
+                raise
+            yield {"path": error.path or arguments.path, "tag": arguments.tag, "problems": [str(error)]}
+        else:
+            yield _verify(chosen, arguments)
         return
     root, storage = existing_root(arguments.path)
     seen = committed(root, storage=storage)

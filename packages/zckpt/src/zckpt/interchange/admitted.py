@@ -6,6 +6,7 @@ storage before the view is made, so no address outside it can be named.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointCorrupt
-from .machine import Maker, Record
+from .machine import Maker, Record, plain_key
 
 # Whose classes become records, whatever they are: their state is read, their code is not there.
 INERT = ("deepspeed.", "deepspeed_", "megatron.", "argparse.Namespace", "types.SimpleNamespace")
@@ -69,7 +70,7 @@ def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: An
         raise ValueError(
             f"a tensor of sizes {sizes[:8]} reaches to {start + extent:,} of {storage.numel():,} elements"
         )
-    if any(step == 0 and length > 1 for length, step in zip(sizes, strides)):
+    if math.prod(sizes) > storage.numel() or any(step == 0 and length > 1 for length, step in zip(sizes, strides)):
         raise ValueError(f"a tensor of sizes {sizes[:8]} repeats its elements (strides {strides[:8]})")
     return storage.as_strided(sizes, strides, start)
 
@@ -109,13 +110,18 @@ def _size(values: Any = ()) -> tuple[int, ...]:
 def _ordered(pairs: Any = ()) -> dict[Any, Any]:
     if not isinstance(pairs, (list, tuple)) or not all(isinstance(pair, (list, tuple)) for pair in pairs):
         raise TypeError("an ordered dict of something else than pairs")
-    return {_plain_key(key): value for key, value in pairs}
+    return {plain_key(key): value for key, value in pairs}
 
 
-def _plain_key(key: Any) -> Any:
-    if not isinstance(key, (str, int)):
-        raise TypeError(f"a {type(key).__name__} as a key")
-    return key
+def _words(separator: str) -> Callable[..., str]:
+    """Of strings and numbers only: the text of a container could be without end."""
+
+    def join(*parts: Any) -> str:
+        if not all(isinstance(part, (str, int)) for part in parts):
+            raise TypeError("a container where words should be")
+        return separator.join(map(str, parts))
+
+    return join
 
 
 def _bytes(text: Any, encoding: Any) -> bytes:
@@ -126,7 +132,7 @@ def _bytes(text: Any, encoding: Any) -> bytes:
 
 
 def _set(items: Any = ()) -> set[Any]:
-    return {_plain_key(item) for item in _sequence(items)}
+    return {plain_key(item) for item in _sequence(items)}
 
 
 def _sequence(items: Any) -> Sequence[Any]:
@@ -150,15 +156,15 @@ _MAKERS: Mapping[str, Callable[..., Any]] = {
     **_TENSOR_MAKERS,
     "torch._tensor _rebuild_from_type_v2": _from_type,
     "torch Size": _size,
-    "torch device": lambda *args: ":".join(map(str, args)),
-    "torch.serialization _get_layout": lambda name: str(name),
+    "torch device": _words(":"),
+    "torch.serialization _get_layout": _words(""),
     "collections OrderedDict": _ordered,
     "collections defaultdict": lambda *factory: {},
     "_codecs encode": _bytes,
     "builtins set": _set,
     "__builtin__ set": _set,
     "__builtin__ bytes": lambda: b"",  # how protocol 2 spells no bytes
-    "pathlib PosixPath": lambda *parts: "/".join(map(str, parts)),
+    "pathlib PosixPath": _words("/"),
     **{name: _inert(name) for name in (  # named, never made
         "torch Tensor", "torch.nn.parameter Parameter", "builtins list", "builtins dict", "builtins int",
     )},

@@ -11,18 +11,21 @@ is no tensor stays where it is, since torch unpickles that too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import reprlib
 import shutil
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
 import attrs
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -32,14 +35,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from .. import canonical
 from ..canonical import JSON
 from ..checkpoint import Checkpoint
+from ..coverage import tiling_problem
 from ..errors import (
     CheckpointCorrupt,
+    CheckpointError,
     CheckpointInputError,
     CheckpointMismatch,
     CheckpointNotFound,
     CheckpointReadError,
+    CheckpointWriteError,
 )
-from ..regions import Box, Span, whole_box
+from ..regions import Box, Region, Span, box_numel, region_problem, whole_box
 from ..saving import save
 from ..storage import LOCAL, read_all
 from .engine_state import MODEL, NO_RANK_STATE, engine_objects
@@ -72,7 +78,7 @@ def export_dcp(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
     """Write every tensor by its stored name, and the objects as JSON bytes under "zckpt.objects"; returns the folder.
 
     `torch.distributed.checkpoint.load` reads it at any world size.  `folder` must be absent or empty.
-    Raises CheckpointInputError, CheckpointCorrupt (a checksum of ours differs), or what torch raises.
+    Raises CheckpointInputError, CheckpointCorrupt (a checksum of ours differs), CheckpointWriteError, OSError.
     """
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -86,7 +92,7 @@ def export_dcp(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
         }
         objects = torch.tensor(list(_objects(checkpoint)), dtype=torch.uint8)
         state[OBJECTS] = torch.empty_like(objects, device="meta")
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _named_failures(CheckpointWriteError, f"export to {target}"):
             warnings.simplefilter("ignore")  # torch says that there is one process
             save_dcp(
                 state,
@@ -124,9 +130,12 @@ def import_dcp(
     source: dict[str, JSON] = {"from": "torch.distributed.checkpoint", "left_out": left}
     objects, ours = engine_objects({}, source), OBJECTS in tensors
     loader = _Loader(reader)
+    for name, each in tensors.items():
+        if problem := _coverage_problem(each):
+            raise CheckpointCorrupt(f"{path}: tensor {name!r} is not whole: {problem}", path=str(path))
     if ours:
-        objects = canonical.load(bytes(loader.load(OBJECTS, tensors.pop(OBJECTS)).tolist()))
-        step = step or int(objects.get("exported", {}).get("step", 0))
+        objects = _our_objects(path, loader.load(OBJECTS, tensors.pop(OBJECTS)).flatten().tolist())
+        step = step or objects["exported"]["step"]
     if not tensors:
         raise CheckpointMismatch(f"{path} holds no tensors", path=str(path))
     shards = [_Stored("" if ours else prefix, name, each, loader) for name, each in sorted(tensors.items())]
@@ -156,6 +165,48 @@ def check_metadata(folder: Path) -> None:
             raise CheckpointCorrupt(
                 f"{path} refers to {reprlib.repr(name)}, which is no file of its folder", path=str(path)
             )
+
+
+def _coverage_problem(told: TensorStorageMetadata) -> str:
+    """Why its chunks do not make it whole; "" if they do.  torch would leave the rest as the memory happens to be."""
+    shape, regions = tuple(told.size), []
+    for chunk in told.chunks:
+        box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))
+        region = Region(box, (0, box_numel(box)))
+        if problem := region_problem(shape, region):
+            return problem
+        regions += [region] if region.numel else []
+    try:
+        return tiling_problem(shape, regions)
+    except ValueError as error:
+        return str(error)
+
+
+def _our_objects(path: Path, data: list[int]) -> dict[str, JSON]:
+    """What `_objects` wrote, checked as far as it is used here."""
+    try:
+        objects: dict[str, JSON] = canonical.load(bytes(data))
+        if type(objects["exported"]["step"]) is int:
+            return objects
+        problem = "no step"
+    except (ValueError, TypeError, KeyError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise CheckpointCorrupt(f"{path}: its tensor {OBJECTS!r} is not what an export wrote: {problem}", path=str(path))
+
+
+@contextlib.contextmanager
+def _named_failures(kind: type[CheckpointError], task: str) -> Iterator[None]:
+    """torch wraps whatever happens in an exception that is no Exception: out comes what it was, if it is of ours."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        for cause in causes:
+            if isinstance(cause, CheckpointError):
+                raise cause from None
+        raise kind(f"{task}: {', '.join(map(repr, causes))}"[:2000]) from error
+    except RuntimeError as error:  # memory for a size that nobody has
+        raise kind(f"{task}: {error}") from error
 
 
 def _find(name: str) -> Maker:
@@ -194,7 +245,8 @@ class _Loader:
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def load(self, name: str, told: TensorStorageMetadata) -> Tensor:
-        with self.lock, warnings.catch_warnings():
+        task = f"{self.reader.path}: tensor {name!r} cannot be loaded"
+        with self.lock, warnings.catch_warnings(), _named_failures(CheckpointCorrupt, task):
             warnings.simplefilter("ignore")  # torch says that there is one process
             if self.held[0] != name:
                 self.held = "", torch.empty(0)

@@ -151,14 +151,17 @@ class _Appearing:
     making: Path = attrs.field(init=False)
 
     def __enter__(self) -> _Appearing:
-        if self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
-        if self.folder.exists() or self.folder.is_symlink():
+        is_empty = self.folder.is_dir() and not self.folder.is_symlink() and not any(self.folder.iterdir())
+        if not is_empty and os.path.lexists(self.folder):
             raise CheckpointInputError(
                 f"{self.folder} exists: give the name of a folder that does not, or an empty one"
             )
-        self.making = self.folder.with_name(f".tmp-{self.folder.name}-{secrets.token_hex(8)}")
-        self.making.mkdir(parents=True)
+        # Not the name of a save's remains, which the next save would sweep: this may be a root of checkpoints.
+        self.making = self.folder.with_name(f".tmp-{self.folder.name}-{secrets.token_hex(4)}")
+        try:
+            self.making.mkdir(parents=True)
+        except OSError as error:
+            raise self._failed(error) from error
         return self
 
     def write(self, name: str, work: Callable[[Writer], None]) -> None:
@@ -167,11 +170,17 @@ class _Appearing:
             writer.sync()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.storage.sync_folder(self.making)
-            self.storage.rename(self.making, self.folder)
-            self.storage.sync_folder(self.folder.parent)
-            return
+        try:
+            if error is None:
+                self.storage.sync_folder(self.making)
+                self.storage.rename(self.making, self.folder)  # in the place of an empty one
+                self.storage.sync_folder(self.folder.parent)
+                return
+        except OSError as late:
+            error = late
         shutil.rmtree(self.making, ignore_errors=True)
         if isinstance(error, OSError):
-            raise CheckpointWriteError(f"export to {self.folder}: {error}", path=str(self.folder)) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> CheckpointWriteError:
+        return CheckpointWriteError(f"export to {self.folder}: {error}", path=str(self.folder))

@@ -6,14 +6,14 @@ nothing, and done by a small machine of our own: it makes numbers, strings and c
 names a class or function it asks a table (admitted.py), whose entries are the only functions that ever run.  What is
 not in the table is an error with its name.
 
-The work is bounded by the length of the program: no instruction makes more than it reads, keys are shallow (so that
-hashing is), and containers are shared rather than copied.
+The work is bounded by the length of the program: no instruction makes more than it reads, keys are shallow and short
+(so that hashing is), containers are shared rather than copied, and all calls together are given no more values than
+the program has bytes for, so that none can be made to copy one large value again and again.
 """
 
 from __future__ import annotations
 
 import pickletools
-import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
@@ -22,6 +22,8 @@ import attrs
 from ..errors import CheckpointCorrupt
 
 MAX_NBYTES = 1 << 26  # of a program; tensors are not in it
+_MAX_KEY = 1 << 12  # characters; of an int as many bits
+_SIZED = (str, bytes, bytearray, tuple, list, dict, set, frozenset)
 _MARK = object()
 
 Operation = Callable[["Machine", Any], None]
@@ -30,11 +32,11 @@ Operation = Callable[["Machine", Any], None]
 @final
 @attrs.define(eq=False)
 class Record:
-    """An object of a class that is not here, as data."""
+    """An object of a class that is not here, as data; printed as its kind, as what it holds may share endlessly."""
 
     kind: str  # "module.Class"
-    args: tuple[Any, ...] = attrs.field(default=(), repr=reprlib.repr)
-    state: Any = attrs.field(factory=dict, repr=reprlib.repr)
+    args: tuple[Any, ...] = attrs.field(default=(), repr=False)
+    state: Any = attrs.field(factory=dict, repr=False)
 
     def get(self, name: str, default: Any = None) -> Any:
         """An attribute that it had."""
@@ -61,10 +63,12 @@ class Machine:
     persistent: Callable[[Any], Any]  # what a persistent id stands for
     stack: list[Any] = attrs.field(factory=list, repr=False)  # printing it could take for ever: it may share
     memo: dict[int, Any] = attrs.field(factory=dict, repr=False)
+    left: int = 0  # values that calls may still be given
 
     def run(self, program: bytes) -> Any:
         """The object that the program describes; CheckpointCorrupt, saying where, if it describes none."""
         position, name = 0, ""
+        self.left = 8 * len(program) + 1000
         try:
             for operation, argument, at in pickletools.genops(program):
                 position, name = at or 0, operation.name
@@ -114,6 +118,9 @@ class Machine:
         args, maker = self.pop(), self.pop()
         if not isinstance(maker, Maker) or not isinstance(args, tuple):
             raise CheckpointCorrupt(f"it calls a {type(maker).__name__}, which is no class or function")
+        self.left -= len(args) + sum(len(each) for each in args if isinstance(each, _SIZED))
+        if self.left < 0:
+            raise CheckpointCorrupt(f"it gives {maker.name!r} and others the same large values again and again")
         self.stack.append(maker.make(*args))
 
     def build(self) -> None:
@@ -126,11 +133,16 @@ class Machine:
             raise CheckpointCorrupt(f"it sets attributes of a {type(target).__name__}")
 
 
-def _key(value: Any, is_inner: bool = False) -> Any:
+def plain_key(value: Any) -> Any:
     """Keys and members of sets: at most tuples of a few plain values, so that hashing them is cheap."""
-    if isinstance(value, tuple) and not is_inner and len(value) <= 16:
-        return tuple(_key(item, True) for item in value)
-    if value is None or isinstance(value, (str, int, float, bytes, Record)):
+    if isinstance(value, tuple) and len(value) <= 16:
+        return tuple(_plain(item) for item in value)
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    size = value.bit_length() if isinstance(value, int) else len(value) if isinstance(value, (str, bytes)) else 0
+    if size <= _MAX_KEY and (value is None or isinstance(value, (str, int, float, bytes, Record))):
         return value
     raise TypeError(f"a {type(value).__name__} as a key")
 
@@ -138,7 +150,7 @@ def _key(value: Any, is_inner: bool = False) -> Any:
 def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
     if len(items) % 2:
         raise ValueError("a key without a value")
-    return ((_key(key), value) for key, value in zip(items[::2], items[1::2]))
+    return ((plain_key(key), value) for key, value in zip(items[::2], items[1::2]))
 
 
 def _push(machine: Machine, value: Any) -> None:
@@ -159,6 +171,8 @@ def _tuple(count: int) -> Operation:
 
 def _stack_global(machine: Machine, _: Any) -> None:
     name, module = machine.pop(), machine.pop()
+    if not isinstance(name, str) or not isinstance(module, str):
+        raise TypeError(f"a {type(name).__name__} in a {type(module).__name__} as a name")
     machine.stack.append(machine.find(f"{module} {name}"))
 
 
@@ -174,7 +188,7 @@ def _appends(machine: Machine, _: Any) -> None:
 
 def _set_item(machine: Machine, _: Any) -> None:
     value, key = machine.pop(), machine.pop()
-    machine.top(dict)[_key(key)] = value
+    machine.top(dict)[plain_key(key)] = value
 
 
 def _set_items(machine: Machine, _: Any) -> None:
@@ -184,7 +198,7 @@ def _set_items(machine: Machine, _: Any) -> None:
 
 def _add_items(machine: Machine, _: Any) -> None:
     items = machine.since_mark()
-    machine.top(set).update(map(_key, items))
+    machine.top(set).update(map(plain_key, items))
 
 
 def _new_object(machine: Machine, _: Any) -> None:
@@ -219,7 +233,7 @@ _OPERATIONS: Mapping[str, Operation] = {
     "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.since_mark())),
     "LIST": lambda machine, _: machine.stack.append(machine.since_mark()),
     "DICT": lambda machine, _: machine.stack.append(dict(_pairs(machine.since_mark()))),
-    "FROZENSET": lambda machine, _: machine.stack.append(frozenset(map(_key, machine.since_mark()))),
+    "FROZENSET": lambda machine, _: machine.stack.append(frozenset(map(plain_key, machine.since_mark()))),
     "APPEND": _append,
     "APPENDS": _appends,
     "SETITEM": _set_item,

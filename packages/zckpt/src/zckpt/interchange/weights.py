@@ -111,6 +111,11 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
             mine = _open_torch(file, stack, checks) if _is_torch(file) else _open_safetensors(file, stack)
             if twice := sorted(set(mine) & set(tensors)):
                 raise CheckpointCorrupt(f"{path}: {twice[0]!r} is in two of its files", path=str(path))
+            if strays := [name for name in sorted(mine) if told.get(name, file.name) != file.name]:
+                raise CheckpointCorrupt(
+                    f"{path}: {strays[0]!r} is in {file.name}, its index says {told[strays[0]]}: not of one export",
+                    path=str(path),
+                )
             tensors.update(mine)
         _compare_index(path, told, tensors)
         return Weights(path, tensors, stack.pop_all(), tuple(checks))
@@ -153,7 +158,13 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     for name in _INDEXED:
         if (path / name).exists():
             told = _index(path / name)
-            return [path / file for file in dict.fromkeys(told.values())], told
+            files = [path / file for file in dict.fromkeys(told.values())]
+            if missing := [file.name for file in files if not file.is_file()]:
+                raise CheckpointCorrupt(
+                    f"{path / name} names {len(missing)} files that are not there: {', '.join(missing[:5])}",
+                    path=str(path / name),
+                )
+            return files, told
     for name in _SINGLE:
         if (path / name).exists():
             return [path / name], {}
@@ -177,6 +188,7 @@ def _index(path: Path) -> dict[str, str]:
             or file != os.path.basename(file)
             or file.startswith(".")
             or "\\" in file
+            or not file.isprintable()
         ):
             raise CheckpointCorrupt(
                 f"{path} says that {name[:80]!r} is in {str(file)[:80]!r}, which is no plain name of a file "

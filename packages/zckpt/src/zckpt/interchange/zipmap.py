@@ -51,6 +51,7 @@ class ZipMap:
     path: Path
     members: dict[str, Member]
     mapping: mmap.mmap  # private: a write to it never reaches the file
+    copies: dict[str, bytearray] = attrs.field(factory=dict)  # of members that do not lie where a dtype may begin
 
     @classmethod
     def open(cls, path: Path) -> ZipMap:
@@ -95,8 +96,9 @@ class ZipMap:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         if member.start % dtype.itemsize:  # torch aligns what it writes; others may not
-            stretch = bytearray(self.mapping[member.start : member.start + numel * dtype.itemsize])
-            return torch.frombuffer(stretch, dtype=dtype)
+            if name not in self.copies:  # one for all that refer to it
+                self.copies[name] = bytearray(self.mapping[member.start : member.start + member.nbytes])
+            return torch.frombuffer(self.copies[name], dtype=dtype, count=numel)
         return torch.frombuffer(self.mapping, dtype=dtype, count=numel, offset=member.start)
 
     def verify(self) -> None:
@@ -112,7 +114,7 @@ class ZipMap:
 
     def close(self) -> None:
         """Let the mapping go; it ends with the last tensor.  (Closing it would pull the memory from under them.)"""
-        self.members, self.mapping = {}, _NOTHING
+        self.members, self.copies, self.mapping = {}, {}, _NOTHING
 
     def __enter__(self) -> ZipMap:
         return self
