@@ -12,6 +12,7 @@ from zckpt import (
     CheckpointInputError,
     CheckpointNotFound,
     CheckpointReadError,
+    Retention,
     committed,
     find,
     save,
@@ -207,3 +208,19 @@ def test_a_disk_that_cannot_be_read_is_a_named_error(root: Path) -> None:
 
     with pytest.raises(CheckpointReadError, match=r"manifest.json: Input/output error \(EIO\)"):
         find(root, "step-3", storage=FaultyStorage(LOCAL, broken))
+
+
+def test_a_save_that_deletes_what_latest_named_while_somebody_looks(root: Path) -> None:
+    """Between the look at `latest` and the look at what it names."""
+
+    def saving(operation: str, path: Path) -> None:
+        if (operation, path.name) == ("open", "latest") and not (root / "step-4").exists():
+            stale.append((root / "latest").read_bytes())
+            save(root, "step-4", shards=[whole("w", torch.ones(4))], step=4, keep=Retention(last=1))
+            (root / "latest").write_bytes(stale[0])  # what was opened before the save replaced it
+        elif (operation, path.name) == ("kind", "latest") and stale:
+            (root / "latest").write_text("step-4\n")
+
+    stale: list[bytes] = []
+    found = find(root, storage=FaultyStorage(LOCAL, saving))
+    assert (found.tag, stale) == ("step-4", [b"step-3\n"])

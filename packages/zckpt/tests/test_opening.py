@@ -60,3 +60,8 @@ def test_files_that_the_manifest_does_not_name_are_ignored(path: Path) -> None:
     (path / "rank00007.safetensors").write_text("")
     (path / "notes.txt").write_text("")
     open_checkpoint(path).verify()
+
+
+def test_the_folder_one_stands_in(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path)
+    assert open_checkpoint(".").tag == "a"

@@ -26,7 +26,7 @@ def open_checkpoint(
     folder, storage = located_checkpoint(path, storage)
     with named_os_errors(f"opening checkpoint {folder}"):
         found = _read_manifest(storage, folder)
-        expected = tag or folder.name
+        expected = tag or os.path.basename(os.path.abspath(folder))  # of "." too
         if found.tag != expected:
             raise CheckpointCorrupt(
                 f"{folder}: its manifest says tag {found.tag!r}, expected {expected!r}: renamed or copied",

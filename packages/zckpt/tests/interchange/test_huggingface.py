@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import zckpt
-from zckpt import CheckpointCorrupt, CheckpointInputError, CheckpointMismatch, CheckpointWriteError
+from zckpt import (
+    CheckpointCorrupt,
+    CheckpointInputError,
+    CheckpointMismatch,
+    CheckpointWarning,
+    CheckpointWriteError,
+)
 from zckpt.interchange import export_huggingface, huggingface, read_weights
 from zckpt.storage import LocalStorage
 
@@ -117,6 +124,15 @@ def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, checkpoint: Any, monke
         with pytest.raises(CheckpointWriteError, match="No space left"):
             export_huggingface(checkpoint, tmp_path / target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "run"]
+
+
+def test_what_float16_cannot_hold_is_told(tmp_path: Path) -> None:
+    tensors = {"model.w": torch.tensor([1.0, 1e6]), "model.mask": torch.tensor([-math.inf, 1.0])}
+    zckpt.save(tmp_path / "run", "t", shards=[zckpt.whole(n, t) for n, t in tensors.items()], objects={})
+    with pytest.warns(CheckpointWarning, match="'w' holds values beyond float16") as told:
+        export_huggingface(zckpt.find(tmp_path / "run"), tmp_path / "out", dtype=torch.float16)
+    assert len(told) == 1
+    export_huggingface(zckpt.find(tmp_path / "run"), tmp_path / "wide", dtype=torch.bfloat16)
 
 
 def test_a_link_or_a_file_in_the_way_is_a_named_error(tmp_path: Path, checkpoint: Any) -> None:

@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ import torch
 
 from ..checkpoint import Checkpoint
 from ..dtypes import dtype_name
-from ..errors import CheckpointInputError, CheckpointMismatch, CheckpointWriteError
+from ..errors import CheckpointInputError, CheckpointMismatch, CheckpointWarning, CheckpointWriteError
 from ..regions import whole_box
 from ..safefile import byte_view
 from ..shard import Shard
@@ -139,7 +140,19 @@ def _stretches(checkpoint: Checkpoint, entry: Entry) -> Iterator[torch.Tensor]:
         stop = min(entry.numel, start + _STRETCH_NUMEL)
         part = buffer[: stop - start]
         checkpoint.read([Shard(entry.stored, entry.shape, box, (start, stop), part)], strict=False)
-        yield part.to(entry.dtype)
+        yield _cast(part, entry)
+
+
+def _cast(part: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """A mask of huge numbers may become infinite and do as well; a weight may not, so it is told."""
+    made = part.to(entry.dtype)
+    if entry.dtype is torch.float16 is not entry.source and bool((made.isinf() & part.isfinite()).any()):
+        warnings.warn(
+            f"{entry.name!r} holds values beyond float16 (65,504), which were written as infinities: export bfloat16",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+    return made
 
 
 @attrs.define(eq=False)
