@@ -84,7 +84,6 @@ def test_a_forged_number_of_dims_is_refused_before_it_costs(dims: int) -> None:
         tiling_problem((2,) * dims, [Region(corner, (0, 1)), Region(whole, (1, 2**dims))])
 
 
-
 def test_a_manifest_of_few_bytes_cannot_ask_for_hours() -> None:
     shape = (2,) * 18
     whole = whole_box(shape)

@@ -185,13 +185,3 @@ def test_a_url_will_do() -> None:
     assert remote(url).files.ls("/zckpt-prune/run", detail=False)[-1].startswith("/zckpt-prune/run/s2@")
     with pytest.raises(CheckpointError, match="s1"):
         find(url, "s1")
-
-
-def test_a_policy_that_raises_is_a_warning_of_a_save_that_is_done(tmp_path: Path) -> None:
-    class Broken:
-        def wants(self, found: object) -> dict[str, str]:
-            raise KeyError("loss")
-
-    with pytest.warns(CheckpointWarning, match="not pruned: KeyError: 'loss'"):
-        save(tmp_path, "a", tensors={"w": torch.ones(1)}, keep=Broken())
-    assert find(tmp_path).tag == "a"
