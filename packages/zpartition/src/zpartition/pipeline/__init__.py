@@ -2,6 +2,9 @@
 
 from .actions import Action, Kind
 from .cutting import CutError, cut, layer_weights
+from .layers import LayerSpec, TiedLayerSpec
+from .module import PipelineModule, Place
+from .runner import PipelineRunner
 from .schedule import Schedule, ScheduleError
 from .schedules import gpipe, interleaved, make_schedule, one_f_one_b, zero_bubble
 from .timeline import Bar, Timeline, predict
@@ -11,8 +14,13 @@ __all__ = [
     "Bar",
     "CutError",
     "Kind",
+    "LayerSpec",
+    "PipelineModule",
+    "PipelineRunner",
+    "Place",
     "Schedule",
     "ScheduleError",
+    "TiedLayerSpec",
     "Timeline",
     "cut",
     "gpipe",

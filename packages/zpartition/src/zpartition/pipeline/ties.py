@@ -1,0 +1,69 @@
+"""Weights that several stages use: lent before a batch, their gradients collected after it.
+
+The owner sends its weights to the other stages' ranks; these compute with copies that no optimizer sees, and send
+back what gradients they got, which the owner takes as one more backward of its parameter.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import attrs
+import torch
+from torch import nn
+
+from .module import PipelineModule
+from .wires import Wires
+
+_EDGE = 1 << 20  # far above those of stages
+
+
+@final
+@attrs.define(eq=False)
+class TiedWeights:
+    """This rank's side of all ties."""
+
+    module: PipelineModule
+    wires: Wires
+
+    def lend(self) -> None:
+        """The weights of owners to the copies.  All ranks of the pipeline call it."""
+        for key, number in self._keys():
+            owner = self._rank(self.module.ties.owner[key])
+            if owner == self.module.place.rank:
+                for rank in self._borrowers(key):
+                    for place, param in enumerate(self._params(self.module.tied[key])):
+                        self.wires.send(param.detach(), rank, _EDGE + number * 1000 + place)
+            elif key in self.module.borrowed:
+                for place, param in enumerate(self._params(self.module.borrowed[key])):
+                    param.data = self.wires.receive(owner, _EDGE + number * 1000 + place)
+                    param.grad = None
+
+    def collect(self) -> None:
+        """The gradients of copies to the owners."""
+        for key, number in self._keys():
+            owner = self._rank(self.module.ties.owner[key])
+            if owner == self.module.place.rank:
+                params = self._params(self.module.tied[key])
+                for rank in self._borrowers(key):
+                    got = [self.wires.receive(rank, _EDGE + number * 1000 + at) for at in range(len(params))]
+                    pairs = [(param, each) for param, each in zip(params, got) if param.requires_grad]
+                    torch.autograd.backward([param for param, _ in pairs], [each for _, each in pairs])
+            elif key in self.module.borrowed:
+                for place, param in enumerate(self._params(self.module.borrowed[key])):
+                    gradient = torch.zeros_like(param) if param.grad is None else param.grad
+                    self.wires.send(gradient.detach(), owner, _EDGE + number * 1000 + place)
+                    param.grad = None
+
+    def _keys(self) -> list[tuple[str, int]]:
+        return [(key, number) for number, key in enumerate(sorted(self.module.ties.owner))]
+
+    def _rank(self, stage: int) -> int:
+        return stage % self.module.place.num_ranks
+
+    def _borrowers(self, key: str) -> list[int]:
+        ranks = {self._rank(stage) for stage in self.module.ties.users[key]}
+        return sorted(ranks - {self._rank(self.module.ties.owner[key])})
+
+    def _params(self, module: nn.Module) -> list[nn.Parameter]:
+        return list(module.parameters())

@@ -1,0 +1,131 @@
+"""Tensors from one rank of a pipeline to the next.
+
+Sends do not wait, receives do: with a schedule that has been proved, no order of theirs can stand still.  A message
+is a tensor or a tuple of tensors, None in between included; what is floating carries gradients back.
+
+Shapes travel with the first message of an edge, and with each one if they change (`dynamic_shape`); a change without
+that is an error on the sending rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_MAX_DIMS = 8
+_MAX_TENSORS = 16
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+Message = Any  # Tensor | tuple[Tensor | None, ...]
+Meta = tuple[tuple[int, int, tuple[int, ...]] | None, ...]  # (dtype number, has a gradient, shape) of each
+
+
+@final
+@attrs.define(eq=False)
+class Wires:
+    """One rank's ends.  `flush` at the end of a batch waits for what was sent."""
+
+    group: ProcessGroup | None
+    device: torch.device
+    dynamic: bool = False
+    known: dict[tuple[str, int, int], tuple[bool, Meta]] = attrs.field(
+        factory=dict
+    )  # (way, peer, edge) -> last shapes
+    under_way: list[tuple[Any, Tensor]] = attrs.field(factory=list)
+
+    def send(self, message: Message, to: int, edge: int) -> None:
+        """To rank `to` of the group; `edge` numbers the connection, alike on both sides."""
+        parts, is_tuple = _parts(message)
+        meta = _meta(parts)
+        before = self.known.get(("to", to, edge))
+        if before is None or self.dynamic:
+            self._post(_encode(is_tuple, meta), to)
+            self.known["to", to, edge] = (is_tuple, meta)
+        elif before != (is_tuple, meta):
+            raise ValueError(
+                f"a pipeline stage sends {_shown(meta)} after {_shown(before[1])}: micro-batches of different shapes "
+                "need PipelineModule(dynamic_shape=True)"
+            )
+        for part in parts:
+            if part is not None and part.numel():
+                self._post(part.detach().contiguous(), to)
+
+    def receive(self, source: int, edge: int) -> Message:
+        """From rank `source`; floating tensors that had a gradient there require one here."""
+        if ("from", source, edge) not in self.known or self.dynamic:
+            header = torch.empty(2 + _MAX_TENSORS * (3 + _MAX_DIMS), dtype=torch.int64, device=self.device)
+            dist.recv(header, group=self.group, group_src=source)
+            self.known["from", source, edge] = _decode(header.tolist())
+        is_tuple, meta = self.known["from", source, edge]
+        parts = [None if each is None else self._take(source, *each) for each in meta]
+        return tuple(parts) if is_tuple else parts[0]
+
+    def _take(self, source: int, dtype: int, has_gradient: int, shape: tuple[int, ...]) -> Tensor:
+        made = torch.empty(shape, dtype=_DTYPES[dtype], device=self.device)
+        if made.numel():
+            dist.recv(made, group=self.group, group_src=source)
+        return made.requires_grad_(bool(has_gradient))
+
+    def _post(self, data: Tensor, to: int) -> None:
+        data = data.to(self.device)
+        self.under_way.append((dist.isend(data, group=self.group, group_dst=to), data))
+
+    def flush(self) -> None:
+        """Until all that was sent has been taken."""
+        for work, _ in self.under_way:
+            work.wait()
+        self.under_way.clear()
+
+    def forget_shapes(self) -> None:
+        """The next batch may have other shapes.  All ranks of the pipeline call it."""
+        self.known.clear()
+
+
+def _parts(message: Message) -> tuple[Sequence[Tensor | None], bool]:
+    parts = message if isinstance(message, tuple) else (message,)
+    bad = [type(each).__name__ for each in parts if not isinstance(each, Tensor | None)]
+    if bad or len(parts) > _MAX_TENSORS:
+        raise TypeError(
+            f"a pipeline stage returns a tensor or a tuple of at most {_MAX_TENSORS} tensors, got "
+            + (f"a tuple of {len(parts)}" if not bad else f"a {bad[0]} among them")
+        )
+    return parts, isinstance(message, tuple)
+
+
+def _meta(parts: Sequence[Tensor | None]) -> Meta:
+    for part in parts:
+        if part is not None and (part.dtype not in _DTYPES or part.dim() > _MAX_DIMS):
+            raise TypeError(f"a pipeline stage returns {part.dtype} of {part.dim()} dims: it cannot be sent")
+    return tuple(
+        None if part is None else (_DTYPES.index(part.dtype), int(part.requires_grad), tuple(part.shape))
+        for part in parts
+    )
+
+
+def _encode(is_tuple: bool, meta: Meta) -> Tensor:
+    row = [int(is_tuple), len(meta)]
+    for each in meta:
+        dtype, has_gradient, shape = (-1, 0, ()) if each is None else each
+        row += [dtype, has_gradient, len(shape), *shape, *[0] * (_MAX_DIMS - len(shape))]
+    return torch.tensor(row + [0] * (2 + _MAX_TENSORS * (3 + _MAX_DIMS) - len(row)))
+
+
+def _decode(row: list[int]) -> tuple[bool, Meta]:
+    found: list[tuple[int, int, tuple[int, ...]] | None] = []
+    for number in range(row[1]):
+        dtype, has_gradient, dims, *shape = row[2 + number * (3 + _MAX_DIMS) :][: 3 + _MAX_DIMS]
+        found.append(None if dtype < 0 else (dtype, has_gradient, tuple(shape[:dims])))
+    return bool(row[0]), tuple(found)
+
+
+def _shown(meta: Meta) -> str:
+    return ", ".join("None" if each is None else f"{list(each[2])} {_DTYPES[each[0]]}" for each in meta)

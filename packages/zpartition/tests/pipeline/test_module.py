@@ -1,0 +1,59 @@
+import pytest
+import torch
+from torch import nn
+
+from zcomm.testing import run_ranks
+from zpartition.pipeline import CutError, LayerSpec, PipelineModule, TiedLayerSpec
+
+BLOCKS = [LayerSpec(nn.Linear, 4, 4) for _ in range(6)]
+
+
+def test_one_stage_is_an_ordinary_module() -> None:
+    torch.manual_seed(0)
+    model = PipelineModule(BLOCKS, num_stages=1)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    data = torch.randn(3, 4)
+    assert torch.equal(model(data), plain(data))
+    assert [name for name, _ in model.named_parameters()][:2] == ["layers.0.weight", "layers.0.bias"]
+
+
+def parts() -> tuple[list[str], list[int], str]:
+    tied = [TiedLayerSpec("e", nn.Linear, 4, 4, bias=False), *BLOCKS, TiedLayerSpec("e", nn.Linear, 4, 4, bias=False)]
+    model = PipelineModule(tied, num_stages=2, partition_method="uniform", stages_per_rank=2)
+    with pytest.raises(RuntimeError, match="forward"):
+        model(torch.randn(1, 4))
+    with pytest.raises(ValueError, match=r"num_stages=3 does not divide the 2 ranks of this run: choose one of 1, 2"):
+        PipelineModule(BLOCKS, num_stages=3)
+    return [name for name in model.state_dict() if "weight" in name], list(model.my_stages), sorted(model.borrowed)
+
+
+def test_ranks_hold_their_stages_under_the_names_of_the_whole() -> None:
+    first, second = run_ranks(parts, 2)
+    assert first == (["layers.1.weight", "layers.4.weight", "layers.5.weight", "tied.e.weight"], [0, 2], [])
+    assert second == (["layers.2.weight", "layers.3.weight", "layers.6.weight"], [1, 3], ["e"])
+
+
+def test_fewer_layers_than_stages() -> None:
+    with pytest.raises(CutError, match="2 layers cannot be cut into 3 stages"):
+        PipelineModule(BLOCKS[:2], num_stages=1, stages_per_rank=3)
+
+
+def test_recomputation_saves_what_layers_keep_and_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = PipelineModule([nn.Linear(4, 4), torch.tanh, nn.Linear(4, 4), torch.tanh], num_stages=1)
+    data, saved = torch.randn(2, 4), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(1) or each, lambda each: each):
+        plain = model(data)
+        count = len(saved)
+        model.recompute_interval = 2
+        assert torch.equal(model(data), plain)
+    assert len(saved) - count < count
+
+
+def test_a_topology_says_how_many_stages() -> None:
+    class Topology:
+        def get_dim(self, axis: str) -> int:
+            return {"pipe": 1, "data": 1}[axis]
+
+    assert PipelineModule(BLOCKS, topology=Topology()).num_stages == 1

@@ -1,0 +1,38 @@
+import torch
+
+from zpartition.pipeline import Schedule, interleaved
+from zpartition.pipeline.post import Post
+from zpartition.pipeline.wires import Wires
+
+
+def post_of(rank: int, num_ranks: int, num_stages: int) -> Post:
+    return Post(rank, num_ranks, Wires(None, torch.device("cpu")), num_stages=num_stages)
+
+
+def test_what_comes_is_expected_in_the_order_of_the_sender() -> None:
+    post = post_of(0, 2, 4)
+    post.begin(interleaved(2, 2, 2))
+    # rank 1 holds stages 1 and 3: values for stage 2, gradients for stages 2 and 0
+    assert list(post.expected[1]) == [
+        (2, 0, False), (2, 1, False), (2, 0, True), (2, 1, True), (0, 0, True), (0, 1, True),
+    ]  # fmt: skip
+    assert not post.expected[0]
+    post.begin_forward(2)
+    assert list(post.expected[1]) == [(2, 0, False), (2, 1, False)]
+
+
+def test_neighbours_on_one_rank_hand_over_as_if_by_wire() -> None:
+    post = post_of(0, 1, 2)
+    post.begin(Schedule.parse("0F0 1F0 1B0 0B0"))
+    weight = torch.ones(2, requires_grad=True)
+    post.give_value(1, 0, (weight * 2, None))
+    value, nothing = post.take_value(1, 0)
+    assert nothing is None
+    assert value.is_leaf
+    assert value.requires_grad
+    (value * torch.tensor([3.0, 4.0])).sum().backward()
+    post.give_gradient(0, 0, (value, None))
+    gradient, nothing = post.take_gradient(0, 0)
+    assert (gradient.tolist(), nothing) == ([3, 4], None)
+    post.give_gradient(0, 0, weight.detach().requires_grad_())  # used by nothing: zeros, not a stage that waits
+    assert post.take_gradient(0, 0).tolist() == [0, 0]

@@ -1,0 +1,41 @@
+import torch
+from torch import nn
+
+from zcomm.testing import run_ranks
+from zpartition.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+from zpartition.pipeline.ties import TiedWeights
+from zpartition.pipeline.wires import Wires
+
+
+def lends_and_collects() -> list[float]:
+    shared = [TiedLayerSpec("w", nn.Linear, 2, 2) for _ in range(3)]
+    model = PipelineModule([shared[0], shared[1], LayerSpec(nn.Linear, 2, 2), shared[2]], num_stages=2)
+    rank, wires = torch.distributed.get_rank(), Wires(None, torch.device("cpu"))
+    tied = TiedWeights(model, wires)
+    arrived: list[float] = []
+    if rank == 0:
+        own = model.tied["w"]
+        own.bias.requires_grad_(False)
+        with torch.no_grad():
+            own.weight.fill_(3.0)
+        own.weight.register_post_accumulate_grad_hook(lambda param: arrived.append(param.grad.sum().item()))
+        own(torch.ones(1, 2)).sum().backward()
+    else:
+        assert [name for name, _ in model.named_parameters()] == ["layers.2.weight", "layers.2.bias"]
+    tied.lend()
+    if rank == 1:
+        copy = model.borrowed["w"]
+        assert copy.weight.tolist() == [[3, 3], [3, 3]]
+        copy(2 * torch.ones(1, 2)).sum().backward()
+        arrived.append(copy.weight.grad.sum().item())
+    tied.collect()
+    wires.flush()
+    if rank == 1:
+        assert model.borrowed["w"].weight.grad is None
+    else:
+        assert model.tied["w"].bias.grad is None
+    return arrived
+
+
+def test_a_copy_has_the_owner_s_weights_and_its_gradient_is_one_more_backward_there() -> None:
+    assert run_ranks(lends_and_collects, 2) == [[4.0, 12.0], [8.0]]

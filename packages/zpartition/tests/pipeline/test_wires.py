@@ -1,0 +1,54 @@
+from typing import Any
+
+import pytest
+import torch
+
+from zcomm.testing import run_ranks
+from zpartition.pipeline.wires import Wires
+
+SENT = [
+    torch.arange(6.0).reshape(2, 3).requires_grad_(),
+    (torch.ones(3, dtype=torch.bfloat16), None, torch.tensor(4), torch.zeros(0, 2), torch.tensor([True])),
+]
+
+
+def exchange() -> list[str]:
+    rank, cpu, told = torch.distributed.get_rank(), torch.device("cpu"), []
+    wires = Wires(None, cpu)
+    for edge, message in enumerate(SENT * 2):
+        if rank == 0:
+            wires.send(message, 1, edge % 2)
+            continue
+        got: Any = wires.receive(0, edge % 2)
+        assert isinstance(got, tuple) == isinstance(message, tuple)
+        for mine, its in zip(
+            got if isinstance(got, tuple) else [got], message if isinstance(got, tuple) else [message]
+        ):
+            assert (mine is None) == (its is None)
+            if mine is not None:
+                assert (mine.dtype, mine.requires_grad, mine.is_leaf) == (its.dtype, its.requires_grad, True)
+                assert torch.equal(mine, its)
+    if rank == 0:
+        for bad in (torch.zeros(1), [torch.zeros(1)], (torch.zeros(1, dtype=torch.complex64),), (None,) * 17):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                wires.send(bad, 1, 0)
+            told.append(str(caught.value))
+    wires.flush()
+    wires.forget_shapes()
+    if rank == 0:
+        wires.send(torch.zeros(1), 1, 0)
+    else:
+        assert wires.receive(0, 0).shape == (1,)
+    wires.flush()
+    return told
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    told = run_ranks(exchange, 2)[0]
+    assert told[0] == (
+        "a pipeline stage sends [1] torch.float32 after [2, 3] torch.float32: micro-batches of different shapes need "
+        "PipelineModule(dynamic_shape=True)"
+    )
+    assert told[1].endswith("got a list among them")
+    assert told[2] == "a pipeline stage returns torch.complex64 of 1 dims: it cannot be sent"
+    assert told[3].endswith("got a tuple of 17")
