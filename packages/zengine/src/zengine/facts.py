@@ -54,10 +54,6 @@ class EngineFacts(EnginePhases):
         """Samples of all complete steps, over all replicas."""
         return self.clock.samples
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` updates the weights."""
-        return self.clock.at_boundary
-
     def was_step_applied(self) -> bool:
         """Whether the last boundary changed the weights."""
         return bool(self.last_report)

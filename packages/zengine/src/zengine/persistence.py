@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -22,17 +22,17 @@ class EnginePersistence:
         parts: Parts
 
     def save_checkpoint(
-        self: Engine,  # type: ignore[misc]
+        self,
         save_dir: str,
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
     ) -> str:
         """Save the whole run; every rank must call it. See `checkpointing.save`."""
-        return checkpointing.save(self, save_dir, tag, client_state or {}, save_latest)
+        return checkpointing.save(_engine(self), save_dir, tag, client_state or {}, save_latest)
 
     def load_checkpoint(
-        self: Engine,  # type: ignore[misc]
+        self,
         load_dir: str,
         tag: str | None = None,
         load_module_strict: bool = True,
@@ -42,7 +42,7 @@ class EnginePersistence:
     ) -> tuple[str, dict[str, Any]]:
         """Restore a run saved by `save_checkpoint`, at any world size and stage. See `checkpointing.load`."""
         what = checkpointing.What.choose(load_module_only, load_optimizer_states, load_lr_scheduler_states)
-        return checkpointing.load(self, load_dir, tag, what, strict=load_module_strict)
+        return checkpointing.load(_engine(self), load_dir, tag, what, strict=load_module_strict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's, with its own names: the engine stands in for the module."""
@@ -53,3 +53,7 @@ class EnginePersistence:
         result = self.module.load_state_dict(state_dict, strict=strict, assign=False)
         self.parts.partition.synchronise()
         return result
+
+
+def _engine(mixin: EnginePersistence) -> Engine:
+    return cast("Engine", mixin)

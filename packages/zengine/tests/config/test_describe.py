@@ -65,5 +65,5 @@ def test_a_value_is_found_by_its_key_with_its_origin_and_a_typo_names_the_neares
     assert plan["zero_optimization.stage"] == 2
     assert (plan.origin("zero_optimization.stage"), plan.origin("dump_state")) == ("dict", "default")
     assert str(plan) == plan.describe()
-    with pytest.raises(KeyError, match="did you mean zero_optimization.stage"):
+    with pytest.raises(KeyError, match=r"did you mean zero_optimization\.stage"):
         plan["zero_optimization.stag"]

@@ -40,6 +40,7 @@ def rows(plan: Plan) -> Iterator[Row]:
     yield from _keep_rows(plan)
     yield "checkpoint.tag_validation", plan.tag_validation
     yield "dump_state", plan.dump_state
+    yield "disable_python_gc", not plan.collect_garbage
     yield "log_level", plan.log_level or "(unchanged)"
 
 

@@ -34,6 +34,9 @@ class Feature:
         """Before the loss is divided and scaled; returns the loss to differentiate."""
         return loss
 
+    def backward_end(self, micro: MicroStep) -> None:
+        """After a backward that has ended well."""
+
     def step_begin(self) -> None:
         """At a boundary, before the last gradients are reduced."""
 
@@ -46,6 +49,9 @@ class Feature:
 
     def step_end(self, report: StepReport) -> None:
         """After a boundary, applied or skipped."""
+
+    def close(self) -> None:
+        """The engine is closed; its parts still work.  Called once, on every rank that closes: no collectives."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """JSON-able state to save."""
