@@ -134,19 +134,12 @@ class Plan:
         return self.describe()
 
     def __getitem__(self, key: str) -> Any:
-        """What was written under a key, `plan["zero_optimization"]`, or what became of it: `plan["fp16.enabled"]`.
+        """What became of a key of the config: `plan["zero_optimization.stage"]`.
 
         Raises:
-            KeyError: nothing was written there, and no value of the plan has that name; names the nearest.
+            KeyError: no value of the plan is set by that key; names the nearest.
         """
-        return self.given[key] if key in self.given else value_of(self, key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """`plan[key]`, or `default` where there is no such key; so that scripts may take a plan for the dict."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
+        return value_of(self, key)
 
     def origin(self, key: str) -> str:
         """Where the value of `key` comes from: "file:line", "dict", "default", "derived" or "auto"."""
