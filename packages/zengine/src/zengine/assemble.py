@@ -191,7 +191,7 @@ def make_judge(plan: Plan, scaler: zprecision.Scaler, group: ProcessGroup | None
 def make_saver(plan: Plan, partition: zpartition.Partition) -> Saver:
     """How checkpoints get to disk; a collective where that is behind the loop's back."""
     if not plan.async_save:
-        return SaveNow(zckpt.save)
+        return SaveNow(lambda *args, **options: zckpt.save(*args, **options))  # imported when something is saved
     own = zcomm.host_twin(partition.group)
 
     def agree(mine: bool) -> bool:
