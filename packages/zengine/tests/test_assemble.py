@@ -30,7 +30,7 @@ def plan_of(**config: object) -> Plan:
 
 
 def test_nothing_is_divided_when_there_is_neither_clipping_nor_scaling():
-    assert make_divisor(plan_of(gradient_clipping=0))(NORM, FACTOR) is None
+    assert make_divisor(plan_of(gradient_clipping=0))(NORM, FACTOR, 1.0) is None
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,13 @@ def test_nothing_is_divided_when_there_is_neither_clipping_nor_scaling():
     ],
 )
 def test_the_divisor_undoes_the_scale_and_clips(config, divisor):
-    assert make_divisor(plan_of(**config))(NORM, FACTOR).item() == pytest.approx(divisor, rel=1e-5)
+    assert make_divisor(plan_of(**config))(NORM, FACTOR, 1.0).item() == pytest.approx(divisor, rel=1e-5)
+
+
+def test_what_weights_leave_is_part_of_the_divisor():
+    assert make_divisor(plan_of(gradient_clipping=0))(NORM, FACTOR, 0.5).item() == 2.0
+    clipped = make_divisor(plan_of(gradient_clipping=1.0))
+    assert clipped(NORM, FACTOR, 0.5).item() == pytest.approx(clipped(NORM, FACTOR * 0.5, 1.0).item())
 
 
 def test_non_finite_updates_are_left_out_unless_bf16_says_otherwise():

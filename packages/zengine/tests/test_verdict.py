@@ -12,6 +12,7 @@ import zcomm
 import zengine
 from zcomm.testing import run_ranks
 from zengine import LossScaleExhausted
+from zengine.report import UNKNOWN_RANK, Culprit
 
 
 def make(model: nn.Module, **config: object):
@@ -116,14 +117,39 @@ def test_the_schedule_moves_with_applied_updates_only():
     assert rates == pytest.approx([0.0, 0.0, 0.25, 0.25, 0.5])
 
 
+class Culprits(nn.Module):
+    """Two parameters; the gradient of the second is NaN where `poison` is, and the loss is a number all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, poison: bool) -> torch.Tensor:
+        spoilt = torch.zeros(3).mul(self.b).sqrt() if poison else self.b  # the root of 0 has an infinite slope
+        return self.a.sum() + spoilt.sum()
+
+
 def _nan_on_rank_1(stage: int) -> str:
     engine = make(Weight(), zero_optimization={"stage": stage})[0]
     engine.backward(engine(float("nan") if zcomm.group_rank() == 1 else 1.0))
     report = engine.step()
     assert torch.equal(engine.module.w, torch.ones(4))
+    assert report.culprit == Culprit(parameter="w", kind="nan", rank=1)
+
+    engine = make(Culprits(), zero_optimization={"stage": stage})[0]
+    ranks = []
+    for _ in range(2):
+        engine.backward(engine(zcomm.group_rank() == 1))
+        culprit = engine.step().culprit
+        assert (culprit.parameter, culprit.kind) == ("b", "nan")
+        ranks.append(culprit.rank)
+    assert ranks == [UNKNOWN_RANK, 1]  # the loss was a number, so nobody looked; from then on all do
+    engine.backward(engine(False))
+    assert engine.step().culprit is None
     return report.reason
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_all_ranks_decide_alike_when_one_has_a_nan(stage):
-    assert run_ranks(_nan_on_rank_1, 2, stage) == ["gradient of w is nan (step 1, loss scale 1): step skipped"] * 2
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_ranks_decide_alike_when_one_has_a_nan_and_name_it(stage):
+    expected = "gradient of w is nan on rank 1 (step 1, loss scale 1): step skipped"
+    assert run_ranks(_nan_on_rank_1, 2, stage) == [expected] * 2

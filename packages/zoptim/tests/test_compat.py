@@ -7,6 +7,8 @@ notes, adapt that file and its header, then this one.
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -155,3 +157,20 @@ def test_adafactor_takes_lists_with_none_where_there_is_no_such_moment() -> None
     assert (vector < 1).all()
     assert (matrix < 1).all()
     assert moments["row_var"].all()
+
+
+def test_an_optimizer_is_built_without_importing_the_compiler() -> None:
+    """torch's add_param_group would import torch._dynamo: a second and 65 MB for whoever never compiles."""
+    code = (
+        "import sys, torch, zoptim; zoptim.AdamW([torch.nn.Parameter(torch.ones(2))]); "
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_groups_are_added_as_torch_does() -> None:
+    ours = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.5)
+    _compat.add_param_group(ours, {"params": [torch.ones(3, requires_grad=True)], "lr": 0.1})
+    assert [group["lr"] for group in ours.param_groups] == [0.5, 0.1]
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        _compat.add_param_group(ours, {"params": ours.param_groups[0]["params"]})

@@ -19,7 +19,7 @@ from zengine.config import ConfigError
 from zengine.engine import Engine
 from zengine.features import Feature
 from zengine.initialize import initialize
-from zengine.report import StepReport
+from zengine.report import Culprit, StepReport
 from zengine.verdict import LossScaleExhausted
 
 __version__ = "0.2.0"
@@ -27,6 +27,7 @@ __version__ = "0.2.0"
 __all__ = [
     "CallOrderError",
     "ConfigError",
+    "Culprit",
     "Engine",
     "Feature",
     "LossScaleExhausted",

@@ -23,7 +23,7 @@ import zprecision
 from zengine.agreement import check_agreement
 from zengine.config import Plan
 from zengine.data import make_loader
-from zengine.features import BackgroundSaves, DumpState, Feature, Unfreezing
+from zengine.features import BackgroundSaves, DumpState, Feature, PythonGC, Unfreezing
 from zengine.parts import CastingRunner, ConstantRate, NoOptimizer, Parts, Runner, Sequential, ShardOptimizer
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.telemetry import make_telemetry
@@ -72,7 +72,7 @@ def _around(
     slot, divisor = NoOptimizer() if optimizer is None else _slot(optimizer), make_divisor(plan)
     if isinstance(slot, ShardOptimizer):
         unclipped = torch.zeros((), dtype=torch.float64, device=world.device)
-        partition.run_ahead(slot.scaled, lambda: divisor(unclipped, scaler.factor))
+        partition.run_ahead(slot.scaled, lambda: divisor(unclipped, scaler.factor, 1.0))
     return Parts(
         world=world,
         partition=partition,
@@ -90,6 +90,7 @@ def _around(
         inspect=make_inspect(partition),
         divisor=divisor,
         judge=make_judge(plan, scaler, partition.group),
+        exchange=functools.partial(zcomm.exchange, group=partition.group),
         saver=make_saver(plan, partition),
         loader=loader,
         client_scheduler=scheduler,
@@ -103,6 +104,8 @@ def make_features(plan: Plan) -> tuple[Feature, ...]:
         chosen.append(BackgroundSaves())
     if plan.dump_state:
         chosen.append(DumpState())
+    if not plan.collect_garbage:
+        chosen.append(PythonGC())
     return tuple(chosen)
 
 
@@ -112,6 +115,8 @@ def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim
         _say_unused("optimizer", plan.optimizer.type)
         return client.optimizer
     parameters = list(client.parameters) if client.parameters is not None else _trainable(module)
+    if not parameters and (client.optimizer is not None or plan.optimizer.type):
+        raise ValueError(_nothing_to_train(module, client, plan))
     if client.optimizer is not None:
         _say_unused("optimizer", plan.optimizer.type)
         return _made_by(client.optimizer, parameters)
@@ -165,11 +170,17 @@ def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.Gr
     return inspect
 
 
-def make_divisor(plan: Plan) -> Callable[[Tensor, Tensor], Tensor | None]:
-    """What gradients are divided by, from (norm, loss scale); None when that is one for ever."""
-    if plan.clip_norm == 0 and isinstance(plan.scaling, zprecision.Unscaled):
-        return lambda _norm, _factor: None
-    return lambda norm, factor: zprecision.clip_divisor(norm, factor, plan.clip_norm)
+def make_divisor(plan: Plan) -> Callable[[Tensor, Tensor, float], Tensor | None]:
+    """What gradients are divided by, from (norm, loss scale, what weights of losses leave); None when that is one."""
+    clip_norm = plan.clip_norm
+    divides_always = clip_norm != 0 or not isinstance(plan.scaling, zprecision.Unscaled)
+
+    def divisor(norm: Tensor, factor: Tensor, remainder: float) -> Tensor | None:
+        if remainder == 1.0:
+            return zprecision.clip_divisor(norm, factor, clip_norm) if divides_always else None
+        return zprecision.clip_divisor(norm, factor * remainder, clip_norm)
+
+    return divisor
 
 
 def make_judge(plan: Plan, scaler: zprecision.Scaler, group: ProcessGroup | None) -> Judge:
@@ -180,7 +191,7 @@ def make_judge(plan: Plan, scaler: zprecision.Scaler, group: ProcessGroup | None
 def make_saver(plan: Plan, partition: zpartition.Partition) -> Saver:
     """How checkpoints get to disk; a collective where that is behind the loop's back."""
     if not plan.async_save:
-        return SaveNow(zckpt.save)
+        return SaveNow(lambda *args, **options: zckpt.save(*args, **options))  # imported when something is saved
     own = zcomm.host_twin(partition.group)
 
     def agree(mine: bool) -> bool:
@@ -244,6 +255,16 @@ def _made_by(maker: Callable[[Any], torch.optim.Optimizer], parameters: list[Any
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"optimizer= returned a {type(made).__name__}; it must return a torch.optim.Optimizer")
     return made
+
+
+def _nothing_to_train(module: nn.Module, client: Client, plan: Plan) -> str:
+    asked = f'the config\'s optimizer "{plan.optimizer.type}"' if client.optimizer is None else "optimizer="
+    where = f"{type(module).__name__} has no floating-point parameters"
+    found = where if client.parameters is None else "model_parameters= is empty"
+    return (
+        f"{asked} has nothing to train: {found}. Give the parameters to train (is all of "
+        f"{type(module).__name__} frozen?), or leave the optimizer out to evaluate."
+    )
 
 
 def _say_unused(section: str, configured: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import final
+from typing import Protocol, final
 
 import attrs
 
@@ -43,8 +43,25 @@ class Boundary(enum.Enum):
     WITHHELD = "withheld"  # not until told otherwise
 
 
+class Sync(enum.Enum):
+    """What a backward does with its gradients."""
+
+    REDUCE = "reduce"  # they are summed over ranks, as the policy says
+    LOCAL = "local"  # they stay on this rank until a later one: costs a whole gradient on each
+
+
 class CallOrderError(RuntimeError):
     """forward, backward and step were called in an order that makes no sense."""
+
+
+class Pending(Protocol):
+    """A backward that somebody else runs."""
+
+    def settle(self) -> None:
+        """It has ended, whether or not that was told; afterwards the clock has no pending one."""
+
+
+UNWEIGHTED = -(2**31)  # as an exponent of weights: no loss has had a weight yet
 
 
 @attrs.frozen(kw_only=True)
@@ -56,6 +73,7 @@ class MicroStep:
     step: int  # 0-based number of the step
     is_first: bool  # whether no backward of the step came before
     is_last: bool  # whether step() will update the weights
+    sync: Sync = Sync.REDUCE
 
 
 @final
@@ -70,6 +88,10 @@ class Clock:
     samples_per_micro_step: int  # over all replicas
     phase: Phase = Phase.IDLE
     boundary: Boundary = Boundary.COUNTED
+    sync: Sync = Sync.REDUCE
+    pending: Pending | None = None  # a backward that the caller runs, see torch_style.py
+    withheld: bool = False  # whether the boundary was, at the last backward
+    weight_exponent: int = UNWEIGHTED  # weights of losses are counted in units of two to that; see weighing.py
     index: int = 0  # micro-steps done in the current step
     micro_steps: int = 0  # micro-steps ever
     steps: int = 0  # boundaries ever, skipped ones too
@@ -85,6 +107,7 @@ class Clock:
             step=self.steps,
             is_first=self.index == 0 and self.phase is Phase.FORWARD,
             is_last=self.at_boundary,
+            sync=self.sync,
         )
 
     @property
@@ -111,7 +134,10 @@ class Clock:
     def backward(self) -> Iterator[MicroStep]:
         """A backward; an exception inside takes the engine back to the beginning of the step."""
         self._require("backward", Phase.FORWARD, Phase.BACKWARD)
-        micro = self.micro_step()
+        if self.phase is Phase.BACKWARD and self.withheld:
+            self._count_micro_step()  # the caller decides about boundaries, and ran several forwards ahead
+            self.phase = Phase.FORWARD
+        micro, self.withheld = self.micro_step(), self.boundary is Boundary.WITHHELD
         try:
             yield micro
         except BaseException as error:
@@ -128,6 +154,11 @@ class Clock:
         """step() was called: count the micro-step and say whether the weights are due."""
         self._require("step", Phase.BACKWARD)
         micro = self.micro_step()
+        if micro.is_last and self.sync is Sync.LOCAL:
+            raise CallOrderError(
+                f"step() {self.position} would update the weights, but is inside no_sync(), where gradients are of "
+                "this rank alone. Leave no_sync() before the last backward of a step, or before its step()."
+            )
         self._count_micro_step()
         return micro
 
@@ -148,6 +179,33 @@ class Clock:
         self.applied_steps += applied
         self.skipped_steps += not applied
 
+    def restart_step(self) -> None:
+        """The gradients of the step so far are dropped: it begins again with the next forward."""
+        self.phase, self.index = Phase.IDLE, 0
+
+    def accept_backward(self) -> None:
+        """Gradients have come from a backward that the engine was not told of."""
+        self._require("step", Phase.FORWARD)
+        self.phase = Phase.BACKWARD
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Inside, backwards reduce nothing."""
+        before, self.sync = self.sync, Sync.LOCAL
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    @property
+    def position(self) -> str:
+        """Where we are, for messages."""
+        return f"(micro-step {self.index + 1} of {self.accumulation}, step {self.steps})"
+
+    def require_forward(self, call: str) -> None:
+        """Refuse `call` before the first forward of a micro-step."""
+        self._require(call, Phase.FORWARD, Phase.BACKWARD)
+
     def require_open(self, call: str) -> None:
         """Refuse `call` after close()."""
         self._require(call, Phase.IDLE, Phase.FORWARD, Phase.BACKWARD)
@@ -158,13 +216,13 @@ class Clock:
 
     def state_dict(self) -> dict[str, int]:
         """The counters; a clock is saved between steps only."""
-        names = ("micro_steps", "steps", "applied_steps", "skipped_steps", "samples")
+        names = ("micro_steps", "steps", "applied_steps", "skipped_steps", "samples", "weight_exponent")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the counters; the phase becomes IDLE."""
-        for name in self.state_dict():
-            setattr(self, name, int(state[name]))
+        for name, ours in self.state_dict().items():
+            setattr(self, name, int(state.get(name, ours)))
         self.phase, self.index = Phase.IDLE, 0
 
     def _count_micro_step(self) -> None:
@@ -172,11 +230,16 @@ class Clock:
         self.micro_steps += 1
         self.index += 1
 
+    def settle(self) -> None:
+        """A backward that the caller ran is over."""
+        if self.pending is not None:
+            self.pending.settle()
+
     def _require(self, call: str, *legal: Phase) -> None:
+        self.settle()
         if self.phase not in legal:
             raise CallOrderError(
-                f"{call}() called in phase {self.phase.value}; legal here: {_LEGAL[self.phase]}. "
-                f"(micro-step {self.index + 1} of {self.accumulation}, step {self.steps})"
+                f"{call}() called in phase {self.phase.value}; legal here: {_LEGAL[self.phase]}. {self.position}"
             )
 
 

@@ -10,28 +10,35 @@ boundary, inspects the gradients once, updates this rank's shards, publishes the
 
 What varies lives in five slots (`Parts`), each a Protocol with an identity implementation, so nothing here asks
 whether something is enabled.  Everything optional is a feature with hooks that default to the identity.
-What users may look up is in `facts`, what goes to disk in `checkpointing`.
+What users may look up is in `facts`; how a step is made up is in `accumulation`, `weighing` and `torch_style`; what
+goes to disk is in `persistence`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zengine import checkpointing
+from zengine.accumulation import EngineAccumulation
 from zengine.clock import Boundary, Clock
 from zengine.config import Plan
 from zengine.facts import EngineFacts
 from zengine.features import Feature
 from zengine.losses import check_loss, check_reached
 from zengine.parts import Parts
+from zengine.persistence import EnginePersistence
 from zengine.report import StepReport
+from zengine.torch_style import EngineTorchStyle
+from zengine.weighing import StepLoss, Weight
 
 
-class Engine(EngineFacts, nn.Module):
+class Engine(  # type: ignore[misc]  # state_dict has one signature here, three overloads in nn.Module
+    EngineFacts, EngineAccumulation, EngineTorchStyle, EnginePersistence, nn.Module
+):
     """Trains `module` as `plan` says; made by `zengine.initialize`.
 
     Invariant: `module`'s parameters always show the newest weights, on every rank, when no method is running.
@@ -46,9 +53,10 @@ class Engine(EngineFacts, nn.Module):
         self.clock = Clock(
             accumulation=plan.batch.accumulation,
             samples_per_micro_step=plan.batch.micro_batch_size * plan.batch.replicas,
+            boundary=Boundary.COUNTED if plan.managed_accumulation else Boundary.FORCED,
         )
+        self.losses = StepLoss(self.clock, parts.world.device, plan.batch.replicas, parts.exchange)
         self.last_report: StepReport | None = None
-        self._step_loss = torch.zeros((), dtype=torch.float64, device=parts.world.device)
         for feature in features:
             feature.attach(self)
 
@@ -74,30 +82,35 @@ class Engine(EngineFacts, nn.Module):
                 output = feature.forward_end(output)
         return output
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, weight: Weight | None = None
+    ) -> Tensor:
         """Compute and reduce gradients of `loss` (a scalar: the mean over this rank's micro-batch).
 
-        Returns the loss divided by the accumulation count (unless `scale_wrt_gas` is False), detached.  May be
-        called several times before `step`; the gradients add up.
+        weight: how many units (tokens, say) the loss is a mean of.  The step's gradient is then the mean over the
+            units of all micro-steps and ranks, however unevenly they are spread; all ranks give one, or none.
+
+        Returns what the loss contributes to the step, detached: divided by the accumulation count (unless
+        `scale_wrt_gas` is False), or weighted, see weighing.py.  May be called several times before `step`; the
+        gradients add up.
 
         Raises:
             CallOrderError: no forward came before.
-            ValueError: the loss is not a scalar, has no graph, or reaches no parameter of this engine.
+            ValueError: the loss is not a scalar, has no graph, or reaches no parameter of this engine; or some
+                backwards of a step have a weight and others none.
         """
         parts = self.parts
-        with (
-            self.clock.backward() as micro,
-            parts.telemetry.span("backward"),
-            parts.partition.micro_step(is_last=micro.is_last),
-        ):
+        with self.clock.backward() as micro, parts.telemetry.span("backward"), self.reducing(micro):
             check_loss(loss)
             for feature in self.features:
                 loss = feature.backward_begin(micro, loss)
-            share = loss / micro.count if scale_wrt_gas else loss
+            share = self.losses.share(loss, micro, weight, divides=scale_wrt_gas)
             torch.autograd.backward(parts.scaler.scale(share), retain_graph=retain_graph)
             check_reached(parts.partition)
         share = share.detach()
-        self._step_loss = share.double() if micro.is_first else self._step_loss + share
+        self.losses.add(share)
+        for feature in self.features:
+            feature.backward_end(micro)
         return share
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport | None:
@@ -110,6 +123,7 @@ class Engine(EngineFacts, nn.Module):
             LossScaleExhausted: fp16 gradients overflow although the scale is at its floor.
         """
         parts, report = self.parts, None
+        self.take_plain_gradients()
         micro = self.clock.end_micro_step()
         with parts.telemetry.span("step"):
             if micro.is_last:
@@ -128,12 +142,14 @@ class Engine(EngineFacts, nn.Module):
         for feature in self.features:
             feature.step_begin()
         gradients = parts.partition.finish_gradients()
-        stats = parts.inspect(gradients, extra=self._statistics())
-        numbers = parts.read(stats)
+        for feature in self.features:
+            feature.gradients_ready(parts.partition)
+        stats = parts.inspect(gradients, extra=self.losses.statistics(parts.partition.num_unused()))
+        numbers = parts.read(stats, self.losses)
         lr = parts.optimizer.lr()
-        fault = parts.judge(numbers.is_finite, parts.partition)
+        fault = parts.verdict(numbers, self.losses)
         if not fault:
-            divisor = parts.divisor(stats.norm, parts.scaler.factor)
+            divisor = parts.divisor(stats.norm, parts.scaler.factor, numbers.remainder)
             parts.optimizer.update(parts.partition, divisor, any_unused=numbers.num_unused > 0)
             parts.scheduler.step(**lr_kwargs)
         parts.scaler.update(stats.found_inf)
@@ -142,59 +158,15 @@ class Engine(EngineFacts, nn.Module):
         fault.raise_if_fatal(self.clock.steps)
         return self.last_report
 
-    def _statistics(self) -> Tensor:
-        """What rides along with the norm in the one all-reduce: unused parameters, mean loss."""
-        unused = self._step_loss.new_tensor(float(self.parts.partition.num_unused()))
-        return torch.stack((unused, self._step_loss.view(()) / self.plan.batch.replicas))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step so far (`step` does it by itself); micro-steps done still count."""
-        self.parts.partition.zero_grad()
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide yourself whether the next `step` updates the weights (until the decision is changed)."""
-        self.clock.boundary = Boundary.FORCED if is_boundary else Boundary.WITHHELD
-
-    # -- on disk ---------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-    ) -> str:
-        """Save the whole run; every rank must call it. See `checkpointing.save`."""
-        return checkpointing.save(self, save_dir, tag, client_state or {}, save_latest)
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str, dict[str, Any]]:
-        """Restore a run saved by `save_checkpoint`, at any world size and stage. See `checkpointing.load`."""
-        what = checkpointing.What.choose(load_module_only, load_optimizer_states, load_lr_scheduler_states)
-        return checkpointing.load(self, load_dir, tag, what, strict=load_module_strict)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's, with its own names: the engine stands in for the module."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy weights (also with `assign`) and masters, in the module's dtype. All ranks call; rank 0's count."""
-        result = self.module.load_state_dict(state_dict, strict=strict, assign=False)
-        self.parts.partition.synchronise()
-        return result
-
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Remove hooks, buffers, writers; the module keeps its weights (at stage 3 all ranks call). Idempotent."""
         self.clock.close()
-        self.parts.close()
+        with ExitStack() as stack:  # whatever fails is told when all is given back; the parts go last
+            stack.callback(self.parts.close)
+            while self.features:
+                stack.callback(self.features[0].close)
+                self.features = self.features[1:]
 
     destroy = close

@@ -54,10 +54,6 @@ class EngineFacts(EnginePhases):
         """Samples of all complete steps, over all replicas."""
         return self.clock.samples
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` updates the weights."""
-        return self.clock.at_boundary
-
     def was_step_applied(self) -> bool:
         """Whether the last boundary changed the weights."""
         return bool(self.last_report)
@@ -71,6 +67,12 @@ class EngineFacts(EnginePhases):
         return self.parts.telemetry.paused()
 
     # -- what was decided ------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Plan:
+        """The resolved plan: `print(engine.config)` lists every value with its origin (the module's own `config`,
+        where it has one, is `engine.module.config`)."""
+        return self.plan
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step, over all replicas."""
@@ -168,7 +170,7 @@ class EngineFacts(EnginePhases):
         return float(self.parts.scaler.factor)
 
     def __getattr__(self, name: str) -> Any:
-        """Anything else is the module's own (`engine.generate`, `engine.config`, ...)."""
+        """Anything else is the module's own (`engine.generate`, ...)."""
         if name == "module":
             return nn.Module.__getattr__(self, name)  # type: ignore[arg-type]
         try:

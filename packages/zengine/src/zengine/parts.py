@@ -27,6 +27,7 @@ from zengine.clock import Clock
 from zengine.report import StepReport
 from zengine.saving import Saver
 from zengine.verdict import Fault, Judge
+from zengine.weighing import StepLoss
 
 
 class Runner(Protocol):
@@ -151,6 +152,7 @@ class Numbers:
     scale: float  # the loss scale that the gradients carry
     num_unused: int  # parameters without gradient, summed over ranks
     loss: float  # mean over micro-steps and ranks
+    remainder: float  # what weights of losses leave to divide by; 1 without weights, 0 if nothing weighed anything
 
 
 class Inspect(Protocol):
@@ -171,18 +173,35 @@ class Parts:
     runner: Runner
     telemetry: TelemetrySlot
     inspect: Inspect
-    divisor: Callable[[Tensor, Tensor], Tensor | None]  # (norm, loss scale) -> what gradients are divided by
+    divisor: Callable[
+        [Tensor, Tensor, float], Tensor | None
+    ]  # (norm, loss scale, remainder) -> what divides gradients
     judge: Judge
+    exchange: Callable[[Any], list[Any]]  # a value of each rank, to all
     saver: Saver
     loader: Any  # the zengine loader, or None when the caller brings the data
     client_scheduler: Any  # what the caller sees as lr_scheduler; None without one
 
-    def read(self, stats: zprecision.GradientStats) -> Numbers:
+    def read(self, stats: zprecision.GradientStats, losses: StepLoss) -> Numbers:
         """What one boundary needs on the host, in one transfer, before anything moves."""
         factor = self.scaler.factor.double()
         values = torch.stack((stats.found_inf.double(), stats.norm, factor, *stats.extra.unbind())).tolist()
-        found_inf, norm, scale, unused, loss = values
-        return Numbers(is_finite=not found_inf, norm=norm, scale=scale, num_unused=int(unused), loss=loss)
+        found_inf, norm, scale, unused, loss, weight, num_weighted = values
+        remainder = losses.remainder(weight, num_weighted)
+        return Numbers(
+            is_finite=not found_inf,
+            norm=norm,
+            scale=scale,
+            num_unused=int(unused),
+            loss=loss / remainder if remainder else 0.0,
+            remainder=remainder,
+        )
+
+    def verdict(self, numbers: Numbers, losses: StepLoss) -> Fault:
+        """Whether the update is left out, and why."""
+        if numbers.remainder == 0:
+            return Fault("the weights of all losses of the step are 0, so there is nothing to take a mean of")
+        return self.judge(numbers.is_finite, self.partition, losses.is_finite)
 
     def report(self, clock: Clock, numbers: Numbers, lr: tuple[float, ...], fault: Fault) -> StepReport:
         """The report of the boundary that the clock has just counted."""
@@ -199,9 +218,10 @@ class Parts:
             skipped_steps=clock.skipped_steps,
             samples=clock.samples,
             loss=numbers.loss,
-            grad_norm=numbers.norm / numbers.scale,
+            grad_norm=numbers.norm / (numbers.scale * (numbers.remainder or 1.0)),
             loss_scale=numbers.scale,
             lr=lr,
+            culprit=fault.culprit,
         )
 
     def close(self) -> None:

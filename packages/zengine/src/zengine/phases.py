@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -77,3 +78,12 @@ class EnginePhases:
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` has moved; nothing happens if there is nothing.  All ranks."""
         self.parts.partition.reload_states()
+
+    def empty_partition_cache(self) -> None:
+        """Free what stage 3 has gathered and keeps for its next use; whoever needs it gathers again."""
+        self.clock.require_open("empty_partition_cache")
+        self.parts.partition.residence.release_all()
+
+    def collect_python_gc(self) -> int:
+        """Let Python's collector free cycles now, for configs with "disable_python_gc"; how many objects it found."""
+        return gc.collect()

@@ -3,11 +3,17 @@
 The inspection is the same on all ranks, so is the verdict.  For every stage and dtype the rule is the same: an
 update with an infinite or NaN gradient is left out, the weights and the optimizer's state stay as they are, and the
 report names the parameter.  (Other engines check some dtypes at some stages and apply the NaN elsewhere.)
+
+[Note: which rank]  What is inspected is the sum over ranks, where a NaN of one is a NaN of all.  The rank is known
+if its own loss was not finite, as it is when data or weights are to blame.  Otherwise, where nothing is scaled (an
+overflow of scaled gradients is nobody's fault), ranks look at their gradients before they send them from then on,
+so that the next such step names the rank.  That reads gradients once more; to do it always would cost every healthy
+run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol, final
 
 import attrs
@@ -15,6 +21,7 @@ import torch
 
 import zcomm
 import zprecision
+from zengine.report import UNKNOWN_RANK, Culprit
 
 
 class LossScaleExhausted(RuntimeError):
@@ -27,6 +34,7 @@ class Fault:
 
     reason: str = ""
     is_fatal: bool = False  # nothing the engine can do will make a later step succeed
+    culprit: Culprit | None = None
 
     def __bool__(self) -> bool:
         return bool(self.reason)
@@ -44,20 +52,34 @@ class Fault:
 NO_FAULT = Fault()
 
 
+class Lookout(Protocol):
+    """Looks at this rank's gradients before they are sent."""
+
+    is_on: bool  # costs a read of every gradient
+
+    @property
+    def sighted(self) -> str:
+        """The first parameter whose gradient was not finite then; "" = none was seen."""
+
+
 class Gradients(Protocol):
     """What a verdict may look at when something is wrong."""
 
     def named_gradients(self) -> Iterable[tuple[str, torch.Tensor]]:
         """(parameter name, this rank's part of its gradient)."""
 
+    @property
+    def lookout(self) -> Lookout:
+        """Tells of this rank's gradients before they were sent."""
+
 
 class Judge(Protocol):
-    """Decides about one update."""
+    """Decides about one update; `is_own_loss_finite` says whether this rank's loss was a number."""
 
-    def __call__(self, is_finite: bool, gradients: Gradients) -> Fault: ...
+    def __call__(self, is_finite: bool, gradients: Gradients, is_own_loss_finite: Callable[[], bool]) -> Fault: ...
 
 
-def apply_always(is_finite: bool, gradients: Gradients) -> Fault:
+def apply_always(is_finite: bool, gradients: Gradients, is_own_loss_finite: Callable[[], bool]) -> Fault:
     """bf16.check_grad_overflow = false: whatever comes is applied."""
     return NO_FAULT
 
@@ -70,10 +92,37 @@ class SkipNonFinite:
     scaler: zprecision.Scaler
     group: torch.distributed.ProcessGroup | None
 
-    def __call__(self, is_finite: bool, gradients: Gradients) -> Fault:
+    def __call__(self, is_finite: bool, gradients: Gradients, is_own_loss_finite: Callable[[], bool]) -> Fault:
         if is_finite:
             return NO_FAULT
-        culprit = zprecision.first_nonfinite(gradients.named_gradients())
-        mine = None if culprit is None else [culprit.name, culprit.kind]
-        found = next((each for each in zcomm.exchange(mine, self.group) if each), ["some parameter", "not finite"])
-        return Fault(f"gradient of {found[0]} is {found[1]}", is_fatal=bool(self.scaler.at_floor))
+        found = zprecision.first_nonfinite(gradients.named_gradients())
+        here = _Sighting(
+            summed=() if found is None else (found.name, found.kind),
+            own=gradients.lookout.sighted,
+            is_loss_finite=is_own_loss_finite(),
+        )
+        everywhere = [_Sighting(*seen) for seen in zcomm.exchange(attrs.astuple(here), self.group)]
+        if float(self.scaler.factor) == 1.0:
+            gradients.lookout.is_on = True
+        culprit = _blame(everywhere)
+        where = f" on rank {culprit.rank}" * (len(everywhere) > 1 and culprit.rank != UNKNOWN_RANK)
+        reason = f"gradient of {culprit.parameter} is {culprit.kind}{where}"
+        return Fault(reason, bool(self.scaler.at_floor), culprit)
+
+
+@attrs.frozen
+class _Sighting:
+    """What one rank has seen of a step that is not finite."""
+
+    summed: tuple[str, str] | tuple[()] = ()  # (parameter, kind) in this rank's part of the sums
+    own: str = ""  # parameter whose gradient was not finite before it was sent
+    is_loss_finite: bool = True
+
+
+def _blame(everywhere: list[_Sighting]) -> Culprit:
+    """One culprit from what all ranks have seen; see [Note: which rank]."""
+    summed = next((seen.summed for seen in everywhere if seen.summed), ("some parameter", "not finite"))
+    senders = [rank for rank, seen in enumerate(everywhere) if seen.own]
+    losers = [rank for rank, seen in enumerate(everywhere) if not seen.is_loss_finite]
+    ranks = senders or losers or ([0] if len(everywhere) == 1 else [UNKNOWN_RANK])
+    return Culprit(parameter=everywhere[ranks[0]].own or summed[0], kind=summed[1], rank=ranks[0])

@@ -58,8 +58,10 @@ data_efficiency.seed data_parallel_size data_types.grad_accum_dtype dataloader_d
 dump_state
 fp16.auto_cast fp16.consecutive_hysteresis fp16.enabled fp16.hysteresis fp16.initial_scale_power
 fp16.loss_scale fp16.loss_scale_window fp16.min_loss_scale
+disable_python_gc
 gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
 log_level
+managed_gradient_accumulation
 memory_breakdown
 optimizer.params optimizer.type
 prescale_gradients

@@ -25,6 +25,16 @@ from torch.optim.adamw import adamw as _functional_adamw
 from torch.optim.sgd import sgd as _functional_sgd
 
 
+def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+    """torch's own `add_param_group`, without the decorator by which its first call imports all of torch._dynamo.
+
+    That takes a second and 65 MB, in programs that may never compile anything.
+    """
+    method = torch.optim.Optimizer.add_param_group
+    plain = method if torch.compiler.is_compiling() else getattr(method, "__wrapped__", method)
+    plain(optimizer, param_group)
+
+
 @attrs.frozen(eq=False)
 class AdamLists:
     """The tensors of one Adam update: lists of equal length, one dtype, one device."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from . import loading, portable
+from . import _compat, loading, portable
 from .errors import UnsupportedTensorError
 from .memory import Memory
 
@@ -47,7 +47,7 @@ class Contract(torch.optim.Optimizer):
         """
         if isinstance(param_group, dict):
             self._check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        _compat.add_param_group(self, param_group)
         try:
             self._check_params(len(self.param_groups) - 1)
         except (TypeError, ValueError):

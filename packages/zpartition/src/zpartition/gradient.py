@@ -71,8 +71,9 @@ class BucketGradient:
     def open_round(self) -> None:
         """A backward begins: every trainable parameter is awaited once."""
         self.awaiting = {index for index, param in enumerate(self.params) if param.requires_grad}
-        if self.phase is not Phase.FILLING:
-            self.phase = Phase.IDLE
+        if self.phase is Phase.FILLING:
+            return  # `.grad` shows what is filled, and autograd adds to it
+        self.phase = Phase.IDLE
         if self.kept is not None:
             self.detach_grads()  # they may show `kept`, which autograd must not add to
 

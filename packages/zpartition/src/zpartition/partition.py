@@ -35,6 +35,7 @@ from zpartition.ahead import NEVER, Ahead, Bucket, running
 from zpartition.bystanders import Bystanders
 from zpartition.deferred import Deferred
 from zpartition.filling import fill_storages
+from zpartition.gradient_facts import GradientFacts
 from zpartition.layout import Layout
 from zpartition.ledger import count
 from zpartition.offload import Speculation
@@ -53,7 +54,7 @@ from zpartition.watch import Watch
 
 @final
 @attrs.define(eq=False)
-class Partition(Parking):
+class Partition(GradientFacts, Parking):
     """What lives where, for one module; owns the flat buffers, the reducer and the hooks.
 
     Invariant: until `close`, every partitioned parameter's memory is a view into `storages` (or hollow, at stage 3).
@@ -182,14 +183,18 @@ class Partition(Parking):
     # -- a step ----------------------------------------------------------------------------------
 
     @contextmanager
-    def micro_step(self, *, is_last: bool = True) -> Iterator[None]:
-        """Around one backward; `is_last` says that a step follows."""
+    def micro_step(self, *, is_last: bool = True, is_local: bool = False) -> Iterator[None]:
+        """Around one backward; `is_last` says that a step follows.
+
+        is_local: nothing is sent; gradients add up on this rank, whole and in the parameters' dtype at any stage,
+            until a later backward or `finish_gradients` sends their sum.  On all ranks alike.
+        """
         self.refuse_parked()
         self.watch.sweep()
-        if is_last:
+        if is_last and not is_local:
             self.ahead.begin()
         try:
-            with self.residence.backward(), self.reducer.round(is_last=is_last):
+            with self.residence.backward(), self.reducer.round(is_last=is_last, is_local=is_local):
                 yield
         except BaseException:
             self.watch.reset()
@@ -204,14 +209,6 @@ class Partition(Parking):
         for storage, gradient in zip(self.storages, kept):
             storage.master.grad = gradient.to(storage.master.dtype)
         return kept
-
-    def num_unused(self) -> int:
-        """Partitioned parameters that got no gradient on this rank since `zero_grad`."""
-        return sum(len(g.params) - len(g.seen) for g in self.reducer.gradients)
-
-    def num_arrived(self) -> int:
-        """Gradients that the backward in progress (or the last one) has produced on this rank."""
-        return self.reducer.num_arrived
 
     @property
     def whole(self) -> list[BucketStorage]:
@@ -245,18 +242,6 @@ class Partition(Parking):
     def is_alone(self) -> bool:
         """Whether no other rank takes part."""
         return self.layout.world_size == 1
-
-    def sum_over_shards(self, vector: torch.Tensor) -> None:
-        """All-reduce (sum) of statistics whose first element is a sum over the kept gradients.
-
-        Where several ranks keep the same gradients, the first element of one of them counts.
-        """
-        if self.rank >= self.layout.num_shards:
-            vector[0] = 0.0
-        reduced = vector.to(self.device)  # gradients may be on the host, whose tensors a group may not take
-        zcomm.all_reduce(reduced, self.group, label="gradient statistics")
-        if reduced is not vector:
-            vector.copy_(reduced)
 
     def apply(self, step: Callable[[], object], *, any_unused: bool = False) -> None:
         """Run the optimizer's `step` on this rank's shards and publish the result to the module.
@@ -376,13 +361,6 @@ class Partition(Parking):
         """The shape of everything that `shards` yields on any rank, by name; the same on all ranks."""
         slots = {s.name: s.shape for storage in (*self.storages, *self.frozen) for s in storage.bucket.slots}
         return {**slots, **{name: tuple(tensor.shape) for name, tensor in self.bystanders.tensors()}}
-
-    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(parameter, this rank's flat part of its reduced gradient); valid after `finish_gradients`."""
-        for storage, gradient in zip(self.storages, self.reducer.gradients):
-            if gradient.kept is not None:
-                for piece in storage.pieces(self.rank):
-                    yield piece.slot.name, gradient.kept[piece.offset : piece.offset + piece.numel]
 
     def ledger(self) -> dict[str, int]:
         """Bytes on this rank by owner, see ledger.py; what is not on the module's device is named with its place."""

@@ -47,6 +47,7 @@ from zpartition.buffers import Arena, BufferPool
 from zpartition.exchange import Exchange, exchange_for, factors, reduce_at
 from zpartition.gradient import BucketGradient, Phase, Round
 from zpartition.layout import Layout
+from zpartition.lookout import Lookout
 from zpartition.policy import ReduceAt, ZeroPolicy
 from zpartition.ranks import Ranks
 from zpartition.rows import Rows
@@ -95,6 +96,7 @@ class GradientReducer:
     learnt: tuple[int, ...] = ()  # the same, while no rank misses a gradient
     has_learnt: bool = False  # whether the ranks have agreed on that order after a first round
     held: set[int] = attrs.field(factory=set)  # buckets that leave at the end of the round only
+    lookout: Lookout = attrs.field(factory=Lookout)
     patience_s: float = PATIENCE_S  # how long to wait for a message in the middle of a round; 0 once that was in vain
     _next: int = 0  # position in `order` of the bucket to be sent next
     _completed: list[int] = attrs.field(factory=list)  # bucket indices in the order in which they became complete
@@ -136,13 +138,13 @@ class GradientReducer:
         return reducer
 
     @contextmanager
-    def round(self, *, is_last: bool) -> Iterator[None]:
-        """One backward; on return all its messages have been received.
+    def round(self, *, is_last: bool, is_local: bool = False) -> Iterator[None]:
+        """One backward; on return all its messages have been received.  `is_local`: it sends none.
 
         An exception inside forgets the gradients of the whole step, since what was accumulated before cannot
         be told from what the failed backward added.
         """
-        sending = is_last or reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP
+        sending = not is_local and (is_last or reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP)
         self._open(Round.SENDING if sending else Round.LOCAL)
         try:
             yield
@@ -172,7 +174,7 @@ class GradientReducer:
         """Receive what is on the wire, then forget all gradients: the next of each parameter is a first one."""
         while self.flights:
             self.flights.popleft().handle.wait()
-        self.kind = Round.NONE
+        self.kind, self.lookout.sighted = Round.NONE, ""
         for gradient in self.gradients:
             gradient.reset()
 
@@ -314,6 +316,7 @@ class GradientReducer:
         wire = self.policy.reduce_dtype or gradient.bucket.dtype
         before = factors(self.policy, self.layout, gradient.bucket).before
         local = gradient.seal()
+        self.lookout.look(gradient)
         sent = local if self.layout.world_size == 1 else local.to(wire)
         if before != 1.0:
             sent.mul_(before)

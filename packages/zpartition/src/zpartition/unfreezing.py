@@ -180,7 +180,9 @@ def _rebuild(partition: Partition) -> None:
     partition.watch = Watch.install(partition.module, partition.residence)
     routes = ranks.twins() if units else ranks
     arrived = partition.residence.arrived
+    lookout = partition.reducer.lookout
     partition.reducer = GradientReducer.create(partition.layout, policy, partition.params, routes, device, arrived)
+    partition.reducer.lookout = lookout
     partition.tiers.attach(partition.reducer)
     partition.bystanders = attrs.evolve(partition.bystanders, partitioned=frozenset(map(id, partition.owned())))
     claim(partition, partition.owned(), [*partition.reducer.hooks, partition.watch])

@@ -21,14 +21,12 @@ COUNT = whole(0)
 ALWAYS_OFFERED = "every torch optimizer is accepted"
 
 TOP: dict[str, Entry] = {
-    "managed_gradient_accumulation": limited(TRUTH, True, why="leaving the boundary to the caller"),
     "use_data_before_expert_parallelism": limited(TRUTH, False, why="expert parallelism"),
     "vocabulary_size": no_effect(null_or(COUNT, 0), why="it only asks for advice on padding"),
     "seq_parallel_communication_data_type": no_effect(DTYPE, why="sequence parallelism is not available yet"),
     "disable_allgather": no_effect(TRUTH, False, why="it lost its meaning before this engine existed"),
     "zero_allow_untested_optimizer": no_effect(TRUTH, True, why=ALWAYS_OFFERED),
     "zero_force_ds_cpu_optimizer": no_effect(TRUTH, False, why=ALWAYS_OFFERED),
-    "disable_python_gc": limited(TRUTH, False, why="switching the garbage collector off"),
     "sequence_parallel_size": limited(whole(1), 1, why="sequence parallelism"),
 }
 

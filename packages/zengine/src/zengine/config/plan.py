@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 import zckpt
-from zengine.config.describe import table
+from zengine.config.describe import table, value_of
 from zpartition import ZeroPolicy
 from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
 
@@ -118,12 +118,30 @@ class Plan:
     tag_validation: str  # "IGNORE" | "WARN" | "FAIL": ranks that name different checkpoint tags
     dump_state: bool  # print the plan at start
     log_level: str  # "" leaves the loggers alone
-    managed_accumulation: bool  # the engine decides which step() is a boundary
+    managed_accumulation: bool  # the engine decides which step() is a boundary; else every one is
+    collect_garbage: bool = True  # Python's cyclic collector runs as ever while the engine lives
     offloads: Mapping[str, str] = attrs.field(factory=dict)  # "offload_optimizer", "offload_param" -> where they live
     leaf_modules: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)  # kind of name -> as they were given
     origins: Mapping[str, str] = attrs.field(factory=dict)  # key -> "file:line" | "dict" | "default" | ...
     notices: tuple[str, ...] = ()  # accepted keys without effect here, old names that were translated
+    given: Mapping[str, Any] = attrs.field(factory=dict)  # the config as it was written
 
     def describe(self) -> str:
         """A table of every value with its origin, and the notices; for people."""
         return table(self)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def __getitem__(self, key: str) -> Any:
+        """What became of a key of the config: `plan["zero_optimization.stage"]`.
+
+        Raises:
+            KeyError: no value of the plan is set by that key; names the nearest.
+        """
+        return value_of(self, key)
+
+    def origin(self, key: str) -> str:
+        """Where the value of `key` comes from: "file:line", "dict", "default", "derived" or "auto"."""
+        value_of(self, key)
+        return self.origins.get(key, "default")

@@ -67,7 +67,8 @@ def resolve(config: Config, facts: Facts) -> Plan:
         tag_validation=settings.checkpoint.tag_validation,
         dump_state=settings.dump_state,
         log_level=settings.log_level,
-        managed_accumulation=True,
+        managed_accumulation=settings.managed_gradient_accumulation,
+        collect_garbage=not settings.disable_python_gc,
         offloads=devices(settings),
         leaf_modules={
             "classes": settings.zero_optimization.leaf_module.classes,
@@ -76,6 +77,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         },
         origins=_origins(config),
         notices=(*config.notices, *_notices(config, facts)),
+        given=config.document,
     )
 
 
@@ -221,7 +223,7 @@ def _monitor(section: EventFiles | Wandb) -> MonitorPlan:
 def _origins(config: Config) -> dict[str, str]:
     """Where each value of the plan comes from, by the key that sets it."""
     keys = [".".join(path) for path, entry in walk(ROOT) if entry.care is Care.HONOURED]
-    keys += ["managed_gradient_accumulation", *(key for key in config.given if ".params." in key)]
+    keys += [key for key in config.given if ".params." in key]
     origins = {key: config.origin(key) for key in keys}
     written = [key for key in BATCH_KEYS if key in config.given]
     solved = next((key for key in BATCH_KEYS if key not in written), "")  # accumulation alone defaults to 1

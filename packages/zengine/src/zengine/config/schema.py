@@ -269,6 +269,9 @@ class Settings:
     train_batch_size: int = setting(BATCH, 0, "samples per optimizer step over all replicas")
     train_micro_batch_size_per_gpu: int = setting(BATCH, 0, "samples per forward on one rank")
     gradient_accumulation_steps: int = setting(BATCH, 0, "micro-steps per optimizer step")
+    managed_gradient_accumulation: bool = setting(
+        TRUTH, True, "count micro-steps to find the boundaries; else every step() is one"
+    )
     dataloader_drop_last: bool = setting(TRUTH, False, "leave out the last, partial batch")
     gradient_clipping: float = setting(number(0), 1.0, "global L2 norm to clip to; 0 = off")
     prescale_gradients: bool = setting(TRUTH, False, "divide by the replicas before the reduction")
@@ -281,6 +284,7 @@ class Settings:
     wall_clock_breakdown: bool = setting(TRUTH, False, "time forward, backward, communication and step")
     memory_breakdown: bool = setting(TRUTH, False, "memory at each phase")
     dump_state: bool = setting(TRUTH, False, "print the resolved plan at start")
+    disable_python_gc: bool = setting(TRUTH, False, "switch Python's cyclic collector off while the engine lives")
     log_level: str = setting(
         null_or(choice(*LEVELS, fold=str.lower), ""), "", "level of the loggers; empty: left alone"
     )

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zengine.clock import MicroStep
     from zengine.engine import Engine
     from zengine.report import StepReport
+    from zpartition import Partition
 
 
 class Feature:
@@ -33,11 +34,24 @@ class Feature:
         """Before the loss is divided and scaled; returns the loss to differentiate."""
         return loss
 
+    def backward_end(self, micro: MicroStep) -> None:
+        """After a backward that has ended well."""
+
     def step_begin(self) -> None:
-        """At a boundary, before gradients are inspected."""
+        """At a boundary, before the last gradients are reduced."""
+
+    def gradients_ready(self, partition: Partition) -> None:
+        """At a boundary, after the reduction and before gradients are inspected and judged.
+
+        They still carry the loss scale (and, for weighted losses, are not divided yet).  What is read is what the
+        norm will be of; whoever changes them changes the step, and has to do so on all ranks alike.
+        """
 
     def step_end(self, report: StepReport) -> None:
         """After a boundary, applied or skipped."""
+
+    def close(self) -> None:
+        """The engine is closed; its parts still work.  Called once, on every rank that closes: no collectives."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """JSON-able state to save."""

@@ -1,0 +1,147 @@
+"""What the losses of one step are divided by: the number of micro-steps, or the weight of everything in the step.
+
+Problem.  A loss is the mean over a micro-batch.  If one micro-batch has 10 tokens that count and another 1000, the
+mean of the two means is not the mean over 1010 tokens: accumulation and data parallelism then give other gradients
+than one large batch does.
+
+Design.  `backward(loss, weight=n)` says that the loss is a mean over n units (tokens, samples).  The gradient of
+the step is sum(n g) / sum(n), over the micro-steps and ranks.  The total is known at the boundary only, so each
+loss is multiplied by n / unit on its way, and the rest, total / (unit * replicas), joins the scalar by which loss
+scale and clipping divide the gradients anyway: no pass of its own, and the total rides along in the one all-reduce
+of the statistics.
+
+[Note: the unit] is a power of two near the weight of all micro-steps of one rank in a step.  So n / unit is near
+what 1 / accumulation would have been, gradients in fp16 or bf16 stay in the range that unweighted training has, and
+another unit changes no bit of the result (but for numbers at the ends of the range).  All ranks need the same one:
+they exchange the weights of the first weighted micro-step of a run, and keep the unit from then on; it is saved
+with the counters.
+
+Rejected.  Dividing by the total beforehand (the caller would have to see all batches of a step in advance, as other
+trainers demand); a second all-reduce; multiplying by n as it is (fp16 gradients overflow at a few thousand tokens).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from typing import final
+
+import attrs
+import torch
+from torch import Tensor
+
+from zengine.clock import UNWEIGHTED, Clock, MicroStep
+
+Weight = float | Tensor  # of one micro-batch on one rank: a count, or a () tensor on the device
+
+
+class Kind(enum.Enum):
+    """What the losses of the running step are divided by."""
+
+    UNKNOWN = "unknown"  # no backward yet
+    COUNTED = "counted"  # the number of micro-steps
+    WEIGHTED = "weighted"  # the weight of all of them
+    UNSEEN = "unseen"  # the caller ran the backward, nobody knows what it divided by
+
+
+@final
+@attrs.define(eq=False)
+class StepLoss:
+    """The losses of the running step, and what they weigh.
+
+    Invariant: every backward of a step is of the same kind.
+    """
+
+    clock: Clock  # has the unit
+    device: torch.device
+    replicas: int  # ranks that take the mean of their gradients
+    exchange: Callable[[float], list[float]]  # everybody's number, on all ranks
+    kind: Kind = Kind.UNKNOWN
+    loss: Tensor | float = 0.0  # () float64: sum of the shares of this rank
+    weight: Weight = 0.0  # sum of the weights of this rank
+
+    def share(self, loss: Tensor, micro: MicroStep, weight: Weight | None, *, divides: bool) -> Tensor:
+        """What `loss` contributes to the step: what is to be differentiated.
+
+        loss: () or (1,), with a graph.  weight: the units it is a mean of; None: every micro-batch counts the same.
+        divides: an unweighted loss is divided by the number of micro-steps.
+
+        Raises:
+            ValueError: the weight is negative or not finite; or some backwards of a step have one and others none.
+        """
+        if micro.is_first:
+            self.kind, self.loss, self.weight = Kind.UNKNOWN, 0.0, 0.0
+        kind = Kind.COUNTED if weight is None else Kind.WEIGHTED
+        if self.kind not in (Kind.UNKNOWN, kind):
+            raise ValueError(
+                f"backward() {self.clock.position} with{'out' * (weight is None)} a weight, after one "
+                f"with{'out' * (weight is not None)} in the same step: give every backward of a step its weight, "
+                "or none"
+            )
+        self.kind = kind
+        if weight is None:
+            return loss / micro.count if divides and micro.count != 1 else loss
+        checked = _checked(weight)
+        self.weight = self.weight + checked
+        return loss * (checked / self._unit(checked, micro))
+
+    def add(self, share: Tensor) -> None:
+        """Remember what was differentiated; `share` has no graph any more."""
+        on_host = self.device.type == "cpu"  # there a number costs less than a tensor; elsewhere nobody waits for one
+        self.loss = self.loss + (share.item() if on_host else share.double().reshape(()))
+
+    def forget(self) -> None:
+        """The losses of this step are not known: backwards ran that the engine was not told of."""
+        self.kind, self.loss, self.weight = Kind.UNSEEN, math.nan, 0.0
+
+    def is_finite(self) -> bool:
+        """Whether the losses of this rank are numbers, or unknown.  Waits for the device."""
+        return self.kind is Kind.UNSEEN or math.isfinite(self.loss)
+
+    def statistics(self, num_unused: int) -> Tensor:
+        """(4,) float64 on the device, to be summed over ranks: unused parameters, mean loss, weight, who weighs."""
+        is_weighted = self.kind is Kind.WEIGHTED
+        values = (num_unused, self.loss / self.replicas, self.weight, float(is_weighted))
+        row = torch.tensor([0.0 if isinstance(each, Tensor) else each for each in values], dtype=torch.float64)
+        row = row.to(self.device)
+        for index, value in enumerate(values):
+            if isinstance(value, Tensor):
+                row[index] = value.reshape(())
+        return row
+
+    def remainder(self, weight: float, num_weighted: float) -> float:
+        """By what the summed gradients still have to be divided, from two sums of `statistics` over all ranks.
+
+        Raises:
+            ValueError: some ranks gave weights in this step and others did not.
+        """
+        if num_weighted == 0:
+            return 1.0
+        if num_weighted != self.replicas:
+            raise ValueError(
+                f"{num_weighted:g} of {self.replicas} ranks gave backward() a weight in step {self.clock.steps}, the "
+                "others none: all ranks have to, 0 where a batch holds nothing that counts"
+            )
+        return weight / (2.0**self.clock.weight_exponent * self.replicas)
+
+    def _unit(self, weight: Weight, micro: MicroStep) -> float:
+        """See [Note: the unit]; the first time in a run this is a message."""
+        if self.clock.weight_exponent == UNWEIGHTED:
+            weights = self.exchange(float(weight))
+            mean = sum(weights) / len(weights) * micro.count
+            self.clock.weight_exponent = round(math.log2(mean)) if mean > 0 else 0
+        return 2.0**self.clock.weight_exponent
+
+
+def _checked(weight: Weight) -> Weight:
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(f"backward(weight=...) takes one number, got shape {tuple(weight.shape)}")
+        return weight.detach().reshape(()).double()
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(
+            f"backward(weight={weight!r}): give the number of tokens (or samples) that the loss is a mean "
+            "of, 0 or more"
+        )
+    return float(weight)

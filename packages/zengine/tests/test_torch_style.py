@@ -1,0 +1,193 @@
+"""`engine.scale(loss).backward()` is `engine.backward(loss)`; a plain backward is taken, or told what it misses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+import zengine
+from zcomm.testing import run_ranks
+from zengine import CallOrderError, Feature, _compat
+
+
+class Net(nn.Module):
+    """A small regression net; its output is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.tail = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tail(torch.tanh(self.body(x))).square().mean()
+
+
+def make(**config: object) -> zengine.Engine:
+    base = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    return zengine.initialize(model=Net(), config={**base, **config})[0]
+
+
+def batch(index: int) -> torch.Tensor:
+    return torch.linspace(-1, 1 + index + zcomm.group_rank(), 6).view(2, 3)
+
+
+def run(engine: zengine.Engine, style: str, steps: int = 3) -> tuple[list[object], dict[str, torch.Tensor]]:
+    """All reports but None, and the weights."""
+    reports = []
+    for index in range(steps * engine.gradient_accumulation_steps()):
+        loss = engine(batch(index).to(next(engine.module.parameters()).dtype))
+        if style == "engine":
+            engine.backward(loss)
+        elif style == "scale":
+            engine.scale(loss).backward()
+        else:
+            loss.backward()
+        report = engine.step()
+        reports += [] if report is None else [report]
+    return reports, {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+
+
+def _styles_agree() -> int:
+    configs = [{"zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3)]
+    for config in configs:
+        _same(config, "plain")
+        _same({**config, "gradient_accumulation_steps": 2}, "scale")
+    for stage in (0, 2, 3):
+        _same({"fp16": {"enabled": True, "initial_scale_power": 6}, "zero_optimization": {"stage": stage}}, "scale")
+    _same({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}, "scale")
+    return len(configs)
+
+
+def _same(config: dict[str, object], style: str) -> None:
+    wanted, weights = run(make(**config), "engine")
+    reports, found = run(make(**config), style)
+    assert all(torch.equal(weights[name], found[name]) for name in weights), (config, style)
+    assert [r.grad_norm for r in reports] == [r.grad_norm for r in wanted]
+    assert style == "plain" or reports == wanted
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_styles_give_the_same_weights_and_reports(world_size):
+    assert run_ranks(_styles_agree, world_size) == [4] * world_size
+
+
+def test_without_callbacks_of_autograd_the_engines_next_call_ends_the_backward(monkeypatch):
+    wanted, weights = run(make(), "engine")
+    monkeypatch.setattr(_compat, "TELLS_END", False)
+    reports, found = run(make(), "scale")
+    assert reports == wanted
+    assert all(torch.equal(weights[name], found[name]) for name in weights)
+
+
+def test_the_loss_of_a_plain_backward_is_not_known():
+    reports, _ = run(make(), "plain", steps=1)
+    assert reports[0].applied
+    assert torch.tensor(reports[0].loss).isnan()
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        ({"gradient_accumulation_steps": 4}, "the division by gradient_accumulation_steps = 4:"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 4}}, "the loss scale, 16 now:"),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 8}, "gradient_accumulation_steps": 2},
+            "the division by gradient_accumulation_steps = 2 and the loss scale, 8 now:",
+        ),
+    ],
+)
+def test_step_says_what_a_plain_backward_misses(config, missing):
+    engine = make(**config)
+    engine(batch(0).to(next(engine.module.parameters()).dtype)).backward()
+    with pytest.raises(CallOrderError, match=missing):
+        engine.step()
+    engine.zero_grad()
+    assert run(engine, "scale", steps=1)[0]
+
+
+def test_two_scaled_losses_may_go_back_together_or_one_after_the_other():
+    def step(how: str) -> zengine.StepReport:
+        engine = make()
+        first, second = engine(batch(0)), engine(batch(1))
+        if how == "engine":
+            engine.backward(first + second)
+        elif how == "sum":
+            (engine.scale(first) + engine.scale(second)).backward()
+        else:
+            engine.scale(first).backward()
+            engine.scale(second).backward()
+        return engine.step()
+
+    wanted = step("engine")
+    for how in ("sum", "apart"):
+        report = step(how)
+        assert report.loss == pytest.approx(wanted.loss)
+        assert report.grad_norm == pytest.approx(wanted.grad_norm)
+
+
+def test_after_a_failing_backward_the_step_begins_again():
+    clean = run(make(gradient_accumulation_steps=2), "scale", steps=1)
+    engine = make(gradient_accumulation_steps=2)
+    engine.scale(engine(batch(5))).backward()
+    engine.step()
+    loss = engine.scale(engine(batch(6)))
+    hook = engine.module.body.weight.register_hook(lambda _grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    hook.remove()
+    with pytest.raises(CallOrderError, match=r"step\(\) called in phase IDLE"):
+        engine.step()
+    reports, weights = run(engine, "scale", steps=1)
+    assert reports[0].grad_norm == clean[0][0].grad_norm
+    assert all(torch.equal(weights[name], clean[1][name]) for name in weights)
+
+
+def test_features_and_the_callers_tensor_are_treated_as_in_engine_backward():
+    seen: list[str] = []
+
+    class Spy(Feature):
+        def backward_begin(self, micro, loss):
+            seen.append("begin")
+            return loss
+
+        def backward_end(self, micro):
+            seen.append(f"end {micro.index}")
+
+    engine = make()
+    engine.add_feature(Spy())
+    loss = engine(batch(0))
+    engine.scale(loss).backward()
+    assert not loss._backward_hooks
+    assert seen == ["begin", "end 0"]
+    engine.step()
+    engine.backward(engine(batch(0)))
+    assert seen == ["begin", "end 0"] * 2
+
+
+def test_scale_needs_a_forward_and_a_scalar():
+    engine = make()
+    with pytest.raises(CallOrderError, match=r"scale\(\) called in phase IDLE"):
+        engine.scale(torch.ones((), requires_grad=True))
+    engine(batch(0))
+    with pytest.raises(ValueError, match="scalar loss"):
+        engine.scale(torch.ones(2, requires_grad=True))
+
+
+def test_a_generator_trains_through_a_discriminator_whose_step_is_its_own():
+    generator, critic = make(), make(zero_optimization={"stage": 2})
+    alone = make(zero_optimization={"stage": 2})
+    for index in range(2):
+        generator.scale(critic(batch(index)) + generator(batch(index))).backward()
+        assert generator.step()
+        critic.zero_grad()
+        for each in (critic, alone):
+            each.scale(each(batch(index))).backward()
+            assert each.step()
+    found, wanted = critic.state_dict(), alone.state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -1,0 +1,67 @@
+"""What a training step may ask about its gradients; nothing here changes any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+import zcomm
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from zpartition.layout import Layout
+    from zpartition.lookout import Lookout
+    from zpartition.reducer import GradientReducer
+    from zpartition.sharded import ShardedStorage
+    from zpartition.storage import BucketStorage
+
+
+class GradientFacts:
+    """Counts, statistics and names of gradients; mixed into `Partition`."""
+
+    if TYPE_CHECKING:
+        layout: Layout
+        reducer: GradientReducer
+        storages: tuple[BucketStorage | ShardedStorage, ...]
+
+        @property
+        def rank(self) -> int: ...
+        @property
+        def device(self) -> torch.device: ...
+        @property
+        def group(self) -> ProcessGroup | None: ...
+
+    def num_unused(self) -> int:
+        """Partitioned parameters that got no gradient on this rank since `zero_grad`."""
+        return sum(len(g.params) - len(g.seen) for g in self.reducer.gradients)
+
+    def num_arrived(self) -> int:
+        """Gradients that the backward in progress (or the last one) has produced on this rank."""
+        return self.reducer.num_arrived
+
+    def sum_over_shards(self, vector: torch.Tensor) -> None:
+        """All-reduce (sum) of statistics whose first element is a sum over the kept gradients.
+
+        Where several ranks keep the same gradients, the first element of one of them counts.
+        """
+        if self.rank >= self.layout.num_shards:
+            vector[0] = 0.0
+        reduced = vector.to(self.device)  # gradients may be on the host, whose tensors a group may not take
+        zcomm.all_reduce(reduced, self.group, label="gradient statistics")
+        if reduced is not vector:
+            vector.copy_(reduced)
+
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(parameter, this rank's flat part of its reduced gradient); valid after `finish_gradients`."""
+        for storage, gradient in zip(self.storages, self.reducer.gradients):
+            if gradient.kept is not None:
+                for piece in storage.pieces(self.rank):
+                    yield piece.slot.name, gradient.kept[piece.offset : piece.offset + piece.numel]
+
+    @property
+    def lookout(self) -> Lookout:
+        """Tells whether gradients of this rank were finite before they were sent, once it is on."""
+        return self.reducer.lookout
