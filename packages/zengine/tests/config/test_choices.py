@@ -132,8 +132,8 @@ def test_a_missing_option_of_a_schedule_is_reported_at_its_params() -> None:
 
 
 def test_auto_options_are_sent_back() -> None:
-    assert problems(optimizer={"type": "AdamW", "params": {"lr": "auto"}}) == [
-        'optimizer.params.lr = "auto": must be resolved by the integration that wrote it'
+    assert problems(optimizer={"type": "SGD", "params": {"momentum": "auto"}}) == [
+        'optimizer.params.momentum = "auto": must be resolved by the integration that wrote it'
     ]
 
 
