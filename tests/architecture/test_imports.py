@@ -60,6 +60,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zpartition": {"plan", "plan_traffic", "ReduceAt", "Tier"},
         "zoptim": {"make_optimizer", "make_schedule"},
         "zprecision": {"DynamicScaling"},
+        "zcomm": {"init"},
     },
     # the world comes before the parts
     "initialize.py": {"zcomm": {"init", "detect", "group_size"}},

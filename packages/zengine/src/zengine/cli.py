@@ -10,12 +10,13 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-from zengine.commands import Command, CommandError, check, explain
+from zengine.commands import Command, CommandError, check, explain, plan
 from zengine.config import ConfigError
 
 COMMANDS: Mapping[str, Command] = {
     "check": check,
     "explain": explain,
+    "plan": plan,
 }
 
 

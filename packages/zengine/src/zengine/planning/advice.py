@@ -18,11 +18,11 @@ import zoptim
 import zpartition
 from zengine.config import Config, Facts, Plan
 from zengine.planning.sizes import Sizes, at_stage, sizes
+from zengine.planning.tables import gib
 from zprecision import DynamicScaling
 
 __all__ = ["Case", "worth_knowing"]
 
-GIB = 2**30
 _BOUNDARY = zpartition.ReduceAt.BOUNDARY
 _LOOKED_AT = 4  # first updates of a schedule
 
@@ -99,7 +99,7 @@ def traffic_of_accumulation(case: Case) -> Iterator[str]:
     count = plan.batch.accumulation
     if count == 1 or not here.traffic.total_bytes or plan.zero.reduce_at.value == "boundary":
         return
-    told = f"With {count} micro-steps gradients travel {count} times: {_gib(here.traffic.total_bytes)} a step."
+    told = f"With {count} micro-steps gradients travel {count} times: {gib(here.traffic.total_bytes)} a step."
     if plan.zero.stage == 3:
         yield f"{told} So do weights; a larger micro-batch with less accumulation sends less (zengine plan finds it)."
         return
@@ -107,8 +107,8 @@ def traffic_of_accumulation(case: Case) -> Iterator[str]:
     once = case.other(attrs.evolve(other, zero=attrs.evolve(other.zero, reduce_at=_BOUNDARY)))
     where = 'stage 1 with "reduce_at": "boundary"' if plan.zero.stage == 2 else '"reduce_at": "boundary"'
     yield (
-        f"{told} In zero_optimization, {where} sends {_gib(once.traffic.total_bytes)} and holds "
-        f"{_gib(once.memory.total_bytes)} instead of {_gib(here.memory.total_bytes)}."
+        f"{told} In zero_optimization, {where} sends {gib(once.traffic.total_bytes)} and holds "
+        f"{gib(once.memory.total_bytes)} instead of {gib(here.memory.total_bytes)}."
     )
 
 
@@ -122,8 +122,8 @@ def the_bucket_size(case: Case) -> Iterator[str]:
     saved = given.total_bytes - derived.memory.total_bytes
     if saved > given.total_bytes / 50:
         yield (
-            f"reduce_bucket_size {zero.bucket_numel:,} costs {_gib(given.buckets)} of buffers for this model; left "
-            f"out, it is derived from the model's size and costs {_gib(derived.memory.buckets)}."
+            f"reduce_bucket_size {zero.bucket_numel:,} costs {gib(given.buckets)} of buffers for this model; left "
+            f"out, it is derived from the model's size and costs {gib(derived.memory.buckets)}."
         )
 
 
@@ -140,8 +140,8 @@ def other_stages(case: Case) -> Iterator[str]:
         lower, here = case.other(at_stage(case.plan, stage - 1)), case.sizes
         ratio = here.traffic.total_bytes / max(1, lower.traffic.total_bytes)
         yield (
-            f"Stage 3 sends {ratio:.2f} times what stage 2 does and holds {_gib(here.memory.total_bytes)} in place "
-            f"of {_gib(lower.memory.total_bytes)} beside the activations: worth it only if those need the room."
+            f"Stage 3 sends {ratio:.2f} times what stage 2 does and holds {gib(here.memory.total_bytes)} in place "
+            f"of {gib(lower.memory.total_bytes)} beside the activations: worth it only if those need the room."
         )
 
 
@@ -153,10 +153,10 @@ def what_stays_whole(case: Case) -> Iterator[str]:
     strict = case.other(attrs.evolve(plan, zero=attrs.evolve(plan.zero, max_live_numel=0)))
     if strict.memory.gathered_units < 0.7 * here.memory.gathered_units:
         yield (
-            f"stage3_max_live_parameters {plan.zero.max_live_numel:,} lets {_gib(here.memory.gathered_units)} of "
+            f"stage3_max_live_parameters {plan.zero.max_live_numel:,} lets {gib(here.memory.gathered_units)} of "
             "whole weights stay from forward to backward. 0 gathers them twice: it holds "
-            f"{_gib(strict.memory.total_bytes)} instead of {_gib(here.memory.total_bytes)} and sends "
-            f"{_gib(strict.traffic.total_bytes)} instead of {_gib(here.traffic.total_bytes)}."
+            f"{gib(strict.memory.total_bytes)} instead of {gib(here.memory.total_bytes)} and sends "
+            f"{gib(strict.traffic.total_bytes)} instead of {gib(here.traffic.total_bytes)}."
         )
 
 
@@ -166,11 +166,11 @@ def host_memory(case: Case) -> Iterator[str]:
     if memory.host_bytes:
         pinned = " and page-locked, so that the system cannot swap it" if case.plan.zero.offload.pin else ""
         yield (
-            f"Offload asks {_gib(memory.host_bytes)} of host memory of each rank: {_gib(memory.host_bytes * ranks)} "
+            f"Offload asks {gib(memory.host_bytes)} of host memory of each rank: {gib(memory.host_bytes * ranks)} "
             f"on a host with {ranks} ranks{pinned}."
         )
     if memory.disk_bytes:
-        yield f"Offload keeps {_gib(memory.disk_bytes)} of files for each rank: two versions, so that one counts."
+        yield f"Offload keeps {gib(memory.disk_bytes)} of files for each rank: two versions, so that one counts."
 
 
 def small_parameters(case: Case) -> Iterator[str]:
@@ -221,7 +221,3 @@ def _first_rates(plan: Plan) -> list[float]:
             rates.append(float(optimizer.param_groups[0]["lr"]))
             schedule.step()
     return rates
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:,.1f} MiB"

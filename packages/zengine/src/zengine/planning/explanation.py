@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -12,8 +10,9 @@ from torch import nn
 
 from zengine.config import Config, Facts, Plan
 from zengine.config.describe import rows, text_of
-from zengine.planning.advice import GIB, Case, worth_knowing
+from zengine.planning.advice import Case, worth_knowing
 from zengine.planning.sizes import Sizes, at_stage, sizes
+from zengine.planning.tables import columns, gib, ranks, section, wrapped
 
 __all__ = ["Explanation", "explain"]
 
@@ -23,7 +22,6 @@ _BATCH = (
     ("x accumulation", "gradient_accumulation_steps", "accumulation"),
     ("x replicas", "data_parallel_size", "replicas"),
 )
-_WIDTH = 110
 
 
 @attrs.frozen(kw_only=True)
@@ -42,13 +40,13 @@ class Explanation:
         """Sections for people; `everything` shows values that are at their defaults, too."""
         device = "GPU" if self.facts.device_type == "cuda" else "CPU"
         sections = [
-            f"{self.config.source} on {self.facts.world_size} ranks ({device})",
-            _section("batch", [self.equation()]),
-            _section("plan", self._value_lines(everything)),
-            _section(f"one rank holds, for {self.subject}, without activations", self._memory_lines()),
-            _section("one rank sends, in an optimizer step", self._traffic_lines()),
-            _section("the same model at each stage", self._stage_lines()),
-            _section("worth knowing", [line for each in self.advice for line in _wrapped(each)]),
+            f"{self.config.source} on {ranks(self.facts.world_size)} ({device})",
+            section("batch", [self.equation()]),
+            section("plan", self._value_lines(everything)),
+            section(f"one rank holds, for {self.subject}, without activations", self._memory_lines()),
+            section("one rank sends, in an optimizer step", self._traffic_lines()),
+            section("the same model at each stage", self._stage_lines()),
+            section("worth knowing", [line for each in self.advice for line in wrapped(each)]),
         ]
         return "\n\n".join(sections)
 
@@ -84,7 +82,7 @@ class Explanation:
     def _value_lines(self, everything: bool) -> list[str]:
         table = [(key, text_of(value), self._told_origin(key)) for key, value in rows(self.plan)]
         shown = [row for row in table if everything or row[2] != "default"]
-        lines = _columns(shown)
+        lines = columns(shown)
         hidden = len(table) - len(shown)
         return [*lines, f"... and {hidden} keys at their defaults (--all shows them)"] if hidden else lines
 
@@ -95,20 +93,20 @@ class Explanation:
 
     def _memory_lines(self) -> list[str]:
         memory = self.sizes.memory
-        owners = [(owner, _gib(size)) for owner, size in memory.ledger().items() if size]
+        owners = [(owner, gib(size)) for owner, size in memory.ledger().items() if size]
         total = "total on the device" if memory.elsewhere else "total"
-        return _columns([*owners, (total, _gib(memory.total_bytes))], right=1)
+        return columns([*owners, (total, gib(memory.total_bytes))], right=1)
 
     def _traffic_lines(self) -> list[str]:
         traffic = self.sizes.traffic
         if not traffic.flows:
             return ["nothing: a rank alone has nobody to send to"]
         table = [
-            (flow.what, f"{flow.num_messages:,} messages", f"among {flow.among}", _gib(flow.num_bytes))
+            (flow.what, f"{flow.num_messages:,} messages", f"among {flow.among}", gib(flow.num_bytes))
             for flow in traffic.flows
         ]
-        return _columns(
-            [*table, ("total", "", f"{traffic.share:.2f} x one all-reduce", _gib(traffic.total_bytes))], right=3
+        return columns(
+            [*table, ("total", "", f"{traffic.share:.2f} x one all-reduce", gib(traffic.total_bytes))], right=3
         )
 
     def _stage_lines(self) -> list[str]:
@@ -119,8 +117,8 @@ class Explanation:
             mark = f"{stage} *" if stage == self.plan.zero.stage else f"{stage}  "
             moving = memory.total_bytes - memory.model_states_bytes
             sizes_of = (memory.model_states_bytes, moving, memory.host_bytes + memory.disk_bytes, memory.total_bytes)
-            table.append((mark, *map(_gib, sizes_of), _gib(each.traffic.total_bytes)))
-        return _columns(table, right=-5)
+            table.append((mark, *map(gib, sizes_of), gib(each.traffic.total_bytes)))
+        return columns(table, right=-5)
 
 
 def explain(config: Config, plan: Plan, facts: Facts, module: nn.Module, subject: str) -> Explanation:
@@ -142,33 +140,6 @@ def explain(config: Config, plan: Plan, facts: Facts, module: nn.Module, subject
         by_stage=stages,
         advice=worth_knowing(case),
     )
-
-
-def _section(title: str, lines: list[str]) -> str:
-    return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
-
-
-def _columns(table: Sequence[tuple[str, ...]], right: int = 0) -> list[str]:
-    """Aligned; the last columns from `right` on (0: none) to the right."""
-    if not table:
-        return []
-    num = len(table[0])
-    first = right % num if right else num
-    widths = [max(len(row[column]) for row in table) for column in range(num)]
-
-    def cell(row: tuple[str, ...], column: int) -> str:
-        return row[column].rjust(widths[column]) if column >= first else row[column].ljust(widths[column])
-
-    return ["  ".join(cell(row, column) for column in range(num)).rstrip() for row in table]
-
-
-def _wrapped(text: str) -> Iterator[str]:
-    lines = textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
-    yield from (f"{'-' if index == 0 else ' '} {line}" for index, line in enumerate(lines))
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _plain(value: object) -> object:
