@@ -55,6 +55,13 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
     },
     "telemetry/": {"zcomm": {"traced", "Record"}},
+    # plans a run without one: asks for sizes, and tries optimizers and schedules on dummy parameters
+    "planning/": {
+        "zpartition": {"plan", "plan_traffic", "ReduceAt", "Tier"},
+        "zoptim": {"make_optimizer", "make_schedule"},
+        "zprecision": {"DynamicScaling"},
+        "zcomm": {"init"},
+    },
     # the world comes before the parts
     "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
     # ranks tell each other what they have and decide alike

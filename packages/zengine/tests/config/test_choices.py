@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import random
+import re
 import warnings
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
 
+import zoptim
 from zengine.config import ConfigError, load
 
 
@@ -132,8 +137,8 @@ def test_a_missing_option_of_a_schedule_is_reported_at_its_params() -> None:
 
 
 def test_auto_options_are_sent_back() -> None:
-    assert problems(optimizer={"type": "AdamW", "params": {"lr": "auto"}}) == [
-        'optimizer.params.lr = "auto": must be resolved by the integration that wrote it'
+    assert problems(optimizer={"type": "SGD", "params": {"momentum": "auto"}}) == [
+        'optimizer.params.momentum = "auto": must be resolved by the integration that wrote it'
     ]
 
 
@@ -154,3 +159,33 @@ def test_no_random_number_is_drawn() -> None:
     before = torch.random.get_rng_state()
     load({"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}})
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def options_of(section: str, name: str) -> list[str]:
+    """What the class behind a name of the config takes."""
+    kind: Any = getattr(zoptim, {"Lamb": "LAMB"}.get(name, name))
+    ours = {"params", "optimizer", "last_epoch", "use_muon", "decoupled_weight_decay", "split_master"}
+    return [option for option in inspect.signature(kind).parameters if option not in ours]
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [("optimizer", name) for name in ("Adam", "AdamW", "SGD", "Adagrad", "Lamb", "Lion", "Muon", "Adafactor")]
+    + [("scheduler", name) for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")],
+)
+def test_every_option_of_every_choice_is_recognised_when_it_is_misspelt(section: str, name: str) -> None:
+    letters = random.Random(name)
+    known = options_of(section, name)
+    for option in known:
+        at = letters.randrange(len(option))
+        slips = {
+            option[:at] + option[at + 1 :],
+            option[:at] + option[at] + option[at:],
+            option[:at] + letters.choice(ascii_lowercase) + option[at + 1 :],
+            option[:at] + option[at + 1 : at + 2] + option[at] + option[at + 2 :],
+        }
+        for slip in sorted(slips - {"", *known}):
+            told = problems(**{section: {"type": name, "params": {slip: 1}}})
+            unknown = [problem for problem in told if problem.startswith(f"{section}.params.{slip} = 1: ")]
+            assert len(unknown) == 1, (slip, told)
+            assert re.search(rf"Did you mean .*\b{option}\b", unknown[0]), (option, unknown)

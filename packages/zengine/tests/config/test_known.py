@@ -41,6 +41,7 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
     technique = ("shared_parameters", "different_groups")
     extra = {path for path in extra if not any(part in path for part in technique)}
     assert extra == {
+        "config_version",
         *("checkpoint.async_save", "checkpoint.keep", "checkpoint.keep.best", "checkpoint.keep.every"),
         *("checkpoint.keep.last", "checkpoint.keep.tags"),
         *("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials", "zero_optimization.stage3_unit_size"),
@@ -48,6 +49,7 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
 
 
 HONOURED = """
+config_version
 bf16.check_grad_overflow bf16.enabled
 checkpoint.async_save checkpoint.keep.best checkpoint.keep.every checkpoint.keep.last checkpoint.keep.tags
 checkpoint.tag_validation

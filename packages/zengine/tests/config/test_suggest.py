@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from string import ascii_lowercase
 
 import pytest
 
@@ -18,8 +20,10 @@ SHORT = {"amp", "aio", "lr", "moe", "mpu", "tol", "tp"}
 
 
 def mutations(name: str) -> Iterator[str]:
-    """Every name with one letter dropped, doubled, or swapped with the next."""
+    """Every name with one letter dropped, doubled, swapped with the next, or replaced by another."""
+    letters = random.Random(name)  # the same slips in every run
     for at in range(len(name)):
+        yield name[:at] + letters.choice(ascii_lowercase) + name[at + 1 :]
         yield name[:at] + name[at + 1 :]
         yield name[:at] + name[at] + name[at:]
         yield name[:at] + name[at + 1 : at + 2] + name[at] + name[at + 2 :]

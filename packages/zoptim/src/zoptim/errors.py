@@ -23,10 +23,23 @@ class UnsupportedTensorError(TypeError):
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """' Did you mean 'x'?' for the nearest allowed name, or '' when none is near."""
+    """' Did you mean 'x'?' for the nearest allowed names, or '' when none is near.
+
+    Names at one slip of the pen come first: the ratio of difflib does not see that "ly" was to be "lr".
+    """
     by_folded = {name.lower(): name for name in sorted(allowed)}
-    near = difflib.get_close_matches(str(given).lower(), by_folded, n=1, cutoff=0.6)
-    return f" Did you mean {by_folded[near[0]]!r}?" if near else ""
+    typed = str(given).lower()
+    near = [name for name in by_folded if _is_one_slip(typed, name)][:3]
+    near = near or difflib.get_close_matches(typed, by_folded, n=1, cutoff=0.6)
+    return f" Did you mean {' or '.join(repr(by_folded[name]) for name in near)}?" if near else ""
+
+
+def _is_one_slip(typed: str, name: str) -> bool:
+    """Whether one letter was left out, added, changed, or swapped with its neighbour."""
+    start = next((at for at, (a, b) in enumerate(zip(typed, name)) if a != b), min(len(typed), len(name)))
+    typed, name = typed[start:], name[start:]
+    swapped = typed[1:2] + typed[:1] + typed[2:]
+    return name in (typed[1:], swapped) or typed[1:] == name[1:] or typed == name[1:]
 
 
 def refuse_unknown_options(owner: str, given: Iterable[str], allowed: Iterable[str]) -> None:

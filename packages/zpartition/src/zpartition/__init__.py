@@ -34,12 +34,14 @@ from zpartition.policy import Averaging, ReduceAt, SparseGradients, ZeroPolicy
 from zpartition.shard import LazyShard, Shard
 from zpartition.sharding import shard
 from zpartition.state import Holder
+from zpartition.traffic_plan import Flow, TrafficPlan, plan_traffic
 
 __version__ = "0.2.0"
 
 __all__ = [
     "Averaging",
     "Bucket",
+    "Flow",
     "Holder",
     "Holding",
     "Init",
@@ -56,12 +58,14 @@ __all__ = [
     "SparseGradients",
     "Speculation",
     "Tier",
+    "TrafficPlan",
     "ZeroPolicy",
     "gathered",
     "load_slices",
     "make_state",
     "plan",
     "plan_layout",
+    "plan_traffic",
     "recording",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",

@@ -22,6 +22,7 @@ Row = tuple[str, Any]  # the key of the config, the value of the plan
 
 def rows(plan: Plan) -> Iterator[Row]:
     """Every value of the plan under the key that sets it, in the order of a config."""
+    yield "config_version", plan.config_version or "(present defaults)"
     yield "train_batch_size", plan.batch.train_batch_size
     yield "train_micro_batch_size_per_gpu", plan.batch.micro_batch_size
     yield "gradient_accumulation_steps", plan.batch.accumulation
@@ -150,14 +151,15 @@ def value_of(plan: Plan, key: str) -> Any:
 
 def table(plan: Plan) -> str:
     """The rows in columns, then the notices, one a line."""
-    lines = [(key, _text(value), plan.origins.get(key, "default")) for key, value in rows(plan)]
+    lines = [(key, text_of(value), plan.origins.get(key, "default")) for key, value in rows(plan)]
     key_width = max(len(key) for key, _, _ in lines)
     value_width = max(len(value) for _, value, _ in lines)
     text = [f"{key:<{key_width}}  {value:<{value_width}}  {origin}" for key, value, origin in lines]
     return "\n".join([*text, *(f"note: {notice}" for notice in plan.notices)])
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A value of the plan as a person would write it."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value if isinstance(value, str) else shown(value)

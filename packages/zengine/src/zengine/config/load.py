@@ -11,11 +11,13 @@ from typing import Any
 
 import attrs
 
+from zengine.config.auto import settle
 from zengine.config.choices import check_choices
 from zengine.config.errors import ConfigError, Place
 from zengine.config.schema import Settings
 from zengine.config.source import Source, read
 from zengine.config.structure import structure
+from zengine.config.versions import pin
 
 
 @attrs.frozen(kw_only=True)
@@ -25,31 +27,46 @@ class Config:
     source: str  # the file as it was named, "<json>" or "dict"
     settings: Settings
     given: Mapping[str, Place]  # keys that were written and act -> where
+    autos: Mapping[str, str]  # keys that were written as "auto" -> how their values came about
+    pinned: Mapping[str, str]  # keys that were not written and are as in another release -> its name
     notices: tuple[str, ...]  # one line for each thing that a person should hear about once
     document: Mapping[str, Any] = attrs.field(factory=dict)  # the source as it was given
 
     def origin(self, key: str) -> str:
-        """`config.json:4`, "dict", or "default" for a key that was not written."""
-        return self.given[key].origin() if key in self.given else "default"
+        """`config.json:4`, "dict", "auto", the release of `config_version`, or "default"."""
+        if key in self.autos:
+            return "auto"
+        return self.given[key].origin() if key in self.given else self.pinned.get(key, "default")
 
 
-def load(source: Source) -> Config:
-    """Read a JSON file, a JSON text or a mapping.
+def load(source: Source, *, auto: Mapping[str, Any] | None = None) -> Config:
+    """Read a JSON file, a JSON text or a mapping; `auto` (dotted key -> value) fills in what the file calls "auto".
 
     Raises ConfigError, a ValueError, with every problem of the source; TypeError for another kind of source.
     """
     document = read(source)
     if document.data is None and document.problems:
         raise ConfigError(document.source, document.problems)
-    reading = structure(document)
-    choices = check_choices(reading.settings, document)
-    problems = (*document.problems, *reading.problems, *choices.problems)
+    settled = settle(document, auto or {})
+    pinning = pin(settled.document)
+    reading = structure(pinning.document)
+    choices = check_choices(reading.settings, pinning.document)
+    problems = (
+        *document.problems,
+        *settled.problems,
+        *pinning.problems,
+        *reading.problems,
+        *(() if settled.problems else choices.problems),  # an option that is missing was told already
+    )
     if problems:
         raise ConfigError(document.source, problems)
+    given = {**reading.given, **choices.given}
     return Config(
         source=document.source,
         settings=reading.settings,
-        given={**reading.given, **choices.given},
-        notices=reading.notices,
         document=dict(document.data) if isinstance(document.data, Mapping) else {},
+        given={key: place for key, place in given.items() if key not in pinning.pinned},
+        autos=settled.autos,
+        pinned=pinning.pinned,
+        notices=(*reading.notices, *settled.notices, *pinning.notices),
     )

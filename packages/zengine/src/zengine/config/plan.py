@@ -120,6 +120,7 @@ class Plan:
     log_level: str  # "" leaves the loggers alone
     managed_accumulation: bool  # the engine decides which step() is a boundary; else every one is
     collect_garbage: bool = True  # Python's cyclic collector runs as ever while the engine lives
+    config_version: str = ""  # the release whose defaults hold; "" = the present one
     offloads: Mapping[str, str] = attrs.field(factory=dict)  # "offload_optimizer", "offload_param" -> where they live
     leaf_modules: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)  # kind of name -> as they were given
     origins: Mapping[str, str] = attrs.field(factory=dict)  # key -> "file:line" | "dict" | "default" | ...

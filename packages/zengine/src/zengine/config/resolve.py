@@ -69,6 +69,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         log_level=settings.log_level,
         managed_accumulation=settings.managed_gradient_accumulation,
         collect_garbage=not settings.disable_python_gc,
+        config_version=settings.config_version,
         offloads=devices(settings),
         leaf_modules={
             "classes": settings.zero_optimization.leaf_module.classes,
@@ -227,7 +228,7 @@ def _origins(config: Config) -> dict[str, str]:
     origins = {key: config.origin(key) for key in keys}
     written = [key for key in BATCH_KEYS if key in config.given]
     solved = next((key for key in BATCH_KEYS if key not in written), "")  # accumulation alone defaults to 1
-    for key in {solved, "data_parallel_size", "communication_data_type"} - {"", *config.given}:
+    for key in {solved, "data_parallel_size", "communication_data_type"} - {"", *config.given, *config.autos}:
         origins[key] = "derived"
     if config.settings.bf16.enabled == "auto":
         origins["bf16.enabled"] = "auto"
@@ -237,11 +238,6 @@ def _origins(config: Config) -> dict[str, str]:
 def _notices(config: Config, facts: Facts) -> list[str]:
     """What the person should hear about once, now that the machine is known."""
     settings, notices = config.settings, offload_notices(config, facts)
-    if "gradient_clipping" not in config.given:
-        notices.append(
-            "gradient_clipping is not given: gradients are clipped to a norm of 1.0; older DeepSpeed releases did "
-            'not clip unless asked to (write "gradient_clipping": 0 for that)'
-        )
     idle = [f"fp16.{key}" for key in DYNAMIC_KEYS if f"fp16.{key}" in config.given]
     if settings.fp16.enabled and settings.fp16.loss_scale and idle:
         verb = "has" if len(idle) == 1 else "have"

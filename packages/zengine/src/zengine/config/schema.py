@@ -266,6 +266,7 @@ class DataEfficiency:
 class Settings:
     """The top level of a config."""
 
+    config_version: str = setting(TEXT, "", "release whose defaults hold for keys that are left out; see versions.py")
     train_batch_size: int = setting(BATCH, 0, "samples per optimizer step over all replicas")
     train_micro_batch_size_per_gpu: int = setting(BATCH, 0, "samples per forward on one rank")
     gradient_accumulation_steps: int = setting(BATCH, 0, "micro-steps per optimizer step")

@@ -1,0 +1,146 @@
+"""What `zengine explain` says: one frozen value, and its two forms, text for people and JSON for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from zengine.config import Config, Facts, Plan
+from zengine.config.describe import rows, text_of
+from zengine.planning.advice import Case, worth_knowing
+from zengine.planning.sizes import Sizes, at_stage, sizes
+from zengine.planning.tables import columns, gib, ranks, section, wrapped
+
+__all__ = ["Explanation", "explain"]
+
+_BATCH = (
+    ("train_batch_size", "", "train_batch_size"),
+    ("= micro", "train_micro_batch_size_per_gpu", "micro_batch_size"),
+    ("x accumulation", "gradient_accumulation_steps", "accumulation"),
+    ("x replicas", "data_parallel_size", "replicas"),
+)
+
+
+@attrs.frozen(kw_only=True)
+class Explanation:
+    """Everything that can be said of a config, a world and a model, before a run."""
+
+    config: Config
+    plan: Plan
+    facts: Facts
+    subject: str  # the model, in words
+    sizes: Sizes  # under the plan's own stage
+    by_stage: tuple[Sizes, ...]  # 0 to 3
+    advice: tuple[str, ...]
+
+    def text(self, *, everything: bool = False) -> str:
+        """Sections for people; `everything` shows values that are at their defaults, too."""
+        device = "GPU" if self.facts.device_type == "cuda" else "CPU"
+        sections = [
+            f"{self.config.source} on {ranks(self.facts.world_size)} ({device})",
+            section("batch", [self.equation()]),
+            section("plan", self._value_lines(everything)),
+            section(f"one rank holds, for {self.subject}, without activations", self._memory_lines()),
+            section("one rank sends, in an optimizer step", self._traffic_lines()),
+            section("the same model at each stage", self._stage_lines()),
+            section("worth knowing", [line for each in self.advice for line in wrapped(each)]),
+        ]
+        return "\n\n".join(sections)
+
+    def equation(self) -> str:
+        """The batch triangle with values and origins."""
+        batch, terms = self.plan.batch, []
+        for word, key, name in _BATCH:
+            origin = self.plan.origins.get(key or "train_batch_size", "default")
+            terms.append(f"{word} {getattr(batch, name)} ({origin})")
+        return " ".join(terms)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for programs: plain data."""
+        return {
+            "config": self.config.source,
+            "world_size": self.facts.world_size,
+            "device": self.facts.device_type,
+            "batch": attrs.asdict(self.plan.batch),
+            "plan": [[key, _plain(value), self._origin(key)] for key, value in rows(self.plan)],
+            "model": self.subject,
+            "memory_bytes": self.sizes.memory.ledger() | {"total": self.sizes.memory.total_bytes},
+            "traffic": [attrs.asdict(flow) for flow in self.sizes.traffic.flows],
+            "stages": [
+                {"stage": stage, "memory_bytes": each.memory.total_bytes, "sent_bytes": each.traffic.total_bytes}
+                for stage, each in enumerate(self.by_stage)
+            ],
+            "worth_knowing": list(self.advice),
+        }
+
+    def _origin(self, key: str) -> str:
+        return self.plan.origins.get(key, "default")
+
+    def _value_lines(self, everything: bool) -> list[str]:
+        table = [(key, text_of(value), self._told_origin(key)) for key, value in rows(self.plan)]
+        shown = [row for row in table if everything or row[2] != "default"]
+        lines = columns(shown)
+        hidden = len(table) - len(shown)
+        return [*lines, f"... and {hidden} keys at their defaults (--all shows them)"] if hidden else lines
+
+    def _told_origin(self, key: str) -> str:
+        how = self.config.autos.get(key, "")
+        origin = self._origin(key)
+        return f"auto: {how}" if how and origin == "auto" else origin
+
+    def _memory_lines(self) -> list[str]:
+        memory = self.sizes.memory
+        owners = [(owner, gib(size)) for owner, size in memory.ledger().items() if size]
+        total = "total on the device" if memory.elsewhere else "total"
+        return columns([*owners, (total, gib(memory.total_bytes))], right=1)
+
+    def _traffic_lines(self) -> list[str]:
+        traffic = self.sizes.traffic
+        if not traffic.flows:
+            return ["nothing: a rank alone has nobody to send to"]
+        table = [
+            (flow.what, f"{flow.num_messages:,} messages", f"among {flow.among}", gib(flow.num_bytes))
+            for flow in traffic.flows
+        ]
+        return columns(
+            [*table, ("total", "", f"{traffic.share:.2f} x one all-reduce", gib(traffic.total_bytes))], right=3
+        )
+
+    def _stage_lines(self) -> list[str]:
+        head = ("stage", "model states", "on the way", "elsewhere", "total on the device", "sent in a step")
+        table: list[tuple[str, ...]] = [head]
+        for stage, each in enumerate(self.by_stage):
+            memory = each.memory
+            mark = f"{stage} *" if stage == self.plan.zero.stage else f"{stage}  "
+            moving = memory.total_bytes - memory.model_states_bytes
+            sizes_of = (memory.model_states_bytes, moving, memory.host_bytes + memory.disk_bytes, memory.total_bytes)
+            table.append((mark, *map(gib, sizes_of), gib(each.traffic.total_bytes)))
+        return columns(table, right=-5)
+
+
+def explain(config: Config, plan: Plan, facts: Facts, module: nn.Module, subject: str) -> Explanation:
+    """Everything about `plan` for `module`, which is cast to the plan's dtype in place (it has no memory)."""
+    module = plan.precision.cast_module(module)
+
+    def of(stage: int) -> Sizes:
+        return sizes(module, at_stage(plan, stage), world_size=facts.world_size, device=facts.device_type)
+
+    own = sizes(module, plan, world_size=facts.world_size, device=facts.device_type)
+    stages = tuple(own if stage == plan.zero.stage else of(stage) for stage in range(4))
+    case = Case(config=config, plan=plan, facts=facts, module=module, sizes=own)
+    return Explanation(
+        config=config,
+        plan=plan,
+        facts=facts,
+        subject=subject,
+        sizes=own,
+        by_stage=stages,
+        advice=worth_knowing(case),
+    )
+
+
+def _plain(value: object) -> object:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

@@ -1,0 +1,143 @@
+"""What `zengine plan` says: one frozen value, and its two forms, text for people and JSON for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from zengine.config import Config, Facts, Plan
+from zengine.planning.peaks import Peak, StageFit, Subject, best_of, peak, stages
+from zengine.planning.tables import columns, gib, ranks, section
+
+__all__ = ["Forecast", "forecast"]
+
+USABLE = 0.92  # of a rank's memory: the rest is scratch memory of kernels, the context, fragmentation
+
+
+@attrs.frozen(kw_only=True)
+class Forecast:
+    """The peak of a plan, and what else would fit."""
+
+    config: Config
+    facts: Facts
+    own: Peak  # of the plan as it is
+    room_bytes: int  # of one rank
+    stages: tuple[StageFit, ...]  # the largest micro-batch at each
+    subject: str = ""  # the model, in words
+    measured: tuple[int, int] = (0, 0)  # (measured, planned) peak of one process alone; zeros: not measured
+
+    @property
+    def own_fits(self) -> bool:
+        """Whether the plan can run as it is."""
+        return self.own.total <= self.usable_bytes
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of one rank."""
+        return usable(self.room_bytes)
+
+    @property
+    def best(self) -> tuple[int, Peak] | None:
+        """The stage that sends least in a step of the same batch."""
+        return best_of(self.stages)
+
+    def text(self) -> str:
+        """Sections for people."""
+        device = "GPU" if self.facts.device_type == "cuda" else "CPU"
+        head = f"{self.config.source}: {self.subject} on {ranks(self.facts.world_size)} ({device})"
+        sections = [
+            head,
+            section(f"one rank at its most, micro-batch {self.own.micro_batch}", self._own_lines()),
+            section("the largest micro-batch that fits", [*self._stage_lines(), *self._best_lines()]),
+        ]
+        if self.measured[0]:
+            real, planned = self.measured
+            text = f"{gib(real)} at the peak of a step, {gib(planned)} planned ({planned / real:.0%})"
+            sections.append(section("measured, one process alone", [text]))
+        return "\n\n".join(sections)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for programs: plain data."""
+        best = self.best
+        return {
+            "config": self.config.source,
+            "model": self.subject,
+            "world_size": self.facts.world_size,
+            "room_bytes": self.room_bytes,
+            "usable_bytes": self.usable_bytes,
+            "fits": self.own_fits,
+            "own": _as_json(self.own),
+            "stages": [
+                {
+                    "stage": each.stage,
+                    "largest_micro_batch": each.largest,
+                    **(_as_json(each.peak) if each.peak else {}),
+                }
+                for each in self.stages
+            ],
+            "best_stage": best[0] if best else None,
+            "measured": {"peak_bytes": self.measured[0], "planned_bytes": self.measured[1]},
+        }
+
+    def _own_lines(self) -> list[str]:
+        own, memory = self.own, self.own.sizes.memory
+        rows = [
+            ("between steps", gib(own.between_steps)),
+            ("buckets and gathered weights", gib(memory.total_bytes - own.between_steps)),
+            ("activations until the loss", gib(own.activations.forward)),
+            ("activations on the way back", gib(own.activations.backward)),
+            ("peak", gib(own.total)),
+            (f"usable ({USABLE:.0%} of {gib(self.room_bytes)})", gib(self.usable_bytes)),
+        ]
+        verdict = "it fits" if self.own_fits else f"it does not fit: {gib(own.total - self.usable_bytes)} too much"
+        return [*columns(rows, right=1), verdict]
+
+    def _stage_lines(self) -> list[str]:
+        table = [("stage", "micro-batch", "accumulation", "peak", "sent in a step")]
+        for each in self.stages:
+            if each.peak is None:
+                table.append((str(each.stage), "none", "", "", ""))
+                continue
+            batch, sent = each.peak.plan.batch, each.peak.sizes.traffic.total_bytes
+            fits = f"{batch.micro_batch_size} (at most {each.largest})"
+            table.append((str(each.stage), fits, str(batch.accumulation), gib(each.peak.total), gib(sent)))
+        return columns(table, right=-2)
+
+    def _best_lines(self) -> list[str]:
+        if self.best is None:
+            return ["not even one sample fits at any stage: more ranks, offload, or activation checkpointing"]
+        stage, each = self.best
+        batch = each.plan.batch
+        return [
+            f"a step of {batch.train_batch_size} samples sends least at stage {stage}; write",
+            f'"zero_optimization": {{"stage": {stage}}}, "train_micro_batch_size_per_gpu": {batch.micro_batch_size}, '
+            f'"gradient_accumulation_steps": {batch.accumulation}',
+        ]
+
+
+def forecast(config: Config, plan: Plan, facts: Facts, subject: Subject, *, room_bytes: int) -> Forecast:
+    """Everything about `plan` for `subject`.  Raises CannotDryRun."""
+    return Forecast(
+        config=config,
+        facts=facts,
+        own=peak(subject, plan, plan.batch.micro_batch_size, facts.world_size),
+        room_bytes=room_bytes,
+        stages=tuple(stages(subject, plan, facts.world_size, usable(room_bytes))),
+    )
+
+
+def usable(room_bytes: int) -> int:
+    """The part of a rank's memory that a plan may fill."""
+    return int(room_bytes * USABLE)
+
+
+def _as_json(found: Peak) -> dict[str, Any]:
+    return {
+        "micro_batch": found.plan.batch.micro_batch_size,
+        "accumulation": found.plan.batch.accumulation,
+        "peak_bytes": found.total,
+        "between_steps_bytes": found.between_steps,
+        "activation_bytes": found.activations.peak,
+        "sent_bytes": found.sizes.traffic.total_bytes,
+    }

@@ -1,0 +1,164 @@
+"""The peak of real steps in this process, to hold a plan against.
+
+On CUDA it is the allocator's own count.  On the CPU it is the kernel's: anonymous and shared pages of this process
+that are resident (RssAnon + RssShmem), at most, during one warm step.  That is what the machine has to have, scratch
+memory of kernels included, and nothing that a program says about itself.  Pages of libraries are left out, since they
+come in whenever code first runs.  glibc is told to give freed blocks above 64 KiB back at once; otherwise it keeps
+them, and the figure would be the history of the process.
+
+Rejected: sums of live tensors (they agree with the plan by construction); a sampling thread (misses short peaks).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+import zcomm
+from zengine.config import BatchPlan, OptimizerPlan, Plan
+from zengine.planning.activations import loss_of
+
+__all__ = ["CannotMeasure", "Measured", "alone", "measure", "started"]
+
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _BLOCK = -1, -3, 1 << 16  # of glibc's mallopt; bytes
+_WARM_STEPS = 2  # buffers are made, order of use is learnt, states exist
+
+
+class CannotMeasure(RuntimeError):
+    """This system does not tell the peak of a process."""
+
+
+@attrs.frozen(kw_only=True)
+class Measured:
+    """Bytes beyond what the process had before the model was made."""
+
+    peak: int  # in a warm step, at most
+    between_steps: int  # after it
+
+
+def measure(
+    make: Callable[[], nn.Module],
+    batch: Callable[[int], Any],
+    start: Callable[[nn.Module], Any],
+    *,
+    micro_batch: int,
+    device: str,
+) -> Measured:
+    """Train a fresh model for a few steps and read the peak of the last.
+
+    start: makes an engine of a model.  Raises CannotMeasure where the system does not tell.
+    """
+    meter = _CudaMeter() if device == "cuda" else _ResidentMeter()
+    before = meter.current()
+    engine = start(make())
+    try:
+        for index in range(_WARM_STEPS + 1):
+            if index == _WARM_STEPS:
+                meter.restart()
+            for _ in range(engine.gradient_accumulation_steps()):
+                given = _moved(batch(micro_batch), device)
+                output = engine(**given) if isinstance(given, dict) else engine(*_listed(given))
+                engine.backward(loss_of(output))
+                del output, given
+                engine.step()
+        return Measured(peak=meter.peak() - before, between_steps=meter.current() - before)
+    finally:
+        engine.close()
+
+
+def alone(plan: Plan) -> Plan:
+    """The same micro-steps for one process, with an optimizer where the caller was to bring one."""
+    batch = plan.batch
+    own = BatchPlan(
+        train_batch_size=batch.micro_batch_size * batch.accumulation,
+        micro_batch_size=batch.micro_batch_size,
+        accumulation=batch.accumulation,
+        replicas=1,
+    )
+    zero = attrs.evolve(plan.zero, shard_group_size=0, gradient_hop_size=0, secondary_group_size=0)
+    optimizer = plan.optimizer if plan.optimizer.type else OptimizerPlan(type="AdamW")
+    return attrs.evolve(plan, batch=own, zero=zero, optimizer=optimizer)
+
+
+def started(plan: Plan) -> Callable[[nn.Module], Any]:
+    """For `measure`: an engine of a model under `plan`, in this process alone."""
+    from zengine.assemble import Client
+    from zengine.initialize import make_engine
+
+    def start(module: nn.Module) -> Any:
+        return make_engine(module, Client(), plan, zcomm.init(), None)
+
+    return start
+
+
+class _CudaMeter:
+    """torch's allocator."""
+
+    def current(self) -> int:
+        gc.collect()
+        return torch.cuda.memory_allocated()
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+
+class _ResidentMeter:
+    """The kernel's count of this process's pages."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None)
+        try:
+            libc.mallopt(_M_MMAP_THRESHOLD, _BLOCK)
+            libc.mallopt(_M_TRIM_THRESHOLD, _BLOCK)
+        except AttributeError:
+            raise CannotMeasure(
+                "this C library has no mallopt: the peak of a process is only told on Linux"
+            ) from None
+        self._libc = libc
+        if not _STATUS.exists():
+            raise CannotMeasure("there is no /proc/self/status: the peak of a process is only told on Linux")
+
+    def current(self) -> int:
+        gc.collect()
+        self._libc.malloc_trim(0)
+        found = _status()
+        return found["RssAnon"] + found["RssShmem"]
+
+    def restart(self) -> None:
+        try:
+            _RESET.write_text("5")
+        except OSError as error:
+            raise CannotMeasure(f"the peak of this process cannot be reset ({error})") from None
+
+    def peak(self) -> int:
+        found = _status()
+        return found["VmHWM"] - found["RssFile"]
+
+
+def _status() -> dict[str, int]:
+    """Sizes in /proc/self/status, in bytes."""
+    words = (line.split() for line in _STATUS.read_text().splitlines() if line.endswith(" kB"))
+    return {name.rstrip(":"): int(size) * 1024 for name, size, _ in words}
+
+
+def _moved(given: Any, device: str) -> Any:
+    if isinstance(given, torch.Tensor):
+        return given.to(device)
+    if isinstance(given, dict):
+        return {name: _moved(value, device) for name, value in given.items()}
+    return tuple(_moved(value, device) for value in given) if isinstance(given, (tuple, list)) else given
+
+
+def _listed(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)

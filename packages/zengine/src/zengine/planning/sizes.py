@@ -1,0 +1,78 @@
+"""Memory of a rank and bytes that it sends, for a model under a plan: what zpartition says, asked in the plan's
+words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import zoptim
+import zpartition
+from zengine.config import Plan
+
+__all__ = ["Sizes", "at_stage", "optimizer_maker", "sizes"]
+
+_USUAL = "AdamW"  # for a config whose optimizer the caller brings
+
+
+@attrs.frozen(kw_only=True)
+class Sizes:
+    """One rank, between and during steps; activations are not in it."""
+
+    memory: zpartition.MemoryPlan
+    traffic: zpartition.TrafficPlan
+
+
+def sizes(module: nn.Module, plan: Plan, *, world_size: int, device: str) -> Sizes:
+    """What `module` (of the plan's dtype, on any device, also meta) needs under `plan`."""
+    make = optimizer_maker(module, plan)
+    memory = zpartition.plan(
+        module,
+        policy=plan.zero,
+        world_size=world_size,
+        optimizer=make,
+        num_backwards=plan.batch.accumulation,
+        device=device,
+    )
+    traffic = zpartition.plan_traffic(
+        module,
+        policy=plan.zero,
+        world_size=world_size,
+        optimizer=make,
+        num_backwards=plan.batch.accumulation,
+    )
+    return Sizes(memory=memory, traffic=traffic)
+
+
+def at_stage(plan: Plan, stage: int) -> Plan:
+    """The same plan at another stage; what that stage has no use for is left out."""
+    zero = plan.zero
+    if stage == 0:
+        zero = attrs.evolve(zero, shard_group_size=0, gradient_bits=0, gradient_hop_size=0)
+    if stage < 3:
+        nothing = attrs.evolve(zero.offload, weights=zpartition.Tier.DEVICE)
+        zero = attrs.evolve(zero, weight_bits=0, frozen_weight_bits=0, secondary_group_size=0, offload=nothing)
+    if stage >= 2:
+        zero = attrs.evolve(zero, reduce_at=zpartition.ReduceAt.MICRO_STEP)
+    return attrs.evolve(plan, zero=attrs.evolve(zero, stage=stage))
+
+
+def optimizer_maker(module: nn.Module, plan: Plan) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
+    """The optimizer of the config, or the usual one, over parameters that are told by their names where they have
+    any.
+    """
+    names = {id(param): name for name, param in module.named_parameters()}
+    kind = plan.optimizer.type or _USUAL
+    options = dict(plan.optimizer.params) if plan.optimizer.type else {}
+
+    def make(params: list[Parameter]) -> torch.optim.Optimizer:
+        known = all(id(param) in names for param in params)
+        given = [(names[id(param)], param) for param in params] if known else params
+        return zoptim.make_optimizer(kind, given, options)
+
+    return make

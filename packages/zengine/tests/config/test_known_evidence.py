@@ -1,0 +1,236 @@
+"""Every key of the reference does what its category says, and shows it.
+
+honoured    another value than the default gives another plan
+no effect   a notice names the key
+limited     a value that is not available yet is an error that names the key and what to write
+refused     the same for every value
+renamed     the old name gives the plan of the new one, and a notice
+
+Values are made from the kind of a key.  A key that needs more (a partner, a word of its own) has a line in `EVIDENCE`
+or `CONTEXT`; one that is honoured from now on and shows nothing fails here until it has.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from zengine.config import ConfigError, Facts, Plan, load, resolve
+from zengine.config.kinds import Mismatch
+from zengine.config.known import ROOT
+from zengine.config.table import Care, Key, Section, walk
+
+KNOWN = {".".join(path): entry for path, entry in walk(ROOT)}
+REFERENCE = Path(__file__).with_name("reference_keys.txt")
+BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "config_version": "zengine-0.2"}
+FACTS = Facts(world_size=4, replicas=4, device_type="cuda", ranks_per_host=2)
+
+# What has to be there for the keys of a section to act; longer prefixes add to shorter ones.
+CONTEXT: dict[str, dict[str, Any]] = {
+    "optimizer.params": {"optimizer": {"type": "AdamW"}},
+    "scheduler.params": {"scheduler": {"type": "WarmupLR"}},
+    "data_types.": {"bf16": {"enabled": True}},
+    "zero_optimization.": {"zero_optimization": {"stage": 3}},
+    "zero_optimization.reduce_at": {"zero_optimization": {"stage": 1}},
+    "zero_optimization.offload_optimizer.": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    "zero_optimization.offload_param.": {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+    "zero_optimization.sub_group_size": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    "aio.": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
+    "checkpoint.keep.": {"checkpoint": {"keep": {"last": 2}}},
+}
+# What counts as another value, where the kind does not say it: value, and perhaps what has to be there.
+EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "config_version": ("deepspeed-0.18", {}),
+    "optimizer.type": ("AdamW", {}),
+    "optimizer.params": ({"lr": 0.5}, {}),
+    "scheduler.type": ("WarmupLR", {}),
+    "scheduler.params": ({"warmup_num_steps": 7}, {}),
+    "train_batch_size": (16, {}),
+    "data_parallel_size": (4, {}),
+    "gradient_allreduce_op": ("sum", {}),
+    "log_level": ("debug", {}),
+    "communication_data_type": ("bf16", {}),
+    "data_types.grad_accum_dtype": ("bf16", {}),
+    "zero_optimization.stage": (2, {}),
+    "zero_optimization.reduce_at": ("boundary", {}),
+    "zero_optimization.shard_group_size": (2, {}),
+    "zero_optimization.zero_hpz_partition_size": (2, {}),
+    "zero_optimization.mics_shard_size": (2, {}),
+    "zero_optimization.offload_optimizer.device": (
+        "nvme",
+        {"zero_optimization": {"offload_optimizer": {"nvme_path": "/x"}}},
+    ),
+    "zero_optimization.offload_optimizer.nvme_path": (
+        "/y",
+        {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
+    ),
+    "zero_optimization.offload_param.device": (
+        "nvme",
+        {"zero_optimization": {"offload_param": {"nvme_path": "/x"}}},
+    ),
+    "zero_optimization.offload_param.nvme_path": (
+        "/y",
+        {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/x"}}},
+    ),
+    "checkpoint.tag_validation": ("FAIL", {}),
+    "checkpoint.keep.best": ("loss:min", {}),
+}
+# Honoured keys that change no plan on purpose, and what shows them instead.
+SHOWN_OTHERWISE = {
+    "data_parallel_size": "an expectation: tests/config/test_resolve.py has its refusal",
+}
+CANDIDATES: tuple[Any, ...] = (
+    True, False, 3, 2, 1, 0.5, 7.0, "text", ["a", "b"], {"a": 1}, "fp16", "cpu", 0,
+)  # fmt: skip
+
+
+def reference() -> list[str]:
+    """Paths of the reference and of ours, without sections."""
+    lines = [line for line in REFERENCE.read_text().splitlines() if line and not line.startswith("#")]
+    found = []
+    for line in lines:
+        section, category, names = line.split(": ")
+        if category != "section":
+            found += [name if section == "." else f"{section}.{name}" for name in names.split()]
+    ours = [path for path, entry in KNOWN.items() if isinstance(entry, Key)]
+    return sorted({*found, *ours})
+
+
+def of_care(care: Care) -> list[str]:
+    return [path for path in reference() if KNOWN[path].care is care]
+
+
+def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    found = copy.deepcopy(base)
+    for name, value in more.items():
+        inner = found.get(name)
+        found[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return found
+
+
+def at(path: str, value: Any) -> dict[str, Any]:
+    nested = value
+    for part in reversed(path.split(".")):
+        nested = {"any_name" if part == "*" else part: nested}
+    return dict(nested)
+
+
+def context(path: str) -> dict[str, Any]:
+    """The smallest config in which the key at `path` acts, without the key."""
+    found = BASE
+    sections = [".".join(path.split(".")[:end]) for end in range(1, path.count(".") + 1)]
+    for name in sections:
+        section = KNOWN.get(name)
+        if isinstance(section, Section) and section.switch == "enabled" and f"{name}.enabled" != path:
+            switch = KNOWN[f"{name}.enabled"]
+            found = merged(found, at(f"{name}.enabled", switch.care is Care.HONOURED))
+    for prefix in sorted((prefix for prefix in CONTEXT if path.startswith(prefix)), key=len):
+        found = merged(found, CONTEXT[prefix])
+    return merged(found, EVIDENCE[path][1]) if path in EVIDENCE else found
+
+
+def is_inside_what_is_off(path: str) -> bool:
+    """Whether a section around that of the key cannot be switched on yet: then the key waits for it."""
+    outer = [".".join(path.split(".")[:end]) for end in range(1, path.count("."))]
+    switches = [KNOWN[f"{home}.enabled"] for home in outer if f"{home}.enabled" in KNOWN]
+    return any(switch.care is Care.LIMITED for switch in switches)
+
+
+def value_of(path: str, key: Key) -> Any:
+    """A value of the key's kind that is not what happens anyway."""
+    if path in EVIDENCE:
+        return EVIDENCE[path][0]
+    usual = [*key.natural, key.default] if key.care is Care.HONOURED else [*key.natural]
+    for candidate in CANDIDATES:
+        try:
+            read = key.kind.read(candidate)
+        except Mismatch:
+            continue
+        if not any(type(read) is type(value) and read == value for value in usual):
+            return candidate
+    raise AssertionError(f"{path} takes none of {CANDIDATES}: give it a value of its own in EVIDENCE, in this file")
+
+
+def plan_of(source: dict[str, Any]) -> Plan:
+    return resolve(load(source), FACTS)
+
+
+def acts(plan: Plan) -> Plan:
+    """What a plan does, without what it says."""
+    return attrs.evolve(plan, origins={}, notices=())
+
+
+def errors(source: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(source)
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("path", of_care(Care.HONOURED))
+def test_an_honoured_key_changes_the_plan(path: str) -> None:
+    key = KNOWN[path]
+    assert isinstance(key, Key)
+    before, value = context(path), value_of(path, key)
+    after = merged(before, at(path, value))
+    if path in SHOWN_OTHERWISE:
+        assert plan_of(after)
+        return
+    assert acts(plan_of(after)) != acts(plan_of(before)), (
+        f"{path} is honoured, and {value!r} changes nothing of the plan of {before}. If the key needs something else "
+        "to act, add that to CONTEXT in this file; if it needs a certain value, add it to EVIDENCE"
+    )
+    assert plan_of(after).origins.get(path, "dict") == "dict"
+
+
+@pytest.mark.parametrize("path", of_care(Care.NO_EFFECT))
+def test_a_key_without_effect_is_said_to_have_none(path: str) -> None:
+    key = KNOWN[path]
+    assert isinstance(key, Key)
+    source = merged(context(path), at(path, value_of(path, key)))
+    written = path.replace("*", "any_name")
+    homes = [".".join(path.split(".")[:end]) for end in range(1, path.count(".") + 1)]
+    refused = [home for home in homes if home in KNOWN and KNOWN[home].care is Care.REFUSED]
+    if refused:  # the section is, as a whole
+        assert any(told.startswith(f"{refused[0]}") for told in errors(source))
+        return
+    assert_told(source, written)
+
+
+def assert_told(source: dict[str, Any], written: str) -> None:
+    """That a notice names a key which does nothing."""
+    notices = load(source).notices
+    assert any(written in notice and "no effect here: " in notice for notice in notices), notices
+
+
+@pytest.mark.parametrize("path", [*of_care(Care.LIMITED), *of_care(Care.REFUSED)])
+def test_what_is_not_available_is_refused_with_the_reason_and_what_to_do(path: str) -> None:
+    key = KNOWN[path]
+    source = merged(context(path), at(path, {} if isinstance(key, Section) else value_of(path, key)))
+    if is_inside_what_is_off(path):
+        assert_told(source, path)
+        return
+    told = [each for each in errors(source) if each.startswith(path)]
+    assert len(told) == 1, told
+    reason = key.why_not if isinstance(key, Section) else key.why
+    assert f": {reason}. " in told[0]
+    assert (
+        told[0].split(f": {reason}. ")[1].startswith(("Set it to", "Remove", "Use", "Write", "For training", "Leave"))
+    )
+
+
+@pytest.mark.parametrize("path", of_care(Care.RENAMED))
+def test_an_old_name_means_the_new_one_and_says_so(path: str) -> None:
+    key = KNOWN[path]
+    assert isinstance(key, Key)
+    home = path.rpartition(".")[0]
+    new = ".".join(filter(None, (home, *key.target)))
+    value = {"enabled": True} if path == "bfloat16" else value_of(path, key)
+    around = context(path)
+    old_plan = plan_of(merged(around, at(path, value)))
+    new_plan = plan_of(merged(around, at(new, key.convert(key.kind.read(value)))))
+    assert acts(old_plan) == acts(new_plan)
+    assert any(f'"{path}" is an old name: read as "{new}"' in notice for notice in old_plan.notices)

@@ -1,0 +1,172 @@
+"""The bytes that a rank sends in an optimizer step, before anything is sent: from a model on "meta" and a policy.
+
+A ring over W ranks sends 2 n (W - 1) / W bytes of n through each rank for an all-reduce, and half of that for a
+reduce-scatter or an all-gather.  In units of one all-reduce of all gradients ("1x", what data parallelism costs)
+stages 0, 1 and 2 send 1x and stage 3 at most 1.5x (Rajbhandari et al. 2020, section 7); accumulation multiplies what
+travels in every micro-step, ZeRO++ divides it (Wang et al. 2023).
+
+Counted from the layout that a partition would have, message by message.  What depends on the order of a run is its
+most: each unit is gathered again for backward unless the policy lets all of them stay.  Of two hops each is counted
+where it goes, because the links differ.  Buffers, the verdict and other small values are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import zcomm
+from zpartition.admission import named_groups
+from zpartition.exchange import GRADIENT_BLOCK, reduce_at
+from zpartition.layout import Bucket, Layout
+from zpartition.layouts import plan_layouts
+from zpartition.policy import ReduceAt, ZeroPolicy
+from zpartition.sources import WEIGHT_BLOCK
+
+__all__ = ["Flow", "TrafficPlan", "plan_traffic"]
+
+GIB = 2**30
+
+
+@attrs.frozen
+class Flow:
+    """Messages of one kind in one optimizer step."""
+
+    what: str  # "gradients, reduce-scatter"
+    among: int  # ranks that take part in each
+    num_messages: int
+    num_bytes: int  # through one rank, there and not back
+
+    def __str__(self) -> str:
+        return f"{self.what} among {self.among}: {self.num_messages:,} messages, {self.num_bytes / GIB:.3f} GiB"
+
+
+@attrs.frozen
+class TrafficPlan:
+    """What one rank sends in an optimizer step."""
+
+    flows: tuple[Flow, ...]
+    unit_bytes: int  # 1x: one all-reduce of all gradients over all ranks, in the dtype on the wire
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all kinds together."""
+        return sum(flow.num_bytes for flow in self.flows)
+
+    @property
+    def share(self) -> float:
+        """In units of one all-reduce of all gradients; 0 for a rank alone."""
+        return self.total_bytes / self.unit_bytes if self.unit_bytes else 0.0
+
+
+def plan_traffic(
+    module: nn.Module,
+    *,
+    policy: ZeroPolicy,
+    world_size: int,
+    optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None,
+    num_backwards: int = 1,
+) -> TrafficPlan:
+    """What a step over `world_size` ranks sends; arguments as `plan` has them.
+
+    num_backwards: in a step, micro-steps times losses.
+    """
+    params = [param for param in module.parameters() if param.requires_grad]
+    made = None if optimizer is None or not params else optimizer(params)
+    trained, frozen = plan_layouts(module, named_groups(module, made), policy, world_size)
+    gradients = sum(bucket.numel * _wire(bucket, policy) for bucket in trained.buckets)
+    rounds = 1 if reduce_at(policy, trained) is ReduceAt.BOUNDARY else num_backwards
+    flows = [
+        *_gradient_flows(trained, policy, rounds),
+        *_update_flows(trained),
+        *_unit_flows((*trained.buckets, *frozen.buckets), set(trained.buckets), policy, num_backwards),
+    ]
+    return TrafficPlan(
+        tuple(flow for flow in flows if flow.num_bytes), round(_all_reduced(gradients, trained.world_size))
+    )
+
+
+def _gradient_flows(layout: Layout, policy: ZeroPolicy, rounds: int) -> list[Flow]:
+    """Sums over ranks."""
+    shards, copies = layout.num_shards, layout.world_size // layout.num_shards
+    count = rounds * len(layout.buckets)
+    payload = rounds * sum(bucket.numel * _wire(bucket, policy) for bucket in layout.buckets)
+    if shards == 1:
+        return [
+            Flow("gradients, all-reduce", layout.world_size, count, round(_all_reduced(payload, layout.world_size)))
+        ]
+    found = _few_bits(layout, policy, rounds) if policy.gradient_bits else []
+    found = found or [Flow("gradients, reduce-scatter", shards, count, round(_gathered(payload, shards)))]
+    if copies > 1:
+        found.append(Flow("sums of copies, all-reduce", copies, count, round(_all_reduced(payload / shards, copies))))
+    return found
+
+
+def _few_bits(layout: Layout, policy: ZeroPolicy, rounds: int) -> list[Flow]:
+    """In one hop, or inside runs of neighbours and then between them (ZeRO++, qgZ)."""
+    code = zcomm.BlockCode(bits=policy.gradient_bits, block=GRADIENT_BLOCK)
+    payload = rounds * sum(b.num_shards * code.num_bytes(b.span_numel) for b in layout.buckets)
+    count, shards, run = rounds * len(layout.buckets), layout.num_shards, policy.gradient_hop_size
+    what = f"gradients in {policy.gradient_bits} bits"
+    if not 1 < run < shards:
+        return [Flow(what, shards, count, round(_gathered(payload, shards)))]
+    nodes = shards // run
+    return [
+        Flow(f"{what}, inside nodes", run, count, round(_gathered(payload, run))),
+        Flow(f"{what}, between nodes", nodes, count, round(_gathered(payload / run, nodes))),
+    ]
+
+
+def _update_flows(layout: Layout) -> list[Flow]:
+    """Weights that an update of shards has changed and that every rank keeps whole."""
+    whole = [bucket for bucket in layout.buckets if bucket.unit is None and bucket.num_shards > 1]
+    payload = sum(bucket.numel * bucket.dtype.itemsize for bucket in whole)
+    return [
+        Flow(
+            "updated weights, all-gather", layout.num_shards, len(whole), round(_gathered(payload, layout.num_shards))
+        )
+    ]
+
+
+def _unit_flows(buckets: tuple[Bucket, ...], trained: set[Bucket], policy: ZeroPolicy, times: int) -> list[Flow]:
+    """Stage 3: weights for each forward, and again for each backward unless they may stay."""
+    units = [bucket for bucket in buckets if bucket.unit is not None]
+    if not units:
+        return []
+    stays = sum(b.numel for b in units) <= min(policy.max_live_numel, policy.max_reuse_numel)
+    gathers = times * (1 if stays else 2)
+    shards, node = units[0].num_shards, policy.secondary_group_size
+    primary = sum(_weight_bytes(bucket, bucket in trained, policy) for bucket in units)
+    if not policy.keeps_secondary(shards):
+        what = "weights of units, all-gather"
+        return [Flow(what, shards, gathers * len(units), round(_gathered(gathers * primary, shards)))]
+    again = (gathers - 1) * sum(bucket.numel * bucket.dtype.itemsize for bucket in units)
+    return [
+        Flow("weights of units, first all-gather", shards, len(units), round(_gathered(primary, shards))),
+        Flow("weights of units, again in a node", node, (gathers - 1) * len(units), round(_gathered(again, node))),
+    ]
+
+
+def _weight_bytes(bucket: Bucket, is_trained: bool, policy: ZeroPolicy) -> int:
+    bits = policy.weight_bits_of(is_trained=is_trained)
+    if not bits:
+        return bucket.numel * bucket.dtype.itemsize
+    return bucket.num_shards * zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK).num_bytes(bucket.span_numel)
+
+
+def _wire(bucket: Bucket, policy: ZeroPolicy) -> int:
+    """Bytes of an element on its way."""
+    return (policy.reduce_dtype or bucket.dtype).itemsize
+
+
+def _gathered(num_bytes: float, num_ranks: int) -> float:
+    """Through a rank, for an all-gather or a reduce-scatter of `num_bytes` in all."""
+    return num_bytes * (num_ranks - 1) / num_ranks
+
+
+def _all_reduced(num_bytes: float, num_ranks: int) -> float:
+    return 2 * _gathered(num_bytes, num_ranks)

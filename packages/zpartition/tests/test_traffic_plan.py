@@ -1,0 +1,109 @@
+"""The plan of messages: the paper's laws, and that a live step sends as much."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+import zpartition
+from zcomm.testing import run_ranks
+from zpartition import TrafficPlan, ZeroPolicy
+
+SHARDED = ZeroPolicy(stage=3, persist_numel=0, max_live_numel=0, unit_numel=70_000)
+
+
+class Net(nn.Module):
+    """Blocks whose backward needs all their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256, bias=False)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.square().mean()
+
+
+def planned(policy: ZeroPolicy, world_size: int, num_backwards: int = 1) -> TrafficPlan:
+    with torch.device("meta"):
+        model = Net()
+    return zpartition.plan_traffic(model, policy=policy, world_size=world_size, num_backwards=num_backwards)
+
+
+@pytest.mark.parametrize(("stage", "share"), [(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.5)])
+@pytest.mark.parametrize("world_size", [2, 64])
+def test_the_laws_of_the_paper(stage: int, share: float, world_size: int) -> None:
+    policy = attrs.evolve(SHARDED, stage=stage)
+    assert planned(policy, world_size).share == pytest.approx(share)
+
+
+def test_weights_that_may_stay_are_gathered_once() -> None:
+    assert planned(attrs.evolve(SHARDED, max_live_numel=10**9), 8).share == pytest.approx(1.0)
+
+
+def test_accumulation_multiplies_what_travels_in_every_micro_step() -> None:
+    assert planned(ZeroPolicy(stage=2), 8, num_backwards=4).share == pytest.approx(0.5 * 4 + 0.5)
+    assert planned(SHARDED, 8, num_backwards=4).share == pytest.approx(1.5 * 4)
+    once = ZeroPolicy(stage=1, reduce_at=zpartition.ReduceAt.BOUNDARY)
+    assert planned(once, 8, num_backwards=4).share == pytest.approx(1.0)
+
+
+def test_a_rank_alone_sends_nothing() -> None:
+    assert planned(SHARDED, 1) == TrafficPlan((), 0)
+
+
+def test_zero_plus_plus_divides() -> None:
+    full = planned(SHARDED, 64).total_bytes
+    few = attrs.evolve(SHARDED, weight_bits=8, gradient_bits=4, gradient_hop_size=8, secondary_group_size=8)
+    flows = {flow.what: flow for flow in planned(few, 64).flows}
+    crossing = flows["weights of units, first all-gather"], flows["gradients in 4 bits, between nodes"]
+    assert sum(flow.num_bytes for flow in crossing) < full / 4  # the paper's claim, of what leaves a node
+    assert flows["weights of units, again in a node"].among == 8
+    assert flows["gradients in 4 bits, inside nodes"].num_bytes == pytest.approx(
+        flows["gradients in 4 bits, between nodes"].num_bytes * 8, rel=0.01
+    )
+
+
+def test_copies_add_the_sums_of_their_spans() -> None:
+    flows = {flow.what: flow for flow in planned(attrs.evolve(SHARDED, shard_group_size=8), 64).flows}
+    assert flows["gradients, reduce-scatter"].among == 8
+    scattered = flows["gradients, reduce-scatter"].num_bytes
+    assert flows["sums of copies, all-reduce"].num_bytes == pytest.approx(2 * scattered / 8)
+
+
+def _sent(policies: list[ZeroPolicy]) -> list[tuple[int, int]]:
+    """(messages, bytes through a rank) of the second step under each policy."""
+    found = []
+    for policy in policies:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        partition = zpartition.shard(model, optimizer, policy=policy)
+        for _ in range(2):
+            records: list[zcomm.Record] = []
+            with zcomm.traced(records.append):
+                for _ in range(2):
+                    with partition.micro_step():
+                        model(torch.ones(3, 256, requires_grad=True)).backward()
+                partition.finish_gradients()
+                partition.apply(optimizer.step)
+                partition.zero_grad()
+        partition.close()
+        ours = [each for each in records if each.label.startswith(("gradients", "weights"))]
+        size = zcomm.group_size()
+        through = sum((2 if r.op == "all_reduce" else 1) * r.nbytes * (size - 1) // size for r in ours)
+        found.append((len(ours), through))
+    return found
+
+
+def test_a_live_step_sends_what_the_plan_says() -> None:
+    policies = [attrs.evolve(SHARDED, stage=stage) for stage in range(4)]
+    for counted in run_ranks(_sent, 2, policies):
+        for policy, (num_messages, num_bytes) in zip(policies, counted):
+            plan = planned(policy, 2, num_backwards=2)
+            assert num_messages == sum(flow.num_messages for flow in plan.flows), policy.stage
+            assert num_bytes == plan.total_bytes, policy.stage
