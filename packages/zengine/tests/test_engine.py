@@ -213,13 +213,18 @@ def test_features_see_every_phase_in_order():
         def step_begin(self):
             seen.append("step_begin")
 
+        def gradients_ready(self, partition):
+            seen.append("gradients_ready")
+            assert all(holder.tensor.grad is not None for holder in partition.holders)
+
         def step_end(self, report):
             seen.append(f"step_end {report.step}")
 
     engine, *_ = make()
     engine.add_feature(Spy())
     assert one_step(engine).grad_norm == 0.0
-    assert seen == ["attach", "forward_begin", "forward_end", "backward_begin 0", "step_begin", "step_end 1"]
+    assert seen[:4] == ["attach", "forward_begin", "forward_end", "backward_begin 0"]
+    assert seen[4:] == ["step_begin", "gradients_ready", "step_end 1"]
 
 
 def test_the_caller_may_decide_the_boundary():

@@ -33,6 +33,13 @@ def test_what_was_decided(engine):
     assert engine.loss_scale == 1.0
 
 
+def test_the_config_is_the_resolved_plan_with_origins(engine):
+    assert engine.config is engine.plan
+    assert engine.config["gradient_accumulation_steps"] == 3
+    assert "gradient_accumulation_steps" in str(engine.config)
+    assert engine.config.origin("gradient_accumulation_steps") == "derived"
+
+
 def test_a_pause_is_a_context_whether_or_not_anything_is_measured(engine):
     with engine.paused(), torch.no_grad():
         engine(torch.ones(1, 2, dtype=torch.bfloat16))

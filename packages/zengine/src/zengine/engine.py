@@ -10,7 +10,7 @@ boundary, inspects the gradients once, updates this rank's shards, publishes the
 
 What varies lives in five slots (`Parts`), each a Protocol with an identity implementation, so nothing here asks
 whether something is enabled.  Everything optional is a feature with hooks that default to the identity.
-What users may look up is in `facts`, what goes to disk in `checkpointing`.
+What users may look up is in `facts`, what goes to disk in `persistence`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zengine import checkpointing
 from zengine.clock import Boundary, Clock
 from zengine.config import Plan
 from zengine.facts import EngineFacts
 from zengine.features import Feature
 from zengine.losses import check_loss, check_reached
 from zengine.parts import Parts
+from zengine.persistence import EnginePersistence
 from zengine.report import StepReport
 
 
-class Engine(EngineFacts, nn.Module):
+class Engine(EngineFacts, EnginePersistence, nn.Module):
     """Trains `module` as `plan` says; made by `zengine.initialize`.
 
     Invariant: `module`'s parameters always show the newest weights, on every rank, when no method is running.
@@ -128,6 +128,8 @@ class Engine(EngineFacts, nn.Module):
         for feature in self.features:
             feature.step_begin()
         gradients = parts.partition.finish_gradients()
+        for feature in self.features:
+            feature.gradients_ready(parts.partition)
         stats = parts.inspect(gradients, extra=self._statistics())
         numbers = parts.read(stats)
         lr = parts.optimizer.lr()
@@ -154,41 +156,6 @@ class Engine(EngineFacts, nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide yourself whether the next `step` updates the weights (until the decision is changed)."""
         self.clock.boundary = Boundary.FORCED if is_boundary else Boundary.WITHHELD
-
-    # -- on disk ---------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-    ) -> str:
-        """Save the whole run; every rank must call it. See `checkpointing.save`."""
-        return checkpointing.save(self, save_dir, tag, client_state or {}, save_latest)
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str, dict[str, Any]]:
-        """Restore a run saved by `save_checkpoint`, at any world size and stage. See `checkpointing.load`."""
-        what = checkpointing.What.choose(load_module_only, load_optimizer_states, load_lr_scheduler_states)
-        return checkpointing.load(self, load_dir, tag, what, strict=load_module_strict)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's, with its own names: the engine stands in for the module."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy weights (also with `assign`) and masters, in the module's dtype. All ranks call; rank 0's count."""
-        result = self.module.load_state_dict(state_dict, strict=strict, assign=False)
-        self.parts.partition.synchronise()
-        return result
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -72,6 +72,12 @@ class EngineFacts(EnginePhases):
 
     # -- what was decided ------------------------------------------------------------------------
 
+    @property
+    def config(self) -> Plan:
+        """The resolved plan: `print(engine.config)` lists every value with its origin (the module's own `config`,
+        where it has one, is `engine.module.config`)."""
+        return self.plan
+
     def train_batch_size(self) -> int:
         """Samples per optimizer step, over all replicas."""
         return self.plan.batch.train_batch_size
@@ -168,7 +174,7 @@ class EngineFacts(EnginePhases):
         return float(self.parts.scaler.factor)
 
     def __getattr__(self, name: str) -> Any:
-        """Anything else is the module's own (`engine.generate`, `engine.config`, ...)."""
+        """Anything else is the module's own (`engine.generate`, ...)."""
         if name == "module":
             return nn.Module.__getattr__(self, name)  # type: ignore[arg-type]
         try:

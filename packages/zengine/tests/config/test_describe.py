@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from zengine.config import Facts, Plan, load, resolve
 from zengine.config.describe import rows
 
@@ -56,3 +58,12 @@ def test_the_columns_are_aligned() -> None:
     lines = [line for line in plan_of(**EVERYTHING).describe().splitlines() if not line.startswith("note")]
     starts = {line.index(line.split()[-1], line.rindex("  ")) for line in lines}
     assert len(starts) == 1
+
+
+def test_a_value_is_found_by_its_key_with_its_origin_and_a_typo_names_the_nearest() -> None:
+    plan = plan_of(train_batch_size=8, zero_optimization={"stage": 2})
+    assert plan["zero_optimization.stage"] == 2
+    assert (plan.origin("zero_optimization.stage"), plan.origin("dump_state")) == ("dict", "default")
+    assert str(plan) == plan.describe()
+    with pytest.raises(KeyError, match="did you mean zero_optimization.stage"):
+        plan["zero_optimization.stag"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -134,6 +135,16 @@ def _monitor_rows(section: str, monitor: MonitorPlan, *names: str) -> Iterator[R
     yield f"{section}.enabled", monitor.enabled
     if monitor.enabled:
         yield from ((f"{section}.{name}", getattr(monitor, name) or "(default)") for name in names)
+
+
+def value_of(plan: Plan, key: str) -> Any:
+    """The value that `key` sets; a KeyError names the nearest keys."""
+    found = dict(rows(plan))
+    if key in found:
+        return found[key]
+    near = difflib.get_close_matches(key, found, n=3) or [name for name in found if name.startswith(key + ".")]
+    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    raise KeyError(f"the plan has no value for {key!r}{hint}")
 
 
 def table(plan: Plan) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 import zckpt
-from zengine.config.describe import table
+from zengine.config.describe import table, value_of
 from zpartition import ZeroPolicy
 from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
 
@@ -127,3 +127,19 @@ class Plan:
     def describe(self) -> str:
         """A table of every value with its origin, and the notices; for people."""
         return table(self)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def __getitem__(self, key: str) -> Any:
+        """What became of a key of the config: `plan["zero_optimization.stage"]`.
+
+        Raises:
+            KeyError: no value of the plan is set by that key; names the nearest.
+        """
+        return value_of(self, key)
+
+    def origin(self, key: str) -> str:
+        """Where the value of `key` comes from: "file:line", "dict", "default", "derived" or "auto"."""
+        value_of(self, key)
+        return self.origins.get(key, "default")

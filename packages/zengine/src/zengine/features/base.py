@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zengine.clock import MicroStep
     from zengine.engine import Engine
     from zengine.report import StepReport
+    from zpartition import Partition
 
 
 class Feature:
@@ -34,7 +35,14 @@ class Feature:
         return loss
 
     def step_begin(self) -> None:
-        """At a boundary, before gradients are inspected."""
+        """At a boundary, before the last gradients are reduced."""
+
+    def gradients_ready(self, partition: Partition) -> None:
+        """At a boundary, after the reduction and before gradients are inspected and judged.
+
+        They still carry the loss scale (and, for weighted losses, are not divided yet).  What is read is what the
+        norm will be of; whoever changes them changes the step, and has to do so on all ranks alike.
+        """
 
     def step_end(self, report: StepReport) -> None:
         """After a boundary, applied or skipped."""
