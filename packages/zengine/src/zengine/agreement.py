@@ -49,7 +49,7 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.zero.offload.directory:
         here = attrs.evolve(plan.zero.offload, directory="a drive of this node")
         plan = attrs.evolve(plan, zero=attrs.evolve(plan.zero, offload=here))
-    fields = [field.name for field in attrs.fields(Plan) if field.name not in ("origins", "notices")]
+    fields = [field.name for field in attrs.fields(Plan) if field.name not in ("origins", "notices", "written")]
     return [f"{name} = {getattr(plan, name)!r}" for name in fields]
 
 

@@ -23,7 +23,7 @@ import zprecision
 from zengine.agreement import check_agreement
 from zengine.config import Plan
 from zengine.data import make_loader
-from zengine.features import BackgroundSaves, DumpState, Feature, Unfreezing
+from zengine.features import BackgroundSaves, DumpState, Feature, Measuring, Unfreezing
 from zengine.parts import CastingRunner, ConstantRate, NoOptimizer, Parts, Runner, Sequential, ShardOptimizer
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.telemetry import make_telemetry
@@ -86,6 +86,7 @@ def _around(
             rank=world.rank,
             micro_batch_size=plan.batch.micro_batch_size,
             batch_size=plan.batch.train_batch_size,
+            replicas=plan.batch.replicas,
         ),
         inspect=make_inspect(partition),
         divisor=divisor,
@@ -103,6 +104,8 @@ def make_features(plan: Plan) -> tuple[Feature, ...]:
         chosen.append(BackgroundSaves())
     if plan.dump_state:
         chosen.append(DumpState())
+    if plan.telemetry.is_wanted:
+        chosen.append(Measuring())
     return tuple(chosen)
 
 

@@ -7,6 +7,7 @@ thousand ranks.  What depends on the machine waits for `resolve`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import attrs
 
@@ -25,6 +26,7 @@ class Config:
     settings: Settings
     given: Mapping[str, Place]  # keys that were written and act -> where
     notices: tuple[str, ...]  # one line for each thing that a person should hear about once
+    written: Mapping[str, Any] = attrs.field(factory=dict, repr=False)  # the document itself, for records
 
     def origin(self, key: str) -> str:
         """`config.json:4`, "dict", or "default" for a key that was not written."""
@@ -49,4 +51,5 @@ def load(source: Source) -> Config:
         settings=reading.settings,
         given={**reading.given, **choices.given},
         notices=reading.notices,
+        written=document.data if isinstance(document.data, Mapping) else {},
     )

@@ -16,8 +16,20 @@ import attrs
 
 import zckpt
 from zengine.config.describe import table, value_of
+from zengine.config.telemetry import MonitorPlan, TelemetryPlan
 from zpartition import ZeroPolicy
 from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
+
+__all__ = [
+    "BatchPlan",
+    "DataPlan",
+    "Facts",
+    "MonitorPlan",
+    "OptimizerPlan",
+    "Plan",
+    "SchedulerPlan",
+    "TelemetryPlan",
+]
 
 
 @attrs.frozen(kw_only=True)
@@ -65,32 +77,6 @@ class SchedulerPlan:
 
 
 @attrs.frozen(kw_only=True)
-class MonitorPlan:
-    """Where one kind of event file goes.  Names that a monitor does not know stay empty."""
-
-    enabled: bool = False
-    output_path: str = ""  # folder; "" means the working directory's default of that monitor
-    job_name: str = ""  # folder of the run inside output_path
-    group: str = ""  # wandb only
-    team: str = ""  # wandb only
-    project: str = ""  # wandb only
-
-
-@attrs.frozen(kw_only=True)
-class TelemetryPlan:
-    """What is measured and where it is written."""
-
-    steps_per_print: int = 0  # optimizer steps between two console lines; 0 = never
-    wall_clock_breakdown: bool = False  # time forward, backward, communication and step
-    memory_breakdown: bool = False  # memory at each phase
-    throughput: bool = True  # samples per second (timers.throughput)
-    comms_log: bool = False  # count, bytes and time of every collective
-    tensorboard: MonitorPlan = MonitorPlan()
-    csv_monitor: MonitorPlan = MonitorPlan()
-    wandb: MonitorPlan = MonitorPlan()
-
-
-@attrs.frozen(kw_only=True)
 class DataPlan:
     """How the loader walks through the data."""
 
@@ -123,6 +109,7 @@ class Plan:
     leaf_modules: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)  # kind of name -> as they were given
     origins: Mapping[str, str] = attrs.field(factory=dict)  # key -> "file:line" | "dict" | "default" | ...
     notices: tuple[str, ...] = ()  # accepted keys without effect here, old names that were translated
+    written: Mapping[str, Any] = attrs.field(factory=dict, repr=False)  # the config as it was given; for records
 
     def describe(self) -> str:
         """A table of every value with its origin, and the notices; for people."""

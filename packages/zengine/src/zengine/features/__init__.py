@@ -7,6 +7,7 @@ nowhere else, must not keep tensors of the step they were called in, and save th
 from zengine.features.background_saves import BackgroundSaves
 from zengine.features.base import Feature
 from zengine.features.dump_state import DumpState
+from zengine.features.measuring import Measuring
 from zengine.features.unfreezing import Unfreezing
 
-__all__ = ["BackgroundSaves", "DumpState", "Feature", "Unfreezing"]
+__all__ = ["BackgroundSaves", "DumpState", "Feature", "Measuring", "Unfreezing"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import final
 
@@ -82,3 +83,27 @@ class NoMemoryMarks:
 
     def read(self) -> dict[str, int]:
         return {}
+
+
+OFTEN, SELDOM = 3, 100  # boundaries at the start that are all read, and the interval afterwards
+
+
+@final
+class Owners:
+    """Memory by owner, as the partition's ledger counts it.
+
+    Counting looks at every tensor, and the sizes hardly change once the optimizer has its states: so it is done at
+    the first boundaries and at every hundredth, unless `always` is asked for ("memory_breakdown").
+    """
+
+    def __init__(self, always: bool) -> None:
+        self._every = 1 if always else SELDOM
+        self._seen = 0  # boundaries
+        self.ledger: Callable[[], Mapping[str, int]] = dict  # until the engine is complete nobody owns anything
+
+    def step_end(self) -> dict[str, int]:
+        """Bytes by owner, those that are not zero; empty where it is not due."""
+        self._seen += 1
+        if self._seen > OFTEN and self._seen % self._every:
+            return {}
+        return {owner: size for owner, size in self.ledger().items() if size}

@@ -19,11 +19,17 @@ import torch
 import zcomm
 from zengine.report import StepReport
 from zengine.telemetry.comms import CommsLog, NoCommsLog
-from zengine.telemetry.memory import MemoryMarks, NoMemoryMarks, read_memory
+from zengine.telemetry.countdown import Countdown, make_countdown
+from zengine.telemetry.devices import Fleet, peak_of
+from zengine.telemetry.instants import DeviceInstants
+from zengine.telemetry.memory import MemoryMarks, NoMemoryMarks, Owners, read_memory
 from zengine.telemetry.plans import TelemetryPlanLike
 from zengine.telemetry.sinks import (
+    Bench,
+    CometSink,
     Console,
     CsvSink,
+    JsonlSink,
     Sinks,
     TensorBoardSink,
     WandbSink,
@@ -32,14 +38,19 @@ from zengine.telemetry.sinks import (
 )
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.spans import NoStopwatch, Stopwatch, make_spans
+from zengine.telemetry.subject import Subject
 from zengine.telemetry.throughput import NoThroughput, Rate, Throughput
+from zengine.telemetry.work import Meter
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @final
+@attrs.define(eq=False)
 class Silent:
-    """The identity: measures nothing, writes nothing."""
+    """The identity: measures nothing, writes nothing; counts boundaries, for `bench_done`."""
+
+    countdown: Countdown = attrs.field(factory=lambda: Countdown(0))
 
     def span(self, name: str) -> AbstractContextManager[None]:
         return _NOTHING
@@ -47,16 +58,34 @@ class Silent:
     def paused(self) -> AbstractContextManager[None]:
         return _NOTHING
 
+    def begin(self, subject: Subject) -> None: ...
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None: ...
+
+    def report_tokens(self, num_tokens: int) -> None: ...
+
+    def recomputes(self) -> None: ...
+
+    def counted(self, flops_per_sample: float) -> None: ...
+
+    def layers(self, norms: Mapping[str, float]) -> None: ...
+
     def micro_step_end(self) -> None: ...
 
-    def step_end(self, report: StepReport) -> None: ...
+    def step_end(self, report: StepReport) -> None:
+        self.countdown.step_end()
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.countdown.reset()
 
     def close(self) -> None: ...
+
+    @property
+    def bench_done(self) -> bool:
+        return self.countdown.is_over
 
 
 @final
@@ -71,9 +100,24 @@ class Telemetry:
     marks: MemoryMarks | NoMemoryMarks
     comms: CommsLog | NoCommsLog
     spans: Mapping[str, AbstractContextManager[None]]  # by phase; observed by stopwatch and marks
+    meter: Meter  # tokens and FLOPs of a step
+    fleet: Fleet  # the devices that train together
+    owners: Owners  # memory by owner
+    countdown: Countdown  # until the figures of a bench run are complete
+    subject: tuple[Subject, ...] = ()  # the engine, from `begin` on
+    layer_norms: dict[str, float] = attrs.field(factory=dict)  # of the boundary under way; mostly empty
+
+    def begin(self, subject: Subject) -> None:
+        """The engine is complete; called once."""
+        self.subject = (subject,)
+        self.meter.formula = subject.formula
+        self.owners.ledger = subject.ledger
+        if subject.recomputes:
+            self.recomputes()
+        self.sinks.begin(subject.record)
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """The context manager of "forward", "backward" or "step"; may be entered again while open.
+        """The context manager of a phase (`spans.PHASES`); may be entered again while open.
 
         A forward without gradients is validation, not part of a step: its time is left out everywhere.
         """
@@ -88,21 +132,46 @@ class Telemetry:
         """Around what is not training (validation, saving): its time is left out of the throughput."""
         return self.throughput.paused()
 
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A training forward is about to get these arguments."""
+        self.meter.forward(args, kwargs)
+
+    def report_tokens(self, num_tokens: int) -> None:
+        """Tokens of this rank in this step; they count in place of those that forward was seen to get."""
+        self.meter.tell(num_tokens)
+
+    def recomputes(self) -> None:
+        """Backward was found to compute activations again."""
+        self.meter.coefficient = 4
+
+    def counted(self, flops_per_sample: float) -> None:
+        """The operations of a step were counted."""
+        self.meter.flops_per_sample = flops_per_sample
+
+    def layers(self, norms: Mapping[str, float]) -> None:
+        """Gradient norms by layer, for the boundary under way."""
+        self.layer_norms = dict(norms)
+
     def micro_step_end(self) -> None:
         """A micro-step is complete; at a boundary before or after `step_end`, as the caller likes."""
         self.stopwatch.micro_step_end()
 
     def step_end(self, report: StepReport) -> None:
-        """A boundary: one snapshot at x = report.samples to every sink."""
+        """A boundary: one snapshot to every sink."""
         snapshot = Snapshot(
             report=report,
-            rate=self.throughput.step_end(report.samples),
+            rate=self.throughput.step_end(report.samples, self.meter.step_end(report.samples)),
+            fleet=self.fleet,
+            epochs=tuple(passes for subject in self.subject for passes in subject.epochs()),
             phase_ms=self.stopwatch.total_ms(),
             micro_ms=self.stopwatch.micro_ms(),
-            memory={**read_memory(self.device), **self.marks.read()},
+            memory={**read_memory(self.device), **self.marks.read(), **self.owners.step_end()},
             comms=self.comms.step_end(),
+            layer_norms=self.layer_norms,
         )
         self.stopwatch.step_end()
+        self.layer_norms = {}
+        self.countdown.step_end()
         self.sinks.write(snapshot)
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,27 +182,35 @@ class Telemetry:
         """Start measuring afresh, warm-up included: the counters have jumped."""
         self.stopwatch.reset()
         self.throughput.reset()
+        self.countdown.reset()
 
     def close(self) -> None:
         """Last lines, then close every sink. Safe to call twice."""
         self.sinks.close()
         self.comms.close()
 
+    @property
+    def bench_done(self) -> bool:
+        """Whether the steps that `bench_steps` asks for are measured; the same on all ranks."""
+        return self.countdown.is_over
+
 
 def make_telemetry(
-    plan: TelemetryPlanLike, *, device: torch.device, rank: int, micro_batch_size: int, batch_size: int
+    plan: TelemetryPlanLike, *, device: torch.device, rank: int, micro_batch_size: int, batch_size: int, replicas: int
 ) -> Telemetry | Silent:
     """The telemetry that the plan asks for on this rank; or Silent: nothing is asked for, or the rank is not 0.
 
-    batch_size: samples of all ranks a step; micro_batch_size: samples of one rank a micro-step.
+    batch_size: samples of all ranks a step; micro_batch_size: samples of one rank a micro-step; replicas: ranks that
+    train together.
     Raises MissingPackageError, on every rank alike, if an enabled monitor's package is not installed.
     """
     require_packages(plan)
-    if rank != 0 or not _wants_anything(plan):
-        return Silent()
+    countdown = make_countdown(plan.bench_steps, plan.rates.warmup_steps)
+    if rank != 0 or not plan.is_wanted:
+        return Silent(countdown)
     stopwatch = _make_stopwatch(device) if plan.wall_clock_breakdown else NoStopwatch()
     marks = MemoryMarks(device) if plan.memory_breakdown else NoMemoryMarks()
-    throughput = Throughput() if plan.throughput else NoThroughput()
+    throughput = Throughput(warmup_steps=plan.rates.warmup_steps) if plan.throughput else NoThroughput()
     comms = CommsLog(zcomm.traced) if plan.comms_log else NoCommsLog()
 
     def farewell() -> str:
@@ -143,6 +220,8 @@ def make_telemetry(
     sinks = _open_monitors(plan)
     if plan.steps_per_print or plan.comms_log:
         sinks.add("console", lambda: Console(plan.steps_per_print, table=comms.table, farewell=farewell))
+    if plan.bench_steps:
+        sinks.add("bench summary", lambda: Bench(plan.bench_steps))
     return Telemetry(
         device=device,
         sinks=sinks,
@@ -151,20 +230,15 @@ def make_telemetry(
         marks=marks,
         comms=comms,
         spans=make_spans((*stopwatch.observers(), *marks.observers())),
+        meter=Meter(replicas=replicas, tokens_per_sample=plan.rates.tokens_per_sample),
+        fleet=Fleet(num_devices=replicas, peak_tflops=plan.rates.peak_tflops or peak_of(device)),
+        owners=Owners(always=plan.memory_breakdown),
+        countdown=countdown,
     )
 
 
-def _wants_anything(plan: TelemetryPlanLike) -> bool:
-    """Throughput alone does not count: it is on by default and goes nowhere without a line or a monitor."""
-    monitors = (plan.tensorboard.enabled, plan.csv_monitor.enabled, plan.wandb.enabled)
-    breakdowns = (plan.wall_clock_breakdown, plan.memory_breakdown, plan.comms_log)
-    return plan.steps_per_print > 0 or any(monitors) or any(breakdowns)
-
-
 def _make_stopwatch(device: torch.device) -> Stopwatch:
-    if device.type == "cuda":
-        return Stopwatch(zcomm.traced, lambda: torch.cuda.synchronize(device))
-    return Stopwatch(zcomm.traced)
+    return Stopwatch(zcomm.traced, DeviceInstants()) if device.type == "cuda" else Stopwatch(zcomm.traced)
 
 
 def _open_monitors(plan: TelemetryPlanLike) -> Sinks:
@@ -175,8 +249,13 @@ def _open_monitors(plan: TelemetryPlanLike) -> Sinks:
     if plan.csv_monitor.enabled:
         place = folder_of(plan.csv_monitor)
         sinks.add(f"CSV files in {place}", lambda: CsvSink(place))
+    if plan.jsonl_monitor.enabled:
+        run = folder_of(plan.jsonl_monitor)
+        sinks.add(f"run.json and events.jsonl in {run}", lambda: JsonlSink(run))
     if plan.wandb.enabled:
         sinks.add(f"Weights & Biases project {plan.wandb.project!r}", lambda: WandbSink(plan.wandb))
+    if plan.comet.enabled:
+        sinks.add(f"Comet project {plan.comet.project!r}", lambda: CometSink(plan.comet))
     return sinks
 
 

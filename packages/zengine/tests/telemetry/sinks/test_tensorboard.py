@@ -13,6 +13,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from zengine.report import StepReport
 from zengine.telemetry.comms import Tally
+from zengine.telemetry.devices import Fleet
 from zengine.telemetry.sinks.tensorboard import LAYOUT, TensorBoardSink
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.spans import TIMERS
@@ -21,7 +22,7 @@ from zengine.telemetry.throughput import Rate
 
 def snapshot(samples, loss=1.0, **measured):
     report = StepReport(
-        applied=True, reason="", step=1, applied_steps=1, skipped_steps=0, samples=samples,
+        applied=True, reason="", step=samples // 8, applied_steps=1, skipped_steps=0, samples=samples,
         loss=loss, grad_norm=1.0, loss_scale=1.0, lr=(0.1, 0.2),
     )  # fmt: skip
     return Snapshot(report=report, **measured)
@@ -32,10 +33,20 @@ def everything(samples):
     timers = dict.fromkeys(TIMERS, 1.0)
     return snapshot(
         samples,
-        rate=Rate(samples=8, ms=10, steps=1),
+        rate=Rate(samples=8, ms=10, steps=1, tokens=5, flops=1.0, useful_flops=1.0, counted_flops=1.0),
+        fleet=Fleet(peak_tflops=1.0),
+        epochs=(0.5,),
         phase_ms=timers,
         micro_ms=timers,
-        memory={"process": 1, "process_peak": 2, "cuda": 3, "cuda_peak": 4, "cuda_reserved": 5, "after_step": 6},
+        memory={
+            "process": 1,
+            "process_peak": 2,
+            "cuda": 3,
+            "cuda_peak": 4,
+            "cuda_reserved": 5,
+            "after_step": 6,
+            "gathered units": 7,
+        },
         comms={"all_reduce": Tally(count=1, nbytes=2, ms=3.0)},
     )
 
@@ -50,31 +61,33 @@ def points(folder, tag="Train/Samples/train_loss"):
     return [(event.step, event.value) for event in read(folder).Scalars(tag)]
 
 
-def test_every_scalar_is_read_back_at_the_number_of_samples(tmp_path):
+def test_every_scalar_is_read_back_on_its_axis(tmp_path):
     sink = TensorBoardSink(tmp_path / "runs" / "a")
     sink.write(everything(32))
     sink.write(everything(64))
     sink.close()
     accumulator = read(tmp_path / "runs" / "a")
-    expected = everything(0).scalars()
-    assert set(accumulator.Tags()["scalars"]) == set(expected)
+    expected = {**everything(32).scalars()}
+    expected.pop("train/global_step")
+    assert [(e.step, e.value) for e in accumulator.Scalars("train/global_step")] == [(4, 4), (8, 8)]
+    assert set(accumulator.Tags()["scalars"]) == {*expected, "train/global_step"}
     for tag, value in expected.items():
         assert [(event.step, event.value) for event in accumulator.Scalars(tag)] == [
-            (32, pytest.approx(value)),
-            (64, pytest.approx(value)),
+            (32 if "Samples" in tag else 4, pytest.approx(value)),
+            (64 if "Samples" in tag else 8, pytest.approx(value)),
         ]
 
 
-def test_a_boundary_is_one_event(tmp_path):
+def test_a_boundary_is_an_event_for_each_axis(tmp_path):
     sink = TensorBoardSink(tmp_path)
     sink.write(everything(32))
     sink.write(everything(64))
     sink.close()
     (file,) = tmp_path.iterdir()
     events = [event for event in LegacyEventFileLoader(str(file)).Load() if event.step]
-    assert [len(event.summary.value) for event in events if event.HasField("summary")] == [
-        len(everything(0).scalars())
-    ] * 2
+    sizes = [(event.step, len(event.summary.value)) for event in events if event.HasField("summary")]
+    assert [step for step, _ in sizes] == [32, 4, 64, 8]
+    assert sizes[0][1] + sizes[1][1] == len(everything(32).scalars())
 
 
 def test_what_is_written_can_be_read_before_the_file_is_closed(tmp_path):

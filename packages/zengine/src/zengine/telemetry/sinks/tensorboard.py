@@ -1,14 +1,14 @@
-"""TensorBoard events: one event a boundary with all its scalars, at x = samples seen.
+"""TensorBoard events: two a boundary, DeepSpeed's tags at x = samples seen and ours at x = step.
 
 Events are framed by tensorboard's own RecordWriter into a plain file, and flushed each time, so that a killed
 run loses nothing. Rejected: torch's SummaryWriter, one event a scalar, several times the cost; and
 tensorboard's EventFileWriter, whose thread reports a full disk one step late and prints a traceback of its
 own.
 
-The first boundary also writes a session start, which tells readers to forget points at or after it: a run
-resumed from a checkpoint in the same folder continues its curves instead of drawing the lost steps twice. A
-layout for the "Custom Scalars" page groups what belongs together; on the other pages the tag up to the first
-"/" does.
+A run resumed from a checkpoint in the same folder continues its curves: TensorBoard drops the points of a tag that
+lie at or after a newer one.  Programs that read with its EventAccumulator are told by a session start in the first
+event of samples; it drops the steps that were lost of DeepSpeed's tags, and shows those of ours twice.  A layout for
+the "Custom Scalars" page groups what belongs together; on the other pages the tag up to the first "/" does.
 """
 
 from __future__ import annotations
@@ -20,33 +20,46 @@ import time
 from pathlib import Path
 from typing import Any, final
 
-from zengine.telemetry.snapshot import COMMUNICATION, MEMORY, THROUGHPUT, TIME, TRAIN, Snapshot
+from zengine.telemetry.snapshot import COMMUNICATION, MEMORY, PERF, SAMPLES, TIME, TRAIN, Snapshot
 from zengine.telemetry.spans import MICRO, TIMERS
+from zengine.telemetry.subject import RunRecord
 
 _FILE_NUMBER = itertools.count()  # two engines of one process may start in the same second
 
 # page section -> chart title -> regular expressions of the tags drawn in it
 LAYOUT = {
     "Training": {
-        "loss": [f"{TRAIN}train_loss$"],
-        "learning rate": [f"{TRAIN}lr(_group_[0-9]+)?$"],
+        "loss": [f"{TRAIN}loss$"],
         "gradient norm": [f"{TRAIN}grad_norm$"],
-        "loss scale": [f"{TRAIN}loss_scale$"],
-        "skipped steps": [f"{TRAIN}skipped_steps$"],
+        "learning rate": [f"{TRAIN}learning_rate$", f"{SAMPLES}lr_group_[0-9]+$"],
+        "progress": [f"{TRAIN}(epoch|global_step)$"],
+        "loss scale": [f"{SAMPLES}loss_scale$"],
+        "skipped steps": [f"{SAMPLES}skipped_steps$"],
     },
-    "Time": {
-        "ms a step, by phase": [f"{TIME}{timer}$" for timer in TIMERS],
-        "ms of the last micro-step, by phase": [f"{TIME}{timer}{MICRO}$" for timer in TIMERS],
-        "samples a second": [f"{THROUGHPUT}samples_per_s$"],
-        "ms a step": [f"{THROUGHPUT}step_ms$"],
+    "Speed": {
+        "tokens a second": [f"{PERF}tokens_per_second$"],
+        "samples a second": [f"{PERF}samples_per_second$"],
+        "ms a step": [f"{PERF}step_time_ms$"],
+        "TFLOPS of a device": [f"{PERF}tflops(_counted)?$"],
+        "MFU": [f"{PERF}mfu$"],
+    },
+    "Phases": {
+        "ms a step": [f"{TIME}{timer}$" for timer in TIMERS],
+        "ms of the last micro-step": [f"{TIME}{timer}{MICRO}$" for timer in TIMERS],
     },
     "Memory": {
-        "bytes": [f"{MEMORY}(process|cuda).*"],
+        "bytes by owner": [f"{MEMORY}(?!process|cuda|after_).*"],
+        "bytes of process and allocator": [f"{MEMORY}(process|cuda).*"],
         "bytes after each phase": [f"{MEMORY}after_.*"],
     },
     "Communication": {
         "bytes a step": [f"{COMMUNICATION}.*_bytes$"],
         "ms a step": [f"{COMMUNICATION}.*_ms$"],
+    },
+    "DeepSpeed's tags": {
+        "loss, over samples": [f"{SAMPLES}train_loss$"],
+        "gradient norm, over samples": [f"{SAMPLES}grad_norm$"],
+        "learning rate, over samples": [f"{SAMPLES}lr$"],
     },
 }
 
@@ -70,12 +83,16 @@ class TensorBoardSink:
         self._session: list[Any] = [SessionLog(status=SessionLog.START)]
         self._records.flush()
 
+    def begin(self, record: RunRecord) -> None: ...
+
     def write(self, snapshot: Snapshot) -> None:
-        samples = snapshot.report.samples
         while self._session:
-            self._put(step=samples, session_log=self._session.pop())
-        values = [self._summary_of.Value(tag=tag, simple_value=value) for tag, value in snapshot.scalars().items()]
-        self._put(step=samples, summary=self._summary_of(value=values))
+            self._put(step=snapshot.report.samples, session_log=self._session.pop())
+        families: dict[int, list[Any]] = {}  # by place on the x axis
+        for tag, value in snapshot.scalars().items():
+            families.setdefault(snapshot.x(tag), []).append(self._summary_of.Value(tag=tag, simple_value=value))
+        for step, values in families.items():
+            self._put(step=step, summary=self._summary_of(value=values))
         self._records.flush()
 
     def close(self) -> None:
