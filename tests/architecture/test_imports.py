@@ -55,6 +55,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
     },
     "telemetry/": {"zcomm": {"traced", "Record"}},
+    # one number a layer, summed over the ranks
+    "features/layer_norms.py": {"zcomm": {"all_reduce"}},
     # the world comes before the parts
     "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
     # ranks tell each other what they have and decide alike

@@ -23,7 +23,7 @@ import zprecision
 from zengine.agreement import check_agreement
 from zengine.config import Plan
 from zengine.data import make_loader
-from zengine.features import BackgroundSaves, DumpState, Feature, Measuring, Unfreezing
+from zengine.features import BackgroundSaves, CountFlops, DumpState, Feature, LayerNorms, Measuring, Unfreezing
 from zengine.parts import CastingRunner, ConstantRate, NoOptimizer, Parts, Runner, Sequential, ShardOptimizer
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.telemetry import make_telemetry
@@ -106,6 +106,10 @@ def make_features(plan: Plan) -> tuple[Feature, ...]:
         chosen.append(DumpState())
     if plan.telemetry.is_wanted:
         chosen.append(Measuring())
+    if plan.telemetry.gradient_histograms:
+        chosen.append(LayerNorms(plan.telemetry.gradient_histograms))
+    if plan.telemetry.is_wanted and plan.telemetry.rates.count_flops_at:
+        chosen.append(CountFlops(plan.telemetry.rates.count_flops_at))
     return tuple(chosen)
 
 

@@ -9,6 +9,7 @@ ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -149,7 +150,7 @@ class Telemetry:
         self.meter.flops_per_sample = flops_per_sample
 
     def layers(self, norms: Mapping[str, float]) -> None:
-        """Gradient norms by layer, for the boundary under way."""
+        """Gradient norms by layer, for the boundary under way, in any unit: the report has the norm of all."""
         self.layer_norms = dict(norms)
 
     def micro_step_end(self) -> None:
@@ -167,7 +168,7 @@ class Telemetry:
             micro_ms=self.stopwatch.micro_ms(),
             memory={**read_memory(self.device), **self.marks.read(), **self.owners.step_end()},
             comms=self.comms.step_end(),
-            layer_norms=self.layer_norms,
+            layer_norms=in_units_of(report.grad_norm, self.layer_norms),
         )
         self.stopwatch.step_end()
         self.layer_norms = {}
@@ -193,6 +194,13 @@ class Telemetry:
     def bench_done(self) -> bool:
         """Whether the steps that `bench_steps` asks for are measured; the same on all ranks."""
         return self.countdown.is_over
+
+
+def in_units_of(whole: float, parts: Mapping[str, float]) -> dict[str, float]:
+    """`parts`, whose squares shall add up to that of `whole`; as they are where they cannot."""
+    total = math.hypot(*parts.values())
+    factor = whole / total if total and math.isfinite(total) and math.isfinite(whole) else 1.0
+    return {name: norm * factor for name, norm in parts.items()}
 
 
 def make_telemetry(

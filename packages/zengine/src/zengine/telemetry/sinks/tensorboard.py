@@ -20,7 +20,14 @@ import time
 from pathlib import Path
 from typing import Any, final
 
-from zengine.telemetry.snapshot import COMMUNICATION, MEMORY, PERF, SAMPLES, TIME, TRAIN, Snapshot
+from zengine.telemetry.sinks.tensorboard_values import (
+    end_value,
+    histogram_value,
+    hparams_values,
+    layout_value,
+    text_values,
+)
+from zengine.telemetry.snapshot import COMMUNICATION, GRADIENTS, MEMORY, PERF, SAMPLES, TIME, TRAIN, Snapshot
 from zengine.telemetry.spans import MICRO, TIMERS
 from zengine.telemetry.subject import RunRecord
 
@@ -56,6 +63,9 @@ LAYOUT = {
         "bytes a step": [f"{COMMUNICATION}.*_bytes$"],
         "ms a step": [f"{COMMUNICATION}.*_ms$"],
     },
+    "Gradients": {
+        "norm of each layer": [f"{GRADIENTS}.*"],
+    },
     "DeepSpeed's tags": {
         "loss, over samples": [f"{SAMPLES}train_loss$"],
         "gradient norm, over samples": [f"{SAMPLES}grad_norm$"],
@@ -78,12 +88,14 @@ class TensorBoardSink:
         folder.mkdir(parents=True, exist_ok=True)
         self._records: Any = RecordWriter(open(folder / _file_name(), "xb"))  # noqa: SIM115 (closed by close)
         self._put(file_version="brain.Event:2")
-        self._put(summary=Summary(value=[_layout_value()]))
+        self._put(summary=Summary(value=[layout_value(LAYOUT)]))
         # Written before the first snapshot, then empty.
         self._session: list[Any] = [SessionLog(status=SessionLog.START)]
         self._records.flush()
 
-    def begin(self, record: RunRecord) -> None: ...
+    def begin(self, record: RunRecord) -> None:
+        self._put(summary=self._summary_of(value=[*hparams_values(record), *text_values(record)]))
+        self._records.flush()
 
     def write(self, snapshot: Snapshot) -> None:
         while self._session:
@@ -91,11 +103,15 @@ class TensorBoardSink:
         families: dict[int, list[Any]] = {}  # by place on the x axis
         for tag, value in snapshot.scalars().items():
             families.setdefault(snapshot.x(tag), []).append(self._summary_of.Value(tag=tag, simple_value=value))
+        if snapshot.layer_norms:
+            histogram = histogram_value(f"{GRADIENTS}norm_by_layer", list(snapshot.layer_norms.values()))
+            families.setdefault(snapshot.report.step, []).append(histogram)
         for step, values in families.items():
             self._put(step=step, summary=self._summary_of(value=values))
         self._records.flush()
 
     def close(self) -> None:
+        self._put(summary=self._summary_of(value=[end_value(time.time())]))
         self._records.close()
 
     def _put(self, **fields: Any) -> None:
@@ -106,24 +122,3 @@ def _file_name() -> str:
     """The pattern that TensorBoard looks for, unique on this host; sorts by time of creation."""
     origin = f"{socket.gethostname()}.{os.getpid()}.{next(_FILE_NUMBER)}"
     return f"events.out.tfevents.{int(time.time()):010d}.{origin}"
-
-
-def _layout_value() -> Any:
-    """The summary value that the custom scalars page reads its layout from."""
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.plugins.custom_scalar import layout_pb2
-
-    def chart(title: str, tags: list[str]) -> Any:
-        return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=tags))
-
-    categories = [
-        layout_pb2.Category(title=section, chart=[chart(title, tags) for title, tags in charts.items()])
-        for section, charts in LAYOUT.items()
-    ]
-    layout = layout_pb2.Layout(category=categories).SerializeToString()
-    return Summary.Value(
-        tag="custom_scalars__config__",
-        tensor=TensorProto(dtype="DT_STRING", string_val=[layout]),
-        metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="custom_scalars")),
-    )
