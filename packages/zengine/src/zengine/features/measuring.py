@@ -101,10 +101,6 @@ def epochs_of(loader: Any, replicas: int) -> Callable[[], tuple[float, ...]]:
 
 def hparams_of(plan: Plan, optimizer: torch.optim.Optimizer | None) -> dict[str, bool | float | str]:
     """The few values by which runs are compared."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    options: dict[str, bool | float | str] = {
-        name: float(groups[0][name]) for name in ("lr", "weight_decay") if groups and name in groups[0]
-    }
     return {
         "batch": float(plan.batch.train_batch_size),
         "micro_batch": float(plan.batch.micro_batch_size),
@@ -112,12 +108,20 @@ def hparams_of(plan: Plan, optimizer: torch.optim.Optimizer | None) -> dict[str,
         "replicas": float(plan.batch.replicas),
         "optimizer": plan.optimizer.type or ("none" if optimizer is None else type(optimizer).__name__),
         "scheduler": plan.scheduler.type or "none in the config",
-        **options,
+        **_options_of(plan, optimizer),
         "clip_norm": plan.clip_norm,
         "zero_stage": float(plan.zero.stage),
         "dtype": str(plan.precision.param).removeprefix("torch."),
         "seed": float(plan.data.seed),
     }
+
+
+def _options_of(plan: Plan, optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
+    """Of the first group; the learning rate is the one that schedules lead to and away from."""
+    group = {} if optimizer is None else optimizer.param_groups[0]
+    rate = plan.optimizer.params.get("lr", group.get("initial_lr", group.get("lr")))
+    found = {"lr": rate, "weight_decay": group.get("weight_decay")}
+    return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
 
 
 def _plain(value: Any) -> Any:

@@ -112,6 +112,9 @@ class TelemetryPlanLike(Protocol):
     def bench_steps(self) -> int: ...  # measured steps after which the figures are told; 0 means never
 
     @property
+    def gradient_histograms(self) -> int: ...  # steps between two; 0 means none
+
+    @property
     def tensorboard(self) -> MonitorLike: ...
 
     @property

@@ -42,7 +42,7 @@ STEP_PHASES = ("forward", "backward", "step")
 PHASES = (*STEP_PHASES, *HOST_PHASES)  # what can be opened
 COMMUNICATION = "backward_allreduce"  # filled from the trace
 INNER = "backward_inner"  # backward without that
-# What is reported, in the order of a step.
+# What is reported, in the order of a step; the host's phases only where there was one.
 TIMERS = ("data", "forward", "backward", INNER, COMMUNICATION, "step", "checkpoint")
 MICRO = "_microstep"  # suffix of the micro family
 
@@ -100,8 +100,9 @@ class Lap:
         self.waits_ms[phase] = self.waits_ms.get(phase, 0.0) + ms
 
     def read(self) -> dict[str, float]:
-        """Milliseconds of every timer; those without a measurement are 0."""
-        found = dict.fromkeys(TIMERS, 0.0)
+        """Milliseconds by timer; those of the step are 0 where nothing was measured, those of the host absent."""
+        seen = {name for name, _ in self.intervals}
+        found = {timer: 0.0 for timer in TIMERS if timer in seen or timer not in HOST_PHASES}
         for name, interval in self.intervals:
             found[name] += interval.ms()
         found[COMMUNICATION] = sum(self.waits_ms.values())

@@ -225,7 +225,8 @@ def make_telemetry(
         batch = f"batch {batch_size}, micro-batch {micro_batch_size}"
         return "\n".join(filter(None, [_mean_rate(plan, throughput.total, batch), comms.table()]))
 
-    sinks = _open_monitors(plan)
+    fleet = Fleet(num_devices=replicas, peak_tflops=plan.rates.peak_tflops or peak_of(device))
+    sinks = _open_monitors(plan, fleet)
     if plan.steps_per_print or plan.comms_log:
         sinks.add("console", lambda: Console(plan.steps_per_print, table=comms.table, farewell=farewell))
     if plan.bench_steps:
@@ -239,7 +240,7 @@ def make_telemetry(
         comms=comms,
         spans=make_spans((*stopwatch.observers(), *marks.observers())),
         meter=Meter(replicas=replicas, tokens_per_sample=plan.rates.tokens_per_sample),
-        fleet=Fleet(num_devices=replicas, peak_tflops=plan.rates.peak_tflops or peak_of(device)),
+        fleet=fleet,
         owners=Owners(always=plan.memory_breakdown),
         countdown=countdown,
     )
@@ -249,11 +250,24 @@ def _make_stopwatch(device: torch.device) -> Stopwatch:
     return Stopwatch(zcomm.traced, DeviceInstants()) if device.type == "cuda" else Stopwatch(zcomm.traced)
 
 
-def _open_monitors(plan: TelemetryPlanLike) -> Sinks:
+def _empty_charts(plan: TelemetryPlanLike, fleet: Fleet) -> list[str]:
+    """Sections and charts that have nothing to show in this run."""
+    needs = {
+        "Speed": plan.throughput,
+        "MFU": fleet.peak_tflops > 0,
+        "Phases": plan.wall_clock_breakdown,
+        "bytes after each phase": plan.memory_breakdown,
+        "Communication": plan.comms_log,
+        "Gradients": plan.gradient_histograms > 0,
+    }
+    return [name for name, is_there in needs.items() if not is_there]
+
+
+def _open_monitors(plan: TelemetryPlanLike, fleet: Fleet) -> Sinks:
     sinks = Sinks()
     if plan.tensorboard.enabled:
         folder = folder_of(plan.tensorboard)
-        sinks.add(f"TensorBoard events in {folder}", lambda: TensorBoardSink(folder))
+        sinks.add(f"TensorBoard events in {folder}", lambda: TensorBoardSink(folder, _empty_charts(plan, fleet)))
     if plan.csv_monitor.enabled:
         place = folder_of(plan.csv_monitor)
         sinks.add(f"CSV files in {place}", lambda: CsvSink(place))

@@ -21,7 +21,6 @@ from zengine.telemetry.subject import RunRecord
 from zengine.telemetry.throughput import Rate
 
 _LABELS = {COMMUNICATION: "communication"}  # timers whose name is not plain words
-_OPTIONAL = ("data", "checkpoint")  # timers that are told only where there is something to tell
 
 
 @attrs.frozen
@@ -33,8 +32,12 @@ class Window:
     phase_ms: dict[str, float] = attrs.field(factory=dict)  # totals by timer
 
     def plus(self, snapshot: Snapshot) -> Window:
-        phases = {timer: self.phase_ms.get(timer, 0.0) + ms for timer, ms in snapshot.phase_ms.items()}
-        return Window(self.steps + 1, self.rate + snapshot.rate, phases)
+        """With one boundary more; phases of the warm-up are forgotten with the first step that has a rate."""
+        before = Window() if snapshot.rate and not self.rate else self
+        phases = dict(before.phase_ms)
+        for timer, ms in snapshot.phase_ms.items():
+            phases[timer] = phases.get(timer, 0.0) + ms
+        return Window(before.steps + 1, before.rate + snapshot.rate, phases)
 
 
 def format_line(snapshot: Snapshot, window: Window) -> str:
@@ -62,7 +65,7 @@ def _rate(window: Window, fleet: Fleet) -> list[str]:
     words = (
         ("samples_per_second", "{:.1f} samples/s", 1.0),
         ("tokens_per_second", "{:,.0f} tokens/s", 1.0),
-        ("tflops", "{:.3g} TFLOPS", 1.0),
+        ("tflops", "{:.3g} GFLOPS", 1000.0) if numbers.get("tflops", 1.0) < 0.1 else ("tflops", "{:.3g} TFLOPS", 1.0),
         ("mfu", "MFU {:.1f} %", 100.0),
     )
     parts = [text.format(numbers[name] * factor) for name, text, factor in words if name in numbers]
@@ -70,7 +73,7 @@ def _rate(window: Window, fleet: Fleet) -> list[str]:
     phases = [
         f"{_LABELS.get(timer, timer)} {ms / window.steps:.1f}"
         for timer, ms in window.phase_ms.items()
-        if timer != INNER and not (timer in _OPTIONAL and ms == 0)
+        if timer != INNER
     ]
     if phases:
         step = [" ".join([*step, f"({', '.join(phases)} ms)"])]

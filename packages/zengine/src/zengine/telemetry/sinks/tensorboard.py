@@ -17,6 +17,7 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, final
 
@@ -39,7 +40,7 @@ LAYOUT = {
         "loss": [f"{TRAIN}loss$"],
         "gradient norm": [f"{TRAIN}grad_norm$"],
         "learning rate": [f"{TRAIN}learning_rate$", f"{SAMPLES}lr_group_[0-9]+$"],
-        "progress": [f"{TRAIN}(epoch|global_step)$"],
+        "epoch": [f"{TRAIN}epoch$"],
         "loss scale": [f"{SAMPLES}loss_scale$"],
         "skipped steps": [f"{SAMPLES}skipped_steps$"],
     },
@@ -66,19 +67,23 @@ LAYOUT = {
     "Gradients": {
         "norm of each layer": [f"{GRADIENTS}.*"],
     },
-    "DeepSpeed's tags": {
+    "DeepSpeed's tags, and the step": {
         "loss, over samples": [f"{SAMPLES}train_loss$"],
         "gradient norm, over samples": [f"{SAMPLES}grad_norm$"],
         "learning rate, over samples": [f"{SAMPLES}lr$"],
+        "step": [f"{TRAIN}global_step$"],
     },
 }
 
 
 @final
 class TensorBoardSink:
-    """Writes one event file into `folder`."""
+    """Writes one event file into `folder`.
 
-    def __init__(self, folder: Path) -> None:
+    left_out: sections and charts of the layout that will stay empty in this run.
+    """
+
+    def __init__(self, folder: Path, left_out: Collection[str] = ()) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -88,7 +93,7 @@ class TensorBoardSink:
         folder.mkdir(parents=True, exist_ok=True)
         self._records: Any = RecordWriter(open(folder / _file_name(), "xb"))  # noqa: SIM115 (closed by close)
         self._put(file_version="brain.Event:2")
-        self._put(summary=Summary(value=[layout_value(LAYOUT)]))
+        self._put(summary=Summary(value=[layout_value(_without(left_out))]))
         # Written before the first snapshot, then empty.
         self._session: list[Any] = [SessionLog(status=SessionLog.START)]
         self._records.flush()
@@ -116,6 +121,14 @@ class TensorBoardSink:
 
     def _put(self, **fields: Any) -> None:
         self._records.write(self._event_of(wall_time=time.time(), **fields).SerializeToString())
+
+
+def _without(left_out: Collection[str]) -> dict[str, dict[str, list[str]]]:
+    sections = {name: charts for name, charts in LAYOUT.items() if name not in left_out}
+    return {
+        name: {title: tags for title, tags in charts.items() if title not in left_out}
+        for name, charts in sections.items()
+    }
 
 
 def _file_name() -> str:
