@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Callable, Mapping
@@ -23,12 +24,21 @@ def process_memory() -> dict[str, int]:
     inherits the peak of the program that started this one.
     """
     try:
-        lines = _STATUS.read_text().splitlines()
+        text = _read(_STATUS)
     except OSError:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {"process_peak": peak if sys.platform == "darwin" else peak * 1024}
-    words = (line.split() for line in lines if line.startswith(tuple(_FIELDS)))
-    return {_FIELDS[name]: int(kib) * 1024 for name, kib, _unit in words}
+    words = text.split()
+    return {kind: int(words[words.index(name) + 1]) * 1024 for name, kind in _FIELDS.items() if name in words}
+
+
+def _read(path: Path) -> str:
+    """All of a small file; a third of the time that Path.read_text takes."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 65536).decode()
+    finally:
+        os.close(descriptor)
 
 
 def device_memory(device: torch.device) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """TensorBoard events: two a boundary, DeepSpeed's tags at x = samples seen and ours at x = step.
 
-Events are framed by tensorboard's own RecordWriter into a plain file, and flushed each time, so that a killed
-run loses nothing. Rejected: torch's SummaryWriter, one event a scalar, several times the cost; and
+Events are framed by a writer of our own (records.py) into a plain file, and flushed each time, so that a killed run
+loses nothing. Rejected: torch's SummaryWriter, one event a scalar, several times the cost; and
 tensorboard's EventFileWriter, whose thread reports a full disk one step late and prints a traceback of its
 own.
 
@@ -21,6 +21,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, final
 
+from zengine.telemetry.sinks.records import RecordWriter
 from zengine.telemetry.sinks.tensorboard_values import (
     end_value,
     histogram_value,
@@ -86,12 +87,11 @@ class TensorBoardSink:
     def __init__(self, folder: Path, left_out: Collection[str] = ()) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event_of: Any = Event
         self._summary_of: Any = Summary
         folder.mkdir(parents=True, exist_ok=True)
-        self._records: Any = RecordWriter(open(folder / _file_name(), "xb"))  # noqa: SIM115 (closed by close)
+        self._records = RecordWriter(open(folder / _file_name(), "xb"))  # noqa: SIM115 (closed by close)
         self._put(file_version="brain.Event:2")
         self._put(summary=Summary(value=[layout_value(_without(left_out))]))
         # Written before the first snapshot, then empty.
