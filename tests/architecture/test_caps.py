@@ -24,7 +24,7 @@ MAX_ENGINE_LINES = 200
 BOOLEANS = {
     "zpartition.policy.ZeroPolicy": 2,  # two independent switches of the user's config
     "zengine.clock.MicroStep": 2,  # two facts of one frozen value
-    "zengine.checkpointing.What": 3,
+    "zengine.restoring.What": 3,
 }
 
 # The engine never asks what an object is or has: features and policies are objects, or absent.

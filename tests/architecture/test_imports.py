@@ -63,9 +63,13 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "agreement.py": {"zcomm": {"exchange"}},
     "verdict.py": {"zcomm": {"exchange"}, "zprecision": {"first_nonfinite"}},
     "measure.py": {"zcomm": {"exchange", "group_rank"}, "zprecision": {"measure_bf16_speedup"}},
-    "checkpointing.py": {"zckpt": {"save", "rng"}, "zpartition": {"make_state", "state_shards"}},
+    "checkpointing.py": {"zckpt": {"rng"}, "zpartition": {"state_shards"}},
+    "restoring.py": {"zckpt": {"rng"}, "zpartition": {"make_state"}},
     "consensus.py": {
-        "zckpt": {"find", "CheckpointError", "CheckpointMismatch", "CheckpointNotFound"},
+        "zckpt": {
+            *("find", "Checkpoint", "MemoryCheckpoint"),
+            *("CheckpointError", "CheckpointMismatch", "CheckpointNotFound"),
+        },
         "zcomm": {"exchange", "group_rank", "group_size"},
     },
 }

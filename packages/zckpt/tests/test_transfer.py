@@ -42,6 +42,7 @@ def test_any_region_is_filled_from_any_other_through_any_window(data, window: in
 
     class Memory:
         nbytes = len(bytes_)
+        step_nbytes = 1 << 20
 
         def read_into(self, offset: int, buffer: memoryview) -> None:
             assert offset >= 4

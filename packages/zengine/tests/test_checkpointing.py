@@ -16,8 +16,6 @@ import zcomm
 import zengine
 import zoptim
 from zcomm.testing import run_ranks
-from zengine.checkpointing import RestoredState, What
-from zpartition import Shard
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
 
@@ -228,26 +226,6 @@ def test_a_bad_value_on_one_rank_is_told_to_all():
     first, second = run_ranks(_bad_client_state_on_rank_1, 2)
     assert first.startswith("nothing was saved, because of rank 1: client_state.x is a object")
     assert second.startswith("client_state.x is a object")
-
-
-def test_what_to_restore_follows_from_the_arguments():
-    assert What.choose(False, True, True) == What(optimizer=True, scheduler=True, run=True)
-    assert What.choose(True, True, True) == What(optimizer=False, scheduler=False, run=False)
-    assert What.choose(False, False, True) == What(optimizer=False, scheduler=True, run=True)
-
-
-def test_scalars_that_share_a_tensor_must_agree():
-    live = torch.zeros(1)
-    restored = RestoredState()
-    for name in ("optimizer.step.a", "optimizer.step.b"):
-        restored.add(name, Shard(name, (), (), (0, 1), live))
-    for shard, value in zip(restored.shards, (3.0, 4.0)):
-        shard.tensor.fill_(value)
-    with pytest.raises(ValueError, match=r"optimizer\.step\.a = 3\.0 and optimizer\.step\.b = 4\.0"):
-        restored.commit()
-    restored.shards[1].tensor.fill_(3.0)
-    restored.commit()
-    assert live.item() == 3.0
 
 
 def _tags(validation: str) -> list[str]:

@@ -31,6 +31,7 @@ from .groups import group_peers
 from .leasing import Leasing
 from .loading import Loaded, load
 from .locating import remote
+from .memory import MemoryCheckpoint
 from .opening import open_checkpoint
 from .peers import ALONE, Peers
 from .pruning import Pruned, prune
@@ -66,6 +67,7 @@ __all__ = [
     "LoadReport",
     "Loaded",
     "LocalStorage",
+    "MemoryCheckpoint",
     "Peers",
     "Pruned",
     "Retention",

@@ -37,6 +37,7 @@ from torch import Tensor
 from . import canonical
 from .canonical import JSON
 from .errors import CheckpointError, CheckpointInputError, CheckpointWarning
+from .memory import MemoryCheckpoint
 from .peers import ALONE, Peers
 from .planning import Request
 from .regions import Box, Span
@@ -101,9 +102,7 @@ class SaveHandle:
         CheckpointInputError if a later save has taken the memory.
         """
         if not self.holds_copy:
-            raise CheckpointInputError(
-                f"the copy of {self.order.request.tag!r} is gone: a later save has its memory. Restore that one."
-            )
+            raise self._gone()
         kept = {shard.name: shard for shard in self.order.shards}
         kinds = {name: (shard.tensor.dtype, shape_of(shard)) for name, shard in kept.items()}
         restore = targets(self.order.tensors, self.order.objects.get(KEY), kinds, optimizer=True)
@@ -114,6 +113,22 @@ class SaveHandle:
                 live.tensor.copy_(kept[live.name].tensor)
         restore.commit()
         _synchronize([copy.tensor for copy in (*self.live, *restore.shards)])
+
+    def checkpoint(self, peers: Peers = ALONE) -> MemoryCheckpoint:
+        """The copy as a checkpoint to be read by the ranks that saved it, whether the disk has it yet or not.
+
+        CheckpointInputError if a later save has taken the memory.
+        """
+        if not self.holds_copy:
+            raise self._gone()
+        request = self.order.request
+        shards, objects, mine = self.order.shards, dict(self.order.objects), dict(self.order.rank_objects)
+        return MemoryCheckpoint.of(shards, objects, mine, tag=request.tag, step=request.step, peers=peers)
+
+    def _gone(self) -> CheckpointInputError:
+        return CheckpointInputError(
+            f"the copy of {self.order.request.tag!r} is gone: a later save has its memory. Restore that one."
+        )
 
     @property
     def objects(self) -> dict[str, JSON]:

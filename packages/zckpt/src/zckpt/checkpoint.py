@@ -18,7 +18,7 @@ from .errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, Chec
 from .fetching import Fetch
 from .manifest import Manifest
 from .peers import ALONE, Peers
-from .reading import Item, LoadReport, merge, plan_read, refuse, stored
+from .reading import Item, LoadReport, is_disjoint, merge, plan_read, refuse, stored
 from .shard import ShardLike, whole
 from .storage import Storage
 from .team import Team, os_error_text
@@ -99,9 +99,11 @@ class Checkpoint:
             plans.append(plan_read(self.manifest, wanted, cast=cast))
             return plans[0].as_json()
 
-        report, problems = merge(team.together("checking", check), self.manifest, ignore)
+        answers = team.together("checking", check)
+        report, problems = merge(answers, self.manifest, ignore)
         refuse(problems, strict=strict, where=f"checkpoint {self.path}")
-        items, fetch = plans[0].items, Fetch(self.path, self.storage, self.verifier, readers)
+        once = verify != "first" and is_disjoint(answers, self.manifest)
+        items, fetch = plans[0].items, Fetch(self.path, self.storage, self.verifier, readers, once=once)
         if verify == "first":
             team.together("verifying", lambda: fetch.prove(items))
         with _half_done():

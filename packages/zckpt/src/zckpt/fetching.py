@@ -42,6 +42,7 @@ class Fetch:
     verifier: Verifier
     num_threads: int
     scratch: Scratch = attrs.field(factory=Scratch)
+    once: bool = False  # what is read is wanted once, and by no other process
 
     def fill(self, items: Sequence[Item], verify: bool) -> int:
         """Fill the items' tensors; returns the bytes read.  CheckpointCorrupt at the first that is not sound."""
@@ -61,7 +62,7 @@ class Fetch:
             with contextlib.ExitStack() as stack:
                 readers: dict[str, Reader] = {}
                 for file in files[start : start + _OPEN_FILES]:
-                    readers[file] = stack.enter_context(self.storage.open(self.folder / file))
+                    readers[file] = stack.enter_context(self.storage.open(self.folder / file, once=self.once))
                     if verify:
                         self.verifier.check_header(readers[file], file)
                 read_nbytes += sum(work_through(self._jobs(items, readers, act, verify), num_threads))

@@ -7,6 +7,7 @@ rank wants all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
@@ -52,11 +53,17 @@ class ReadPlan:
     missing: dict[str, str]  # name -> dtype and shape, as wanted
     unfit: dict[str, tuple[str, ...]]  # kind ("shape", "dtype") -> lines
 
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes that are wanted."""
+        return sum(item.region.numel * item.entry.dtype.itemsize for item in self.items)
+
     def as_json(self) -> JSON:
         return {
             "names": list(self.names),
             "missing": self.missing,
             "unfit": {kind: list(lines) for kind, lines in self.unfit.items()},
+            "nbytes": self.nbytes,
         }
 
 
@@ -129,6 +136,13 @@ def merge(
         "of another dtype": [line for line, kind in unfit.items() if kind == "dtype"],
     }
     return report, problems
+
+
+def is_disjoint(answers: Sequence[JSON], manifest: Manifest) -> bool:
+    """Whether ranks want different bytes, by and large: together hardly more than the checkpoint holds."""
+    stored = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in manifest.tensors.values())
+    wanted = sum(int(answer["nbytes"]) for answer in answers)
+    return wanted <= 1.25 * stored
 
 
 def refuse(problems: Mapping[str, Sequence[str]], *, strict: bool, where: str) -> None:

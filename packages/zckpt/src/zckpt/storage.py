@@ -22,6 +22,7 @@ from typing import Protocol, final
 
 import attrs
 
+from .localreader import DirectReader, PlainReader
 from .localwriter import LocalWriter, named
 
 
@@ -56,6 +57,11 @@ class Reader(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def step_nbytes(self) -> int:
+        """How much one call should read of a large stretch."""
+        ...
+
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill the whole buffer from byte `offset`; OSError if the file ends before."""
         ...
@@ -82,7 +88,10 @@ class Storage(Protocol):
     def names(self, folder: Path) -> list[str]: ...
     def nbytes(self, path: Path) -> int: ...
     def free_bytes(self, folder: Path) -> int: ...
-    def open(self, path: Path) -> Reader: ...
+    def open(self, path: Path, *, once: bool = False) -> Reader:
+        """`once`: this process wants each byte once and no other wants it, so caches need not keep it."""
+        ...
+
     def create(self, path: Path) -> Writer: ...
     def make_folder(self, path: Path) -> None: ...
     def rename(self, old: Path, new: Path) -> None:
@@ -100,29 +109,6 @@ class Storage(Protocol):
         The lock ends with the process that holds it, however that ends.
         """
         ...
-
-
-@final
-@attrs.define(eq=False)
-class _LocalReader:
-    path: Path
-    fd: int
-    nbytes: int
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        rest = buffer.cast("B")
-        with named(self.path):
-            while len(rest):
-                count = os.preadv(self.fd, [rest], offset)
-                if count == 0:
-                    raise OSError(errno.EIO, f"file ends before byte {offset + len(rest):,}")
-                offset, rest = offset + count, rest[count:]
-
-    def __enter__(self) -> _LocalReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self.fd)
 
 
 @final
@@ -164,13 +150,14 @@ class LocalStorage:
         state = os.statvfs(folder)
         return state.f_bavail * state.f_frsize
 
-    def open(self, path: Path) -> Reader:
+    def open(self, path: Path, *, once: bool = False) -> Reader:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "not a plain file", str(path))
-        return _LocalReader(path, fd, state.st_size)
+        plain = PlainReader(path, fd, state.st_size)
+        return DirectReader.over(plain) if once else plain
 
     def create(self, path: Path) -> Writer:
         return LocalWriter.create(path)

@@ -122,6 +122,7 @@ class StoreReader:
     files: Files
     native: str
     nbytes: int
+    step_nbytes: int = 8 << 20  # a request costs as much as some megabytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         rest = buffer.cast("B")

@@ -30,7 +30,6 @@ from .storage import Reader
 WINDOW_NBYTES = 8 << 20  # a window spans at most this, before it is rounded out
 GAP_NBYTES = 64 << 10  # bytes read and thrown away rather than starting another read
 
-_HASHED_NBYTES = 1 << 20  # read and then hashed at once: fits a core's cache
 _STRIDED_NUMEL = 2048  # a strided copy of fewer elements costs more than indexing them one by one
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -50,7 +49,8 @@ class Source:
         `start` and the end are bounds that `checks` gave, or on a chunk's edge.
         """
         granule = self.checks.granule
-        step, end, data = granule * max(1, _HASHED_NBYTES // granule), start + len(into), byte_view(into)
+        step, end = granule * max(1, self.reader.step_nbytes // granule), start + len(into)
+        data = byte_view(into)
         begin = start
         while begin < end:
             stop = min((begin // step + 1) * step, end)

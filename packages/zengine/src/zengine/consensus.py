@@ -24,6 +24,7 @@ log = logging.getLogger("zengine")
 
 T = TypeVar("T")
 
+Source = zckpt.Checkpoint | zckpt.MemoryCheckpoint  # what a load reads from
 MODEL = "model."  # prefix of the names of weights and buffers
 
 
@@ -102,7 +103,7 @@ def find(root: str, tag: str | None, peers: GroupPeers) -> zckpt.Checkpoint:
     )
 
 
-def require_run(checkpoint: zckpt.Checkpoint) -> None:
+def require_run(checkpoint: Source) -> None:
     """Refuse to go on with a run that is not there: only an engine saves one."""
     if "clock" not in checkpoint.objects:
         raise zckpt.CheckpointMismatch(
@@ -111,7 +112,7 @@ def require_run(checkpoint: zckpt.Checkpoint) -> None:
         )
 
 
-def compare_kinds(engine: Engine, checkpoint: zckpt.Checkpoint, *, optimizer: bool, scheduler: bool) -> None:
+def compare_kinds(engine: Engine, checkpoint: Source, *, optimizer: bool, scheduler: bool) -> None:
     """Refuse another optimizer or schedule before anything is read."""
     if optimizer and engine.optimizer is not None:
         _compare_optimizers(checkpoint, engine.optimizer)
@@ -124,7 +125,7 @@ def compare_kinds(engine: Engine, checkpoint: zckpt.Checkpoint, *, optimizer: bo
         )
 
 
-def _compare_optimizers(checkpoint: zckpt.Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+def _compare_optimizers(checkpoint: Source, optimizer: torch.optim.Optimizer) -> None:
     """Refuse the state of another optimizer before anything is read."""
     saved: Any = checkpoint.objects.get("optimizer")
     kind, num_groups = type(optimizer).__name__, len(optimizer.param_groups)
@@ -142,7 +143,7 @@ def _compare_optimizers(checkpoint: zckpt.Checkpoint, optimizer: torch.optim.Opt
         )
 
 
-def say_rounded(wanted: Iterable[zpartition.Shard], checkpoint: zckpt.Checkpoint, rank: int) -> None:
+def say_rounded(wanted: Iterable[zpartition.Shard], checkpoint: Source, rank: int) -> None:
     """Warn of weights that are stored with more bits than they will have here."""
     tensors = checkpoint.manifest.tensors
     rounded = [each for each in wanted if tensors[each.name].dtype.itemsize > each.tensor.dtype.itemsize]

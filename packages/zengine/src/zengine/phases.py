@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from zengine import checkpointing
+
 if TYPE_CHECKING:
     from zengine.clock import Clock
+    from zengine.engine import Engine
     from zengine.parts import Parts
 
 _ALL = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
@@ -28,6 +31,18 @@ class EnginePhases:
             zckpt.CheckpointError: it failed, on every rank; earlier checkpoints are untouched.
         """
         self.parts.saver.wait()
+
+    def restore_from_memory(self) -> dict[str, Any]:
+        """Go back to the newest `save_checkpoint` of "async_save", from the copy in host memory.  All ranks.
+
+        For a step that went wrong: weights, optimizer, schedule, scale, counters, random numbers and the order of
+        data are as they were when that save was called.  Returns its client_state.
+
+        Raises:
+            ValueError: there is no copy.
+            zckpt.CheckpointError: it does not fit this engine any more; nothing has changed.
+        """
+        return checkpointing.restore(cast("Engine", self))
 
     def offload_states(
         self,

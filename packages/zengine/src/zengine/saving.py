@@ -48,6 +48,9 @@ class Saver(Protocol):
     def wait(self) -> None:
         """Until no save is under way; raises what the last one died of."""
 
+    def newest(self, peers: zckpt.Peers) -> zckpt.MemoryCheckpoint:
+        """The copy that the newest save has made in memory; ValueError if there is none.  All ranks call."""
+
     def close(self) -> None:
         """Wait, and free what is held."""
 
@@ -65,6 +68,12 @@ class SaveNow:
     def check(self) -> None: ...
 
     def wait(self) -> None: ...
+
+    def newest(self, peers: zckpt.Peers) -> zckpt.MemoryCheckpoint:
+        raise ValueError(
+            "restore_from_memory() needs the copy of a background save, and saves of this engine keep none: write "
+            '"checkpoint": {"async_save": true}, or use load_checkpoint()'
+        )
 
     def close(self) -> None: ...
 
@@ -94,6 +103,11 @@ class SaveBehind:
     def wait(self) -> None:
         self.pending = None
         self.saver.wait()
+
+    def newest(self, peers: zckpt.Peers) -> zckpt.MemoryCheckpoint:
+        if self.saver.newest is None:
+            raise ValueError("restore_from_memory() needs a save_checkpoint() before it, and there was none")
+        return self.saver.newest.checkpoint(peers)
 
     def close(self) -> None:
         self.pending = None

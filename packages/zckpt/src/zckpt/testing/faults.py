@@ -54,9 +54,9 @@ class FaultyStorage:
         self.before("free_bytes", folder)
         return self.inner.free_bytes(folder)
 
-    def open(self, path: Path) -> Reader:
+    def open(self, path: Path, *, once: bool = False) -> Reader:
         self.before("open", path)
-        return _FaultyReader(self.inner.open(path), path, self.before)
+        return _FaultyReader(self.inner.open(path, once=once), path, self.before)
 
     def create(self, path: Path) -> Writer:
         self.before("create", path)
@@ -113,6 +113,10 @@ class _FaultyReader:
     @property
     def nbytes(self) -> int:
         return self.inner.nbytes
+
+    @property
+    def step_nbytes(self) -> int:
+        return self.inner.step_nbytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self.before("read_into", self.path)

@@ -114,7 +114,7 @@ class ModelStorage:
     def free_bytes(self, folder: Path) -> int:
         return self.free
 
-    def open(self, path: Path) -> ModelReader:
+    def open(self, path: Path, *, once: bool = False) -> ModelReader:
         with self.mutex:
             return ModelReader(path, self._file(path).data)
 
@@ -245,6 +245,7 @@ class ModelWriter:
 class ModelReader:
     path: Path
     data: bytes
+    step_nbytes: int = 1 << 20
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,251 @@
+"""What a checkpoint gives back to an engine, in the order in which it can still be refused.
+
+The optimizer's state is staged first, where it is known what there is to read; scaler and schedule, which may refuse,
+come before any weight moves, and are put back if the load fails; counters, features, random state and the loader's
+position, which cannot refuse, come last.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+import zckpt
+import zpartition
+from zengine.consensus import MODEL, GroupPeers, Source
+from zengine.jsonable import decode
+
+if TYPE_CHECKING:
+    from zengine.engine import Engine
+
+log = logging.getLogger("zengine")
+
+OPTIMIZER = "optimizer."  # prefix of tensor names: "optimizer.<state key>.<parameter>"
+
+
+@attrs.frozen
+class What:
+    """What to restore."""
+
+    optimizer: bool  # its state, hyperparameters, the scaler and the counters
+    scheduler: bool
+    run: bool  # counters, loader position, random state, features
+
+    @classmethod
+    def choose(cls, module_only: bool, optimizer: bool, scheduler: bool) -> What:
+        """From the arguments of `load_checkpoint`."""
+        return cls(optimizer and not module_only, scheduler and not module_only, not module_only)
+
+
+EVERYTHING = What(optimizer=True, scheduler=True, run=True)
+
+
+def travelling_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyperparameters of each group, without the options that belong to the object, such as its state format."""
+    left = {"params", "param_names", *getattr(optimizer, "kept_options", ())}
+    return [{key: value for key, value in group.items() if key not in left} for group in optimizer.param_groups]
+
+
+@attrs.define(eq=False)
+class RestoredState:
+    """Optimizer state on its way in: where to read, and scalars to be shared out after the read."""
+
+    shards: list[zpartition.Shard] = attrs.field(factory=list)
+    scalars: list[tuple[str, torch.Tensor, torch.Tensor]] = attrs.field(factory=list)  # (name, read, staged)
+    hand_over: Callable[[], None] = lambda: None  # gives the optimizer what was read
+
+    def add(self, name: str, shard: zpartition.Shard) -> None:
+        """Read into the staged tensor; a scalar, which several parameters share, through a tensor of its own."""
+        if shard.global_shape == () and shard.tensor.numel() == 1:
+            own = shard.tensor.clone()
+            self.scalars.append((name, own, shard.tensor))
+            shard = attrs.evolve(shard, tensor=own)
+        self.shards.append(attrs.evolve(shard, name=name))
+
+    def commit(self) -> None:
+        """Give every shared scalar its value, and the optimizer its state.
+
+        Raises:
+            ValueError: parameters that share a shard here were saved with different values; or the optimizer finds
+                that something is missing.
+        """
+        first: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, read, staged in self.scalars:
+            other_name, other = first.setdefault(staged.data_ptr(), (name, read))
+            if not torch.equal(other, read):
+                raise ValueError(
+                    f"the checkpoint has {other_name} = {other.item()} and {name} = {read.item()}, but here both "
+                    "parameters are updated together; put them into parameter groups of their own, or, if one was "
+                    "unfrozen during the run, keep it frozen until initialize() has returned"
+                )
+            staged.copy_(read)
+        self.shards.clear()  # staged tensors are freed one by one as the optimizer takes them
+        self.scalars.clear()
+        self.hand_over()
+
+
+def prepare(engine: Engine, checkpoint: Source, what: What) -> RestoredState:
+    """What may refuse, or find no memory, on one rank alone."""
+    _restore_small(engine, checkpoint.objects, what)
+    return _prepare_optimizer(engine, checkpoint) if what.optimizer else RestoredState()
+
+
+def _prepare_optimizer(engine: Engine, checkpoint: Source) -> RestoredState:
+    """Stage state for the optimizer as the checkpoint has it, and say where to read it into.
+
+    The options come first: they say which state the optimizer will ask for.
+    """
+    optimizer = engine.optimizer
+    if optimizer is None:
+        return RestoredState()
+    options: Any = checkpoint.objects["optimizer"]
+    _set_options(optimizer, decode(options["groups"]))
+    kinds = _state_kinds(checkpoint)
+    _say_untrained(engine, frozenset(kinds))
+    staged = zpartition.make_state(optimizer, engine.parts.partition.holders, lambda name: kinds.get(name, {}))
+    restored = RestoredState(hand_over=staged.hand_over)
+    for key, shard in staged.shards():
+        if key in kinds.get(shard.name, {}):
+            restored.add(f"{OPTIMIZER}{key}.{shard.name}", shard)
+    return restored
+
+
+def _say_untrained(engine: Engine, saved: frozenset[str]) -> None:
+    """Warn of states that nobody takes, and of weights that begin without one."""
+    partition = engine.parts.partition
+    fresh = sorted(partition.layout.names - saved) if saved else []
+    if fresh and partition.rank == 0:
+        log.warning(
+            "the checkpoint has no optimizer state of %s (%d parameters in all): it starts afresh, beside that of "
+            "the others",
+            fresh[0],
+            len(fresh),
+        )
+    left = sorted(saved - partition.layout.names)
+    if left and partition.rank == 0:
+        log.warning(
+            "the checkpoint has optimizer state of %s (%d parameters in all), which this engine does not train: it "
+            "is not read. If the run goes on to train them, unfreeze them (requires_grad_(True)) before "
+            "load_checkpoint()",
+            left[0],
+            len(left),
+        )
+
+
+def _state_kinds(checkpoint: Source) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...] | None]]]:
+    """For each parameter, its state keys with dtype and shape, None for the shape of a scalar."""
+    tensors = checkpoint.manifest.tensors
+    shapes = {name.removeprefix(MODEL): tuple(e.shape) for name, e in tensors.items() if name.startswith(MODEL)}
+    entries = [
+        (*name.removeprefix(OPTIMIZER).partition(".")[::2], entry)
+        for name, entry in tensors.items()
+        if name.startswith(OPTIMIZER)
+    ]
+    # A counter is () beside parameters of any shape; beside a parameter of shape () it looks like its state.
+    counters = {key for key, param, entry in entries if tuple(entry.shape) == () and shapes.get(param, ()) != ()}
+    kinds: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...] | None]]] = {}
+    for key, param, entry in entries:
+        shape = tuple(entry.shape)
+        is_scalar = shape == () and (key in counters or key == "step")
+        kinds.setdefault(param, {})[key] = (entry.dtype, None if is_scalar else shape)
+    return kinds
+
+
+@contextmanager
+def undone_on_error(engine: Engine) -> Iterator[None]:
+    """Put the optimizer's state, the scaler and the schedule back if the load fails before any weight has moved."""
+    parts, optimizer = engine.parts, engine.optimizer
+    state = {} if optimizer is None else dict(optimizer.state)
+    scaler, scheduler = parts.scaler.state_dict(), copy.deepcopy(parts.scheduler.state_dict())
+    options = [] if optimizer is None else copy.deepcopy(travelling_options(optimizer))
+    try:
+        yield
+    except BaseException:
+        parts.scaler.load_state_dict(scaler)
+        parts.scheduler.load_state_dict(scheduler)
+        if optimizer is not None:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            _set_options(optimizer, options)
+        raise
+
+
+def _restore_small(engine: Engine, objects: Mapping[str, Any], what: What) -> None:
+    """Scaler and schedule, which may refuse: before any weight moves."""
+    parts = engine.parts
+    if what.optimizer and objects["scaler"]["kind"] == type(parts.scaler).__name__:
+        parts.scaler.load_state_dict(decode(objects["scaler"]["state"]))
+    elif what.optimizer:
+        log.warning(
+            "the checkpoint was trained with %s, this engine has %s: the loss scale starts afresh",
+            objects["scaler"]["kind"],
+            type(parts.scaler).__name__,
+        )
+    if what.scheduler and objects["scheduler"]["kind"] == type(parts.scheduler).__name__:
+        parts.scheduler.load_state_dict(decode(objects["scheduler"]["state"]))
+
+
+def restore_objects(engine: Engine, objects: Mapping[str, Any], what: What) -> None:
+    parts, optimizer = engine.parts, engine.optimizer
+    if what.scheduler and not what.optimizer and optimizer is not None and parts.client_scheduler is not None:
+        for group, lr in zip(optimizer.param_groups, parts.client_scheduler.get_last_lr()):
+            _set_option(group, "lr", lr)
+    if what.run:
+        engine.clock.load_state_dict(decode(objects["clock"]))
+        parts.telemetry.load_state_dict({})
+        for feature in engine.features:
+            if feature.name in objects["features"]:
+                feature.load_state_dict(decode(objects["features"][feature.name]))
+
+
+def _set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    """Put `options`, one dict for each group, in the place of what is there."""
+    kept = getattr(optimizer, "kept_options", ())
+    for group, values in zip(optimizer.param_groups, options):
+        for key, value in values.items():
+            if key not in kept:
+                _set_option(group, key, value)
+
+
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Into the tensor that is there (a captured graph may hold it), else in its place."""
+    if isinstance(group.get(key), torch.Tensor):
+        group[key].copy_(torch.as_tensor(value))
+    else:
+        group[key] = value
+
+
+def restore_rank(engine: Engine, checkpoint: Source, peers: GroupPeers) -> None:
+    """Random state and loader position; a rank that the saved run did not have takes rank 0's position.
+
+    A checkpoint that was imported from another engine has neither, and says so.
+    """
+    saved_world = checkpoint.manifest.world_size
+    mine = checkpoint.rank_objects(peers.rank if peers.rank < saved_world else 0)
+    if engine.parts.loader is not None and mine["loader"] is not None:
+        engine.parts.loader.load_state_dict(decode(mine["loader"]))
+    if mine["rng"] is None:
+        if peers.rank == 0:
+            log.warning(
+                "checkpoint %s was imported: it has no random states and no position of the data loader; "
+                "both start afresh",
+                checkpoint.path,
+            )
+        return
+    if peers.rank < saved_world:
+        for note in zckpt.rng.restore(mine["rng"]):
+            log.warning("%s", note)
+    if saved_world != peers.world_size and peers.rank == 0:
+        log.warning(
+            "checkpoint %s was saved by %d ranks and is loaded by %d: weights, optimizer and the order of data "
+            "continue exactly; random numbers (dropout) do not repeat those of the saved run",
+            checkpoint.path,
+            saved_world,
+            peers.world_size,
+        )
