@@ -107,6 +107,19 @@ def test_a_save_is_a_phase_of_its_own_and_not_part_of_the_step(tmp_path):
     engine.close()
 
 
+def test_a_model_that_tells_no_layers_is_said_once_and_the_config_may_tell_them(tmp_path, caplog):
+    model = nn.Embedding(10, 4)
+    base = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bench_steps": 100}
+    for throughput, num_lines in (({}, 1), ({"num_layers": 2, "hidden_size": 4}, 0)):
+        caplog.clear()
+        engine, *_ = zengine.initialize(model=model, config={**base, "timers": {"throughput": throughput}})
+        for _ in range(3):
+            engine.backward(engine(torch.zeros(2, 6, dtype=torch.int64)).sum())
+            engine.step()
+        assert sum("leaves out the attention" in record.getMessage() for record in caplog.records) == num_lines
+        engine.close()
+
+
 def test_tokens_that_the_caller_reports_count_and_a_bench_ends(tmp_path, capsys):
     engine, *_ = zengine.initialize(
         model=Model(),

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from zengine.features.base import Feature
 
@@ -27,6 +26,8 @@ class CountFlops(Feature):
 
     def __init__(self, step: int) -> None:
         self.step = step  # which one, from 1
+        from torch.utils.flop_counter import FlopCounterMode  # not paid for by those who do not count
+
         self.counter = FlopCounterMode(display=False)
         self.counting: list[ExitStack] = []  # none, or one that holds the counter's mode while it counts
 

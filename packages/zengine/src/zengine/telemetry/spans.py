@@ -14,8 +14,9 @@ the time that this rank spent waiting for collectives while any phase was open. 
 in, not beside it; what overlaps with computation is not in it (the communication table of `comms_logger` has the
 whole time of each collective). Under NCCL waiting happens on the device, where the host cannot see it.
 
-What the host does alone is timed by the host's clock: `data`, the wait for the loader's next batch, and `checkpoint`,
-saves and loads.  Both happen between the others, and are reported with the boundary that follows them.
+What the host does alone is timed by the host's clock: `data`, the wait for the loader's next batch, and
+`checkpoint`, what a save holds the loop up for.  Both happen between the others, and are reported with the boundary
+that follows them.
 
 On CUDA a phase leaves two events on the stream, and nobody waits: the boundary, once a step, waits for the last of
 them and reads all.  So launches run ahead of the device inside a step as they do without timers, and a phase's time

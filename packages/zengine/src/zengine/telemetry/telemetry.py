@@ -9,6 +9,7 @@ ranks.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -43,6 +44,11 @@ from zengine.telemetry.subject import Subject
 from zengine.telemetry.throughput import NoThroughput, Rate, Throughput
 from zengine.telemetry.work import Meter
 
+logger = logging.getLogger("zengine.telemetry")
+NO_ATTENTION = (
+    "perf/tflops leaves out the attention: the model's config tells no number of layers and width (set "
+    "timers.throughput.num_layers and timers.throughput.hidden_size)"
+)
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -107,6 +113,7 @@ class Telemetry:
     countdown: Countdown  # until the figures of a bench run are complete
     subject: tuple[Subject, ...] = ()  # the engine, from `begin` on
     layer_norms: dict[str, float] = attrs.field(factory=dict)  # of the boundary under way; mostly empty
+    remarks: list[str] = attrs.field(factory=list)  # to be said at the first step that has tokens
 
     def begin(self, subject: Subject) -> None:
         """The engine is complete; called once."""
@@ -115,6 +122,8 @@ class Telemetry:
         self.owners.ledger = subject.ledger
         if subject.recomputes:
             self.recomputes()
+        if not subject.formula.num_layers * subject.formula.hidden_size:
+            self.remarks.append(NO_ATTENTION)
         self.sinks.begin(subject.record)
 
     def span(self, name: str) -> AbstractContextManager[None]:
@@ -159,9 +168,12 @@ class Telemetry:
 
     def step_end(self, report: StepReport) -> None:
         """A boundary: one snapshot to every sink."""
+        work = self.meter.step_end(report.samples)
+        while self.remarks and work.tokens:
+            logger.warning("%s", self.remarks.pop())
         snapshot = Snapshot(
             report=report,
-            rate=self.throughput.step_end(report.samples, self.meter.step_end(report.samples)),
+            rate=self.throughput.step_end(report.samples, work),
             fleet=self.fleet,
             epochs=tuple(passes for subject in self.subject for passes in subject.epochs()),
             phase_ms=self.stopwatch.total_ms(),

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import BinaryIO, final
+from typing import TYPE_CHECKING, BinaryIO, final
 
 import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _POLYNOMIAL = 0x82F63B78  # of CRC-32C, bits reversed
 _SPAN = 1024  # bytes that one look-up takes
