@@ -82,18 +82,6 @@ def test_anything_asked_for_is_measured_on_rank_0_and_only_there(asked, tmp_path
     assert set(tmp_path.iterdir()) == written
 
 
-def test_the_identity_takes_every_call_and_does_nothing(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    silent = Silent()
-    train(silent, 2)
-    with silent.paused(), silent.span("forward"), silent.span("forward"):
-        pass
-    silent.load_state_dict(silent.state_dict())
-    silent.close()
-    assert capsys.readouterr().out == ""
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_both_families_of_timers_reach_tensorboard_at_the_number_of_samples(tmp_path):
     monitor = Monitor(enabled=True, output_path=str(tmp_path), job_name="job")
     telemetry = make(Plan(wall_clock_breakdown=True, tensorboard=monitor))
