@@ -31,7 +31,7 @@ class Rig:
 
     def communicate(self, ms):
         for sink in self.sinks:
-            sink(SimpleNamespace(op="all_reduce", nbytes=4, ms=ms + 1000.0, wait_ms=ms))
+            sink(SimpleNamespace(op="all_reduce", nbytes=4, ms=ms + 1000.0, wait_ms=ms, stall=()))
 
 
 @pytest.fixture
@@ -142,7 +142,11 @@ class Event:
         self.stream = stream
 
     def record(self):
+        self.passed_at = None
         self.stream.queue.append(self)
+
+    def query(self):
+        return self.passed_at is not None
 
     def synchronize(self):
         self.stream.run_to(self)
@@ -169,6 +173,24 @@ def test_phases_of_a_device_are_its_own_times_and_the_host_waits_once_a_boundary
     rig.stopwatch.step_end()
     assert rounded(rig.stopwatch.total_ms()) == timers()
     assert stream.num_waits == 1
+
+
+def test_where_a_stream_waits_for_a_collective_its_own_time_counts(rig):
+    compute, other = Stream(), Stream()
+    rig.stopwatch._device = DeviceInstants(compute.event)
+    with rig.spans["backward"]:
+        for stream in (compute, other):
+            stall = stream.event(), stream.event()
+            stall[0].record()
+            stream.work(4)
+            stall[1].record()
+            for sink in rig.sinks:
+                sink(SimpleNamespace(op="all_reduce", nbytes=4, ms=9.0, wait_ms=0.01, stall=stall))
+        compute.work(10)
+    measured = rounded(rig.stopwatch.total_ms())
+    assert measured["backward"] == 14
+    assert measured["backward_allreduce"] == 8
+    assert (compute.num_waits, other.num_waits) == (1, 1)
 
 
 def test_a_device_that_fails_at_the_end_of_a_phase_leaves_it_closed(rig):

@@ -14,7 +14,7 @@ class Interval(Protocol):
     """The time between two moments."""
 
     def ms(self) -> float:
-        """Milliseconds; on a device after `Instants.settle`."""
+        """Milliseconds; on a device best after `Instants.settle`: else each interval waits for its own end."""
 
 
 class Instants(Protocol):
@@ -69,6 +69,8 @@ class DeviceInterval:
     end: Any
 
     def ms(self) -> float:
+        if not self.end.query():  # of another stream than the one that was settled
+            self.end.synchronize()
         return float(self.begin.elapsed_time(self.end))
 
 

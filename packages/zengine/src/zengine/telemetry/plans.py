@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 
 class MonitorLike(Protocol):
@@ -144,6 +144,9 @@ class TraceRecord(Protocol):
 
     @property
     def wait_ms(self) -> float: ...  # the part of it that the host spent waiting
+
+    @property
+    def stall(self) -> tuple[Any, ...]: ...  # two events around the wait where a stream waits; else none
 
 
 RecordSink: TypeAlias = Callable[[TraceRecord], None]

@@ -12,7 +12,7 @@ A phase is inclusive: what is nested in it counts in it too, and a phase entered
 timed once, from its outermost entry to its outermost exit. `backward_allreduce` is the communication that shows:
 the time that this rank spent waiting for collectives while any phase was open. It is part of the phase it happens
 in, not beside it; what overlaps with computation is not in it (the communication table of `comms_logger` has the
-whole time of each collective). Under NCCL waiting happens on the device, where the host cannot see it.
+whole time of each collective). Under NCCL it is the stream that waits: then the time is that between two events.
 
 What the host does alone is timed by the host's clock: `data`, the wait for the loader's next batch, and
 `checkpoint`, what a save holds the loop up for.  Both happen between the others, and are reported with the boundary
@@ -35,7 +35,7 @@ from typing import Protocol, final
 
 import attrs
 
-from zengine.telemetry.instants import HOST, Instants, Interval
+from zengine.telemetry.instants import HOST, DeviceInterval, HostInterval, Instants, Interval
 from zengine.telemetry.plans import Trace, TraceRecord
 
 HOST_PHASES = ("data", "checkpoint")  # outside of a step's work, on the host's clock
@@ -92,13 +92,10 @@ class Lap:
     """What was timed since some moment: intervals, read when somebody asks, and waits for collectives."""
 
     intervals: list[tuple[str, Interval]] = attrs.field(factory=list)  # phase -> begin and end
-    waits_ms: dict[str, float] = attrs.field(factory=dict)  # phase that was open inmost -> ms
+    waits: list[tuple[str, Interval]] = attrs.field(factory=list)  # phase that was open inmost -> begin and end
 
     def __bool__(self) -> bool:
-        return bool(self.intervals or self.waits_ms)
-
-    def wait(self, phase: str, ms: float) -> None:
-        self.waits_ms[phase] = self.waits_ms.get(phase, 0.0) + ms
+        return bool(self.intervals or self.waits)
 
     def read(self) -> dict[str, float]:
         """Milliseconds by timer; those of the step are 0 where nothing was measured, those of the host absent."""
@@ -106,8 +103,9 @@ class Lap:
         found = {timer: 0.0 for timer in TIMERS if timer in seen or timer not in HOST_PHASES}
         for name, interval in self.intervals:
             found[name] += interval.ms()
-        found[COMMUNICATION] = sum(self.waits_ms.values())
-        found[INNER] = max(0.0, found["backward"] - self.waits_ms.get("backward", 0.0))
+        waits = [(name, interval.ms()) for name, interval in self.waits]
+        found[COMMUNICATION] = sum(ms for _, ms in waits)
+        found[INNER] = max(0.0, found["backward"] - sum(ms for name, ms in waits if name == "backward"))
         return found
 
 
@@ -180,8 +178,9 @@ class Stopwatch:
     def _communicated(self, record: TraceRecord) -> None:
         with self._lock:
             phase = (self._open() or [""])[-1]
+            interval = DeviceInterval(*record.stall) if record.stall else HostInterval(0.0, record.wait_ms / 1e3)
             for lap in (self._micro, self._total):
-                lap.wait(phase, record.wait_ms)
+                lap.waits.append((phase, interval))
 
 
 @final
