@@ -45,11 +45,11 @@ def check_agreement(
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The plan as text, one value a line; without what may differ: where values came from, a drive's name."""
+    """The plan as text, one value a line; without what may differ: how values were written, a drive's name."""
     if plan.zero.offload.directory:
         here = attrs.evolve(plan.zero.offload, directory="a drive of this node")
         plan = attrs.evolve(plan, zero=attrs.evolve(plan.zero, offload=here))
-    fields = [field.name for field in attrs.fields(Plan) if field.name not in ("origins", "notices", "written")]
+    fields = [field.name for field in attrs.fields(Plan) if field.name not in ("origins", "notices", "given")]
     return [f"{name} = {getattr(plan, name)!r}" for name in fields]
 
 

@@ -52,13 +52,13 @@ def test_comets_keys_arrive_and_its_secret_is_shown_nowhere() -> None:
     found = plan(comet=given)
     assert {name: getattr(found.telemetry.comet, name) for name in given} == given
     assert "secret-1" not in found.describe()
-    assert "secret-1" not in repr(found)
+    assert "secret-1" not in repr(found.telemetry)
     with pytest.raises(ConfigError, match=r'comet\.mode.*must be one of "get", "create", "get_or_create"'):
         plan(comet={"enabled": True, "mode": "new"})
 
 
 def test_the_plan_keeps_the_config_as_it_was_given() -> None:
-    assert plan(jsonl_monitor={"enabled": True}).written == {
+    assert plan(jsonl_monitor={"enabled": True}).given == {
         "train_batch_size": 2,
         "jsonl_monitor": {"enabled": True},
     }

@@ -26,7 +26,7 @@ class Config:
     settings: Settings
     given: Mapping[str, Place]  # keys that were written and act -> where
     notices: tuple[str, ...]  # one line for each thing that a person should hear about once
-    written: Mapping[str, Any] = attrs.field(factory=dict, repr=False)  # the document itself, for records
+    document: Mapping[str, Any] = attrs.field(factory=dict)  # the source as it was given
 
     def origin(self, key: str) -> str:
         """`config.json:4`, "dict", or "default" for a key that was not written."""
@@ -51,5 +51,5 @@ def load(source: Source) -> Config:
         settings=reading.settings,
         given={**reading.given, **choices.given},
         notices=reading.notices,
-        written=document.data if isinstance(document.data, Mapping) else {},
+        document=dict(document.data) if isinstance(document.data, Mapping) else {},
     )

@@ -109,7 +109,7 @@ class Plan:
     leaf_modules: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)  # kind of name -> as they were given
     origins: Mapping[str, str] = attrs.field(factory=dict)  # key -> "file:line" | "dict" | "default" | ...
     notices: tuple[str, ...] = ()  # accepted keys without effect here, old names that were translated
-    written: Mapping[str, Any] = attrs.field(factory=dict, repr=False)  # the config as it was given; for records
+    given: Mapping[str, Any] = attrs.field(factory=dict)  # the config as it was written
 
     def describe(self) -> str:
         """A table of every value with its origin, and the notices; for people."""

@@ -74,7 +74,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         },
         origins=_origins(config),
         notices=(*config.notices, *_notices(config, facts)),
-        written=config.written,
+        given=config.document,
     )
 
 

@@ -76,7 +76,7 @@ def subject_of(engine: Engine) -> Subject:
         ledger=engine.parts.partition.ledger,
         record=RunRecord(
             started=now(),
-            config=without_secrets(plan.written),
+            config=without_secrets(plan.given),
             plan=[(key, _plain(value), plan.origins.get(key, "default")) for key, value in rows(plan)],
             environment=environment(engine.parts.world.device, engine.parts.world.world_size),
             hparams=hparams_of(plan, engine.optimizer),

@@ -178,7 +178,7 @@ def test_config_plan_and_environment_are_texts(tmp_path):
     sink.close()
     accumulator = read(tmp_path)
     texts = {
-        tag: accumulator.Tensors(f"run/{tag}/text_summary")[0].tensor_proto.string_val[0].decode()
+        tag: accumulator.Tensors(f"run/{tag}")[0].tensor_proto.string_val[0].decode()
         for tag in ("config", "plan", "environment")
     }
     assert texts["config"].splitlines()[1] == '      "train_batch_size": 8'

@@ -84,6 +84,7 @@ class RichLine:
         self._clock = clock
         self._due = 0.0
         self._live.start()
+        self._console.show_cursor(True)  # a program that dies shall not leave a terminal without one
 
     def show(self, text: Callable[[], str]) -> None:
         from rich.text import Text

@@ -38,9 +38,9 @@ def text_values(record: RunRecord) -> list[Any]:
     pages = {
         "run/config": "\n".join(f"    {line}" for line in config.splitlines()),
         "run/plan": _table(("key", "value", "from"), record.plan),
-        "run/environment": _table(("", ""), list(record.environment.items())),
+        "run/environment": _table(("environment", "value"), list(record.environment.items())),
     }
-    return [_of_text(f"{tag}/text_summary", "text", page.encode()) for tag, page in pages.items()]
+    return [_of_text(tag, "text", page.encode()) for tag, page in pages.items()]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
