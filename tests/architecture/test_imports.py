@@ -21,16 +21,16 @@ MAY_IMPORT = {
     "zoptim": {"torch", "numpy", "attrs", "cffi", "cupy"},
     "zckpt": {"torch", "numpy", "attrs", "safetensors", "xxhash", "fsspec"},
     "zengine": {
-        "torch", "numpy", "attrs", "tensorboard", "wandb",
+        "torch", "numpy", "attrs", "tensorboard", "wandb", "comet_ml", "rich",
         "zcomm", "zprecision", "zpartition", "zoptim", "zckpt",
     },
 }  # fmt: skip
 
 # Heavy or optional: only inside functions, so that `import zengine` neither pays for them nor needs them.
-ONLY_LAZILY = {"cffi", "cupy", "fsspec", "tensorboard", "wandb"}
+ONLY_LAZILY = {"cffi", "comet_ml", "cupy", "fsspec", "rich", "tensorboard", "wandb"}
 
 # Imported if the user installed them; never a declared dependency.
-OPTIONAL = {"cupy", "fsspec", "wandb"}
+OPTIONAL = {"comet_ml", "cupy", "fsspec", "rich", "wandb"}
 
 # Inside zengine one file composes the five packages: only there are classes with behaviour made or chosen.  The
 # others use the names listed here: frozen policy values in the config, functions and errors where they are a file's
@@ -62,6 +62,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zprecision": {"DynamicScaling"},
         "zcomm": {"init"},
     },
+    # one number a layer, summed over the ranks
+    "features/layer_norms.py": {"zcomm": {"all_reduce"}},
     # the world comes before the parts
     "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
     # ranks tell each other what they have and decide alike

@@ -77,6 +77,29 @@ def test_times_run_from_the_issue_and_the_wait_alone_is_told_apart(monkeypatch: 
     assert (log[0].nbytes, log[0].numel, log[0].dtype, log[0].group_size) == (12, 3, "float32", 2)
 
 
+def test_a_stream_that_waits_leaves_an_event_on_each_side_of_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def moment(device: torch.device | None) -> tuple[str, ...]:
+        done.append(f"event {len(done)}")
+        return (done[-1],)
+
+    monkeypatch.setattr(handles.trace, "moment", moment)
+    work = FakeWork(lambda: done.append("wait"))
+    start(call_on(torch.zeros(1)), lambda: work, (), async_op=False)
+    assert done == ["wait"]  # nobody traces, so nothing is recorded
+    with zcomm.traced([]) as log:
+        start(call_on(torch.zeros(1)), lambda: work, (), async_op=False)
+    assert done[1:] == ["event 1", "wait", "event 3"]
+    assert log[0].stall == ("event 1", "event 3")
+
+
+def test_on_a_cpu_there_is_no_stream() -> None:
+    with zcomm.traced([]) as log:
+        start(call_on(torch.zeros(1)), FakeWork, (), async_op=False)
+    assert log[0].stall == ()
+
+
 def test_a_failure_names_the_call_keeps_the_cause_and_repeats() -> None:
     def break_down() -> None:
         raise RuntimeError("Connection reset by peer\nsecond line")

@@ -199,7 +199,7 @@ class Pending:
     def wait(self) -> None:
         if self.work is None:
             return
-        began_s = time.perf_counter()
+        began_s, stream = time.perf_counter(), trace.moment(self.call.device) if self.sinks else ()
         self.entry.state = State.WAITING
         try:
             _await(self.work, self.entry)
@@ -209,9 +209,10 @@ class Pending:
         sinks = self.sinks
         self.work, self.tensors, self.sinks = None, (), ()
         if sinks:
-            trace.deliver(sinks, self._record(began_s, time.perf_counter()))
+            stall = (*stream, *trace.moment(self.call.device))
+            trace.deliver(sinks, self._record(began_s, time.perf_counter(), stall))
 
-    def _record(self, began_s: float, ended_s: float) -> trace.Record:
+    def _record(self, began_s: float, ended_s: float, stall: tuple[Any, ...]) -> trace.Record:
         return trace.Record(
             op=self.call.op,
             label=self.call.label,
@@ -222,6 +223,7 @@ class Pending:
             numel=self.call.numel,
             wait_ms=(ended_s - began_s) * 1e3,
             index=self.index,
+            stall=stall,
         )
 
 

@@ -8,7 +8,8 @@ A trace is process-wide on purpose: autograd runs gradient hooks on threads of i
 context-local trace would lose exactly the collectives one wants to see.  A collective belongs to the traces
 that were open when it was *issued*; its record is delivered when it has been waited for, because only then are
 its times known.  So records come in the order of the waits; `Record.index` restores the order of issue.
-A skip at world size 1 moves nothing and is not recorded.
+A skip at world size 1 moves nothing and is not recorded.  Under NCCL it is the stream that waits, not the host:
+`Record.stall` holds two events around that wait, which may be read once they have passed.
 
 Rejected: torch.profiler, which sees every kernel but knows no labels and costs a run of its own.
 """
@@ -19,9 +20,10 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
+import torch
 
 __all__ = ["Record", "traced"]
 
@@ -39,6 +41,7 @@ class Record:
     numel: int  # elements of the payload
     wait_ms: float = 0.0  # the part of `ms` that this thread stood still in wait(): communication not hidden
     index: int = 0  # process-wide number in order of issue
+    stall: tuple[Any, ...] = ()  # on CUDA two events around the wait, on the stream that waited: the host does not
 
 
 Sink = Callable[[Record], None]
@@ -65,6 +68,16 @@ def traced(sink: SinkT) -> Iterator[SinkT]:
     finally:
         with _lock:
             _open = tuple(other for other in _open if other is not deliver)
+
+
+def moment(device: torch.device | None) -> tuple[Any, ...]:
+    """An event with its time on the current stream of a CUDA device, as a tuple of one; none elsewhere."""
+    if device is None or device.type != "cuda":
+        return ()
+    make: Callable[..., Any] = torch.cuda.Event
+    event = make(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return (event,)
 
 
 def _delivery(sink: object) -> Sink:

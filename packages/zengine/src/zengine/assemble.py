@@ -23,7 +23,16 @@ import zprecision
 from zengine.agreement import check_agreement
 from zengine.config import Plan
 from zengine.data import make_loader
-from zengine.features import BackgroundSaves, DumpState, Feature, PythonGC, Unfreezing
+from zengine.features import (
+    BackgroundSaves,
+    CountFlops,
+    DumpState,
+    Feature,
+    LayerNorms,
+    Measuring,
+    PythonGC,
+    Unfreezing,
+)
 from zengine.parts import CastingRunner, ConstantRate, NoOptimizer, Parts, Runner, Sequential, ShardOptimizer
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.telemetry import make_telemetry
@@ -86,6 +95,7 @@ def _around(
             rank=world.rank,
             micro_batch_size=plan.batch.micro_batch_size,
             batch_size=plan.batch.train_batch_size,
+            replicas=plan.batch.replicas,
         ),
         inspect=make_inspect(partition),
         divisor=divisor,
@@ -106,6 +116,12 @@ def make_features(plan: Plan) -> tuple[Feature, ...]:
         chosen.append(DumpState())
     if not plan.collect_garbage:
         chosen.append(PythonGC())
+    if plan.telemetry.is_wanted:
+        chosen.append(Measuring())
+    if plan.telemetry.gradient_histograms:
+        chosen.append(LayerNorms(plan.telemetry.gradient_histograms))
+    if plan.telemetry.is_wanted and plan.telemetry.rates.count_flops_at:
+        chosen.append(CountFlops(plan.telemetry.rates.count_flops_at))
     return tuple(chosen)
 
 

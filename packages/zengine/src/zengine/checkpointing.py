@@ -71,7 +71,8 @@ def save(engine: Engine, root: str, tag: str | None, client_state: Mapping[str, 
     peers = GroupPeers.of(engine)
     common = common_tag(f"global_step{clock.steps}" if tag is None else str(tag), engine.plan.tag_validation, peers)
     objects, rank_objects = on_every_rank(lambda: (_objects(engine, client_state), _rank_objects(engine)), peers)
-    with engine.parts.telemetry.paused():
+    telemetry = engine.parts.telemetry
+    with telemetry.paused(), telemetry.span("checkpoint"):
         content = Content(
             shards=_shards(engine),
             objects=objects,

@@ -66,6 +66,19 @@ class EngineFacts(EnginePhases):
         """Around what is not training (validation, sampling): its time is left out of the throughput."""
         return self.parts.telemetry.paused()
 
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Time what happens inside as a phase: `with engine.span("data"): batch = next(batches)`."""
+        return self.parts.telemetry.span(name)
+
+    def report_tokens(self, num_tokens: int) -> None:
+        """Tokens of this rank in the step under way, where what forward gets would mislead; they add up."""
+        self.parts.telemetry.report_tokens(num_tokens)
+
+    @property
+    def bench_done(self) -> bool:
+        """Whether the steps that the config's `bench_steps` asks for are measured; the same on all ranks."""
+        return self.parts.telemetry.bench_done
+
     # -- what was decided ------------------------------------------------------------------------
 
     @property

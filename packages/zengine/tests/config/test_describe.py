@@ -15,7 +15,9 @@ EVERYTHING = {
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
     "tensorboard": {"enabled": True},
     "csv_monitor": {"enabled": True},
+    "jsonl_monitor": {"enabled": True},
     "wandb": {"enabled": True},
+    "comet": {"enabled": True},
 }
 
 

@@ -44,15 +44,23 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
         "config_version",
         *("checkpoint.async_save", "checkpoint.keep", "checkpoint.keep.best", "checkpoint.keep.every"),
         *("checkpoint.keep.last", "checkpoint.keep.tags"),
+        *("bench_steps", "tensorboard.gradient_histograms"),
+        *("jsonl_monitor", "jsonl_monitor.enabled", "jsonl_monitor.output_path", "jsonl_monitor.job_name"),
+        *("timers.throughput.count_flops_at", "timers.throughput.hidden_size", "timers.throughput.num_layers"),
+        *("timers.throughput.peak_tflops", "timers.throughput.recomputation"),
+        *("timers.throughput.tokens_per_sample", "timers.throughput.warmup_steps"),
         *("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials", "zero_optimization.stage3_unit_size"),
     }
 
 
 HONOURED = """
 config_version
+bench_steps
 bf16.check_grad_overflow bf16.enabled
 checkpoint.async_save checkpoint.keep.best checkpoint.keep.every checkpoint.keep.last checkpoint.keep.tags
 checkpoint.tag_validation
+comet.api_key comet.enabled comet.experiment_key comet.experiment_name comet.mode comet.online comet.project
+comet.samples_log_interval comet.workspace
 comms_logger.enabled
 communication_data_type
 csv_monitor.enabled csv_monitor.job_name csv_monitor.output_path
@@ -62,6 +70,7 @@ fp16.auto_cast fp16.consecutive_hysteresis fp16.enabled fp16.hysteresis fp16.ini
 fp16.loss_scale fp16.loss_scale_window fp16.min_loss_scale
 disable_python_gc
 gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
+jsonl_monitor.enabled jsonl_monitor.job_name jsonl_monitor.output_path
 log_level
 managed_gradient_accumulation
 memory_breakdown
@@ -70,8 +79,10 @@ prescale_gradients
 sparse_gradients
 scheduler.params scheduler.type
 steps_per_print
-tensorboard.enabled tensorboard.job_name tensorboard.output_path
-timers.throughput.enabled
+tensorboard.enabled tensorboard.gradient_histograms tensorboard.job_name tensorboard.output_path
+timers.throughput.count_flops_at timers.throughput.enabled timers.throughput.hidden_size
+timers.throughput.num_layers timers.throughput.peak_tflops timers.throughput.recomputation
+timers.throughput.tokens_per_sample timers.throughput.warmup_steps
 train_batch_size train_micro_batch_size_per_gpu
 wall_clock_breakdown
 wandb.enabled wandb.group wandb.project wandb.team

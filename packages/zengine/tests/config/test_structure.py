@@ -67,7 +67,7 @@ def test_an_accepted_key_without_effect_is_said_once(source: dict[str, Any], not
 
 
 def test_each_section_has_a_notice_of_its_own() -> None:
-    source = '{"autotuning": {"fast": true},\n"comet": {"mode": "x", "online": true}}'
+    source = '{"autotuning": {"fast": true},\n"comet": {"mode": "get", "online": true}}'
     assert reading(source).notices == (
         "<json>:1: autotuning.fast has no effect here: the section is switched off",
         "<json>:2: comet.mode, comet.online have no effect here: the section is switched off",

@@ -4,6 +4,7 @@ import math
 
 from zengine.report import StepReport
 from zengine.telemetry.comms import Tally
+from zengine.telemetry.devices import Fleet
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.throughput import Rate
 
@@ -23,30 +24,51 @@ def test_a_bare_snapshot_has_the_training_tags_alone():
         "Train/Samples/grad_norm": 0.7,
         "Train/Samples/loss_scale": 1.0,
         "Train/Samples/skipped_steps": 0.0,
+        "train/loss": 2.5,
+        "train/learning_rate": 1e-3,
+        "train/grad_norm": 0.7,
+        "train/global_step": 3.0,
     }
 
 
 def test_what_was_measured_has_its_tags():
     snapshot = Snapshot(
         report=report(),
-        rate=Rate(samples=32, ms=500, steps=1),
+        rate=Rate(samples=32, ms=500, steps=1, tokens=1024, flops=4e12, useful_flops=3e12, counted_flops=5e12),
+        fleet=Fleet(num_devices=4, peak_tflops=15),
+        epochs=(1.5,),
         phase_ms={"forward": 3.0, "backward_allreduce": 1.0},
         micro_ms={"forward": 1.5},
-        memory={"process": 1000, "after_step": 900},
+        memory={"process": 1000, "after_step": 900, "gathered units": 7},
         comms={"all_reduce": Tally(count=2, nbytes=64, ms=1.0)},
+        layer_norms={"blocks.0": 0.5},
     )
-    scalars = snapshot.scalars()
-    assert {tag: value for tag, value in scalars.items() if "Train" not in tag or "elapsed" in tag} == {
+    bare = Snapshot(report=report()).scalars()
+    assert {tag: value for tag, value in snapshot.scalars().items() if tag not in bare} == {
         "Train/Samples/elapsed_time_ms_forward": 3.0,
         "Train/Samples/elapsed_time_ms_backward_allreduce": 1.0,
         "Train/Samples/elapsed_time_ms_forward_microstep": 1.5,
-        "Throughput/samples_per_s": 64.0,
-        "Throughput/step_ms": 500.0,
-        "Memory/process_bytes": 1000.0,
-        "Memory/after_step_bytes": 900.0,
-        "Communication/all_reduce_bytes": 64.0,
-        "Communication/all_reduce_ms": 1.0,
+        "train/epoch": 1.5,
+        "perf/samples_per_second": 64.0,
+        "perf/tokens_per_second": 2048.0,
+        "perf/step_time_ms": 500.0,
+        "perf/tflops": 2.0,  # 4e12 in half a second, on four devices
+        "perf/tflops_counted": 2.5,
+        "perf/mfu": 0.1,
+        "memory/process_bytes": 1000.0,
+        "memory/after_step_bytes": 900.0,
+        "memory/gathered_units_bytes": 7.0,
+        "communication/all_reduce_bytes": 64.0,
+        "communication/all_reduce_ms": 1.0,
+        "gradients/blocks.0": 0.5,
     }
+
+
+def test_deepspeeds_tags_lie_at_samples_and_ours_at_steps():
+    snapshot = Snapshot(report=report(), phase_ms={"forward": 1.0}, memory={"process": 1})
+    places = {tag: snapshot.x(tag) for tag in snapshot.scalars()}
+    assert {place for tag, place in places.items() if tag.startswith("Train/Samples/")} == {96}
+    assert {place for tag, place in places.items() if not tag.startswith("Train/Samples/")} == {3}
 
 
 def test_further_parameter_groups_have_learning_rates_of_their_own():

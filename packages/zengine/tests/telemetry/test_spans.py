@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from zengine.telemetry.spans import PHASES, NoStopwatch, Stopwatch, make_spans
+from zengine.telemetry.instants import DeviceInstants, HostInstants
+from zengine.telemetry.spans import HOST_PHASES, PHASES, TIMERS, NoStopwatch, Stopwatch, make_spans
 
 
 class Rig:
@@ -13,9 +14,9 @@ class Rig:
 
     def __init__(self):
         self.now = 0.0
-        self.events = []
         self.sinks = []
-        self.stopwatch = Stopwatch(self.trace, lambda: self.events.append("synchronize"), lambda: self.now)
+        clock = HostInstants(lambda: self.now)
+        self.stopwatch = Stopwatch(self.trace, clock, clock)
         self.spans = make_spans(self.stopwatch.observers())
 
     @contextmanager
@@ -30,7 +31,7 @@ class Rig:
 
     def communicate(self, ms):
         for sink in self.sinks:
-            sink(SimpleNamespace(op="all_reduce", nbytes=4, ms=ms + 1000.0, wait_ms=ms))
+            sink(SimpleNamespace(op="all_reduce", nbytes=4, ms=ms + 1000.0, wait_ms=ms, stall=()))
 
 
 @pytest.fixture
@@ -42,8 +43,10 @@ def rounded(timers):
     return {name: round(ms, 6) for name, ms in timers.items()}
 
 
-def timers(forward=0.0, backward=0.0, backward_allreduce=0.0, step=0.0):
-    return {"forward": forward, "backward": backward, "backward_allreduce": backward_allreduce, "step": step}
+def timers(**measured):
+    inner = measured.get("backward", 0.0) - measured.get("backward_allreduce", 0.0)
+    of_the_step = [timer for timer in TIMERS if timer not in HOST_PHASES]
+    return {**dict.fromkeys(of_the_step, 0.0), "backward_inner": inner, **measured}
 
 
 def test_micro_is_the_last_micro_step_and_global_is_the_window(rig):
@@ -112,23 +115,114 @@ def test_an_exception_in_a_phase_closes_it_and_the_next_is_clean(rig):
     assert rounded(rig.stopwatch.total_ms()) == timers(backward=3)
 
 
-def test_the_device_is_waited_for_at_both_edges_of_the_outermost_entry(rig):
-    with rig.spans["forward"]:
-        rig.events.append("work")
-        rig.spend("forward", 1)
-    assert rig.events == ["synchronize", "work", "synchronize"]
+class Stream:
+    """A device that works behind the host's back: an event passes when the stream gets there, on its own clock."""
+
+    def __init__(self):
+        self.queue, self.now, self.num_waits = [], 0.0, 0
+
+    def work(self, ms):
+        self.queue.append(ms)
+
+    def event(self):
+        return Event(self)
+
+    def run_to(self, event):
+        self.num_waits += 1
+        while event in self.queue:
+            item = self.queue.pop(0)
+            if isinstance(item, Event):
+                item.passed_at = self.now
+            else:
+                self.now += item
+
+
+class Event:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def record(self):
+        self.passed_at = None
+        self.stream.queue.append(self)
+
+    def query(self):
+        return self.passed_at is not None
+
+    def synchronize(self):
+        self.stream.run_to(self)
+
+    def elapsed_time(self, later):
+        return later.passed_at - self.passed_at
+
+
+def test_phases_of_a_device_are_its_own_times_and_the_host_waits_once_a_boundary(rig):
+    stream = Stream()
+    rig.stopwatch._device = DeviceInstants(stream.event)
+    for _ in range(2):
+        for name, ms in (("forward", 5), ("backward", 11)):
+            with rig.spans[name]:
+                stream.work(ms)
+        rig.stopwatch.micro_step_end()
+    with rig.spans["step"]:
+        stream.work(2)
+    rig.spend("data", 7)
+    assert stream.num_waits == 0
+    assert rounded(rig.stopwatch.total_ms()) == timers(forward=10, backward=22, step=2, data=7)
+    assert rig.stopwatch.micro_ms()["step"] == 2
+    assert stream.num_waits == 1
+    rig.stopwatch.step_end()
+    assert rounded(rig.stopwatch.total_ms()) == timers()
+    assert stream.num_waits == 1
+
+
+def test_where_a_stream_waits_for_a_collective_its_own_time_counts(rig):
+    compute, other = Stream(), Stream()
+    rig.stopwatch._device = DeviceInstants(compute.event)
+    with rig.spans["backward"]:
+        for stream in (compute, other):
+            stall = stream.event(), stream.event()
+            stall[0].record()
+            stream.work(4)
+            stall[1].record()
+            for sink in rig.sinks:
+                sink(SimpleNamespace(op="all_reduce", nbytes=4, ms=9.0, wait_ms=0.01, stall=stall))
+        compute.work(10)
+    measured = rounded(rig.stopwatch.total_ms())
+    assert measured["backward"] == 14
+    assert measured["backward_allreduce"] == 8
+    assert (compute.num_waits, other.num_waits) == (1, 1)
 
 
 def test_a_device_that_fails_at_the_end_of_a_phase_leaves_it_closed(rig):
     def fail():
         raise RuntimeError("device lost")
 
+    works = rig.stopwatch._device
     with pytest.raises(RuntimeError, match="device lost"), rig.spans["forward"]:
-        rig.stopwatch._synchronize = fail
-    rig.stopwatch._synchronize = lambda: None
+        rig.stopwatch._device = DeviceInstants(fail)
+    rig.stopwatch._device = works
     assert rig.sinks == []
     rig.spend("forward", 2)
     assert rounded(rig.stopwatch.total_ms()) == timers(forward=2)
+
+
+def test_waiting_for_data_and_saving_are_timed_beside_the_step_and_open_no_trace(rig):
+    rig.spend("data", 3)
+    rig.spend("forward", 1)
+    with rig.spans["checkpoint"]:
+        rig.now += 0.02
+        rig.communicate(5)
+    assert rounded(rig.stopwatch.total_ms()) == timers(data=3, forward=1, checkpoint=20)
+
+
+def test_the_inner_backward_is_without_its_own_waits_alone(rig):
+    with rig.spans["backward"]:
+        rig.now += 0.010
+        rig.communicate(4)
+    with rig.spans["step"]:
+        rig.communicate(3)
+    measured = rounded(rig.stopwatch.total_ms())
+    assert (measured["backward_inner"], measured["backward_allreduce"]) == (6, 7)
 
 
 def test_reset_forgets_what_was_measured(rig):

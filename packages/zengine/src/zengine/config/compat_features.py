@@ -23,20 +23,6 @@ FLOPS_PROFILER = switched(
     ),
 )
 
-COMET = switched(
-    "the Comet monitor",
-    muted(
-        samples_log_interval=whole(1),
-        project=null_or(TEXT, ""),
-        workspace=null_or(TEXT, ""),
-        api_key=null_or(TEXT, ""),
-        experiment_name=null_or(TEXT, ""),
-        experiment_key=null_or(TEXT, ""),
-        online=null_or(TRUTH, False),
-        mode=null_or(TEXT, ""),
-    ),
-)
-
 PROGRESSIVE_LAYER_DROP = switched("progressive layer drop", muted(theta=number(0, 1), gamma=number(0)))
 
 EIGENVALUE = switched(

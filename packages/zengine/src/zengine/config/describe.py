@@ -11,11 +11,12 @@ import torch
 
 import zckpt
 from zengine.config.errors import shown
+from zengine.config.telemetry import telemetry_rows
 from zpartition import Speculation
 from zprecision import DynamicScaling, StaticScaling
 
 if TYPE_CHECKING:
-    from zengine.config.plan import MonitorPlan, Plan
+    from zengine.config.plan import Plan
 
 Row = tuple[str, Any]  # the key of the config, the value of the plan
 
@@ -36,7 +37,7 @@ def rows(plan: Plan) -> Iterator[Row]:
     yield "gradient_clipping", plan.clip_norm or "off"
     yield from _precision_rows(plan)
     yield from _reduction_rows(plan)
-    yield from _telemetry_rows(plan)
+    yield from telemetry_rows(plan.telemetry)
     yield "checkpoint.async_save", plan.async_save
     yield from _keep_rows(plan)
     yield "checkpoint.tag_validation", plan.tag_validation
@@ -119,24 +120,6 @@ def _offload_rows(plan: Plan) -> Iterator[Row]:
 
 def _unlimited(numel: int) -> object:
     return "(unlimited)" if numel == sys.maxsize else numel
-
-
-def _telemetry_rows(plan: Plan) -> Iterator[Row]:
-    telemetry = plan.telemetry
-    yield "steps_per_print", telemetry.steps_per_print or "never"
-    yield "wall_clock_breakdown", telemetry.wall_clock_breakdown
-    yield "memory_breakdown", telemetry.memory_breakdown
-    yield "timers.throughput.enabled", telemetry.throughput
-    yield "comms_logger.enabled", telemetry.comms_log
-    yield from _monitor_rows("tensorboard", telemetry.tensorboard, "output_path", "job_name")
-    yield from _monitor_rows("csv_monitor", telemetry.csv_monitor, "output_path", "job_name")
-    yield from _monitor_rows("wandb", telemetry.wandb, "group", "team", "project")
-
-
-def _monitor_rows(section: str, monitor: MonitorPlan, *names: str) -> Iterator[Row]:
-    yield f"{section}.enabled", monitor.enabled
-    if monitor.enabled:
-        yield from ((f"{section}.{name}", getattr(monitor, name) or "(default)") for name in names)
 
 
 def value_of(plan: Plan, key: str) -> Any:

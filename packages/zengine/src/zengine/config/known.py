@@ -11,6 +11,7 @@ from zengine.config import compat_features as features
 from zengine.config import compat_parallel as parallel
 from zengine.config import compat_training as training
 from zengine.config import schema
+from zengine.config import telemetry_settings as telemetry
 from zengine.config.compat_compression import COMPRESSION_TRAINING
 from zengine.config.compat_inference import INFERENCE
 from zengine.config.kinds import LIST, TRUTH
@@ -43,17 +44,21 @@ SECTIONS: dict[str, Entry] = {
     "nebula": training.NEBULA,
     "datastates_ckpt": training.DATASTATES,
     "timers": Section(
-        builds=schema.Timers,
+        builds=telemetry.Timers,
         keys={
             "throughput": honoured(
-                schema.Throughput,
-                {"synchronized": no_effect(TRUTH, True, why="timing always waits for the device")},
+                telemetry.Throughput,
+                {
+                    "synchronized": no_effect(
+                        TRUTH, True, why="a step is timed from boundary to boundary, and nothing is waited for"
+                    )
+                },
                 switch="enabled",
             )
         },
     ),
     "comms_logger": honoured(
-        schema.CommsLogger,
+        telemetry.CommsLogger,
         {
             "prof_all": no_effect(TRUTH, True, why="every collective is counted"),
             "prof_ops": no_effect(LIST, (), why="every collective is counted"),
@@ -62,9 +67,11 @@ SECTIONS: dict[str, Entry] = {
         },
         switch="enabled",
     ),
-    "tensorboard": honoured(schema.EventFiles, switch="enabled"),
-    "csv_monitor": honoured(schema.EventFiles, switch="enabled"),
-    "wandb": honoured(schema.Wandb, switch="enabled"),
+    "tensorboard": honoured(telemetry.TensorBoard, switch="enabled"),
+    "csv_monitor": honoured(telemetry.EventFiles, switch="enabled"),
+    "jsonl_monitor": honoured(telemetry.RunFolder, switch="enabled"),
+    "wandb": honoured(telemetry.Wandb, switch="enabled"),
+    "comet": honoured(telemetry.Comet, switch="enabled"),
     "data_efficiency": honoured(
         schema.DataEfficiency,
         {
@@ -83,7 +90,6 @@ FEATURES: dict[str, Entry] = {
     "hybrid_engine": parallel.HYBRID_ENGINE,
     "compile": parallel.COMPILE,
     "flops_profiler": features.FLOPS_PROFILER,
-    "comet": features.COMET,
     "progressive_layer_drop": features.PROGRESSIVE_LAYER_DROP,
     "eigenvalue": features.EIGENVALUE,
     "curriculum_learning": features.CURRICULUM_LEARNING,

@@ -16,8 +16,20 @@ import attrs
 
 import zckpt
 from zengine.config.describe import table, value_of
+from zengine.config.telemetry import MonitorPlan, TelemetryPlan
 from zpartition import ZeroPolicy
 from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
+
+__all__ = [
+    "BatchPlan",
+    "DataPlan",
+    "Facts",
+    "MonitorPlan",
+    "OptimizerPlan",
+    "Plan",
+    "SchedulerPlan",
+    "TelemetryPlan",
+]
 
 
 @attrs.frozen(kw_only=True)
@@ -62,32 +74,6 @@ class SchedulerPlan:
 
     type: str = ""
     params: Mapping[str, Any] = attrs.field(factory=dict)
-
-
-@attrs.frozen(kw_only=True)
-class MonitorPlan:
-    """Where one kind of event file goes.  Names that a monitor does not know stay empty."""
-
-    enabled: bool = False
-    output_path: str = ""  # folder; "" means the working directory's default of that monitor
-    job_name: str = ""  # folder of the run inside output_path
-    group: str = ""  # wandb only
-    team: str = ""  # wandb only
-    project: str = ""  # wandb only
-
-
-@attrs.frozen(kw_only=True)
-class TelemetryPlan:
-    """What is measured and where it is written."""
-
-    steps_per_print: int = 0  # optimizer steps between two console lines; 0 = never
-    wall_clock_breakdown: bool = False  # time forward, backward, communication and step
-    memory_breakdown: bool = False  # memory at each phase
-    throughput: bool = True  # samples per second (timers.throughput)
-    comms_log: bool = False  # count, bytes and time of every collective
-    tensorboard: MonitorPlan = MonitorPlan()
-    csv_monitor: MonitorPlan = MonitorPlan()
-    wandb: MonitorPlan = MonitorPlan()
 
 
 @attrs.frozen(kw_only=True)

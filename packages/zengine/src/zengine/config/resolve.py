@@ -5,7 +5,6 @@ Derived values are worked out once, here, and say so in `Plan.origins`; no part 
 
 from __future__ import annotations
 
-import attrs
 import torch
 
 import zckpt
@@ -18,15 +17,14 @@ from zengine.config.plan import (
     BatchPlan,
     DataPlan,
     Facts,
-    MonitorPlan,
     OptimizerPlan,
     Plan,
     SchedulerPlan,
-    TelemetryPlan,
 )
 from zengine.config.rules import violations
-from zengine.config.schema import EventFiles, Settings, Wandb
+from zengine.config.schema import Settings
 from zengine.config.table import Care, walk
+from zengine.config.telemetry import telemetry_plan
 from zengine.config.zeropp import idle_keys, secondary_fits, wire_fields
 from zpartition import Averaging, ReduceAt, SparseGradients, ZeroPolicy
 from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
@@ -60,7 +58,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         scheduler=SchedulerPlan(type=settings.scheduler.type, params=dict(settings.scheduler.params)),
         clip_norm=settings.gradient_clipping,
         skip_nonfinite=precision.param != torch.bfloat16 or settings.bf16.check_grad_overflow,
-        telemetry=_telemetry(settings),
+        telemetry=telemetry_plan(settings),
         data=DataPlan(drop_last=settings.dataloader_drop_last, seed=settings.data_efficiency.seed),
         async_save=settings.checkpoint.async_save,
         keep=_keep(settings),
@@ -202,23 +200,6 @@ def _zero(settings: Settings, precision: Precision, facts: Facts) -> ZeroPolicy:
         ),
         **wire_fields(zero, facts),
     )
-
-
-def _telemetry(settings: Settings) -> TelemetryPlan:
-    return TelemetryPlan(
-        steps_per_print=settings.steps_per_print,
-        wall_clock_breakdown=settings.wall_clock_breakdown,
-        memory_breakdown=settings.memory_breakdown,
-        throughput=settings.timers.throughput.enabled,
-        comms_log=settings.comms_logger.enabled,
-        tensorboard=_monitor(settings.tensorboard),
-        csv_monitor=_monitor(settings.csv_monitor),
-        wandb=_monitor(settings.wandb),
-    )
-
-
-def _monitor(section: EventFiles | Wandb) -> MonitorPlan:
-    return MonitorPlan(**attrs.asdict(section))
 
 
 def _origins(config: Config) -> dict[str, str]:

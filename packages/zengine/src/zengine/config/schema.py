@@ -30,6 +30,15 @@ from zengine.config.kinds import (
     whole,
 )
 from zengine.config.table import setting
+from zengine.config.telemetry_settings import (
+    Comet,
+    CommsLogger,
+    EventFiles,
+    RunFolder,
+    TensorBoard,
+    Timers,
+    Wandb,
+)
 
 
 def _read_stage(value: object) -> int:
@@ -195,46 +204,6 @@ class Zero:
 
 
 @attrs.frozen(kw_only=True)
-class EventFiles:
-    """tensorboard and csv_monitor: event files."""
-
-    enabled: bool = setting(TRUTH, False, "write events")
-    output_path: str = setting(null_or(TEXT, ""), "", "folder of the files")
-    job_name: str = setting(null_or(TEXT, ""), "DeepSpeedJobName", "folder of this run inside it")
-
-
-@attrs.frozen(kw_only=True)
-class Wandb:
-    """wandb: Weights & Biases."""
-
-    enabled: bool = setting(TRUTH, False, "log to Weights & Biases; needs the wandb package")
-    group: str = setting(null_or(TEXT, ""), "", "group of runs")
-    team: str = setting(null_or(TEXT, ""), "", "team that owns the run")
-    project: str = setting(null_or(TEXT, ""), "deepspeed", "project of the run")
-
-
-@attrs.frozen(kw_only=True)
-class Throughput:
-    """timers.throughput."""
-
-    enabled: bool = setting(TRUTH, True, "measure samples per second")
-
-
-@attrs.frozen(kw_only=True)
-class Timers:
-    """timers."""
-
-    throughput: Throughput = attrs.field(factory=Throughput)
-
-
-@attrs.frozen(kw_only=True)
-class CommsLogger:
-    """comms_logger."""
-
-    enabled: bool = setting(TRUTH, False, "count calls, bytes and time of every collective")
-
-
-@attrs.frozen(kw_only=True)
 class KeepSettings:
     """checkpoint.keep, a key of ours: which checkpoints stay when one is saved; without `last` all do."""
 
@@ -296,9 +265,12 @@ class Settings:
     data_types: DataTypes = attrs.field(factory=DataTypes)
     zero_optimization: Zero = attrs.field(factory=Zero)
     aio: Aio = attrs.field(factory=Aio)
-    tensorboard: EventFiles = attrs.field(factory=EventFiles)
+    bench_steps: int = setting(whole(0), 0, "ours: measured steps after which a summary is printed; 0 = never")
+    tensorboard: TensorBoard = attrs.field(factory=TensorBoard)
     csv_monitor: EventFiles = attrs.field(factory=EventFiles)
+    jsonl_monitor: RunFolder = attrs.field(factory=RunFolder)
     wandb: Wandb = attrs.field(factory=Wandb)
+    comet: Comet = attrs.field(factory=Comet)
     timers: Timers = attrs.field(factory=Timers)
     comms_logger: CommsLogger = attrs.field(factory=CommsLogger)
     checkpoint: CheckpointSettings = attrs.field(factory=CheckpointSettings)

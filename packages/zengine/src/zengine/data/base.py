@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from zengine.data.fetch import Fetching
@@ -41,6 +42,7 @@ class Loader(ABC):
         self.consumed_samples = 0
         self._fetching = fetching
         self._alive: object = None  # the iteration that may move the position
+        self.waiting: AbstractContextManager[None] = nullcontext()  # around the wait for a batch; telemetry's
 
     def __iter__(self) -> Iterator[Any]:
         alive = self._alive = object()
@@ -51,7 +53,8 @@ class Loader(ABC):
                     "this iteration over the loader is over: a newer one began or a position was loaded since. "
                     "Call iter(loader) again, or use forever(loader), which follows the position"
                 )
-            batch = next(batches, _END)
+            with self.waiting:
+                batch = next(batches, _END)
             if batch is _END:
                 break
             self._handed()

@@ -1,6 +1,7 @@
 """What training looked like: phase times, throughput, memory, communication; to files and the console.
 
-    telemetry = make_telemetry(plan.telemetry, device=device, rank=rank, micro_batch_size=4, batch_size=32)
+    telemetry = make_telemetry(plan.telemetry, device=device, rank=rank, micro_batch_size=4, batch_size=32,
+                               replicas=8)
     with telemetry.span("forward"): ...
     telemetry.micro_step_end()
     telemetry.step_end(report)        # at a boundary
@@ -8,7 +9,9 @@
 Importing this package imports no writer: tensorboard and wandb are loaded when a plan enables them.
 """
 
+from zengine.telemetry.making import make_telemetry
+from zengine.telemetry.silent import Silent
 from zengine.telemetry.sinks import MissingPackageError
-from zengine.telemetry.telemetry import Silent, Telemetry, make_telemetry
+from zengine.telemetry.telemetry import Telemetry
 
 __all__ = ["MissingPackageError", "Silent", "Telemetry", "make_telemetry"]

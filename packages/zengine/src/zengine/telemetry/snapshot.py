@@ -1,7 +1,19 @@
 """Everything that one boundary has to say, as a value, and the names of its charts.
 
-The tags `Train/Samples/...` are DeepSpeed's, so existing dashboards keep working; the x axis of every chart
-is the number of samples seen by all ranks, so runs with different batch sizes can be laid over each other.
+Two families of tags.  `Train/Samples/...` are DeepSpeed's, so existing dashboards keep working; their x axis is the
+number of samples seen by all ranks, as there.  All others are ours, in small letters, and their x axis is the number
+of the step.  What was not measured is absent, never zero.
+
+| tag | unit |
+|---|---|
+| `train/loss`, `train/grad_norm`, `train/learning_rate` | mean over ranks; before clipping; of the first group |
+| `train/global_step`, `train/epoch` | boundaries; passes over the data, with fractions (our loader alone knows) |
+| `perf/step_time_ms`, `perf/samples_per_second`, `perf/tokens_per_second` | of all ranks together |
+| `perf/tflops`, `perf/tflops_counted` | of one device: by the formula, and by counted operations |
+| `perf/mfu` | share of the device's peak, without what is computed twice |
+| `memory/<owner>_bytes`, `memory/cuda_bytes`, ... | of rank 0 |
+| `communication/<operation>_bytes`, `..._ms` | of rank 0, in this step |
+| `gradients/<layer>` | norm of the layer's gradients over all ranks, unscaled, before clipping |
 """
 
 from __future__ import annotations
@@ -12,14 +24,17 @@ import attrs
 
 from zengine.report import StepReport
 from zengine.telemetry.comms import Tally
+from zengine.telemetry.devices import Fleet
 from zengine.telemetry.spans import MICRO
 from zengine.telemetry.throughput import Rate
 
-TRAIN = "Train/Samples/"
+SAMPLES = "Train/Samples/"  # the family whose x axis is samples
 TIME = "Train/Samples/elapsed_time_ms_"
-THROUGHPUT = "Throughput/"
-MEMORY = "Memory/"
-COMMUNICATION = "Communication/"
+TRAIN = "train/"
+PERF = "perf/"
+MEMORY = "memory/"
+COMMUNICATION = "communication/"
+GRADIENTS = "gradients/"
 
 
 @attrs.frozen(kw_only=True)
@@ -28,25 +43,50 @@ class Snapshot:
 
     report: StepReport
     rate: Rate = attrs.field(factory=Rate)  # this step; falsy while not measured
+    fleet: Fleet = attrs.field(factory=Fleet)  # what the rate was reached with
+    epochs: tuple[float, ...] = ()  # one number, passes over the data; empty where nobody knows
     phase_ms: Mapping[str, float] = attrs.field(factory=dict)  # totals by timer; empty without breakdown
     micro_ms: Mapping[str, float] = attrs.field(factory=dict)  # the same for the last micro-step
     memory: Mapping[str, int] = attrs.field(factory=dict)  # bytes by name
     comms: Mapping[str, Tally] = attrs.field(factory=dict)  # collectives of this step, by operation
+    layer_norms: Mapping[str, float] = attrs.field(factory=dict)  # by layer; empty in most steps
 
     def scalars(self) -> dict[str, float]:
-        """Every number of this boundary by its tag. What was not measured is absent, not zero."""
+        """Every number of this boundary by its tag."""
         return {
-            **{TRAIN + name: value for name, value in _training(self.report).items()},
+            **{SAMPLES + name: value for name, value in _samples(self.report).items()},
             **{TIME + timer: ms for timer, ms in self.phase_ms.items()},
             **{TIME + timer + MICRO: ms for timer, ms in self.micro_ms.items()},
-            **{THROUGHPUT + name: value for name, value in _throughput(self.rate).items()},
-            **{f"{MEMORY}{name}_bytes": float(nbytes) for name, nbytes in self.memory.items()},
+            **{TRAIN + name: value for name, value in _training(self.report).items()},
+            **{f"{TRAIN}epoch": passes for passes in self.epochs},
+            **{PERF + name: value for name, value in speed(self.rate, self.fleet).items()},
+            **{f"{MEMORY}{_word(name)}_bytes": float(nbytes) for name, nbytes in self.memory.items()},
             **{f"{COMMUNICATION}{op}_bytes": float(tally.nbytes) for op, tally in self.comms.items()},
             **{f"{COMMUNICATION}{op}_ms": tally.ms for op, tally in self.comms.items()},
+            **{GRADIENTS + layer: norm for layer, norm in self.layer_norms.items()},
         }
 
+    def x(self, tag: str) -> int:
+        """Where on its axis a tag's point lies: samples or steps."""
+        return self.report.samples if tag.startswith(SAMPLES) else self.report.step
 
-def _training(report: StepReport) -> dict[str, float]:
+
+def speed(rate: Rate, fleet: Fleet) -> dict[str, float]:
+    """A rate in the units of the charts; empty while it is not measured."""
+    if not rate:
+        return {}
+    found = {"step_time_ms": rate.step_ms, "samples_per_second": rate.samples_per_s}
+    if rate.tokens:
+        found["tokens_per_second"] = rate.per_s(rate.tokens)
+    for name, flops in (("tflops", rate.flops), ("tflops_counted", rate.counted_flops)):
+        if flops:
+            found[name] = rate.per_s(flops) / fleet.num_devices / 1e12
+    if rate.useful_flops and fleet.peak_tflops:
+        found["mfu"] = rate.per_s(rate.useful_flops) / fleet.num_devices / 1e12 / fleet.peak_tflops
+    return found
+
+
+def _samples(report: StepReport) -> dict[str, float]:
     """`lr` is that of the first parameter group; the others follow as `lr_group_1`, `lr_group_2`, ..."""
     names = ["lr", *(f"lr_group_{i}" for i in range(1, len(report.lr)))]
     return {
@@ -58,5 +98,14 @@ def _training(report: StepReport) -> dict[str, float]:
     }
 
 
-def _throughput(rate: Rate) -> dict[str, float]:
-    return {"samples_per_s": rate.samples_per_s, "step_ms": rate.step_ms} if rate else {}
+def _training(report: StepReport) -> dict[str, float]:
+    return {
+        "loss": report.loss,
+        **dict(zip(["learning_rate"], report.lr)),
+        "grad_norm": report.grad_norm,
+        "global_step": float(report.step),
+    }
+
+
+def _word(owner: str) -> str:
+    return owner.replace(" ", "_")

@@ -5,36 +5,46 @@ Two families, by the names that users of DeepSpeed have in their dashboards:
 - micro:  `forward_microstep`, `backward_microstep`, `backward_allreduce_microstep`, `step_microstep` are the
   milliseconds of the last micro-step alone;
 - global: `forward`, `backward`, `backward_allreduce`, `step` are the totals of all micro-steps since the last
-  boundary.
+  boundary;
+- `backward_inner` of both is backward without the waits for collectives in it.
 
 A phase is inclusive: what is nested in it counts in it too, and a phase entered again while it is open is
 timed once, from its outermost entry to its outermost exit. `backward_allreduce` is the communication that shows:
 the time that this rank spent waiting for collectives while any phase was open. It is part of the phase it happens
 in, not beside it; what overlaps with computation is not in it (the communication table of `comms_logger` has the
-whole time of each collective). Under NCCL waiting happens on the device, where the host cannot see it.
+whole time of each collective). Under NCCL it is the stream that waits: then the time is that between two events.
 
-On CUDA each edge of a phase synchronises the device, otherwise the host would time the launches. That is the
-price of the breakdown, and why nothing is timed unless it was asked for. Rejected: CUDA events without
-synchronisation; their times are only readable a step later, and communication on other streams would still be
-missed.
+What the host does alone is timed by the host's clock: `data`, the wait for the loader's next batch, and
+`checkpoint`, what a save holds the loop up for.  Both happen between the others, and are reported with the boundary
+that follows them.
+
+On CUDA a phase leaves two events on the stream, and nobody waits: the boundary, once a step, waits for the last of
+them and reads all.  So launches run ahead of the device inside a step as they do without timers, and a phase's time
+is the device's.  What is off costs nothing and waits for nothing.  Rejected: a synchronisation at each edge, as
+DeepSpeed's timers have, which makes the host's launches part of every phase; and reading the events a step later,
+which needs no wait at all and labels times with the wrong step.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Protocol, final
 
 import attrs
 
+from zengine.telemetry.instants import HOST, DeviceInterval, HostInterval, Instants, Interval
 from zengine.telemetry.plans import Trace, TraceRecord
 
-PHASES = ("forward", "backward", "step")  # what can be opened
+HOST_PHASES = ("data", "checkpoint")  # outside of a step's work, on the host's clock
+STEP_PHASES = ("forward", "backward", "step")
+PHASES = (*STEP_PHASES, *HOST_PHASES)  # what can be opened
 COMMUNICATION = "backward_allreduce"  # filled from the trace
-TIMERS = ("forward", "backward", COMMUNICATION, "step")  # what is reported, in the order of a step
+INNER = "backward_inner"  # backward without that
+# What is reported, in the order of a step; the host's phases only where there was one.
+TIMERS = ("data", "forward", "backward", INNER, COMMUNICATION, "step", "checkpoint")
 MICRO = "_microstep"  # suffix of the micro family
 
 
@@ -77,21 +87,43 @@ def make_spans(observers: tuple[Observer, ...]) -> Mapping[str, AbstractContextM
     return {name: Span(name, observers) for name in PHASES}
 
 
+@attrs.define(eq=False)
+class Lap:
+    """What was timed since some moment: intervals, read when somebody asks, and waits for collectives."""
+
+    intervals: list[tuple[str, Interval]] = attrs.field(factory=list)  # phase -> begin and end
+    waits: list[tuple[str, Interval]] = attrs.field(factory=list)  # phase that was open inmost -> begin and end
+
+    def __bool__(self) -> bool:
+        return bool(self.intervals or self.waits)
+
+    def read(self) -> dict[str, float]:
+        """Milliseconds by timer; those of the step are 0 where nothing was measured, those of the host absent."""
+        seen = {name for name, _ in self.intervals}
+        found = {timer: 0.0 for timer in TIMERS if timer in seen or timer not in HOST_PHASES}
+        for name, interval in self.intervals:
+            found[name] += interval.ms()
+        waits = [(name, interval.ms()) for name, interval in self.waits]
+        found[COMMUNICATION] = sum(ms for _, ms in waits)
+        found[INNER] = max(0.0, found["backward"] - sum(ms for name, ms in waits if name == "backward"))
+        return found
+
+
 @final
 @attrs.define(eq=False)
 class Stopwatch:
     """Milliseconds per timer, by micro-step and since the last boundary.
 
-    Invariant: the trace is open exactly while at least one phase is open.
+    Invariant: the trace is open exactly while at least one phase of the step is open.
     """
 
     _trace: Trace  # zcomm.traced
-    _synchronize: Callable[[], object] = lambda: None  # waits for the device; the identity on CPUs
-    _clock: Callable[[], float] = time.perf_counter  # seconds
-    _begun: dict[str, float] = attrs.field(factory=dict, init=False)  # open phases and when they began
-    _micro: dict[str, float] = attrs.field(factory=dict, init=False)  # ms of the micro-step under way
-    _last_micro: dict[str, float] = attrs.field(factory=dict, init=False)  # ms of the one before
-    _total: dict[str, float] = attrs.field(factory=dict, init=False)  # ms since the last boundary
+    _device: Instants = HOST  # of the phases that the device works in
+    _host: Instants = HOST  # of those that the host does alone
+    _begun: dict[str, object] = attrs.field(factory=dict, init=False)  # open phases and when they began
+    _micro: Lap = attrs.field(factory=Lap, init=False)  # of the micro-step under way
+    _last_micro: Lap = attrs.field(factory=Lap, init=False)  # of the one before
+    _total: Lap = attrs.field(factory=Lap, init=False)  # since the last boundary
     _tracing: ExitStack = attrs.field(factory=ExitStack, init=False)  # holds the open trace
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # records arrive on autograd's threads
 
@@ -99,28 +131,29 @@ class Stopwatch:
         return (self,)
 
     def phase_begin(self, name: str) -> None:
-        self._synchronize()
-        if not self._begun:
+        if name in STEP_PHASES and not self._open():
             self._tracing.enter_context(self._trace(self._communicated))
-        self._begun[name] = self._clock()
+        self._begun[name] = self._clock_of(name).now()
 
     def phase_end(self, name: str) -> None:
+        begin, clock = self._begun.pop(name), self._clock_of(name)
         try:
-            self._synchronize()
+            interval = clock.interval(begin, clock.now())
+            for lap in (self._micro, self._total):
+                lap.intervals.append((name, interval))
         finally:
-            self._add(name, (self._clock() - self._begun.pop(name)) * 1e3)
-            if not self._begun:
+            if name in STEP_PHASES and not self._open():
                 self._tracing.close()
 
     def micro_step_end(self) -> None:
-        self._last_micro, self._micro = self._micro, {}
+        self._last_micro, self._micro = self._micro, Lap()
 
     def step_end(self) -> None:
-        self._total = {}
+        self._total = Lap()
 
     def reset(self) -> None:
         """Forget what was measured; open phases stay open."""
-        self._micro, self._last_micro, self._total = {}, {}, {}
+        self._micro, self._last_micro, self._total = Lap(), Lap(), Lap()
 
     def micro_ms(self) -> dict[str, float]:
         """The micro family, by timer name without its suffix.
@@ -128,19 +161,26 @@ class Stopwatch:
         At a boundary the two calls that end the micro-step and the step may come in either order: the
         micro-step under way counts as the last one as soon as it has measured anything.
         """
-        return _all_timers(self._micro or self._last_micro)
+        self._device.settle()
+        return (self._micro or self._last_micro).read()
 
     def total_ms(self) -> dict[str, float]:
         """The global family, by timer name."""
-        return _all_timers(self._total)
+        self._device.settle()
+        return self._total.read()
+
+    def _open(self) -> list[str]:
+        return [name for name in self._begun if name in STEP_PHASES]
+
+    def _clock_of(self, name: str) -> Instants:
+        return self._host if name in HOST_PHASES else self._device
 
     def _communicated(self, record: TraceRecord) -> None:
-        self._add(COMMUNICATION, record.wait_ms)
-
-    def _add(self, timer: str, ms: float) -> None:
         with self._lock:
-            self._micro[timer] = self._micro.get(timer, 0.0) + ms
-            self._total[timer] = self._total.get(timer, 0.0) + ms
+            phase = (self._open() or [""])[-1]
+            interval = DeviceInterval(*record.stall) if record.stall else HostInterval(0.0, record.wait_ms / 1e3)
+            for lap in (self._micro, self._total):
+                lap.waits.append((phase, interval))
 
 
 @final
@@ -161,8 +201,3 @@ class NoStopwatch:
 
     def total_ms(self) -> dict[str, float]:
         return {}
-
-
-def _all_timers(measured: Mapping[str, float]) -> dict[str, float]:
-    """Every timer in the order of a step, those without a measurement as 0."""
-    return {timer: measured.get(timer, 0.0) for timer in TIMERS}

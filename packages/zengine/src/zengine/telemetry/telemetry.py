@@ -9,54 +9,32 @@ ranks.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import attrs
 import torch
 
-import zcomm
 from zengine.report import StepReport
 from zengine.telemetry.comms import CommsLog, NoCommsLog
-from zengine.telemetry.memory import MemoryMarks, NoMemoryMarks, read_memory
-from zengine.telemetry.plans import TelemetryPlanLike
-from zengine.telemetry.sinks import (
-    Console,
-    CsvSink,
-    Sinks,
-    TensorBoardSink,
-    WandbSink,
-    folder_of,
-    require_packages,
-)
+from zengine.telemetry.countdown import Countdown
+from zengine.telemetry.devices import Fleet
+from zengine.telemetry.memory import MemoryMarks, NoMemoryMarks, Owners, read_memory
+from zengine.telemetry.sinks import Sinks
 from zengine.telemetry.snapshot import Snapshot
-from zengine.telemetry.spans import NoStopwatch, Stopwatch, make_spans
-from zengine.telemetry.throughput import NoThroughput, Rate, Throughput
+from zengine.telemetry.spans import NoStopwatch, Stopwatch
+from zengine.telemetry.subject import Subject
+from zengine.telemetry.throughput import NoThroughput, Throughput
+from zengine.telemetry.work import Meter
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-@final
-class Silent:
-    """The identity: measures nothing, writes nothing."""
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        return _NOTHING
-
-    def paused(self) -> AbstractContextManager[None]:
-        return _NOTHING
-
-    def micro_step_end(self) -> None: ...
-
-    def step_end(self, report: StepReport) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
+logger = logging.getLogger("zengine.telemetry")
+NO_ATTENTION = (
+    "perf/tflops leaves out the attention: the model's config tells no number of layers and width (set "
+    "timers.throughput.num_layers and timers.throughput.hidden_size)"
+)
 
 
 @final
@@ -71,9 +49,27 @@ class Telemetry:
     marks: MemoryMarks | NoMemoryMarks
     comms: CommsLog | NoCommsLog
     spans: Mapping[str, AbstractContextManager[None]]  # by phase; observed by stopwatch and marks
+    meter: Meter  # tokens and FLOPs of a step
+    fleet: Fleet  # the devices that train together
+    owners: Owners  # memory by owner
+    countdown: Countdown  # until the figures of a bench run are complete
+    subject: tuple[Subject, ...] = ()  # the engine, from `begin` on
+    layer_norms: dict[str, float] = attrs.field(factory=dict)  # of the boundary under way; mostly empty
+    remarks: list[str] = attrs.field(factory=list)  # to be said at the first step that has tokens
+
+    def begin(self, subject: Subject) -> None:
+        """The engine is complete; called once."""
+        self.subject = (subject,)
+        self.meter.formula = subject.formula
+        self.owners.ledger = subject.ledger
+        if subject.recomputes:
+            self.recomputes()
+        if not subject.formula.num_layers * subject.formula.hidden_size:
+            self.remarks.append(NO_ATTENTION)
+        self.sinks.begin(subject.record)
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """The context manager of "forward", "backward" or "step"; may be entered again while open.
+        """The context manager of a phase (`spans.PHASES`); may be entered again while open.
 
         A forward without gradients is validation, not part of a step: its time is left out everywhere.
         """
@@ -88,21 +84,49 @@ class Telemetry:
         """Around what is not training (validation, saving): its time is left out of the throughput."""
         return self.throughput.paused()
 
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A training forward is about to get these arguments."""
+        self.meter.forward(args, kwargs)
+
+    def report_tokens(self, num_tokens: int) -> None:
+        """Tokens of this rank in this step; they count in place of those that forward was seen to get."""
+        self.meter.tell(num_tokens)
+
+    def recomputes(self) -> None:
+        """Backward was found to compute activations again."""
+        self.meter.coefficient = 4
+
+    def counted(self, flops_per_sample: float) -> None:
+        """The operations of a step were counted."""
+        self.meter.flops_per_sample = flops_per_sample
+
+    def layers(self, norms: Mapping[str, float]) -> None:
+        """Gradient norms by layer, for the boundary under way, in any unit: the report has the norm of all."""
+        self.layer_norms = dict(norms)
+
     def micro_step_end(self) -> None:
         """A micro-step is complete; at a boundary before or after `step_end`, as the caller likes."""
         self.stopwatch.micro_step_end()
 
     def step_end(self, report: StepReport) -> None:
-        """A boundary: one snapshot at x = report.samples to every sink."""
+        """A boundary: one snapshot to every sink."""
+        work = self.meter.step_end(report.samples)
+        while self.remarks and work.tokens:
+            logger.warning("%s", self.remarks.pop())
         snapshot = Snapshot(
             report=report,
-            rate=self.throughput.step_end(report.samples),
+            rate=self.throughput.step_end(report.samples, work),
+            fleet=self.fleet,
+            epochs=tuple(passes for subject in self.subject for passes in subject.epochs()),
             phase_ms=self.stopwatch.total_ms(),
             micro_ms=self.stopwatch.micro_ms(),
-            memory={**read_memory(self.device), **self.marks.read()},
+            memory={**read_memory(self.device), **self.marks.read(), **self.owners.step_end()},
             comms=self.comms.step_end(),
+            layer_norms=in_units_of(report.grad_norm, self.layer_norms),
         )
         self.stopwatch.step_end()
+        self.layer_norms = {}
+        self.countdown.step_end()
         self.sinks.write(snapshot)
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,77 +137,21 @@ class Telemetry:
         """Start measuring afresh, warm-up included: the counters have jumped."""
         self.stopwatch.reset()
         self.throughput.reset()
+        self.countdown.reset()
 
     def close(self) -> None:
         """Last lines, then close every sink. Safe to call twice."""
         self.sinks.close()
         self.comms.close()
 
-
-def make_telemetry(
-    plan: TelemetryPlanLike, *, device: torch.device, rank: int, micro_batch_size: int, batch_size: int
-) -> Telemetry | Silent:
-    """The telemetry that the plan asks for on this rank; or Silent: nothing is asked for, or the rank is not 0.
-
-    batch_size: samples of all ranks a step; micro_batch_size: samples of one rank a micro-step.
-    Raises MissingPackageError, on every rank alike, if an enabled monitor's package is not installed.
-    """
-    require_packages(plan)
-    if rank != 0 or not _wants_anything(plan):
-        return Silent()
-    stopwatch = _make_stopwatch(device) if plan.wall_clock_breakdown else NoStopwatch()
-    marks = MemoryMarks(device) if plan.memory_breakdown else NoMemoryMarks()
-    throughput = Throughput() if plan.throughput else NoThroughput()
-    comms = CommsLog(zcomm.traced) if plan.comms_log else NoCommsLog()
-
-    def farewell() -> str:
-        batch = f"batch {batch_size}, micro-batch {micro_batch_size}"
-        return "\n".join(filter(None, [_mean_rate(plan, throughput.total, batch), comms.table()]))
-
-    sinks = _open_monitors(plan)
-    if plan.steps_per_print or plan.comms_log:
-        sinks.add("console", lambda: Console(plan.steps_per_print, table=comms.table, farewell=farewell))
-    return Telemetry(
-        device=device,
-        sinks=sinks,
-        stopwatch=stopwatch,
-        throughput=throughput,
-        marks=marks,
-        comms=comms,
-        spans=make_spans((*stopwatch.observers(), *marks.observers())),
-    )
+    @property
+    def bench_done(self) -> bool:
+        """Whether the steps that `bench_steps` asks for are measured; the same on all ranks."""
+        return self.countdown.is_over
 
 
-def _wants_anything(plan: TelemetryPlanLike) -> bool:
-    """Throughput alone does not count: it is on by default and goes nowhere without a line or a monitor."""
-    monitors = (plan.tensorboard.enabled, plan.csv_monitor.enabled, plan.wandb.enabled)
-    breakdowns = (plan.wall_clock_breakdown, plan.memory_breakdown, plan.comms_log)
-    return plan.steps_per_print > 0 or any(monitors) or any(breakdowns)
-
-
-def _make_stopwatch(device: torch.device) -> Stopwatch:
-    if device.type == "cuda":
-        return Stopwatch(zcomm.traced, lambda: torch.cuda.synchronize(device))
-    return Stopwatch(zcomm.traced)
-
-
-def _open_monitors(plan: TelemetryPlanLike) -> Sinks:
-    sinks = Sinks()
-    if plan.tensorboard.enabled:
-        folder = folder_of(plan.tensorboard)
-        sinks.add(f"TensorBoard events in {folder}", lambda: TensorBoardSink(folder))
-    if plan.csv_monitor.enabled:
-        place = folder_of(plan.csv_monitor)
-        sinks.add(f"CSV files in {place}", lambda: CsvSink(place))
-    if plan.wandb.enabled:
-        sinks.add(f"Weights & Biases project {plan.wandb.project!r}", lambda: WandbSink(plan.wandb))
-    return sinks
-
-
-def _mean_rate(plan: TelemetryPlanLike, total: Rate, batch: str) -> str:
-    if not (total and plan.steps_per_print):
-        return ""
-    return (
-        f"throughput: {total.samples_per_s:.1f} samples/s, {total.step_ms:.1f} ms a step "
-        f"(mean of {total.steps} steps; {batch})"
-    )
+def in_units_of(whole: float, parts: Mapping[str, float]) -> dict[str, float]:
+    """`parts`, whose squares shall add up to that of `whole`; as they are where they cannot."""
+    total = math.hypot(*parts.values())
+    factor = whole / total if total and math.isfinite(total) and math.isfinite(whole) else 1.0
+    return {name: norm * factor for name, norm in parts.items()}

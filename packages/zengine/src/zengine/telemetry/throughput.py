@@ -1,9 +1,11 @@
-"""Samples per second, from boundary to boundary.
+"""Samples, tokens and FLOPs per second, from boundary to boundary.
 
 The time of a step is the whole time since the boundary before it: waiting for data counts, because the user
 waits for it too. What is not training (a validation pass, writing a checkpoint) is left out by `paused()`.
-The first two steps are not measured: the first has no boundary before it, and both carry allocation and
-compilation. Rejected: timing forward to step only, which makes a run that starves for data look fast.
+The first steps are not measured: the first has no boundary before it, and the early ones carry allocation and
+compilation. Rejected: timing forward to step only, which makes a run that starves for data look fast; and waiting
+for the device at each boundary, since the engine reads the norm in the middle of each, so the host can be ahead of
+the device by less than a step, always the same.
 """
 
 from __future__ import annotations
@@ -19,22 +21,41 @@ WARMUP_STEPS = 2
 
 
 @attrs.frozen(kw_only=True)
+class Work:
+    """What one step was about, over all ranks; zero is unknown."""
+
+    tokens: int = 0
+    flops: float = 0.0  # by the formula, recomputation included
+    useful_flops: float = 0.0  # by the formula, each operation once
+    counted_flops: float = 0.0  # from counting the operations of one step
+
+
+@attrs.frozen(kw_only=True)
 class Rate:
-    """Samples of all ranks, and the time they took. Rates add up over steps."""
+    """Samples of all ranks and what they cost, and the time they took. Rates add up over steps."""
 
     samples: int = 0
     ms: float = 0.0
     steps: int = 0  # 0 means not measured
+    tokens: int = 0  # these four as in `Work`
+    flops: float = 0.0
+    useful_flops: float = 0.0
+    counted_flops: float = 0.0
 
     def __add__(self, other: Rate) -> Rate:
-        return Rate(samples=self.samples + other.samples, ms=self.ms + other.ms, steps=self.steps + other.steps)
+        names = [field.name for field in attrs.fields(Rate)]
+        return Rate(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def __bool__(self) -> bool:
         return self.steps > 0 and self.ms > 0
 
+    def per_s(self, amount: float) -> float:
+        """`amount` over the time; 0 while nothing is measured."""
+        return amount / self.ms * 1e3 if self else 0.0
+
     @property
     def samples_per_s(self) -> float:
-        return self.samples / self.ms * 1e3 if self else 0.0
+        return self.per_s(self.samples)
 
     @property
     def step_ms(self) -> float:
@@ -48,6 +69,7 @@ class Throughput:
     """Measures each step after the warm-up."""
 
     _clock: Callable[[], float] = time.perf_counter  # seconds
+    _warmup_steps: int = WARMUP_STEPS  # at least 1: the first step has no beginning
     total: Rate = attrs.field(factory=Rate, init=False)  # since the warm-up
     _seen: int = attrs.field(default=0, init=False)  # boundaries since the start or a reset
     _last_time: float = attrs.field(default=0.0, init=False)  # clock at the last boundary
@@ -55,13 +77,15 @@ class Throughput:
     _pause: float = attrs.field(default=0.0, init=False)  # seconds since it that are not training
     _depth: int = attrs.field(default=0, init=False)  # pauses open now; the outermost is timed
 
-    def step_end(self, samples: int) -> Rate:
+    def step_end(self, samples: int, work: Work | None = None) -> Rate:
         """The rate of the step that ends now, at `samples` samples since the start of training."""
         now = self._clock()
         self._seen += 1
-        step = Rate(samples=samples - self._last_samples, ms=(now - self._last_time - self._pause) * 1e3, steps=1)
+        elapsed_ms = (now - self._last_time - self._pause) * 1e3
+        done = attrs.asdict(work or Work())
+        step = Rate(samples=samples - self._last_samples, ms=elapsed_ms, steps=1, **done)
         self._last_time, self._last_samples, self._pause = now, samples, 0.0
-        if self._seen <= WARMUP_STEPS:
+        if self._seen <= self._warmup_steps:
             return Rate()
         self.total += step
         return step
@@ -89,7 +113,7 @@ class NoThroughput:
 
     total = Rate()
 
-    def step_end(self, samples: int) -> Rate:
+    def step_end(self, samples: int, work: Work | None = None) -> Rate:
         return Rate()
 
     @contextmanager

@@ -15,6 +15,9 @@ class Recorder:
         self.fail_at = fail_at
         self.calls = []
 
+    def begin(self, record):
+        self.calls.append(record)
+
     def write(self, snapshot):
         self.calls.append(snapshot)
         if snapshot in self.fail_at:
@@ -29,6 +32,7 @@ def test_a_failing_sink_is_named_once_with_place_and_cause_and_the_others_go_on(
     sinks = Sinks()
     sinks.add("CSV files in runs/a", lambda: bad)
     sinks.add("console", lambda: good)
+    sinks.begin("record")
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
         warnings.simplefilter("error")
         for step in (1, 2, 3):
@@ -39,8 +43,8 @@ def test_a_failing_sink_is_named_once_with_place_and_cause_and_the_others_go_on(
     assert "CSV files in runs/a" in record.getMessage()
     assert "OSError: [Errno 28] No space left on device" in record.getMessage()
     assert "training goes on" in record.getMessage()
-    assert bad.calls == [1, 2]
-    assert good.calls == [1, 2, 3, "close"]
+    assert bad.calls == ["record", 1, 2]
+    assert good.calls == ["record", 1, 2, 3, "close"]
 
 
 def test_a_sink_that_cannot_be_opened_is_named_and_left_out(caplog):
@@ -75,20 +79,30 @@ def test_closing_twice_closes_once():
 
 def plan(*enabled):
     return SimpleNamespace(
-        **{name: SimpleNamespace(enabled=name in enabled) for name in ("tensorboard", "csv_monitor", "wandb")}
+        **{
+            name: SimpleNamespace(enabled=name in enabled)
+            for name in ("tensorboard", "csv_monitor", "wandb", "comet")
+        }
     )
 
 
 @pytest.mark.parametrize(
-    ("package", "purpose"), [("wandb", "Weights & Biases"), ("tensorboard", "TensorBoard events")]
+    ("section", "package", "for_pip", "purpose"),
+    [
+        ("wandb", "wandb", "wandb", "Weights & Biases"),
+        ("tensorboard", "tensorboard", "tensorboard", "TensorBoard events"),
+        ("comet", "comet_ml", "comet-ml", "Comet"),
+    ],
 )
-def test_a_missing_package_is_an_error_that_says_what_for_and_how_to_get_it(monkeypatch, package, purpose):
+def test_a_missing_package_is_an_error_that_says_what_for_and_how_to_get_it(
+    monkeypatch, section, package, for_pip, purpose
+):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
         MissingPackageError,
-        match=rf'section "{package}" is enabled.*{purpose}.*pip install {package}.*{package}.enabled',
+        match=rf'section "{section}" is enabled.*{purpose}.*pip install {for_pip}.*{section}.enabled',
     ) as caught:
-        require_packages(plan(package))
+        require_packages(plan(section))
     assert isinstance(caught.value, ImportError)
     require_packages(plan("csv_monitor"))
 

@@ -10,18 +10,22 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
 
 from zengine.report import StepReport
 from zengine.telemetry.comms import Tally
+from zengine.telemetry.devices import Fleet
 from zengine.telemetry.sinks.tensorboard import LAYOUT, TensorBoardSink
+from zengine.telemetry.sinks.tensorboard_values import histogram_value
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.spans import TIMERS
+from zengine.telemetry.subject import RunRecord
 from zengine.telemetry.throughput import Rate
 
 
 def snapshot(samples, loss=1.0, **measured):
     report = StepReport(
-        applied=True, reason="", step=1, applied_steps=1, skipped_steps=0, samples=samples,
+        applied=True, reason="", step=samples // 8, applied_steps=1, skipped_steps=0, samples=samples,
         loss=loss, grad_norm=1.0, loss_scale=1.0, lr=(0.1, 0.2),
     )  # fmt: skip
     return Snapshot(report=report, **measured)
@@ -32,10 +36,20 @@ def everything(samples):
     timers = dict.fromkeys(TIMERS, 1.0)
     return snapshot(
         samples,
-        rate=Rate(samples=8, ms=10, steps=1),
+        rate=Rate(samples=8, ms=10, steps=1, tokens=5, flops=1.0, useful_flops=1.0, counted_flops=1.0),
+        fleet=Fleet(peak_tflops=1.0),
+        epochs=(0.5,),
         phase_ms=timers,
         micro_ms=timers,
-        memory={"process": 1, "process_peak": 2, "cuda": 3, "cuda_peak": 4, "cuda_reserved": 5, "after_step": 6},
+        memory={
+            "process": 1,
+            "process_peak": 2,
+            "cuda": 3,
+            "cuda_peak": 4,
+            "cuda_reserved": 5,
+            "after_step": 6,
+            "gathered units": 7,
+        },
         comms={"all_reduce": Tally(count=1, nbytes=2, ms=3.0)},
     )
 
@@ -50,31 +64,33 @@ def points(folder, tag="Train/Samples/train_loss"):
     return [(event.step, event.value) for event in read(folder).Scalars(tag)]
 
 
-def test_every_scalar_is_read_back_at_the_number_of_samples(tmp_path):
+def test_every_scalar_is_read_back_on_its_axis(tmp_path):
     sink = TensorBoardSink(tmp_path / "runs" / "a")
     sink.write(everything(32))
     sink.write(everything(64))
     sink.close()
     accumulator = read(tmp_path / "runs" / "a")
-    expected = everything(0).scalars()
-    assert set(accumulator.Tags()["scalars"]) == set(expected)
+    expected = {**everything(32).scalars()}
+    expected.pop("train/global_step")
+    assert [(e.step, e.value) for e in accumulator.Scalars("train/global_step")] == [(4, 4), (8, 8)]
+    assert set(accumulator.Tags()["scalars"]) == {*expected, "train/global_step"}
     for tag, value in expected.items():
         assert [(event.step, event.value) for event in accumulator.Scalars(tag)] == [
-            (32, pytest.approx(value)),
-            (64, pytest.approx(value)),
+            (32 if "Samples" in tag else 4, pytest.approx(value)),
+            (64 if "Samples" in tag else 8, pytest.approx(value)),
         ]
 
 
-def test_a_boundary_is_one_event(tmp_path):
+def test_a_boundary_is_an_event_for_each_axis(tmp_path):
     sink = TensorBoardSink(tmp_path)
     sink.write(everything(32))
     sink.write(everything(64))
     sink.close()
     (file,) = tmp_path.iterdir()
     events = [event for event in LegacyEventFileLoader(str(file)).Load() if event.step]
-    assert [len(event.summary.value) for event in events if event.HasField("summary")] == [
-        len(everything(0).scalars())
-    ] * 2
+    sizes = [(event.step, len(event.summary.value)) for event in events if event.HasField("summary")]
+    assert [step for step, _ in sizes] == [32, 4, 64, 8]
+    assert sizes[0][1] + sizes[1][1] == len(everything(32).scalars())
 
 
 def test_what_is_written_can_be_read_before_the_file_is_closed(tmp_path):
@@ -126,6 +142,66 @@ def test_the_layout_is_stored_and_draws_every_tag_in_exactly_one_chart(tmp_path)
     for tag in everything(0).scalars():
         drawn = [chart.title for chart in charts if any(re.match(pattern, tag) for pattern in chart.multiline.tag)]
         assert len(drawn) == 1, (tag, drawn)
+
+
+RECORD = RunRecord(
+    started="now",
+    config={"train_batch_size": 8},
+    plan=[("a|b", 1, "dict")],
+    environment={"torch": "2"},
+    hparams={"lr": 0.1, "optimizer": "AdamW", "nesterov": True},
+)
+
+
+def test_the_hparams_page_knows_what_the_run_has_and_which_tags_to_compare(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    sink.begin(RECORD)
+    sink.write(everything(32))
+    sink.close()
+    metadata = read(tmp_path).summary_metadata
+    content = {
+        tag: plugin_data_pb2.HParamsPluginData.FromString(metadata[f"_hparams_/{tag}"].plugin_data.content)
+        for tag in ("experiment", "session_start_info", "session_end_info")
+    }
+    start = content["session_start_info"].session_start_info.hparams
+    assert start["lr"].number_value == 0.1
+    assert start["optimizer"].string_value == "AdamW"
+    assert start["nesterov"].bool_value is True
+    tags = {info.name.tag for info in content["experiment"].experiment.metric_infos}
+    assert tags <= set(everything(32).scalars())
+    assert content["session_end_info"].session_end_info.end_time_secs > 0
+
+
+def test_config_plan_and_environment_are_texts(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    sink.begin(RECORD)
+    sink.close()
+    accumulator = read(tmp_path)
+    texts = {
+        tag: accumulator.Tensors(f"run/{tag}")[0].tensor_proto.string_val[0].decode()
+        for tag in ("config", "plan", "environment")
+    }
+    assert texts["config"].splitlines()[1] == '      "train_batch_size": 8'
+    assert texts["plan"].splitlines()[-1] == "| a/b | 1 | dict |"
+    assert "| torch | 2 |" in texts["environment"]
+
+
+def test_norms_of_layers_are_curves_and_a_histogram(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    sink.write(snapshot(8, layer_norms={"blocks.0": 1.0, "blocks.1": 3.0, "head": math.inf}))
+    sink.write(snapshot(16))
+    sink.close()
+    accumulator = read(tmp_path)
+    (event,) = accumulator.Histograms("gradients/norm_by_layer")
+    assert event.step == 1
+    assert (event.histogram_value.num, event.histogram_value.min, event.histogram_value.max) == (2, 1.0, 3.0)
+    assert sum(event.histogram_value.bucket) == 2
+    assert len(event.histogram_value.bucket) == len(event.histogram_value.bucket_limit)
+    assert [event.value for event in accumulator.Scalars("gradients/blocks.1")] == [3.0]
+
+
+def test_a_histogram_of_nothing_finite_is_one_zero():
+    assert histogram_value("x", [math.nan]).histo.num == 1
 
 
 def test_importing_telemetry_does_not_import_tensorboard():

@@ -8,13 +8,19 @@ import pytest
 from zengine.report import StepReport
 from zengine.telemetry.sinks.wandb import WandbSink
 from zengine.telemetry.snapshot import Snapshot
+from zengine.telemetry.subject import RunRecord
+
+RECORD = RunRecord(started="now", config={"train_batch_size": 4}, plan=[], environment={}, hparams={})
 
 
 @pytest.fixture
 def calls(monkeypatch):
     calls = []
     run = SimpleNamespace(
-        log=lambda scalars, step: calls.append(("log", step, scalars)), finish=lambda: calls.append(("finish",))
+        log=lambda scalars, step: calls.append(("log", step, scalars)),
+        finish=lambda: calls.append(("finish",)),
+        define_metric=lambda tags, step_metric: calls.append(("axis", tags, step_metric)),
+        config=SimpleNamespace(update=lambda config: calls.append(("config", config))),
     )
     module = ModuleType("wandb")
     module.init = lambda **options: calls.append(("init", options)) or run
@@ -32,11 +38,14 @@ def test_one_log_call_a_boundary_at_the_number_of_samples(calls):
         loss=2.5, grad_norm=1.0, loss_scale=1.0, lr=(0.1,),
     )  # fmt: skip
     sink = WandbSink(plan(group="g", team="t"))
+    sink.begin(RECORD)
     sink.write(Snapshot(report=report))
     sink.close()
     assert calls[0] == ("init", {"project": "zoo", "group": "g", "entity": "t"})
-    assert calls[1] == ("log", 32, Snapshot(report=report).scalars())
-    assert calls[2] == ("finish",)
+    assert ("axis", "perf/*", "train/global_step") in calls
+    assert calls[-3] == ("config", {"train_batch_size": 4})
+    assert calls[-2] == ("log", 32, Snapshot(report=report).scalars())
+    assert calls[-1] == ("finish",)
 
 
 def test_empty_names_are_left_to_the_package(calls):

@@ -18,12 +18,23 @@ from typing import Protocol, final
 
 from zengine.telemetry.plans import MonitorLike, TelemetryPlanLike
 from zengine.telemetry.snapshot import Snapshot
+from zengine.telemetry.subject import RunRecord
 
 logger = logging.getLogger("zengine.telemetry")
+
+# section of the config -> package, its name for pip, what it is needed for
+_PACKAGES = {
+    "tensorboard": ("tensorboard", "tensorboard", "writes TensorBoard events"),
+    "wandb": ("wandb", "wandb", "sends metrics to Weights & Biases"),
+    "comet": ("comet_ml", "comet-ml", "sends metrics to Comet"),
+}
 
 
 class Sink(Protocol):
     """Takes one snapshot a boundary."""
+
+    def begin(self, record: RunRecord) -> None:
+        """The engine is complete; called once, before the first snapshot."""
 
     def write(self, snapshot: Snapshot) -> None: ...
 
@@ -50,6 +61,9 @@ class Sinks:
             self._open.append((what, make()))
         except Exception as cause:
             _warn(what, cause)
+
+    def begin(self, record: RunRecord) -> None:
+        self._each(lambda sink: sink.begin(record))
 
     def write(self, snapshot: Snapshot) -> None:
         self._each(lambda sink: sink.write(snapshot))
@@ -85,24 +99,27 @@ def folder_of(monitor: MonitorLike) -> Path:
 
 def require_packages(plan: TelemetryPlanLike) -> None:
     """Raise MissingPackageError if an enabled monitor's package is absent; alike on every rank."""
-    if plan.tensorboard.enabled:
-        _require("tensorboard", "tensorboard", "writes TensorBoard events")
-    if plan.wandb.enabled:
-        _require("wandb", "wandb", "sends metrics to Weights & Biases")
+    for section, is_enabled in (
+        ("tensorboard", plan.tensorboard.enabled),
+        ("wandb", plan.wandb.enabled),
+        ("comet", plan.comet.enabled),
+    ):
+        if is_enabled:
+            _require(section, *_PACKAGES[section])
 
 
-def _require(section: str, package: str, purpose: str) -> None:
-    if _is_installed(package):
+def _require(section: str, package: str, for_pip: str, purpose: str) -> None:
+    if is_installed(package):
         return
     raise MissingPackageError(
         f'config section "{section}" is enabled; it {purpose} and needs the package {package!r}, which is '
-        f"not installed in {sys.executable}: install it (pip install {package}), "
+        f"not installed in {sys.executable}: install it (pip install {for_pip}), "
         f"or set {section}.enabled to false",
         name=package,
     )
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """A folder that merely has the package's name (wandb leaves one behind) is not the package."""
     if package in sys.modules:
         return sys.modules[package] is not None

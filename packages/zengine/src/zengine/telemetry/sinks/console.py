@@ -1,7 +1,8 @@
 """Lines for people: every `interval` boundaries the state of training, and each skipped step with its reason.
 
 Times and rates are means since the line before, so a line stands for its whole interval; loss, learning rate
-and gradient norm are those of the step named.
+and gradient norm are those of the step named.  On a terminal the newest step is shown below them, in a line that is
+overwritten (live.py).
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from typing import final
 
 import attrs
 
-from zengine.telemetry.snapshot import Snapshot
-from zengine.telemetry.spans import COMMUNICATION
+from zengine.telemetry.devices import Fleet
+from zengine.telemetry.sinks.live import LiveLine, make_line
+from zengine.telemetry.snapshot import Snapshot, speed
+from zengine.telemetry.spans import COMMUNICATION, INNER
+from zengine.telemetry.subject import RunRecord
 from zengine.telemetry.throughput import Rate
 
 _LABELS = {COMMUNICATION: "communication"}  # timers whose name is not plain words
@@ -28,8 +32,12 @@ class Window:
     phase_ms: dict[str, float] = attrs.field(factory=dict)  # totals by timer
 
     def plus(self, snapshot: Snapshot) -> Window:
-        phases = {timer: self.phase_ms.get(timer, 0.0) + ms for timer, ms in snapshot.phase_ms.items()}
-        return Window(self.steps + 1, self.rate + snapshot.rate, phases)
+        """With one boundary more; phases of the warm-up are forgotten with the first step that has a rate."""
+        before = Window() if snapshot.rate and not self.rate else self
+        phases = dict(before.phase_ms)
+        for timer, ms in snapshot.phase_ms.items():
+            phases[timer] = phases.get(timer, 0.0) + ms
+        return Window(before.steps + 1, before.rate + snapshot.rate, phases)
 
 
 def format_line(snapshot: Snapshot, window: Window) -> str:
@@ -37,11 +45,12 @@ def format_line(snapshot: Snapshot, window: Window) -> str:
     report = snapshot.report
     parts = [
         f"step {report.step}" + ("" if report.applied else f" SKIPPED: {report.reason}"),
+        *(f"epoch {passes:.2f}" for passes in snapshot.epochs),
         f"loss {report.loss:.4f}",
         "lr " + ", ".join(f"{lr:.3e}" for lr in report.lr),
         f"grad norm {report.grad_norm:.3f}",
         *_scale(report.loss_scale),
-        *_rate(window),
+        *_rate(window, snapshot.fleet),
         *_memory(snapshot),
     ]
     return " | ".join(parts)
@@ -51,13 +60,24 @@ def _scale(loss_scale: float) -> list[str]:
     return [] if loss_scale == 1 else [f"loss scale {loss_scale:g}"]
 
 
-def _rate(window: Window) -> list[str]:
-    rate = [f"{window.rate.samples_per_s:.1f} samples/s", f"step {window.rate.step_ms:.1f} ms"]
-    phases = [f"{_LABELS.get(timer, timer)} {ms / window.steps:.1f}" for timer, ms in window.phase_ms.items()]
-    parts = rate if window.rate else []
+def _rate(window: Window, fleet: Fleet) -> list[str]:
+    numbers = speed(window.rate, fleet)
+    words = (
+        ("samples_per_second", "{:.1f} samples/s", 1.0),
+        ("tokens_per_second", "{:,.0f} tokens/s", 1.0),
+        ("tflops", "{:.3g} GFLOPS", 1000.0) if numbers.get("tflops", 1.0) < 0.1 else ("tflops", "{:.3g} TFLOPS", 1.0),
+        ("mfu", "MFU {:.1f} %", 100.0),
+    )
+    parts = [text.format(numbers[name] * factor) for name, text, factor in words if name in numbers]
+    step = [f"step {window.rate.step_ms:.1f} ms"] if window.rate else []
+    phases = [
+        f"{_LABELS.get(timer, timer)} {ms / window.steps:.1f}"
+        for timer, ms in window.phase_ms.items()
+        if timer != INNER
+    ]
     if phases:
-        return [*parts[:1], " ".join([*parts[1:], f"({', '.join(phases)} ms)"])]
-    return parts
+        step = [" ".join([*step, f"({', '.join(phases)} ms)"])]
+    return [*parts, *step]
 
 
 def _memory(snapshot: Snapshot) -> list[str]:
@@ -79,27 +99,33 @@ class Console:
     `table()` is asked after every line that is due, `farewell()` at the end; "" prints nothing.
     """
 
-    def __init__(self, interval: int, *, table: Callable[[], str], farewell: Callable[[], str]) -> None:
+    def __init__(
+        self, interval: int, *, table: Callable[[], str], farewell: Callable[[], str], line: LiveLine | None = None
+    ) -> None:
         self._interval = interval
         self._table = table
         self._farewell = farewell
+        self._line = line or make_line(sys.stdout)
         self._window = Window()
+
+    def begin(self, record: RunRecord) -> None: ...
 
     def write(self, snapshot: Snapshot) -> None:
         if not self._interval:
             return
-        self._window = self._window.plus(snapshot)
+        self._window = window = self._window.plus(snapshot)
         due = snapshot.report.step % self._interval == 0
         if due or not snapshot.report.applied:
-            _show(format_line(snapshot, self._window))
+            self._say(format_line(snapshot, window))
         if due:
-            _show(self._table())
+            self._say(self._table())
             self._window = Window()
+        self._line.show(lambda: format_line(snapshot, window))
 
     def close(self) -> None:
-        _show(self._farewell())
+        self._line.close()
+        self._say(self._farewell())
 
-
-def _show(text: str) -> None:
-    if text:
-        print(text, file=sys.stdout, flush=True)
+    def _say(self, text: str) -> None:
+        if text:
+            self._line.above(text)

@@ -1,8 +1,9 @@
 """CSV files, one a tag, as DeepSpeed's csv_monitor writes them.
 
-`Train/Samples/lr` becomes `Train_Samples_lr.csv` with the header `step,lr`; `step` is the number of samples
-seen. One table for all tags was rejected: tags come and go during a run (throughput after the warm-up), and a
-table cannot grow a column. A file that is there already is continued.
+`Train/Samples/lr` becomes `Train_Samples_lr.csv` with the header `step,lr`; `step` is the number of samples seen, as
+there. Our own tags (`train_loss.csv`, ...) have the number of the step. One table for all tags was rejected: tags
+come and go during a run (throughput after the warm-up), and a table cannot grow a column. A file that is there
+already is continued.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TextIO, final
 
 from zengine.telemetry.snapshot import Snapshot
+from zengine.telemetry.subject import RunRecord
 
 
 @final
@@ -23,10 +25,12 @@ class CsvSink:
         self._folder = folder
         self._files: dict[str, TextIO] = {}  # by tag
 
+    def begin(self, record: RunRecord) -> None: ...
+
     def write(self, snapshot: Snapshot) -> None:
         for tag, value in snapshot.scalars().items():
             file = self._files.get(tag) or self._open(tag)
-            csv.writer(file).writerow([snapshot.report.samples, repr(float(value))])
+            csv.writer(file).writerow([snapshot.x(tag), repr(float(value))])
             file.flush()
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""Weights & Biases: one `log` call a boundary, at step = samples seen."""
+"""Weights & Biases: one `log` call a boundary.
+
+Its own axis is the number of samples seen, that of DeepSpeed's tags; ours are drawn over `train/global_step`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import importlib
 from typing import Any, final
 
 from zengine.telemetry.plans import WandbLike
-from zengine.telemetry.snapshot import Snapshot
+from zengine.telemetry.snapshot import COMMUNICATION, GRADIENTS, MEMORY, PERF, TRAIN, Snapshot
+from zengine.telemetry.subject import RunRecord
 
 
 @final
@@ -16,6 +20,11 @@ class WandbSink:
     def __init__(self, plan: WandbLike) -> None:
         wandb: Any = importlib.import_module("wandb")  # optional and untyped here
         self._run: Any = wandb.init(project=plan.project, group=plan.group or None, entity=plan.team or None)
+        for family in (TRAIN, PERF, MEMORY, COMMUNICATION, GRADIENTS):
+            self._run.define_metric(f"{family}*", step_metric=f"{TRAIN}global_step")
+
+    def begin(self, record: RunRecord) -> None:
+        self._run.config.update(dict(record.config))
 
     def write(self, snapshot: Snapshot) -> None:
         self._run.log(snapshot.scalars(), step=snapshot.report.samples)

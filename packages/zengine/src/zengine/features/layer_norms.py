@@ -1,0 +1,76 @@
+"""The norms of the gradients by layer, for the histograms that "tensorboard.gradient_histograms" asks for.
+
+At every so many steps each rank squares the norms of the pieces it keeps, adds them up by layer, and one all-reduce
+of a number a layer makes them whole; at the others the cost is one comparison.  The unit does not matter (loss
+scale, weights): telemetry brings them to the unit of the report's norm, whose square they make up together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import attrs
+import torch
+
+import zcomm
+from zengine.features.base import Feature
+
+if TYPE_CHECKING:
+    from zengine.clock import Clock
+    from zengine.engine import Engine
+    from zengine.parts import TelemetrySlot
+    from zpartition import Partition
+
+
+@final
+@attrs.define(eq=False)
+class LayerNorms(Feature):
+    """Measures where `steps % every == 0`, on all ranks alike."""
+
+    every: int
+    clock: Clock = attrs.field(init=False)
+    telemetry: TelemetrySlot = attrs.field(init=False)
+
+    def attach(self, engine: Engine) -> None:
+        self.clock, self.telemetry = engine.clock, engine.parts.telemetry
+
+    def gradients_ready(self, partition: Partition) -> None:
+        if (self.clock.steps + 1) % self.every == 0:
+            self.telemetry.layers(norms_by_layer(partition))
+
+
+def norms_by_layer(partition: Partition) -> dict[str, float]:
+    """Norm of each layer's reduced gradients over all ranks, in the order of the layers.  All ranks call."""
+    layers = {layer_of(name): 0 for name in partition.params}
+    index = {layer: position for position, layer in enumerate(layers)}
+    squares = torch.zeros(len(layers), dtype=torch.float64, device=partition.device)
+    if partition.rank < partition.layout.num_shards:  # the others keep the same gradients
+        _add_pieces(partition, index, squares)
+    zcomm.all_reduce(squares, partition.group, label="gradient norms by layer")
+    return dict(zip(layers, squares.sqrt().tolist()))
+
+
+def _add_pieces(partition: Partition, index: dict[str, int], squares: torch.Tensor) -> None:
+    """Add to `squares` (a float64 a layer) those of this rank's pieces."""
+    places, norms = [], []
+    for storage in partition.storages:
+        if storage.master.grad is None:
+            continue
+        gradient = storage.master.grad.flatten()
+        for piece in storage.pieces(partition.rank):
+            part = gradient[piece.offset : piece.offset + piece.numel]
+            norms.append(torch.linalg.vector_norm(part, dtype=torch.float32).to(squares.device))
+            places.append(index[layer_of(piece.slot.name)])
+    if norms:
+        squares.index_add_(0, torch.tensor(places, device=squares.device), torch.stack(norms).double().square())
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter: up to the first number in its path, else its module.
+
+    "blocks.3.mlp.weight" -> "blocks.3"; "embedding.weight" -> "embedding"; "scale" -> "scale".
+    """
+    parts = name.split(".")
+    numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+    end = numbers[0] + 1 if numbers else max(1, len(parts) - 1)
+    return ".".join(parts[:end])

@@ -1,0 +1,131 @@
+"""Tells telemetry what only a complete engine knows, and what each forward is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from zengine.config.describe import rows
+from zengine.features.base import Feature
+from zengine.features.recomputation import Probe
+from zengine.telemetry.subject import (
+    RunRecord,
+    Subject,
+    environment,
+    now,
+    says_it_recomputes,
+    shape_of,
+    without_secrets,
+)
+from zengine.telemetry.work import Formula
+
+if TYPE_CHECKING:
+    from zengine.clock import MicroStep
+    from zengine.config import Plan
+    from zengine.engine import Engine
+    from zengine.parts import TelemetrySlot
+
+
+@final
+class Measuring(Feature):
+    """Present where anything is measured; on ranks that are silent its calls end in identities."""
+
+    telemetry: TelemetrySlot
+    probe: Probe  # looks in the first step whether activations are computed again
+
+    def attach(self, engine: Engine) -> None:
+        self.telemetry = engine.parts.telemetry
+        self.telemetry.begin(subject_of(engine))
+        looks = engine.plan.telemetry.rates.recomputation == "auto" and engine.parts.world.rank == 0
+        self.probe = Probe.of(engine.module) if looks else Probe()
+        if engine.parts.loader is not None:
+            engine.parts.loader.waiting = self.telemetry.span("data")
+
+    def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch.is_grad_enabled():
+            self.telemetry.forward(args, kwargs)
+            self.probe.forward_begin()
+        return args, kwargs
+
+    def backward_begin(self, micro: MicroStep, loss: Tensor) -> Tensor:
+        self.probe.backward_begin()
+        return loss
+
+    def step_begin(self) -> None:
+        if self.probe.finish():
+            self.telemetry.recomputes()
+
+
+def subject_of(engine: Engine) -> Subject:
+    """The engine as telemetry sees it."""
+    plan = engine.plan
+    layers, width = shape_of(engine.module)
+    rates = plan.telemetry.rates
+    return Subject(
+        formula=Formula(
+            num_parameters=sum(param.numel() for param in engine.module.parameters()),
+            num_layers=rates.num_layers or layers,
+            hidden_size=rates.hidden_size or width,
+        ),
+        recomputes=rates.recomputation == "yes"
+        or (rates.recomputation == "auto" and says_it_recomputes(engine.module)),
+        epochs=epochs_of(engine.parts.loader, plan.batch.replicas),
+        ledger=engine.parts.partition.ledger,
+        record=RunRecord(
+            started=now(),
+            config=without_secrets(plan.given),
+            plan=[(key, _plain(value), plan.origins.get(key, "default")) for key, value in rows(plan)],
+            environment=environment(engine.parts.world.device, engine.parts.world.world_size),
+            hparams=hparams_of(plan, engine.optimizer),
+        ),
+    )
+
+
+def epochs_of(loader: Any, replicas: int) -> Callable[[], tuple[float, ...]]:
+    """Passes over the data so far, with fractions where the loader knows its length; empty without our loader."""
+    if loader is None:
+        return tuple
+
+    def epochs() -> tuple[float, ...]:
+        try:
+            whole = len(loader) * loader.batch_size * replicas
+        except TypeError:  # a stream has no length
+            return (float(loader.epoch),)
+        return (loader.epoch + min(1.0, loader.consumed_samples / whole),)
+
+    return epochs
+
+
+def hparams_of(plan: Plan, optimizer: torch.optim.Optimizer | None) -> dict[str, bool | float | str]:
+    """The few values by which runs are compared."""
+    return {
+        "batch": float(plan.batch.train_batch_size),
+        "micro_batch": float(plan.batch.micro_batch_size),
+        "accumulation": float(plan.batch.accumulation),
+        "replicas": float(plan.batch.replicas),
+        "optimizer": plan.optimizer.type or ("none" if optimizer is None else type(optimizer).__name__),
+        "scheduler": plan.scheduler.type or "none in the config",
+        **_options_of(plan, optimizer),
+        "clip_norm": plan.clip_norm,
+        "zero_stage": float(plan.zero.stage),
+        "dtype": str(plan.precision.param).removeprefix("torch."),
+        "seed": float(plan.data.seed),
+    }
+
+
+def _options_of(plan: Plan, optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
+    """Of the first group; the learning rate is the one that schedules lead to and away from."""
+    group = {} if optimizer is None else optimizer.param_groups[0]
+    rate = plan.optimizer.params.get("lr", group.get("initial_lr", group.get("lr")))
+    found = {"lr": rate, "weight_decay": group.get("weight_decay")}
+    return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
+
+
+def _plain(value: Any) -> Any:
+    """A value of the plan in JSON."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,104 @@
+"""Moments: on the host's clock, or on the device's stream, where they can be read only after they have passed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, final
+
+import attrs
+import torch
+
+
+class Interval(Protocol):
+    """The time between two moments."""
+
+    def ms(self) -> float:
+        """Milliseconds; on a device best after `Instants.settle`: else each interval waits for its own end."""
+
+
+class Instants(Protocol):
+    """Makes moments of one clock."""
+
+    def now(self) -> Any:
+        """This moment: the host's time, or an event behind all work that the stream has been given so far."""
+
+    def interval(self, begin: Any, end: Any) -> Interval: ...
+
+    def settle(self) -> None:
+        """Return when every moment made so far has passed."""
+
+
+@final
+@attrs.frozen
+class HostInterval:
+    """Two readings of the clock, in seconds."""
+
+    begin: float
+    end: float
+
+    def ms(self) -> float:
+        return (self.end - self.begin) * 1e3
+
+
+@final
+@attrs.frozen(eq=False)
+class HostInstants:
+    """The host's clock; moments have passed when they are made."""
+
+    clock: Callable[[], float] = time.perf_counter  # seconds
+
+    def now(self) -> float:
+        return self.clock()
+
+    def interval(self, begin: float, end: float) -> HostInterval:
+        return HostInterval(begin, end)
+
+    def settle(self) -> None: ...
+
+
+HOST: Instants = HostInstants()
+
+
+@final
+@attrs.frozen(eq=False)
+class DeviceInterval:
+    """Two events on a stream."""
+
+    begin: Any  # torch.cuda.Event with timing
+    end: Any
+
+    def ms(self) -> float:
+        if not self.end.query():  # of another stream than the one that was settled
+            self.end.synchronize()
+        return float(self.begin.elapsed_time(self.end))
+
+
+def _make_event() -> Any:
+    event: Callable[..., Any] = torch.cuda.Event
+    return event(enable_timing=True)
+
+
+@final
+@attrs.define(eq=False)
+class DeviceInstants:
+    """Events on the current CUDA stream.
+
+    Invariant: `last` is the newest event, so whoever has waited for it may read all of them.
+    """
+
+    make: Callable[[], Any] = _make_event
+    last: list[Any] = attrs.field(factory=list)  # none, or one that nobody has waited for
+
+    def now(self) -> Any:
+        event = self.make()
+        event.record()
+        self.last = [event]
+        return event
+
+    def interval(self, begin: Any, end: Any) -> DeviceInterval:
+        return DeviceInterval(begin, end)
+
+    def settle(self) -> None:
+        while self.last:
+            self.last.pop().synchronize()

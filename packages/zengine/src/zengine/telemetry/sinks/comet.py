@@ -1,0 +1,52 @@
+"""Comet: two calls a point, ours at the number of the step and DeepSpeed's tags at the number of samples.
+
+A point is sent when `samples_log_interval` samples have passed since the one before, as DeepSpeed's monitor does, so
+that a run of small steps is not slowed by a service.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, final
+
+from zengine.telemetry.plans import CometLike
+from zengine.telemetry.snapshot import SAMPLES, Snapshot
+from zengine.telemetry.subject import RunRecord
+
+
+@final
+class CometSink:
+    """One experiment.  What the plan leaves empty is the package's own (COMET_API_KEY, ~/.comet.config, ...)."""
+
+    def __init__(self, plan: CometLike) -> None:
+        comet: Any = importlib.import_module("comet_ml")  # optional and untyped here
+        given = {
+            "api_key": plan.api_key,
+            "workspace": plan.workspace,
+            "project": plan.project,
+            "experiment_key": plan.experiment_key,
+            "mode": plan.mode,
+        }
+        self._experiment: Any = comet.start(
+            online=plan.online, **{name: value for name, value in given.items() if value}
+        )
+        if plan.experiment_name:
+            self._experiment.set_name(plan.experiment_name)
+        self._interval = plan.samples_log_interval
+        self._due = 0  # samples at which the next point is sent
+
+    def begin(self, record: RunRecord) -> None:
+        self._experiment.log_parameters(dict(record.hparams))
+
+    def write(self, snapshot: Snapshot) -> None:
+        samples = snapshot.report.samples
+        if samples < self._due:
+            return
+        self._due = samples + self._interval
+        scalars = snapshot.scalars()
+        for is_theirs, step in ((True, samples), (False, snapshot.report.step)):
+            family = {tag: value for tag, value in scalars.items() if tag.startswith(SAMPLES) == is_theirs}
+            self._experiment.log_metrics(family, step=step)
+
+    def close(self) -> None:
+        self._experiment.end()

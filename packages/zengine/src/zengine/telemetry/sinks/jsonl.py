@@ -1,0 +1,64 @@
+"""A folder that tells of the run, for programs: `run.json` at its start, and a line of `events.jsonl` a boundary.
+
+    {"step": 3, "samples": 96, "time_s": 1.25, "values": {"train/loss": 2.5, ...}}
+
+`time_s` counts from the start of the process's part of the run.  A run that is resumed in the same folder continues
+the file; where steps were lost and done again, the later line counts.  Numbers that JSON does not know (NaN,
+infinities) are written as the words "NaN", "Infinity" and "-Infinity", so that every reader can read the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+from zengine.telemetry.snapshot import Snapshot
+from zengine.telemetry.subject import RunRecord
+
+EVENTS, RUN = "events.jsonl", "run.json"
+
+
+@final
+class JsonlSink:
+    """Appends to `events.jsonl` in `folder`, and flushes each line."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.perf_counter) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._clock = clock
+        self._start = clock()
+        self._file = open(folder / EVENTS, "a", encoding="utf-8")  # noqa: SIM115
+
+    def begin(self, record: RunRecord) -> None:
+        write_record(self._folder, record)
+
+    def write(self, snapshot: Snapshot) -> None:
+        line = {
+            "step": snapshot.report.step,
+            "samples": snapshot.report.samples,
+            "time_s": round(self._clock() - self._start, 6),
+            "values": {tag: plain(value) for tag, value in snapshot.scalars().items()},
+        }
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_record(folder: Path, record: RunRecord) -> None:
+    """Write `run.json` whole or not at all; a reader never sees half of one."""
+    part = folder / f"{RUN}.part"
+    part.write_text(json.dumps(record.as_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    part.replace(folder / RUN)
+
+
+def plain(value: float) -> float | str:
+    """`value`, or its word where JSON has no number."""
+    if math.isnan(value):
+        return "NaN"
+    return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,110 @@
+"""The line at the bottom of a terminal that shows the newest step and is overwritten by the next.
+
+`rich` draws it where it is installed, and keeps what the program prints above it.  Without rich the line is ended by
+a carriage return, so that a program's own prints overwrite it in place.  In a log, a pipe or a notebook there is no
+such line at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TextIO, final
+
+from zengine.telemetry.sinks.base import is_installed
+
+INTERVAL_S = 0.1  # between two drawings: more often, nobody can read it
+
+
+class LiveLine(Protocol):
+    """A line that is replaced."""
+
+    def show(self, text: Callable[[], str]) -> None:
+        """Draw a text, if it is time; otherwise it is not even made."""
+
+    def above(self, text: str) -> None:
+        """Print lines that stay."""
+
+    def close(self) -> None: ...
+
+
+@final
+class NoLiveLine:
+    """The identity, for logs: only what stays is printed, to whatever standard output is at the time."""
+
+    def show(self, text: Callable[[], str]) -> None: ...
+
+    def above(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self) -> None: ...
+
+
+@final
+class PlainLine:
+    """Carriage returns and nothing else."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._due = 0.0  # clock at which it may be drawn again
+        self._width = 0  # characters on the screen now
+
+    def show(self, text: Callable[[], str]) -> None:
+        if self._clock() >= self._due:
+            self._due = self._clock() + INTERVAL_S
+            line = text()[: shutil.get_terminal_size().columns - 1]
+            self._stream.write(line.ljust(self._width) + "\r")
+            self._stream.flush()
+            self._width = len(line)
+
+    def above(self, text: str) -> None:
+        first, *rest = text.splitlines() or [""]
+        print(first.ljust(self._width), *rest, sep="\n", file=self._stream, flush=True)
+        self._width = 0
+
+    def close(self) -> None:
+        if self._width:
+            self._stream.write(" " * self._width + "\r")
+            self._stream.flush()
+            self._width = 0
+
+
+@final
+class RichLine:
+    """`rich.live` without a thread of its own: it is drawn when a step ends."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console: Any = Console(file=stream)
+        self._live: Any = Live(console=self._console, auto_refresh=False, transient=True)
+        self._clock = clock
+        self._due = 0.0
+        self._live.start()
+        self._console.show_cursor(True)  # a program that dies shall not leave a terminal without one
+
+    def show(self, text: Callable[[], str]) -> None:
+        from rich.text import Text
+
+        if self._clock() >= self._due:
+            self._due = self._clock() + INTERVAL_S
+            line = Text(text(), style="dim", no_wrap=True, overflow="ellipsis")
+            self._live.update(line, refresh=True)
+
+    def above(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def make_line(stream: TextIO) -> LiveLine:
+    """What suits the stream."""
+    if not stream.isatty():
+        return NoLiveLine()
+    return RichLine(stream) if is_installed("rich") else PlainLine(stream)
