@@ -24,6 +24,7 @@ from zengine.agreement import check_agreement
 from zengine.config import Plan
 from zengine.data import make_loader
 from zengine.features import BackgroundSaves, DumpState, Feature, Unfreezing
+from zengine.features.looking import lookers
 from zengine.parts import CastingRunner, ConstantRate, NoOptimizer, Parts, Runner, Sequential, ShardOptimizer
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.telemetry import make_telemetry
@@ -103,7 +104,7 @@ def make_features(plan: Plan) -> tuple[Feature, ...]:
         chosen.append(BackgroundSaves())
     if plan.dump_state:
         chosen.append(DumpState())
-    return tuple(chosen)
+    return (*chosen, *lookers(plan))
 
 
 def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim.Optimizer | None:

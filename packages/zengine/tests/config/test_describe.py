@@ -14,6 +14,8 @@ EVERYTHING = {
     "tensorboard": {"enabled": True},
     "csv_monitor": {"enabled": True},
     "wandb": {"enabled": True},
+    "flops_profiler": {"enabled": True},
+    "profiler": {"enabled": True},
 }
 
 

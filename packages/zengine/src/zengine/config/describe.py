@@ -10,6 +10,7 @@ import torch
 
 import zckpt
 from zengine.config.errors import shown
+from zengine.config.profiling import profiling_rows
 from zpartition import Speculation
 from zprecision import DynamicScaling, StaticScaling
 
@@ -35,6 +36,7 @@ def rows(plan: Plan) -> Iterator[Row]:
     yield from _precision_rows(plan)
     yield from _reduction_rows(plan)
     yield from _telemetry_rows(plan)
+    yield from profiling_rows(plan.profiling)
     yield "checkpoint.async_save", plan.async_save
     yield from _keep_rows(plan)
     yield "checkpoint.tag_validation", plan.tag_validation

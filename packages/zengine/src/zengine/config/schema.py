@@ -29,6 +29,7 @@ from zengine.config.kinds import (
     number,
     whole,
 )
+from zengine.config.profiling_settings import FlopsProfiler, Profiler
 from zengine.config.table import setting
 
 
@@ -296,5 +297,7 @@ class Settings:
     wandb: Wandb = attrs.field(factory=Wandb)
     timers: Timers = attrs.field(factory=Timers)
     comms_logger: CommsLogger = attrs.field(factory=CommsLogger)
+    flops_profiler: FlopsProfiler = attrs.field(factory=FlopsProfiler)
+    profiler: Profiler = attrs.field(factory=Profiler)
     checkpoint: CheckpointSettings = attrs.field(factory=CheckpointSettings)
     data_efficiency: DataEfficiency = attrs.field(factory=DataEfficiency)
