@@ -64,6 +64,9 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce"}},
+    # ranks compare what they waited for
+    "telemetry/stragglers.py": {"zcomm": {"exchange", "group_rank"}},
+    "features/comms_summary.py": {"zcomm": {"traced"}},
     # the world comes before the parts
     "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
     # ranks tell each other what they have and decide alike

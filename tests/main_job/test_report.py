@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from train.chart import Line, label, line_chart, smoothed, stacked_chart, thinned, ticks
 from train.evaluate import Result
 from train.model import Shape
 from train.recipe import Recipe
@@ -127,49 +126,6 @@ def test_every_chart_carries_its_points_for_the_cursor():
 
 def test_a_page_without_phase_times_leaves_that_chart_out():
     assert checked(page(make_story(phases={}))).tags.count("figure") == 5
-
-
-def test_a_gap_interrupts_the_line():
-    chart = line_chart("t", "u", [Line("a", [(1, 1.0), (2, 2.0), (3, math.nan), (4, 3.0), (5, 2.5)])])
-    (path,) = re.findall(r' d="([^"]*)"', chart)
-    assert path.count("M") == 2
-    assert path.count("L") == 2
-
-
-def test_stacked_areas_add_up():
-    chart = stacked_chart("t", "ms", [Line("a", [(0, 1.0), (1, 1.0)]), Line("b", [(0, 2.0), (1, 2.0)])])
-    lower, upper = re.findall(r'<path class="area[^"]*" d="([^"]*)"', chart)
-    tops = [float(re.search(r"M\S+ (\S+?)L", path).group(1)) for path in (lower, upper)]
-    base = 250 - 28
-    assert (base - tops[1]) == pytest.approx(3 * (base - tops[0]), rel=0.01)
-
-
-def test_nothing_to_draw_draws_nothing():
-    assert line_chart("t", "u", [Line("a", [])]) == ""
-    assert line_chart("t", "u", [Line("a", [(1, math.nan)])]) == ""
-    assert stacked_chart("t", "u", []) == ""
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 4.4), (0, 15_000), (0, 2e-3), (3, 3), (950, 1300)])
-def test_ticks_are_few_round_numbers_within_the_range(low, high):
-    values = ticks(low, high)
-    assert 1 <= len(values) <= 7
-    assert all(low - 1e-9 <= value <= high + 1e-9 for value in values)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (1500, "1.5k"), (5e-4, "5e-4"), (1.5e-3, "1.5e-3"), (2.5, "2.5")]
-)
-def test_labels_are_short(value, text):
-    assert label(value) == text
-
-
-def test_smoothing_keeps_a_straight_line_and_thinning_keeps_the_mean():
-    line = [(i, 2.0 * i) for i in range(1000)]
-    assert [y for _, y in smoothed(line, 25)] == pytest.approx([y for _, y in line])
-    few = thinned(line, 100)
-    assert len(few) == 100
-    assert sum(y for _, y in few) / 100 == pytest.approx(999.0)
 
 
 def test_phase_times_of_a_resumed_run_count_once(tmp_path):

@@ -1,8 +1,8 @@
 """report.html: what happened in a run, as one file that opens anywhere and can be mailed.
 
-Loss and speed come from the journal, phase times from the CSV files that the engine's monitor wrote.  The page loads
-nothing: charts are inline SVG, the style sheet and the small hover script are read from page.css and page.js beside
-this file, and it is as readable in a dark browser as in a light one.
+Loss and speed come from the journal, phase times from the CSV files that the engine's monitor wrote.  Charts, frame
+and style are those of `zengine report`; what this page adds is what a byte model can be asked: whether it beats the
+byte tables, and what it writes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from pathlib import Path
 
 import attrs
 
-from .chart import CLIP, Line, line_chart, smoothed, stacked_chart
+from zengine.reporting.chart import Line, line_chart, smoothed, stacked_chart
+from zengine.reporting.document import bar, details, document, facts, section
+from zengine.reporting.document import tiles as as_tiles
+
 from .evaluate import LN2, Result
 from .journal import Row
 from .progress import amount, duration
 from .recipe import Recipe
 
-HERE = Path(__file__).parent
 PHASES = ("forward", "backward", "step")  # timers of the engine that do not contain each other
 TIMER_FILE = "Train_Samples_elapsed_time_ms_{}.csv"
 
@@ -98,23 +100,15 @@ def phase_lines(phases: Mapping[str, Points]) -> list[Line]:
     return [Line(name, smoothed(points, max(1, len(points) // 60))) for name, points in phases.items()]
 
 
-def table(facts: Facts) -> str:
-    """Two columns, escaped."""
-    cells = ((html.escape(name), html.escape(str(value))) for name, value in facts.items())
-    rows = (f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells)
-    return f"<table>{''.join(rows)}</table>"
-
-
-def bars(result: Result) -> str:
+def contest(result: Result) -> str:
     """The three contestants as horizontal bars."""
     contestants = {"byte frequencies": result.unigram, "byte pairs": result.bigram, "the model": result.model}
     longest = max(contestants.values())
     rows = []
     for name, bits in contestants.items():
-        kind = "bar model" if name == "the model" else "bar"
+        colour = 1 if name == "the model" else 8
         rows.append(
-            f"<tr><th>{name}</th><td class='number'>{bits:.3f}</td>"
-            f"<td class='track'><div class='{kind}' style='width:{bits / longest:.1%}'></div></td></tr>"
+            f"<tr><th>{name}</th><td class='number'>{bits:.3f}</td><td>{bar(bits / longest, colour)}</td></tr>"
         )
     return f"<table class='bars'>{''.join(rows)}</table>"
 
@@ -130,7 +124,7 @@ def tiles(story: Story) -> str:
         "tokens per second": amount(total_bytes / seconds) if seconds else "-",
         "training time": duration(seconds),
     }
-    return "".join(f"<div class='tile'><b>{value}</b><span>{name}</span></div>" for name, value in figures.items())
+    return as_tiles(figures)
 
 
 def run_facts(story: Story) -> Facts:
@@ -155,23 +149,19 @@ def page(story: Story) -> str:
         f"<p class='lead'>A byte-level GPT trained on the Python standard library. On {story.result.guesses:,} bytes "
         f"of files it never saw it needs {story.result.model:.3f} bits per byte, as if choosing among "
         f"{perplexity:.1f} equally likely bytes; it {verdict} the table of byte pairs.</p>"
-        f"<div class='tiles'>{tiles(story)}</div>",
+        f"{tiles(story)}",
         f"<section class='charts'>{''.join(charts(story))}</section>",
-        f"<section><h2>Held-out text, bits per byte</h2>{bars(story.result)}</section>",
-        f"<section><h2>What it writes</h2><pre class='sample'>{html.escape(story.sample)}</pre></section>",
-        f"<section class='columns'><div><h2>Run</h2>{table(run_facts(story))}</div>"
-        f"<div><h2>Environment</h2>{table(story.environment)}</div>"
-        f"<div><h2>Text</h2>{table(story.corpus)}</div></section>",
-        "<section><details><summary>Configuration, as handed to <code>zengine.initialize</code></summary>"
-        f"<pre>{html.escape(json.dumps(story.recipe.config, indent=2))}</pre></details></section>",
+        section("Held-out text, bits per byte", contest(story.result)),
+        section("What it writes", f"<pre>{html.escape(story.sample)}</pre>"),
+        f"<section class='columns'><div><h2>Run</h2>{facts(run_facts(story))}</div>"
+        f"<div><h2>Environment</h2>{facts(story.environment)}</div>"
+        f"<div><h2>Text</h2>{facts(story.corpus)}</div></section>",
+        details(
+            "Configuration, as handed to zengine.initialize",
+            f"<pre>{html.escape(json.dumps(story.recipe.config, indent=2))}</pre>",
+        ),
     ]
-    style, script = (HERE / "page.css").read_text(), (HERE / "page.js").read_text()
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(story.name)}: training report</title><style>{style}</style></head>"
-        f"<body>{CLIP}<main>{''.join(sections)}</main><script>{script}</script></body></html>\n"
-    )
+    return document(f"{story.name}: training report", sections)
 
 
 def write_report(story: Story, path: Path) -> None:

@@ -33,6 +33,7 @@ from zengine.features import (
     PythonGC,
     Unfreezing,
 )
+from zengine.features.looking import lookers
 from zengine.parts import CastingRunner, ConstantRate, NoOptimizer, Parts, Runner, Sequential, ShardOptimizer
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.telemetry import make_telemetry
@@ -122,7 +123,7 @@ def make_features(plan: Plan) -> tuple[Feature, ...]:
         chosen.append(LayerNorms(plan.telemetry.gradient_histograms))
     if plan.telemetry.is_wanted and plan.telemetry.rates.count_flops_at:
         chosen.append(CountFlops(plan.telemetry.rates.count_flops_at))
-    return tuple(chosen)
+    return (*chosen, *lookers(plan))
 
 
 def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim.Optimizer | None:

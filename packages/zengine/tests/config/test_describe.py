@@ -18,6 +18,8 @@ EVERYTHING = {
     "jsonl_monitor": {"enabled": True},
     "wandb": {"enabled": True},
     "comet": {"enabled": True},
+    "flops_profiler": {"enabled": True},
+    "profiler": {"enabled": True},
 }
 
 

@@ -49,6 +49,15 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
         *("timers.throughput.count_flops_at", "timers.throughput.hidden_size", "timers.throughput.num_layers"),
         *("timers.throughput.peak_tflops", "timers.throughput.recomputation"),
         *("timers.throughput.tokens_per_sample", "timers.throughput.warmup_steps"),
+        *(
+            "profiler",
+            "profiler.enabled",
+            "profiler.start_step",
+            "profiler.steps",
+            "profiler.folder",
+            "profiler.ranks",
+        ),
+        *("profiler.record_shapes", "profiler.with_stack", "profiler.profile_memory", "profiler.memory_snapshot"),
         *("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials", "zero_optimization.stage3_unit_size"),
     }
 
@@ -66,6 +75,8 @@ communication_data_type
 csv_monitor.enabled csv_monitor.job_name csv_monitor.output_path
 data_efficiency.seed data_parallel_size data_types.grad_accum_dtype dataloader_drop_last
 dump_state
+flops_profiler.detailed flops_profiler.enabled flops_profiler.module_depth flops_profiler.output_file
+flops_profiler.profile_step flops_profiler.recompute_fwd_factor flops_profiler.top_modules
 fp16.auto_cast fp16.consecutive_hysteresis fp16.enabled fp16.hysteresis fp16.initial_scale_power
 fp16.loss_scale fp16.loss_scale_window fp16.min_loss_scale
 disable_python_gc
@@ -76,6 +87,8 @@ managed_gradient_accumulation
 memory_breakdown
 optimizer.params optimizer.type
 prescale_gradients
+profiler.enabled profiler.folder profiler.memory_snapshot profiler.profile_memory profiler.ranks
+profiler.record_shapes profiler.start_step profiler.steps profiler.with_stack
 sparse_gradients
 scheduler.params scheduler.type
 steps_per_print

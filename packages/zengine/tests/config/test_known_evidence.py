@@ -53,6 +53,8 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
     "data_parallel_size": (4, {}),
     "gradient_allreduce_op": ("sum", {}),
     "log_level": ("debug", {}),
+    "comet.mode": ("create", {"comet": {"enabled": True}}),
+    "profiler.ranks": ([1], {"profiler": {"enabled": True}}),
     "communication_data_type": ("bf16", {}),
     "data_types.grad_accum_dtype": ("bf16", {}),
     "zero_optimization.stage": (2, {}),
@@ -161,7 +163,7 @@ def plan_of(source: dict[str, Any]) -> Plan:
 
 def acts(plan: Plan) -> Plan:
     """What a plan does, without what it says."""
-    return attrs.evolve(plan, origins={}, notices=())
+    return attrs.evolve(plan, origins={}, notices=(), given={})
 
 
 def errors(source: dict[str, Any]) -> list[str]:

@@ -141,8 +141,8 @@ def communicate_in_and_between_phases():
 def test_collectives_are_timed_inside_phases_and_tallied_everywhere():
     (before, after, printed, table), (_, _, printed_elsewhere, _) = run_ranks(communicate_in_and_between_phases, 2)
     assert before == 0 < after
-    tables = [line.split()[:3] for line in printed.splitlines() if line.startswith("all_reduce")]
-    assert tables == [["all_reduce", "2", "0.00"]] * 2  # with the line of the step, and at the end
+    tables = [line.split()[:5] for line in printed.splitlines() if line.startswith("all_reduce")]
+    assert tables == [["all_reduce", "1", "KiB", "2", "2"]] * 2  # with the line of the step, and at the end
     assert printed_elsewhere == ""
     assert table in printed  # nothing is counted after close
 

@@ -10,18 +10,6 @@ from zengine.config.kinds import LIST, MAPPING, TEXT, TRUTH, null_or, number, wh
 from zengine.config.table import Section, limited, muted, refused, switched
 
 COUNT = whole(0)
-ANY_COUNT = whole(-1)
-FLOPS_PROFILER = switched(
-    "the flops profiler",
-    muted(
-        recompute_fwd_factor=number(0),
-        profile_step=COUNT,
-        module_depth=ANY_COUNT,
-        top_modules=COUNT,
-        detailed=TRUTH,
-        output_file=null_or(TEXT, ""),
-    ),
-)
 
 PROGRESSIVE_LAYER_DROP = switched("progressive layer drop", muted(theta=number(0, 1), gamma=number(0)))
 

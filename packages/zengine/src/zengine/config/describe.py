@@ -11,6 +11,7 @@ import torch
 
 import zckpt
 from zengine.config.errors import shown
+from zengine.config.profiling import profiling_rows
 from zengine.config.telemetry import telemetry_rows
 from zpartition import Speculation
 from zprecision import DynamicScaling, StaticScaling
@@ -38,6 +39,7 @@ def rows(plan: Plan) -> Iterator[Row]:
     yield from _precision_rows(plan)
     yield from _reduction_rows(plan)
     yield from telemetry_rows(plan.telemetry)
+    yield from profiling_rows(plan.profiling)
     yield "checkpoint.async_save", plan.async_save
     yield from _keep_rows(plan)
     yield "checkpoint.tag_validation", plan.tag_validation

@@ -10,6 +10,7 @@ from typing import Any
 from zengine.config import compat_features as features
 from zengine.config import compat_parallel as parallel
 from zengine.config import compat_training as training
+from zengine.config import profiling_settings as profiling
 from zengine.config import schema
 from zengine.config import telemetry_settings as telemetry
 from zengine.config.compat_compression import COMPRESSION_TRAINING
@@ -89,7 +90,8 @@ FEATURES: dict[str, Entry] = {
     "pipeline": parallel.PIPELINE,
     "hybrid_engine": parallel.HYBRID_ENGINE,
     "compile": parallel.COMPILE,
-    "flops_profiler": features.FLOPS_PROFILER,
+    "flops_profiler": honoured(profiling.FlopsProfiler, switch="enabled"),
+    "profiler": honoured(profiling.Profiler, switch="enabled"),
     "progressive_layer_drop": features.PROGRESSIVE_LAYER_DROP,
     "eigenvalue": features.EIGENVALUE,
     "curriculum_learning": features.CURRICULUM_LEARNING,

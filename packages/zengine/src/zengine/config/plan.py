@@ -16,6 +16,7 @@ import attrs
 
 import zckpt
 from zengine.config.describe import table, value_of
+from zengine.config.profiling import ProfilingPlan
 from zengine.config.telemetry import MonitorPlan, TelemetryPlan
 from zpartition import ZeroPolicy
 from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
@@ -98,6 +99,7 @@ class Plan:
     clip_norm: float  # global L2 norm that gradients are clipped to; 0 = off
     skip_nonfinite: bool  # an update with NaN or inf gradients is left out and reported
     telemetry: TelemetryPlan
+    profiling: ProfilingPlan  # what looks into a run: FLOPs, a window of traces, collectives
     data: DataPlan
     async_save: bool  # checkpoints are written behind the loop's back
     keep: zckpt.Keep  # which checkpoints stay when one is saved

@@ -21,6 +21,7 @@ from zengine.config.plan import (
     Plan,
     SchedulerPlan,
 )
+from zengine.config.profiling import idle_profiling, profiler_ranks_exist, profiling
 from zengine.config.rules import violations
 from zengine.config.schema import Settings
 from zengine.config.table import Care, walk
@@ -44,6 +45,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     problems += _replicas_as_expected(config, facts)
     problems += _shard_groups_fit(config, facts)
     problems += secondary_fits(config, facts)
+    problems += profiler_ranks_exist(config, facts)
     if isinstance(batch, Problem) or problems:
         raise ConfigError(config.source, problems)
     settings = config.settings
@@ -59,6 +61,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         clip_norm=settings.gradient_clipping,
         skip_nonfinite=precision.param != torch.bfloat16 or settings.bf16.check_grad_overflow,
         telemetry=telemetry_plan(settings),
+        profiling=profiling(settings),
         data=DataPlan(drop_last=settings.dataloader_drop_last, seed=settings.data_efficiency.seed),
         async_save=settings.checkpoint.async_save,
         keep=_keep(settings),
@@ -218,7 +221,7 @@ def _origins(config: Config) -> dict[str, str]:
 
 def _notices(config: Config, facts: Facts) -> list[str]:
     """What the person should hear about once, now that the machine is known."""
-    settings, notices = config.settings, offload_notices(config, facts)
+    settings, notices = config.settings, [*offload_notices(config, facts), *idle_profiling(config, facts)]
     idle = [f"fp16.{key}" for key in DYNAMIC_KEYS if f"fp16.{key}" in config.given]
     if settings.fp16.enabled and settings.fp16.loss_scale and idle:
         verb = "has" if len(idle) == 1 else "have"

@@ -29,6 +29,7 @@ from zengine.config.kinds import (
     number,
     whole,
 )
+from zengine.config.profiling_settings import FlopsProfiler, Profiler
 from zengine.config.table import setting
 from zengine.config.telemetry_settings import (
     Comet,
@@ -273,5 +274,7 @@ class Settings:
     comet: Comet = attrs.field(factory=Comet)
     timers: Timers = attrs.field(factory=Timers)
     comms_logger: CommsLogger = attrs.field(factory=CommsLogger)
+    flops_profiler: FlopsProfiler = attrs.field(factory=FlopsProfiler)
+    profiler: Profiler = attrs.field(factory=Profiler)
     checkpoint: CheckpointSettings = attrs.field(factory=CheckpointSettings)
     data_efficiency: DataEfficiency = attrs.field(factory=DataEfficiency)

@@ -9,9 +9,19 @@
 Importing this package imports no writer: tensorboard and wandb are loaded when a plan enables them.
 """
 
+from zengine.telemetry.flops_profiler import FlopsProfiler, get_model_profile
 from zengine.telemetry.making import make_telemetry
 from zengine.telemetry.silent import Silent
 from zengine.telemetry.sinks import MissingPackageError
+from zengine.telemetry.stragglers import log_summary
 from zengine.telemetry.telemetry import Telemetry
 
-__all__ = ["MissingPackageError", "Silent", "Telemetry", "make_telemetry"]
+__all__ = [
+    "FlopsProfiler",
+    "MissingPackageError",
+    "Silent",
+    "Telemetry",
+    "get_model_profile",
+    "log_summary",
+    "make_telemetry",
+]

@@ -1,12 +1,18 @@
-"""What was communicated: a tally by operation, from zcomm's trace.
+"""What was communicated: a tally by operation and message size, from zcomm's trace.
 
 The trace is process-wide: two engines in one process see each other's collectives.
+
+Two bandwidths, as communication benchmarks have them.  The algorithm's is payload over time; the bus's counts what
+had to cross a link, (n-1)/n of a gathered or scattered payload and twice that of an all-reduce, so it can be held
+against the speed of the hardware whatever the number of ranks.  Time is the host's, from issue to the end of the
+wait: where communication hides behind computation both are lower than the links would allow.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import final
 
@@ -14,7 +20,14 @@ import attrs
 
 from zengine.telemetry.plans import Trace, TraceRecord
 
-_HEADER = ("operation", "count", "MiB", "ms", "GB/s")
+__all__ = ["CommsLog", "Messages", "NoCommsLog", "Tally", "columns", "format_messages", "plain_name"]
+
+log = logging.getLogger("zengine")
+
+_HEADER = ("operation", "size", "ranks", "count", "MiB", "ms", "waited", "algbw GB/s", "busbw GB/s")
+# Bytes that cross a link for each byte of payload, in (n-1)/n.
+_BUS_FACTORS = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0}
+_ENDINGS = ("_into_tensor", "_tensor", "_base", "_fn", "_coalesced", "_single")  # of other engines' names
 
 
 @attrs.frozen(kw_only=True)
@@ -24,9 +37,15 @@ class Tally:
     count: int = 0
     nbytes: int = 0  # payload of this rank
     ms: float = 0.0  # host time; overlapping collectives add up
+    wait_ms: float = 0.0  # the part of it that a thread stood still
 
     def plus(self, record: TraceRecord) -> Tally:
-        return Tally(count=self.count + 1, nbytes=self.nbytes + record.nbytes, ms=self.ms + record.ms)
+        return Tally(
+            count=self.count + 1,
+            nbytes=self.nbytes + record.nbytes,
+            ms=self.ms + record.ms,
+            wait_ms=self.wait_ms + record.wait_ms,
+        )
 
     @property
     def gb_per_s(self) -> float:
@@ -34,13 +53,43 @@ class Tally:
         return self.nbytes / self.ms / 1e6 if self.ms > 0 else 0.0
 
 
+@attrs.frozen
+class Messages:
+    """All collectives of one operation with one size, over groups of one size."""
+
+    op: str
+    size_bytes: int  # payload of one: the larger of input and output
+    group_size: int
+    tally: Tally = Tally()
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.op, self.size_bytes, self.group_size
+
+    @property
+    def bus_gb_per_s(self) -> float:
+        """Bus bandwidth; that of the algorithm for operations without a factor (broadcast)."""
+        share = (self.group_size - 1) / max(self.group_size, 1)
+        return self.tally.gb_per_s * (_BUS_FACTORS[self.op] * share if self.op in _BUS_FACTORS else 1.0)
+
+
+def plain_name(op: str) -> str:
+    """ "all_gather_into_tensor" -> "all_gather": the operation whatever its variant is called."""
+    ending = next((ending for ending in _ENDINGS if op.endswith(ending)), "")
+    return plain_name(op.removesuffix(ending)) if ending else op
+
+
 @final
 class CommsLog:
-    """Counts every collective from construction to `close`, in total and by step."""
+    """Counts collectives from construction to `close`, in total and by step.
 
-    def __init__(self, trace: Trace) -> None:
+    ops: names of the operations that are counted, () for all.
+    """
+
+    def __init__(self, trace: Trace, ops: Sequence[str] = ()) -> None:
+        self._ops = frozenset(map(plain_name, ops))
         self._lock = threading.Lock()  # autograd runs reduction hooks on its own threads
-        self._total: dict[str, Tally] = {}
+        self._total: dict[tuple[str, int, int], Tally] = {}
         self._step: dict[str, Tally] = {}  # since the last boundary
         self._tracing = ExitStack()
         self._tracing.enter_context(trace(self._add))
@@ -51,19 +100,26 @@ class CommsLog:
             done, self._step = self._step, {}
         return done
 
-    def table(self) -> str:
-        """All collectives so far, one operation a line, those with most time first."""
+    def messages(self) -> list[Messages]:
+        """All collectives so far, those with most time first."""
         with self._lock:
-            total = sorted(self._total.items(), key=lambda item: -item[1].ms)
-        return format_table(dict(total))
+            total = list(self._total.items())
+        return [Messages(*key, tally) for key, tally in sorted(total, key=lambda item: -item[1].ms)]
+
+    def table(self) -> str:
+        """`messages` as text."""
+        return format_messages(self.messages())
 
     def close(self) -> None:
         self._tracing.close()
 
     def _add(self, record: TraceRecord) -> None:
+        if self._ops and plain_name(record.op) not in self._ops:
+            return
+        key = (record.op, record.nbytes, record.group_size)
         with self._lock:
-            for tallies in (self._total, self._step):
-                tallies[record.op] = tallies.get(record.op, Tally()).plus(record)
+            self._total[key] = self._total.get(key, Tally()).plus(record)
+            self._step[record.op] = self._step.get(record.op, Tally()).plus(record)
 
 
 @final
@@ -73,23 +129,52 @@ class NoCommsLog:
     def step_end(self) -> Mapping[str, Tally]:
         return {}
 
+    def messages(self) -> list[Messages]:
+        return []
+
     def table(self) -> str:
         return ""
 
     def close(self) -> None: ...
 
 
-def format_table(tallies: Mapping[str, Tally]) -> str:
-    """A table with one line for each operation, in the order given."""
-    if not tallies:
+def announce(record: TraceRecord, *, with_label: bool) -> None:
+    """One collective as a line of the log."""
+    label = f" [{record.label}]" if with_label and record.label else ""
+    log.info(
+        "%s%s: %s over %d ranks, %.2f ms, waited %.2f ms",
+        *(record.op, label, size_text(record.nbytes), record.group_size, record.ms, record.wait_ms),
+    )
+
+
+def size_text(nbytes: int) -> str:
+    """12 B, 1.5 KiB, 3 MiB."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= size:
+            return f"{nbytes / size:.4g} {unit}"
+    return f"{nbytes} B"
+
+
+def format_messages(messages: Iterable[Messages]) -> str:
+    """A table with one line for each, in the order given."""
+    rows = [_row(each) for each in messages]
+    if not rows:
         return "communication: none"
-    rows = [_HEADER] + [
-        (op, str(tally.count), f"{tally.nbytes / 2**20:.2f}", f"{tally.ms:.2f}", f"{tally.gb_per_s:.2f}")
-        for op, tally in tallies.items()
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-    lines = [
+    head = "communication of this rank so far (size: payload of one; ms: host time, of which it waited):"
+    return "\n".join([head, *columns([_HEADER, *rows])])
+
+
+def _row(each: Messages) -> tuple[str, ...]:
+    tally = each.tally
+    counts = (str(each.group_size), str(tally.count), f"{tally.nbytes / 2**20:.2f}")
+    times = (f"{tally.ms:.2f}", f"{tally.wait_ms:.2f}")
+    return (each.op, size_text(each.size_bytes), *counts, *times, f"{tally.gb_per_s:.3g}", f"{each.bus_gb_per_s:.3g}")
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines: the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
         for row in rows
     ]
-    return "\n".join(["communication of this rank so far (GB/s = payload over time):", *lines])

@@ -137,7 +137,13 @@ class TraceRecord(Protocol):
     def op(self) -> str: ...
 
     @property
+    def label(self) -> str: ...  # the caller's name for it
+
+    @property
     def nbytes(self) -> int: ...  # payload of this rank
+
+    @property
+    def group_size(self) -> int: ...  # ranks that took part
 
     @property
     def ms(self) -> float: ...  # host time from issue to the return of wait

@@ -1,12 +1,12 @@
 // A cursor over each chart that reads out the values at the step under the pointer.
-const [WIDTH, LEFT, RIGHT, TOP, HEIGHT, BOTTOM] = [560, 52, 12, 10, 250, 28]; // as in chart.py
+const shown = (value) => (value === null ? "-" : Number(value.toPrecision(5)).toLocaleString("en", { maximumSignificantDigits: 5 }));
 for (const chart of document.querySelectorAll(".chart")) {
-  const { x: [first, last], series } = JSON.parse(chart.querySelector("script").textContent);
+  const { x: [first, last], box: [WIDTH, LEFT, RIGHT, TOP, BASE], total, series } = JSON.parse(chart.querySelector("script").textContent);
   const svg = chart.querySelector("svg");
   const cursor = document.createElementNS(svg.namespaceURI, "line");
   cursor.setAttribute("class", "cursor");
   cursor.setAttribute("y1", TOP);
-  cursor.setAttribute("y2", HEIGHT - BOTTOM);
+  cursor.setAttribute("y2", BASE);
   svg.append(cursor);
   const tip = chart.appendChild(document.createElement("div"));
   tip.className = "tip";
@@ -24,7 +24,11 @@ for (const chart of document.querySelectorAll(".chart")) {
     for (const { name, colour, points } of series) {
       const row = tip.appendChild(document.createElement("div"));
       row.className = `key k${colour}`;
-      row.textContent = `${name}  ${nearest(points, step)[1] ?? "-"}`;
+      row.textContent = `${name}  ${shown(nearest(points, step)[1])}`;
+    }
+    if (total) {
+      const sum = series.reduce((so_far, { points }) => so_far + (nearest(points, step)[1] ?? 0), 0);
+      tip.appendChild(document.createElement("div")).textContent = `in all  ${shown(sum)}`;
     }
     const onRight = share > 0.5;
     tip.style.left = onRight ? "70px" : "auto";

@@ -1,0 +1,44 @@
+"""`zengine report RUN [RUN ...] [--out page.html]`: one self-contained page from what a run left in its folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zengine.reporting import NoRunError, write_report
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_parser", "run"]
+
+PAGE = "report.html"  # in the folder of the first run
+
+
+def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser("report", help="write the page of a run: curves, time, memory, config")
+    parser.add_argument(
+        "run_folder",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run, the one with events.jsonl in it; several are compared",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the page; default: {PAGE} in the first folder")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the page and say where it is; 1 where there is no run, or no place for the page."""
+    folders: list[Path] = arguments.run_folder
+    out: Path = arguments.out or folders[0] / PAGE
+    try:
+        write_report(folders, out)
+    except (NoRunError, OSError) as error:
+        print(f"zengine report: {error}", file=sys.stderr)
+        return 1
+    print(out)
+    return 0

@@ -1,0 +1,101 @@
+"""`flops_profiler`: one step of the run is counted, module by module, and told.
+
+Rank 0 measures the first micro-step that begins when `profile_step` steps are done: its forward by module, and the
+FLOPs of its backward as a whole.  A table goes to the standard output or to `output_file`, and flops.json into the
+run's folder where there is one.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from zengine.features.base import Feature
+from zengine.telemetry.flops_meter import make_counter
+from zengine.telemetry.flops_profiler import FlopsProfiler, publish
+from zengine.telemetry.flops_table import format_profile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zengine.clock import MicroStep
+    from zengine.config.profiling import FlopsPlan
+    from zengine.engine import Engine
+
+FILE = "flops.json"
+
+
+class Stage(enum.Enum):
+    """How far the measurement is."""
+
+    WAITING = enum.auto()  # for the step; also after a forward that raised
+    FORWARD = enum.auto()  # in the forward: modules are watched
+    LOSS = enum.auto()  # the forward is measured; a loss is being computed from it
+    BACKWARD = enum.auto()  # the counter is on
+    DONE = enum.auto()  # told; or this rank does not measure
+
+
+@final
+class FlopsProfiling(Feature):
+    """Measures once.  Invariant: between two steps nothing is hooked in."""
+
+    def __init__(self, plan: FlopsPlan, folder: Path | None) -> None:
+        """folder: of the run, for flops.json; None for none."""
+        self._plan = plan
+        self._folder = folder
+        self._stage = Stage.DONE
+        self._counter: Any = None  # of the backward; None while it is not counted
+
+    def attach(self, engine: Engine) -> None:
+        self._engine = engine
+        if engine.parts.world.rank == 0:
+            self._profiler = FlopsProfiler(engine, None, self._plan.recompute_fwd_factor)
+            self._stage = Stage.WAITING
+
+    def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._stage is Stage.BACKWARD:
+            self._tell()
+        if self._stage in (Stage.WAITING, Stage.FORWARD, Stage.LOSS) and self._is_time():
+            self._profiler.start_profile()
+            self._stage = Stage.FORWARD
+        return args, kwargs
+
+    def forward_end(self, output: Any) -> Any:
+        if self._stage is Stage.FORWARD:
+            self._profiler.stop_profile()
+            self._stage = Stage.LOSS
+        return output
+
+    def backward_begin(self, micro: MicroStep, loss: Tensor) -> Tensor:
+        if self._stage is Stage.LOSS:
+            self._counter = make_counter()
+            self._counter.__enter__()
+            self._stage = Stage.BACKWARD
+        return loss
+
+    def step_begin(self) -> None:
+        if self._stage is Stage.BACKWARD:
+            self._tell()
+
+    def _is_time(self) -> bool:
+        return torch.is_grad_enabled() and self._engine.clock.steps >= self._plan.profile_step
+
+    def _tell(self) -> None:
+        """Close the counter of the backward, and hand over what was measured."""
+        self._stage = Stage.DONE
+        self._counter.__exit__(None, None, None)
+        profile = self._profiler.profile(backward_flops=int(self._counter.get_total_flops()))
+        self._profiler.end_profile()
+        steps, plan = self._engine.clock.steps, self._plan
+        text = format_profile(
+            profile, step=steps, module_depth=plan.module_depth, top_modules=plan.top_modules, detailed=plan.detailed
+        )
+        publish(text, plan.output_file)
+        if self._folder is not None:
+            facts = {"step": steps, "micro_batch_size": self._engine.plan.batch.micro_batch_size}
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / FILE).write_text(json.dumps({**facts, **profile.as_json()}) + "\n", encoding="utf-8")

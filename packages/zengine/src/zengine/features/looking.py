@@ -1,0 +1,37 @@
+"""Which features look into a run, and where they leave what they see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zengine.features.base import Feature
+from zengine.features.comms_summary import CommsSummary
+from zengine.features.flops_profile import FlopsProfiling
+from zengine.features.profiler_window import ProfilerWindow
+from zengine.telemetry.sinks import folder_of
+
+if TYPE_CHECKING:
+    from zengine.config import Plan
+
+
+def lookers(plan: Plan) -> tuple[Feature, ...]:
+    """Those that the plan asks for."""
+    profiling, folder = plan.profiling, run_folder(plan)
+    chosen: list[Feature] = []
+    if profiling.comms.enabled:
+        chosen.append(CommsSummary(profiling.comms, folder))
+    if profiling.flops.enabled:
+        chosen.append(FlopsProfiling(profiling.flops, folder))
+    if profiling.window.enabled:
+        place = profiling.window.folder or (folder or Path()) / "profile"
+        chosen.append(ProfilerWindow(profiling.window, Path(place)))
+    return tuple(chosen)
+
+
+def run_folder(plan: Plan) -> Path | None:
+    """The folder of the run's own record (`jsonl_monitor`); None where that is off."""
+    monitor: Any = getattr(plan.telemetry, "jsonl_monitor", None)
+    if monitor is None or not monitor.enabled:
+        return None
+    return folder_of(monitor)

@@ -1,0 +1,132 @@
+"""`profiler`: a window of steps under torch's profiler, written as a trace for each chosen rank.
+
+The window opens after the step before it (or at once, if it begins with the first) and closes after its last step,
+so it holds whole steps: data, forward, backward, update.  A run that is resumed behind its first step opens it where
+it is; one that ends inside writes what it has.
+
+On CUDA `memory_snapshot` also records the allocator, for pytorch.org/memory_viz.  Other devices have no such record:
+there the trace holds every allocation, and memory_rank0.json the bytes in use over time, read from it.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from zengine.features.base import Feature
+from zengine.telemetry._compat import begin_memory_history, end_memory_history
+
+if TYPE_CHECKING:
+    from zengine.config.profiling import WindowPlan
+    from zengine.engine import Engine
+    from zengine.report import StepReport
+
+log = logging.getLogger("zengine")
+
+
+class State(enum.Enum):
+    """Where the run is, seen from the window."""
+
+    BEFORE = enum.auto()
+    INSIDE = enum.auto()  # the profiler records: some microseconds an operation, and memory for its events
+    AFTER = enum.auto()  # written; or this rank does not record
+
+
+@final
+class ProfilerWindow(Feature):
+    """Records once.  Invariant: torch's profiler runs exactly while the state is INSIDE."""
+
+    def __init__(self, plan: WindowPlan, folder: Path) -> None:
+        """folder: of the traces; made when there is something to write."""
+        self._plan = plan
+        self._folder = folder
+        self._state = State.AFTER
+        self._first = plan.start_step  # of the steps recorded, for the file's name
+
+    def attach(self, engine: Engine) -> None:
+        self._engine = engine
+        if not self._plan.ranks or engine.parts.world.rank in self._plan.ranks:
+            self._state = State.BEFORE
+
+    def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._state is State.BEFORE:
+            self._approach(self._engine.clock.steps)
+        return args, kwargs
+
+    def step_end(self, report: StepReport) -> None:
+        if self._state is State.INSIDE and report.step >= self._last:
+            self._finish(report.step)
+        elif self._state is State.BEFORE:
+            self._approach(report.step)
+
+    def close(self) -> None:
+        """A run that ends inside of the window leaves what it has."""
+        if self._state is State.INSIDE:
+            self._finish(self._engine.clock.steps)
+
+    @property
+    def _last(self) -> int:
+        return self._plan.start_step + self._plan.steps - 1
+
+    @property
+    def _on_cuda(self) -> bool:
+        return bool(self._engine.parts.world.device.type == "cuda")
+
+    def _approach(self, done: int) -> None:
+        """Begin if the step after `done` is in the window; give up if it has passed."""
+        if done >= self._last:
+            self._state = State.AFTER
+        elif done + 1 >= self._plan.start_step:
+            self._first = done + 1
+            self._begin()
+
+    def _begin(self) -> None:
+        plan, activities = self._plan, [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] * self._on_cuda
+        self._snapshots = plan.memory_snapshot and self._on_cuda and begin_memory_history()
+        self._profiler = torch.profiler.profile(
+            activities=activities,
+            record_shapes=plan.record_shapes,
+            with_stack=plan.with_stack,
+            profile_memory=plan.profile_memory or (plan.memory_snapshot and not self._snapshots),
+        )
+        self._profiler.start()
+        self._state = State.INSIDE
+
+    def _finish(self, last: int) -> None:
+        self._state = State.AFTER
+        self._profiler.stop()
+        rank = self._engine.parts.world.rank
+        self._folder.mkdir(parents=True, exist_ok=True)
+        trace = self._folder / f"trace_rank{rank}_steps{self._first}-{last}.json"
+        self._profiler.export_chrome_trace(str(trace))
+        written = [trace]
+        if self._snapshots and end_memory_history(self._folder / f"memory_rank{rank}.pickle"):
+            written.append(self._folder / f"memory_rank{rank}.pickle")
+        elif self._plan.memory_snapshot:
+            written.append(self._folder / f"memory_rank{rank}.json")
+            written[-1].write_text(json.dumps(memory_timeline(trace)) + "\n", encoding="utf-8")
+        del self._profiler  # its events are large
+        log.warning("steps %d to %d are recorded in %s", self._first, last, ", ".join(map(str, written)))
+
+
+def memory_timeline(trace: Path) -> dict[str, list[tuple[float, int]]]:
+    """(milliseconds since the first, bytes in use) by device, from the allocations in a chrome trace."""
+    events: Iterable[Mapping[str, Any]] = json.loads(trace.read_text(encoding="utf-8")).get("traceEvents", ())
+    found: dict[str, list[tuple[float, int]]] = {}
+    for event in events:
+        if event.get("name") == "[memory]":
+            facts = event["args"]
+            device = {0: "cpu", 1: "cuda"}.get(facts.get("Device Type"), "other")
+            found.setdefault(device, []).append((float(event["ts"]), int(facts.get("Total Allocated", 0))))
+    begin = min((when for points in found.values() for when, _ in points), default=0.0)
+    return {
+        device: [((when - begin) / 1e3, nbytes) for when, nbytes in sorted(points)]
+        for device, points in found.items()
+    }

@@ -1,0 +1,238 @@
+"""What a run left in its folder, read as it is: whole, cut short by a kill, or in parts.
+
+    run.json            written at the start: config, plan with origins, environment
+    events.jsonl        a line a step
+    flops.json          the FLOPs profile of one step
+    comms.rank0.json    the collectives of a rank, and so on for the others
+    profile/            traces; they are named, not read
+
+A folder of TensorBoard's event files alone is a run too.
+
+Only a folder with none of these is an error.  Whatever else is missing, damaged or of another form is left out and
+said in `Run.remarks`, because the runs that one wants to look at most are those that ended badly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from zengine.reporting.events_files import PATTERN, read_event_files
+from zengine.telemetry.comms import Messages
+from zengine.telemetry.fields import whole
+from zengine.telemetry.flops import FlopsProfile
+from zengine.telemetry.stragglers import from_json
+
+__all__ = ["Event", "NoRunError", "PlanRow", "Points", "Run", "read_run"]
+
+RECORD, EVENTS, FLOPS, COMMS, TRACES = "run.json", "events.jsonl", "flops.json", "comms.rank*.json", "profile/*"
+
+MAX_STEP = 2**53  # beyond it a float cannot tell steps apart
+
+Points = list[tuple[float, float]]  # (step, value), by step
+
+
+class NoRunError(ValueError):
+    """The folder holds no run."""
+
+
+@attrs.frozen
+class PlanRow:
+    """One value that the run used."""
+
+    key: str
+    value: str
+    origin: str  # "default", "derived", "config.json:12", ...
+
+    @property
+    def is_default(self) -> bool:
+        return self.origin == "default"
+
+
+@attrs.frozen
+class Event:
+    """One step, as rank 0 saw it."""
+
+    step: int
+    samples: int
+    time_s: float  # since the process began, or began again
+    values: Mapping[str, float]  # by tag; not finite where the run was not
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """Everything that was found."""
+
+    name: str
+    folder: Path
+    events: tuple[Event, ...] = ()  # by step; a step that was done again is here once, as it was done last
+    seconds: float = 0.0  # that processes spent on these steps, those lost and done again included
+    started: str = ""
+    config: Mapping[str, Any] = attrs.field(factory=dict)  # as given
+    plan: tuple[PlanRow, ...] = ()
+    environment: Mapping[str, str] = attrs.field(factory=dict)
+    flops: tuple[FlopsProfile, ...] = ()  # one or none
+    comms: Mapping[int, list[Messages]] = attrs.field(factory=dict)  # by rank
+    traces: tuple[str, ...] = ()  # names of files in profile/
+    remarks: tuple[str, ...] = ()  # what is missing or damaged, in sentences
+
+    series: Mapping[str, Points] = attrs.field(init=False, repr=False)  # the events by tag, as tags came up
+
+    @series.default
+    def _by_tag(self) -> Mapping[str, Points]:
+        found: dict[str, Points] = {}
+        for event in self.events:
+            for tag, value in event.values.items():
+                found.setdefault(tag, []).append((float(event.step), value))
+        return found
+
+    def points(self, *tags: str) -> Points:
+        """The series of the first of `tags` that was recorded at all."""
+        return next((self.series[tag] for tag in tags if tag in self.series), [])
+
+    def tags(self, prefix: str) -> list[str]:
+        """The tags that begin so, in the order in which they came up."""
+        return [tag for tag in self.series if tag.startswith(prefix)]
+
+
+def read_run(folder: Path) -> Run:
+    """Read `folder`.  Raises NoRunError if it is none, or holds nothing of a run."""
+    if not folder.is_dir():
+        raise NoRunError(f"{folder}: there is no such folder. Give the folder of a run, the one with {EVENTS} in it")
+    reader = _Reader(folder)
+    events, seconds = reader.events()
+    record = reader.object(RECORD, "config and environment are unknown")
+    run = Run(
+        name=folder.resolve().name,
+        folder=folder,
+        events=events,
+        seconds=seconds,
+        started=str(record.get("started", "")),
+        config=_mapping(record.get("config")),
+        plan=_plan(record.get("plan")),
+        environment={str(key): _text(value) for key, value in _mapping(record.get("environment")).items()},
+        flops=reader.flops(),
+        comms=reader.comms(),
+        traces=tuple(sorted(path.name for path in folder.glob(TRACES))),
+        remarks=tuple(reader.remarks),
+    )
+    if not (events or record or run.flops or run.comms):
+        raise NoRunError(
+            f"{folder}: no run is recorded here ({'; '.join(run.remarks)}). A run leaves a record where its config "
+            'says "jsonl_monitor": {"enabled": true, "output_path": "runs", "job_name": "name"}'
+        )
+    return run
+
+
+@attrs.define
+class _Reader:
+    """Reads files and collects remarks."""
+
+    folder: Path
+    remarks: list[str] = attrs.field(factory=list)
+
+    def text(self, name: str) -> str:
+        """A file; raises OSError. Bytes that are not UTF-8 are replaced, since a crash can leave any."""
+        return (self.folder / name).read_text(encoding="utf-8", errors="replace")
+
+    def object(self, name: str, without: str) -> dict[str, Any]:
+        """A file that holds one JSON object; {} and a remark where it does not."""
+        try:
+            found = json.loads(self.text(name))
+        except FileNotFoundError:
+            self.remarks.append(f"there is no {name}: {without}")
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            self.remarks.append(f"{name} cannot be read ({error}): {without}")
+            return {}
+        if isinstance(found, dict):
+            return found
+        self.remarks.append(f"{name} does not hold an object: {without}")
+        return {}
+
+    def events(self) -> tuple[tuple[Event, ...], float]:
+        """The steps, and the seconds that they took."""
+        if not (self.folder / EVENTS).exists() and any(self.folder.glob(PATTERN)):
+            self.remarks.append(f"there is no {EVENTS}: the curves are those of TensorBoard's event files")
+            return _as_done_last(filter(None, map(_event, read_event_files(self.folder))))
+        try:
+            lines = self.text(EVENTS).splitlines(keepends=True)
+        except OSError as error:
+            is_absent = isinstance(error, FileNotFoundError)
+            reason = f"there is no {EVENTS}" if is_absent else f"{EVENTS} cannot be read ({error})"
+            self.remarks.append(f"{reason}: there are no curves")
+            return (), 0.0
+        found = [_event(line) for line in lines]
+        if found and found[-1] is None and not lines[-1].endswith("\n"):
+            found.pop()
+            self.remarks.append(f"the last line of {EVENTS} is cut short: the run was killed while it wrote it")
+        damaged = [str(number) for number, event in enumerate(found, 1) if event is None]
+        if damaged:
+            those = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
+            self.remarks.append(f"{EVENTS} has lines that cannot be read and are left out: {those} of {len(lines)}")
+        return _as_done_last([event for event in found if event is not None])
+
+    def flops(self) -> tuple[FlopsProfile, ...]:
+        if not (self.folder / FLOPS).exists():
+            return ()
+        fields = self.object(FLOPS, "the FLOPs by module are left out")
+        try:
+            return (FlopsProfile.from_json(fields),) if fields else ()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self.remarks.append(f"{FLOPS} has another form (at {error}): the FLOPs by module are left out")
+            return ()
+
+    def comms(self) -> dict[int, list[Messages]]:
+        ranks = {}
+        for path in sorted(self.folder.glob(COMMS)):
+            fields = self.object(path.name, "its rank is left out")
+            try:
+                ranks[whole(fields["rank"])] = [from_json(each) for each in fields["messages"]]
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                if fields:
+                    self.remarks.append(f"{path.name} has another form (at {error}): its rank is left out")
+        return dict(sorted(ranks.items()))
+
+
+def _event(line: str | dict[str, Any]) -> Event | None:
+    """One line, or what it holds; None for anything else than a step."""
+    try:
+        fields = json.loads(line) if isinstance(line, str) else line
+        values = {str(tag): math.nan if value is None else float(value) for tag, value in fields["values"].items()}
+        event = Event(int(fields["step"]), int(fields["samples"]), float(fields["time_s"]), values)
+        return event if abs(event.step) < MAX_STEP else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+def _as_done_last(events: Iterable[Event]) -> tuple[tuple[Event, ...], float]:
+    """Steps once each: a step that comes again undoes itself and what followed it.  Also the time of them all."""
+    kept: list[Event] = []
+    seconds = before = 0.0
+    for event in events:
+        while kept and kept[-1].step >= event.step:
+            kept.pop()
+        seconds += event.time_s - before if event.time_s >= before else event.time_s  # less: another process
+        before = event.time_s
+        kept.append(event)
+    return tuple(kept), seconds if math.isfinite(seconds) else 0.0
+
+
+def _plan(rows: Any) -> tuple[PlanRow, ...]:
+    """Rows of three; others are left out."""
+    if not isinstance(rows, list):
+        return ()
+    return tuple(PlanRow(*map(_text, row)) for row in rows if isinstance(row, list) and len(row) == 3)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,149 @@
+"""Reads a FLOP counter and a clock at the edges of every module.
+
+The counter is torch's `FlopCounterMode`, entered when the model's forward begins and left when it ends, also by an
+exception.  Its total is read when a module is entered and when it is left, so a module's share is a difference, and
+the counting itself needs no idea of modules.  What runs outside the model's forward is not counted: activations that
+are recomputed in a backward call modules too, and belong to the backward.
+
+On CUDA every edge waits for the device: times are true, and the pass is slower than usual.  On any device the
+counter costs some microseconds an operation; shares of time are for comparing modules, the throughput is elsewhere.
+
+Rejected: patching `torch.nn.functional`, which misses attention kernels and methods of tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import attrs
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["FlopsMeter", "Reading", "make_counter"]
+
+
+@attrs.define(eq=False)
+class Reading:
+    """One module so far."""
+
+    flops: int = 0
+    seconds: float = 0.0
+    calls: int = 0
+
+
+@attrs.frozen
+class Edge:
+    """A module that is running: where counter and clock stood when it was entered."""
+
+    path: str
+    flops: int
+    seconds: float
+
+
+def make_counter() -> Any:
+    """torch's FLOP counter, silent, that also knows the attention kernels of CPUs."""
+    from torch.utils import flop_counter  # late: few runs need it
+
+    aten = torch.ops.aten
+    known = flop_counter.flop_registry
+    forward = known[aten._scaled_dot_product_flash_attention]
+    backward = known[aten._scaled_dot_product_flash_attention_backward]
+    pairs = {
+        "_scaled_dot_product_flash_attention_for_cpu": forward,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": backward,
+    }
+    extra = {getattr(aten, name): formula for name, formula in pairs.items() if hasattr(aten, name)}
+    counter = flop_counter.FlopCounterMode(display=False)
+    counter.flop_registry.update({name: formula for name, formula in extra.items() if name not in known})
+    return counter
+
+
+@final
+@attrs.define(eq=False)
+class FlopsMeter:
+    """Measures forwards of `model` from `start` to `stop`.
+
+    Invariant: the counter is entered exactly while the model's forward runs.
+    """
+
+    model: nn.Module
+    ignored: tuple[type[nn.Module], ...] = ()  # classes whose work, and that of what they hold, is left out
+    synchronize: Callable[[], object] = lambda: None  # waits for the device; the identity on CPUs
+    clock: Callable[[], float] = time.perf_counter  # seconds
+    readings: dict[str, Reading] = attrs.field(factory=dict, init=False)  # by path
+    operations: dict[str, int] = attrs.field(factory=dict, init=False)  # FLOPs by operation, all forwards
+    _counter: Any = attrs.field(default=None, init=False)  # of the forward that runs; None between two
+    _running: list[Edge] = attrs.field(factory=list, init=False)  # from the model inwards
+    _left_out: int = attrs.field(default=0, init=False)  # FLOPs of ignored modules in this forward
+    _handles: list[RemovableHandle] = attrs.field(factory=list, init=False)
+
+    def start(self) -> None:
+        """Watch every module."""
+        self.stop()
+        for path, module in self._watched():
+            self.readings.setdefault(path, Reading())
+            before = module.register_forward_pre_hook(self._entering(path), prepend=True)
+            after = module.register_forward_hook(self._leaving(path), always_call=True)
+            self._handles += [before, after]
+
+    def stop(self) -> None:
+        """Leave the modules as they were; the readings stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._close()
+
+    def _watched(self) -> Iterable[tuple[str, nn.Module]]:
+        """All modules, except those inside of ignored ones."""
+        hidden = [f"{path}." for path, module in self.model.named_modules() if isinstance(module, self.ignored)]
+        return (each for each in self.model.named_modules() if not each[0].startswith(tuple(hidden)))
+
+    def _entering(self, path: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any) -> None:
+            if path == "" and not self._running:
+                self._open()
+            if self._counter is not None:
+                self.synchronize()
+                self._running.append(Edge(path, self._counted(), self.clock()))
+
+        return hook
+
+    def _leaving(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, _args: Any, _output: Any) -> None:
+            if not self._running or self._running[-1].path != path:
+                return
+            self.synchronize()
+            edge = self._running.pop()
+            if isinstance(module, self.ignored):
+                self._left_out += self._counted() - edge.flops
+            elif path not in [outer.path for outer in self._running]:  # called by itself: the outer one counts
+                reading = self.readings[path]
+                reading.flops += self._counted() - edge.flops
+                reading.seconds += self.clock() - edge.seconds
+                reading.calls += 1
+            if not self._running:
+                self._close()
+
+        return hook
+
+    def _counted(self) -> int:
+        return int(self._counter.get_total_flops()) - self._left_out
+
+    def _open(self) -> None:
+        self._left_out = 0
+        self._counter = make_counter()
+        self._counter.__enter__()
+
+    def _close(self) -> None:
+        """Leave the counter, if a forward has been cut short too."""
+        self._running.clear()
+        if self._counter is None:
+            return
+        counter, self._counter = self._counter, None
+        counter.__exit__(None, None, None)
+        for operation, flops in counter.get_flop_counts().get("Global", {}).items():
+            name = str(operation).removeprefix("aten.")
+            self.operations[name] = self.operations.get(name, 0) + int(flops)

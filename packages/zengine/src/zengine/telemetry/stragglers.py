@@ -1,0 +1,135 @@
+"""Who waits for whom: the communication of all ranks side by side.
+
+Every rank enters the same collectives, and leaves each at about the same time; one that comes late waits least, and
+the others wait for it.  So for each operation and size the least wait among the ranks is what the communication
+itself takes, and what a rank waits beyond it, it waits for others.  The rank with the least wait of all is the
+straggler: the slowest to compute, or the one with most to do.
+
+A rank's own record goes into the run's folder when it closes, by itself: no rank waits for another to end.
+`log_summary` compares while the run lives, and is a collective.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+import zcomm
+from zengine.telemetry.comms import CommsLog, Messages, Tally, columns, format_messages
+from zengine.telemetry.fields import amount, text, whole
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["RankWait", "from_json", "log_summary", "open_log", "rank_waits", "to_json"]
+
+_open: weakref.WeakSet[CommsLog] = weakref.WeakSet()  # logs that count now; all see the same, process-wide trace
+
+
+@attrs.frozen(kw_only=True)
+class RankWait:
+    """One rank against the others, over all collectives."""
+
+    rank: int
+    wait_ms: float  # in all
+    least_ms: float  # the same with the least wait of any rank for each operation and size
+    spread_ms: float = 0.0  # how much longer the rank that waits most waits than this one
+
+    @property
+    def for_others_ms(self) -> float:
+        """What this rank waited for others."""
+        return self.wait_ms - self.least_ms
+
+
+def rank_waits(ranks: Sequence[Sequence[Messages]]) -> list[RankWait]:
+    """Waiting by rank, from every rank's messages in the order of the ranks.
+
+    Kinds of messages that some rank did not see (groups of which it is no member) are left out.
+    """
+    waits = [{each.key: each.tally.wait_ms for each in messages} for messages in ranks]
+    common = set.intersection(*(set(rank) for rank in waits)) if waits else set()
+    least = sum(min(rank[key] for rank in waits) for key in common)
+    totals = [sum(rank[key] for key in common) for rank in waits]
+    most = max(totals, default=0.0)
+    return [
+        RankWait(rank=rank, wait_ms=total, least_ms=least, spread_ms=most - total)
+        for rank, total in enumerate(totals)
+    ]
+
+
+def format_waits(waits: Sequence[RankWait]) -> str:
+    """A line a rank, and who the others wait for."""
+    if len(waits) < 2:
+        return "stragglers: a single rank waits for nobody"
+    rows = [("rank", "waited ms", "for others ms")]
+    rows += [(str(each.rank), f"{each.wait_ms:.2f}", f"{each.for_others_ms:.2f}") for each in waits]
+    return "\n".join(["waiting by rank (least of all ranks = communication itself):", *columns(rows), verdict(waits)])
+
+
+def verdict(waits: Sequence[RankWait]) -> str:
+    """One sentence."""
+    slowest = max(waits, key=lambda each: each.spread_ms)
+    if slowest.spread_ms <= 0:
+        return "all ranks wait alike"
+    return f"rank {slowest.rank} waits least: others wait for it, {slowest.spread_ms:.2f} ms more than it does"
+
+
+def open_log(log: CommsLog) -> CommsLog:
+    """Let `log_summary` find a log, for as long as it lives."""
+    _open.add(log)
+    return log
+
+
+def log_summary(
+    show_straggler: bool = False, return_dict: bool = False, group: ProcessGroup | None = None
+) -> dict[str, Any]:
+    """Print what was communicated since the oldest engine with `comms_logger` on was made.
+
+    show_straggler: compare with the other ranks of `group` (None: all); then every rank must call, and rank 0 prints
+    the comparison.  return_dict: return it too, as operation -> size -> figures, and "stragglers" by rank.
+    """
+    mine = max((each.messages() for each in _open), key=lambda found: sum(m.tally.count for m in found), default=None)
+    is_first = zcomm.group_rank(group) == 0
+    if is_first:
+        print("communication: not counted (comms_logger.enabled is false)" if mine is None else format_messages(mine))
+    waits: list[RankWait] = []
+    if show_straggler:
+        everyone = zcomm.exchange([to_json(each) for each in mine or ()], group)
+        waits = rank_waits([[from_json(fields) for fields in rank] for rank in everyone])
+        if is_first:
+            print(format_waits(waits))
+    return _as_dict(mine or [], waits) if return_dict else {}
+
+
+def _as_dict(messages: Sequence[Messages], waits: Sequence[RankWait]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for each in messages:
+        figures = {"count": each.tally.count, "total_ms": each.tally.ms, "wait_ms": each.tally.wait_ms}
+        rates = {"algbw_gb_per_s": each.tally.gb_per_s, "busbw_gb_per_s": each.bus_gb_per_s}
+        found.setdefault(each.op, {})[each.size_bytes] = {**figures, **rates}
+    stragglers = {each.rank: {"wait_ms": each.wait_ms, "for_others_ms": each.for_others_ms} for each in waits}
+    return {**found, "stragglers": stragglers} if waits else found
+
+
+def to_json(each: Messages) -> dict[str, Any]:
+    """A flat object."""
+    return {
+        "op": each.op,
+        "size_bytes": each.size_bytes,
+        "group_size": each.group_size,
+        **attrs.asdict(each.tally),
+    }
+
+
+def from_json(fields: dict[str, Any]) -> Messages:
+    """What `to_json` gave. Raises KeyError, TypeError or ValueError for anything else."""
+    tally = Tally(
+        count=whole(fields["count"]),
+        nbytes=whole(fields["nbytes"]),
+        ms=amount(fields["ms"]),
+        wait_ms=amount(fields["wait_ms"]),
+    )
+    return Messages(text(fields["op"]), whole(fields["size_bytes"]), whole(fields["group_size"]), tally)

@@ -1,0 +1,45 @@
+"""`zengine report`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from zengine.commands import report
+
+
+def call(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    report.add_parser(parser.add_subparsers())
+    return report.run(parser.parse_args(["report", *arguments]))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    event = {"step": 1, "samples": 4, "time_s": 0.1, "values": {"train/loss": 2.5}}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    return tmp_path
+
+
+def test_the_page_goes_into_the_run_and_its_place_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(str(folder)) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    assert "2.5" in (folder / "report.html").read_text()
+
+
+def test_the_page_goes_where_it_is_wanted(folder: Path) -> None:
+    assert call(str(folder), str(folder), "--out", str(folder / "deep" / "both.html")) == 0
+    assert "2 runs side by side" in (folder / "deep" / "both.html").read_text()
+
+
+def test_a_mistake_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(str(tmp_path / "absent")) == 1
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(str(folder), "--out", str(folder)) == 1
+    assert capsys.readouterr().err.startswith("zengine report: ")

@@ -1,0 +1,47 @@
+"""The sections that look into a run, resolved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zengine.config import ConfigError, Facts, Plan, load, resolve
+
+
+def plan(**source: Any) -> Plan:
+    return resolve(load({"train_batch_size": 8, **source}), Facts(world_size=2, replicas=2))
+
+
+def test_the_plans_hold_what_the_sections_say() -> None:
+    flops = {"enabled": True, "profile_step": 5, "module_depth": 2, "top_modules": 3, "detailed": False}
+    found = plan(flops_profiler={**flops, "output_file": None}, profiler={"enabled": True, "ranks": [1]}).profiling
+    assert {name: getattr(found.flops, name) for name in flops} == flops
+    assert found.flops.output_file == ""
+    assert found.window.ranks == (1,)
+    assert not found.comms.enabled
+
+
+def test_everything_is_off_by_default() -> None:
+    found = plan().profiling
+    assert (found.flops.enabled, found.window.enabled, found.comms.enabled) == (False, False, False)
+
+
+def test_a_rank_that_records_is_one_of_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"profiler\.ranks.*ranks 0 to 1"):
+        plan(profiler={"enabled": True, "ranks": [0, 2]})
+    assert plan(profiler={"ranks": [2]}).profiling.window.ranks == (2,)  # off
+
+
+def test_a_snapshot_without_cuda_is_replaced_and_said_so() -> None:
+    (notice,) = [
+        n for n in plan(profiler={"enabled": True, "memory_snapshot": True}).notices if "memory_snapshot" in n
+    ]
+    assert "every allocation of the CPU instead" in notice
+
+
+def test_a_section_that_is_on_shows_its_values() -> None:
+    text = plan(profiler={"enabled": True, "ranks": []}).describe()
+    assert "profiler.ranks" in text
+    assert "(all)" in text
+    assert "flops_profiler.profile_step" not in text
