@@ -65,14 +65,7 @@ SECTIONS: dict[str, Entry] = {
     "tensorboard": honoured(schema.EventFiles, switch="enabled"),
     "csv_monitor": honoured(schema.EventFiles, switch="enabled"),
     "wandb": honoured(schema.Wandb, switch="enabled"),
-    "data_efficiency": honoured(
-        schema.DataEfficiency,
-        {
-            "enabled": no_effect(TRUTH, False, why="only the seed of this section acts"),
-            "data_sampling": features.DATA_SAMPLING,
-            "data_routing": features.DATA_ROUTING,
-        },
-    ),
+    "data_efficiency": features.DATA_EFFICIENCY,
 }
 
 FEATURES: dict[str, Entry] = {

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 import zckpt
+from zengine.config.data_plan import DataPlan
 from zengine.config.describe import table, value_of
 from zpartition import ZeroPolicy
 from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
@@ -88,14 +89,6 @@ class TelemetryPlan:
     tensorboard: MonitorPlan = MonitorPlan()
     csv_monitor: MonitorPlan = MonitorPlan()
     wandb: MonitorPlan = MonitorPlan()
-
-
-@attrs.frozen(kw_only=True)
-class DataPlan:
-    """How the loader walks through the data."""
-
-    drop_last: bool = False  # leave out the last, partial batch of an epoch
-    seed: int = 1234  # of the order of samples (data_efficiency.seed)
 
 
 @attrs.frozen(kw_only=True)
