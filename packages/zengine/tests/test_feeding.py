@@ -73,6 +73,17 @@ def test_a_metric_without_files_is_measured() -> None:
         assert max(lengths(batches, 1)[0]) <= step + 2
 
 
+def test_a_curriculum_that_admits_all_is_the_plain_loader_and_off_is_absent() -> None:
+    """21 batches of two: the epoch is whole."""
+    all_at_once = {**METRIC, "min_difficulty": 7}
+    _, plain = start()
+    _, full = start(**curriculum(seqlen=all_at_once))
+    _, off = start(data_efficiency={**curriculum(seqlen=METRIC)["data_efficiency"], "enabled": False})
+    expected = [batch.tolist() for _ in range(2) for batch in plain]
+    assert [batch.tolist() for _ in range(2) for batch in full] == expected
+    assert [batch.tolist() for _ in range(2) for batch in off] == expected
+
+
 def test_metrics_come_from_files(tmp_path: Path) -> None:
     DataAnalyzer(DATA, {"seqlen": length_of, "value": lambda sample: -sample[0]}, tmp_path).run()
     paths = {
@@ -189,6 +200,21 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle_of_an_epoch(tmp_path: Pat
     second, other = start(**config)
     second.load_checkpoint(tmp_path)
     assert train(second, iter(other), 4) == train(first, batches, 4)
+
+
+def _with_unequal_data() -> str:
+    short = DATA[: 42 - 7 * torch.distributed.get_rank()]
+    with pytest.raises(zengine.RanksDisagree) as caught:
+        start(short)
+    other = DATA if torch.distributed.get_rank() else DATA[::-1]
+    with pytest.raises(zengine.RanksDisagree, match="metric seqlen"):
+        start(other, **curriculum(seqlen=METRIC))
+    return str(caught.value)
+
+
+def test_ranks_with_unequal_data_are_told_so() -> None:
+    for text in run_ranks(_with_unequal_data, 2):
+        assert "different training data: rank 0 has [42 samples], rank 1 has [35 samples]" in text
 
 
 def _on_ranks(folder: str, config: dict[str, Any], world: int) -> list[list[float]]:

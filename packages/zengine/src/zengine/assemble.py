@@ -49,7 +49,7 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     with zpartition.recording(module):  # of a module without memory; see zpartition.Init
         plan.precision.cast_module(module.to(world.device))
     optimizer = make_optimizer(module, client, plan)
-    check_agreement(module, optimizer, plan, group)
+    check_agreement(module, optimizer, plan, group, [] if loader is None else loader.fingerprint())
     partition = zpartition.shard(module, optimizer, policy=plan.zero, group=group, device=world.device)
     try:
         return _around(partition, optimizer, loader, client, plan, world)

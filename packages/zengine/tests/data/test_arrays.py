@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zengine.data.arrays import mapped_array, save_array
+from zengine.data.arrays import digest, mapped_array, save_array
 
 
 def test_an_array_comes_back_mapped_and_numpy_reads_it(tmp_path: Path) -> None:
@@ -25,3 +25,8 @@ def test_objects_are_neither_written_nor_read(tmp_path: Path) -> None:
     np.save(tmp_path / "b.npy", things)
     with pytest.raises(ValueError, match="Python objects"):
         mapped_array(tmp_path / "b.npy")
+
+
+def test_a_digest_tells_arrays_apart() -> None:
+    assert digest(np.arange(4)) == digest(np.arange(8)[:4]) != digest(np.array([0, 1, 3, 2]))
+    assert digest(np.arange(8)[::2]) == digest(np.array([0, 2, 4, 6]))

@@ -153,7 +153,10 @@ def test_activation_checkpointing_replays_the_draw() -> None:
     torch.manual_seed(3)
     plain = train(engine_of(Stack(), **ltd()), 3)
     torch.manual_seed(3)
-    assert train(engine_of(Stack(recompute=True), **ltd()), 3) == plain
+    engine = engine_of(Stack(recompute=True), **ltd())
+    assert train(engine, 3) == plain
+    assert len(engine.module.blocks[1].seen) == 6
+    assert engine.features[-1].state_dict() == {"layer_tokens": 2 * 3 * (4 + 6 + 8)}
 
 
 def test_names_of_parameters_stay_and_closing_takes_the_hooks_away() -> None:

@@ -66,6 +66,10 @@ class Loader(ABC):
         """What joins samples to a batch."""
         return self._fetching.collate_fn
 
+    def fingerprint(self) -> list[str]:
+        """What all ranks must have alike, one fact a line: their batches would not match otherwise."""
+        return []
+
     @abstractmethod
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch, wherever the position is."""

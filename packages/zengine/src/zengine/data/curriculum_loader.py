@@ -8,6 +8,7 @@ from typing import Any, final
 
 import attrs
 
+from zengine.data.arrays import digest
 from zengine.data.base import Loader, whole_numbers
 from zengine.data.curriculum import CurriculumWalk, Permutations, Position, replaced
 from zengine.data.fetch import Fetching
@@ -32,6 +33,10 @@ class CurriculumLoader(Loader):
         self._at = Position()
         self._ahead: deque[Position] = deque()  # behind each batch that was fetched and not handed
         self._handed_step = 0  # the step of the last batch that was handed
+
+    def fingerprint(self) -> list[str]:
+        metrics = [f"metric {limit.name} {digest(limit.places)}" for limit in self._walk.limits]
+        return [f"{self._walk.order.num_samples} samples", *metrics]
 
     def __len__(self) -> int:
         """Batches of one iteration."""

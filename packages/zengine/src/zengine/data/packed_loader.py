@@ -9,6 +9,7 @@ from typing import Any, final
 
 import attrs
 
+from zengine.data.arrays import digest
 from zengine.data.base import Loader, whole_numbers
 from zengine.data.fetch import Fetching
 from zengine.data.order import Ticket
@@ -44,6 +45,9 @@ class PackedLoader(Loader):
                 order.num_samples,
                 order.packing.max_tokens,
             )
+
+    def fingerprint(self) -> list[str]:
+        return [f"{self._order.num_samples} samples", f"lengths {digest(self._order.lengths)}"]
 
     def __len__(self) -> int:
         """Micro-batches of this rank in the epoch that the position is in."""

@@ -79,8 +79,13 @@ class RandomLtd(Feature):
     def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         num_tokens = self.num_tokens
         for layer in self.layers:
-            layer.num_tokens = num_tokens
+            layer.num_tokens, layer.counts = num_tokens, True
         return args, kwargs
+
+    def forward_end(self, output: Any) -> Any:
+        for layer in self.layers:
+            layer.counts = False  # what follows is recomputation
+        return output
 
     @property
     def num_tokens(self) -> int:
@@ -198,6 +203,7 @@ class _TokenDrop:
     def __init__(self, layer: nn.Module, cutting: _Cutting) -> None:
         self.num_tokens = 0  # that the layer sees; 0: all
         self.layer_tokens = 0  # that it has worked on
+        self.counts = False  # whether a call adds to them
         self._cutting = cutting
         self._open: list[tuple[Tensor, Tensor]] = []  # (whole hidden state, chosen tokens) of the call that runs
         self._handles: list[RemovableHandle] = [
@@ -217,7 +223,7 @@ class _TokenDrop:
             return None
         drops = 0 < self.num_tokens < length
         tokens = self.num_tokens if drops else length
-        self.layer_tokens += tokens * hidden.shape[1 - self._cutting.sequence_axis]
+        self.layer_tokens += self.counts * tokens * hidden.shape[1 - self._cutting.sequence_axis]
         if not drops:
             return None
         chosen = self._cutting.choose(hidden, tokens)
