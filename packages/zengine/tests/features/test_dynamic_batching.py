@@ -101,6 +101,19 @@ def test_a_resume_in_the_middle_of_an_epoch_equals_the_run(tmp_path: Path) -> No
     assert torch.equal(first.module.weight, second.module.weight)
 
 
+def test_a_step_that_failed_and_begins_again_counts_its_last_attempt() -> None:
+    engine, loader = engine_of(train_batch_size=8, gradient_accumulation_steps=2)
+    batches = iter(loader)
+    engine.backward(engine(next(batches)).mean())
+    engine.step()
+    with pytest.raises(ValueError, match="scalar"):
+        engine.backward(engine(next(batches)))
+    before = loader.samples_handed
+    (report,) = train(engine, batches, 1)
+    assert report.samples == loader.samples_handed - before
+    assert report.lr == pytest.approx((0.01 * report.samples / 8,))
+
+
 def _on_two_ranks() -> list[tuple[Any, ...]]:
     engine, loader = engine_of(train_batch_size=8, gradient_accumulation_steps=2)
     return [(report.samples, report.lr) for report in train(engine, iter(loader), 4)] + [(len(loader),)]

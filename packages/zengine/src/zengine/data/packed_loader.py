@@ -27,12 +27,13 @@ class PackedLoader(Loader):
     """
 
     samples_handed: int
+    last_samples: int  # of all ranks in the micro-step handed last
 
     def __init__(
         self, dataset: Any, order: PackedOrder, *, rank: int, micro_batch_size: int, fetching: Fetching
     ) -> None:
         super().__init__(dataset, micro_batch_size, fetching)
-        self.samples_handed = 0
+        self.samples_handed = self.last_samples = 0
         self._order = order
         self._rank = rank
         self._micro_step = 0  # of this epoch
@@ -81,9 +82,9 @@ class PackedLoader(Loader):
             yield Ticket(epoch=self.epoch, begin=mine, indices=batches[mine])
 
     def _handed(self) -> None:
-        count = self._ahead.popleft()
-        self.samples_handed += count
-        self.consumed_samples += count
+        self.last_samples = self._ahead.popleft()
+        self.samples_handed += self.last_samples
+        self.consumed_samples += self.last_samples
         self._micro_step += 1
         if self._micro_step == len(self):
             self.epoch, self.consumed_samples, self._micro_step = self.epoch + 1, 0, 0

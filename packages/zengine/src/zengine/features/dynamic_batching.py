@@ -26,7 +26,7 @@ from torch import Tensor
 from zengine.features.base import Feature
 
 if TYPE_CHECKING:
-    from zengine.clock import Clock
+    from zengine.clock import Clock, MicroStep
     from zengine.data import PackedLoader
     from zengine.engine import Engine
     from zengine.parts import OptimizerSlot
@@ -84,8 +84,8 @@ class DynamicBatching(Feature):
     clock: Clock
     rate: ScaledRate
     reference: int  # samples of a step at which the factor is 1
-    nominal: int  # samples that the clock counts for a micro-step
-    mark: int  # samples that the loader had handed at the last boundary
+    mark: int  # samples that the loader had handed when the step began
+    has_begun: bool  # whether the step has had a backward
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -93,21 +93,28 @@ class DynamicBatching(Feature):
     def attach(self, engine: Engine) -> None:
         self.loader, self.clock = engine.parts.loader, engine.clock
         self.reference = engine.plan.batch.train_batch_size
-        self.nominal = engine.clock.samples_per_micro_step
-        self.mark = self.loader.samples_handed
         self.rate = ScaledRate(engine.parts.optimizer)
+        self.load_state_dict({})
         engine.parts = attrs.evolve(engine.parts, optimizer=self.rate)
+
+    def backward_begin(self, micro: MicroStep, loss: Tensor) -> Tensor:
+        """A step that begins again, since it failed, leaves out what was handed for its first attempt."""
+        if micro.is_first and self.has_begun:
+            self.mark = self.loader.samples_handed - self.loader.last_samples
+        self.has_begun = True
+        return loss
 
     def step_begin(self) -> None:
         """The samples of this step are those handed since the last; batches of other origin count as they are."""
         batch_size = self.loader.samples_handed - self.mark
-        self.mark = self.loader.samples_handed
+        self.mark, self.has_begun = self.loader.samples_handed, False
         if batch_size:
             self.rate.factor = lr_factor(self.method, batch_size, self.reference)
-            self.clock.samples += batch_size - self.clock.index * self.nominal
+            self.clock.samples += batch_size - self.clock.index * self.clock.samples_per_micro_step
 
     def step_end(self, report: StepReport) -> None:
         self.rate.factor = 1.0
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.mark, self.rate.factor = self.loader.samples_handed, 1.0
+        """The loader's position follows; what it handed before is of another run."""
+        self.mark, self.has_begun, self.rate.factor = self.loader.samples_handed, False, 1.0
