@@ -87,6 +87,19 @@ def test_a_custom_schedule_is_the_caller_s():
     assert all(METRIC[sample] <= 10 for batch in take(loader, 2) for sample in batch)
 
 
+def test_the_steps_of_a_loader_can_become_longer():
+    loader = loader_of(law=FixedDiscrete(difficulties=(10, 20, 39), until=(1, 2)))
+    seen = []
+    loader.post_process = lambda batch, state: (seen.append(state["current_difficulties"]["seqlen"]), batch)[1]
+    batches = iter(loader)
+    for _ in range(2):
+        next(batches)
+    loader.set_accumulation(3)
+    for _ in range(4):
+        next(batches)
+    assert seen == [10, 10, 20, 20, 20, 39]
+
+
 def test_another_dataset_is_refused():
     state = {**loader_of().state_dict(), "num_samples": 41}
     with pytest.raises(ValueError, match="a dataset of 41 samples, this one has 40"):

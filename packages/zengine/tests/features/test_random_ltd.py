@@ -187,6 +187,25 @@ def test_masks_of_every_shape_are_cut(shape: tuple[int, ...], model_type: str, b
     assert engine.module.blocks[0].masks == [shape]
 
 
+def test_arguments_by_position_are_known_by_their_names() -> None:
+    class Torch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                [nn.TransformerEncoderLayer(4, 1, 4, dropout=0.0, batch_first=True) for _ in range(4)]
+            )
+
+        def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                hidden = layer(hidden, mask)
+            return hidden.mean()
+
+    engine = engine_of(Torch(), **ltd(model_mask_name="src_mask"))
+    causal = torch.triu(torch.ones(10, 10, dtype=torch.bool), 1)
+    engine.backward(engine(torch.randn(3, 10, 4), causal))
+    assert engine.features[-1].state_dict() == {"layer_tokens": 2 * 3 * 4}
+
+
 def test_a_mask_is_cut_at_the_tokens_that_were_drawn() -> None:
     class Reading(Block):
         def forward(self, hidden: torch.Tensor, mask: torch.Tensor, where: torch.Tensor | None = None) -> Any:

@@ -66,6 +66,9 @@ class Loader(ABC):
         """What joins samples to a batch."""
         return self._fetching.collate_fn
 
+    def set_accumulation(self, accumulation: int) -> None:
+        """A step has so many micro-steps from now on; matters to a loader that follows the steps."""
+
     def fingerprint(self) -> list[str]:
         """What all ranks must have alike, one fact a line: their batches would not match otherwise."""
         return []

@@ -47,6 +47,10 @@ class CurriculumLoader(Loader):
         schedules = with_laws({limit.name: limit.schedule for limit in self._walk.limits}, laws)
         self._walk = attrs.evolve(self._walk, limits=replaced(self._walk.limits, schedules))
 
+    def set_accumulation(self, accumulation: int) -> None:
+        """Counts for what is not fetched yet; between steps."""
+        self._walk = attrs.evolve(self._walk, accumulation=accumulation)
+
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on every rank; `current_difficulties` are those of the batch handed last."""
         order = self._walk.order

@@ -20,8 +20,10 @@ place of the layer, which renames every parameter of it in checkpoints.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, final
 
 import attrs
@@ -205,6 +207,7 @@ class _TokenDrop:
         self.layer_tokens = 0  # that it has worked on
         self.counts = False  # whether a call adds to them
         self._cutting = cutting
+        self._names = list(inspect.signature(layer.forward).parameters)  # of positional arguments
         self._open: list[tuple[Tensor, Tensor]] = []  # (whole hidden state, chosen tokens) of the call that runs
         self._handles: list[RemovableHandle] = [
             layer.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -241,7 +244,7 @@ class _TokenDrop:
             return cut(value, chosen, length)
 
         return (
-            tuple(one("", value) for value in args),
+            tuple(one(name, value) for name, value in zip_longest(self._names[: len(args)], args)),
             {name: one(name, value) for name, value in kwargs.items()},
         )
 
