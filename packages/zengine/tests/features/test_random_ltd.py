@@ -162,10 +162,9 @@ def test_activation_checkpointing_replays_the_draw() -> None:
 def test_names_of_parameters_stay_and_closing_takes_the_hooks_away() -> None:
     engine = engine_of(**ltd())
     assert list(engine.module.state_dict()) == list(Stack().state_dict())
-    feature = next(f for f in engine.features if f.name == "random_ltd")
-    feature.close()
+    engine.close()
     assert all(not block._forward_pre_hooks and not block._forward_hooks for block in engine.module.blocks)
-    train(engine, 1)
+    engine.module(torch.zeros(3, 10, 2), MASK)
     assert engine.module.blocks[1].seen == [(3, 10, 2)]
 
 

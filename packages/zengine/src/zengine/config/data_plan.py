@@ -58,7 +58,7 @@ class DataPlan:
     packing: tuple[PackingPlan, ...] = ()  # dynamic batching: one or none
     seqlen: tuple[Schedule, ...] = ()  # curriculum of lengths: one or none
     ltd: tuple[LtdPlan, ...] = ()  # random-LTD: one or none
-    rows: tuple[tuple[str, Any], ...] = ()  # the keys of the data sections with their values, for people
+    rows: tuple[tuple[str, Any], ...] = attrs.field(default=(), eq=False)  # keys with their values, for people
 
     @property
     def needs_data(self) -> str:

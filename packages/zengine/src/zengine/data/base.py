@@ -66,7 +66,7 @@ class Loader(ABC):
         """What joins samples to a batch."""
         return self._fetching.collate_fn
 
-    def set_accumulation(self, accumulation: int) -> None:
+    def set_accumulation(self, accumulation: int) -> None:  # noqa: B027 - the identity, not a duty
         """A step has so many micro-steps from now on; matters to a loader that follows the steps."""
 
     def fingerprint(self) -> list[str]:
