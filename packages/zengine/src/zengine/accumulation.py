@@ -76,6 +76,8 @@ class EngineAccumulation:
         )
         self.plan = attrs.evolve(self.plan, batch=batch)
         self.clock.accumulation, self.clock.samples_per_micro_step = accumulation, micro * batch.replicas
+        if self.parts.loader is not None:
+            self.parts.loader.set_accumulation(accumulation)
 
     # -- dropping a step -------------------------------------------------------------------------
 

@@ -24,9 +24,13 @@ class RanksDisagree(ValueError):
 
 
 def check_agreement(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, group: ProcessGroup | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan,
+    group: ProcessGroup | None,
+    data: Sequence[str] = (),
 ) -> None:
-    """Compare plan, parameters, optimizer and versions over the ranks of `group`.
+    """Compare plan, parameters, optimizer, versions and the facts of the training data over the ranks of `group`.
 
     Raises:
         RanksDisagree: on every rank; names the first difference, both values and their ranks.
@@ -35,6 +39,7 @@ def check_agreement(
         "plan": plan_lines(plan),
         "parameters": parameter_lines(model),
         "optimizer": optimizer_lines(model, optimizer),
+        "training data": list(data),
         "versions": version_lines(),
     }
     digests = zcomm.exchange({topic: _digest(lines) for topic, lines in mine.items()}, group)

@@ -22,7 +22,6 @@ import zpartition
 import zprecision
 from zengine.agreement import check_agreement
 from zengine.config import Plan
-from zengine.data import make_loader
 from zengine.features import (
     BackgroundSaves,
     CountFlops,
@@ -34,6 +33,7 @@ from zengine.features import (
     Unfreezing,
 )
 from zengine.features.looking import lookers
+from zengine.feeding import data_features, feed_of, require_data, training_loader
 from zengine.parts import CastingRunner, ConstantRate, NoOptimizer, Parts, Runner, Sequential, ShardOptimizer
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.telemetry import make_telemetry
@@ -55,11 +55,11 @@ class Client:
 
 def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, group: ProcessGroup | None) -> Parts:
     """Build every part for `plan`; `module` is moved to the device, cast, and partitioned over `group`."""
-    loader = make_training_loader(client, plan, group)
+    loader = make_training_loader(client, plan, world, group)
     with zpartition.recording(module):  # of a module without memory; see zpartition.Init
         plan.precision.cast_module(module.to(world.device))
     optimizer = make_optimizer(module, client, plan)
-    check_agreement(module, optimizer, plan, group)
+    check_agreement(module, optimizer, plan, group, [] if loader is None else loader.fingerprint())
     partition = zpartition.shard(module, optimizer, policy=plan.zero, group=group, device=world.device)
     try:
         return _around(partition, optimizer, loader, client, plan, world)
@@ -110,7 +110,7 @@ def _around(
 
 def make_features(plan: Plan) -> tuple[Feature, ...]:
     """What goes beyond the loop, and the optional behaviour that the plan asks for, in the order of its hooks."""
-    chosen: list[Feature] = [Unfreezing()]
+    chosen: list[Feature] = [Unfreezing(), *data_features(plan.data)]
     if plan.async_save:
         chosen.append(BackgroundSaves())
     if plan.dump_state:
@@ -219,19 +219,13 @@ def make_saver(plan: Plan, partition: zpartition.Partition) -> Saver:
     return SaveBehind(zckpt.AsyncSaver(zckpt.ALONE if own is None else zckpt.group_peers(own)), agree)
 
 
-def make_training_loader(client: Client, plan: Plan, group: ProcessGroup | None) -> Any:
+def make_training_loader(client: Client, plan: Plan, world: zcomm.World, group: ProcessGroup | None) -> Any:
     """A loader over the caller's dataset; None without one."""
+    require_data(plan, client.training_data)
     if client.training_data is None:
         return None
-    return make_loader(
-        client.training_data,
-        micro_batch_size=plan.batch.micro_batch_size,
-        rank=zcomm.group_rank(group),
-        world_size=plan.batch.replicas,
-        seed=plan.data.seed,
-        drop_last=plan.data.drop_last,
-        collate_fn=client.collate_fn,
-    )
+    feed = feed_of(plan, rank=zcomm.group_rank(group), device=world.device, collate_fn=client.collate_fn)
+    return training_loader(client.training_data, plan.data, feed)
 
 
 def _slot(optimizer: torch.optim.Optimizer) -> ShardOptimizer:

@@ -22,6 +22,7 @@ import zcomm
 from zengine.assemble import Client, assemble, make_features
 from zengine.config import Facts, Plan, load, resolve
 from zengine.engine import Engine
+from zengine.feeding import require_data
 from zengine.measure import bf16_is_faster
 from zengine.sources import data_parallel_group, pick_config
 
@@ -74,7 +75,8 @@ def initialize(
     settings = load(source)
     if not torch.distributed.is_initialized():  # every rule is checked before ranks depend on each other
         num_ranks = zcomm.detect().world_size
-        resolve(settings, Facts(world_size=num_ranks, replicas=num_ranks, device_type=_device_type()))
+        draft = resolve(settings, Facts(world_size=num_ranks, replicas=num_ranks, device_type=_device_type()))
+        require_data(draft, training_data)
     world = _make_world(dist_init_required, distributed_port)
     group = data_parallel_group(mpu, mesh)
     facts = Facts(

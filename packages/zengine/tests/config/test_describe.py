@@ -9,7 +9,24 @@ import pytest
 from zengine.config import Facts, Plan, load, resolve
 from zengine.config.describe import rows
 
+_PACKING = {"enabled": True, "dynamic_batching": {"enabled": True, "max_tokens": 64}}
+_CURRICULUM = {
+    "enabled": True,
+    "min_difficulty": 8,
+    "max_difficulty": 64,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 10},
+}
+_LTD = {
+    "enabled": True,
+    "total_layer_num": 4,
+    "random_ltd_layer_id": [1, 2],
+    "random_ltd_schedule": {"min_value": 16, "max_value": 64, "schedule_config": {"require_steps": 10}},
+}
+_DATA = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": _LTD}}
 EVERYTHING = {
+    "curriculum_learning": _CURRICULUM,
+    "data_efficiency": {**_DATA, "data_sampling": _PACKING},
     "train_batch_size": 8,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
@@ -35,6 +52,16 @@ def test_every_origin_has_its_row_and_every_row_its_origin() -> None:
     for plan in plans:
         keys = [key for key, _ in rows(plan)]
         assert len(keys) == len(set(keys))
+
+
+def test_a_metric_of_a_curriculum_has_rows_of_its_own_and_a_section_that_is_off_has_one() -> None:
+    metric = {name: value for name, value in _CURRICULUM.items() if name != "enabled"}
+    sampling = {"enabled": True, "curriculum_learning": {"enabled": True, "curriculum_metrics": {"seqlen": metric}}}
+    plan = plan_of(train_batch_size=8, data_efficiency={"enabled": True, "data_sampling": sampling})
+    home = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.seqlen"
+    assert (plan[f"{home}.max_difficulty"], plan.origin(f"{home}.max_difficulty")) == (64, "dict")
+    off = [key for key, _ in rows(plan) if key.startswith("data_efficiency.data_routing")]
+    assert off == ["data_efficiency.data_routing.enabled"]
 
 
 def test_no_row_shows_none_or_auto() -> None:

@@ -59,6 +59,7 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
         ),
         *("profiler.record_shapes", "profiler.with_stack", "profiler.profile_memory", "profiler.memory_snapshot"),
         *("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials", "zero_optimization.stage3_unit_size"),
+        "dataloader_prefetch",
     }
 
 
@@ -73,7 +74,7 @@ comet.samples_log_interval comet.workspace
 comms_logger.enabled
 communication_data_type
 csv_monitor.enabled csv_monitor.job_name csv_monitor.output_path
-data_efficiency.seed data_parallel_size data_types.grad_accum_dtype dataloader_drop_last
+data_parallel_size data_types.grad_accum_dtype dataloader_drop_last
 dump_state
 flops_profiler.detailed flops_profiler.enabled flops_profiler.module_depth flops_profiler.output_file
 flops_profiler.profile_step flops_profiler.recompute_fwd_factor flops_profiler.top_modules
@@ -116,6 +117,42 @@ zero_optimization.stage3_model_persistence_threshold zero_optimization.stage3_pa
 zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_unit_size
 zero_optimization.zero_hpz_partition_size zero_optimization.zero_quantized_gradients
 zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zero_quantized_weights
+curriculum_learning.curriculum_type curriculum_learning.enabled curriculum_learning.max_difficulty
+curriculum_learning.min_difficulty curriculum_learning.schedule_config.difficulty
+curriculum_learning.schedule_config.difficulty_step curriculum_learning.schedule_config.max_step
+curriculum_learning.schedule_config.root_degree curriculum_learning.schedule_config.total_curriculum_step
+curriculum_learning.schedule_type data_efficiency.data_routing.enabled
+data_efficiency.data_routing.random_ltd.enabled data_efficiency.data_routing.random_ltd.hidden_state_order
+data_efficiency.data_routing.random_ltd.model_mask_name
+data_efficiency.data_routing.random_ltd.model_type data_efficiency.data_routing.random_ltd.random_ltd_layer_id
+data_efficiency.data_routing.random_ltd.random_ltd_layer_num
+data_efficiency.data_routing.random_ltd.random_ltd_schedule.max_value
+data_efficiency.data_routing.random_ltd.random_ltd_schedule.min_value
+data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.require_steps
+data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.seq_per_step
+data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_type
+data_efficiency.data_routing.random_ltd.total_layer_num
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.clustering_type
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.difficulty_type
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.index_to_metric_path
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.index_to_sample_path
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.max_difficulty
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.min_difficulty
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.schedule_config.difficulty
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.schedule_config.difficulty_step
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.schedule_config.max_step
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.schedule_config.root_degree
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.schedule_config.total_curriculum_step
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.schedule_type
+data_efficiency.data_sampling.curriculum_learning.enabled data_efficiency.data_sampling.dynamic_batching.enabled
+data_efficiency.data_sampling.dynamic_batching.lr_scaling_method
+data_efficiency.data_sampling.dynamic_batching.max_batch_size
+data_efficiency.data_sampling.dynamic_batching.max_tokens
+data_efficiency.data_sampling.dynamic_batching.metrics_path
+data_efficiency.data_sampling.dynamic_batching.min_batch_size
+data_efficiency.data_sampling.dynamic_batching.sequence_picking_order data_efficiency.data_sampling.enabled
+data_efficiency.data_sampling.num_epochs data_efficiency.data_sampling.num_workers
+data_efficiency.data_sampling.pin_memory data_efficiency.enabled data_efficiency.seed dataloader_prefetch
 """
 
 

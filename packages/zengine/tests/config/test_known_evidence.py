@@ -29,6 +29,30 @@ REFERENCE = Path(__file__).with_name("reference_keys.txt")
 BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "config_version": "zengine-0.2"}
 FACTS = Facts(world_size=4, replicas=4, device_type="cuda", ranks_per_host=2)
 
+_LAW = {
+    "min_difficulty": 8,
+    "max_difficulty": 64,
+    "schedule_type": "fixed_root",
+    "schedule_config": {"total_curriculum_step": 10},
+}
+_DISCRETE = {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8, 64], "max_step": [2]}}
+_PATHS = {"index_to_sample_path": "s.npy", "index_to_metric_path": "m.npy"}
+_LTD = {
+    "total_layer_num": 4,
+    "random_ltd_layer_id": [1, 2],
+    "random_ltd_schedule": {"min_value": 8, "max_value": 64, "schedule_config": {"require_steps": 10}},
+}
+_SAMPLING, _ROUTING = "data_efficiency.data_sampling", "data_efficiency.data_routing"
+_METRICS = f"{_SAMPLING}.curriculum_learning.curriculum_metrics"
+
+
+def at(path: str, value: Any) -> dict[str, Any]:
+    nested = value
+    for part in reversed(path.split(".")):
+        nested = {"any_name" if part == "*" else part: nested}
+    return dict(nested)
+
+
 # What has to be there for the keys of a section to act; longer prefixes add to shorter ones.
 CONTEXT: dict[str, dict[str, Any]] = {
     "optimizer.params": {"optimizer": {"type": "AdamW"}},
@@ -41,6 +65,11 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "zero_optimization.sub_group_size": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     "aio.": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
     "checkpoint.keep.": {"checkpoint": {"keep": {"last": 2}}},
+    "curriculum_learning.": {"curriculum_learning": _LAW},
+    "data_efficiency.data_": {"data_efficiency": {"enabled": True}},
+    f"{_SAMPLING}.curriculum_learning.": at(f"{_METRICS}.*", {**_LAW, **_PATHS}),
+    f"{_SAMPLING}.dynamic_batching.": at(f"{_SAMPLING}.dynamic_batching.max_tokens", 64),
+    f"{_ROUTING}.random_ltd.": at(f"{_ROUTING}.random_ltd", _LTD),
 }
 # What counts as another value, where the kind does not say it: value, and perhaps what has to be there.
 EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -80,10 +109,37 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "checkpoint.tag_validation": ("FAIL", {}),
     "checkpoint.keep.best": ("loss:min", {}),
+    **{
+        f"{section}.{key}": (value, at(section, needs))
+        for section in ("curriculum_learning", f"{_METRICS}.*")
+        for key, value, needs in (
+            ("max_difficulty", 128, {}),
+            ("schedule_type", "fixed_linear", {}),
+            ("schedule_config.difficulty", [8, 32], _DISCRETE),
+            ("schedule_config.max_step", [3], _DISCRETE),
+        )
+    },
+    "curriculum_learning.curriculum_type": ("seqlen", {}),
+    "data_efficiency.enabled": (True, at(_SAMPLING, {"enabled": True, "num_workers": 2})),
+    f"{_SAMPLING}.enabled": (True, at(f"{_SAMPLING}.num_workers", 2)),
+    f"{_METRICS}.*.difficulty_type": ("percentile", {}),
+    f"{_METRICS}.*.clustering_type": ("single_cluster", {}),
+    f"{_SAMPLING}.dynamic_batching.lr_scaling_method": ("sqrt", {}),
+    f"{_SAMPLING}.dynamic_batching.sequence_picking_order": ("random", {}),
+    f"{_ROUTING}.enabled": (True, at(f"{_ROUTING}.random_ltd", {"enabled": True, **_LTD})),
+    f"{_ROUTING}.random_ltd.random_ltd_layer_num": (2, {}),
+    f"{_ROUTING}.random_ltd.random_ltd_layer_id": ([0], {}),
+    f"{_ROUTING}.random_ltd.model_type": ("encoder", {}),
+    f"{_ROUTING}.random_ltd.hidden_state_order": ("seq_batch_dim", {}),
+    f"{_ROUTING}.random_ltd.random_ltd_schedule.max_value": (128, {}),
+    f"{_ROUTING}.random_ltd.random_ltd_schedule.schedule_type": ("fixed_linear", {}),
 }
 # Honoured keys that change no plan on purpose, and what shows them instead.
 SHOWN_OTHERWISE = {
     "data_parallel_size": "an expectation: tests/config/test_resolve.py has its refusal",
+    "curriculum_learning.curriculum_type": "one value; others are refused",
+    f"{_ROUTING}.random_ltd.random_ltd_layer_num": "an expectation: tests/config/test_data_rules.py has its refusal",
+    f"{_ROUTING}.random_ltd.random_ltd_schedule.schedule_type": "one value; others are refused",
 }
 CANDIDATES: tuple[Any, ...] = (
     True, False, 3, 2, 1, 0.5, 7.0, "text", ["a", "b"], {"a": 1}, "fp16", "cpu", 0,
@@ -112,13 +168,6 @@ def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         inner = found.get(name)
         found[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return found
-
-
-def at(path: str, value: Any) -> dict[str, Any]:
-    nested = value
-    for part in reversed(path.split(".")):
-        nested = {"any_name" if part == "*" else part: nested}
-    return dict(nested)
 
 
 def context(path: str) -> dict[str, Any]:

@@ -108,14 +108,6 @@ def test_a_switch_inside_a_section_that_is_off_does_not_matter() -> None:
     assert "data_efficiency.data_sampling.dynamic_batching.enabled" in reading(source).notices[0]
 
 
-def test_one_refusal_stands_for_the_switches_inside_it() -> None:
-    inner = {"enabled": True}
-    assert problems({"data_efficiency": {"data_sampling": {"enabled": True, "curriculum_learning": inner}}}) == [
-        "data_efficiency.data_sampling.enabled = true: data sampling is not available yet. Set it to false, or leave "
-        "it out."
-    ]
-
-
 def test_members_with_free_names_are_checked_inside() -> None:
     group = {"modules": ["a"], "params": {"dense_ration": 0.5}}
     assert problems({"compression_training": {"row_pruning": {"different_groups": {"mine": group}}}}) == [

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zengine.data import forever, make_loader
+from zengine.data import Feed, Fetching, ToDevice, forever, make_loader
 
 
 def loader_of(samples=23, micro=3, *, rank=0, world=1, drop_last=True, **options):
@@ -111,13 +111,19 @@ def test_the_saved_seed_wins_over_a_new_one_because_the_position_belongs_to_it()
     assert take(new, 3) == ahead
 
 
+@pytest.mark.parametrize("num_ahead", [0, 3])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_position_counts_what_was_handed_over_not_what_was_fetched_ahead(num_workers):
-    loader = loader_of(num_workers=num_workers)
+def test_the_position_counts_what_was_handed_over_not_what_was_fetched_ahead(num_workers, num_ahead):
+    deliver = ToDevice(device=torch.device("cpu"), num_ahead=num_ahead)
+    feed = Feed(micro_batch_size=3, seed=5, fetching=Fetching(num_workers=num_workers, deliver=deliver))
+    loader, plain = feed.plain(list(range(23))), take(loader_of(drop_last=False), 5)
     batches = iter(loader)
-    for count in range(1, 4):
-        next(batches)
-        assert loader.consumed_samples == 3 * count
+    for count in range(3):
+        assert next(batches).tolist() == plain[count]
+        assert loader.consumed_samples == 3 * (count + 1)
+    resumed = feed.plain(list(range(23)))
+    resumed.load_state_dict(saved(loader))
+    assert take(resumed, 2) == plain[3:]
 
 
 def test_iterating_draws_nothing_from_any_global_generator():

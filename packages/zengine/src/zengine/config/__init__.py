@@ -10,11 +10,11 @@ the reason; an unknown one is an error with the name that was probably meant.
 
 from __future__ import annotations
 
+from zengine.config.data_plan import DataPlan
 from zengine.config.errors import ConfigError, Place, Problem
 from zengine.config.load import Config, load
 from zengine.config.plan import (
     BatchPlan,
-    DataPlan,
     Facts,
     MonitorPlan,
     OptimizerPlan,

@@ -6,8 +6,12 @@ the day it is switched on.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+from typing import Any
+
+from zengine.config import data_settings as data
 from zengine.config.kinds import LIST, MAPPING, TEXT, TRUTH, null_or, number, whole
-from zengine.config.table import Section, limited, muted, refused, switched
+from zengine.config.table import Section, honoured, limited, muted, no_effect, refused, switched
 
 COUNT = whole(0)
 
@@ -26,59 +30,53 @@ EIGENVALUE = switched(
     ),
 )
 
-_DIFFICULTY = muted(min_difficulty=number(), max_difficulty=number(), schedule_type=TEXT, schedule_config=MAPPING)
-CURRICULUM_LEARNING = switched("curriculum learning", muted(curriculum_type=TEXT) | _DIFFICULTY)
 
-_METRIC = Section(
-    keys=muted(index_to_sample_path=TEXT, index_to_metric_path=TEXT, difficulty_type=TEXT, clustering_type=TEXT)
-    | _DIFFICULTY
+def _by_name(**members: Any) -> MappingProxyType[str, Any]:
+    """Settings by the names that the user chose."""
+    return MappingProxyType(members)
+
+
+CURRICULUM_LEARNING = honoured(
+    data.CurriculumLearning, {"schedule_config": honoured(data.ScheduleConfig)}, switch="enabled"
 )
-DATA_SAMPLING = switched(
-    "data sampling",
+
+_METRIC = honoured(data.CurriculumMetric, {"schedule_config": honoured(data.ScheduleConfig)})
+_DATA_SAMPLING = honoured(
+    data.DataSampling,
     {
-        **muted(num_epochs=whole(1), num_workers=COUNT, pin_memory=TRUTH),
-        "curriculum_learning": switched(
-            "curriculum learning",
-            {**muted(data_cluster_path=TEXT), "curriculum_metrics": Section(each=(_METRIC,))},
+        "curriculum_learning": honoured(
+            data.DataCurriculum,
+            {
+                "data_cluster_path": no_effect(TEXT, why="the order is worked out as it is needed, without files"),
+                "curriculum_metrics": Section(each=(_METRIC,), builds=_by_name),
+            },
+            switch="enabled",
         ),
-        "dynamic_batching": switched(
-            "dynamic batching",
-            muted(
-                metrics_path=TEXT,
-                lr_scaling_method=TEXT,
-                min_batch_size=COUNT,
-                max_batch_size=null_or(COUNT, 0),
-                sequence_picking_order=TEXT,
-                max_tokens=COUNT,
-            ),
+        "dynamic_batching": honoured(
+            data.DynamicBatching,
+            {"verbose": no_effect(TRUTH, False, why="what matters is logged in any case")},
+            switch="enabled",
         ),
     },
+    switch="enabled",
 )
-_LTD_SCHEDULE = Section(
-    keys={
-        **muted(min_value=COUNT, max_value=COUNT, schedule_type=TEXT),
-        "schedule_config": Section(keys=muted(require_steps=COUNT, seq_per_step=COUNT)),
-    }
-)
-DATA_ROUTING = switched(
-    "data routing",
+_DATA_ROUTING = honoured(
+    data.DataRouting,
     {
-        "random_ltd": switched(
-            "random layer-token drop",
+        "random_ltd": honoured(
+            data.RandomLtd,
             {
-                **muted(
-                    total_layer_num=COUNT,
-                    random_ltd_layer_num=COUNT,
-                    random_ltd_layer_id=LIST,
-                    model_mask_name=null_or(TEXT, ""),
-                    model_type=TEXT,
-                    hidden_state_order=TEXT,
+                "random_ltd_schedule": honoured(
+                    data.LtdSchedule, {"schedule_config": honoured(data.LtdScheduleConfig)}
                 ),
-                "random_ltd_schedule": _LTD_SCHEDULE,
+                "layer_token_lr_schedule": switched("a learning rate by layer tokens", {}, is_open=True),
             },
+            switch="enabled",
         )
     },
+    switch="enabled",
 )
+DATA_EFFICIENCY = honoured(data.DataEfficiency, {"data_sampling": _DATA_SAMPLING, "data_routing": _DATA_ROUTING})
 
 ELASTICITY = switched(
     "elasticity",

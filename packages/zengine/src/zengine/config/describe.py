@@ -30,8 +30,7 @@ def rows(plan: Plan) -> Iterator[Row]:
     yield "gradient_accumulation_steps", plan.batch.accumulation
     yield "managed_gradient_accumulation", plan.managed_accumulation
     yield "data_parallel_size", plan.batch.replicas
-    yield "dataloader_drop_last", plan.data.drop_last
-    yield "data_efficiency.seed", plan.data.seed
+    yield from plan.data.rows
     for section, choice in (("optimizer", plan.optimizer), ("scheduler", plan.scheduler)):
         yield f"{section}.type", choice.type or "(none in the config)"
         yield from ((f"{section}.params.{name}", value) for name, value in choice.params.items())

@@ -73,14 +73,7 @@ SECTIONS: dict[str, Entry] = {
     "jsonl_monitor": honoured(telemetry.RunFolder, switch="enabled"),
     "wandb": honoured(telemetry.Wandb, switch="enabled"),
     "comet": honoured(telemetry.Comet, switch="enabled"),
-    "data_efficiency": honoured(
-        schema.DataEfficiency,
-        {
-            "enabled": no_effect(TRUTH, False, why="only the seed of this section acts"),
-            "data_sampling": features.DATA_SAMPLING,
-            "data_routing": features.DATA_ROUTING,
-        },
-    ),
+    "data_efficiency": features.DATA_EFFICIENCY,
 }
 
 FEATURES: dict[str, Entry] = {

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 import zckpt
+from zengine.config.data_plan import DataPlan
 from zengine.config.describe import table, value_of
 from zengine.config.profiling import ProfilingPlan
 from zengine.config.telemetry import MonitorPlan, TelemetryPlan
@@ -75,14 +76,6 @@ class SchedulerPlan:
 
     type: str = ""
     params: Mapping[str, Any] = attrs.field(factory=dict)
-
-
-@attrs.frozen(kw_only=True)
-class DataPlan:
-    """How the loader walks through the data."""
-
-    drop_last: bool = False  # leave out the last, partial batch of an epoch
-    seed: int = 1234  # of the order of samples (data_efficiency.seed)
 
 
 @attrs.frozen(kw_only=True)

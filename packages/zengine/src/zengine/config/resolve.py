@@ -9,13 +9,13 @@ import torch
 
 import zckpt
 from zengine.config.batch import BatchTerms, Unsolvable, solve
+from zengine.config.data import data_notices, data_plan
 from zengine.config.errors import NOWHERE, ConfigError, Problem
 from zengine.config.known import ROOT
 from zengine.config.load import Config
 from zengine.config.offload import devices, offload, offload_notices
 from zengine.config.plan import (
     BatchPlan,
-    DataPlan,
     Facts,
     OptimizerPlan,
     Plan,
@@ -62,7 +62,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         skip_nonfinite=precision.param != torch.bfloat16 or settings.bf16.check_grad_overflow,
         telemetry=telemetry_plan(settings),
         profiling=profiling(settings),
-        data=DataPlan(drop_last=settings.dataloader_drop_last, seed=settings.data_efficiency.seed),
+        data=data_plan(config),
         async_save=settings.checkpoint.async_save,
         keep=_keep(settings),
         tag_validation=settings.checkpoint.tag_validation,
@@ -208,7 +208,8 @@ def _zero(settings: Settings, precision: Precision, facts: Facts) -> ZeroPolicy:
 def _origins(config: Config) -> dict[str, str]:
     """Where each value of the plan comes from, by the key that sets it."""
     keys = [".".join(path) for path, entry in walk(ROOT) if entry.care is Care.HONOURED]
-    keys += [key for key in config.given if ".params." in key]
+    keys = [key for key in keys if ".*." not in key]  # members that the user names are listed as they were given
+    keys += [key for key in config.given if ".params." in key or ".curriculum_metrics." in key]
     origins = {key: config.origin(key) for key in keys}
     written = [key for key in BATCH_KEYS if key in config.given]
     solved = next((key for key in BATCH_KEYS if key not in written), "")  # accumulation alone defaults to 1
@@ -221,7 +222,8 @@ def _origins(config: Config) -> dict[str, str]:
 
 def _notices(config: Config, facts: Facts) -> list[str]:
     """What the person should hear about once, now that the machine is known."""
-    settings, notices = config.settings, [*offload_notices(config, facts), *idle_profiling(config, facts)]
+    settings = config.settings
+    notices = [*offload_notices(config, facts), *idle_profiling(config, facts), *data_notices(config)]
     idle = [f"fp16.{key}" for key in DYNAMIC_KEYS if f"fp16.{key}" in config.given]
     if settings.fp16.enabled and settings.fp16.loss_scale and idle:
         verb = "has" if len(idle) == 1 else "have"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from zengine.config.data_rules import data_violations
 from zengine.config.errors import NOWHERE, Problem
 from zengine.config.load import Config
 
@@ -198,4 +199,4 @@ RULES: tuple[Rule, ...] = (
 
 def violations(config: Config) -> list[Problem]:
     """Every rule that `config` breaks."""
-    return [problem for rule in RULES if (problem := rule(config)) is not None]
+    return [problem for rule in RULES if (problem := rule(config)) is not None] + data_violations(config)

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 import zckpt
+from zengine.config.data_settings import CurriculumLearning, DataEfficiency
 from zengine.config.kinds import (
     DTYPE,
     LIST,
@@ -226,13 +227,6 @@ class CheckpointSettings:
 
 
 @attrs.frozen(kw_only=True)
-class DataEfficiency:
-    """data_efficiency."""
-
-    seed: int = setting(whole(0), 1234, "seed of the order of samples")
-
-
-@attrs.frozen(kw_only=True)
 class Settings:
     """The top level of a config."""
 
@@ -244,6 +238,10 @@ class Settings:
         TRUTH, True, "count micro-steps to find the boundaries; else every step() is one"
     )
     dataloader_drop_last: bool = setting(TRUTH, False, "leave out the last, partial batch")
+    # Ours: DeepSpeed leaves the copy to the loop.
+    dataloader_prefetch: int = setting(
+        whole(0), 1, "batches on the device ahead of their use; 0: they stay on the host"
+    )
     gradient_clipping: float = setting(number(0), 1.0, "global L2 norm to clip to; 0 = off")
     prescale_gradients: bool = setting(TRUTH, False, "divide by the replicas before the reduction")
     gradient_predivide_factor: float = setting(number(above=0), 1.0, "part of the division done before it")
@@ -277,4 +275,5 @@ class Settings:
     flops_profiler: FlopsProfiler = attrs.field(factory=FlopsProfiler)
     profiler: Profiler = attrs.field(factory=Profiler)
     checkpoint: CheckpointSettings = attrs.field(factory=CheckpointSettings)
+    curriculum_learning: CurriculumLearning = attrs.field(factory=CurriculumLearning)
     data_efficiency: DataEfficiency = attrs.field(factory=DataEfficiency)

@@ -14,13 +14,14 @@ position behind the newer one's back.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from zengine.data.fetch import Fetching
 
 _END = object()
+PostProcess = Callable[[Any, Mapping[str, Any]], Any]
 
 
 class StaleIterationError(RuntimeError):
@@ -34,12 +35,14 @@ class Loader(ABC):
     batch_size: int  # samples of this rank in a batch: the micro-batch size
     epoch: int  # passes completed
     consumed_samples: int  # samples of this epoch handed to all ranks together
+    post_process: PostProcess | None  # (batch, position behind it) -> what the caller gets; None: the batch
 
     def __init__(self, dataset: Any, batch_size: int, fetching: Fetching) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.epoch = 0
         self.consumed_samples = 0
+        self.post_process = None
         self._fetching = fetching
         self._alive: object = None  # the iteration that may move the position
         self.waiting: AbstractContextManager[None] = nullcontext()  # around the wait for a batch; telemetry's
@@ -58,8 +61,20 @@ class Loader(ABC):
             if batch is _END:
                 break
             self._handed()
-            yield batch
+            yield batch if self.post_process is None else self.post_process(batch, self.state_dict())
         self._ended()
+
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any]:
+        """What joins samples to a batch."""
+        return self._fetching.collate_fn
+
+    def set_accumulation(self, accumulation: int) -> None:  # noqa: B027 - the identity, not a duty
+        """A step has so many micro-steps from now on; matters to a loader that follows the steps."""
+
+    def fingerprint(self) -> list[str]:
+        """What all ranks must have alike, one fact a line: their batches would not match otherwise."""
+        return []
 
     @abstractmethod
     def __len__(self) -> int:

@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
+from zengine.data.delivery import as_they_come
 from zengine.data.order import Ticket
 
 Collate = Callable[[list[Any]], Any]
+Delivery = Callable[[Iterator[Any]], Iterator[Any]]
 
 
 @attrs.frozen(kw_only=True)
@@ -30,6 +32,7 @@ class Fetching:
     collate_fn: Collate = default_collate  # a list of samples to a batch
     num_workers: int = 0  # processes that fetch ahead; 0 fetches in this one
     pin_memory: bool = False  # page-locked batches, for copies that overlap with computation
+    deliver: Delivery = as_they_come  # on their way to the caller; see `delivery`
 
     def of_tickets(self, dataset: Any, tickets: Iterable[Ticket], seed: int) -> Iterator[Any]:
         """One batch a ticket, in order. `dataset` has `__getitem__` and perhaps `__getitems__`."""
@@ -46,9 +49,10 @@ class Fetching:
     def _open(self, dataset: Dataset[Any], seed: int, **options: Any) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(seed)
         pin_memory = self.pin_memory and torch.cuda.is_available()
-        return iter(
-            DataLoader(dataset, num_workers=self.num_workers, pin_memory=pin_memory, generator=generator, **options)
+        loader = DataLoader(
+            dataset, num_workers=self.num_workers, pin_memory=pin_memory, generator=generator, **options
         )
+        return self.deliver(iter(loader))
 
 
 class _TicketView(Dataset[list[Any]]):

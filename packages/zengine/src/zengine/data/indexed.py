@@ -25,6 +25,9 @@ class MapLoader(Loader):
         self._rank = rank
         self._drop_last = drop_last
 
+    def fingerprint(self) -> list[str]:
+        return [f"{self._order.num_samples} samples"]
+
     def __len__(self) -> int:
         return self._order.num_batches(drop_last=self._drop_last)
 

@@ -7,19 +7,25 @@ nowhere else, must not keep tensors of the step they were called in, and save th
 from zengine.features.background_saves import BackgroundSaves
 from zengine.features.base import Feature
 from zengine.features.count_flops import CountFlops
+from zengine.features.curriculum import SeqlenCurriculum
 from zengine.features.dump_state import DumpState
+from zengine.features.dynamic_batching import DynamicBatching
 from zengine.features.layer_norms import LayerNorms
 from zengine.features.measuring import Measuring
 from zengine.features.python_gc import PythonGC
+from zengine.features.random_ltd import RandomLtd
 from zengine.features.unfreezing import Unfreezing
 
 __all__ = [
     "BackgroundSaves",
     "CountFlops",
     "DumpState",
+    "DynamicBatching",
     "Feature",
     "LayerNorms",
     "Measuring",
     "PythonGC",
+    "RandomLtd",
+    "SeqlenCurriculum",
     "Unfreezing",
 ]

@@ -1,0 +1,104 @@
+"""The loader of a curriculum: its samples come from a walk that passes over what is too difficult."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+import attrs
+
+from zengine.data.arrays import digest
+from zengine.data.base import Loader, whole_numbers
+from zengine.data.curriculum import CurriculumWalk, Permutations, Position, replaced
+from zengine.data.fetch import Fetching
+from zengine.data.order import Ticket
+from zengine.data.schedules import with_laws
+
+
+@final
+class CurriculumLoader(Loader):
+    """Over a dataset with a length and an index, under limits that rise with the steps.
+
+    As with DeepSpeed's sampler one iteration goes on for `num_epochs` times the data, whatever that is in passes of
+    the walk; an iteration after that goes on from there.  `epoch` counts passes and `consumed_samples` the samples
+    of the iteration.
+    """
+
+    def __init__(self, dataset: Any, walk: CurriculumWalk, *, rank: int, num_epochs: int, fetching: Fetching) -> None:
+        super().__init__(dataset, walk.order.micro_batch_size, fetching)
+        self._walk = walk
+        self._rank = rank
+        self._num_batches = num_epochs * walk.order.num_samples // walk.order.stride
+        self._at = Position()
+        self._ahead: deque[Position] = deque()  # behind each batch that was fetched and not handed
+        self._handed_step = 0  # the step of the last batch that was handed
+
+    def fingerprint(self) -> list[str]:
+        metrics = [f"metric {limit.name} {digest(limit.places)}" for limit in self._walk.limits]
+        return [f"{self._walk.order.num_samples} samples", *metrics]
+
+    def __len__(self) -> int:
+        """Batches of one iteration."""
+        return self._num_batches
+
+    def set_custom_schedule(self, laws: Mapping[str, Callable[[int], int]] | Callable[[int], int]) -> None:
+        """Take functions for the metrics with a custom schedule; they count for what is not fetched yet."""
+        schedules = with_laws({limit.name: limit.schedule for limit in self._walk.limits}, laws)
+        self._walk = attrs.evolve(self._walk, limits=replaced(self._walk.limits, schedules))
+
+    def set_accumulation(self, accumulation: int) -> None:
+        """Counts for what is not fetched yet; between steps."""
+        self._walk = attrs.evolve(self._walk, accumulation=accumulation)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the same on every rank; `current_difficulties` are those of the batch handed last."""
+        order = self._walk.order
+        return {
+            "seed": order.seed,
+            **attrs.asdict(self._at),
+            "consumed_samples": self.consumed_samples,
+            "num_samples": order.num_samples,
+            "curriculum_step": self._handed_step + 1,
+            "current_difficulties": self._walk.difficulties(self._handed_step),
+        }
+
+    def _open(self) -> Iterator[Any]:
+        self._ahead.clear()
+        left = self._num_batches - self.consumed_samples // self._walk.order.stride
+        return self._fetching.of_tickets(self.dataset, self._tickets(left), self._walk.order.seed)
+
+    def _tickets(self, count: int) -> Iterator[Ticket]:
+        position, permutations = self._at, Permutations(self._walk.order)
+        micro = self._walk.order.micro_batch_size
+        for _ in range(count):
+            start = position
+            indices, position = self._walk.take(start, permutations)
+            self._ahead.append(position)
+            mine = indices[self._rank * micro : (self._rank + 1) * micro]
+            begin = start.place * self._walk.order.world_size + self._rank  # unique in a pass
+            yield Ticket(epoch=start.epoch, begin=begin, indices=tuple(mine.tolist()))
+
+    def _handed(self) -> None:
+        self._handed_step = self._at.step
+        self._at = self._ahead.popleft()
+        self.epoch = self._at.epoch
+        self.consumed_samples += self._walk.order.stride
+        if self.consumed_samples // self._walk.order.stride >= self._num_batches:
+            self.consumed_samples = 0
+
+    def _ended(self) -> None: ...
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """The saved seed is kept; with another batch the walk goes on at the same sample."""
+        names = ("seed", "epoch", "place", "step", "micro_step", "consumed_samples", "num_samples")
+        seed, epoch, place, step, micro_step, consumed, num_samples = whole_numbers(state, *names)
+        if num_samples != self._walk.order.num_samples:
+            raise ValueError(
+                f"loader state: the position was saved in a dataset of {num_samples} samples, this one has "
+                f"{self._walk.order.num_samples}, so the same place would be another sample. Use the same dataset"
+            )
+        self._walk = attrs.evolve(self._walk, order=attrs.evolve(self._walk.order, seed=seed))
+        self._at = Position(epoch=epoch, place=place, step=step, micro_step=micro_step % self._walk.accumulation)
+        self._handed_step = max(step - (micro_step == 0), 0)
+        self.epoch, self.consumed_samples = epoch, consumed

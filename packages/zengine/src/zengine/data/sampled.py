@@ -1,0 +1,81 @@
+"""The loader of a sampler that the caller brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, final
+
+from zengine.data.base import Loader, whole_numbers
+from zengine.data.fetch import Fetching
+from zengine.data.order import Ticket
+
+
+@final
+class SampledLoader(Loader):
+    """Over a dataset with an index, in the order of `sampler`: the samples of this rank, as torch's samplers give
+    them.
+
+    A sampler with `set_epoch` is told the number of the epoch.  The position is a number of samples: after a load the
+    sampler is iterated, and as many are left out, which is exact if its order depends on the epoch alone (torch's
+    DistributedSampler; not RandomSampler without a generator).  One with `state_dict` and
+    `load_state_dict` keeps its own position instead, which is right where it is not asked for samples ahead (no
+    workers).
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: Iterable[int],
+        batch_size: int,
+        *,
+        world_size: int,
+        seed: int,
+        drop_last: bool,
+        fetching: Fetching,
+    ) -> None:
+        super().__init__(dataset, batch_size, fetching)
+        self.sampler = sampler
+        self._world_size = world_size
+        self._seed = seed  # of the generators in worker processes
+        self._drop_last = drop_last
+
+    def __len__(self) -> int:
+        """Batches in an epoch; TypeError unless the sampler has a length."""
+        num_samples = len(self.sampler)  # type: ignore[arg-type]
+        return num_samples // self.batch_size if self._drop_last else -(-num_samples // self.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{epoch, consumed_samples, sampler}; `sampler` is what its own state_dict says, {} without one."""
+        saved = self.sampler.state_dict() if self._has_position() else {}  # type: ignore[attr-defined]
+        return {"epoch": self.epoch, "consumed_samples": self.consumed_samples, "sampler": saved}
+
+    def _has_position(self) -> bool:
+        return hasattr(self.sampler, "state_dict") and hasattr(self.sampler, "load_state_dict")
+
+    def _open(self) -> Iterator[Any]:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(self.epoch)
+        return self._fetching.of_tickets(self.dataset, self._tickets(), self._seed)
+
+    def _tickets(self) -> Iterator[Ticket]:
+        done = self.consumed_samples // self._world_size
+        samples = iter(self.sampler) if self._has_position() else islice(self.sampler, done, None)
+        while indices := tuple(islice(samples, self.batch_size)):
+            if len(indices) < self.batch_size and self._drop_last:
+                return
+            yield Ticket(epoch=self.epoch, begin=done, indices=indices)
+            done += len(indices)
+
+    def _handed(self) -> None:
+        self.consumed_samples += self.batch_size * self._world_size
+
+    def _ended(self) -> None:
+        self.epoch, self.consumed_samples = self.epoch + 1, 0
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        epoch, consumed = whole_numbers(state, "epoch", "consumed_samples")
+        saved = state.get("sampler", {})
+        if saved and self._has_position():
+            self.sampler.load_state_dict(saved)  # type: ignore[attr-defined]
+        self.epoch, self.consumed_samples = epoch, consumed

@@ -1,0 +1,99 @@
+"""Curriculum learning over the length of sequences (the section `curriculum_learning`).
+
+Short sequences first make early training stable at large batches and rates (Li et al. 2022, "The Stability-Efficiency
+Dilemma").  The difficulty of a step is a number of tokens.  A module whose forward takes `curriculum_seqlen` gets
+it as that keyword, as with DeepSpeed, and cuts its inputs itself.  For any other module the inputs are cut here:
+tensors of forward whose second axis is the sequence.
+
+The difficulty is a function of the engine's step counter, which checkpoints hold, so this feature has no state.
+DeepSpeed counts from 1: the first step has the difficulty of step 1.
+
+Rejected: passing the keyword to whoever takes **kwargs.  Most models accept any keyword and ignore it; the curriculum
+would then do nothing and nobody would hear of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor, nn
+
+from zengine.data.schedules import Schedule, with_laws
+from zengine.data.tree import mapped, tensors
+from zengine.features.base import Feature
+
+if TYPE_CHECKING:
+    from zengine.clock import Clock
+    from zengine.engine import Engine
+
+KEYWORD = "curriculum_seqlen"
+
+log = logging.getLogger("zengine")
+
+
+@final
+class SeqlenCurriculum(Feature):
+    """Limits the sequences of a training forward to the difficulty of the step."""
+
+    schedule: Schedule
+    module: nn.Module
+    clock: Clock
+
+    is_asked_for: bool  # whether the module's forward takes the keyword
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+
+    def attach(self, engine: Engine) -> None:
+        self.module, self.clock = engine.module, engine.clock
+        self.is_asked_for = KEYWORD in inspect.signature(self.module.forward).parameters
+        if engine.parts.world.rank == 0:
+            how = (
+                f"passed to forward() as {KEYWORD}"
+                if self.is_asked_for
+                else f"forward() of {type(self.module).__name__} has no {KEYWORD}, so axis 1 of its inputs is cut "
+                f"(a loss outside of forward has to cut its labels to engine.{KEYWORD} as well)"
+            )
+            log.warning("curriculum learning: sequences up to %s tokens; %s", self.schedule.high, how)
+
+    @property
+    def seqlen(self) -> int:
+        """Tokens of a sequence in the step that is under way."""
+        return max(1, self.schedule.at(self.clock.steps + 1))
+
+    def set_custom_schedule(self, laws: Any) -> None:
+        """Take the caller's function (or {"seqlen": function}) as the schedule."""
+        self.schedule = with_laws({"seqlen": self.schedule}, laws)["seqlen"]
+
+    def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.module.training:
+            return args, kwargs
+        if self.is_asked_for:
+            return args, {**kwargs, KEYWORD: self.seqlen}
+        args, kwargs = cut((args, kwargs), self.seqlen)
+        return args, kwargs
+
+
+def cut(inputs: Any, length: int) -> Any:
+    """`inputs` (nested tuples, lists and dicts) with their sequences cut to `length`.
+
+    The first tensor of two or more axes says how long sequences are: its axis 1.  Of every tensor with that size
+    there, axis 1 is cut; of masks (integer or bool) and of (batch, heads, sequence, sequence) every axis behind the
+    first of that size.  Others pass.  Nothing is cut of shorter sequences; views are made, no copies.
+    """
+    first = next((leaf for leaf in tensors(inputs) if leaf.ndim >= 2), None)
+    if first is None or first.shape[1] <= length:
+        return inputs
+    size = first.shape[1]
+
+    def cut_one(tensor: Tensor) -> Tensor:
+        is_mask = not tensor.is_floating_point() or (tensor.ndim == 4 and tensor.shape[2:] == (size, size))
+        axes = range(1, tensor.ndim) if is_mask else range(1, min(tensor.ndim, 2))
+        for axis in axes:
+            if tensor.shape[axis] == size:
+                tensor = tensor.narrow(axis, 0, length)
+        return tensor
+
+    return mapped(inputs, cut_one)

@@ -1,0 +1,120 @@
+"""The learning rate follows the size of the batch, where batches are made by tokens.
+
+A step over more samples has a less noisy gradient and bears a greater step: in proportion (Goyal et al. 2017) or
+with the square root (You et al. 2019, for adaptive optimizers).  The reference is the config's train_batch_size.
+
+The rates are scaled around the optimizer's update alone and put back before the schedule steps, so any schedule,
+also one that multiplies what it finds, sees its own rates, and a checkpoint holds nothing scaled.  The size of a
+step is what the loader handed to all ranks since the last boundary; every rank knows it, so that nothing is
+communicated.
+
+The engine's mean over micro-steps and ranks counts each micro-batch alike, though they hold unequal numbers of
+samples; a loss that is weighted when it is given to `backward` is the exact mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+import attrs
+import torch
+from torch import Tensor
+
+from zengine.features.base import Feature
+
+if TYPE_CHECKING:
+    from zengine.clock import Clock, MicroStep
+    from zengine.data import PackedLoader
+    from zengine.engine import Engine
+    from zengine.parts import OptimizerSlot
+    from zengine.report import StepReport
+    from zpartition import Partition
+
+
+def lr_factor(method: str, batch_size: int, reference: int) -> float:
+    """What the rate is multiplied by: "linear", "sqrt" or "none"."""
+    ratio = batch_size / reference
+    return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[method]
+
+
+@final
+@attrs.define(eq=False)
+class ScaledRate:
+    """An optimizer slot whose rates are multiplied by `factor` while it updates."""
+
+    slot: OptimizerSlot
+    factor: float = 1.0  # of the step that is under way
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self.slot.optimizer
+
+    def update(self, partition: Partition, divisor: Tensor | None, *, any_unused: bool) -> None:
+        """One step at the scaled rates."""
+        with self._scaled():
+            self.slot.update(partition, divisor, any_unused=any_unused)
+
+    def lr(self) -> tuple[float, ...]:
+        """The rates of the step that is under way; those of the schedule between steps."""
+        return tuple(rate * self.factor for rate in self.slot.lr())
+
+    @contextmanager
+    def _scaled(self) -> Iterator[None]:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates):
+            group["lr"] = rate * self.factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates):
+                group["lr"] = rate
+
+
+@final
+class DynamicBatching(Feature):
+    """Sets the factor of each step, and counts its samples."""
+
+    name = "dynamic_batching"  # in checkpoints, so that a load is told of; there is nothing to keep
+
+    loader: PackedLoader
+    clock: Clock
+    rate: ScaledRate
+    reference: int  # samples of a step at which the factor is 1
+    mark: int  # samples that the loader had handed when the step began
+    has_begun: bool  # whether the step has had a backward
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def attach(self, engine: Engine) -> None:
+        self.loader, self.clock = engine.parts.loader, engine.clock
+        self.reference = engine.plan.batch.train_batch_size
+        self.rate = ScaledRate(engine.parts.optimizer)
+        self.load_state_dict({})
+        engine.parts = attrs.evolve(engine.parts, optimizer=self.rate)
+
+    def backward_begin(self, micro: MicroStep, loss: Tensor) -> Tensor:
+        """A step that begins again, since it failed, leaves out what was handed for its first attempt."""
+        if micro.is_first and self.has_begun:
+            self.mark = self.loader.samples_handed - self.loader.last_samples
+        self.has_begun = True
+        return loss
+
+    def step_begin(self) -> None:
+        """The samples of this step are those handed since the last; batches of other origin count as they are."""
+        batch_size = self.loader.samples_handed - self.mark
+        self.mark, self.has_begun = self.loader.samples_handed, False
+        if batch_size:
+            self.rate.factor = lr_factor(self.method, batch_size, self.reference)
+            self.clock.samples += batch_size - self.clock.index * self.clock.samples_per_micro_step
+
+    def step_end(self, report: StepReport) -> None:
+        self.rate.factor = 1.0
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The loader's position follows; what it handed before is of another run."""
+        self.mark, self.has_begun, self.rate.factor = self.loader.samples_handed, False, 1.0

@@ -1,0 +1,257 @@
+"""Random layer-token drop: middle layers see a random part of the tokens (Yao, Wu, Li, Holmes, He 2022).
+
+Each of the named layers draws, for each sample, which tokens it works on; the others go around it unchanged.  The
+number grows by a schedule until the layers see all, at which point a layer is called exactly as it would be without
+this.
+
+How a layer is called and what it returns is changed by two hooks on it, one before and one behind; the model keeps
+its structure and the names of its parameters, and `close` takes the hooks away.  Rejected: a wrapper module in the
+place of the layer, which renames every parameter of it in checkpoints.
+
+- Tokens are drawn from torch's generator of the device, per layer, sample and rank, and sorted, so causal masks stay
+  causal.  Checkpoints save the generator, and activation checkpointing replays it.
+- What goes into the layer beside the hidden state is cut by the same tokens: the mask that the config names, along
+  every axis that has the length of the sequence; other tensors of (batch or 1, sequence, ...), such as rotary
+  positions, along that axis.  A layer that works the positions out by itself, from the length, would see others;
+  give it the positions.
+- The number of tokens is a function of the engine's step counter.  The tokens that layers worked on are counted,
+  and saved.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, final
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zengine.data.tree import mapped
+from zengine.features.base import Feature
+
+if TYPE_CHECKING:
+    from zengine.clock import Clock
+    from zengine.config.data_plan import LtdPlan
+    from zengine.engine import Engine
+
+log = logging.getLogger("zengine")
+
+
+@final
+class RandomLtd(Feature):
+    """Makes the named layers skip tokens while the schedule says so."""
+
+    name = "random_ltd"
+
+    clock: Clock
+    layers: list[_TokenDrop]
+
+    def __init__(self, plan: LtdPlan) -> None:
+        self.plan = plan
+        self.layers = []
+
+    def attach(self, engine: Engine) -> None:
+        """Find the layers.
+
+        Raises:
+            ValueError: the model has no list of as many layers, or several.
+        """
+        self.clock = engine.clock
+        path, blocks = find_layers(engine.module, self.plan.num_layers)
+        cutting = _Cutting(
+            mask_name=self.plan.mask_name, is_causal=self.plan.is_causal, sequence_axis=self.plan.sequence_axis
+        )
+        self.layers = [_TokenDrop(blocks[place], cutting) for place in self.plan.layer_ids]
+        if engine.parts.world.rank == 0:
+            schedule = self.plan.schedule
+            log.info(
+                "random-LTD: %d of the %d layers of %s see %d tokens at first, %d at the end",
+                len(self.layers),
+                len(blocks),
+                path,
+                schedule.at(0),
+                schedule.high,
+            )
+
+    def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        num_tokens = self.num_tokens
+        for layer in self.layers:
+            layer.num_tokens, layer.counts = num_tokens, True
+        return args, kwargs
+
+    def forward_end(self, output: Any) -> Any:
+        for layer in self.layers:
+            layer.counts = False  # what follows is recomputation
+        return output
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a sample that the layers see in the step that is under way."""
+        return self.plan.schedule.at(self.clock.steps)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Tokens that all named layers of this rank worked on so far."""
+        return {"layer_tokens": sum(layer.layer_tokens for layer in self.layers)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for layer in self.layers:
+            layer.layer_tokens = 0
+        self.layers[0].layer_tokens = int(state["layer_tokens"])
+
+    def close(self) -> None:
+        """The layers are as they were."""
+        for layer in self.layers:
+            layer.remove()
+
+
+def find_layers(module: nn.Module, count: int) -> tuple[str, nn.ModuleList | nn.Sequential]:
+    """(path, list) of the one list of `count` layers in `module`.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    lists = [
+        (name, part) for name, part in module.named_modules() if isinstance(part, (nn.ModuleList, nn.Sequential))
+    ]
+    of_length = [(name, part) for name, part in lists if len(part) == count]
+    fitting = [(name, part) for name, part in of_length if isinstance(part, nn.ModuleList)] or of_length
+    if len(fitting) == 1:
+        return fitting[0]
+    there = ", ".join(f"{name or '(the model)'} ({len(part)})" for name, part in lists) or "none"
+    raise ValueError(
+        f"random_ltd.total_layer_num = {count}: the model has {len(fitting)} lists of {count} layers, and one is "
+        f"needed. Its lists (nn.ModuleList, nn.Sequential) and their lengths: {there}"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class _Cutting:
+    """How inputs of a layer are cut."""
+
+    mask_name: str
+    is_causal: bool  # a mask that all samples share is a triangle, of which any sorted tokens see the corner
+    sequence_axis: int  # of the hidden state; the batch is the other of the first two axes
+
+    def choose(self, hidden: Tensor, num_tokens: int) -> Tensor:
+        """(batch, num_tokens) int64: sorted places of the tokens that were drawn, for each sample."""
+        batch, length = hidden.shape[1 - self.sequence_axis], hidden.shape[self.sequence_axis]
+        noise = torch.rand(batch, length, device=hidden.device)
+        return noise.topk(num_tokens, dim=1).indices.sort(dim=1).values
+
+    def part(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """The chosen tokens of a hidden state, in its order of axes."""
+        return hidden.gather(self.sequence_axis, self._index(hidden, chosen))
+
+    def whole(self, hidden: Tensor, chosen: Tensor, part: Tensor) -> Tensor:
+        """`hidden` with the chosen tokens replaced by `part`."""
+        return hidden.scatter(self.sequence_axis, self._index(hidden, chosen), part.to(hidden.dtype))
+
+    def _index(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        index = chosen if self.sequence_axis == 1 else chosen.t()
+        index = index.reshape(*index.shape, *[1] * (hidden.ndim - 2))
+        return index.expand(*index.shape[:2], *hidden.shape[2:])
+
+    def beside(self, value: Any, chosen: Tensor, length: int) -> Any:
+        """Positions and the like: tensors of (batch or 1, sequence, ...), cut along the sequence."""
+        batch = len(chosen)
+
+        def cut(tensor: Tensor) -> Tensor:
+            if tensor.ndim < 2 or tensor.shape[1] != length or tensor.shape[0] not in (1, batch):
+                return tensor
+            return _taken(tensor, 1, chosen)
+
+        return mapped(value, cut)
+
+    def mask(self, value: Any, chosen: Tensor, length: int) -> Any:
+        """A mask (sequence, sequence) or (batch or 1, ..., sequence), cut along every axis of that length.
+
+        One without a batch stays so where it is causal, and gets (batch, 1) in front where it is not.
+        """
+        batch, num_tokens = chosen.shape
+
+        def cut(tensor: Tensor) -> Tensor:
+            square = tensor.shape[-2:] == (length, length)
+            if self.is_causal and square and tensor.shape[:-2].numel() == 1:
+                return tensor[..., :num_tokens, :num_tokens]
+            if tensor.ndim == 2 and square and batch != length:
+                tensor = tensor[None, None]
+            for axis in range(1, tensor.ndim):
+                if tensor.shape[axis] == length and tensor.shape[0] in (1, batch):
+                    tensor = _taken(tensor, axis, chosen)
+            return tensor
+
+        return mapped(value, cut)
+
+
+def _taken(tensor: Tensor, axis: int, chosen: Tensor) -> Tensor:
+    """Of a tensor of (batch or 1, ...) the chosen places along `axis`; the result has the batch."""
+    tensor = tensor.expand(len(chosen), *tensor.shape[1:])
+    shape = [len(chosen)] + [1] * (tensor.ndim - 1)
+    shape[axis] = chosen.shape[1]
+    sizes = list(tensor.shape)
+    sizes[axis] = chosen.shape[1]
+    return tensor.gather(axis, chosen.reshape(shape).expand(sizes))
+
+
+@final
+class _TokenDrop:
+    """The two hooks on one layer.  Invariant: `_open` is empty unless the layer is running."""
+
+    def __init__(self, layer: nn.Module, cutting: _Cutting) -> None:
+        self.num_tokens = 0  # that the layer sees; 0: all
+        self.layer_tokens = 0  # that it has worked on
+        self.counts = False  # whether a call adds to them
+        self._cutting = cutting
+        self._names = list(inspect.signature(layer.forward).parameters)  # of positional arguments
+        self._open: list[tuple[Tensor, Tensor]] = []  # (whole hidden state, chosen tokens) of the call that runs
+        self._handles: list[RemovableHandle] = [
+            layer.register_forward_pre_hook(self._before, with_kwargs=True),
+            layer.register_forward_hook(self._behind),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._open.clear()  # of a call that raised
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        length = hidden.shape[self._cutting.sequence_axis]
+        if not layer.training:
+            return None
+        drops = 0 < self.num_tokens < length
+        tokens = self.num_tokens if drops else length
+        self.layer_tokens += self.counts * tokens * hidden.shape[1 - self._cutting.sequence_axis]
+        if not drops:
+            return None
+        chosen = self._cutting.choose(hidden, tokens)
+        self._open.append((hidden, chosen))
+        return self._cut(args, kwargs, hidden, chosen)
+
+    def _cut(self, args: Any, kwargs: Any, hidden: Tensor, chosen: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        cutting, length = self._cutting, hidden.shape[self._cutting.sequence_axis]
+        part = cutting.part(hidden, chosen)
+
+        def one(name: str, value: Any) -> Any:
+            if value is hidden:
+                return part
+            cut = cutting.mask if name == cutting.mask_name else cutting.beside
+            return cut(value, chosen, length)
+
+        return (
+            tuple(one(name, value) for name, value in zip_longest(self._names[: len(args)], args)),
+            {name: one(name, value) for name, value in kwargs.items()},
+        )
+
+    def _behind(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._open:
+            return None
+        hidden, chosen = self._open.pop()
+        if isinstance(output, tuple):
+            return (self._cutting.whole(hidden, chosen, output[0]), *output[1:])
+        return self._cutting.whole(hidden, chosen, output)

@@ -1,0 +1,106 @@
+"""The loader of a curriculum: shares of ranks, positions, workers, post-processing."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+
+import pytest
+
+from zengine.data import By, Custom, Feed, Fetching, FixedDiscrete, FixedRoot, Limit, MetricIndex, forever
+
+DATA = list(range(40))
+METRIC = [(7 * sample) % 40 for sample in DATA]
+
+
+def loader_of(rank=0, world=1, micro=4, accumulation=2, law=None, num_workers=0, num_epochs=3, **options):
+    law = law or FixedRoot(low=10, high=40, steps=8)
+    limits = (Limit.make(law, By.VALUE, MetricIndex.of(METRIC, "seqlen")),)
+    feed = Feed(
+        micro_batch_size=micro,
+        rank=rank,
+        world_size=world,
+        accumulation=accumulation,
+        seed=7,
+        fetching=Fetching(num_workers=num_workers),
+    )
+    return feed.curriculum(DATA, limits, num_epochs=num_epochs, **options)
+
+
+def take(loader, count):
+    return [batch.tolist() for batch in islice(forever(loader), count)]
+
+
+def saved(loader):
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def test_ranks_share_the_batches_of_one():
+    alone = take(loader_of(), 12)
+    ranks = [take(loader_of(rank, 2, micro=2), 12) for rank in range(2)]
+    assert [left + right for left, right in zip(*ranks)] == alone
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("stop", [0, 3, 11, 31])
+def test_a_resumed_loader_yields_what_the_uninterrupted_one_would_have(stop, num_workers):
+    uninterrupted = take(loader_of(), stop + 8)
+    killed = loader_of(num_workers=num_workers)
+    assert take(killed, stop) == uninterrupted[:stop]
+    resumed = loader_of()
+    resumed.load_state_dict(saved(killed))
+    assert take(resumed, 8) == uninterrupted[stop:]
+
+
+def test_another_world_goes_on_at_the_same_sample():
+    killed = loader_of()
+    ahead = take(loader_of(), 12)
+    take(killed, 6)
+    ranks = [loader_of(rank, 4, micro=1) for rank in range(4)]
+    for loader in ranks:
+        loader.load_state_dict(saved(killed))
+    assert [[*a, *b, *c, *d] for a, b, c, d in zip(*(take(loader, 6) for loader in ranks))] == ahead[6:]
+
+
+def test_an_iteration_goes_on_for_the_epochs_it_was_given():
+    loader = loader_of(num_epochs=2)
+    assert len(loader) == len(list(loader)) == 20
+    assert loader.consumed_samples == 0
+    assert loader.epoch >= 2
+    assert len(list(loader)) == 20
+
+
+def test_a_post_processing_function_sees_the_difficulty_of_its_batch():
+    loader = loader_of(law=FixedDiscrete(difficulties=(10, 20, 39), until=(1, 2)))
+    seen = []
+    loader.post_process = lambda batch, state: (seen.append(state["current_difficulties"]), batch * 0)[1]
+    assert sum(sum(batch) for batch in take(loader, 5)) == 0
+    assert [state["seqlen"] for state in seen] == [10, 10, 20, 20, 39]
+    assert loader.state_dict()["curriculum_step"] == 3
+
+
+def test_a_custom_schedule_is_the_caller_s():
+    loader = loader_of(law=Custom(low=1, high=39))
+    with pytest.raises(RuntimeError, match="set_custom_curriculum_learning_schedule"):
+        next(iter(loader))
+    loader.set_custom_schedule({"seqlen": lambda step: 10 * step})
+    assert all(METRIC[sample] <= 10 for batch in take(loader, 2) for sample in batch)
+
+
+def test_the_steps_of_a_loader_can_become_longer():
+    loader = loader_of(law=FixedDiscrete(difficulties=(10, 20, 39), until=(1, 2)))
+    seen = []
+    loader.post_process = lambda batch, state: (seen.append(state["current_difficulties"]["seqlen"]), batch)[1]
+    batches = iter(loader)
+    for _ in range(2):
+        next(batches)
+    loader.set_accumulation(3)
+    for _ in range(4):
+        next(batches)
+    assert seen == [10, 10, 20, 20, 20, 39]
+
+
+def test_another_dataset_is_refused():
+    state = {**loader_of().state_dict(), "num_samples": 41}
+    with pytest.raises(ValueError, match="a dataset of 41 samples, this one has 40"):
+        loader_of().load_state_dict(state)
