@@ -19,7 +19,7 @@ from zengine.assemble import (
 )
 from zengine.config import Facts, Plan, load, resolve
 from zengine.features import DumpState, Unfreezing
-from zengine.parts import CastingRunner, Sequential
+from zengine.runners import AutocastRunner, CastingRunner, Holding, Sequential
 from zengine.verdict import SkipNonFinite, apply_always
 
 NORM, FACTOR = torch.tensor(8.0, dtype=torch.float64), torch.tensor(4.0)
@@ -59,8 +59,16 @@ def test_non_finite_updates_are_left_out_unless_bf16_says_otherwise():
 
 
 def test_inputs_are_cast_only_when_asked():
-    assert isinstance(make_runner(plan_of(fp16={"enabled": True})), Sequential)
-    assert isinstance(make_runner(plan_of(fp16={"enabled": True, "auto_cast": True})), CastingRunner)
+    def runner(**config: object) -> object:
+        return make_runner(plan_of(**config), nn.Sequential(nn.Linear(2, 2)), torch.device("cpu"))
+
+    assert isinstance(runner(fp16={"enabled": True}), Sequential)
+    assert isinstance(runner(fp16={"enabled": True, "auto_cast": True}), CastingRunner)
+    assert runner(torch_autocast={"enabled": True}) == AutocastRunner("cpu", torch.bfloat16)
+    kept = runner(bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["0"]})
+    assert isinstance(kept, Holding)
+    assert kept.held[0].names == ("",)  # all of the module
+    assert isinstance(runner(data_types={"keep_in_fp32_modules": ["0"]}), Sequential)
 
 
 def test_a_feature_that_is_off_is_absent():

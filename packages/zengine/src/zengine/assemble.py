@@ -33,7 +33,8 @@ from zengine.features import (
     PythonGC,
     Unfreezing,
 )
-from zengine.parts import CastingRunner, ConstantRate, NoOptimizer, Parts, Runner, Sequential, ShardOptimizer
+from zengine.parts import ConstantRate, NoOptimizer, Parts, ShardOptimizer
+from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.telemetry import make_telemetry
 from zengine.verdict import Judge, SkipNonFinite, apply_always
@@ -88,7 +89,6 @@ def _around(
         scaler=scaler,
         optimizer=slot,
         scheduler=ConstantRate() if scheduler is None else scheduler,
-        runner=make_runner(plan),
         telemetry=make_telemetry(
             plan.telemetry,
             device=world.device,
@@ -104,6 +104,7 @@ def _around(
         saver=make_saver(plan, partition),
         loader=loader,
         client_scheduler=scheduler,
+        runner=make_runner(plan, partition.module, world.device),  # last: it may change the module
     )
 
 
@@ -160,9 +161,19 @@ def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan
     return zoptim.make_schedule(plan.scheduler.type, optimizer, plan.scheduler.params)
 
 
-def make_runner(plan: Plan) -> Runner:
-    """How a forward is carried out."""
-    return CastingRunner(plan.precision) if plan.cast_inputs else Sequential()
+def make_runner(plan: Plan, module: nn.Module, device: torch.device) -> Runner:
+    """How a forward is carried out, and what is done to `module` for it."""
+    runner: Runner = CastingRunner(plan.precision) if plan.cast_inputs else Sequential()
+    if plan.numerics.autocast != torch.float32:
+        runner = AutocastRunner(device.type, plan.numerics.autocast)
+    held: list[Closable] = []
+    float8, keep = plan.numerics.float8, plan.precision.keep
+    if float8.modules:
+        only, but = (zprecision.Keep(patterns=names, as_listed=False) for names in (float8.modules, float8.exclude))
+        held.append(zprecision.Float8.convert(module, device=device, only=only, but=but))
+    if keep.patterns and plan.precision.param.itemsize < 4:
+        held.append(zprecision.Islands.install(module, keep, plan.precision.param))
+    return Holding(runner, tuple(held)) if held else runner
 
 
 def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.GradientStats]:
