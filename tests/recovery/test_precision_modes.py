@@ -68,6 +68,8 @@ def content(engine: zengine.Engine) -> dict[str, torch.Tensor]:
 def test_a_run_may_change_its_precision_when_it_resumes(
     saved: str, loaded: str, optimizer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if optimizer == "NAdam" and "fp16 low" in (saved, loaded):
+        pytest.skip("torch's optimizers keep states in the masters' dtype, which is refused in float16")
     first = made(saved, optimizer)
     assert all(step(first, seed) for seed in range(3))
     first.save_checkpoint(str(tmp_path))

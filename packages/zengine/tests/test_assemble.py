@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import zengine
 import zoptim
 import zprecision
 from zengine.assemble import (
@@ -120,3 +121,39 @@ def test_a_schedule_is_an_instance_a_maker_or_a_name():
     named = plan_of(scheduler={"type": "WarmupLR", "params": {}})
     assert isinstance(make_scheduler(optimizer, Client(), named), zoptim.WarmupLR)
     assert make_scheduler(optimizer, Client(), plan_of()) is None
+
+
+def test_a_callers_optimizer_with_states_as_narrow_as_the_masters_is_warned_of(caplog):
+    low = {"enabled": True, "bf16_master_weights_and_grads": True}
+    kinds = {
+        "torch": (torch.optim.AdamW, {}, low),
+        "zoptim": (zoptim.AdamW, {"state_dtype": "fp32"}, low),
+        "asked": (torch.optim.AdamW, {}, {**low, "bf16_optimizer_states": True}),
+        "wide masters": (torch.optim.AdamW, {}, {"enabled": True}),
+    }
+    for name, (kind, options, section) in kinds.items():
+        caplog.clear()
+        model = nn.Linear(2, 2)
+        optimizer = kind(model.parameters(), **options)
+        zengine.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 1, "bf16": section})[
+            0
+        ].close()
+        assert ("AdamW keeps its states in the dtype of the masters, bfloat16" in caplog.text) == (name == "torch")
+
+
+def test_8_bit_layers_are_refused_by_the_device_and_leave_the_module_free(monkeypatch):
+    plan = resolve(
+        load({"train_batch_size": 1, "fp8": {"enabled": True}}), Facts(world_size=1, replicas=1, device_type="cuda")
+    )
+    layer = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(ValueError, match="8-bit products need an NVIDIA GPU"):
+        make_runner(plan, layer, torch.device("cpu"))
+    monkeypatch.setattr("zprecision.float8.has_float8", lambda device: True)
+    runner = make_runner(plan, layer, torch.device("cpu"))
+    assert type(layer[0]) is zprecision.Float8Linear
+    assert runner.forward(layer, (torch.ones(2, 16),), {}).shape == (
+        2,
+        16,
+    )  # torch multiplies 8-bit floats on a CPU too
+    runner.close()
+    assert type(layer[0]) is nn.Linear

@@ -60,6 +60,8 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
         plan.precision.cast_module(module.to(world.device))
     optimizer = make_optimizer(module, client, plan)
     check_agreement(module, optimizer, plan, group)
+    if client.optimizer is not None and optimizer is not None:
+        _say_narrow_states(optimizer, plan)
     partition = zpartition.shard(module, optimizer, policy=plan.zero, group=group, device=world.device)
     try:
         return _around(partition, optimizer, loader, client, plan, world)
@@ -292,6 +294,19 @@ def _nothing_to_train(module: nn.Module, client: Client, plan: Plan) -> str:
         f"{asked} has nothing to train: {found}. Give the parameters to train (is all of "
         f"{type(module).__name__} frozen?), or leave the optimizer out to evaluate."
     )
+
+
+def _say_narrow_states(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Warn of a caller's optimizer that keeps states as narrow as the masters, which the config did not ask for."""
+    master = plan.precision.master
+    is_asked = plan.numerics.narrow_states or any(group.get("state_dtype") for group in optimizer.param_groups)
+    if master.itemsize < 4 and not is_asked:
+        log.warning(
+            "%s keeps its states in the dtype of the masters, %s, as torch's optimizers do: for float32 states "
+            'beside narrow masters pass an optimizer of zoptim with state_dtype="fp32", or let the config make it',
+            type(optimizer).__name__,
+            str(master).removeprefix("torch."),
+        )
 
 
 def _say_unused(section: str, configured: str) -> None:

@@ -47,6 +47,21 @@ BREAKING: dict[str, tuple[dict[str, Any], str]] = {
         'bf16.bf16_optimizer_states keeps states in bf16, and optimizer.params.state_dtype = "8bit". '
         "Keep one of them.",
     ),
+    "float16_masters_have_float16_gradients": (
+        {
+            "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+        },
+        "data_types.grad_accum_dtype = float32 and fp16.fp16_master_weights_and_grads both say what gradients are: "
+        "the optimizer is given them in float16, and what overflows there would not be seen. "
+        "Leave grad_accum_dtype out.",
+    ),
+    "float16_masters_have_wide_states": (
+        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}, "optimizer": {"type": "NAdam"}},
+        "fp16.fp16_master_weights_and_grads leaves NAdam no room for its states: it keeps them in the dtype of the "
+        "masters, and in float16 second moments become 0. Use Adam, AdamW, Lion, SGD, Adagrad, Lamb or Muon, whose "
+        "states stay float32, or leave the key out.",
+    ),
 }
 
 

@@ -140,6 +140,12 @@ class ZeroPolicy:
                 f"ZeroPolicy(stage={self.stage}, reduce_at=BOUNDARY) would keep a full local gradient, which stage "
                 f"{self.stage} exists to avoid: use stage=1 for one exchange per step, or reduce_at=MICRO_STEP"
             )
+        if self.master_dtype == torch.float16 and self.accumulate_dtype != torch.float16:
+            raise ValueError(
+                f"ZeroPolicy(master_dtype=torch.float16, accumulate_dtype={self.accumulate_dtype}): an optimizer is "
+                "given gradients in the dtype of its masters, and a sum that is finite here may not be in float16. "
+                "Use accumulate_dtype=torch.float16 too, or wider masters."
+            )
         if self.shard_group_size and not self.stage:
             raise ValueError(
                 f"ZeroPolicy(stage=0, shard_group_size={self.shard_group_size}): stage 0 shards nothing. "

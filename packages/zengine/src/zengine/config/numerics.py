@@ -30,6 +30,7 @@ class NumericsPlan:
 
     autocast: torch.dtype = torch.float32  # dtype of torch.autocast around forward; float32: none
     float8: Float8Plan = Float8Plan()
+    narrow_states: bool = False  # optimizer states in bf16 were asked for
     amp_level: str = ""  # the Apex level that was asked for; "" without an amp section
 
 
@@ -49,7 +50,7 @@ def precision_rows(plan: Plan) -> Iterator[tuple[str, Any]]:
     if param == torch.bfloat16:
         yield "bf16.check_grad_overflow", plan.skip_nonfinite
         yield "bf16.bf16_master_weights_and_grads", plan.precision.master == torch.bfloat16
-        yield "bf16.bf16_optimizer_states", plan.optimizer.params.get("state_dtype") == "bf16"
+        yield "bf16.bf16_optimizer_states", plan.numerics.narrow_states
     yield from _autocast_rows(plan)
     yield "data_types.grad_accum_dtype", plan.precision.accumulate
     yield "data_types.param_dtype", param

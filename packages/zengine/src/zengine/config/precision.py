@@ -120,6 +120,7 @@ def numerics(settings: Settings) -> NumericsPlan:
     return NumericsPlan(
         autocast=_DTYPES[autocast.dtype] if autocast.enabled else torch.float32,
         float8=Float8Plan(modules=fp8.modules, exclude=fp8.exclude) if fp8.enabled else Float8Plan(),
+        narrow_states=bool(settings.bf16.enabled and settings.bf16.bf16_optimizer_states),
         amp_level=settings.amp.opt_level if settings.amp.enabled else "",
     )
 

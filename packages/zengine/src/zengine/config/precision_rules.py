@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zengine.config.choices import takes
 from zengine.config.errors import NOWHERE, Problem, shown
 from zengine.config.load import Config
 from zengine.config.plan import Facts
@@ -123,6 +124,37 @@ def one_format_of_states(config: Config) -> Problem | None:
     )
 
 
+def float16_masters_have_float16_gradients(config: Config) -> Problem | None:
+    """A sum in float32 may be finite where the float16 gradient that the optimizer is given is not."""
+    settings, key = config.settings, "fp16.fp16_master_weights_and_grads"
+    chosen = settings.data_types.grad_accum_dtype
+    if not settings.fp16.enabled or not settings.fp16.fp16_master_weights_and_grads or chosen in ("", "float16"):
+        return None
+    return violation(
+        config,
+        "data_types.grad_accum_dtype",
+        f"{at(config, 'data_types.grad_accum_dtype')} = {chosen} and {at(config, key)} both say what gradients are: "
+        "the optimizer is given them in float16, and what overflows there would not be seen",
+        "Leave grad_accum_dtype out.",
+    )
+
+
+def float16_masters_have_wide_states(config: Config) -> Problem | None:
+    """Second moments of float16 gradients become 0 in float16, and the weights NaN."""
+    settings, key = config.settings, "fp16.fp16_master_weights_and_grads"
+    name, params = settings.optimizer.type, settings.optimizer.params
+    narrow = settings.fp16.enabled and settings.fp16.fp16_master_weights_and_grads
+    if not narrow or not name or takes(name, {**params, "state_dtype": None}, "state_dtype", "fp32"):
+        return None
+    return violation(
+        config,
+        key,
+        f"{at(config, key)} leaves {name} no room for its states: it keeps them in the dtype of the masters, and in "
+        "float16 second moments become 0",
+        "Use Adam, AdamW, Lion, SGD, Adagrad, Lamb or Muon, whose states stay float32, or leave the key out.",
+    )
+
+
 def float8_has_a_device(config: Config, facts: Facts) -> list[Problem]:
     """8-bit products are refused where no device has them; which GPU it is, `Float8.convert` looks up."""
     if not config.settings.fp8.enabled or facts.device_type == "cuda":
@@ -146,4 +178,6 @@ PRECISION_RULES = (
     param_dtype_is_the_sections,
     narrow_states_need_narrow_masters,
     one_format_of_states,
+    float16_masters_have_float16_gradients,
+    float16_masters_have_wide_states,
 )
