@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import zcomm
 import zengine
+from zcomm.testing import run_ranks
 from zengine.runners import AutocastRunner, CastingRunner, Holding, Sequential
 from zprecision import FP16
 
@@ -127,3 +129,27 @@ def test_autocast_in_float16_scales_the_loss_and_counts_what_overflows():
     engine.backward(engine(inputs(0)).float().square().mean())
     assert engine.step()
     assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
+def _wires(stage: int, section: dict[str, object]) -> set[tuple[int, str]]:
+    """(elements rounded down to thousands, dtype) of the gradients that travel in one step."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64, elementwise_affine=True), nn.Linear(64, 64))
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, **section}
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zengine.initialize(model=model, optimizer=made, config=config)[0]
+    with zcomm.traced([]) as records:
+        engine.backward(engine(torch.ones(2, 64, dtype=model[0].weight.dtype)).float().square().mean())
+        engine.step()
+    engine.close()
+    return {(each.numel, each.dtype) for each in records if each.label.startswith("gradients[")}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_of_safe_modules_travel_in_the_lower_dtype(stage):
+    linears, norm = 10240, 2048  # padded
+    on = {"enabled": True}
+    assert run_ranks(_wires, 2, stage, {"torch_autocast": on})[0] == {(linears, "bfloat16"), (norm, "float32")}
+    every = {"torch_autocast": on, "communication_data_type": "fp32"}
+    assert run_ranks(_wires, 2, stage, every)[0] == {(linears, "float32")}
+    kept = {"bf16": on, "data_types": {"keep_in_fp32_modules": ["1."]}}
+    assert run_ranks(_wires, 2, stage, kept)[0] == {(linears, "bfloat16"), (norm, "float32")}
