@@ -20,6 +20,7 @@ import zcomm
 import zengine
 import zoptim
 import zpartition
+import zprecision
 from zcomm.testing import run_ranks
 
 NUM_STEPS, RATE = 4, 0.02
@@ -260,3 +261,48 @@ def test_memory_is_what_the_plan_says_and_narrow_masters_cost_nothing(
     if not mode.keeps_norm:
         assert per_param * mode.weights.itemsize == mode.bytes_per_param
     assert (stage_0["masters"] == 0) == (mode.masters == mode.weights)
+
+
+class OnCpu(zprecision.Float8Linear):
+    """8-bit floats by torch's product, which a CPU carries out without matrix units."""
+
+
+class Square(nn.Module):
+    """Layers whose sizes are multiples of 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def in_eight_bits() -> list[tuple[list[float], list[Tensor]]]:
+    found = []
+    for stage in STAGES:
+        model = Square()
+        config = {
+            "train_micro_batch_size_per_gpu": 5,
+            "optimizer": {"type": "AdamW", "params": {"lr": RATE}},
+            "zero_optimization": {"stage": stage, **STRICT},
+        }
+        engine = zengine.initialize(model=model, config=config)[0]
+        x = torch.randn(5, 32, generator=torch.Generator().manual_seed(zcomm.group_rank()))
+        losses = []
+        with zprecision.Float8.convert(model, device="cpu", kind=OnCpu):
+            for _ in range(NUM_STEPS):
+                engine.backward((engine(x) - x).square().mean())
+                losses.append(engine.step().loss)
+        engine.close()
+        found.append((losses, [param.detach().clone() for param in model.parameters()]))
+    return found
+
+
+def test_8_bit_layers_train_alike_at_every_stage() -> None:
+    (losses, weights), *others = run_ranks(in_eight_bits, 2)[0]
+    assert losses[-1] < 0.9 * losses[0]
+    for other_losses, other_weights in others:
+        assert other_losses == losses
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(other_weights, weights))

@@ -157,3 +157,10 @@ def test_8_bit_layers_are_refused_by_the_device_and_leave_the_module_free(monkey
     )  # torch multiplies 8-bit floats on a CPU too
     runner.close()
     assert type(layer[0]) is nn.Linear
+
+
+def test_a_pattern_that_keeps_nothing_is_told(caplog):
+    kept = plan_of(bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["0", "nrom"]})
+    make_runner(kept, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.device("cpu")).close()
+    assert "'nrom' matches no parameter or buffer" in caplog.text
+    assert "'0'" not in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -67,8 +68,14 @@ def test_no_pattern_makes_no_island_and_all_of_a_model_is_one() -> None:
     islands.close()
 
 
-def test_a_lone_tensor_inside_a_module_makes_no_island() -> None:
-    assert Islands.install(Block(), Keep(patterns=("norm.1.bias",)), torch.bfloat16).names == ()
+def test_half_a_layer_is_refused_and_a_part_of_somebodys_own_module_is_theirs() -> None:
+    with pytest.raises(
+        ValueError, match=r"\['1.bias'\] keeps norm.1.bias in float32 and not norm.1.weight, which the"
+    ):
+        Islands.install(Block(), Keep(patterns=("1.bias",)), torch.bfloat16)
+    block = Block()
+    block.gain = nn.Parameter(torch.ones(1))
+    assert Islands.install(block, Keep(patterns=("gain",)), torch.bfloat16).names == ()
 
 
 def test_keyword_arguments_and_nested_values_are_cast_and_others_are_not() -> None:

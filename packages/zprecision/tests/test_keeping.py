@@ -45,6 +45,12 @@ def test_a_pattern_matches_anywhere_in_a_full_name() -> None:
     assert kept(model, Keep()) == set()
 
 
+def test_patterns_that_match_nothing_are_told() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    assert Keep(patterns=("0.", "nrom", "1.weight")).unmatched(model) == ("nrom",)
+    assert Keep().unmatched(model) == ()
+
+
 def test_a_tied_tensor_stays_under_all_of_its_names() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(3, 4), "head": nn.Linear(4, 3, bias=False)})
     model["head"].weight = model["embed"].weight

@@ -35,6 +35,7 @@ from zengine.features import (
 )
 from zengine.parts import ConstantRate, NoOptimizer, Parts, ShardOptimizer
 from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
+from zengine.safe_modules import refuse_unknown_classes
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.telemetry import make_telemetry
 from zengine.verdict import Judge, SkipNonFinite, apply_always
@@ -58,6 +59,7 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     loader = make_training_loader(client, plan, group)
     with zpartition.recording(module):  # of a module without memory; see zpartition.Init
         plan.precision.cast_module(module.to(world.device))
+    refuse_unknown_classes(plan.zero.narrow_classes, module)
     optimizer = make_optimizer(module, client, plan)
     check_agreement(module, optimizer, plan, group)
     if client.optimizer is not None and optimizer is not None:
@@ -174,6 +176,8 @@ def make_runner(plan: Plan, module: nn.Module, device: torch.device) -> Runner:
         only, but = (zprecision.Keep(patterns=names, as_listed=False) for names in (float8.modules, float8.exclude))
         held.append(zprecision.Float8.convert(module, device=device, only=only, but=but))
     if keep.patterns and plan.precision.param.itemsize < 4:
+        for pattern in keep.unmatched(module):
+            log.warning("data_types.keep_in_fp32_modules: %r matches no parameter or buffer of the model", pattern)
         held.append(zprecision.Islands.install(module, keep, plan.precision.param))
     return Holding(runner, tuple(held)) if held else runner
 

@@ -42,7 +42,11 @@ class Islands:
 
         Floating tensors among a module's arguments, at any depth of tuples, lists and dicts, become float32, those in
         its output `outside`.
+
+        Raises:
+            ValueError: a pattern keeps some of a torch layer's own parameters and not the others.
         """
+        _refuse_halves(module, keep)
         found = dict(_islands(module, keep.asked(module))) if keep.patterns else {}
         islands = cls(tuple(found))
 
@@ -67,6 +71,22 @@ class Islands:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _refuse_halves(module: nn.Module, keep: Keep) -> None:
+    """torch's layers want one dtype; what a model's own modules do with two is theirs to know."""
+    kept = keep.asked(module) if keep.patterns else frozenset()
+    for path, child in module.named_modules():
+        if not type(child).__module__.startswith("torch.nn."):
+            continue
+        own = [name for name, param in child.named_parameters(path, recurse=False) if param.is_floating_point()]
+        wide = [name for name in own if name in kept]
+        if wide and len(wide) < len(own):
+            narrow = next(name for name in own if name not in kept)
+            raise ValueError(
+                f"{list(keep.patterns)} keeps {wide[0]} in float32 and not {narrow}, which the same "
+                f"{type(child).__name__} uses with it: name the module ({path or 'all of it'}), not one tensor"
+            )
 
 
 def _islands(module: nn.Module, kept: frozenset[str], path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -61,6 +61,11 @@ class Keep:
         matches = _matcher(self.patterns)
         return _with_aliases(module, {name for name, _ in tensors(module) if matches(name)})
 
+    def unmatched(self, module: nn.Module) -> tuple[str, ...]:
+        """The patterns that match no floating tensor of `module`: misspelt, or meant for another model."""
+        names = [name for name, _ in tensors(module)]
+        return tuple(each for each in self.patterns if not any(map(_matcher([each]), names)))
+
 
 def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(full name, tensor) of every floating parameter and buffer, once for each of its names."""
