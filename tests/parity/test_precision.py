@@ -81,6 +81,10 @@ MODES: dict[str, Mode] = {
         config={"bf16": ON, "data_types": {"keep_in_fp32_modules": ["norm"]}},
         weights=BF16, keeps_norm=True,
     ),
+    "bf16 with narrow masters but for the norm": Mode(
+        config={"bf16": LOW, "data_types": {"keep_in_fp32_modules": ["norm"]}},
+        weights=BF16, masters=BF16, states="fp32", keeps_norm=True,
+    ),
 }  # fmt: skip
 
 
@@ -246,7 +250,7 @@ def test_a_run_that_was_saved_and_loaded_at_another_stage_goes_on_to_the_bit(
     row = world[1][name]
     assert row["resumed"][0] == row["on"][0]
     assert same(row["resumed"][1], row["on"][1])
-    assert row["dtypes"] == {MODES[name].masters}
+    assert row["dtypes"] == {MODES[name].masters, *([F32] if MODES[name].keeps_norm else [])}
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -261,6 +265,36 @@ def test_memory_is_what_the_plan_says_and_narrow_masters_cost_nothing(
     if not mode.keeps_norm:
         assert per_param * mode.weights.itemsize == mode.bytes_per_param
     assert (stage_0["masters"] == 0) == (mode.masters == mode.weights)
+
+
+class Ones(nn.Module):
+    """Weights of one, each with a gradient of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(1.0, 1.99, 4096))
+
+    def forward(self) -> Tensor:
+        return self.w.float().sum()
+
+
+@pytest.mark.parametrize("name", ["SGD", "torch"])
+def test_narrow_masters_learn_from_updates_far_below_their_precision(name: str) -> None:
+    """40 updates of 1/1000: the mean moves by 0.04 where rounding is stochastic, and not at all to nearest."""
+    model = Ones()
+    own = torch.optim.SGD(model.parameters(), lr=1e-3) if name == "torch" else None
+    config = {"train_batch_size": 1, "gradient_clipping": 0, "bf16": LOW}
+    if own is None:
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 1e-3}}
+    engine = zengine.initialize(model=model, optimizer=own, config=config)[0]
+    before = model.w.float().mean().item()
+    for _ in range(40):
+        engine.backward(engine())
+        engine.step()
+    moved = before - model.w.float().mean().item()
+    assert model.w.dtype == BF16
+    assert moved == pytest.approx(0.04, rel=0.15) if name == "SGD" else moved == 0.0
+    engine.close()
 
 
 class OnCpu(zprecision.Float8Linear):
