@@ -77,6 +77,10 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
         {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/x"}}},
     ),
     "checkpoint.tag_validation": ("FAIL", {}),
+    "amp.opt_level": ("O0", {}),
+    "bf16.bf16_optimizer_states": (True, {"bf16": {"bf16_master_weights_and_grads": True}}),
+    "data_types.param_dtype": ("fp16", {"bf16": {"enabled": False}}),
+    "torch_autocast.loss_scale": (8.0, {"torch_autocast": {"dtype": "fp16"}}),
     "checkpoint.keep.best": ("loss:min", {}),
 }
 # Honoured keys that change no plan on purpose, and what shows them instead.
@@ -161,7 +165,7 @@ def plan_of(source: dict[str, Any]) -> Plan:
 
 def acts(plan: Plan) -> Plan:
     """What a plan does, without what it says."""
-    return attrs.evolve(plan, origins={}, notices=())
+    return attrs.evolve(plan, origins={}, notices=(), given={})
 
 
 def errors(source: dict[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ CLASSES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Co
 
 def plan_of(source: dict[str, Any], bf16_is_faster: bool = False) -> Plan:
     facts = Facts(world_size=2, replicas=2, bf16_is_faster=bf16_is_faster)
-    return resolve(load({"train_batch_size": 2, "gradient_clipping": 0, **source}), facts)
+    return resolve(load({"train_batch_size": 2, "config_version": "zengine-0.2", **source}), facts)
 
 
 @pytest.mark.parametrize(
