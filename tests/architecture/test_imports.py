@@ -38,7 +38,7 @@ OPTIONAL = {"comet_ml", "cupy", "fsspec", "rich", "wandb"}
 ASSEMBLER = "assemble.py"
 ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "config/": {
-        "zprecision": {"Precision", "Unscaled", "StaticScaling", "DynamicScaling"},
+        "zprecision": {"Precision", "Keep", "Unscaled", "StaticScaling", "DynamicScaling"},
         "zpartition": {
             *("ZeroPolicy", "Averaging", "ReduceAt", "SparseGradients"),
             *("Offload", "Speculation", "Tier"),

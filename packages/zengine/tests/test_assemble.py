@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import zengine
 import zoptim
 import zprecision
 from zengine.assemble import (
@@ -19,7 +20,7 @@ from zengine.assemble import (
 )
 from zengine.config import Facts, Plan, load, resolve
 from zengine.features import DumpState, Unfreezing
-from zengine.parts import CastingRunner, Sequential
+from zengine.runners import AutocastRunner, CastingRunner, Holding, Sequential
 from zengine.verdict import SkipNonFinite, apply_always
 
 NORM, FACTOR = torch.tensor(8.0, dtype=torch.float64), torch.tensor(4.0)
@@ -59,8 +60,16 @@ def test_non_finite_updates_are_left_out_unless_bf16_says_otherwise():
 
 
 def test_inputs_are_cast_only_when_asked():
-    assert isinstance(make_runner(plan_of(fp16={"enabled": True})), Sequential)
-    assert isinstance(make_runner(plan_of(fp16={"enabled": True, "auto_cast": True})), CastingRunner)
+    def runner(**config: object) -> object:
+        return make_runner(plan_of(**config), nn.Sequential(nn.Linear(2, 2)), torch.device("cpu"))
+
+    assert isinstance(runner(fp16={"enabled": True}), Sequential)
+    assert isinstance(runner(fp16={"enabled": True, "auto_cast": True}), CastingRunner)
+    assert runner(torch_autocast={"enabled": True}) == AutocastRunner("cpu", torch.bfloat16)
+    kept = runner(bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["0"]})
+    assert isinstance(kept, Holding)
+    assert kept.held[0].names == ("",)  # all of the module
+    assert isinstance(runner(data_types={"keep_in_fp32_modules": ["0"]}), Sequential)
 
 
 def test_a_feature_that_is_off_is_absent():
@@ -112,3 +121,46 @@ def test_a_schedule_is_an_instance_a_maker_or_a_name():
     named = plan_of(scheduler={"type": "WarmupLR", "params": {}})
     assert isinstance(make_scheduler(optimizer, Client(), named), zoptim.WarmupLR)
     assert make_scheduler(optimizer, Client(), plan_of()) is None
+
+
+def test_a_callers_optimizer_with_states_as_narrow_as_the_masters_is_warned_of(caplog):
+    low = {"enabled": True, "bf16_master_weights_and_grads": True}
+    kinds = {
+        "torch": (torch.optim.AdamW, {}, low),
+        "zoptim": (zoptim.AdamW, {"state_dtype": "fp32"}, low),
+        "asked": (torch.optim.AdamW, {}, {**low, "bf16_optimizer_states": True}),
+        "wide masters": (torch.optim.AdamW, {}, {"enabled": True}),
+    }
+    for name, (kind, options, section) in kinds.items():
+        caplog.clear()
+        model = nn.Linear(2, 2)
+        optimizer = kind(model.parameters(), **options)
+        zengine.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 1, "bf16": section})[
+            0
+        ].close()
+        assert ("AdamW keeps its states in the dtype of the masters, bfloat16" in caplog.text) == (name == "torch")
+
+
+def test_8_bit_layers_are_refused_by_the_device_and_leave_the_module_free(monkeypatch):
+    plan = resolve(
+        load({"train_batch_size": 1, "fp8": {"enabled": True}}), Facts(world_size=1, replicas=1, device_type="cuda")
+    )
+    layer = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(ValueError, match="8-bit products need an NVIDIA GPU"):
+        make_runner(plan, layer, torch.device("cpu"))
+    monkeypatch.setattr("zprecision.float8.has_float8", lambda device: True)
+    runner = make_runner(plan, layer, torch.device("cpu"))
+    assert type(layer[0]) is zprecision.Float8Linear
+    assert runner.forward(layer, (torch.ones(2, 16),), {}).shape == (
+        2,
+        16,
+    )  # torch multiplies 8-bit floats on a CPU too
+    runner.close()
+    assert type(layer[0]) is nn.Linear
+
+
+def test_a_pattern_that_keeps_nothing_is_told(caplog):
+    kept = plan_of(bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["0", "nrom"]})
+    make_runner(kept, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.device("cpu")).close()
+    assert "'nrom' matches no parameter or buffer" in caplog.text
+    assert "'0'" not in caplog.text

@@ -151,19 +151,21 @@ def _without_memory(deferred: bool, section: str) -> list[float]:
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_unit_size": 300},
-        **({section: {"enabled": True}} if section else {}),
+        **({"bf16": {"enabled": True}} if section else {}),
+        **({"data_types": {"keep_in_fp32_modules": ["2."]}} if section == "bf16, last kept" else {}),
     }
     engine = zengine.initialize(model=model, config=config)[0]
     losses = []
     for step in range(4):
         inputs = torch.full((4, 12), 0.1 * step, dtype=next(model.parameters()).dtype)
+        assert model[2].weight.dtype == (torch.bfloat16 if section == "bf16" else torch.float32)
         engine.backward(engine(inputs).float().square().mean())
         losses.append(engine.step().loss)
     engine.close()
     return losses
 
 
-@pytest.mark.parametrize("section", ["", "bf16"])
+@pytest.mark.parametrize("section", ["", "bf16", "bf16, last kept"])
 def test_a_model_without_memory_trains_like_one_that_was_built(section: str) -> None:
     expected = run_ranks(_without_memory, 2, False, section)
     assert run_ranks(_without_memory, 2, True, section) == expected

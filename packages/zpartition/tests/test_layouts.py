@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from torch import nn
 
 from zpartition import ZeroPolicy
@@ -42,3 +44,42 @@ def test_what_is_added_is_numbered_on_and_in_buckets_of_its_own() -> None:
     added = plan_added(module, {"1.weight": 1, "1.bias": 0}, policy, 2, first_index=5)
     found = [(b.index, b.unit, b.group, tuple(slot.name for slot in b.slots)) for b in added.buckets]
     assert found == [(5, None, 0, ("1.bias",)), (6, "1", 1, ("1.weight",))]
+
+
+class Mixed(nn.Module):
+    """Linear layers, one of a class of its own, beside what is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.last = Own(4, 4)
+
+
+class Own(nn.Linear):
+    """A subclass is another class."""
+
+
+def wires(*classes: str, **policy: object) -> dict[str, torch.dtype | None]:
+    chosen = ZeroPolicy(narrow_dtype=torch.bfloat16, narrow_classes=classes, **policy)
+    model = Mixed()
+    names = dict.fromkeys(dict(model.named_parameters()), 0)
+    layout, _ = plan_layouts(model, names, chosen, 2)
+    return {slot.name: chosen.wire_for(bucket) for bucket, slot in layout.slots()}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", ["Linear", "torch.nn.Linear", "torch.nn.modules.linear.Linear"])
+def test_gradients_of_some_modules_travel_in_a_dtype_of_their_own(name: str, stage: int) -> None:
+    found = wires(name, stage=stage)
+    narrow = {key for key, wire in found.items() if wire == torch.bfloat16}
+    assert narrow == {"first.weight", "first.bias"}
+    assert {wire for key, wire in found.items() if key not in narrow} == {torch.float32}
+
+
+def test_classes_are_told_apart_by_name_and_path() -> None:
+    assert {key for key, wire in wires("Own", "LayerNorm").items() if wire == torch.bfloat16} == {
+        *("last.weight", "last.bias", "norm.weight", "norm.bias")
+    }
+    assert set(wires("other.Linear", "torch.n.Linear", "inear").values()) == {torch.float32}
+    assert wires("Own", reduce_dtype=torch.float16)["first.weight"] == torch.float16

@@ -119,6 +119,47 @@ def test_what_offload_moves_is_counted_by_place_and_planned_alike(offload: Offlo
         assert (planned.masters == 0) == (offload.moves_states and offload.ratio == 1)
 
 
+NARROW = ZeroPolicy(master_dtype=torch.bfloat16, accumulate_dtype=torch.bfloat16)
+
+
+def _live_narrow(folder: str) -> list[tuple[dict[str, int], list[torch.Tensor]]]:
+    """(ledger, weights) of narrow masters in each tier."""
+    found = []
+    for offload in (Offload(), Offload(states=Tier.HOST), Offload(states=Tier.DISK, directory=folder)):
+        torch.manual_seed(0)
+        model = Net(torch.bfloat16)
+        optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+        chosen = attrs.evolve(NARROW, stage=3, unit_numel=40_000, persist_numel=300, offload=offload)
+        partition = zpartition.shard(model, optimizer, policy=chosen)
+        for _ in range(2):
+            with partition.micro_step():
+                model(torch.arange(8)).backward()
+            partition.finish_gradients()
+            partition.apply(optimizer.step)
+            partition.zero_grad()
+        ledger = partition.ledger()
+        with zpartition.gathered(model):
+            found.append((ledger, [param.detach().clone() for param in model.parameters()]))
+        partition.close()
+    return found
+
+
+def test_narrow_masters_in_every_tier_have_the_same_bits_and_the_planned_size(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Net(torch.bfloat16)
+    (device, weights), *others = run_ranks(_live_narrow, 2, str(tmp_path))[0]
+    assert device["masters"] == 0
+    for ledger, moved in others:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(moved, weights))
+        tier = Tier.DISK if ledger.get("disk masters") else Tier.HOST
+        chosen = attrs.evolve(NARROW, stage=3, unit_numel=40_000, persist_numel=300)
+        offload = Offload(states=tier, directory="here" if tier is Tier.DISK else "")
+        planned = zpartition.plan(model, policy=attrs.evolve(chosen, offload=offload), world_size=2, optimizer=adamw)
+        for owner, size in planned.ledger().items():
+            if owner not in ("buckets", "gathered units"):
+                assert ledger.get(owner, 0) == pytest.approx(size, rel=0.02), owner
+
+
 @pytest.mark.parametrize(("stage", "bytes_per_param"), [(0, 16), (1, 4 + 12 / 8), (2, 4 + 12 / 8), (3, 16 / 8)])
 def test_model_states_follow_the_formula(stage: int, bytes_per_param: float) -> None:
     """16 bytes a parameter in fp32, split as each stage says; at stage 0 gradients are the buckets themselves."""

@@ -33,6 +33,20 @@ def test_a_sum_refuses_to_be_divided():
         ZeroPolicy(averaging=Averaging(operation="sum", predivide=2.0))
 
 
+def test_float16_masters_refuse_sums_that_their_gradients_cannot_hold():
+    with pytest.raises(ValueError, match="a sum that is finite here may not be in float16"):
+        ZeroPolicy(master_dtype=torch.float16)
+    assert (
+        ZeroPolicy(master_dtype=torch.float16, accumulate_dtype=torch.float16).master_for(torch.float16).itemsize == 2
+    )
+
+
+def test_masters_and_sums_may_be_as_narrow_as_the_parameters():
+    policy = ZeroPolicy(master_dtype=torch.bfloat16, accumulate_dtype=torch.bfloat16)
+    assert policy.master_for(torch.bfloat16) is policy.accumulate_for(torch.bfloat16) is torch.bfloat16
+    assert policy.master_for(torch.float32) is torch.float32
+
+
 @pytest.mark.parametrize("stage", [-1, 4, 7])
 def test_unknown_stages_are_refused(stage):
     with pytest.raises(ValueError, match="stage"):

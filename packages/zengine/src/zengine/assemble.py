@@ -34,7 +34,9 @@ from zengine.features import (
 )
 from zengine.features.looking import lookers
 from zengine.feeding import data_features, feed_of, require_data, training_loader
-from zengine.parts import CastingRunner, ConstantRate, NoOptimizer, Parts, Runner, Sequential, ShardOptimizer
+from zengine.parts import ConstantRate, NoOptimizer, Parts, ShardOptimizer
+from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
+from zengine.safe_modules import refuse_unknown_classes
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.telemetry import make_telemetry
 from zengine.verdict import Judge, SkipNonFinite, apply_always
@@ -58,8 +60,11 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     loader = make_training_loader(client, plan, world, group)
     with zpartition.recording(module):  # of a module without memory; see zpartition.Init
         plan.precision.cast_module(module.to(world.device))
+    refuse_unknown_classes(plan.zero.narrow_classes, module)
     optimizer = make_optimizer(module, client, plan)
     check_agreement(module, optimizer, plan, group, [] if loader is None else loader.fingerprint())
+    if client.optimizer is not None and optimizer is not None:
+        _say_narrow_states(optimizer, plan)
     partition = zpartition.shard(module, optimizer, policy=plan.zero, group=group, device=world.device)
     try:
         return _around(partition, optimizer, loader, client, plan, world)
@@ -89,7 +94,6 @@ def _around(
         scaler=scaler,
         optimizer=slot,
         scheduler=ConstantRate() if scheduler is None else scheduler,
-        runner=make_runner(plan),
         telemetry=make_telemetry(
             plan.telemetry,
             device=world.device,
@@ -105,6 +109,7 @@ def _around(
         saver=make_saver(plan, partition),
         loader=loader,
         client_scheduler=scheduler,
+        runner=make_runner(plan, partition.module, world.device),  # last: it may change the module
     )
 
 
@@ -161,9 +166,21 @@ def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan
     return zoptim.make_schedule(plan.scheduler.type, optimizer, plan.scheduler.params)
 
 
-def make_runner(plan: Plan) -> Runner:
-    """How a forward is carried out."""
-    return CastingRunner(plan.precision) if plan.cast_inputs else Sequential()
+def make_runner(plan: Plan, module: nn.Module, device: torch.device) -> Runner:
+    """How a forward is carried out, and what is done to `module` for it."""
+    runner: Runner = CastingRunner(plan.precision) if plan.cast_inputs else Sequential()
+    if plan.numerics.autocast != torch.float32:
+        runner = AutocastRunner(device.type, plan.numerics.autocast)
+    held: list[Closable] = []
+    float8, keep = plan.numerics.float8, plan.precision.keep
+    if float8.modules:
+        only, but = (zprecision.Keep(patterns=names, as_listed=False) for names in (float8.modules, float8.exclude))
+        held.append(zprecision.Float8.convert(module, device=device, only=only, but=but))
+    if keep.patterns and plan.precision.param.itemsize < 4:
+        for pattern in keep.unmatched(module):
+            log.warning("data_types.keep_in_fp32_modules: %r matches no parameter or buffer of the model", pattern)
+        held.append(zprecision.Islands.install(module, keep, plan.precision.param))
+    return Holding(runner, tuple(held)) if held else runner
 
 
 def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.GradientStats]:
@@ -276,6 +293,19 @@ def _nothing_to_train(module: nn.Module, client: Client, plan: Plan) -> str:
         f"{asked} has nothing to train: {found}. Give the parameters to train (is all of "
         f"{type(module).__name__} frozen?), or leave the optimizer out to evaluate."
     )
+
+
+def _say_narrow_states(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Warn of a caller's optimizer that keeps states as narrow as the masters, which the config did not ask for."""
+    master = plan.precision.master
+    is_asked = plan.numerics.narrow_states or any(group.get("state_dtype") for group in optimizer.param_groups)
+    if master.itemsize < 4 and not is_asked:
+        log.warning(
+            "%s keeps its states in the dtype of the masters, %s, as torch's optimizers do: for float32 states "
+            'beside narrow masters pass an optimizer of zoptim with state_dtype="fp32", or let the config make it',
+            type(optimizer).__name__,
+            str(master).removeprefix("torch."),
+        )
 
 
 def _say_unused(section: str, configured: str) -> None:

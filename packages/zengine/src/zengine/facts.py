@@ -10,6 +10,7 @@ from torch import nn
 
 from zengine.feeding import EngineData
 from zengine.phases import EnginePhases
+from zengine.precision_facts import PrecisionFacts
 
 if TYPE_CHECKING:
     from zengine.clock import Clock
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from zengine.report import StepReport
 
 
-class EngineFacts(EnginePhases, EngineData):
+class EngineFacts(PrecisionFacts, EnginePhases, EngineData):
     """Read-only answers from the plan, the clock and the last report; mixed into `Engine`."""
 
     if TYPE_CHECKING:
@@ -112,14 +113,6 @@ class EngineFacts(EnginePhases, EngineData):
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
         return self.plan.zero.stage > 0
-
-    def fp16_enabled(self) -> bool:
-        """Whether parameters are float16."""
-        return self.plan.precision.param == torch.float16
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are bfloat16."""
-        return self.plan.precision.param == torch.bfloat16
 
     def gradient_clipping(self) -> float:
         """Global norm that gradients are clipped to; 0 = off."""

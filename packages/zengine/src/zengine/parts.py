@@ -5,7 +5,7 @@
 | partition | stage 0 (`ZeroPolicy()`) | ZeRO 1, 2 |
 | scaler | `zprecision.NoScaling` | static, dynamic |
 | optimizer | `NoOptimizer` | `ShardOptimizer` over any torch or zoptim optimizer |
-| runner | `Sequential` | `CastingRunner` |
+| runner | `zengine.runners.Sequential` | casting, autocast, with hooks around float32 modules |
 | telemetry | `zengine.telemetry.Silent` | spans, throughput, sinks |
 """
 
@@ -18,43 +18,18 @@ from typing import Any, Protocol, final
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zcomm
 import zpartition
 import zprecision
 from zengine.clock import Clock
 from zengine.report import StepReport
+from zengine.runners import Runner
 from zengine.saving import Saver
 from zengine.telemetry.subject import Subject
 from zengine.verdict import Fault, Judge
 from zengine.weighing import StepLoss
-
-
-class Runner(Protocol):
-    """Carries out one forward of the module."""
-
-    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-@final
-class Sequential:
-    """The identity: call the module."""
-
-    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return module(*args, **kwargs)
-
-
-@final
-@attrs.frozen
-class CastingRunner:
-    """Casts floating inputs to the parameters' dtype first (fp16.auto_cast)."""
-
-    precision: zprecision.Precision
-
-    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = self.precision.cast_inputs(args, kwargs)
-        return module(*args, **kwargs)
 
 
 class Schedule(Protocol):
@@ -238,4 +213,5 @@ class Parts:
         with contextlib.ExitStack() as stack:  # a save that failed is told when all is given back
             stack.callback(self.saver.close)
             stack.callback(self.telemetry.close)
+            stack.callback(self.runner.close)
             self.partition.close()

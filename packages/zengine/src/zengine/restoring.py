@@ -28,6 +28,9 @@ log = logging.getLogger("zengine")
 
 OPTIMIZER = "optimizer."  # prefix of tensor names: "optimizer.<state key>.<parameter>"
 
+# For each parameter and state key: dtype, and shape, or None for a number beside the parameter.
+Kinds = dict[str, dict[str, tuple[torch.dtype, "tuple[int, ...] | None"]]]
+
 
 @attrs.frozen
 class What:
@@ -106,7 +109,7 @@ def _prepare_optimizer(engine: Engine, checkpoint: Source) -> RestoredState:
         return RestoredState()
     options: Any = checkpoint.objects["optimizer"]
     _set_options(optimizer, decode(options["groups"]))
-    kinds = _state_kinds(checkpoint)
+    kinds = _following(_state_kinds(checkpoint), checkpoint, engine)
     _say_untrained(engine, frozenset(kinds))
     staged = zpartition.make_state(optimizer, engine.parts.partition.holders, lambda name: kinds.get(name, {}))
     restored = RestoredState(hand_over=staged.hand_over)
@@ -138,7 +141,27 @@ def _say_untrained(engine: Engine, saved: frozenset[str]) -> None:
         )
 
 
-def _state_kinds(checkpoint: Source) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...] | None]]]:
+def _following(kinds: Kinds, checkpoint: Source, engine: Engine) -> Kinds:
+    """States that were kept in the dtype of the masters are again, whatever that is now.
+
+    torch's optimizers need it so, and their own load_state_dict does it.  One that has formats of its own
+    (`take_portable_state`) is given the numbers as they were saved, and encodes them.
+    """
+    if hasattr(engine.optimizer, "take_portable_state"):
+        return kinds
+    saved = {name.removeprefix(MODEL): entry.dtype for name, entry in checkpoint.manifest.tensors.items()}
+    held = {piece.slot.name: h.tensor.dtype for h in engine.parts.partition.holders for piece in h.pieces}
+
+    def dtype(param: str, kept: torch.dtype, shape: tuple[int, ...] | None) -> torch.dtype:
+        return held.get(param, kept) if shape is not None and kept == saved.get(param) else kept
+
+    return {
+        param: {key: (dtype(param, kept, shape), shape) for key, (kept, shape) in states.items()}
+        for param, states in kinds.items()
+    }
+
+
+def _state_kinds(checkpoint: Source) -> Kinds:
     """For each parameter, its state keys with dtype and shape, None for the shape of a scalar."""
     tensors = checkpoint.manifest.tensors
     shapes = {name.removeprefix(MODEL): tuple(e.shape) for name, e in tensors.items() if name.startswith(MODEL)}
@@ -149,7 +172,7 @@ def _state_kinds(checkpoint: Source) -> dict[str, dict[str, tuple[torch.dtype, t
     ]
     # A counter is () beside parameters of any shape; beside a parameter of shape () it looks like its state.
     counters = {key for key, param, entry in entries if tuple(entry.shape) == () and shapes.get(param, ()) != ()}
-    kinds: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...] | None]]] = {}
+    kinds: Kinds = {}
     for key, param, entry in entries:
         shape = tuple(entry.shape)
         is_scalar = shape == () and (key in counters or key == "step")

@@ -41,11 +41,13 @@ EVERYTHING = {
 
 
 def plan_of(**source: Any) -> Plan:
-    return resolve(load(source), Facts(world_size=2, replicas=2))
+    return resolve(load(source), Facts(world_size=2, replicas=2, device_type="cuda"))
 
 
 def test_every_origin_has_its_row_and_every_row_its_origin() -> None:
-    plans = [plan_of(**EVERYTHING, fp16={"enabled": True}), plan_of(**EVERYTHING, bf16={"enabled": True})]
+    sections = [{"fp16": {"enabled": True}}, {"bf16": {"enabled": True}}, {"amp": {"enabled": True}}]
+    sections += [{"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp8": {"enabled": True}}]
+    plans = [plan_of(**EVERYTHING, **section) for section in sections]
     shown = {key for plan in plans for key, _ in rows(plan)}
     free = {"optimizer.params", "scheduler.params"}  # shown option by option
     assert {key for plan in plans for key in plan.origins} == shown | free

@@ -36,6 +36,12 @@ def test_the_reference_list_holds_no_key_twice() -> None:
     assert len(paths) == len(set(paths)) > 350
 
 
+AMP = (
+    *("opt_level", "loss_scale", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "num_losses"),
+    *("cast_model_type", "cast_model_outputs", "verbosity", "min_loss_scale", "max_loss_scale"),
+)  # Apex's own, which DeepSpeed handed on unseen
+
+
 def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
     extra = {path for path in KNOWN if not path.endswith("*")} - {path for path, _ in reference_keys()}
     technique = ("shared_parameters", "different_groups")
@@ -58,6 +64,8 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
             "profiler.ranks",
         ),
         *("profiler.record_shapes", "profiler.with_stack", "profiler.profile_memory", "profiler.memory_snapshot"),
+        *(f"amp.{key}" for key in AMP),
+        *("torch_autocast.loss_scale", "fp8", "fp8.enabled", "fp8.exclude", "fp8.modules"),
         *("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials", "zero_optimization.stage3_unit_size"),
         "dataloader_prefetch",
     }
@@ -66,7 +74,11 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
 HONOURED = """
 config_version
 bench_steps
-bf16.check_grad_overflow bf16.enabled
+amp.enabled amp.loss_scale amp.opt_level
+bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states bf16.check_grad_overflow bf16.enabled
+fp16.fp16_master_weights_and_grads fp8.enabled fp8.exclude fp8.modules
+torch_autocast.dtype torch_autocast.enabled torch_autocast.loss_scale torch_autocast.lower_precision_safe_modules
+data_types.buffer_dtype data_types.keep_in_fp32_modules data_types.param_dtype
 checkpoint.async_save checkpoint.keep.best checkpoint.keep.every checkpoint.keep.last checkpoint.keep.tags
 checkpoint.tag_validation
 comet.api_key comet.enabled comet.experiment_key comet.experiment_name comet.mode comet.online comet.project

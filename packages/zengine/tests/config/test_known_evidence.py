@@ -108,6 +108,10 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
         {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/x"}}},
     ),
     "checkpoint.tag_validation": ("FAIL", {}),
+    "amp.opt_level": ("O0", {}),
+    "bf16.bf16_optimizer_states": (True, {"bf16": {"bf16_master_weights_and_grads": True}}),
+    "data_types.param_dtype": ("fp16", {"bf16": {"enabled": False}}),
+    "torch_autocast.loss_scale": (8.0, {"torch_autocast": {"dtype": "fp16"}}),
     "checkpoint.keep.best": ("loss:min", {}),
     **{
         f"{section}.{key}": (value, at(section, needs))

@@ -89,8 +89,10 @@ def test_three_misspelt_keys_give_three_errors_with_the_right_names() -> None:
          'zero_optimization.offload_optimizer.device = "disk": must be "none", "cpu" or "nvme"'),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}},
          'zero_optimization.offload_param.device = "gpu": must be "none", "cpu" or "nvme"'),
-        ({"amp": {"enabled": True}}, "amp.enabled = true: Apex AMP was given up by its authors, and torch_autocast, "
-         'which replaces it, is not available yet. Write "bf16": {"enabled": true} or "fp16": {"enabled": true}.'),
+        ({"amp": {"enabled": True, "opt_level": "O4"}},
+         'amp.opt_level = "O4": must be one of "O0", "O1", "O2", "O3"'),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}},
+         'torch_autocast.dtype = "fp32": must be "bf16" or "fp16". To train in float32, leave the section out.'),
         ({"zero": {"stage": 2}}, 'zero = {"stage": 2}: a key of the inference config, and init_inference() is not '
          'available yet. For training write "zero_optimization".'),
         ({"tensorboard": True},

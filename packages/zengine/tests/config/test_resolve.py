@@ -24,7 +24,7 @@ def test_the_smallest_config_is_fp32_unsharded_and_clipped() -> None:
     plan = plan_of()
     assert (plan.batch.train_batch_size, plan.batch.micro_batch_size, plan.batch.accumulation) == (2, 1, 1)
     assert (plan.precision, plan.scaling, plan.cast_inputs) == (FP32, Unscaled(), False)
-    assert plan.zero == ZeroPolicy(reduce_dtype=torch.float32, sparse_gradients=SparseGradients.DENSE)
+    assert plan.zero == ZeroPolicy(sparse_gradients=SparseGradients.DENSE)
     assert (plan.optimizer.type, plan.scheduler.type) == ("", "")
     assert (plan.clip_norm, plan.skip_nonfinite) == (1.0, True)
     assert (plan.data.drop_last, plan.data.seed) == (False, 1234)
@@ -63,7 +63,8 @@ def test_the_batch_equation_uses_the_replicas_not_the_world() -> None:
 def test_precision_follows_the_half_precision_sections(source: dict[str, Any], precision: Any, scaling: Any) -> None:
     plan = plan_of(source)
     assert (plan.precision, plan.scaling) == (precision, scaling)
-    assert plan.zero.reduce_dtype == precision.reduce
+    asked = source.get("communication_data_type")
+    assert plan.zero.reduce_dtype == (precision.reduce if asked else None)  # None: as each parameter
     assert plan.zero.accumulate_dtype == precision.accumulate
     assert plan.zero.master_dtype == precision.master
 
@@ -100,7 +101,6 @@ def test_zero_and_averaging_reach_the_policy() -> None:
         sparse_gradients=SparseGradients.DENSE,
         stage=2,
         bucket_numel=500_000_000,
-        reduce_dtype=torch.float32,
         averaging=Averaging(predivide=2.0),
         overlap=False,
         ignore_unused=False,

@@ -16,7 +16,7 @@ from zengine.config.table import walk
 
 PATHS = [path for path, _ in walk(ROOT) if path[-1] != "*"]
 # Below four letters one slip may leave nothing to go by.  Listed, although all of them pass today.
-SHORT = {"amp", "aio", "lr", "moe", "mpu", "tol", "tp"}
+SHORT = {"amp", "aio", "fp8", "lr", "moe", "mpu", "tol", "tp"}
 
 
 def mutations(name: str) -> Iterator[str]:
@@ -70,7 +70,7 @@ def test_the_short_names_are_known_by_name() -> None:
         ("Gradient-Clipping", 'Did you mean "gradient_clipping"?'),
         ("micro_batch_size", 'Did you mean "train_micro_batch_size_per_gpu"?'),
         ("stage", '"stage" belongs under "zero_optimization".'),
-        ("loss_scale", '"loss_scale" belongs under "fp16".'),
+        ("loss_scale", '"loss_scale" belongs under "fp16", "amp" or "torch_autocast".'),
         ("tp_size", 'Did you mean "mp_size" or "ep_size"? "tp_size" belongs under "tensor_parallel.tp".'),
         ("weight_decay", '"weight_decay" belongs under "optimizer.params".'),
         ("warmup_num_steps", '"warmup_num_steps" belongs under "scheduler.params".'),

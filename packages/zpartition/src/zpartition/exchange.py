@@ -128,7 +128,7 @@ def factors(policy: ZeroPolicy, layout: Layout, bucket: Bucket) -> Factors:
     Buffers that accumulate over micro-steps hold plain sums, as `param.grad` shows them.
     """
     before, after = policy.averaging.factors(layout.world_size)
-    is_wide = bucket.dtype.itemsize >= 4 and (policy.reduce_dtype or bucket.dtype).itemsize >= 4
+    is_wide = bucket.dtype.itemsize >= 4 and policy.wire_for(bucket).itemsize >= 4
     if is_wide and reduce_at(policy, layout) is ReduceAt.MICRO_STEP:
         return Factors(before * after, 1.0, 1.0)
     return Factors(1.0, before, after)

@@ -5,8 +5,8 @@ element.  Reduction, optimizer shards, gathering, memory estimates and checkpoin
 
 Design.  One pure, frozen value, made once and read by everyone.  Parameters are packed into buckets, in the
 reverse of their registration order because backward meets them roughly in that order.  A bucket holds one
-dtype and one parameter group, is padded to a multiple of `world_size * SPAN_ALIGNMENT`, and is cut into equal
-spans: rank r owns [r * s, (r + 1) * s) of *every* bucket, so a bucket can be reduced and gathered by itself.
+dtype (on the wire, too) and one parameter group, is padded to a multiple of `world_size * SPAN_ALIGNMENT`, and is cut
+into equal spans: rank r owns [r * s, (r + 1) * s) of *every* bucket, so each can be reduced and gathered by itself.
 The same padding is used when nothing is sharded (one span), so that stages differ in ownership only and the
 blocks over which norms are summed are the same: that is what makes stages bitwise equal.
 
@@ -37,6 +37,7 @@ class ParamSpec:
     group: int = 0  # index of the optimizer's parameter group
     unit: str | None = None  # the module that it is gathered with (stage 3); None: never gathered
     is_sparse: bool = False  # its gradient comes as rows
+    wire: torch.dtype | None = None  # what its gradient travels in; None: as the policy says of all
 
     @property
     def numel(self) -> int:
@@ -78,7 +79,7 @@ class Piece:
 
 @attrs.frozen
 class Bucket:
-    """A flat run of parameters of one dtype, group and unit, padded, cut into `num_shards` equal spans."""
+    """A flat run of parameters of one dtype, group, unit and wire, padded, cut into `num_shards` equal spans."""
 
     index: int  # also the order in which buckets are reduced
     dtype: torch.dtype
@@ -88,6 +89,7 @@ class Bucket:
     num_shards: int
     unit: str | None = None  # of all its parameters, see ParamSpec
     is_sparse: bool = False  # one parameter, whose gradient is exchanged as rows
+    wire: torch.dtype | None = None  # of all its gradients, see ParamSpec
 
     @property
     def span_numel(self) -> int:
@@ -166,8 +168,8 @@ def plan_layout(specs: Sequence[ParamSpec], *, world_size: int, num_shards: int,
     """Pack `specs` (in registration order) into buckets; pure and deterministic.
 
     A bucket closes when the next parameter would exceed `bucket_numel` elements (0: derived); a parameter
-    larger than that has a bucket of its own.  A unit has one bucket for each dtype and group, however large: its
-    parameters are gathered together.
+    larger than that has a bucket of its own.  A unit has one bucket for each dtype, group and wire, however large,
+    and all its parameters are gathered together.
 
     Raises:
         ValueError: two parameters share a name, or `num_shards` does not divide `world_size`.
@@ -177,9 +179,9 @@ def plan_layout(specs: Sequence[ParamSpec], *, world_size: int, num_shards: int,
     _refuse_duplicates([spec.name for spec in specs])
     limit = bucket_numel or derive_bucket_numel(sum(spec.numel for spec in specs))
     runs: list[_Run] = []
-    filling: dict[tuple[str | None, str, int, torch.dtype], _Run] = {}
+    filling: dict[tuple[object, ...], _Run] = {}
     for position, spec in enumerate(reversed(specs)):
-        key = (spec.unit, spec.name if spec.is_sparse else "", spec.group, spec.dtype)
+        key = (spec.unit, spec.name if spec.is_sparse else "", spec.group, spec.dtype, spec.wire)
         run = filling.get(key)
         if run is None or (spec.unit is None and run.numel + spec.numel > limit):
             run = filling[key] = _Run()
@@ -218,6 +220,7 @@ class _Run:
             num_shards=num_shards,
             unit=self.specs[0].unit,
             is_sparse=self.specs[0].is_sparse,
+            wire=self.specs[0].wire,
         )
 
 

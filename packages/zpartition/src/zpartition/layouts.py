@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 from torch import nn
@@ -49,14 +49,40 @@ def _layout(
     policy: ZeroPolicy,
     world_size: int,
 ) -> Layout:
+    narrow = _narrow_names(module, policy.narrow_classes)
     sparse = _sparse_names(module) if policy.sparse_gradients is SparseGradients.ROWS else frozenset()
     specs = [
-        ParamSpec(name, tuple(param.shape), param.dtype, chosen[name], units.get(name), name in sparse)
+        ParamSpec(
+            name,
+            tuple(param.shape),
+            param.dtype,
+            chosen[name],
+            units.get(name),
+            name in sparse,
+            policy.narrow_dtype if name in narrow else None,
+        )
         for name, param in module.named_parameters()
         if name in chosen
     ]
     num_shards = 1 if policy.keeps_whole else shard_group_size(policy, world_size)
     return plan_layout(specs, world_size=world_size, num_shards=num_shards, bucket_numel=policy.bucket_numel)
+
+
+def _narrow_names(module: nn.Module, classes: Sequence[str]) -> frozenset[str]:
+    """Parameters that modules of these classes hold themselves."""
+    owners = {
+        id(param)
+        for child in module.modules()
+        if any(is_class(type(child), name) for name in classes)
+        for param in child.parameters(recurse=False)
+    }
+    return frozenset(name for name, param in module.named_parameters() if id(param) in owners)
+
+
+def is_class(kind: type, name: str) -> bool:
+    """Whether `name` means the class `kind`: "Linear", "torch.nn.Linear" and "torch.nn.modules.linear.Linear" do."""
+    path, _, last = name.rpartition(".")
+    return last == kind.__name__ and (not path or f"{kind.__module__}.".startswith(f"{path}."))
 
 
 def _sparse_names(module: nn.Module) -> frozenset[str]:

@@ -199,7 +199,7 @@ def _staging(away: list[Bucket], shelved: list[Bucket], policy: ZeroPolicy, num_
     """
     if device != "cuda":
         return 0
-    sizes = ((policy.accumulate_for(b.dtype).itemsize, (policy.reduce_dtype or b.dtype).itemsize) for b in away)
+    sizes = ((policy.accumulate_for(b.dtype).itemsize, policy.wire_for(b).itemsize) for b in away)
     wide = max((b.span_numel * max(size) for b, size in zip(away, sizes)), default=0)
     sums = wide if num_backwards > 1 else 0
     spans = _gathered_bytes(tuple(shelved), policy) // min((b.num_shards for b in shelved), default=1)
@@ -239,7 +239,7 @@ def _kept(layout: Layout, policy: ZeroPolicy) -> list[Bucket]:
     """Buckets with an accumulator of their own; others accumulate in the buffer that was reduced."""
 
     def travels_as_kept(bucket: Bucket) -> bool:
-        wire = policy.reduce_dtype or bucket.dtype
+        wire = policy.wire_for(bucket)
         local = policy.accumulate_for(bucket.dtype)
         alone = layout.world_size == 1 and not policy.offload.moves_states
         return layout.num_shards == 1 and (alone or wire == local)

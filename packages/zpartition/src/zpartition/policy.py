@@ -25,6 +25,7 @@ import attrs
 import torch
 from attrs.validators import ge, gt, in_, instance_of
 
+from zpartition.layout import Bucket
 from zpartition.offload import NOTHING, Offload
 
 
@@ -79,6 +80,8 @@ class ZeroPolicy:
     stage: int = attrs.field(default=0, validator=in_((0, 1, 2, 3)))
     bucket_numel: int = attrs.field(default=0, validator=ge(0))  # 0: derived from the model's size
     reduce_dtype: torch.dtype | None = None  # on the wire; None: the dtype of the parameters themselves
+    narrow_dtype: torch.dtype | None = None  # on the wire, of parameters that modules of `narrow_classes` hold
+    narrow_classes: tuple[str, ...] = ()  # names, with or without the path: "Linear", "torch.nn.Linear"
     accumulate_dtype: torch.dtype = torch.float32  # gradient accumulators
     master_dtype: torch.dtype = torch.float32  # what the optimizer updates
     averaging: Averaging = MEAN
@@ -123,6 +126,10 @@ class ZeroPolicy:
         """Accumulator of gradients of parameters of `dtype`: never narrower than the parameters."""
         return torch.promote_types(dtype, self.accumulate_dtype)
 
+    def wire_for(self, bucket: Bucket) -> torch.dtype:
+        """What the gradients of `bucket` travel in."""
+        return bucket.wire or self.reduce_dtype or bucket.dtype
+
     def master_for(self, dtype: torch.dtype) -> torch.dtype:
         """What the optimizer updates for parameters of `dtype`: never narrower than the parameters."""
         return torch.promote_types(dtype, self.master_dtype)
@@ -132,6 +139,12 @@ class ZeroPolicy:
             raise ValueError(
                 f"ZeroPolicy(stage={self.stage}, reduce_at=BOUNDARY) would keep a full local gradient, which stage "
                 f"{self.stage} exists to avoid: use stage=1 for one exchange per step, or reduce_at=MICRO_STEP"
+            )
+        if self.master_dtype == torch.float16 and self.accumulate_dtype != torch.float16:
+            raise ValueError(
+                f"ZeroPolicy(master_dtype=torch.float16, accumulate_dtype={self.accumulate_dtype}): an optimizer is "
+                "given gradients in the dtype of its masters, and a sum that is finite here may not be in float16. "
+                "Use accumulate_dtype=torch.float16 too, or wider masters."
             )
         if self.shard_group_size and not self.stage:
             raise ValueError(

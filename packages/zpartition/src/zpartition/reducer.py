@@ -313,7 +313,7 @@ class GradientReducer:
             self._send_rows(gradient, gradient.rows)
             return
         self._provide(gradient)
-        wire = self.policy.reduce_dtype or gradient.bucket.dtype
+        wire = self.policy.wire_for(gradient.bucket)
         before = factors(self.policy, self.layout, gradient.bucket).before
         local = gradient.seal()
         self.lookout.look(gradient)
@@ -330,7 +330,7 @@ class GradientReducer:
         self._settle(0)  # another rank may wait for what follows a message (hybrid sums) before it comes here
         bucket = gradient.bucket
         before, after = self.policy.averaging.factors(self.layout.world_size)
-        indices, values = rows.packed(self.policy.reduce_dtype or bucket.dtype, self.pool.device)
+        indices, values = rows.packed(self.policy.wire_for(bucket), self.pool.device)
         parts = zcomm.gather_rows(indices, values, self.ranks.world, label=f"rows[{bucket.index}]")
         gradient.keep_rows(parts, self.ranks.rank, factor=before * after)
 

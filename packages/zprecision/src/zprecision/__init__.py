@@ -6,7 +6,10 @@ what the step needs (norm and finiteness). None needs a process group, an engine
 agree, `inspect` takes an all_reduce as a callable.
 """
 
+from zprecision.float8 import Float8, Float8Linear, has_float8
 from zprecision.inspect import Culprit, GradientStats, clip_divisor, first_nonfinite, inspect, joined
+from zprecision.islands import Islands
+from zprecision.keeping import Keep
 from zprecision.policy import BF16, FP16, FP32, Precision, measure_bf16_speedup
 from zprecision.rules import DynamicScaling, Scaling, StaticScaling, Unscaled
 from zprecision.scaling import DynamicScaler, NoScaling, Scaler, StaticScaler, make_scaler
@@ -20,7 +23,11 @@ __all__ = [
     "Culprit",
     "DynamicScaler",
     "DynamicScaling",
+    "Float8",
+    "Float8Linear",
     "GradientStats",
+    "Islands",
+    "Keep",
     "NoScaling",
     "Precision",
     "Scaler",
@@ -30,6 +37,7 @@ __all__ = [
     "Unscaled",
     "clip_divisor",
     "first_nonfinite",
+    "has_float8",
     "inspect",
     "joined",
     "make_scaler",

@@ -6,7 +6,8 @@ frozen value, fixed before training starts; nothing elsewhere branches on a dtyp
 
 The defaults follow from `param` alone.  What is summed over many steps (accumulator, master) is float32 or
 better, because bf16 has 8 significant bits and a sum in it stops moving once a term is 256 times smaller than
-the sum (Micikevicius et al. 2018, section 3.1); the wire carries what the weights are in.
+the sum (Micikevicius et al. 2018, section 3.1); the wire carries what the weights are in.  A narrower master is
+possible for those who need its memory, with an optimizer that rounds stochastically.
 
 Rejected: torch.autocast as the policy.  It picks a dtype per operation and casts the weights again in every
 forward.  It can still be used on top; FP32 is the right policy then.
@@ -14,9 +15,7 @@ forward.  It can still be used on top; FP32 is the right policy then.
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
@@ -24,16 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from zprecision import checks
+from zprecision.casting import cast, cast_in_place
+from zprecision.keeping import Keep, tensors
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-# These methods, unlike Module.to(dtype), leave complex tensors whole; no cast touches integers.
-_CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
-    torch.float16: nn.Module.half,
-    torch.bfloat16: nn.Module.bfloat16,
-    torch.float32: nn.Module.float,
-    torch.float64: nn.Module.double,
-}
 
 
 def _summing_dtype(policy: Precision) -> torch.dtype:
@@ -64,6 +57,11 @@ class Precision:
         default=attrs.Factory(_summing_dtype, takes_self=True), validator=checks.floating
     )
 
+    # floating buffers; None: as `param`
+    buffer: torch.dtype | None = attrs.field(default=None, validator=attrs.validators.optional(checks.floating))
+    # parameters and buffers that stay in float32 where `param` is narrower; those that the model lists, unless told
+    keep: Keep = attrs.field(factory=Keep, validator=attrs.validators.instance_of(Keep))
+
     def __attrs_post_init__(self) -> None:
         for name, dtype in (("accumulate", self.accumulate), ("master", self.master)):
             if torch.promote_types(dtype, self.param) != dtype:
@@ -73,12 +71,17 @@ class Precision:
                 )
 
     def cast_module(self, module: ModuleT) -> ModuleT:
-        """Casts floating parameters (with their gradients) and buffers to `param` in place; returns `module`.
+        """Casts floating parameters (with their gradients) and buffers in place, but for `keep`; returns `module`.
 
-        Parameters stay the same objects, so an optimizer made before still holds them. Integer, bool and
-        complex tensors are left alone, and so is whatever already has the dtype.
+        Tensors stay the same objects, so an optimizer made before still holds them. Integer, bool and complex ones
+        are left alone, and so is whatever already has the dtype. What `keep` names is float32 afterwards; where
+        patterns name whole modules, `Islands` casts what goes in and out of them.
         """
-        _CASTS[self.param](module)
+        kept = self.keep.names(module, self.param)
+        params = {id(param) for param in module.parameters()}
+        for name, tensor in tensors(module):
+            narrow = self.param if id(tensor) in params or self.buffer is None else self.buffer
+            cast_in_place(tensor, torch.float32 if name in kept else narrow)
         return module
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -86,27 +89,12 @@ class Precision:
 
         Looks into lists, tuples (named ones too) and dicts at any depth; other objects pass as they are.
         """
-        cast_args = tuple(_cast(value, self.param) for value in args)
-        return cast_args, {key: _cast(value, self.param) for key, value in kwargs.items()}
+        return tuple(cast(value, self.param) for value in args), cast(kwargs, self.param)
 
 
 FP32 = Precision()
 BF16 = Precision(param=torch.bfloat16)
 FP16 = Precision(param=torch.float16)  # its gradients need loss scaling: zprecision.scaling
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, dtype) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cast(item, dtype) for item in value)
-    if isinstance(value, dict):
-        same_kind = copy.copy(value)  # keeps an OrderedDict's order and a defaultdict's factory
-        same_kind.update((key, _cast(item, dtype)) for key, item in value.items())
-        return same_kind
-    return value
 
 
 # --- Is bf16 worth it here? ------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ Make = Callable[[str, Mapping[str, Any]], object]
 # Options that are right for an optimizer alone and pointless beside what the engine does.
 _ENGINE_DOES: dict[str, str] = {
     "split_master": "the engine keeps float32 masters of low-precision weights itself: there is nothing to split. "
-    'Remove it; "state_dtype": "bf16" or "8bit" makes the optimizer smaller',
+    'Remove it; "state_dtype": "bf16" or "8bit" makes the optimizer smaller, bf16.bf16_master_weights_and_grads the '
+    "masters",
 }
 
 
@@ -45,6 +46,12 @@ def check_choices(settings: Settings, document: Document) -> Choices:
         "scheduler", settings.scheduler, _schedule_maker(Optimizer() if faults else settings.optimizer), document
     )
     return Choices(problems=(*faults, *scheduler.problems()), given={**optimizer.places(), **scheduler.places()})
+
+
+def takes(name: str, params: Mapping[str, Any], option: str, value: object) -> bool:
+    """Whether the optimizer `name` with `params` has this option too, and takes the value."""
+    failure = _failure(_make_optimizer, name, {**params, option: value})
+    return failure is None or _depends_on_groups(failure, params)
 
 
 def _make_optimizer(name: str, params: Mapping[str, Any]) -> torch.optim.Optimizer:

@@ -5,7 +5,7 @@ Each says what a person needs to know when it is met: what it waits for, what ha
 
 from __future__ import annotations
 
-from zengine.config.kinds import ANYTHING, DTYPE, LIST, MAPPING, TEXT, TRUTH, literal, null_or, number, whole
+from zengine.config.kinds import ANYTHING, DTYPE, MAPPING, TEXT, TRUTH, null_or, number, whole
 from zengine.config.table import (
     Entry,
     Section,
@@ -14,7 +14,6 @@ from zengine.config.table import (
     no_effect,
     refused,
     renamed,
-    switched,
 )
 
 COUNT = whole(0)
@@ -34,48 +33,8 @@ OPTIMIZER: dict[str, Entry] = {
     "legacy_fusion": no_effect(TRUTH, False, why="there is one fusion, and it is always on"),
 }
 
-FP16: dict[str, Entry] = {
-    "fp16_master_weights_and_grads": limited(TRUTH, False, why="master weights in float16"),
-}
-
 BF16: dict[str, Entry] = {
-    "immediate_grad_update": no_effect(TRUTH, True, why="gradients are accumulated in float32 at once anyway"),
-    "bf16_master_weights_and_grads": limited(TRUTH, False, why="master weights in bfloat16"),
-    "bf16_optimizer_states": limited(
-        TRUTH,
-        False,
-        why="this spelling of optimizer states in bfloat16",
-        instead='Write "state_dtype": "bf16" into optimizer.params.',
-    ),
-}
-
-AMP = Section(
-    keys={
-        "enabled": limited(
-            TRUTH,
-            False,
-            why="Apex AMP was given up by its authors, and torch_autocast, which replaces it,",
-            instead='Write "bf16": {"enabled": true} or "fp16": {"enabled": true}.',
-        )
-    },
-    switch="enabled",
-    is_open=True,
-)
-
-AUTOCAST = switched(
-    "torch.autocast inside the engine",
-    {
-        "dtype": no_effect(null_or(DTYPE, ""), why="torch_autocast is off"),
-        "lower_precision_safe_modules": no_effect(null_or(LIST, ()), why="torch_autocast is off"),
-    },
-)
-
-DATA_TYPES: dict[str, Entry] = {
-    "param_dtype": limited(
-        null_or(DTYPE, None), None, why="a parameter dtype apart from fp16 and bf16", instead="Use fp16 or bf16."
-    ),
-    "buffer_dtype": limited(null_or(DTYPE, None), None, why="a dtype of its own for buffers"),
-    "keep_in_fp32_modules": limited(literal(LIST, "auto"), "auto", (), why="keeping single modules in float32"),
+    "immediate_grad_update": no_effect(TRUTH, True, why="gradients are accumulated at once anyway"),
 }
 
 OVERLAPS = "reads and writes always overlap the update"

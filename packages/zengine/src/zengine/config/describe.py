@@ -11,10 +11,10 @@ import torch
 
 import zckpt
 from zengine.config.errors import shown
+from zengine.config.numerics import precision_rows
 from zengine.config.profiling import profiling_rows
 from zengine.config.telemetry import telemetry_rows
 from zpartition import Speculation
-from zprecision import DynamicScaling, StaticScaling
 
 if TYPE_CHECKING:
     from zengine.config.plan import Plan
@@ -35,7 +35,7 @@ def rows(plan: Plan) -> Iterator[Row]:
         yield f"{section}.type", choice.type or "(none in the config)"
         yield from ((f"{section}.params.{name}", value) for name, value in choice.params.items())
     yield "gradient_clipping", plan.clip_norm or "off"
-    yield from _precision_rows(plan)
+    yield from precision_rows(plan)
     yield from _reduction_rows(plan)
     yield from telemetry_rows(plan.telemetry)
     yield from profiling_rows(plan.profiling)
@@ -56,24 +56,6 @@ def _keep_rows(plan: Plan) -> Iterator[Row]:
         ", ".join(f"{each.mode} {each.metric} ({each.count})" for each in keep.best) or "off",
     )
     yield "checkpoint.keep.tags", ", ".join(keep.tags) or "off"
-
-
-def _precision_rows(plan: Plan) -> Iterator[Row]:
-    precision, scaling = plan.precision, plan.scaling
-    yield "fp16.enabled", precision.param == torch.float16
-    if precision.param == torch.float16:
-        yield "fp16.auto_cast", plan.cast_inputs
-        yield "fp16.loss_scale", scaling.factor if isinstance(scaling, StaticScaling) else "dynamic"
-    if isinstance(scaling, DynamicScaling):
-        yield "fp16.initial_scale_power", f"starts at {scaling.initial:g}"
-        yield "fp16.loss_scale_window", scaling.window
-        yield "fp16.hysteresis", scaling.hysteresis
-        yield "fp16.consecutive_hysteresis", scaling.consecutive_hysteresis
-        yield "fp16.min_loss_scale", scaling.floor
-    yield "bf16.enabled", precision.param == torch.bfloat16
-    if precision.param == torch.bfloat16:
-        yield "bf16.check_grad_overflow", plan.skip_nonfinite
-    yield "data_types.grad_accum_dtype", precision.accumulate
 
 
 def _reduction_rows(plan: Plan) -> Iterator[Row]:

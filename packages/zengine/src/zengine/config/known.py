@@ -16,6 +16,7 @@ from zengine.config import telemetry_settings as telemetry
 from zengine.config.compat_compression import COMPRESSION_TRAINING
 from zengine.config.compat_inference import INFERENCE
 from zengine.config.kinds import LIST, TRUTH
+from zengine.config.precision_settings import AMP_OTHERS, Amp, Autocast, Float8
 from zengine.config.table import Entry, Section, honoured, no_effect
 
 _PRINTING = "the log is kept in one form"
@@ -24,12 +25,13 @@ _OFFLOAD: dict[str, Any] = {"switch": "device", "off": ("none", None)}
 SECTIONS: dict[str, Entry] = {
     "optimizer": honoured(schema.Optimizer, training.OPTIMIZER),
     "scheduler": honoured(schema.Scheduler),
-    "fp16": honoured(schema.Fp16, training.FP16, switch="enabled"),
+    "fp16": honoured(schema.Fp16, switch="enabled"),
     "bf16": honoured(schema.Bf16, training.BF16, switch="enabled"),
     "bfloat16": training.BFLOAT16,
-    "amp": training.AMP,
-    "torch_autocast": training.AUTOCAST,
-    "data_types": honoured(schema.DataTypes, training.DATA_TYPES),
+    "amp": honoured(Amp, AMP_OTHERS, switch="enabled"),
+    "torch_autocast": honoured(Autocast, switch="enabled"),
+    "fp8": honoured(Float8, switch="enabled"),
+    "data_types": honoured(schema.DataTypes),
     "zero_optimization": honoured(
         schema.Zero,
         {

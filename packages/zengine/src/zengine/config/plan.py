@@ -17,6 +17,7 @@ import attrs
 import zckpt
 from zengine.config.data_plan import DataPlan
 from zengine.config.describe import table, value_of
+from zengine.config.numerics import PLAIN, NumericsPlan
 from zengine.config.profiling import ProfilingPlan
 from zengine.config.telemetry import MonitorPlan, TelemetryPlan
 from zpartition import ZeroPolicy
@@ -102,6 +103,7 @@ class Plan:
     managed_accumulation: bool  # the engine decides which step() is a boundary; else every one is
     collect_garbage: bool = True  # Python's cyclic collector runs as ever while the engine lives
     config_version: str = ""  # the release whose defaults hold; "" = the present one
+    numerics: NumericsPlan = PLAIN  # autocast, 8-bit layers
     offloads: Mapping[str, str] = attrs.field(factory=dict)  # "offload_optimizer", "offload_param" -> where they live
     leaf_modules: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)  # kind of name -> as they were given
     origins: Mapping[str, str] = attrs.field(factory=dict)  # key -> "file:line" | "dict" | "default" | ...

@@ -5,6 +5,8 @@ Derived values are worked out once, here, and say so in `Plan.origins`; no part 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import zckpt
@@ -17,10 +19,18 @@ from zengine.config.offload import devices, offload, offload_notices
 from zengine.config.plan import (
     BatchPlan,
     Facts,
-    OptimizerPlan,
     Plan,
     SchedulerPlan,
 )
+from zengine.config.precision import (
+    numerics,
+    optimizer_plan,
+    precision,
+    precision_notices,
+    scaling,
+    wire_dtypes,
+)
+from zengine.config.precision_rules import float8_has_a_device
 from zengine.config.profiling import idle_profiling, profiler_ranks_exist, profiling
 from zengine.config.rules import violations
 from zengine.config.schema import Settings
@@ -28,10 +38,9 @@ from zengine.config.table import Care, walk
 from zengine.config.telemetry import telemetry_plan
 from zengine.config.zeropp import idle_keys, secondary_fits, wire_fields
 from zpartition import Averaging, ReduceAt, SparseGradients, ZeroPolicy
-from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
+from zprecision import Precision
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-DYNAMIC_KEYS = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 
 
 def resolve(config: Config, facts: Facts) -> Plan:
@@ -44,22 +53,23 @@ def resolve(config: Config, facts: Facts) -> Plan:
     problems = violations(config) + ([batch] if isinstance(batch, Problem) else [])
     problems += _replicas_as_expected(config, facts)
     problems += _shard_groups_fit(config, facts)
-    problems += secondary_fits(config, facts)
+    problems += secondary_fits(config, facts) + float8_has_a_device(config, facts)
     problems += profiler_ranks_exist(config, facts)
     if isinstance(batch, Problem) or problems:
         raise ConfigError(config.source, problems)
     settings = config.settings
-    precision = _precision(settings, facts)
+    dtypes = precision(settings, facts)
     return Plan(
         batch=batch,
-        precision=precision,
-        scaling=_scaling(settings),
+        precision=dtypes,
+        scaling=scaling(settings),
         cast_inputs=settings.fp16.enabled and settings.fp16.auto_cast,
-        zero=_zero(settings, precision, facts),
-        optimizer=OptimizerPlan(type=settings.optimizer.type, params=dict(settings.optimizer.params)),
+        numerics=numerics(settings),
+        zero=_zero(settings, dtypes, facts),
+        optimizer=optimizer_plan(settings, dtypes),
         scheduler=SchedulerPlan(type=settings.scheduler.type, params=dict(settings.scheduler.params)),
         clip_norm=settings.gradient_clipping,
-        skip_nonfinite=precision.param != torch.bfloat16 or settings.bf16.check_grad_overflow,
+        skip_nonfinite=dtypes.param != torch.bfloat16 or settings.bf16.check_grad_overflow,
         telemetry=telemetry_plan(settings),
         profiling=profiling(settings),
         data=data_plan(config),
@@ -78,7 +88,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
             "name_suffixes": settings.zero_optimization.leaf_module.name_suffixes,
         },
         origins=_origins(config),
-        notices=(*config.notices, *_notices(config, facts)),
+        notices=(*config.notices, *_notices(config, facts), *precision_notices(config, dtypes)),
         given=config.document,
     )
 
@@ -141,44 +151,14 @@ def _shard_groups_fit(config: Config, facts: Facts) -> list[Problem]:
     ]
 
 
-def _precision(settings: Settings, facts: Facts) -> Precision:
-    is_bf16 = facts.bf16_is_faster if settings.bf16.enabled == "auto" else bool(settings.bf16.enabled)
-    param = torch.float16 if settings.fp16.enabled else torch.bfloat16 if is_bf16 else torch.float32
-    return Precision(
-        param=param,
-        accumulate=_dtype(settings.data_types.grad_accum_dtype, torch.float32),
-        reduce=_dtype(settings.communication_data_type, param),
-    )
-
-
-def _dtype(name: str, default: torch.dtype) -> torch.dtype:
-    dtypes = {"": default, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    return dtypes[name]
-
-
-def _scaling(settings: Settings) -> Unscaled | StaticScaling | DynamicScaling:
-    fp16 = settings.fp16
-    if not fp16.enabled:
-        return Unscaled()
-    if fp16.loss_scale:
-        return StaticScaling(fp16.loss_scale)
-    return DynamicScaling(
-        initial=2.0**fp16.initial_scale_power,
-        window=fp16.loss_scale_window,
-        hysteresis=fp16.hysteresis,
-        consecutive_hysteresis=fp16.consecutive_hysteresis,
-        floor=fp16.min_loss_scale,
-    )
-
-
-def _zero(settings: Settings, precision: Precision, facts: Facts) -> ZeroPolicy:
+def _zero(settings: Settings, dtypes: Precision, facts: Facts) -> ZeroPolicy:
     zero = settings.zero_optimization
+    wires: dict[str, Any] = {**wire_dtypes(settings), **wire_fields(zero, facts)}
     return ZeroPolicy(
         stage=zero.stage,
         bucket_numel=zero.reduce_bucket_size,
-        reduce_dtype=precision.reduce,
-        accumulate_dtype=precision.accumulate,
-        master_dtype=precision.master,
+        accumulate_dtype=dtypes.accumulate,
+        master_dtype=dtypes.master,
         averaging=Averaging(
             operation=settings.gradient_allreduce_op,
             prescale=settings.prescale_gradients,
@@ -201,7 +181,7 @@ def _zero(settings: Settings, precision: Precision, facts: Facts) -> ZeroPolicy:
             *zero.leaf_module.names,
             *(f"*{end}" for end in zero.leaf_module.name_suffixes),
         ),
-        **wire_fields(zero, facts),
+        **wires,
     )
 
 
@@ -224,12 +204,6 @@ def _notices(config: Config, facts: Facts) -> list[str]:
     """What the person should hear about once, now that the machine is known."""
     settings = config.settings
     notices = [*offload_notices(config, facts), *idle_profiling(config, facts), *data_notices(config)]
-    idle = [f"fp16.{key}" for key in DYNAMIC_KEYS if f"fp16.{key}" in config.given]
-    if settings.fp16.enabled and settings.fp16.loss_scale and idle:
-        verb = "has" if len(idle) == 1 else "have"
-        notices.append(
-            f"{config.origin(idle[0])}: {', '.join(idle)} {verb} no effect here: fp16.loss_scale is static"
-        )
     prefixes = ("zero_optimization.stage3_", "zero_optimization.leaf_module.")
     unused = [key for key in config.given if key.startswith(prefixes)] + idle_keys(config)
     if unused and settings.zero_optimization.stage < 3:

@@ -9,28 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zengine.config.data_rules import data_violations
-from zengine.config.errors import NOWHERE, Problem
+from zengine.config.errors import Problem
 from zengine.config.load import Config
+from zengine.config.precision_rules import PRECISION_RULES
+from zengine.config.violating import at as _at
+from zengine.config.violating import violation as _violation
 
 Rule = Callable[[Config], Problem | None]
-
-
-def _at(config: Config, key: str) -> str:
-    """`key (config.json:4)`, the key alone when it was not written in a file."""
-    place = config.given.get(key, NOWHERE)
-    return f"{key} ({place.origin()})" if place.line else key
-
-
-def _violation(config: Config, key: str, reason: str, suggestion: str) -> Problem:
-    return Problem(place=config.given.get(key, NOWHERE), reason=reason, suggestion=suggestion)
-
-
-def one_half_precision(config: Config) -> Problem | None:
-    """fp16 and bf16 exclude each other, whatever "auto" would turn out to be."""
-    if not (config.settings.fp16.enabled and config.settings.bf16.enabled):
-        return None
-    fp16, bf16 = _at(config, "fp16.enabled"), _at(config, "bf16.enabled")
-    return _violation(config, "fp16.enabled", f"{fp16} and {bf16} are both on", "Keep one of them.")
 
 
 def prescale_leaves_nothing_to_predivide(config: Config) -> Problem | None:
@@ -62,24 +47,6 @@ def a_sum_is_not_divided(config: Config) -> Problem | None:
         f'{_at(config, "gradient_allreduce_op")} = "sum" divides nothing, yet '
         f"{' and '.join(_at(config, key) for key in dividing)} would divide",
         'Drop them, or use "mean".',
-    )
-
-
-def accumulator_holds_gradients(config: Config) -> Problem | None:
-    """A sum is kept in float32, or in the dtype of the gradients themselves."""
-    settings = config.settings
-    chosen = settings.data_types.grad_accum_dtype or "float32"
-    model = {"float16"} if settings.fp16.enabled else {"float32"}
-    if settings.bf16.enabled:
-        model = {"bfloat16"} | ({"float32"} if settings.bf16.enabled == "auto" else set())
-    if chosen == "float32" or model == {chosen}:
-        return None
-    return _violation(
-        config,
-        "data_types.grad_accum_dtype",
-        f"{_at(config, 'data_types.grad_accum_dtype')} = {chosen} cannot hold gradients in "
-        f"{' or '.join(sorted(model))} exactly",
-        'Use "fp32", or leave it out.',
     )
 
 
@@ -184,10 +151,9 @@ def what_stays_begins_with_the_last(config: Config) -> Problem | None:
 
 
 RULES: tuple[Rule, ...] = (
-    one_half_precision,
+    *PRECISION_RULES,
     prescale_leaves_nothing_to_predivide,
     a_sum_is_not_divided,
-    accumulator_holds_gradients,
     stage_2_keeps_no_full_gradient,
     scale_starts_above_its_floor,
     stage_0_shards_nothing,

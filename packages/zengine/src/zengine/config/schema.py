@@ -18,7 +18,6 @@ import zckpt
 from zengine.config.data_settings import CurriculumLearning, DataEfficiency
 from zengine.config.kinds import (
     DTYPE,
-    LIST,
     MAPPING,
     TEXT,
     TRUTH,
@@ -30,6 +29,7 @@ from zengine.config.kinds import (
     number,
     whole,
 )
+from zengine.config.precision_settings import NAMES, Amp, Autocast, Float8
 from zengine.config.profiling_settings import FlopsProfiler, Profiler
 from zengine.config.table import setting
 from zengine.config.telemetry_settings import (
@@ -61,11 +61,6 @@ def _read_interval(value: object) -> int:
     return interval
 
 
-def _read_names(value: object) -> tuple[str, ...]:
-    names: Any = LIST.read(value)
-    return tuple(TEXT.read(name) for name in names)
-
-
 def _read_offload(value: object) -> str:
     device = "none" if value is None else TEXT.read(value)
     if device not in ("none", "cpu", "nvme"):
@@ -75,14 +70,13 @@ def _read_offload(value: object) -> str:
 
 def _read_best(value: object) -> tuple[zckpt.Best, ...]:
     try:
-        return tuple(map(zckpt.Best.parse, _read_names([value] if isinstance(value, str) else value)))
+        return tuple(map(zckpt.Best.parse, NAMES.read([value] if isinstance(value, str) else value)))
     except zckpt.CheckpointInputError as error:
         raise Mismatch(str(error), 'Write "loss", "loss:min" or "accuracy:max:3".') from None
 
 
 BATCH = null_or(whole(1), 0)
 STAGE = Kind("0, 1, 2 or 3", _read_stage)
-NAMES = Kind("a list of names", _read_names)
 BEST = Kind("a metric, as METRIC[:min|max[:N]], or a list of them", _read_best)
 OFFLOAD = Kind('"none", "cpu", "nvme" or null', _read_offload)
 INTERVAL = Kind("a whole number >= 0", _read_interval)
@@ -117,6 +111,7 @@ class Fp16:
     hysteresis: int = setting(whole(1), 2, "overflows tolerated before the scale halves")
     consecutive_hysteresis: bool = setting(TRUTH, False, "a clean step refills the hysteresis")
     min_loss_scale: float = setting(number(above=0), 1.0, "a dynamic scale never falls below this")
+    fp16_master_weights_and_grads: bool = setting(TRUTH, False, "no float32 masters; states stay float32")
 
 
 @attrs.frozen(kw_only=True)
@@ -125,13 +120,21 @@ class Bf16:
 
     enabled: bool | str = setting(literal(TRUTH, "auto"), False, 'train in bfloat16; "auto": where it is faster')
     check_grad_overflow: bool = setting(TRUTH, True, "leave out an update with non-finite gradients")
+    bf16_master_weights_and_grads: bool = setting(TRUTH, False, "no float32 masters; states stay float32")
+    bf16_optimizer_states: bool = setting(TRUTH, False, "beside bf16 masters: optimizer states in bf16 too")
 
 
 @attrs.frozen(kw_only=True)
 class DataTypes:
     """data_types: dtypes that precision does not already decide."""
 
-    grad_accum_dtype: str = setting(null_or(DTYPE, ""), "", "dtype of the gradient accumulators; default float32")
+    grad_accum_dtype: str = setting(null_or(DTYPE, ""), "", "dtype of the gradient accumulators; default: masters'")
+    param_dtype: str = setting(null_or(DTYPE, ""), "", "dtype of the weights; default: what fp16 or bf16 say")
+    buffer_dtype: str = setting(null_or(DTYPE, ""), "", "dtype of floating buffers; default: the weights'")
+    # DeepSpeed keeps buffers only; here parameters stay too.
+    keep_in_fp32_modules: tuple[str, ...] | str = setting(
+        literal(NAMES, "auto"), "auto", "what stays float32, by parts of names; auto: what a Transformers model lists"
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -261,6 +264,9 @@ class Settings:
     scheduler: Scheduler = attrs.field(factory=Scheduler)
     fp16: Fp16 = attrs.field(factory=Fp16)
     bf16: Bf16 = attrs.field(factory=Bf16)
+    amp: Amp = attrs.field(factory=Amp)
+    torch_autocast: Autocast = attrs.field(factory=Autocast)
+    fp8: Float8 = attrs.field(factory=Float8)
     data_types: DataTypes = attrs.field(factory=DataTypes)
     zero_optimization: Zero = attrs.field(factory=Zero)
     aio: Aio = attrs.field(factory=Aio)

@@ -1,0 +1,35 @@
+"""The one file that uses torch's private API; `tests/test_compat.py` fails by name when a new torch changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["has_scaled_matmul", "scaled_matmul", "unsaved_buffers"]
+
+_OLDEST_CAPABILITY = (8, 9)  # of NVIDIA devices with matrix units for 8-bit floats: Ada, Hopper and later
+
+
+def unsaved_buffers(module: nn.Module) -> Iterator[str]:
+    """Names of the module's own buffers that no state dict holds; none when this torch does not tell."""
+    yield from getattr(module, "_non_persistent_buffers_set", ())
+
+
+def has_scaled_matmul(device: torch.device) -> bool:
+    """Whether `device` multiplies 8-bit floats in hardware, and this torch offers it."""
+    if device.type != "cuda" or not hasattr(torch, "_scaled_mm"):
+        return False
+    if torch.version.hip:
+        return bool(torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95")))
+    return torch.cuda.get_device_capability(device) >= _OLDEST_CAPABILITY
+
+
+def scaled_matmul(left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """(M, K) @ (K, N) of 8-bit floats times both scales, (M, N) `dtype`, summed in float32.
+
+    left: rows contiguous; right: columns contiguous; K and N multiples of 16; scales: () float32 each.
+    """
+    product: Tensor = torch._scaled_mm(left, right, scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
+    return product
