@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zengine.exporting import EngineExports
 from zengine.phases import EnginePhases
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from zengine.report import StepReport
 
 
-class EngineFacts(EnginePhases):
+class EngineFacts(EnginePhases, EngineExports):
     """Read-only answers from the plan, the clock and the last report; mixed into `Engine`."""
 
     if TYPE_CHECKING:
