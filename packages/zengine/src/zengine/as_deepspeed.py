@@ -91,9 +91,7 @@ class _Finder(importlib.metadata.DistributionFinder):
         if found is None:
             return None
         is_package = found.submodule_search_locations is not None
-        return importlib.machinery.ModuleSpec(
-            fullname, _SameModule(real), origin=found.origin, is_package=is_package
-        )
+        return importlib.machinery.ModuleSpec(fullname, _SameModule(real), origin=found.origin, is_package=is_package)
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
@@ -128,7 +126,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: no finder, no module under the other name.  Modules that were imported stay with who has them."""
+    """Undo `install`: no finder, no module under the other name; what was imported stays with who has it."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for name in [name for name in sys.modules if name == _NAME or name.startswith(f"{_NAME}.")]:
         if sys.modules[name].__name__.startswith(_REAL):

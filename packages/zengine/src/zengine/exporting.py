@@ -1,11 +1,11 @@
 """Weights out of an engine, whole, at any stage: streamed to a file, or as a state dict on rank 0.
 
 At stage 3 a weight is whole while its unit is gathered and no longer, so the file is written in the order of the
-module's tensors, one gather after the other: memory holds a unit and a buffer, on rank 0 the file is written, and the
-other ranks only take part in the gathers.  No key of the config is needed for that, and nothing is ever left unwritten.
+module's tensors, one gather after the other: memory holds a unit and a buffer, rank 0 writes the file, and the other
+ranks only take part in the gathers.  No key of the config is needed for that, and nothing is ever left unwritten.
 
-`module.state_dict()` works too, and is what holds everything at once.  State-dict hooks of modules (extra state, names
-that change) are known to it alone; a streamed export has the parameters and persistent buffers by their own names.
+`module.state_dict()` works too, and is what holds everything at once.  State-dict hooks of modules (extra state,
+names that change) are known to it alone; a streamed export has the parameters and persistent buffers by their names.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class EngineExports:
             custom_load_fn(src=state, dst=self.module)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The weights, in the dtype that they compute in, on the CPU of rank 0; None on the others.  All ranks call."""
+        """The weights, in the dtype that they compute in, on rank 0's CPU; None on the others.  All ranks call."""
         found = _tensors(_engine(self), trained_only=exclude_frozen_parameters)
         is_first = GroupPeers.of(_engine(self)).rank == 0
         state: dict[str, Tensor] = {}

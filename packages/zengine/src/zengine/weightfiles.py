@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import attrs
 import numpy as np
@@ -134,48 +133,66 @@ def _write_bytes(write: Callable[[memoryview], object], entry: Entry, value: Ten
             f"{entry.names[0]} was to be {entry.dtype} {entry.shape}, and is {value.dtype} {tuple(value.shape)}"
         )
     flat = value.detach().cpu().contiguous().reshape(-1)
-    raw = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    data: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    raw = memoryview(data)
     for start in range(0, len(raw), _CHUNK_NBYTES):
         write(raw[start : start + _CHUNK_NBYTES])
 
 
-# -- the pickle of a state dict ------------------------------------------------------------------
+# -- what torch's files call data.pkl ------------------------------------------------------------
+
+
+class _Op:
+    """The opcodes that a state dict needs: a dozen, of which torch.load(weights_only=True) admits every one."""
+
+    PROTO = b"\x80"
+    GLOBAL = b"c"
+    MARK = b"("
+    TUPLE = b"t"
+    EMPTY_TUPLE = b")"
+    REDUCE = b"R"
+    BINPERSID = b"Q"
+    BINUNICODE = b"X"
+    LONG1 = b"\x8a"
+    NEWFALSE = b"\x89"
+    SETITEMS = b"u"
+    STOP = b"."
 
 
 def _pickled(entries: Sequence[Entry]) -> bytes:
     """An OrderedDict of tensors, as torch.save pickles it; tied names share a storage."""
     ordered = _global("collections", "OrderedDict")
-    parts = [pickle.PROTO + b"\x02", ordered, pickle.EMPTY_TUPLE, pickle.REDUCE, pickle.MARK]
+    parts = [_Op.PROTO + b"\x02", ordered, _Op.EMPTY_TUPLE, _Op.REDUCE, _Op.MARK]
     for index, entry in enumerate(entries):
         storage = _global("torch", _DTYPES[entry.dtype][1])
         address = [_text("storage"), storage, _text(str(index)), _text("cpu"), _number(entry.numel)]
         rebuilt = [
-            *(pickle.MARK, *address, pickle.TUPLE, pickle.BINPERSID),
-            *(_number(0), _numbers(entry.shape), _numbers(_strides(entry.shape)), pickle.NEWFALSE),
-            *(ordered, pickle.EMPTY_TUPLE, pickle.REDUCE),
+            *(_Op.MARK, *address, _Op.TUPLE, _Op.BINPERSID),
+            *(_number(0), _numbers(entry.shape), _numbers(_strides(entry.shape)), _Op.NEWFALSE),
+            *(ordered, _Op.EMPTY_TUPLE, _Op.REDUCE),
         ]
-        call = [_global("torch._utils", "_rebuild_tensor_v2"), pickle.MARK, *rebuilt, pickle.TUPLE, pickle.REDUCE]
+        call = [_global("torch._utils", "_rebuild_tensor_v2"), _Op.MARK, *rebuilt, _Op.TUPLE, _Op.REDUCE]
         for name in entry.names:
             parts += [_text(name), *call]
-    return b"".join([*parts, pickle.SETITEMS, pickle.STOP])
+    return b"".join([*parts, _Op.SETITEMS, _Op.STOP])
 
 
 def _global(module: str, name: str) -> bytes:
-    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
+    return _Op.GLOBAL + f"{module}\n{name}\n".encode()
 
 
 def _text(value: str) -> bytes:
     raw = value.encode()
-    return pickle.BINUNICODE + struct.pack("<I", len(raw)) + raw
+    return _Op.BINUNICODE + struct.pack("<I", len(raw)) + raw
 
 
 def _number(value: int) -> bytes:
-    raw = pickle.encode_long(value)
-    return pickle.LONG1 + bytes([len(raw)]) + raw
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return _Op.LONG1 + bytes([len(raw)]) + raw
 
 
 def _numbers(values: Sequence[int]) -> bytes:
-    return pickle.MARK + b"".join(map(_number, values)) + pickle.TUPLE
+    return _Op.MARK + b"".join(map(_number, values)) + _Op.TUPLE
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 import zckpt
-from zengine.config.describe import table, value_of
+from zengine.config.describe import looked_up, table, value_of
 from zengine.config.telemetry import MonitorPlan, TelemetryPlan
 from zpartition import ZeroPolicy
 from zprecision import DynamicScaling, Precision, StaticScaling, Unscaled
@@ -127,6 +127,10 @@ class Plan:
             KeyError: no value of the plan is set by that key; names the nearest.
         """
         return value_of(self, key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Like a dict's: `plan.get("zero_optimization")["stage"]`, as integrations ask of DeepSpeed's config."""
+        return looked_up(self, key, default)
 
     def origin(self, key: str) -> str:
         """Where the value of `key` comes from: "file:line", "dict", "default", "derived" or "auto"."""

@@ -8,7 +8,7 @@ For scripts that cannot be edited there is `python -m zengine.as_deepspeed`.
 from __future__ import annotations
 
 from zengine.arguments import add_config_arguments
-from zengine.as_deepspeed import API_VERSION as __version__
+from zengine.as_deepspeed import API_VERSION
 from zengine.config import ConfigError as DeepSpeedConfigError
 from zengine.deepspeed import checkpoint, comm, inference, launcher, moe, monitor, ops, pipe, runtime, utils
 from zengine.deepspeed.accelerator import get_accelerator
@@ -28,7 +28,8 @@ from zengine.deepspeed.start import initialize, tp_model_init
 from zengine.deepspeed.utils import OnDevice, log_dist, logger
 from zengine.engine import Engine as DeepSpeedEngine
 
-__version_major__, __version_minor__, __version_patch__ = map(int, __version__.split("."))
+__version__ = API_VERSION
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in API_VERSION.split("."))
 
 dist = comm
 PipelineEngine = absent("PipelineEngine")

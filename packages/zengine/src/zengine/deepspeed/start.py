@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-
 from zengine.deepspeed.later import refusing
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names
@@ -35,9 +34,10 @@ class OverflowFlag(Feature):
     """`optimizer.overflow`: whether the last boundary left the update out, which Accelerate calls skipped."""
 
     def attach(self, engine: Engine) -> None:
-        self._optimizer: Any = engine.optimizer
-        if self._optimizer is not None:
-            self._optimizer.overflow = False
+        optimizer: Any = engine.optimizer
+        self._optimizer = optimizer
+        if optimizer is not None:
+            optimizer.overflow = False
 
     def step_end(self, report: StepReport) -> None:
         if self._optimizer is not None:

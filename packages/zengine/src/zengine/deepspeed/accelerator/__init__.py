@@ -22,7 +22,9 @@ def get_accelerator() -> Any:
     """CUDA where there is one, else the CPU; DS_ACCELERATOR (cpu or cuda) decides otherwise."""
     wanted = os.environ.get("DS_ACCELERATOR", "")
     if wanted not in ("", "cpu", "cuda"):
-        raise ValueError(f"DS_ACCELERATOR={wanted!r}: zengine computes on cpu and cuda; unset it or name one of them.")
+        raise ValueError(
+            f"DS_ACCELERATOR={wanted!r}: zengine computes on cpu and cuda; unset it or name one of them."
+        )
     if wanted == "cuda" or (not wanted and torch.cuda.is_available()):
         return CudaAccelerator()
     return CpuAccelerator()

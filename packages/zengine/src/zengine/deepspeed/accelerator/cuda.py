@@ -27,6 +27,7 @@ class CudaAccelerator:
 
     _name = "cuda"
     _communication_backend_name = "nccl"
+    _nvtx: Any = torch.cuda.nvtx
 
     def __getattr__(self, name: str) -> Any:
         if name in _PASSED_ON:
@@ -61,10 +62,10 @@ class CudaAccelerator:
         return int(torch.cuda.mem_get_info(device_index)[0])
 
     def range_push(self, message: str) -> None:
-        torch.cuda.nvtx.range_push(message)
+        self._nvtx.range_push(message)
 
     def range_pop(self) -> None:
-        torch.cuda.nvtx.range_pop()
+        self._nvtx.range_pop()
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
         return tensor.pin_memory()

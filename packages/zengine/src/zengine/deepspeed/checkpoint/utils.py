@@ -13,14 +13,16 @@ __all__ = ["clone_tensors_for_torch_save"]
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """A deep copy of dicts, lists and tuples whose tensors are on `device`, each in memory of exactly its size.
 
-    A weight is a view of a flat buffer here too, and torch.save writes whole buffers.  Tensors that were one stay one.
+    A weight is a view of a flat buffer, and torch.save writes whole buffers.  Tensors that were one stay one.
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
 
     def copied(value: Any) -> Any:
         if isinstance(value, Tensor):
             own = value.detach()
-            key = (own.data_ptr(), own.shape, own.stride(), own.dtype, str(own.device)) if own.numel() else (id(value),)
+            key = (
+                (own.data_ptr(), own.shape, own.stride(), own.dtype, str(own.device)) if own.numel() else (id(value),)
+            )
             if key not in copies:
                 copies[key] = own.to(device, copy=True).contiguous()
             return copies[key]

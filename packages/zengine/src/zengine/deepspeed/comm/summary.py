@@ -81,7 +81,9 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     waited = _straggling() if show_straggler else {}
     if zcomm.group_rank() == 0:
         lines = [f"  {op}: {ms:.2f} ms waiting for others" for op, ms in waited.items()]
-        text = _switch.comms.table() or "no collectives were counted: call deepspeed.comm.configure(enabled=True) first"
+        text = (
+            _switch.comms.table() or "no collectives were counted: call deepspeed.comm.configure(enabled=True) first"
+        )
         log.warning("%s", "\n".join([text, *lines]))
     if not return_dict:
         return None

@@ -1,10 +1,11 @@
 """`deepspeed.comm`: the collectives, with DeepSpeed's arguments.
 
-Sums, maxima and minima of dense tensors, flat gathers and scatters, broadcasts and barriers go through zcomm, so that
-a trace, the comms logger and the diagnosis of a hang know of them; everything else is torch.distributed's.  What torch
-returns for `async_op=True` has `wait()`, and so has what is returned here.
+Sums, maxima and minima of dense tensors, flat gathers and scatters, broadcasts and barriers go through zcomm, so
+that a trace, the comms logger and the diagnosis of a hang know of them; everything else is torch.distributed's.  What
+torch returns for `async_op=True` has `wait()`, and so has what is returned here.
+Objects travel as JSON and not as pickles, which would run whatever arrives: tuples come back as lists.
 
-`prof`, `log_name` and `debug`, which DeepSpeed takes for its logger, are accepted and unused: `log_name` is the label.
+`prof` and `debug`, which DeepSpeed takes for its logger, are accepted and unused; `log_name` is the label.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ def all_reduce(
     Returns a handle with wait() for async_op, else None.
     """
     if op == ReduceOp.AVG:
-        handle = zcomm.all_reduce(tensor, group, async_op=True, label=log_name)
+        handle = _reduced(tensor, "sum", group, log_name)
         averaged = zcomm.after(handle, lambda: _divide(tensor, get_world_size(group)))
         return _done(averaged, async_op)
-    if op in _WORDS and tensor.is_contiguous():
-        return _done(zcomm.all_reduce(tensor, group, op=_WORDS[op], async_op=True, label=log_name), async_op)
+    if op in _WORDS:
+        return _done(_reduced(tensor, _WORDS[op], group, log_name), async_op)
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
@@ -93,7 +94,7 @@ def all_reduce_coalesced(
     handle = all_reduce(flat, op, group, True, "coalesced")
 
     def scatter_back() -> None:
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+        for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors])):
             tensor.copy_(part.view_as(tensor))
 
     return _done(zcomm.after(handle, scatter_back), async_op)
@@ -163,9 +164,7 @@ def all_gather_into_tensor(
 ) -> Any:
     """Every rank's `tensor` into `output_tensor`, one after the other."""
     if tensor.is_contiguous() and output_tensor.is_contiguous():
-        return _done(
-            zcomm.all_gather(output_tensor.view(-1), tensor.view(-1), group, async_op=True), async_op
-        )
+        return _done(zcomm.all_gather(output_tensor.view(-1), tensor.view(-1), group, async_op=True), async_op)
     return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
 
 
@@ -196,8 +195,8 @@ def all_gather_coalesced(
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
-    """Rank i's `obj`, pickled, into `object_list[i]`."""
-    dist.all_gather_object(object_list, obj, group=group)
+    """Rank i's `obj`, as JSON, into `object_list[i]`.  TypeError on every rank for what JSON cannot hold."""
+    object_list[:] = zcomm.exchange(obj, group)
 
 
 def broadcast(
@@ -213,8 +212,10 @@ def broadcast(
 def broadcast_object_list(
     object_list: list[Any], src: int, group: ProcessGroup | None = None, device: torch.device | None = None
 ) -> None:
-    """Rank `src`'s objects, pickled, in every rank's list."""
-    dist.broadcast_object_list(object_list, src=src, group=group, device=device)
+    """Rank `src` (of the world)'s objects, as JSON, in every rank's list.  TypeError for what JSON cannot hold."""
+    is_sender = get_rank() == src
+    everyone = zcomm.exchange(object_list if is_sender else None, group)
+    object_list[:] = everyone[get_all_ranks_from_group(group).index(src)]
 
 
 def all_to_all_single(
@@ -227,8 +228,9 @@ def all_to_all_single(
     **unused: Any,
 ) -> Any:
     """Slice r of `tensor` to rank r, and what rank r sends into slice r of `output`."""
-    sizes = [None if each is None else list(each) for each in (output_split_sizes, input_split_sizes)]
-    return dist.all_to_all_single(output, tensor, *sizes, group=group, async_op=async_op)
+    received = None if output_split_sizes is None else list(output_split_sizes)
+    sent = None if input_split_sizes is None else list(input_split_sizes)
+    return dist.all_to_all_single(output, tensor, received, sent, group=group, async_op=async_op)
 
 
 def all_to_all(
@@ -280,7 +282,9 @@ def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int =
     dist.send(tensor, dst, group=group, tag=tag)
 
 
-def recv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0, **unused: Any) -> int:
+def recv(
+    tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0, **unused: Any
+) -> int:
     """Receive into `tensor`; returns the sender's rank."""
     return int(dist.recv(tensor, src, group=group, tag=tag))
 
@@ -290,7 +294,9 @@ def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int 
     return dist.isend(tensor, dst, group=group, tag=tag)
 
 
-def irecv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0, **unused: Any) -> Any:
+def irecv(
+    tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0, **unused: Any
+) -> Any:
     """Receive in the background."""
     return dist.irecv(tensor, src, group=group, tag=tag)
 
@@ -313,6 +319,17 @@ def monitored_barrier(
         dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
     elif get_rank(group) >= 0:
         zcomm.barrier(group, label="monitored_barrier")
+
+
+def _reduced(tensor: Tensor, op: str, group: ProcessGroup | None, label: str) -> zcomm.Handle:
+    """Of a tensor of any strides: torch's own gives wrong numbers for one that is not dense."""
+    dense = tensor.contiguous()
+    handle = zcomm.all_reduce(dense, group, op=op, async_op=True, label=label)
+    return handle if dense is tensor else zcomm.after(handle, lambda: _write(tensor, dense))
+
+
+def _write(tensor: Tensor, value: Tensor) -> None:
+    tensor.copy_(value)
 
 
 def _divide(tensor: Tensor, size: int) -> None:

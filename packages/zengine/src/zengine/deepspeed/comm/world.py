@@ -64,9 +64,8 @@ def init_distributed(
             "first, or leave dist_init_required out."
         )
     if init_method is not None or dist_backend not in (None, "nccl", "gloo"):
-        limit = {} if timeout is None else {"timeout": timeout}
         dist.init_process_group(
-            dist_backend, init_method=init_method, rank=rank, world_size=world_size, **limit
+            dist_backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
         )
         return
     environ = dict(os.environ)
@@ -74,9 +73,7 @@ def init_distributed(
         environ.setdefault("MASTER_PORT", str(distributed_port))
     if rank >= 0 and world_size > 0:
         environ.update({"RANK": str(rank), "WORLD_SIZE": str(world_size)})
-    zcomm.init(
-        backend=dist_backend, timeout_s=None if timeout is None else timeout.total_seconds(), environ=environ
-    )
+    zcomm.init(backend=dist_backend, timeout_s=None if timeout is None else timeout.total_seconds(), environ=environ)
 
 
 def is_available() -> bool:

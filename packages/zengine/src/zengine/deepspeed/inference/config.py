@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from zengine.config import ConfigError, Problem
+from zengine.config.source import read
 from zengine.config.suggest import nearest
 
 __all__ = ["DeepSpeedInferenceConfig", "default_inference_config", "merged"]
@@ -24,8 +25,11 @@ _DTYPES = {
 
 # Keys that say how DeepSpeed's kernels work: here torch's own do, with the same results.
 _NO_EFFECT = frozenset(
-    "replace_with_kernel_inject kernel_inject triangular_masking return_tuple injection_policy injection_policy_tuple "
-    "replace_method transposed_mode set_empty_params training_mp_size min_out_tokens".split()
+    (
+        *("replace_with_kernel_inject", "kernel_inject", "replace_method", "injection_policy"),
+        *("injection_policy_tuple", "triangular_masking", "return_tuple", "transposed_mode"),
+        *("set_empty_params", "training_mp_size", "min_out_tokens"),
+    )
 )
 # Keys whose default is accepted and whose other values are refused: key -> (default, why, what to do).
 _REFUSED: dict[str, tuple[Any, str, str]] = {
@@ -62,7 +66,9 @@ class DeepSpeedInferenceConfig:
         if problems:
             raise ConfigError("init_inference()", problems)
         idle = sorted(key for key in given if key in _NO_EFFECT)
-        notices = (f"init_inference: {', '.join(idle)}: no effect here, torch's own kernels are used",) if idle else ()
+        notices = (
+            (f"init_inference: {', '.join(idle)}: no effect here, torch's own kernels are used",) if idle else ()
+        )
         own = {key: given[key] for key in ("max_out_tokens", "keep_module_on_host", "checkpoint") if key in given}
         if "max_tokens" in given:  # DeepSpeed's other name of it
             own["max_out_tokens"] = given["max_tokens"]
@@ -93,9 +99,11 @@ def _as_dict(config: Any) -> dict[str, Any]:
         return {key: value for key, value in attrs.asdict(config, recurse=False).items() if key != "notices"}
     if isinstance(config, Mapping):
         return dict(config)
-    from zengine.config.source import read
-
-    return dict(read(config).data or {})
+    document = read(config)
+    if document.problems:
+        raise ConfigError(document.source, document.problems)
+    found: Any = document.data or {}
+    return {str(key): value for key, value in found.items()}
 
 
 def _dtype(value: Any) -> torch.dtype:
@@ -113,7 +121,9 @@ def _problem(key: str, value: Any) -> Problem | None:
         return _split(key, value)
     if key in _REFUSED:
         default, reason, advice = _REFUSED[key]
-        return None if not value or value == default else Problem(key=key, given=value, reason=reason, suggestion=advice)
+        return (
+            None if not value or value == default else Problem(key=key, given=value, reason=reason, suggestion=advice)
+        )
     check = _CHECKS.get(key)
     if check is None:
         close = nearest(key, [*_CHECKS, *_REFUSED, *_NO_EFFECT, "tensor_parallel"])

@@ -38,7 +38,8 @@ class _Events:
 class MonitorMaster:
     """Writes events to TensorBoard, CSV and W&B, as far as `monitor_config` enables them; from rank 0 alone.
 
-    monitor_config: a config (dict, path, JSON text) of which these sections are read, or an engine's `plan.telemetry`.
+    monitor_config: a config (dict, path, JSON text), of which these sections are read, or an engine's
+        `plan.telemetry`.
     """
 
     def __init__(self, monitor_config: Any) -> None:

@@ -14,7 +14,7 @@ __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
 class FusedAdam(zoptim.Adam):
-    """Adam, or with `adam_w_mode` AdamW, which is the default.  `set_grad_none` is accepted: gradients are dropped."""
+    """Adam, or with `adam_w_mode` AdamW, which is the default.  `set_grad_none` has no effect."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Any = 
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log allocated and reserved device memory, or the process's on a CPU; nothing without `force`, as in DeepSpeed."""
+    """Log the device's allocated memory, or a CPU process's resident one; nothing without `force`."""
     if not force:
         return
     if torch.cuda.is_available():

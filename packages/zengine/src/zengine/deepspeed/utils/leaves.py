@@ -49,7 +49,9 @@ def set_z3_leaf_modules(
     names = {each for each in wanted if isinstance(each, str)}
 
     def fits(_: str, module: nn.Module) -> bool:
-        own = {name for cls in type(module).__mro__ for name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")}
+        own = {
+            name for cls in type(module).__mro__ for name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+        }
         return isinstance(module, classes) or bool(names & own)
 
     return _marked(model, fits, f"of the classes {wanted}", raise_if_not_found)

@@ -123,7 +123,9 @@ def register_external_parameter(module: nn.Module, parameter: Parameter) -> None
     Raises RuntimeError for what is no parameter.
     """
     if not isinstance(parameter, Parameter):
-        raise RuntimeError(f"register_external_parameter() takes a torch.nn.Parameter, not {type(parameter).__name__}")
+        raise RuntimeError(
+            f"register_external_parameter() takes a torch.nn.Parameter, not {type(parameter).__name__}"
+        )
 
 
 def unregister_external_parameter(module: nn.Module, parameter: Parameter) -> None:
@@ -144,4 +146,4 @@ _orig_torch_arange = torch.arange
 def _listed(params: Any) -> list[Parameter]:
     if isinstance(params, nn.Module):
         return list(params.parameters())
-    return [params] if isinstance(params, torch.Tensor) else [each for each in params if each is not None]
+    return [params] if isinstance(params, Parameter) else [each for each in params if each is not None]
