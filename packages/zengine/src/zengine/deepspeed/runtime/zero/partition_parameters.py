@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 import zpartition
 from zengine.deepspeed.accelerator import get_accelerator
+from zengine.deepspeed.comm.world import init_distributed
 
 __all__ = [
     "GatheredParameters",
@@ -81,7 +82,8 @@ class Init(AbstractContextManager["Init"]):
 
     def __enter__(self) -> Init:
         if self._enabled:
-            self._undo.enter_context(zpartition.Init())
+            init_distributed()  # as DeepSpeed does: edits before `initialize` have to reach all ranks
+            self._undo.enter_context(zpartition.Init(make_buffers=True))
             if self._dtype is not None:
                 self._undo.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._dtype)
@@ -146,4 +148,5 @@ _orig_torch_arange = torch.arange
 def _listed(params: Any) -> list[Parameter]:
     if isinstance(params, nn.Module):
         return list(params.parameters())
-    return [params] if isinstance(params, Parameter) else [each for each in params if each is not None]
+    given = [params] if isinstance(params, torch.Tensor) else params
+    return [each for each in given if isinstance(each, Parameter)]
