@@ -121,6 +121,18 @@ def test_a_script_that_cannot_be_edited_trains_and_leaves_the_process_as_it_was(
     assert found["losses"][-1] < found["losses"][0]
 
 
+def test_a_part_that_is_not_there_is_told_to_be_ours(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "wants.py").write_text("from deepspeed.ops.transformer import Layer\n")
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        with pytest.raises(ModuleNotFoundError):
+            as_deepspeed.main([str(tmp_path / "wants.py")])
+    finally:
+        as_deepspeed.uninstall()
+    assert "zengine.deepspeed has no part 'deepspeed.ops.transformer'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "told"),
     [

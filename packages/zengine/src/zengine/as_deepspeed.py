@@ -150,11 +150,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     install()
     sys.argv = [target, *rest]
-    if as_module:
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(target).resolve().parent))
-        runpy.run_path(target, run_name="__main__")
+    try:
+        if as_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(target).resolve().parent))
+            runpy.run_path(target, run_name="__main__")
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith(f"{_NAME}."):
+            print(f"zengine.as_deepspeed: {_REAL} has no part {error.name!r}; see DEEPSPEED.md", file=sys.stderr)
+        raise
     return 0
 
 

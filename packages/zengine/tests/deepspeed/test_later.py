@@ -22,7 +22,10 @@ def test_making_or_subclassing_an_absent_class_says_what_to_do(cls, told):
         cls(1, 2, key="word")
     with pytest.raises(NotAvailable, match=told):
         type("Mine", (cls,), {})
+    with pytest.raises(NotAvailable, match=told):
+        cls.register_with_transformers("gpt2", size=2)
     assert not isinstance(object(), cls)
+    assert not hasattr(cls, "__private__")
 
 
 def test_every_entry_says_a_reason_and_a_way_out():

@@ -6,6 +6,7 @@ Making one, calling it or subclassing it raises `NotAvailable`, with what to do 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn
 
 __all__ = ["LATER", "NEVER", "NotAvailable", "absent", "refusing"]
@@ -49,18 +50,35 @@ def refusing(name: str) -> NoReturn:
     raise NotAvailable(f"deepspeed.{name}: {LATER.get(name) or NEVER[name]}")
 
 
+class _Absent(type):
+    """Of classes that are not there: making one, subclassing one or asking one for a method's work refuses."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        refusing(cls.qualified)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return functools.partial(_refuse, cls.qualified)
+
+    qualified: str  # its entry in LATER or NEVER
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    refusing(name)
+
+
 def absent(name: str) -> Any:
-    """A class that can be imported and tested against, and that refuses to be made or subclassed."""
+    """A class that can be imported and tested against, and that refuses to be made, subclassed or used."""
+    text = LATER.get(name) or NEVER[name]
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         refusing(name)
 
-    if name not in LATER and name not in NEVER:
-        raise KeyError(name)
     members = {
-        "__new__": refuse,
         "__init_subclass__": classmethod(refuse),
-        "__doc__": f"Not available: {LATER.get(name) or NEVER.get(name)}",
+        "__doc__": f"Not available: {text}",
         "__module__": __name__,
+        "qualified": name,
     }
-    return type(name.rpartition(".")[2], (), members)
+    return _Absent(name.rpartition(".")[2], (), members)
