@@ -11,10 +11,11 @@ from zengine.deepspeed.later import LATER, NEVER, NotAvailable
 # Module of DeepSpeed -> names that scripts import from it.  What they do is tested where they are defined.
 NAMES = {
     "deepspeed": (
-        "initialize init_inference default_inference_config init_distributed add_config_arguments tp_model_init zero "
-        "comm ops utils moe pipe accelerator monitor runtime checkpoint checkpointing get_accelerator DeepSpeedEngine "
-        "InferenceEngine DeepSpeedConfig DeepSpeedConfigError DeepSpeedInferenceConfig PipelineModule PipelineEngine "
-        "OnDevice log_dist logger dist ADAM_OPTIMIZER LAMB_OPTIMIZER __version__ DeepSpeedTransformerLayer"
+        "initialize init_inference default_inference_config init_distributed add_config_arguments tp_model_init "
+        "zero comm ops utils moe pipe accelerator monitor runtime checkpoint checkpointing get_accelerator "
+        "DeepSpeedEngine InferenceEngine DeepSpeedConfig DeepSpeedConfigError DeepSpeedInferenceConfig "
+        "PipelineModule PipelineEngine OnDevice log_dist logger dist ADAM_OPTIMIZER LAMB_OPTIMIZER __version__ "
+        "DeepSpeedTransformerLayer"
     ),
     "deepspeed.runtime.zero": (
         "Init GatheredParameters register_external_parameter unregister_external_parameter TiledLinear MiCS_Init "
@@ -37,10 +38,10 @@ NAMES = {
     "deepspeed.utils": (
         "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
         "safe_set_full_grad safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
-        "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
-        "safe_update_full_grad_vectorized set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules "
-        "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix groups logger log_dist RepeatingLoader "
-        "is_initialized OnDevice"
+        "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
+        "safe_set_local_optimizer_state safe_update_full_grad_vectorized set_z3_leaf_modules "
+        "unset_z3_leaf_modules get_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
+        "groups logger log_dist RepeatingLoader is_initialized OnDevice"
     ),
     "deepspeed.utils.zero_to_fp32": (
         "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict "
@@ -53,10 +54,10 @@ NAMES = {
     ),
     "deepspeed.comm": (
         "init_distributed is_initialized get_rank get_world_size get_local_rank new_group barrier "
-        "monitored_barrier all_reduce all_reduce_coalesced inference_all_reduce reduce reduce_scatter reduce_scatter_tensor "
-        "all_gather all_gather_into_tensor all_gather_coalesced all_gather_object broadcast broadcast_object_list gather scatter "
-        "send recv isend irecv all_to_all all_to_all_single log_summary configure ReduceOp initialize_mesh_device "
-        "get_world_group get_global_rank destroy_process_group"
+        "monitored_barrier all_reduce all_reduce_coalesced inference_all_reduce reduce reduce_scatter "
+        "reduce_scatter_tensor all_gather all_gather_into_tensor all_gather_coalesced all_gather_object broadcast "
+        "broadcast_object_list gather scatter send recv isend irecv all_to_all all_to_all_single log_summary "
+        "configure ReduceOp initialize_mesh_device get_world_group get_global_rank destroy_process_group"
     ),
     "deepspeed.ops.adam": "FusedAdam DeepSpeedCPUAdam",
     "deepspeed.ops.lamb": "FusedLamb",
