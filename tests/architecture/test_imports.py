@@ -67,6 +67,32 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # ranks compare what they waited for
     "telemetry/stragglers.py": {"zcomm": {"exchange", "group_rank"}},
     "features/comms_summary.py": {"zcomm": {"traced"}},
+    # other people's names for objects of the packages: handing those over is all that is done here
+    "deepspeed/": {
+        "zoptim": {
+            *("Adam", "Adagrad", "LAMB", "Lion"),
+            *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
+        },
+        "zpartition": {
+            *("Init", "gathered"),
+            *(
+                f"safe_{verb}_full_{what}"
+                for verb in ("get", "set")
+                for what in ("fp32_param", "grad", "optimizer_state")
+            ),
+            *(
+                f"safe_{verb}_local_{what}"
+                for verb in ("get", "set")
+                for what in ("fp32_param", "grad", "optimizer_state")
+            ),
+        },
+        "zcomm": {
+            *("after", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter"),
+            *("detect", "exchange", "group_rank", "init", "make_mesh", "traced"),
+        },
+        "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
+    },
+    "exporting.py": {"zpartition": {"gathered"}},
     # the world comes before the parts
     "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
     # ranks tell each other what they have and decide alike

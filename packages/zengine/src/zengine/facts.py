@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zengine.exporting import EngineExports
 from zengine.feeding import EngineData
 from zengine.phases import EnginePhases
 from zengine.precision_facts import PrecisionFacts
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from zengine.report import StepReport
 
 
-class EngineFacts(PrecisionFacts, EnginePhases, EngineData):
+class EngineFacts(PrecisionFacts, EnginePhases, EngineData, EngineExports):
     """Read-only answers from the plan, the clock and the last report; mixed into `Engine`."""
 
     if TYPE_CHECKING:

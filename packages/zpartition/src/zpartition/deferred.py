@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 
 import zcomm
@@ -38,7 +39,7 @@ from zpartition import _compat
 from zpartition._compat import TorchDispatchMode, tree_flatten
 from zpartition.tape import Key, Ref, Tape, is_meta, key_of
 
-__all__ = ["Deferred", "Init", "recording", "tape_of", "tensors_of"]
+__all__ = ["Deferred", "Init", "draw_alike", "recording", "tape_of", "tape_that_knows", "tensors_of"]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -47,6 +48,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
+        self.is_paused = False  # while values are made
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,7 +56,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if tensors and not is_random and not any(map(is_meta, tensors)):
+        if self.is_paused or (tensors and not is_random and not any(map(is_meta, tensors))):
             return func(*args, **kwargs)
         return self.tape.record(func, args, kwargs)
 
@@ -77,25 +79,47 @@ class Init(AbstractContextManager["Init"]):
     """Modules built inside have no memory until `shard` gives each rank its part.
 
     enabled: False makes the block do nothing, so that one script serves both ways.
+    make_buffers: buffers get their values at once, unless these are random: for code that writes into them before
+        `shard`, as loaders of checkpoints do.
     The weights are those that a plain build with the same seed has.  Nothing outlives the block.
     """
 
-    def __init__(self, *, enabled: bool = True) -> None:
+    def __init__(self, *, enabled: bool = True, make_buffers: bool = False) -> None:
         self.tape = Tape()
         self._modes = ExitStack()
         self._enabled = enabled
+        self._make_buffers = make_buffers
+        self._recorder = _Recorder(self.tape)
 
     def __enter__(self) -> Init:
         if self._enabled:
-            self._modes.enter_context(_Recorder(self.tape))
+            self._modes.enter_context(self._recorder)
             self._modes.enter_context(_NotMeta())
             self._modes.enter_context(_compat.truncated_normal_through(self.tape.record_filling))
+            if self._make_buffers:
+                hook: Any = self._made  # may return the tensor to register, which torch's annotation does not know
+                self._modes.callback(register_module_buffer_registration_hook(hook).remove)
         return self
+
+    def _made(self, module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
+        """The value of a buffer that is being registered; None leaves it as it is."""
+        if buffer is None or not is_meta(buffer):
+            return None
+        self._recorder.is_paused = True
+        try:
+            return self.tape.evaluate(buffer)
+        finally:
+            self._recorder.is_paused = False
 
     def __exit__(self, *error: Any) -> None:
         self._modes.close()
         for key in self.tape.storages:
             _tapes[key] = self.tape
+
+
+def tape_that_knows(tensor: Tensor) -> Tape | None:
+    """The tape that fills this tensor, once its block is over; None for any other."""
+    return _tapes.get(key_of(tensor)) if is_meta(tensor) else None
 
 
 def tape_of(module: nn.Module) -> Tape | None:
@@ -165,7 +189,7 @@ class Deferred:
 
         All ranks draw rank 0's random numbers.
         """
-        self._draw_alike(group)
+        draw_alike(self.tape, group)
 
         def deliver(key: Key, content: Tensor) -> None:
             for name, ref in self.slots[key]:
@@ -173,20 +197,22 @@ class Deferred:
 
         self.tape.play(deliver, wanted=frozenset(self.slots))
 
-    def _draw_alike(self, group: ProcessGroup | None) -> None:
-        seeded = [index for index, step in enumerate(self.tape.steps) if step.generator is not None]
-        states = [self.tape.steps[index].generator for index in seeded]
-        if zcomm.group_size(group) == 1 or not states:
-            return
-        counts = zcomm.exchange(len(self.tape.steps), group)
-        if len(set(counts)) > 1:
-            raise ValueError(f"the ranks built different modules inside Init: operations by rank: {counts}.")
-        own = torch.stack([state for state in states if state is not None])
-        together = own.clone()
-        zcomm.broadcast(together, group, source=0, label="seeds")
-        self.tape.is_own = torch.equal(own, together)
-        for index, state in zip(seeded, together):
-            self.tape.steps[index] = attrs.evolve(self.tape.steps[index], generator=state.clone())
+
+def draw_alike(tape: Tape, group: ProcessGroup | None) -> None:
+    """Give all ranks rank 0's random numbers.  A collective.  ValueError where they built different modules."""
+    seeded = [index for index, step in enumerate(tape.steps) if step.generator is not None]
+    states = [tape.steps[index].generator for index in seeded]
+    if zcomm.group_size(group) == 1 or not states:
+        return
+    counts = zcomm.exchange(len(tape.steps), group)
+    if len(set(counts)) > 1:
+        raise ValueError(f"the ranks built different modules inside Init: operations by rank: {counts}.")
+    own = torch.stack([state for state in states if state is not None])
+    together = own.clone()
+    zcomm.broadcast(together, group, source=0, label="seeds")
+    tape.is_own = torch.equal(own, together)
+    for index, state in zip(seeded, together):
+        tape.steps[index] = attrs.evolve(tape.steps[index], generator=state.clone())
 
 
 def _make_hollow(tensor: Tensor, device: torch.device) -> None:

@@ -31,6 +31,7 @@ import zcomm
 from zpartition.admission import owner_of
 from zpartition.calls import Calls, Hook
 from zpartition.residence import Residence, Unit
+from zpartition.settled import early_weights
 
 if TYPE_CHECKING:
     from zpartition.partition import Partition
@@ -55,11 +56,13 @@ def gathered(
     """The parameters of `what` whole inside the block; every rank must enter it.
 
     modifier_rank: whose edits count (within the partition's group); None refuses edits.
+    Of a module that was built inside `Init` and is not partitioned yet: see settled.py.
     Raises ValueError on every rank, leaving the weights as they were, for edits that nobody may make.
     """
     params = _parameters(what)
     partitions = {id(owner): owner for param in params if (owner := owner_of(param)) is not None}
     with ExitStack() as stack:
+        stack.enter_context(early_weights(params, modifier_rank))
         opened = [(p, Block(p.watch.units_of(params), params, modifier_rank)) for p in partitions.values()]
         for partition, block in opened:
             partition.refuse_without_weights() if modifier_rank is None else partition.refuse_parked()

@@ -64,6 +64,7 @@ class Tape:
     storages: dict[Key, Any] = attrs.field(factory=dict)  # kept, so that no identity is used twice
     generator: Tensor | None = None  # its state when the last number was drawn; None before the first
     is_own: bool = True  # whether those are the numbers that this process would have drawn
+    before: Callable[[Key], Tensor | None] = attrs.field(default=lambda _: None)  # content before the first step
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry out an operation on the meta device, and note it."""
@@ -100,7 +101,7 @@ class Tape:
         """Carry out all steps, and hand every storage of `wanted` over when it is finished: (key, flat uint8).
 
         The generator is left as the plain build would have left it, unless somebody used it since, or the numbers are
-        another rank's.
+        another rank's.  The order is the same on all ranks that recorded the same steps.
         """
         real = dict(self.constants)
         last, final = self._last_touches()
@@ -116,10 +117,27 @@ class Tape:
                         if content is not None and key in wanted and final[key] == index:
                             deliver(key, content)
             final_state = torch.get_rng_state()
-        for key in wanted - set(final):
-            deliver(key, real.get(key, torch.empty(self.storages[key].nbytes(), dtype=torch.uint8)))
+        for key in self.storages:
+            if key in wanted and key not in final:
+                deliver(key, real[key] if key in real else self._first(key))
         if untouched and self.is_own:
             torch.set_rng_state(final_state)
+
+    def evaluate(self, tensor: Tensor) -> Tensor | None:
+        """The value of one tensor now, made for itself; None where that would take random numbers."""
+        needed, chosen = {key_of(tensor)}, []
+        for step in reversed(self.steps):
+            if step.touched & needed and _writes(step, needed):
+                if step.generator is not None or _is_random(step):
+                    return None
+                needed |= step.touched
+                chosen.append(step)
+        real = {key: content.clone() for key, content in self.constants.items() if key in needed}
+        with torch.no_grad():
+            for step in reversed(chosen):
+                self._run(step, real)
+        key = key_of(tensor)
+        return Ref.of(tensor).seen_in(real[key] if key in real else self._first(key)).clone()
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -133,6 +151,11 @@ class Tape:
         Ref.of(stand_in).seen_in(flat).copy_(tensor.detach())
         self.constants[key_of(stand_in)] = flat
         return stand_in
+
+    def _first(self, key: Key) -> Tensor:
+        """The bytes of a storage before any step."""
+        found = self.before(key)
+        return torch.empty(self.storages[key].nbytes(), dtype=torch.uint8) if found is None else found
 
     def _reseeded(self) -> Tensor | None:
         """The generator's state, before the first random step and where it was changed since the last one."""
@@ -159,7 +182,7 @@ class Tape:
     def _run(self, step: Step, real: dict[Key, Tensor]) -> None:
         def made(ref: Ref) -> Tensor:
             if ref.key not in real:
-                real[ref.key] = torch.empty(self.storages[ref.key].nbytes(), dtype=torch.uint8)
+                real[ref.key] = self._first(ref.key)
             return ref.seen_in(real[ref.key])
 
         args, kwargs = tree_map_only(Ref, made, (step.args, step.kwargs))
@@ -178,6 +201,17 @@ def is_meta(tensor: Tensor) -> bool:
 
 def key_of(tensor: Tensor) -> Key:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _writes(step: Step, keys: set[Key]) -> bool:
+    """Whether a step changes one of these storages, as far as its operation tells."""
+    schema = getattr(step.run, "_schema", None)
+    return schema is None or schema.is_mutable or any(output.key in keys for output in step.outputs)
+
+
+def _is_random(step: Step) -> bool:
+    tags = getattr(step.run, "tags", None)
+    return tags is None or torch.Tag.nondeterministic_seeded in tags
 
 
 def _overwritten(func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> Key | None:

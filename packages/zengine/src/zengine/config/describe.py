@@ -115,6 +115,22 @@ def value_of(plan: Plan, key: str) -> Any:
     raise KeyError(f"the plan has no value for {key!r}{hint}")
 
 
+def looked_up(plan: Plan, key: str, default: Any = None) -> Any:
+    """The value that `key` sets; for the name of a section the dict of its values; `default` for anything else."""
+    found = dict(rows(plan))
+    if key in found:
+        return found[key]
+    section: dict[str, Any] = {}
+    for name, value in found.items():
+        if name.startswith(f"{key}."):
+            *folders, last = name.removeprefix(f"{key}.").split(".")
+            inner = section
+            for folder in folders:
+                inner = inner.setdefault(folder, {})
+            inner[last] = value
+    return section or default
+
+
 def table(plan: Plan) -> str:
     """The rows in columns, then the notices, one a line."""
     lines = [(key, text_of(value), plan.origins.get(key, "default")) for key, value in rows(plan)]

@@ -16,7 +16,7 @@ import attrs
 
 import zckpt
 from zengine.config.data_plan import DataPlan
-from zengine.config.describe import table, value_of
+from zengine.config.describe import looked_up, table, value_of
 from zengine.config.numerics import PLAIN, NumericsPlan
 from zengine.config.profiling import ProfilingPlan
 from zengine.config.telemetry import MonitorPlan, TelemetryPlan
@@ -124,6 +124,10 @@ class Plan:
             KeyError: no value of the plan is set by that key; names the nearest.
         """
         return value_of(self, key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Like a dict's: `plan.get("zero_optimization")["stage"]`, as integrations ask of DeepSpeed's config."""
+        return looked_up(self, key, default)
 
     def origin(self, key: str) -> str:
         """Where the value of `key` comes from: "file:line", "dict", "default", "derived" or "auto"."""

@@ -1,0 +1,76 @@
+"""DeepSpeed's names for zengine: `import zengine.deepspeed as deepspeed` is the one line to change in a script.
+
+Everything here hands over to the objects of the six packages and holds no behaviour of its own beyond DeepSpeed's
+signatures; what is not available refuses by name (`later.py`).  packages/zengine/DEEPSPEED.md tells what differs.
+For scripts that cannot be edited there is `python -m zengine.as_deepspeed`.
+"""
+
+from __future__ import annotations
+
+from zengine.arguments import add_config_arguments
+from zengine.as_deepspeed import API_VERSION
+from zengine.config import ConfigError as DeepSpeedConfigError
+from zengine.deepspeed import checkpoint, comm, inference, launcher, moe, monitor, ops, pipe, runtime, utils
+from zengine.deepspeed.accelerator import get_accelerator
+from zengine.deepspeed.comm import init_distributed
+from zengine.deepspeed.inference import (
+    DeepSpeedInferenceConfig,
+    InferenceEngine,
+    default_inference_config,
+    init_inference,
+)
+from zengine.deepspeed.later import NotAvailable, absent
+from zengine.deepspeed.pipe import PipelineModule
+from zengine.deepspeed.runtime import zero
+from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
+from zengine.deepspeed.runtime.config import ADAM_OPTIMIZER, LAMB_OPTIMIZER, DeepSpeedConfig
+from zengine.deepspeed.start import initialize, tp_model_init
+from zengine.deepspeed.utils import OnDevice, log_dist, logger
+from zengine.engine import Engine as DeepSpeedEngine
+
+__version__ = API_VERSION
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in API_VERSION.split("."))
+
+dist = comm
+PipelineEngine = absent("PipelineEngine")
+DeepSpeedTransformerLayer = absent("DeepSpeedTransformerLayer")
+DeepSpeedTransformerConfig = absent("DeepSpeedTransformerConfig")
+
+__all__ = [
+    "ADAM_OPTIMIZER",
+    "LAMB_OPTIMIZER",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
+    "DeepSpeedInferenceConfig",
+    "DeepSpeedTransformerConfig",
+    "DeepSpeedTransformerLayer",
+    "InferenceEngine",
+    "NotAvailable",
+    "OnDevice",
+    "PipelineEngine",
+    "PipelineModule",
+    "__version__",
+    "add_config_arguments",
+    "checkpoint",
+    "checkpointing",
+    "comm",
+    "default_inference_config",
+    "dist",
+    "get_accelerator",
+    "inference",
+    "init_distributed",
+    "init_inference",
+    "initialize",
+    "launcher",
+    "log_dist",
+    "logger",
+    "moe",
+    "monitor",
+    "ops",
+    "pipe",
+    "runtime",
+    "tp_model_init",
+    "utils",
+    "zero",
+]

@@ -1,0 +1,153 @@
+"""`deepspeed.comm`: joining the others, and who is who."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+import zcomm
+
+__all__ = [
+    "destroy_process_group",
+    "get_all_ranks_from_group",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_reduce_scatter_tensor",
+    "init_distributed",
+    "initialize_mesh_device",
+    "is_available",
+    "is_initialized",
+    "new_group",
+]
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the other processes of this run; does nothing where a default group exists.
+
+    dist_backend: "nccl", "gloo", None for the one that suits the machine; others go to torch.distributed as they are.
+    timeout: of the rendezvous and of each collective; default DEEPSPEED_TIMEOUT minutes, or 10.
+    init_method, rank, world_size: passed to torch.distributed; without them the environment tells (torchrun, SLURM,
+        MPI).
+    auto_mpi_discovery, verbose, config: accepted; the environment is always looked at, and nothing is printed.
+
+    Raises zcomm.RendezvousFailed when the others do not come, ValueError when dist_init_required is False and there
+    is no group.
+    """
+    if is_initialized():
+        return
+    if dist_init_required is False:
+        raise ValueError(
+            "init_distributed(dist_init_required=False): torch.distributed has no default process group. Make one "
+            "first, or leave dist_init_required out."
+        )
+    if init_method is not None or dist_backend not in (None, "nccl", "gloo"):
+        dist.init_process_group(
+            dist_backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+        )
+        return
+    environ = dict(os.environ)
+    if distributed_port is not None:
+        environ.setdefault("MASTER_PORT", str(distributed_port))
+    if rank >= 0 and world_size > 0:
+        environ.update({"RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    zcomm.init(backend=dist_backend, timeout_s=None if timeout is None else timeout.total_seconds(), environ=environ)
+
+
+def is_available() -> bool:
+    """Whether torch was built with torch.distributed."""
+    return bool(dist.is_available())
+
+
+def is_initialized() -> bool:
+    """Whether there is a default process group."""
+    return is_available() and bool(dist.is_initialized())
+
+
+def destroy_process_group(group: ProcessGroup | None = None) -> None:
+    """Destroy a group; the default one without an argument."""
+    dist.destroy_process_group(group)
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """This process's rank in `group`; 0 where there is no process group."""
+    return int(dist.get_rank(group)) if is_initialized() else 0
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """Ranks in `group`; 1 where there is no process group."""
+    return int(dist.get_world_size(group)) if is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    """This process's rank within its host."""
+    return zcomm.detect().local_rank
+
+
+def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
+    """The rank in the world of `group_rank` in `group`."""
+    return group_rank if group is None else int(dist.get_global_rank(group, group_rank))
+
+
+def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
+    """The world's ranks that are in `group`, in its order."""
+    return [get_global_rank(group, index) for index in range(get_world_size(group))]
+
+
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
+    """A group of these ranks; every rank of the world must call."""
+    return dist.new_group(None if ranks is None else list(ranks), **options)
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
+    """A DeviceMesh over all ranks; every rank must call."""
+    init_distributed()
+    kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+    return zcomm.make_mesh(kind, **dict(zip(mesh_dim_names, mesh_shape, strict=True)))
+
+
+def has_all_gather_into_tensor() -> bool:
+    """Always: every torch that is supported has it."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """Always."""
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    """Always: see `all_reduce_coalesced`."""
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    """Never: coalesced collectives send one flat tensor instead."""
+    return False

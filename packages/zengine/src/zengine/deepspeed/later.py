@@ -1,0 +1,84 @@
+"""What belongs to DeepSpeed's interface and is not here: one list, and classes that say so when they are used.
+
+Importing such a name works, so that scripts which only mention it (an isinstance test, an optional branch) run.
+Making one, calling it or subclassing it raises `NotAvailable`, with what to do instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+__all__ = ["LATER", "NEVER", "NotAvailable", "absent", "refusing"]
+
+
+class NotAvailable(RuntimeError):
+    """A part of DeepSpeed's interface that zengine does not have."""
+
+
+_PIPELINE = "pipeline parallelism is not available yet. Use ZeRO stage 3 to split a model over ranks."
+_MOE = "expert parallelism is not available yet. Use the model's own mixture of experts, with ZeRO."
+_SEQUENCE = "sequence parallelism is not available yet. Leave sequence_parallel_size (or sp_size) at 1."
+_TENSOR = "tensor parallelism is not available yet. Leave tp_size at 1; ZeRO stage 3 splits weights over ranks."
+
+# Names that a later version brings: qualified name -> what to say.
+LATER: dict[str, str] = {
+    "pipe.PipelineModule": _PIPELINE,
+    "pipe.LayerSpec": _PIPELINE,
+    "pipe.TiedLayerSpec": _PIPELINE,
+    "PipelineEngine": _PIPELINE,
+    "moe.layer.MoE": _MOE,
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCE,
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCE,
+    "utils.groups expert groups": _MOE,
+    "utils.groups sequence group": _SEQUENCE,
+    "utils.groups model group": _TENSOR,
+    "tp_model_init(tp_size > 1)": _TENSOR,
+}
+
+# Names that are left out for good: qualified name -> why.
+NEVER: dict[str, str] = {
+    "DeepSpeedTransformerLayer": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
+    "DeepSpeedTransformerConfig": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
+    "zero.TiledLinear": "stage 3 gathers one module at a time. Use torch.nn.Linear, or several smaller ones.",
+    "zero.MiCS_Init": "it was removed from DeepSpeed. Use zero.Init, and zero_optimization.shard_group_size.",
+}
+
+
+def refusing(name: str) -> NoReturn:
+    """Raise for `name`, an entry of LATER or NEVER."""
+    raise NotAvailable(f"deepspeed.{name}: {LATER.get(name) or NEVER[name]}")
+
+
+class _Absent(type):
+    """Of classes that are not there: making one, subclassing one or asking one for a method's work refuses."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        refusing(cls.qualified)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return functools.partial(_refuse, cls.qualified)
+
+    qualified: str  # its entry in LATER or NEVER
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    refusing(name)
+
+
+def absent(name: str) -> Any:
+    """A class that can be imported and tested against, and that refuses to be made, subclassed or used."""
+    text = LATER.get(name) or NEVER[name]
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+        refusing(name)
+
+    members = {
+        "__init_subclass__": classmethod(refuse),
+        "__doc__": f"Not available: {text}",
+        "__module__": __name__,
+        "qualified": name,
+    }
+    return _Absent(name.rpartition(".")[2], (), members)

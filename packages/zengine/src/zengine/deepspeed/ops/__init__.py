@@ -1,0 +1,7 @@
+"""`deepspeed.ops`: optimizers.  Nothing is compiled when they are made; kernels come with the wheel."""
+
+from __future__ import annotations
+
+from zengine.deepspeed.ops import adagrad, adam, lamb, lion
+
+__all__ = ["adagrad", "adam", "lamb", "lion"]

@@ -1,0 +1,68 @@
+"""zoptim's Adam with the arguments of DeepSpeed's classes.
+
+Which kernel runs depends on where the tensors are, not on the class: a `FusedAdam` whose states are offloaded updates
+them with the CPU kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zoptim
+
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
+
+
+class FusedAdam(zoptim.Adam):
+    """Adam, or with `adam_w_mode` AdamW, which is the default.  `set_grad_none` has no effect."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("FusedAdam does not support amsgrad; zoptim.AdamW(amsgrad=True) does.")
+        super().__init__(
+            params, lr, betas, eps, weight_decay, decoupled_weight_decay=adam_w_mode, bias_correction=bias_correction
+        )
+
+
+class DeepSpeedCPUAdam(zoptim.Adam):
+    """Adam, or with `adamw_mode` AdamW, which is the default.
+
+    fp32_optimizer_states: False keeps the moments in bfloat16.  `ds_adam_cpu_cores_perc` belongs to a process of
+    DeepSpeed's that is not needed, and is accepted.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+        ds_adam_cpu_cores_perc: float = 0.8,
+    ) -> None:
+        super().__init__(
+            model_params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            decoupled_weight_decay=adamw_mode,
+            bias_correction=bias_correction,
+            state_dtype=None if fp32_optimizer_states else "bf16",
+        )

@@ -1,0 +1,38 @@
+"""zoptim's Lion with the arguments of DeepSpeed's classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zoptim
+
+__all__ = ["DeepSpeedCPULion", "FusedLion"]
+
+
+class FusedLion(zoptim.Lion):
+    """Lion; lr 1e-3 and betas (0.9, 0.999) unless given, as in DeepSpeed."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr, betas, weight_decay)
+
+
+class DeepSpeedCPULion(zoptim.Lion):
+    """The same; fp32_optimizer_states=False keeps the momentum in bfloat16."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        dtype = None if fp32_optimizer_states else "bf16"
+        super().__init__(model_params, lr, betas, weight_decay, state_dtype=dtype)

@@ -1,0 +1,25 @@
+"""`deepspeed.runtime`."""
+
+from __future__ import annotations
+
+from zengine.deepspeed.runtime import (
+    activation_checkpointing,
+    config,
+    constants,
+    engine,
+    lr_schedules,
+    sequence_parallel,
+    utils,
+    zero,
+)
+
+__all__ = [
+    "activation_checkpointing",
+    "config",
+    "constants",
+    "engine",
+    "lr_schedules",
+    "sequence_parallel",
+    "utils",
+    "zero",
+]

@@ -1,0 +1,88 @@
+"""`deepspeed.runtime.zero.stage3`: DeepSpeed's estimate of the model states' memory at stage 3, in bytes.
+
+Its formulas leave out activations and buffers; zpartition.plan() counts what this library will really allocate.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = [
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "model_to_params",
+]
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[float, float, int]:
+    """(host bytes of a node, device bytes of a rank, bytes of the largest layer in half precision)."""
+    ranks, factor = num_gpus_per_node * num_nodes, additional_buffer_factor
+    layer = 4 * largest_layer_params
+    if not cpu_offload:
+        device = layer + int(18 * total_params / ranks)
+        host = layer * num_gpus_per_node * factor if zero_init else 4 * total_params * num_gpus_per_node * factor
+        return host, device, layer
+    states = (18 if cpu_offload_params else 16) / num_nodes
+    device = layer if cpu_offload_params else layer + int(2 * total_params / ranks)
+    per_param = states if zero_init else max(4 * num_gpus_per_node, states)
+    return total_params * per_param * factor, device, layer
+
+
+def model_to_params(model: nn.Module) -> tuple[int, int]:
+    """(all parameters, those of the module that has most of its own)."""
+    total = sum(param.numel() for param in model.parameters())
+    layers = (sum(param.numel() for param in module.parameters(recurse=False)) for module in model.modules())
+    return total, max(layers)
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the estimate for every kind of offload."""
+    total, largest = model_to_params(model)
+    estimate_zero3_model_states_mem_needs_all_cold(
+        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """The same, from the numbers alone."""
+    print(
+        f"Estimated memory of params, optim states and gradients for {num_nodes} node(s) of {num_gpus_per_node} "
+        f"device(s): {total_params / 1e6:.0f}M total, {largest_layer_params / 1e6:.0f}M in the largest layer.\n"
+        "  per CPU  |  per GPU |   Options"
+    )
+    for offload, params in ((True, True), (True, False), (False, False)):
+        for zero_init in (True, False):
+            host, device, _ = estimate_zero3_model_states_mem_needs(
+                total_params,
+                largest_layer_params,
+                num_gpus_per_node,
+                num_nodes,
+                offload,
+                params,
+                zero_init,
+                additional_buffer_factor,
+            )
+            where = f"offload_param={_place(params)}, offload_optimizer={_place(offload)}, zero_init={int(zero_init)}"
+            print(f"  {host / 2**30:7.2f}GB | {device / 2**30:6.2f}GB | {where}")
+
+
+def _place(is_offloaded: bool) -> str:
+    return "cpu " if is_offloaded else "none"

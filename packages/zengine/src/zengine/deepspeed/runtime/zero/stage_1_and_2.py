@@ -1,0 +1,51 @@
+"""`deepspeed.runtime.zero.stage_1_and_2`: DeepSpeed's estimate of the model states' memory at stage 2, in bytes."""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = [
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+]
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[float, float]:
+    """(host bytes of a node, device bytes of a rank)."""
+    ranks = num_gpus_per_node * num_nodes
+    if cpu_offload:
+        return total_params * max(4 * ranks, 16) * additional_buffer_factor, 2 * total_params
+    return (
+        total_params * 4 * num_gpus_per_node * additional_buffer_factor,
+        2 * total_params + int(18 * total_params / ranks),
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the estimate with and without offload."""
+    total = sum(param.numel() for param in model.parameters())
+    estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """The same, from the numbers alone."""
+    print(
+        f"Estimated memory of params, optim states and gradients for {num_nodes} node(s) of {num_gpus_per_node} "
+        f"device(s): {total_params / 1e6:.0f}M total.\n  per CPU  |  per GPU |   Options"
+    )
+    for offload in (True, False):
+        host, device = estimate_zero2_model_states_mem_needs(
+            total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
+        )
+        print(f"  {host / 2**30:7.2f}GB | {device / 2**30:6.2f}GB | offload_optimizer={'cpu' if offload else 'none'}")

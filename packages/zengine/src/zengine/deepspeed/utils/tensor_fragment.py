@@ -1,0 +1,68 @@
+"""One parameter's weight, gradient and state under ZeRO: zpartition's functions, with DeepSpeed's argument names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import zpartition
+from zpartition import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+)
+
+__all__ = [
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+]
+
+
+def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor:
+    """One optimizer state, whole.  A collective.  ValueError for an unknown key, and before the first step."""
+    return zpartition.safe_get_full_optimizer_state(param, optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set one optimizer state from a whole `value`, equal on all ranks."""
+    zpartition.safe_set_full_optimizer_state(param, value, optim_state_key)
+
+
+def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor:
+    """This rank's elements of one optimizer state, flat."""
+    return zpartition.safe_get_local_optimizer_state(param, optim_state_key)
+
+
+def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set this rank's elements of one optimizer state."""
+    zpartition.safe_set_local_optimizer_state(param, value, optim_state_key)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[Parameter], update_func: Callable[[Tensor, Parameter], Tensor]
+) -> None:
+    """Replace each reduced gradient by `update_func(gradient, parameter)`, both whole.  A collective."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            with torch.no_grad():
+                safe_set_full_grad(param, update_func(gradient, param))

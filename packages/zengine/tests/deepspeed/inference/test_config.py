@@ -1,0 +1,69 @@
+"""The inference config: honoured, without effect, or refused; each key by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from zengine.config import ConfigError
+from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, default_inference_config, merged
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp16", torch.float16), ("bfloat16", torch.bfloat16), (torch.float32, torch.float32), ("torch.half", None)],
+)
+def test_a_dtype_is_named_or_given(name, dtype):
+    if dtype is None:
+        with pytest.raises(ConfigError, match=r'dtype = "torch\.half": must be float32, float16 or bfloat16'):
+            DeepSpeedInferenceConfig.of({"dtype": name})
+    else:
+        assert DeepSpeedInferenceConfig.of({"dtype": name}).dtype == dtype
+
+
+def test_keys_about_kernels_are_told_to_have_no_effect():
+    made = DeepSpeedInferenceConfig.of({"replace_with_kernel_inject": True, "injection_policy": {}, "mp_size": 1})
+    assert made.notices == (
+        "init_inference: injection_policy, replace_with_kernel_inject: no effect here, torch's own kernels are used",
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("mp_size", 2, "tensor parallelism is not available yet"),
+        ("tensor_parallel", {"tp_size": 4}, "tensor parallelism is not available yet"),
+        ("enable_cuda_graph", True, "CUDA graphs are not captured. Use torch.compile"),
+        ("quant", {"enabled": True}, "quantised weights are not available yet"),
+        ("moe", {"enabled": True}, "expert parallelism"),
+        ("use_triton", True, "there are no Triton kernels"),
+        ("zero", {"stage": 3}, "engine.eval"),
+        ("max_out_tokens", 0, "must be a whole number of 1 or more"),
+        ("keep_module_on_host", "yes", "must be true or false"),
+        ("dtype", torch.int8, "int8 weights are not available yet"),
+        ("max_out_token", 5, "Did you mean max_out_tokens"),
+        ("checkpoint", {"type": "Megatron"}, "the path of a file of weights"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(key, value, told):
+    with pytest.raises(ConfigError, match=f"{key}.*{told}"):
+        DeepSpeedInferenceConfig.of({key: value})
+
+
+def test_harmless_values_of_refused_keys_pass():
+    defaults = {"enable_cuda_graph": False, "moe": {}, "ep_size": 1, "quant": None, "tensor_parallel": {"tp_size": 1}}
+    assert DeepSpeedInferenceConfig.of(defaults) == DeepSpeedInferenceConfig()
+
+
+def test_config_and_keywords_are_one_config(tmp_path: Path):
+    (tmp_path / "inference.json").write_text(json.dumps({"max_out_tokens": 8}))
+    for config in ({"max_out_tokens": 8}, str(tmp_path / "inference.json"), '{"max_out_tokens": 8}'):
+        assert merged(config, {"dtype": "fp32"}) == {"max_out_tokens": 8, "dtype": "fp32"}
+        assert merged(config, {"max_out_tokens": 8}) == {"max_out_tokens": 8}
+        with pytest.raises(ValueError, match="max_out_tokens is 8 in config and 9 as an argument"):
+            merged(config, {"max_out_tokens": 9})
+    assert merged(DeepSpeedInferenceConfig(max_out_tokens=8), {})["max_out_tokens"] == 8
+    assert default_inference_config()["max_out_tokens"] == 1024

@@ -1,0 +1,67 @@
+"""init_inference: cast, frozen, limited; everything else is the module's."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import zengine.deepspeed as deepspeed
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(2, 2)
+        self.drop = nn.Dropout(0.9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.body(x))
+
+    def generate(self, input_ids: torch.Tensor, max_new_tokens: int = 0) -> int:
+        return input_ids.shape[-1] + max_new_tokens
+
+
+def test_the_module_is_cast_evaluated_and_keeps_no_graph():
+    engine = deepspeed.init_inference(Generator(), dtype=torch.bfloat16)
+    out = engine(torch.ones(1, 2, dtype=torch.bfloat16))
+    assert (out.dtype, out.requires_grad) == (torch.bfloat16, False)
+    assert not engine.module.training
+    assert engine.body is engine.module.body
+    assert isinstance(engine, deepspeed.InferenceEngine)
+
+
+def test_fp16_is_the_default_as_in_deepspeed_and_idle_keys_are_told(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "zengine"):
+        engine = deepspeed.init_inference(Generator(), {"replace_with_kernel_inject": True})
+    assert engine.body.weight.dtype == torch.float16
+    assert "replace_with_kernel_inject: no effect here" in caplog.text
+
+
+def test_generation_beyond_the_limit_is_refused_before_it_begins():
+    engine = deepspeed.init_inference(Generator(), dtype="fp32", max_out_tokens=6)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    assert engine.generate(ids, max_new_tokens=2) == 6
+    with pytest.raises(ValueError, match=r"would reach 7 tokens \(a prompt of 4\), and max_out_tokens is 6"):
+        engine.generate(input_ids=ids, max_new_tokens=3)
+    with pytest.raises(AttributeError, match=r"Linear has no generate"):
+        deepspeed.init_inference(nn.Linear(1, 1)).generate(ids)
+
+
+def test_weights_come_from_a_checkpoint(tmp_path):
+    source = Generator()
+    safetensors.torch.save_file(source.state_dict(), tmp_path / "model.safetensors")
+    engine = deepspeed.init_inference(Generator(), dtype="fp32", checkpoint=str(tmp_path))
+    assert torch.equal(engine.body.weight, source.body.weight)
+    with pytest.raises(ValueError, match=r"does not fit Linear: missing \['bias', 'weight'\]"):
+        deepspeed.init_inference(nn.Linear(2, 2), dtype="fp32", checkpoint=str(tmp_path))
+
+
+def test_conflicts_and_other_things_than_modules_are_refused():
+    with pytest.raises(ValueError, match="conflicting values: dtype is 'fp16' in config and 'fp32' as an argument"):
+        deepspeed.init_inference(Generator(), {"dtype": "fp16"}, dtype="fp32")
+    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, got str"):
+        deepspeed.init_inference("gpt2")

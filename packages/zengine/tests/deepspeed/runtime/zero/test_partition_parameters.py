@@ -1,0 +1,81 @@
+"""zero.Init and zero.GatheredParameters, with DeepSpeed's arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+from zcomm.testing import run_ranks
+from zengine import deepspeed
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def check_init() -> bool:
+    plain = model().state_dict()
+    with deepspeed.zero.Init(config_dict_or_path=CONFIG, remote_device="cpu", pin_memory=True):
+        net = model()
+    assert net[0].weight.device.type == "meta"
+    engine = deepspeed.initialize(model=net, config=CONFIG)[0]
+    with deepspeed.zero.GatheredParameters(net.parameters()):
+        same = all(torch.equal(param, plain[name]) for name, param in net.named_parameters())
+    with deepspeed.zero.GatheredParameters([net[0].weight, None], modifier_rank=1):
+        if zcomm.group_rank() == 1:
+            net[0].weight.data.fill_(3.0)
+    with deepspeed.zero.GatheredParameters(net[0].weight):
+        edited = bool((net[0].weight == 3).all())
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    assert engine.step()
+    engine.destroy()
+    return same and edited
+
+
+def test_a_model_built_inside_init_is_the_plain_one_and_edits_count_on_all_ranks():
+    assert run_ranks(check_init, 2) == [True, True]
+
+
+def test_init_that_is_off_or_has_a_module_does_nothing_and_a_dtype_is_that_of_new_tensors():
+    with deepspeed.zero.Init(enabled=False):
+        assert model()[0].weight.device.type == "cpu"
+    with deepspeed.zero.Init(module=model()):
+        assert model()[0].weight.device.type == "cpu"
+    with deepspeed.zero.Init(dtype=torch.bfloat16):
+        assert model()[0].weight.dtype == torch.bfloat16
+    assert torch.ones(1).dtype == torch.float32
+
+
+def test_parameters_that_nobody_split_are_left_alone():
+    net = model()
+    with deepspeed.zero.GatheredParameters(net.parameters(), modifier_rank=0, fwd_module=net):
+        net[0].weight.data.zero_()
+    with deepspeed.zero.GatheredParameters(net.parameters(), enabled=False):
+        pass
+    assert not net[0].weight.any()
+
+
+def test_registering_is_accepted_for_parameters():
+    net = model()
+    deepspeed.zero.register_external_parameter(net, net[0].weight)
+    deepspeed.zero.unregister_external_parameter(net, net[0].weight)
+    with pytest.raises(RuntimeError, match=r"takes a torch\.nn\.Parameter, not Tensor"):
+        deepspeed.zero.register_external_parameter(net, torch.ones(1))
+
+
+def test_transformers_may_replace_the_constructor_wrapper():
+    from zengine.deepspeed.runtime.zero import partition_parameters as pp
+
+    assert pp.zero_wrapper_for_fp_tensor_constructor(torch.arange, torch.float16) is torch.arange
+    assert pp._orig_torch_arange is torch.arange
+    assert callable(pp.get_accelerator)
+    assert {status.name for status in pp.ZeroParamStatus} == {"AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"}

@@ -1,0 +1,73 @@
+"""deepspeed.initialize: DeepSpeed's arguments, leaf modules said before, and the overflow flag."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zengine
+import zengine.deepspeed as deepspeed
+
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def test_it_takes_deepspeeds_arguments_and_returns_its_four_things():
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        model=model(), training_data=[torch.ones(3)] * 4, config_params=CONFIG, mesh_param=(1, 1), mpu=None
+    )
+    assert isinstance(engine, deepspeed.DeepSpeedEngine)
+    assert engine.optimizer is optimizer
+    assert (len(loader), scheduler) == (2, None)
+
+
+def test_overflow_tells_whether_the_last_update_was_left_out():
+    engine, optimizer, _, _ = deepspeed.initialize(model=model(), config=CONFIG)
+    assert optimizer.overflow is False
+    for value, expected in ((1.0, False), (float("inf"), True), (1.0, False)):
+        engine.backward(engine(torch.ones(2, 3)).mean() * value)
+        engine.step()
+        assert optimizer.overflow is expected
+
+
+def test_an_engine_without_an_optimizer_has_nothing_to_flag():
+    engine, optimizer, _, _ = deepspeed.initialize(model=model(), config={"train_batch_size": 1})
+    assert optimizer is None
+    assert engine(torch.ones(1, 3)).shape == (1, 1)
+
+
+@pytest.mark.parametrize("form", ["dict", "text", "file"])
+def test_leaf_modules_that_were_named_before_reach_the_config_in_any_form(form: str, tmp_path: Path):
+    net = model()
+    deepspeed.utils.set_z3_leaf_modules_by_name(net, ["0"])
+    config = {**CONFIG, "zero_optimization": {"stage": 3, "leaf_module": {"names": ["2"]}}}
+    given: object = config
+    if form != "dict":
+        given = json.dumps(config)
+    if form == "file":
+        (tmp_path / "ds.json").write_text(str(given))
+        given = tmp_path / "ds.json"
+    engine = deepspeed.initialize(model=net, config=given)[0]
+    assert engine.plan.leaf_modules["names"] == ("2", "0")
+    assert config["zero_optimization"]["leaf_module"] == {"names": ["2"]}
+
+
+def test_parallelism_that_is_not_there_is_refused_by_name():
+    with pytest.raises(deepspeed.NotAvailable, match="sequence parallelism is not available yet"):
+        deepspeed.initialize(model=model(), config=CONFIG, mesh_param=(1, 2))
+    with pytest.raises(deepspeed.NotAvailable, match="tensor parallelism is not available yet"):
+        deepspeed.tp_model_init(model(), tp_size=2, dtype=torch.bfloat16)
+    assert next(deepspeed.tp_model_init(model(), 1, torch.bfloat16).parameters()).dtype == torch.bfloat16
+
+
+def test_two_configs_are_one_too_many():
+    with pytest.raises(zengine.ConfigError, match="the config was given 2 times"):
+        deepspeed.initialize(model=model(), config=CONFIG, config_params=CONFIG)

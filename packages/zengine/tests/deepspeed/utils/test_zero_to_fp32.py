@@ -1,0 +1,113 @@
+"""Whole float32 weights out of checkpoints of both kinds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import zckpt
+from zcomm.testing import run_ranks
+from zengine import deepspeed
+from zengine.deepspeed.utils import zero_to_fp32 as tools
+
+
+def model() -> nn.Module:
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    net[2].bias.requires_grad_(False)
+    return net
+
+
+def save_at(stage: int, folder: str) -> dict[str, torch.Tensor]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine = deepspeed.initialize(model=model(), config=config)[0]
+    engine.backward(engine(torch.randn(2, 4).bfloat16()).float().square().mean())
+    engine.step()
+    engine.save_checkpoint(folder, tag="now")
+    found = {
+        name: deepspeed.utils.safe_get_full_fp32_param(p)
+        for name, p in engine.module.named_parameters()
+        if p.requires_grad
+    }
+    engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("run")
+    return folder, run_ranks(save_at, 2, 3, str(folder))[0]
+
+
+def test_masters_of_a_stage_3_run_come_out_whole(saved: tuple[Path, dict[str, torch.Tensor]]):
+    folder, masters = saved
+    state = tools.get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert state.keys() == model().state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in masters.items())
+    assert state["1.num_batches_tracked"].dtype == torch.int64
+    trained = tools.get_fp32_state_dict_from_zero_checkpoint(folder, "now", exclude_frozen_parameters=True)
+    assert trained.keys() == masters.keys()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_they_are_written_in_files_of_a_size(saved: tuple[Path, dict[str, torch.Tensor]], safe: bool, tmp_path: Path):
+    folder, masters = saved
+    arguments = [str(folder), str(tmp_path), "--max_shard_size", "0.1KB", *(["--safe_serialization"] if safe else [])]
+    assert tools.main(arguments) == 0
+    ending = "safetensors" if safe else "bin"
+    (index,) = tmp_path.glob("*.index.json")
+    table = json.loads(index.read_text())["weight_map"]
+    assert len(set(table.values())) > 1
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(tmp_path.glob(f"*.{ending}")):
+        found.update(safetensors.torch.load_file(path) if safe else torch.load(path, weights_only=True))
+    assert found.keys() == table.keys()
+    assert all(torch.equal(found[name], value) for name, value in masters.items())
+
+
+def test_a_model_takes_them_and_another_one_is_told(saved: tuple[Path, dict[str, torch.Tensor]]):
+    folder, masters = saved
+    loaded = tools.load_state_dict_from_zero_checkpoint(model(), folder)
+    assert torch.equal(loaded[0].weight, masters["0.weight"])
+    with pytest.raises(ValueError, match="is not of this model: missing"):
+        tools.load_state_dict_from_zero_checkpoint(
+            nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2), nn.Linear(2, 2)), folder
+        )
+
+
+def test_nothing_there_is_an_error_that_names_the_place(tmp_path: Path):
+    with pytest.raises(zckpt.CheckpointNotFound, match=str(tmp_path)):
+        tools.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
+def test_parts_of_ranks_are_joined_by_box_and_span():
+    whole = torch.arange(12.0).view(3, 4)
+    parts = [
+        part_of(whole, ((0, 3), (0, 2)), (0, 4)),
+        part_of(whole, ((0, 3), (0, 2)), (4, 6)),
+        part_of(whole, ((0, 3), (2, 4)), (0, 6)),
+    ]
+    assert torch.equal(tools._joined(parts), whole)
+
+
+def part_of(whole: torch.Tensor, box: Any, span: tuple[int, int]) -> zckpt.Shard:
+    inside = whole[tuple(slice(*each) for each in box)].reshape(-1)[slice(*span)].clone()
+    return zckpt.Shard("w", tuple(whole.shape), box, span, inside)
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("5GB", 5_000_000_000), ("1.5KiB", 1536), (7, 7), (None, 1 << 62)])
+def test_sizes_are_read_as_they_are_written(text, nbytes):
+    assert tools._size(text) == nbytes
+    with pytest.raises(ValueError, match="is no size"):
+        tools._size("five")

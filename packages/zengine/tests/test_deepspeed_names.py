@@ -1,0 +1,108 @@
+"""The names of DeepSpeed's interface that scripts use, frozen: each is there, or refuses by name when it is used."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from zengine.deepspeed.later import LATER, NEVER, NotAvailable
+
+# Module of DeepSpeed -> names that scripts import from it.  What they do is tested where they are defined.
+NAMES = {
+    "deepspeed": (
+        "initialize init_inference default_inference_config init_distributed add_config_arguments tp_model_init "
+        "zero comm ops utils moe pipe accelerator monitor runtime checkpoint checkpointing get_accelerator "
+        "DeepSpeedEngine InferenceEngine DeepSpeedConfig DeepSpeedConfigError DeepSpeedInferenceConfig "
+        "PipelineModule PipelineEngine OnDevice log_dist logger dist ADAM_OPTIMIZER LAMB_OPTIMIZER __version__ "
+        "DeepSpeedTransformerLayer"
+    ),
+    "deepspeed.runtime.zero": (
+        "Init GatheredParameters register_external_parameter unregister_external_parameter TiledLinear MiCS_Init "
+        "ZeroParamStatus ZeroParamType"
+    ),
+    "deepspeed.runtime.zero.partition_parameters": "Init GatheredParameters ZeroParamStatus get_accelerator",
+    "deepspeed.runtime.zero.stage3": (
+        "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold"
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2": (
+        "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
+    ),
+    "deepspeed.runtime.lr_schedules": (
+        "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest VALID_LR_SCHEDULES add_tuning_arguments"
+    ),
+    "deepspeed.runtime.config": "DeepSpeedConfig DeepSpeedConfigError ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER",
+    "deepspeed.runtime.engine": "DeepSpeedEngine",
+    "deepspeed.runtime.dataloader": "RepeatingLoader",
+    "deepspeed.runtime.utils": "move_to_device see_memory_usage",
+    "deepspeed.utils": (
+        "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
+        "safe_set_full_grad safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
+        "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
+        "safe_set_local_optimizer_state safe_update_full_grad_vectorized set_z3_leaf_modules "
+        "unset_z3_leaf_modules get_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
+        "groups logger log_dist RepeatingLoader is_initialized OnDevice"
+    ),
+    "deepspeed.utils.zero_to_fp32": (
+        "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict "
+        "load_state_dict_from_zero_checkpoint"
+    ),
+    "deepspeed.utils.groups": (
+        "initialize _get_data_parallel_group _get_data_parallel_world_size _get_data_parallel_rank "
+        "_get_sequence_parallel_group _get_sequence_parallel_world_size _get_sequence_parallel_rank "
+        "_get_model_parallel_world_size _get_expert_parallel_group"
+    ),
+    "deepspeed.comm": (
+        "init_distributed is_initialized get_rank get_world_size get_local_rank new_group barrier "
+        "monitored_barrier all_reduce all_reduce_coalesced inference_all_reduce reduce reduce_scatter "
+        "reduce_scatter_tensor all_gather all_gather_into_tensor all_gather_coalesced all_gather_object broadcast "
+        "broadcast_object_list gather scatter send recv isend irecv all_to_all all_to_all_single log_summary "
+        "configure ReduceOp initialize_mesh_device get_world_group get_global_rank destroy_process_group"
+    ),
+    "deepspeed.ops.adam": "FusedAdam DeepSpeedCPUAdam",
+    "deepspeed.ops.lamb": "FusedLamb",
+    "deepspeed.ops.lion": "FusedLion DeepSpeedCPULion",
+    "deepspeed.ops.adagrad": "DeepSpeedCPUAdagrad",
+    "deepspeed.accelerator": "get_accelerator",
+    "deepspeed.monitor.monitor": "MonitorMaster",
+    "deepspeed.checkpoint.utils": "clone_tensors_for_torch_save",
+    "deepspeed.moe.layer": "MoE",
+    "deepspeed.moe.utils": (
+        "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer configure_moe_param_groups"
+    ),
+    "deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": (
+        "checkpoint configure is_configured non_reentrant_checkpoint reset"
+    ),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+    "deepspeed.launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_name_of_the_interface_is_there(module: str):
+    found = importlib.import_module(f"zengine.{module}")
+    assert not [name for name in NAMES[module].split() if not hasattr(found, name)]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in (*LATER, *NEVER) if name.replace(".", "").replace("_", "").isalnum()]
+)
+def test_every_class_that_is_not_there_refuses_to_be_made(name: str):
+    place, _, last = f"zengine.deepspeed.{name}".replace(".zero.", ".runtime.zero.").rpartition(".")
+    cls = getattr(importlib.import_module(place), last)
+    with pytest.raises(NotAvailable, match=rf"deepspeed\.{name}: "):
+        cls()
+
+
+def test_without_expert_layers_no_parameter_is_an_experts():
+    import torch
+
+    from zengine.deepspeed.moe import utils
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    group = {"params": [weight], "lr": 0.1}
+    assert utils.has_moe_layers(torch.nn.Linear(1, 1)) == (False, 0)
+    assert not utils.is_moe_param(weight)
+    assert utils.configure_moe_param_groups([group]) == [group]
+    assert utils.split_params_into_different_moe_groups_for_optimizer(group) == [group]

@@ -1,0 +1,264 @@
+"""What two ranks do with Transformers and Accelerate, unedited, where `import deepspeed` is ours.
+
+    python -m zengine.as_deepspeed hugging_face.py FOLDER        (by test_hugging_face.py, once for each rank)
+
+All runs share one process: importing transformers takes longer than they do.  What they find goes into
+FOLDER/rank<N>.json, one entry a check; the test file says what must be in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"})
+
+import deepspeed
+import safetensors.torch
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.state import AcceleratorState
+from accelerate.utils import DummyOptim, DummyScheduler
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+STEPS, SAVED_AT = 4, 2
+
+
+def tiny() -> GPT2Config:
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+    size = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2Config(**size, **dropout, bos_token_id=0, eos_token_id=0)
+
+
+def sentences() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randint(0, 32, (64, 8), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def settings(stage: int) -> dict[str, Any]:
+    """A config as people write it for Trainer; stage 2 leaves the optimizer to Trainer."""
+    auto = dict.fromkeys(
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+    )
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    options = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    return {
+        **auto,
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": {"stage": stage, **dict.fromkeys(sizes, "auto")},
+        **({} if stage == 2 else {"optimizer": {"type": "AdamW", "params": options}}),
+    }
+
+
+def arguments_of(folder: Path, config: str | None) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        save_steps=SAVED_AT,
+        logging_steps=1,
+        learning_rate=1e-2,
+        max_grad_norm=0.5,
+        report_to=[],
+        disable_tqdm=True,
+        seed=11,
+        deepspeed=config,
+    )
+
+
+def trainer_of(folder: Path, model: Callable[[], Any], config: str | None) -> Trainer:
+    arguments = arguments_of(folder, config)  # before the model: at stage 3 it tells Transformers so
+    return Trainer(model=model(), args=arguments, train_dataset=sentences())
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def fresh() -> GPT2LMHeadModel:
+    set_seed(11)
+    return GPT2LMHeadModel(tiny())
+
+
+def without_deepspeed(folder: Path) -> dict[str, Any]:
+    trainer = trainer_of(folder, fresh, None)
+    trainer.train()
+    trainer.save_model(str(folder / "final"))
+    return {"losses": losses(trainer), "norms": norms(trainer), "type": type(trainer.model_wrapped).__name__}
+
+
+def norms(trainer: Trainer) -> list[float]:
+    return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+def with_deepspeed(folder: Path, stage: int) -> dict[str, Any]:
+    """Train, save, evaluate, export; then resume from the middle."""
+    path = folder / "ds.json"
+    folder.mkdir(exist_ok=True)
+    path.write_text(json.dumps(settings(stage)))
+    trainer = trainer_of(folder, fresh, str(path))
+    trainer.train()
+    trainer.save_model(str(folder / "final"))
+    evaluated = trainer.evaluate(sentences()[:4])["eval_loss"]
+    engine = trainer.model_wrapped
+    resumed = trainer_of(folder, fresh, str(path))
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_AT}"))
+    found = {
+        "losses": losses(trainer),
+        "norms": norms(trainer),
+        "resumed": losses(resumed)[SAVED_AT:],
+        "evaluated": evaluated,
+        "type": type(engine).__name__,
+        "stage": engine.zero_optimization_stage(),
+        "zero3": is_deepspeed_zero3_enabled(),
+        "parts": sum(part.numel() for part in engine.optimizer.param_groups[0]["params"]),
+    }
+    for each in (trainer, resumed):
+        each.model_wrapped.destroy()
+    return found
+
+
+def from_pretrained(folder: Path) -> dict[str, Any]:
+    """At stage 3 Transformers builds models inside zero.Init, and fills them inside zero.GatheredParameters."""
+    path, source = (str(folder.parent / "trainer-3" / name) for name in ("ds.json", "final"))
+    saved = safetensors.torch.load_file(Path(source) / "model.safetensors")
+    seen: dict[str, Any] = {}
+
+    def loaded() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(source)
+        seen["deferred"] = model.transformer.wte.weight.device.type
+        with deepspeed.zero.GatheredParameters(model.parameters()):
+            seen["same"] = all(torch.equal(param, saved[name]) for name, param in model.named_parameters())
+        return model
+
+    def copied() -> Any:
+        model = fresh()
+        model.load_state_dict(saved, strict=False)
+        return model
+
+    def drawn() -> Any:
+        """A Llama: it has buffers that nothing but its construction fills."""
+        set_seed(11)
+        size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32, max_position_embeddings=8, **size))
+        seen["llama"] = model.model.embed_tokens.weight.device.type
+        return model
+
+    for name, model in (("loaded", loaded), ("copied", copied), ("drawn", drawn)):
+        trainer = trainer_of(folder / name, model, path)
+        trainer.train()
+        seen[name] = losses(trainer)
+        trainer.model_wrapped.destroy()
+    return seen
+
+
+def exported(folder: Path) -> dict[str, Any]:
+    """save_model's file against the masters of the last checkpoint."""
+    whole = safetensors.torch.load_file(folder / "final" / "model.safetensors")
+    masters = get_fp32_state_dict_from_zero_checkpoint(folder / f"checkpoint-{STEPS}")
+    plain = safetensors.torch.load_file(folder.parent / "plain" / "final" / "model.safetensors")
+    return {
+        "names": sorted(whole) == sorted(plain),
+        "masters": all(torch.equal(whole[name], masters[name]) for name in whole),
+        "apart": max((whole[name] - plain[name]).abs().max().item() for name in plain),
+    }
+
+
+def with_accelerate(folder: Path, stage: int) -> dict[str, Any]:
+    """Accelerator(deepspeed_plugin=...): a loop of one's own, save_state, load_state, get_state_dict."""
+    warmup = ("warmup_num_steps", "warmup_max_lr", "warmup_min_lr")
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": dict.fromkeys(warmup, "auto")},
+    }
+    AcceleratorState._reset_state(reset_partial_state=True)
+    on_cpu = InitProcessGroupKwargs(backend="gloo")
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=[on_cpu])
+    model = fresh()
+    optimizer = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.01)
+    scheduler = DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=2)
+    loader = torch.utils.data.DataLoader(sentences(), batch_size=2)
+    engine, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    batches = [batch for _, batch in zip(range(8), loader)]
+
+    def steps(first: int, last: int) -> list[float]:
+        seen = []
+        for batch in batches[first:last]:
+            with accelerator.accumulate(engine):
+                loss = engine(**batch).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(engine.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            seen.append(loss.item())
+        return seen
+
+    first = steps(0, 4)
+    accelerator.save_state(str(folder / "state"))
+    second = steps(4, 8)
+    accelerator.load_state(str(folder / "state"))
+    third = steps(4, 8)
+    state = accelerator.get_state_dict(engine)
+    report = engine.last_report
+    found = {
+        "losses": first + second,
+        "again": third,
+        "ranks": accelerator.num_processes,
+        "type": str(accelerator.distributed_type),
+        "skipped": optimizer.step_was_skipped,
+        "samples": report.samples,
+        "names": None if state is None else len(state),
+        "unwrapped": type(accelerator.unwrap_model(engine)).__name__,
+    }
+    accelerator.end_training()
+    engine.destroy()
+    return found
+
+
+def main(folder: Path) -> None:
+    checks: dict[str, Callable[[], dict[str, Any]]] = {
+        "plain": lambda: without_deepspeed(folder / "plain"),
+        **{f"trainer-{s}": lambda s=s: with_deepspeed(folder / f"trainer-{s}", s) for s in (1, 2, 3)},
+        **{f"export-{s}": lambda s=s: exported(folder / f"trainer-{s}") for s in (1, 2, 3)},
+        "pretrained": lambda: from_pretrained(folder / "pretrained"),
+        **{f"accelerate-{s}": lambda s=s: with_accelerate(folder / f"accelerate-{s}", s) for s in (1, 2, 3)},
+    }
+    found: dict[str, Any] = {"deepspeed": deepspeed.__name__}
+    rank = int(os.environ["RANK"])
+    for name, check in checks.items():
+        try:
+            found[name] = check()
+        except Exception:
+            found[name] = {"error": traceback.format_exc()}
+        (folder / f"rank{rank}.json").write_text(json.dumps(found))
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

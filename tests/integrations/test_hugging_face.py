@@ -1,0 +1,117 @@
+"""Transformers' Trainer and Accelerate's Accelerator, as released, train with zengine as their deepspeed.
+
+Two CPU ranks, one launch for all checks (hugging_face.py says what they do); tiny models with random weights, no hub.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (requirements-dev.txt has them)"),
+    pytest.mark.timeout(300),
+]
+
+SCRIPT = Path(__file__).with_name("hugging_face.py")
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+
+
+def start(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
+    """As torchrun would, without its own seconds."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**os.environ, **{name: str(value) for name, value in {**place, **meeting}.items()}}
+    command = [sys.executable, "-m", "zengine.as_deepspeed", str(SCRIPT), str(folder)]
+    with open(folder / f"rank{rank}.log", "w") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found."""
+    folder = tmp_path_factory.mktemp("hugging_face")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [start(rank, port, folder) for rank in (0, 1)]
+    try:
+        codes = [rank.wait(timeout=280) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in (0, 1))
+    assert codes == [0, 0], logs
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def of(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """One check, on rank 0, when it went well on both."""
+    for rank, results in enumerate(found):
+        assert "error" not in results[name], f"rank {rank}: {results[name]['error']}"
+    return found[0][name]
+
+
+@STAGES
+def test_trainer_has_the_losses_and_norms_that_it_has_without_deepspeed(found: list[dict[str, Any]], stage: int):
+    plain, ours = of(found, "plain"), of(found, f"trainer-{stage}")
+    assert plain["type"] == "DistributedDataParallel"
+    assert (ours["type"], ours["stage"], ours["zero3"]) == ("Engine", stage, stage == 3)
+    assert ours["losses"] == pytest.approx(plain["losses"], abs=1e-4)
+    assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-4)
+    assert found[1][f"trainer-{stage}"]["losses"] == ours["losses"]
+
+
+@STAGES
+def test_trainer_resumes_from_the_middle_with_the_losses_of_the_uninterrupted_run(
+    found: list[dict[str, Any]], stage: int
+):
+    ours = of(found, f"trainer-{stage}")
+    assert len(ours["resumed"]) == 2
+    assert ours["resumed"] == ours["losses"][2:]
+    assert 0 < ours["evaluated"] < 4
+
+
+@STAGES
+def test_what_trainer_exports_is_the_checkpoints_masters_and_what_plain_training_gives(
+    found: list[dict[str, Any]], stage: int
+):
+    exported = of(found, f"export-{stage}")
+    assert exported["names"]
+    assert exported["masters"]
+    assert exported["apart"] < 1e-4
+
+
+def test_states_are_split_over_the_ranks(found: list[dict[str, Any]]):
+    parts = [sum(results["trainer-3"]["parts"] for results in found)]
+    assert 0 < parts[0] < 2 * 18432
+
+
+def test_models_are_loaded_and_drawn_without_their_memory_at_stage_3(found: list[dict[str, Any]]):
+    ours = of(found, "pretrained")
+    assert (ours["deferred"], ours["llama"]) == ("meta", "meta")
+    assert ours["same"]
+    assert ours["loaded"] == ours["copied"]
+    assert len(ours["drawn"]) == 4
+
+
+@STAGES
+def test_accelerator_trains_saves_and_loads_alike_at_every_stage(found: list[dict[str, Any]], stage: int):
+    ours, first = of(found, f"accelerate-{stage}"), of(found, "accelerate-1")
+    assert (ours["ranks"], ours["type"], ours["unwrapped"]) == (2, "DistributedType.DEEPSPEED", "GPT2LMHeadModel")
+    assert ours["losses"] == pytest.approx(first["losses"], abs=1e-6)
+    assert ours["again"] == ours["losses"][4:]
+    assert (ours["samples"], ours["skipped"], ours["names"]) == (32, False, 29)
+
+
+def test_deepspeed_was_ours(found: list[dict[str, Any]]):
+    assert [results["deepspeed"] for results in found] == ["zengine.deepspeed", "zengine.deepspeed"]
