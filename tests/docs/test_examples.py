@@ -12,7 +12,8 @@ import pytest
 import repo
 
 PACKAGE_READMES = [repo.package_folder(name) / "README.md" for name in repo.PACKAGES]
-READMES = [repo.ROOT / "README.md", *PACKAGE_READMES]
+GUIDES = [repo.package_folder("zengine") / "DEEPSPEED.md"]
+READMES = [repo.ROOT / "README.md", *PACKAGE_READMES, *GUIDES]
 WITH_EXAMPLES = [
     path for name in repo.PACKAGES for path in repo.source_modules(name) if ">>> " in path.read_text(encoding="utf-8")
 ]

@@ -147,7 +147,7 @@ def from_pretrained(folder: Path) -> dict[str, Any]:
 
     def loaded() -> Any:
         model = AutoModelForCausalLM.from_pretrained(source)
-        seen["deferred"] = model.transformer.wte.weight.device.type
+        seen["nbytes"] = model.transformer.wte.weight.untyped_storage().nbytes()
         with deepspeed.zero.GatheredParameters(model.parameters()):
             seen["same"] = all(torch.equal(param, saved[name]) for name, param in model.named_parameters())
         return model
@@ -162,15 +162,32 @@ def from_pretrained(folder: Path) -> dict[str, Any]:
         set_seed(11)
         size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32, max_position_embeddings=8, **size))
-        seen["llama"] = model.model.embed_tokens.weight.device.type
+        seen["llama"] = model.model.embed_tokens.weight.untyped_storage().nbytes()
         return model
 
-    for name, model in (("loaded", loaded), ("copied", copied), ("drawn", drawn)):
+    def resized() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(source)
+        model.resize_token_embeddings(40)
+        with deepspeed.zero.GatheredParameters(model.transformer.wte.weight):
+            seen["kept"] = torch.equal(model.transformer.wte.weight[:32], saved["transformer.wte.weight"])
+        return model
+
+    for name, model in (("loaded", loaded), ("copied", copied), ("drawn", drawn), ("resized", resized)):
         trainer = trainer_of(folder / name, model, path)
         trainer.train()
         seen[name] = losses(trainer)
         trainer.model_wrapped.destroy()
     return seen
+
+
+def across_stages(folder: Path) -> dict[str, Any]:
+    """A run of stage 1 resumed at stage 3."""
+    checkpoint = folder.parent / "trainer-1" / f"checkpoint-{SAVED_AT}"
+    trainer = trainer_of(folder, fresh, str(folder.parent / "trainer-3" / "ds.json"))
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    found = {"losses": losses(trainer)[SAVED_AT:], "stage": trainer.model_wrapped.zero_optimization_stage()}
+    trainer.model_wrapped.destroy()
+    return found
 
 
 def exported(folder: Path) -> dict[str, Any]:
@@ -246,6 +263,7 @@ def main(folder: Path) -> None:
         "plain": lambda: without_deepspeed(folder / "plain"),
         **{f"trainer-{s}": lambda s=s: with_deepspeed(folder / f"trainer-{s}", s) for s in (1, 2, 3)},
         **{f"export-{s}": lambda s=s: exported(folder / f"trainer-{s}") for s in (1, 2, 3)},
+        "across": lambda: across_stages(folder / "across"),
         "pretrained": lambda: from_pretrained(folder / "pretrained"),
         **{f"accelerate-{s}": lambda s=s: with_accelerate(folder / f"accelerate-{s}", s) for s in (1, 2, 3)},
     }

@@ -98,10 +98,17 @@ def test_states_are_split_over_the_ranks(found: list[dict[str, Any]]):
 
 def test_models_are_loaded_and_drawn_without_their_memory_at_stage_3(found: list[dict[str, Any]]):
     ours = of(found, "pretrained")
-    assert (ours["deferred"], ours["llama"]) == ("meta", "meta")
+    assert (ours["nbytes"], ours["llama"]) == (4, 4)
     assert ours["same"]
+    assert ours["kept"]
     assert ours["loaded"] == ours["copied"]
-    assert len(ours["drawn"]) == 4
+    assert len(ours["drawn"]) == len(ours["resized"]) == 4
+
+
+def test_a_run_of_stage_1_is_resumed_at_stage_3_with_the_same_losses(found: list[dict[str, Any]]):
+    ours = of(found, "across")
+    assert ours["stage"] == 3
+    assert ours["losses"] == pytest.approx(of(found, "trainer-1")["losses"][2:], abs=1e-6)
 
 
 @STAGES

@@ -59,6 +59,7 @@ NAMES = {
         "broadcast_object_list gather scatter send recv isend irecv all_to_all all_to_all_single log_summary "
         "configure ReduceOp initialize_mesh_device get_world_group get_global_rank destroy_process_group"
     ),
+    "deepspeed.profiling.flops_profiler": "FlopsProfiler get_model_profile",
     "deepspeed.ops.adam": "FusedAdam DeepSpeedCPUAdam",
     "deepspeed.ops.lamb": "FusedLamb",
     "deepspeed.ops.lion": "FusedLion DeepSpeedCPULion",

@@ -31,12 +31,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
-from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.overrides import TorchFunctionMode
 
 import zcomm
 from zpartition import _compat
 from zpartition._compat import TorchDispatchMode, tree_flatten
+from zpartition.hidden import hide, make_hollow, show
 from zpartition.tape import Key, Ref, Tape, is_meta, key_of
 
 __all__ = ["Deferred", "Init", "draw_alike", "recording", "tape_of", "tape_that_knows", "tensors_of"]
@@ -79,13 +83,19 @@ class Init(AbstractContextManager["Init"]):
     """Modules built inside have no memory until `shard` gives each rank its part.
 
     enabled: False makes the block do nothing, so that one script serves both ways.
+    shown_on: where parameters say that they are once the block is over; "meta" is the truth.  On another device they
+        are one NaN in the right shape until somebody looks (see hidden.py): for code that puts new modules beside.
     make_buffers: buffers get their values at once, unless these are random: for code that writes into them before
         `shard`, as loaders of checkpoints do.
     The weights are those that a plain build with the same seed has.  Nothing outlives the block.
     """
 
-    def __init__(self, *, enabled: bool = True, make_buffers: bool = False) -> None:
+    def __init__(
+        self, *, enabled: bool = True, make_buffers: bool = False, shown_on: torch.device | str = "meta"
+    ) -> None:
         self.tape = Tape()
+        self._shown_on = torch.device(shown_on)
+        self._params: list[Parameter] = []  # those that modules have registered
         self._modes = ExitStack()
         self._enabled = enabled
         self._make_buffers = make_buffers
@@ -96,6 +106,9 @@ class Init(AbstractContextManager["Init"]):
             self._modes.enter_context(self._recorder)
             self._modes.enter_context(_NotMeta())
             self._modes.enter_context(_compat.truncated_normal_through(self.tape.record_filling))
+            if self._shown_on.type != "meta":
+                note: Any = lambda _module, _name, param: self._params.append(param)  # noqa: E731
+                self._modes.callback(register_module_parameter_registration_hook(note).remove)
             if self._make_buffers:
                 hook: Any = self._made  # may return the tensor to register, which torch's annotation does not know
                 self._modes.callback(register_module_buffer_registration_hook(hook).remove)
@@ -115,6 +128,8 @@ class Init(AbstractContextManager["Init"]):
         self._modes.close()
         for key in self.tape.storages:
             _tapes[key] = self.tape
+        hide([param for param in self._params if param is not None and is_meta(param)], self._shown_on)
+        self._params.clear()
 
 
 def tape_that_knows(tensor: Tensor) -> Tape | None:
@@ -127,6 +142,7 @@ def tape_of(module: nn.Module) -> Tape | None:
 
     Raises ValueError for meta tensors that no tape knows.
     """
+    show(module.parameters())
     for name, tensor in tensors_of(module):
         if is_meta(tensor):
             tape = _tapes.get(key_of(tensor))
@@ -163,6 +179,7 @@ class Deferred:
     tape: Tape
     slots: dict[Key, list[tuple[str, Ref]]]  # storage -> names of the module's tensors in it
     tensors: dict[str, Tensor]  # those, hollow now, by name
+    real: dict[str, Tensor]  # values of the parameters that were made outside of `Init`, by name
 
     @classmethod
     def of(cls, module: nn.Module, device: torch.device) -> Deferred | None:
@@ -175,14 +192,15 @@ class Deferred:
             return None
         slots: dict[Key, list[tuple[str, Ref]]] = {}
         tensors: dict[str, Tensor] = {}
+        real = {name: param.detach() for name, param in module.named_parameters() if not is_meta(param)}
         for name, tensor in list(tensors_of(module)):
             if is_meta(tensor):
                 slots.setdefault(key_of(tensor), []).append((name, Ref.of(tensor)))
                 tensors[name] = tensor
-                _make_hollow(tensor, device)
+                make_hollow(tensor, device)
         for key in slots:
             _tapes.pop(key, None)
-        return cls(tape, slots, tensors)
+        return cls(tape, slots, tensors, real)
 
     def fill(self, take: Callable[[str, Tensor], None], group: ProcessGroup | None) -> None:
         """`take(name, values)` gets the values of every tensor, on the CPU, in any order.
@@ -196,6 +214,10 @@ class Deferred:
                 take(name, ref.seen_in(content))
 
         self.tape.play(deliver, wanted=frozenset(self.slots))
+        for name, values in self.real.items():
+            together = values.clone(memory_format=torch.contiguous_format)
+            zcomm.broadcast(together, group, source=0, label=f"weights of {name}")
+            take(name, together)
 
 
 def draw_alike(tape: Tape, group: ProcessGroup | None) -> None:
@@ -213,15 +235,6 @@ def draw_alike(tape: Tape, group: ProcessGroup | None) -> None:
     tape.is_own = torch.equal(own, together)
     for index, state in zip(seeded, together):
         tape.steps[index] = attrs.evolve(tape.steps[index], generator=state.clone())
-
-
-def _make_hollow(tensor: Tensor, device: torch.device) -> None:
-    """Give a meta tensor, keeping its identity, one NaN on `device` for all of its elements (0 for integers)."""
-    value = torch.nan if tensor.is_floating_point() else 0
-    hollow = torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
-    if isinstance(tensor, Parameter):
-        hollow = Parameter(hollow, requires_grad=tensor.requires_grad)
-    _compat.swap(tensor, hollow)
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -34,6 +34,7 @@ from torch.nn import Parameter
 import zcomm
 from zpartition import _compat
 from zpartition.deferred import draw_alike, tape_that_knows
+from zpartition.hidden import hide, show
 from zpartition.tape import Key, Ref, Tape, key_of
 
 __all__ = ["Settled", "early_weights", "settle"]
@@ -92,6 +93,8 @@ def early_weights(tensors: Iterable[Tensor], modifier_rank: int | None) -> Itera
 
     Raises ValueError on every rank, leaving the weights as they were, for edits without a modifier_rank.
     """
+    tensors = list(tensors)
+    hidden = show(tensors)
     by_tape: dict[int, tuple[Tape, list[Tensor]]] = {}
     for tensor in tensors:
         if (tape := tape_that_knows(tensor)) is not None:
@@ -102,6 +105,8 @@ def early_weights(tensors: Iterable[Tensor], modifier_rank: int | None) -> Itera
     finally:
         for block in blocks:
             block.make_meta()
+        for param, device in hidden:
+            hide([param], device)
     for block in blocks:
         block.refuse_edits() if modifier_rank is None else block.spread(modifier_rank)
 

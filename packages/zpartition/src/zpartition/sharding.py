@@ -10,6 +10,7 @@ import zcomm
 from zpartition import state
 from zpartition.admission import named_groups, refuse_hollow, refuse_owned
 from zpartition.deferred import Deferred
+from zpartition.hidden import show
 from zpartition.layout import Layout
 from zpartition.layouts import plan_layouts
 from zpartition.offload import Tier
@@ -40,6 +41,7 @@ def shard(
             needs whole tensors and the policy cuts them; parameters are spread over devices.
     """
     policy = policy or ZeroPolicy()
+    show(module.parameters())
     for name, param in module.named_parameters():
         refuse_owned(name, param)
         refuse_hollow(name, param)

@@ -10,7 +10,19 @@ from __future__ import annotations
 from zengine.arguments import add_config_arguments
 from zengine.as_deepspeed import API_VERSION
 from zengine.config import ConfigError as DeepSpeedConfigError
-from zengine.deepspeed import checkpoint, comm, inference, launcher, moe, monitor, ops, pipe, runtime, utils
+from zengine.deepspeed import (
+    checkpoint,
+    comm,
+    inference,
+    launcher,
+    moe,
+    monitor,
+    ops,
+    pipe,
+    profiling,
+    runtime,
+    utils,
+)
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.comm import init_distributed
 from zengine.deepspeed.inference import (
@@ -69,6 +81,7 @@ __all__ = [
     "monitor",
     "ops",
     "pipe",
+    "profiling",
     "runtime",
     "tp_model_init",
     "utils",

@@ -83,7 +83,8 @@ class Init(AbstractContextManager["Init"]):
     def __enter__(self) -> Init:
         if self._enabled:
             init_distributed()  # as DeepSpeed does: edits before `initialize` have to reach all ranks
-            self._undo.enter_context(zpartition.Init(make_buffers=True))
+            device = get_accelerator().current_device_name()  # new layers go beside: a larger embedding, an adapter
+            self._undo.enter_context(zpartition.Init(make_buffers=True, shown_on=device))
             if self._dtype is not None:
                 self._undo.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._dtype)
