@@ -132,3 +132,5 @@ def test_what_stays_wide_and_the_buffers_reach_the_precision() -> None:
     assert plan_of({"data_types": {"keep_in_fp32_modules": []}}).precision.keep == Keep(as_listed=False)
     (notice,) = plan_of({"torch_autocast": ON, "data_types": {"keep_in_fp32_modules": ["norm"]}}).notices
     assert notice.endswith("no effect here: weights are float32, and torch.autocast decides for each operation")
+    auto = plan_of({"bf16": {"enabled": "auto"}, "data_types": {"keep_in_fp32_modules": ["norm"]}}).notices
+    assert "dict: data_types.keep_in_fp32_modules has no effect here: weights are float32" in auto

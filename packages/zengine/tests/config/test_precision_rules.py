@@ -85,6 +85,7 @@ LOW = {"enabled": True, "bf16_master_weights_and_grads": True}
         {"data_types": {"param_dtype": "bf16"}, "torch_autocast": ON},
         {"data_types": {"param_dtype": "fp16"}},
         {"amp": {"enabled": True, "opt_level": "O3"}},
+        {"amp": {"enabled": True, "opt_level": "O0"}, "bf16": ON},
         {"bf16": {**LOW, "bf16_optimizer_states": True}, "optimizer": {"type": "Lion"}},
         {"bf16": {**LOW, "bf16_optimizer_states": True},
          "optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}},

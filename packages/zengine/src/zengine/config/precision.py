@@ -145,12 +145,11 @@ def _says_states(params: Mapping[str, Any]) -> bool:
 
 def precision_notices(config: Config, dtypes: Precision) -> list[str]:
     """What a person should hear about once."""
-    settings = config.settings
     return [
         *_amp_notices(config),
         *_scale_notices(config),
         *_master_notices(config, dtypes),
-        *_kept(settings, config),
+        *_keep_notices(config, dtypes),
     ]
 
 
@@ -208,11 +207,11 @@ def _master_notices(config: Config, dtypes: Precision) -> list[str]:
     return notices
 
 
-def _kept(settings: Settings, config: Config) -> list[str]:
+def _keep_notices(config: Config, dtypes: Precision) -> list[str]:
     key = "data_types.keep_in_fp32_modules"
-    if settings.data_types.keep_in_fp32_modules in ("auto", ()) or param_dtypes(settings) != {"float32"}:
+    if not dtypes.keep.patterns or dtypes.param.itemsize < 4:
         return []
     reason = "weights are float32"
-    if autocast_of(settings).enabled:
+    if autocast_of(config.settings).enabled:
         reason += ", and torch.autocast decides for each operation"
     return [f"{config.origin(key)}: {key} has no effect here: {reason}"]

@@ -45,7 +45,7 @@ def amp_is_autocast(config: Config) -> Problem | None:
         "bf16.enabled": settings.bf16.enabled,
     }
     on = [at(config, key) for key, is_on in others.items() if is_on]
-    if not settings.amp.enabled or not on:
+    if not settings.amp.enabled or settings.amp.opt_level == "O0" or not on:
         return None
     return violation(
         config,
