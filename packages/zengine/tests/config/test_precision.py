@@ -124,6 +124,17 @@ def test_what_narrow_masters_cost_is_said() -> None:
     assert "dict: bf16.bf16_master_weights_and_grads has no effect here: training in float32" in auto
 
 
+def test_the_copies_of_autocast_at_stage_3_are_told() -> None:
+    zero = {"zero_optimization": {"stage": 3}}
+    (notice,) = plan_of({"torch_autocast": ON, **zero}).notices
+    assert notice.startswith(
+        "dict: with torch_autocast at stage 3 every rank holds bfloat16 copies of all weights from"
+    )
+    assert "with amp at stage 3 every rank holds float16 copies" in plan_of({"amp": ON, **zero}).notices[1]
+    assert plan_of({"torch_autocast": ON, "bf16": ON, **zero}).notices == ()
+    assert plan_of({"torch_autocast": ON, "zero_optimization": {"stage": 2}}).notices == ()
+
+
 def test_what_stays_wide_and_the_buffers_reach_the_precision() -> None:
     plan = plan_of({"bf16": ON, "data_types": {"keep_in_fp32_modules": ["norm"], "buffer_dtype": "fp32"}})
     assert plan.precision.keep == Keep(patterns=("norm",), as_listed=False)

@@ -147,6 +147,7 @@ def precision_notices(config: Config, dtypes: Precision) -> list[str]:
     """What a person should hear about once."""
     return [
         *_amp_notices(config),
+        *_copy_notices(config, dtypes),
         *_scale_notices(config),
         *_master_notices(config, dtypes),
         *_keep_notices(config, dtypes),
@@ -169,6 +170,19 @@ def _amp_notices(config: Config) -> list[str]:
     return [
         f"{said}: weights stay float32, where {amp.opt_level} had {apart}. For those write "
         f'"fp16": {{"enabled": true{also}}} in place of "amp"'
+    ]
+
+
+def _copy_notices(config: Config, dtypes: Precision) -> list[str]:
+    """Autograd saves what autocast made of a weight, and no partition can take that back."""
+    settings, autocast = config.settings, autocast_of(config.settings)
+    if not autocast.enabled or settings.zero_optimization.stage < 3 or dtypes.param.itemsize < 4:
+        return []
+    key = "amp" if settings.amp.enabled else "torch_autocast"
+    return [
+        f"{config.origin(f'{key}.enabled')}: with {key} at stage 3 every rank holds {autocast.dtype} copies of all "
+        "weights from forward to backward (2 bytes a parameter), where activations are not checkpointed. With "
+        '"bf16": {"enabled": true} there are none'
     ]
 
 
