@@ -135,6 +135,17 @@ def test_the_copies_of_autocast_at_stage_3_are_told() -> None:
     assert plan_of({"torch_autocast": ON, "zero_optimization": {"stage": 2}}).notices == ()
 
 
+def test_values_that_follow_from_another_section_say_so() -> None:
+    masters = {"bf16": {**ON, "bf16_master_weights_and_grads": True}}
+    low = plan_of({**masters, "optimizer": {"type": "AdamW"}}).origins
+    assert low["optimizer.params.state_dtype"] == "derived"
+    assert "optimizer.params.state_dtype" not in plan_of({**masters, "optimizer": {"type": "RMSprop"}}).origins
+    assert low["data_types.param_dtype"] == low["data_types.grad_accum_dtype"] == "derived"
+    amp = plan_of({"amp": ON, "data_types": {"grad_accum_dtype": "fp32"}}).origins
+    assert amp["torch_autocast.enabled"] == amp["torch_autocast.dtype"] == "derived"
+    assert (amp["data_types.param_dtype"], amp["data_types.grad_accum_dtype"]) == ("default", "dict")
+
+
 def test_what_stays_wide_and_the_buffers_reach_the_precision() -> None:
     plan = plan_of({"bf16": ON, "data_types": {"keep_in_fp32_modules": ["norm"], "buffer_dtype": "fp32"}})
     assert plan.precision.keep == Keep(patterns=("norm",), as_listed=False)

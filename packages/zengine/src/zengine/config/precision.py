@@ -22,6 +22,7 @@ from zprecision import DynamicScaling, Keep, Precision, StaticScaling, Unscaled
 
 __all__ = [
     "autocast_of",
+    "derived_dtypes",
     "numerics",
     "optimizer_plan",
     "param_dtypes",
@@ -112,6 +113,19 @@ def scaling(settings: Settings) -> Unscaled | StaticScaling | DynamicScaling:
     if autocast.enabled and autocast.dtype == "float16":
         return StaticScaling(autocast.loss_scale) if autocast.loss_scale else DynamicScaling()
     return DynamicScaling() if param_dtypes(settings) == {"float16"} else Unscaled()
+
+
+def derived_dtypes(settings: Settings, dtypes: Precision) -> set[str]:
+    """Keys whose values follow from other sections, where they are not given themselves."""
+    added = optimizer_plan(settings, dtypes).params.keys() - settings.optimizer.params.keys()
+    found = {f"optimizer.params.{key}" for key in added}
+    if settings.fp16.enabled or settings.bf16.enabled:
+        found.add("data_types.param_dtype")
+    if _has_narrow_masters(settings):
+        found.add("data_types.grad_accum_dtype")
+    if settings.amp.enabled:
+        found |= {f"torch_autocast.{key}" for key in ("enabled", "dtype", "loss_scale")}
+    return found
 
 
 def numerics(settings: Settings) -> NumericsPlan:
