@@ -120,7 +120,7 @@ def test_8_bit_products_are_refused_on_a_cpu_before_anything_starts() -> None:
         resolve(config, Facts(world_size=1, replicas=1, device_type="cpu"))
     assert str(caught.value.problems[0]) == (
         "fp8.enabled = true: this run computes on the CPU, which has no 8-bit matrix products. "
-        "Run on an NVIDIA GPU from Ada on or an AMD MI300, or set it to false."
+        "Run on an NVIDIA GPU from Ada on (capability 8.9), or set it to false."
     )
     plan = resolve(config, Facts(world_size=1, replicas=1, device_type="cuda"))
     assert (plan.numerics.float8.modules, plan.numerics.float8.exclude) == (("*",), ("lm_head",))

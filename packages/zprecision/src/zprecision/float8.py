@@ -126,8 +126,8 @@ class Float8:
         """
         if kind is Float8Linear and not has_float8(device):
             raise ValueError(
-                f"8-bit products need an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell) "
-                f"or an AMD MI300, and this is {_named(torch.device(device))}: leave the layers as they are, in bf16"
+                "8-bit products need an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell), and "
+                f"this is {_named(torch.device(device))}: leave the layers as they are, in bf16"
             )
         asked, left_out = only.asked(module), but.asked(module)
         fitting = dict(_fitting(module))
