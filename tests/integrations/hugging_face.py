@@ -31,6 +31,8 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -258,6 +260,38 @@ def with_accelerate(folder: Path, stage: int) -> dict[str, Any]:
     return found
 
 
+def kept_in_float32(section: str, stage: int) -> dict[str, Any]:
+    """A T5, which lists layers that stay, and a Llama, whose rotary frequencies are a buffer that is not saved."""
+    size = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    set_seed(3)
+    models = {
+        "t5": T5ForConditionalGeneration(T5Config(vocab_size=32, **size)),
+        "llama": AutoModelForCausalLM.from_config(
+            LlamaConfig(
+                vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+            )
+        ),
+    }
+    found: dict[str, Any] = {}
+    for name, model in models.items():
+        frequencies = [buffer.clone() for key, buffer in model.named_buffers() if "inv_freq" in key]
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        half = {"enabled": True, **({"loss_scale": 8} if section == "fp16" else {})}
+        config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, section: half, "zero_optimization": zero}
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        losses = []
+        for _ in range(3):
+            tokens = torch.arange(2, 18).view(2, 8)
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            losses.append(engine.step().loss)
+        wide = [key for key, param in model.named_parameters() if param.dtype == torch.float32]
+        now = [buffer for key, buffer in model.named_buffers() if "inv_freq" in key]
+        same = len(now) == len(frequencies) and all(map(torch.equal, now, frequencies))
+        found[name] = {"wide": wide, "losses": losses, "frequencies": same}
+        engine.destroy()
+    return found
+
+
 def main(folder: Path) -> None:
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "plain": lambda: without_deepspeed(folder / "plain"),
@@ -265,6 +299,7 @@ def main(folder: Path) -> None:
         **{f"export-{s}": lambda s=s: exported(folder / f"trainer-{s}") for s in (1, 2, 3)},
         "across": lambda: across_stages(folder / "across"),
         "pretrained": lambda: from_pretrained(folder / "pretrained"),
+        **{f"kept-{half}": lambda half=half: kept_in_float32(half, 3) for half in ("bf16", "fp16")},
         **{f"accelerate-{s}": lambda s=s: with_accelerate(folder / f"accelerate-{s}", s) for s in (1, 2, 3)},
     }
     found: dict[str, Any] = {"deepspeed": deepspeed.__name__}

@@ -111,6 +111,18 @@ def test_a_run_of_stage_1_is_resumed_at_stage_3_with_the_same_losses(found: list
     assert ours["losses"] == pytest.approx(of(found, "trainer-1")["losses"][2:], abs=1e-6)
 
 
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_what_a_model_lists_stays_in_float32_and_its_code_copes(found: list[dict[str, Any]], half: str):
+    ours = of(found, f"kept-{half}")
+    assert {name.rpartition("DenseReluDense.")[2] for name in ours["t5"]["wide"]} == (
+        {"wo.weight"} if half == "fp16" else set()
+    )
+    assert ours["llama"]["wide"] == []
+    assert ours["llama"]["frequencies"]
+    for model in ("t5", "llama"):
+        assert ours[model]["losses"][-1] < ours[model]["losses"][0]
+
+
 @STAGES
 def test_accelerator_trains_saves_and_loads_alike_at_every_stage(found: list[dict[str, Any]], stage: int):
     ours, first = of(found, f"accelerate-{stage}"), of(found, "accelerate-1")

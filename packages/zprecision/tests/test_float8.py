@@ -82,6 +82,25 @@ def test_forward_and_backward_are_products_of_codes(rows: int, dtype: torch.dtyp
     assert output.dtype == x.grad.dtype == layer.weight.grad.dtype == dtype
 
 
+def test_tensors_that_lie_otherwise_in_memory_give_the_same() -> None:
+    seen: list[bool] = []
+
+    class Watching(OnCpu):
+        @staticmethod
+        def matmul(left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+            seen.append(left.is_contiguous() and right.t().is_contiguous())  # what the hardware asks for
+            return OnCpu.matmul(left, right, scales, dtype)
+
+    torch.manual_seed(3)
+    layer = nn.Linear(32, 16)
+    x, grad = torch.randn(32, 24).t().requires_grad_(), torch.randn(16, 24).t()
+    with Float8.convert(layer, device="cpu", kind=Watching):
+        output = layer(x)
+        output.backward(grad)
+        assert torch.equal(output, layer(x.detach().contiguous()))
+    assert seen == [True] * 4
+
+
 def test_torchs_product_and_the_definition_train_alike_and_near_float32() -> None:
     losses = []
     for kind in (OnCpu, ByDefinition, None):

@@ -124,6 +124,28 @@ def test_what_narrow_masters_cost_is_said() -> None:
     assert "dict: bf16.bf16_master_weights_and_grads has no effect here: training in float32" in auto
 
 
+def test_the_copies_of_autocast_at_stage_3_are_told() -> None:
+    zero = {"zero_optimization": {"stage": 3}}
+    (notice,) = plan_of({"torch_autocast": ON, **zero}).notices
+    assert notice.startswith(
+        "dict: with torch_autocast at stage 3 every rank holds bfloat16 copies of all weights from"
+    )
+    assert "with amp at stage 3 every rank holds float16 copies" in plan_of({"amp": ON, **zero}).notices[1]
+    assert plan_of({"torch_autocast": ON, "bf16": ON, **zero}).notices == ()
+    assert plan_of({"torch_autocast": ON, "zero_optimization": {"stage": 2}}).notices == ()
+
+
+def test_values_that_follow_from_another_section_say_so() -> None:
+    masters = {"bf16": {**ON, "bf16_master_weights_and_grads": True}}
+    low = plan_of({**masters, "optimizer": {"type": "AdamW"}}).origins
+    assert low["optimizer.params.state_dtype"] == "derived"
+    assert "optimizer.params.state_dtype" not in plan_of({**masters, "optimizer": {"type": "RMSprop"}}).origins
+    assert low["data_types.param_dtype"] == low["data_types.grad_accum_dtype"] == "derived"
+    amp = plan_of({"amp": ON, "data_types": {"grad_accum_dtype": "fp32"}}).origins
+    assert amp["torch_autocast.enabled"] == amp["torch_autocast.dtype"] == "derived"
+    assert (amp["data_types.param_dtype"], amp["data_types.grad_accum_dtype"]) == ("default", "dict")
+
+
 def test_what_stays_wide_and_the_buffers_reach_the_precision() -> None:
     plan = plan_of({"bf16": ON, "data_types": {"keep_in_fp32_modules": ["norm"], "buffer_dtype": "fp32"}})
     assert plan.precision.keep == Keep(patterns=("norm",), as_listed=False)
@@ -132,3 +154,5 @@ def test_what_stays_wide_and_the_buffers_reach_the_precision() -> None:
     assert plan_of({"data_types": {"keep_in_fp32_modules": []}}).precision.keep == Keep(as_listed=False)
     (notice,) = plan_of({"torch_autocast": ON, "data_types": {"keep_in_fp32_modules": ["norm"]}}).notices
     assert notice.endswith("no effect here: weights are float32, and torch.autocast decides for each operation")
+    auto = plan_of({"bf16": {"enabled": "auto"}, "data_types": {"keep_in_fp32_modules": ["norm"]}}).notices
+    assert "dict: data_types.keep_in_fp32_modules has no effect here: weights are float32" in auto

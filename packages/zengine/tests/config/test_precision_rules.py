@@ -85,6 +85,7 @@ LOW = {"enabled": True, "bf16_master_weights_and_grads": True}
         {"data_types": {"param_dtype": "bf16"}, "torch_autocast": ON},
         {"data_types": {"param_dtype": "fp16"}},
         {"amp": {"enabled": True, "opt_level": "O3"}},
+        {"amp": {"enabled": True, "opt_level": "O0"}, "bf16": ON},
         {"bf16": {**LOW, "bf16_optimizer_states": True}, "optimizer": {"type": "Lion"}},
         {"bf16": {**LOW, "bf16_optimizer_states": True},
          "optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}},
@@ -119,7 +120,7 @@ def test_8_bit_products_are_refused_on_a_cpu_before_anything_starts() -> None:
         resolve(config, Facts(world_size=1, replicas=1, device_type="cpu"))
     assert str(caught.value.problems[0]) == (
         "fp8.enabled = true: this run computes on the CPU, which has no 8-bit matrix products. "
-        "Run on an NVIDIA GPU from Ada on or an AMD MI300, or set it to false."
+        "Run on an NVIDIA GPU from Ada on (capability 8.9), or set it to false."
     )
     plan = resolve(config, Facts(world_size=1, replicas=1, device_type="cuda"))
     assert (plan.numerics.float8.modules, plan.numerics.float8.exclude) == (("*",), ("lm_head",))

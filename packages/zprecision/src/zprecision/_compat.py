@@ -19,10 +19,8 @@ def unsaved_buffers(module: nn.Module) -> Iterator[str]:
 
 def has_scaled_matmul(device: torch.device) -> bool:
     """Whether `device` multiplies 8-bit floats in hardware, and this torch offers it."""
-    if device.type != "cuda" or not hasattr(torch, "_scaled_mm"):
-        return False
-    if torch.version.hip:
-        return bool(torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95")))
+    if device.type != "cuda" or not hasattr(torch, "_scaled_mm") or torch.version.hip:
+        return False  # AMD devices of the first kind want formats of their own
     return torch.cuda.get_device_capability(device) >= _OLDEST_CAPABILITY
 
 

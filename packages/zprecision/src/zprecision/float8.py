@@ -45,7 +45,7 @@ def has_float8(device: torch.device | str) -> bool:
 
 
 def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(codes of `dtype` in the tensor's shape, () float32 scale): tensor ~ codes * scale.
+    """(codes of `dtype` in the tensor's shape, rows contiguous; () float32 scale): tensor ~ codes * scale.
 
     The largest magnitude becomes the largest code.  A tensor that is not finite becomes NaN, at least where it was
     not finite, so that an overflow is still seen behind the product.
@@ -53,7 +53,7 @@ def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     largest = torch.finfo(dtype).max
     magnitude = tensor.detach().abs().amax().float() if tensor.numel() else tensor.new_zeros((), dtype=torch.float32)
     scale = (magnitude / largest).clamp(min=torch.finfo(torch.float32).tiny)
-    codes = (tensor.detach().float() / scale).clamp(-largest, largest).to(dtype)
+    codes = (tensor.detach().float() / scale).clamp(-largest, largest).to(dtype).contiguous()
     return codes, scale
 
 
@@ -126,8 +126,8 @@ class Float8:
         """
         if kind is Float8Linear and not has_float8(device):
             raise ValueError(
-                f"8-bit products need an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell) "
-                f"or an AMD MI300, and this is {_named(torch.device(device))}: leave the layers as they are, in bf16"
+                "8-bit products need an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell), and "
+                f"this is {_named(torch.device(device))}: leave the layers as they are, in bf16"
             )
         asked, left_out = only.asked(module), but.asked(module)
         fitting = dict(_fitting(module))

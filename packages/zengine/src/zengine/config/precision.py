@@ -22,6 +22,7 @@ from zprecision import DynamicScaling, Keep, Precision, StaticScaling, Unscaled
 
 __all__ = [
     "autocast_of",
+    "derived_dtypes",
     "numerics",
     "optimizer_plan",
     "param_dtypes",
@@ -114,6 +115,19 @@ def scaling(settings: Settings) -> Unscaled | StaticScaling | DynamicScaling:
     return DynamicScaling() if param_dtypes(settings) == {"float16"} else Unscaled()
 
 
+def derived_dtypes(settings: Settings, dtypes: Precision) -> set[str]:
+    """Keys whose values follow from other sections, where they are not given themselves."""
+    added = optimizer_plan(settings, dtypes).params.keys() - settings.optimizer.params.keys()
+    found = {f"optimizer.params.{key}" for key in added}
+    if settings.fp16.enabled or settings.bf16.enabled:
+        found.add("data_types.param_dtype")
+    if _has_narrow_masters(settings):
+        found.add("data_types.grad_accum_dtype")
+    if settings.amp.enabled:
+        found |= {f"torch_autocast.{key}" for key in ("enabled", "dtype", "loss_scale")}
+    return found
+
+
 def numerics(settings: Settings) -> NumericsPlan:
     """How forward runs."""
     autocast, fp8 = autocast_of(settings), settings.fp8
@@ -145,12 +159,12 @@ def _says_states(params: Mapping[str, Any]) -> bool:
 
 def precision_notices(config: Config, dtypes: Precision) -> list[str]:
     """What a person should hear about once."""
-    settings = config.settings
     return [
         *_amp_notices(config),
+        *_copy_notices(config, dtypes),
         *_scale_notices(config),
         *_master_notices(config, dtypes),
-        *_kept(settings, config),
+        *_keep_notices(config, dtypes),
     ]
 
 
@@ -170,6 +184,19 @@ def _amp_notices(config: Config) -> list[str]:
     return [
         f"{said}: weights stay float32, where {amp.opt_level} had {apart}. For those write "
         f'"fp16": {{"enabled": true{also}}} in place of "amp"'
+    ]
+
+
+def _copy_notices(config: Config, dtypes: Precision) -> list[str]:
+    """Autograd saves what autocast made of a weight, and no partition can take that back."""
+    settings, autocast = config.settings, autocast_of(config.settings)
+    if not autocast.enabled or settings.zero_optimization.stage < 3 or dtypes.param.itemsize < 4:
+        return []
+    key = "amp" if settings.amp.enabled else "torch_autocast"
+    return [
+        f"{config.origin(f'{key}.enabled')}: with {key} at stage 3 every rank holds {autocast.dtype} copies of all "
+        "weights from forward to backward (2 bytes a parameter), where activations are not checkpointed. With "
+        '"bf16": {"enabled": true} there are none'
     ]
 
 
@@ -208,11 +235,11 @@ def _master_notices(config: Config, dtypes: Precision) -> list[str]:
     return notices
 
 
-def _kept(settings: Settings, config: Config) -> list[str]:
+def _keep_notices(config: Config, dtypes: Precision) -> list[str]:
     key = "data_types.keep_in_fp32_modules"
-    if settings.data_types.keep_in_fp32_modules in ("auto", ()) or param_dtypes(settings) != {"float32"}:
+    if not dtypes.keep.patterns or dtypes.param.itemsize < 4:
         return []
     reason = "weights are float32"
-    if autocast_of(settings).enabled:
+    if autocast_of(config.settings).enabled:
         reason += ", and torch.autocast decides for each operation"
     return [f"{config.origin(key)}: {key} has no effect here: {reason}"]

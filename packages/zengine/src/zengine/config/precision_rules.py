@@ -45,7 +45,7 @@ def amp_is_autocast(config: Config) -> Problem | None:
         "bf16.enabled": settings.bf16.enabled,
     }
     on = [at(config, key) for key, is_on in others.items() if is_on]
-    if not settings.amp.enabled or not on:
+    if not settings.amp.enabled or settings.amp.opt_level == "O0" or not on:
         return None
     return violation(
         config,
@@ -165,7 +165,7 @@ def float8_has_a_device(config: Config, facts: Facts) -> list[Problem]:
             key="fp8.enabled",
             given=True,
             reason=f"this run computes on the {facts.device_type.upper()}, which has no 8-bit matrix products",
-            suggestion="Run on an NVIDIA GPU from Ada on or an AMD MI300, or set it to false.",
+            suggestion="Run on an NVIDIA GPU from Ada on (capability 8.9), or set it to false.",
         )
     ]
 

@@ -74,6 +74,6 @@ AMP_OTHERS: dict[str, Entry] = {
 class Float8:
     """fp8, a section of ours: linear layers whose products run in 8-bit floats, on devices that have them."""
 
-    enabled: bool = setting(TRUTH, False, "multiply in 8-bit floats; needs an NVIDIA GPU from Ada on, or an MI300")
+    enabled: bool = setting(TRUTH, False, "multiply in 8-bit floats; needs an NVIDIA GPU from Ada on")
     modules: tuple[str, ...] = setting(NAMES, ("*",), "linear layers, by parts of their names; * is anything")
     exclude: tuple[str, ...] = setting(NAMES, ("lm_head",), "linear layers that stay as they are")

@@ -23,6 +23,7 @@ from zengine.config.plan import (
     SchedulerPlan,
 )
 from zengine.config.precision import (
+    derived_dtypes,
     numerics,
     optimizer_plan,
     precision,
@@ -87,7 +88,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
             "names": settings.zero_optimization.leaf_module.names,
             "name_suffixes": settings.zero_optimization.leaf_module.name_suffixes,
         },
-        origins=_origins(config),
+        origins=_origins(config, dtypes),
         notices=(*config.notices, *_notices(config, facts), *precision_notices(config, dtypes)),
         given=config.document,
     )
@@ -185,17 +186,19 @@ def _zero(settings: Settings, dtypes: Precision, facts: Facts) -> ZeroPolicy:
     )
 
 
-def _origins(config: Config) -> dict[str, str]:
+def _origins(config: Config, dtypes: Precision) -> dict[str, str]:
     """Where each value of the plan comes from, by the key that sets it."""
+    settings = config.settings
     keys = [".".join(path) for path, entry in walk(ROOT) if entry.care is Care.HONOURED]
     keys = [key for key in keys if ".*." not in key]  # members that the user names are listed as they were given
     keys += [key for key in config.given if ".params." in key or ".curriculum_metrics." in key]
     origins = {key: config.origin(key) for key in keys}
     written = [key for key in BATCH_KEYS if key in config.given]
     solved = next((key for key in BATCH_KEYS if key not in written), "")  # accumulation alone defaults to 1
-    for key in {solved, "data_parallel_size", "communication_data_type"} - {"", *config.given, *config.autos}:
+    derived = {solved, "data_parallel_size", "communication_data_type", *derived_dtypes(settings, dtypes)}
+    for key in derived - {"", *config.given, *config.autos}:
         origins[key] = "derived"
-    if config.settings.bf16.enabled == "auto":
+    if settings.bf16.enabled == "auto":
         origins["bf16.enabled"] = "auto"
     return origins
 
