@@ -44,6 +44,13 @@ class StreamLoader(Loader):
         num_samples = len(self.dataset)
         return num_samples // self.batch_size if self._drop_last else -(-num_samples // self.batch_size)
 
+    def epochs_done(self) -> float:
+        try:
+            whole = len(self) * self._stride
+        except TypeError:
+            return float(self.epoch)
+        return self.epoch + min(1.0, self.consumed_samples / max(whole, 1))
+
     def state_dict(self) -> dict[str, Any]:
         """{epoch, consumed_samples, dataset}; `dataset` is what its own state_dict says, {} without position."""
         saved = self.dataset.state_dict() if self._has_position() else {}
