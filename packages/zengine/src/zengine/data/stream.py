@@ -19,11 +19,11 @@ logger = logging.getLogger("zengine.data")
 class StreamLoader(Loader):
     """Over an IterableDataset, passed through as it is: its order and its sharding by rank are its own.
 
-    A dataset with `state_dict` and `load_state_dict` keeps the position (where num_workers is 0, as otherwise the copies
-    in the workers move, not the one that could be asked).  Without, a loaded position is reached by reading the
-    stream again from its beginning and dropping what was consumed: exact if it yields the same again, and said in the
-    log.  A new iteration that nothing was loaded for starts from the beginning.  The state differs by rank if the
-    datasets do.  consumed_samples counts in whole batches.
+    A dataset with `state_dict` and `load_state_dict` keeps the position (where num_workers is 0, as otherwise the
+    copies in the workers move, not the one that could be asked).  Without, a loaded position is reached by reading
+    the stream again from its beginning and dropping what was consumed: exact if it yields the same again, and said
+    in the log.  A new iteration that nothing was loaded for starts from the beginning.  The state differs by rank
+    if the datasets do.  consumed_samples counts in whole batches.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class StreamLoader(Loader):
         self._to_drop = 0  # batches that were consumed before this process began
         if fetching.num_workers > 1:
             logger.warning(
-                "%s is a stream and is read by %d worker processes: each yields all of it unless it takes its share by "
-                "torch.utils.data.get_worker_info(). One worker is right for any stream",
+                "%s is a stream and is read by %d worker processes: each yields all of it unless it takes its share "
+                "by torch.utils.data.get_worker_info(). One worker is right for any stream",
                 type(dataset).__name__,
                 fetching.num_workers,
             )
@@ -93,9 +93,9 @@ class StreamLoader(Loader):
         elif consumed:
             self._to_drop = consumed // self._stride
             logger.warning(
-                "%s has no position that could be restored: it is read from its beginning and %d batches are dropped, "
-                "which is exact if it yields the same again. With state_dict and load_state_dict, and num_workers=0, "
-                "it goes on at once",
+                "%s has no position that could be restored: it is read from its beginning and %d batches are "
+                "dropped, which is exact if it yields the same again. With state_dict and load_state_dict, and "
+                "num_workers=0, it goes on at once",
                 type(self.dataset).__name__,
                 self._to_drop,
             )
