@@ -2,8 +2,11 @@
 
 import json
 import logging
+import random
 
+import numpy as np
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 
 from zengine.data import make_loader
@@ -82,6 +85,29 @@ def test_a_stream_without_position_is_read_again_up_to_it_and_that_is_said(optio
     assert [batch.tolist() for batch in batches] == [[8, 9]]
     assert loader.epoch == 3
     assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+
+
+class Noisy(IterableDataset):
+    """Adds a random number to each sample, as augmentation does."""
+
+    def __iter__(self):
+        return (index + float(torch.rand(()) + np.random.rand() + random.random()) / 4 for index in range(12))
+
+
+def test_what_a_stream_draws_goes_on_from_the_generators_of_the_checkpoint():
+    def seed():
+        torch.manual_seed(1), np.random.seed(1), random.seed(1)
+
+    seed()
+    loader = loader_of(Noisy())
+    batches = iter(loader)
+    next(batches)
+    saved, generators = loader.state_dict(), (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    ahead = next(batches).tolist()
+    resumed = loader_of(Noisy())
+    resumed.load_state_dict(saved)
+    torch.set_rng_state(generators[0]), np.random.set_state(generators[1]), random.setstate(generators[2])
+    assert next(iter(resumed)).tolist() == ahead
 
 
 def test_a_stream_that_several_workers_read_is_pointed_out(caplog):
