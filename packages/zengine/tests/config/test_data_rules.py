@@ -65,7 +65,7 @@ BAD = [
     (metric(schedule_type=None), r"curriculum_metrics\.seqlen: schedule_type is missing"),
     (metric("rarity"), r"curriculum_metrics\.rarity: index_to_sample_path is missing.*DataAnalyzer"),
     (metric("rarity", index_to_sample_path="s.npy"), "index_to_metric_path is missing"),
-    (packing(max_tokens=0), r"dynamic_batching: max_tokens \(0\)"),
+    (packing(max_tokens=0), "dynamic_batching: max_tokens is missing. Set max_tokens to what"),
     (packing(min_batch_size=4, max_batch_size=2), r"max_batch_size \(2; 0 is no limit\) at least min_batch_size"),
     (layers(random_ltd_layer_id=[]), "total_layer_num and random_ltd_layer_id are needed"),
     (layers(random_ltd_layer_id=[1, 4]), "must be different numbers below total_layer_num = 4"),

@@ -70,6 +70,14 @@ def test_an_iteration_goes_on_for_the_epochs_it_was_given():
     assert len(list(loader)) == 20
 
 
+def test_epochs_are_counted_by_the_walk():
+    """A quarter is admitted for ever, so 10 samples are about a whole pass."""
+    loader = loader_of(law=FixedDiscrete(difficulties=(9,), until=()), micro=5)
+    take(loader, 4)
+    assert 1 < loader.epochs_done() <= 2
+    assert loader.state_dict()["consumed_samples"] == 20
+
+
 def test_a_post_processing_function_sees_the_difficulty_of_its_batch():
     loader = loader_of(law=FixedDiscrete(difficulties=(10, 20, 39), until=(1, 2)))
     seen = []

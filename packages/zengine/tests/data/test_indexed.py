@@ -64,6 +64,11 @@ def test_the_last_batch_of_an_epoch_moves_the_position_to_a_fresh_shuffle(drop_l
     assert first != second
 
 
+def test_epochs_are_counted_with_their_part():
+    loader = loader_of(20, 5)
+    assert [loader.epochs_done(), *(loader.epochs_done() for _ in zip(loader, range(5)))] == [0, 0.25, 0.5, 0.75, 1]
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_all_ranks_together_read_every_sample_once(world):
     loaders = [loader_of(24, 2, rank=rank, world=world) for rank in range(world)]

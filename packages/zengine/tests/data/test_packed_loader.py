@@ -74,4 +74,6 @@ def test_the_length_is_that_of_the_epoch_and_long_samples_are_told_of(caplog):
     assert f"{int((LENGTHS > 10).sum())} of 60 samples are longer than max_tokens = 10" in caplog.text
     for _ in range(2):
         assert len(loader) == len(list(loader))
-    assert loader.epoch == 2
+    assert loader.epoch == loader.epochs_done() == 2
+    next(iter(loader))
+    assert loader.epochs_done() == 2 + 1 / len(loader)

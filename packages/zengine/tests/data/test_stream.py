@@ -2,8 +2,11 @@
 
 import json
 import logging
+import random
 
+import numpy as np
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 
 from zengine.data import make_loader
@@ -69,19 +72,62 @@ def test_a_dataset_that_knows_its_position_resumes_at_the_next_batch():
 
 
 @pytest.mark.parametrize("options", [{"dataset": Stream()}, {"dataset": Remembering(), "num_workers": 1}])
-def test_a_stream_without_position_starts_anew_and_says_so(options, caplog):
+def test_a_stream_without_position_is_read_again_up_to_it_and_that_is_said(options, caplog):
     with caplog.at_level(logging.WARNING, logger="zengine.data"):
         loader = loader_of(**options)
         loader.load_state_dict({"epoch": 2, "consumed_samples": 8, "dataset": {}})
-    assert (loader.epoch, loader.consumed_samples) == (2, 0)
+    assert (loader.epoch, loader.consumed_samples) == (2, 8)
     assert f"{type(options['dataset']).__name__} has no position that could be restored" in caplog.text
-    assert "8 samples" in caplog.text
+    assert "1 batches are dropped" in caplog.text
+    batches = iter(loader)
+    assert next(batches).tolist() == [4, 5, 6, 7]
+    assert loader.state_dict()["consumed_samples"] == 16
+    assert [batch.tolist() for batch in batches] == [[8, 9]]
+    assert loader.epoch == 3
     assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+
+
+class Noisy(IterableDataset):
+    """Adds a random number to each sample, as augmentation does."""
+
+    def __iter__(self):
+        return (index + float(torch.rand(()) + np.random.rand() + random.random()) / 4 for index in range(12))
+
+
+def test_what_a_stream_draws_goes_on_from_the_generators_of_the_checkpoint():
+    def seed():
+        torch.manual_seed(1), np.random.seed(1), random.seed(1)
+
+    seed()
+    loader = loader_of(Noisy())
+    batches = iter(loader)
+    next(batches)
+    saved, generators = loader.state_dict(), (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    ahead = next(batches).tolist()
+    resumed = loader_of(Noisy())
+    resumed.load_state_dict(saved)
+    torch.set_rng_state(generators[0]), np.random.set_state(generators[1]), random.setstate(generators[2])
+    assert next(iter(resumed)).tolist() == ahead
+
+
+def test_a_stream_that_several_workers_read_is_pointed_out(caplog):
+    with caplog.at_level(logging.WARNING, logger="zengine.data"):
+        loader_of(Stream(), num_workers=1)
+        assert not caplog.text
+        loader_of(Stream(), num_workers=2)
+    assert "Stream is a stream and is read by 2 worker processes: each yields all of it" in caplog.text
 
 
 def test_at_the_start_of_an_epoch_nothing_is_lost_so_nothing_is_said(caplog):
     loader_of(Stream()).load_state_dict({"epoch": 2, "consumed_samples": 0, "dataset": {}})
     assert not caplog.records
+
+
+def test_epochs_have_a_part_where_the_length_is_known():
+    for dataset, part in ((Sized(), 1 / 3), (Stream(), 0)):
+        loader = loader_of(dataset)
+        next(iter(loader))
+        assert loader.epochs_done() == part
 
 
 def test_the_length_is_that_of_the_dataset_if_it_has_one():

@@ -105,6 +105,8 @@ def schedule_of(section: CurriculumLearning | CurriculumMetric) -> Schedule:
 
 def packing_of(section: DynamicBatching) -> Packing:
     """ValueError if the limits of a micro-batch make no sense."""
+    if not section.max_tokens:
+        raise ValueError("max_tokens is missing")
     return Packing(
         max_tokens=section.max_tokens,
         min_batch_size=section.min_batch_size,

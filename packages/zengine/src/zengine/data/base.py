@@ -81,6 +81,10 @@ class Loader(ABC):
         """Batches of this rank in a whole epoch, wherever the position is."""
 
     @abstractmethod
+    def epochs_done(self) -> float:
+        """Passes over the data so far, with the part of the one under way where its length is known."""
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """The position, JSON-able."""
 

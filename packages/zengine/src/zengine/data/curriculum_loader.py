@@ -42,6 +42,10 @@ class CurriculumLoader(Loader):
         """Batches of one iteration."""
         return self._num_batches
 
+    def epochs_done(self) -> float:
+        """Passes of the walk; it goes faster where less is admitted."""
+        return self._at.epoch + self._at.place / self._walk.order.num_samples
+
     def set_custom_schedule(self, laws: Mapping[str, Callable[[int], int]] | Callable[[int], int]) -> None:
         """Take functions for the metrics with a custom schedule; they count for what is not fetched yet."""
         schedules = with_laws({limit.name: limit.schedule for limit in self._walk.limits}, laws)

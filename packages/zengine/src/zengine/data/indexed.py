@@ -31,6 +31,9 @@ class MapLoader(Loader):
     def __len__(self) -> int:
         return self._order.num_batches(drop_last=self._drop_last)
 
+    def epochs_done(self) -> float:
+        return self.epoch + min(1.0, self.consumed_samples / self._order.num_samples)
+
     def state_dict(self) -> dict[str, Any]:
         """{seed, epoch, consumed_samples, num_samples, shuffle}; the same on every rank and in every world."""
         return {

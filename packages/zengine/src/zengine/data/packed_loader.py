@@ -59,6 +59,9 @@ class PackedLoader(Loader):
             self._planned = epoch, self._order.micro_batches(epoch)
         return self._planned[1]
 
+    def epochs_done(self) -> float:
+        return self.epoch + self._micro_step / len(self)
+
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on every rank."""
         return {

@@ -45,6 +45,13 @@ class SampledLoader(Loader):
         num_samples = len(self.sampler)  # type: ignore[arg-type]
         return num_samples // self.batch_size if self._drop_last else -(-num_samples // self.batch_size)
 
+    def epochs_done(self) -> float:
+        try:
+            whole = len(self) * self.batch_size * self._world_size
+        except TypeError:
+            return float(self.epoch)
+        return self.epoch + min(1.0, self.consumed_samples / max(whole, 1))
+
     def state_dict(self) -> dict[str, Any]:
         """{epoch, consumed_samples, sampler}; `sampler` is what its own state_dict says, {} without one."""
         saved = self.sampler.state_dict() if self._has_position() else {}  # type: ignore[attr-defined]

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any, final
 
+import numpy as np
+import torch
 from torch.utils.data import IterableDataset
 
 from zengine.data.base import Loader, whole_numbers
@@ -18,10 +23,11 @@ logger = logging.getLogger("zengine.data")
 class StreamLoader(Loader):
     """Over an IterableDataset, passed through as it is: its order and its sharding by rank are its own.
 
-    There is a position only if the dataset has `state_dict` and `load_state_dict` (and num_workers is 0, as
-    otherwise the copies in the workers move, not the one that could be asked). Without, every iteration
-    starts from the beginning of the stream, and loading a state in its middle says so in a warning. The state
-    differs by rank if the datasets do. consumed_samples counts in whole batches.
+    A dataset with `state_dict` and `load_state_dict` keeps the position (where num_workers is 0, as otherwise the
+    copies in the workers move, not the one that could be asked).  Without, a loaded position is reached by reading
+    the stream again from its beginning and dropping what was consumed: exact if it yields the same again, and said
+    in the log.  A new iteration that nothing was loaded for starts from the beginning.  The state differs by rank
+    if the datasets do.  consumed_samples counts in whole batches.
     """
 
     def __init__(
@@ -38,11 +44,26 @@ class StreamLoader(Loader):
         self._stride = batch_size * world_size
         self._seed = seed  # of the generators in worker processes
         self._drop_last = drop_last
+        self._to_drop = 0  # batches that were consumed before this process began
+        if fetching.num_workers > 1:
+            logger.warning(
+                "%s is a stream and is read by %d worker processes: each yields all of it unless it takes its share "
+                "by torch.utils.data.get_worker_info(). One worker is right for any stream",
+                type(dataset).__name__,
+                fetching.num_workers,
+            )
 
     def __len__(self) -> int:
         """TypeError unless the dataset has a length."""
         num_samples = len(self.dataset)
         return num_samples // self.batch_size if self._drop_last else -(-num_samples // self.batch_size)
+
+    def epochs_done(self) -> float:
+        try:
+            whole = len(self) * self._stride
+        except TypeError:
+            return float(self.epoch)
+        return self.epoch + min(1.0, self.consumed_samples / max(whole, 1))
 
     def state_dict(self) -> dict[str, Any]:
         """{epoch, consumed_samples, dataset}; `dataset` is what its own state_dict says, {} without position."""
@@ -54,10 +75,15 @@ class StreamLoader(Loader):
         return stateful and self._fetching.num_workers == 0
 
     def _open(self) -> Iterator[Any]:
+        to_drop, self._to_drop = self._to_drop, 0
         if not self._has_position():
-            self.consumed_samples = 0
+            self.consumed_samples = to_drop * self._stride
         seed = self._seed + self.epoch
-        return self._fetching.of_stream(self.dataset, self.batch_size, drop_last=self._drop_last, seed=seed)
+        batches = self._fetching.of_stream(self.dataset, self.batch_size, drop_last=self._drop_last, seed=seed)
+        with _generators_untouched() if to_drop else nullcontext():
+            for _ in islice(batches, to_drop):
+                pass
+        return batches
 
     def _handed(self) -> None:
         self.consumed_samples += self._stride
@@ -68,14 +94,28 @@ class StreamLoader(Loader):
     def _load(self, state: Mapping[str, Any]) -> None:
         epoch, consumed = whole_numbers(state, "epoch", "consumed_samples")
         saved = state.get("dataset", {})
+        self._to_drop = 0
         if saved and self._has_position():
             self.dataset.load_state_dict(saved)
         elif consumed:
+            self._to_drop = consumed // self._stride
             logger.warning(
-                "%s has no position that could be restored: it starts from its beginning, although %d samples of "
-                "it were consumed. Give it state_dict and load_state_dict, and use num_workers=0",
+                "%s has no position that could be restored: it is read from its beginning and %d batches are "
+                "dropped, which is exact if it yields the same again. With state_dict and load_state_dict, and "
+                "num_workers=0, it goes on at once",
                 type(self.dataset).__name__,
-                consumed,
+                self._to_drop,
             )
-            consumed = 0
         self.epoch, self.consumed_samples = epoch, consumed
+
+
+@contextmanager
+def _generators_untouched() -> Iterator[None]:
+    """What is drawn inside (by a dataset, for batches that are dropped) is not missing afterwards."""
+    python, numpy, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(state)

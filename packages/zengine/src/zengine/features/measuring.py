@@ -25,6 +25,7 @@ from zengine.telemetry.work import Formula
 if TYPE_CHECKING:
     from zengine.clock import MicroStep
     from zengine.config import Plan
+    from zengine.data import Loader
     from zengine.engine import Engine
     from zengine.parts import TelemetrySlot
 
@@ -72,7 +73,7 @@ def subject_of(engine: Engine) -> Subject:
         ),
         recomputes=rates.recomputation == "yes"
         or (rates.recomputation == "auto" and says_it_recomputes(engine.module)),
-        epochs=epochs_of(engine.parts.loader, plan.batch.replicas),
+        epochs=epochs_of(engine.parts.loader),
         ledger=engine.parts.partition.ledger,
         record=RunRecord(
             started=now(),
@@ -84,19 +85,9 @@ def subject_of(engine: Engine) -> Subject:
     )
 
 
-def epochs_of(loader: Any, replicas: int) -> Callable[[], tuple[float, ...]]:
+def epochs_of(loader: Loader | None) -> Callable[[], tuple[float, ...]]:
     """Passes over the data so far, with fractions where the loader knows its length; empty without our loader."""
-    if loader is None:
-        return tuple
-
-    def epochs() -> tuple[float, ...]:
-        try:
-            whole = len(loader) * loader.batch_size * replicas
-        except TypeError:  # a stream has no length
-            return (float(loader.epoch),)
-        return (loader.epoch + min(1.0, loader.consumed_samples / whole),)
-
-    return epochs
+    return tuple if loader is None else lambda: (loader.epochs_done(),)
 
 
 def hparams_of(plan: Plan, optimizer: torch.optim.Optimizer | None) -> dict[str, bool | float | str]:
