@@ -133,7 +133,7 @@ def step_parts(timers: Mapping[str, float], whole: float) -> dict[str, float]:
 def memory_charts(run: Run) -> Iterator[str]:
     """Bytes by owner, stacked, and the totals of process and allocator."""
     owners = memory_owners(run)
-    factor, unit = bytes_unit(max((value for points in owners.values() for _, value in points), default=0.0))
+    factor, unit = bytes_unit(sum(map(peak_of, owners.values())))
     yield stacked_chart(
         "Memory by owner", f"{unit}, rank 0", [Line(name, scaled(each, factor)) for name, each in owners.items()]
     )
