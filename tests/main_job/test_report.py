@@ -6,13 +6,15 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from train.evaluate import Result
 from train.model import Shape
 from train.recipe import Recipe
-from train.report import Story, page, read_phases
+from train.report import Story, page
+from zengine.reporting.runs import Event, Run
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -64,13 +66,15 @@ def make_story(**changes) -> Story:
         final_windows=8,
         must_win=False,
     )
-    phases = {name: [(step, 30.0) for step in range(1, 41)] for name in ("forward", "backward", "step")}
+    timers = {f"Train/Samples/elapsed_time_ms_{name}": 30.0 for name in ("forward", "backward", "step")}
+    values = {**timers, "memory/parameters_bytes": 2.0**20, "memory/process_bytes": 2.0**28}
+    events = tuple(Event(step, 4 * step, 0.1 * step, values) for step in range(1, 41))
     result = Result(unigram=4.6, bigram=3.5, model=2.5, step=40, guesses=512, fingerprint="0123456789abcdef")
     story = {
         "name": "a <run>",
         "recipe": recipe,
         "rows": rows,
-        "phases": phases,
+        "record": Run(name="record", folder=Path("record"), events=events),
         "result": result,
         "sample": "if a < b & c: </script><script>alert(1)</script>",
         "environment": {"device": "<cpu>"},
@@ -92,7 +96,7 @@ def test_the_page_is_well_formed_and_fetches_nothing():
     checker = checked(text)
     assert checker.fetched == []
     assert not re.search(r"https?://|@import|url\((?!#)", text)
-    assert checker.tags.count("figure") == 6
+    assert checker.tags.count("figure") == 7
 
 
 def test_what_the_model_wrote_cannot_become_markup():
@@ -124,13 +128,5 @@ def test_every_chart_carries_its_points_for_the_cursor():
         assert all(series["points"] for series in plot["series"])
 
 
-def test_a_page_without_phase_times_leaves_that_chart_out():
-    assert checked(page(make_story(phases={}))).tags.count("figure") == 5
-
-
-def test_phase_times_of_a_resumed_run_count_once(tmp_path):
-    for phase, ms in (("forward", 1.0), ("backward", 2.0), ("step", 3.0)):
-        lines = [f"step,{phase}", f"8,{ms}", f"16,{ms}", f"16,{ms * 10}", f"24,{ms}"]
-        (tmp_path / f"Train_Samples_elapsed_time_ms_{phase}.csv").write_text("\n".join(lines) + "\n")
-    assert read_phases(tmp_path, 8)["forward"] == [(1.0, 1.0), (2.0, 10.0), (3.0, 1.0)]
-    assert read_phases(tmp_path / "absent", 8) == {}
+def test_a_run_without_a_record_leaves_its_charts_out():
+    assert checked(page(make_story(record=Run(name="", folder=Path("record"))))).tags.count("figure") == 4

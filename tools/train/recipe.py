@@ -9,6 +9,7 @@ A run's folder:
     run.json            the recipe
     losses.jsonl        a line for every step and every validation (journal.py)
     tensorboard/ csv/   written by the engine
+    record/             the same for `zengine report`: config, environment, and every number of every step
     checkpoints/        written by the engine; `latest` names the newest
     report.html         the picture; result.json the figures in it
 """
@@ -62,6 +63,10 @@ class Folder:
     @property
     def csv(self) -> Path:
         return self.path / "csv"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "record"
 
     @property
     def result(self) -> Path:
@@ -134,8 +139,10 @@ def settle(options: argparse.Namespace, folder: Folder) -> Recipe:
         config["train_micro_batch_size_per_gpu"] = options.micro_batch
     seed = options.seed or 0
     config.setdefault("data_efficiency", {})["seed"] = seed
-    for monitor, place in (("tensorboard", folder.tensorboard), ("csv_monitor", folder.csv)):
+    places = {"tensorboard": folder.tensorboard, "csv_monitor": folder.csv, "jsonl_monitor": folder.record}
+    for monitor, place in places.items():
         config.setdefault(monitor, {}).update(output_path=str(place.parent), job_name=place.name)
+    config["jsonl_monitor"]["enabled"] = True  # the report is made of it
     return Recipe(
         config=config,
         shape=Shape(depth=2, width=32, heads=2, context=64) if options.quick else Shape(),

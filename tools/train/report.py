@@ -1,13 +1,12 @@
 """report.html: what happened in a run, as one file that opens anywhere and can be mailed.
 
-Loss and speed come from the journal, phase times from the CSV files that the engine's monitor wrote.  Charts, frame
-and style are those of `zengine report`; what this page adds is what a byte model can be asked: whether it beats the
-byte tables, and what it writes.
+Loss and speed come from the journal, times and memory from the record that the engine kept (`zengine report` makes a
+page of that alone).  What this page adds is what a byte model can be asked: whether it beats the byte tables, and
+what it writes.
 """
 
 from __future__ import annotations
 
-import csv
 import html
 import json
 import math
@@ -16,7 +15,9 @@ from pathlib import Path
 
 import attrs
 
+from zengine.reporting import Run
 from zengine.reporting.chart import Line, line_chart, smoothed, stacked_chart
+from zengine.reporting.curves import memory_charts, time_layers
 from zengine.reporting.document import bar, details, document, facts, section
 from zengine.reporting.document import tiles as as_tiles
 
@@ -24,9 +25,6 @@ from .evaluate import LN2, Result
 from .journal import Row
 from .progress import amount, duration
 from .recipe import Recipe
-
-PHASES = ("forward", "backward", "step")  # timers of the engine that do not contain each other
-TIMER_FILE = "Train_Samples_elapsed_time_ms_{}.csv"
 
 Facts = Mapping[str, object]  # one table: what is named, and its value
 Points = list[tuple[float, float]]
@@ -39,27 +37,11 @@ class Story:
     name: str
     recipe: Recipe
     rows: list[Row]  # of the journal
-    phases: Mapping[str, Points]  # ms by timer, over steps
+    record: Run  # what the engine left
     result: Result
     sample: str  # generated text
     environment: Facts
     corpus: Facts
-
-
-def read_phases(folder: Path, samples_per_step: int) -> dict[str, Points]:
-    """The phase times that the CSV monitor left in `folder`, over steps; empty where it was off."""
-    found = {phase: folder / TIMER_FILE.format(phase) for phase in PHASES}
-    phases = {}
-    for phase, path in found.items():
-        if path.exists():
-            with path.open(newline="") as file:
-                rows = list(csv.reader(file))[1:]  # after the header
-            by_sample = {
-                int(samples): float(ms) for samples, ms in rows
-            }  # done twice after a resume: the later counts
-            phases[phase] = [(samples / samples_per_step, ms) for samples, ms in sorted(by_sample.items())]
-    lengths = {len(points) for points in phases.values()}
-    return phases if len(lengths) == 1 else {}
 
 
 def charts(story: Story) -> Iterable[str]:
@@ -84,7 +66,7 @@ def charts(story: Story) -> Iterable[str]:
         "tokens per second, all ranks",
         [Line("each step", speed, faint=True), Line("smoothed", smoothed(speed, span))],
     )
-    yield stacked_chart("Where a step's time goes", "ms, rank 0", phase_lines(story.phases))
+    yield stacked_chart("Where a step's time goes", "ms, rank 0", time_layers(story.record))
     yield line_chart("Learning rate", "", [Line("learning rate", series("lr"))])
     norm = series("grad_norm")
     yield line_chart(
@@ -92,12 +74,7 @@ def charts(story: Story) -> Iterable[str]:
         "before clipping",
         [Line("each step", norm, faint=True), Line("smoothed", smoothed(norm, span))],
     )
-    yield line_chart("Memory", "MiB, rank 0", [Line("resident", series("memory_bytes", 2**-20))])
-
-
-def phase_lines(phases: Mapping[str, Points]) -> list[Line]:
-    """What is stacked: the phases, each averaged over a few steps."""
-    return [Line(name, smoothed(points, max(1, len(points) // 60))) for name, points in phases.items()]
+    yield from memory_charts(story.record)
 
 
 def contest(result: Result) -> str:

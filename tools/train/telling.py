@@ -12,13 +12,15 @@ import attrs
 import torch
 
 import zengine
+from zengine.reporting import NoRunError, read_run
+from zengine.reporting import Run as Record
 
 from .evaluate import Result
 from .journal import Row
 from .model import GPT, generate
 from .progress import amount
 from .recipe import Folder, Recipe
-from .report import Story, read_phases, write_report
+from .report import Story, write_report
 from .text import Corpus
 
 PROMPT = b"def "  # what the sample of generated text begins with
@@ -79,7 +81,7 @@ def take_stock(run: Run, result: Result, rows: list[Row]) -> str:
         name=folder.name,
         recipe=run.recipe,
         rows=rows,
-        phases=read_phases(folder.csv, run.engine.train_batch_size()),
+        record=record_of(folder),
         result=result,
         sample=sample,
         environment=environment_facts(run),
@@ -97,6 +99,14 @@ def take_stock(run: Run, result: Result, rows: list[Row]) -> str:
     lines.append(f"TensorBoard  {sys.executable} -m tensorboard.main --logdir {folder.path.parent}")
     lines.append(f"report       {folder.report}")
     return "\n".join(lines)
+
+
+def record_of(folder: Folder) -> Record:
+    """What the engine kept; nothing where it could not write, which must not end a run at its end."""
+    try:
+        return read_run(folder.record)
+    except NoRunError:
+        return Record(name=folder.name, folder=folder.record)
 
 
 def readable(text: bytes) -> str:

@@ -10,13 +10,14 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-from zengine.commands import Command, CommandError, check, explain, plan
+from zengine.commands import Command, CommandError, check, explain, plan, report
 from zengine.config import ConfigError
 
 COMMANDS: Mapping[str, Command] = {
     "check": check,
     "explain": explain,
     "plan": plan,
+    "report": report,
 }
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from zengine.commands import report
+from zengine.cli import main
+from zengine.commands import CommandError, report
 
 
 def call(*arguments: str) -> int:
@@ -35,11 +36,14 @@ def test_the_page_goes_where_it_is_wanted(folder: Path) -> None:
     assert "2 runs side by side" in (folder / "deep" / "both.html").read_text()
 
 
-def test_a_mistake_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(str(tmp_path / "absent")) == 1
-    assert "there is no such folder" in capsys.readouterr().err
+def test_a_mistake_is_told(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(CommandError, match="there is no such folder"):
+        call(str(tmp_path / "absent"))
+    with pytest.raises(CommandError, match="zengine report: "):
+        call(str(folder), "--out", str(folder))
 
 
-def test_a_page_that_cannot_be_written_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(str(folder), "--out", str(folder)) == 1
-    assert capsys.readouterr().err.startswith("zengine report: ")
+def test_it_is_a_command_of_zengine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder)]) == 0
+    assert main(["report", str(folder / "absent")]) == 1
+    assert "no such folder" in capsys.readouterr().err

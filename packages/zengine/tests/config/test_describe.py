@@ -35,6 +35,7 @@ EVERYTHING = {
     "jsonl_monitor": {"enabled": True},
     "wandb": {"enabled": True},
     "comet": {"enabled": True},
+    "comms_logger": {"enabled": True},
     "flops_profiler": {"enabled": True},
     "profiler": {"enabled": True},
 }

@@ -83,7 +83,7 @@ checkpoint.async_save checkpoint.keep.best checkpoint.keep.every checkpoint.keep
 checkpoint.tag_validation
 comet.api_key comet.enabled comet.experiment_key comet.experiment_name comet.mode comet.online comet.project
 comet.samples_log_interval comet.workspace
-comms_logger.enabled
+comms_logger.debug comms_logger.enabled comms_logger.prof_all comms_logger.prof_ops comms_logger.verbose
 communication_data_type
 csv_monitor.enabled csv_monitor.job_name csv_monitor.output_path
 data_parallel_size data_types.grad_accum_dtype dataloader_drop_last

@@ -84,6 +84,7 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
     "log_level": ("debug", {}),
     "comet.mode": ("create", {"comet": {"enabled": True}}),
     "profiler.ranks": ([1], {"profiler": {"enabled": True}}),
+    "comms_logger.prof_ops": (["all_reduce"], {"comms_logger": {"enabled": True, "prof_all": False}}),
     "communication_data_type": ("bf16", {}),
     "data_types.grad_accum_dtype": ("bf16", {}),
     "zero_optimization.stage": (2, {}),

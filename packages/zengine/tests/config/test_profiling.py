@@ -45,3 +45,23 @@ def test_a_section_that_is_on_shows_its_values() -> None:
     assert "profiler.ranks" in text
     assert "(all)" in text
     assert "flops_profiler.profile_step" not in text
+
+
+def test_only_the_operations_that_are_named_are_counted() -> None:
+    named = plan(comms_logger={"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"]})
+    assert named.profiling.comms.ops == named.telemetry.comms_ops == ("all_reduce",)
+    everything = plan(comms_logger={"enabled": True, "prof_ops": ["all_reduce"]})
+    assert everything.telemetry.comms_ops == ()
+    assert any("prof_all is true" in notice for notice in everything.notices)
+
+
+def test_counting_nothing_is_off_and_said_so() -> None:
+    nothing = plan(comms_logger={"enabled": True, "prof_all": False})
+    assert not nothing.telemetry.comms_log
+    assert any("counts nothing" in notice for notice in nothing.notices)
+
+
+def test_lines_that_are_not_written_need_no_labels() -> None:
+    assert any(
+        "comms_logger.debug" in notice for notice in plan(comms_logger={"enabled": True, "debug": True}).notices
+    )

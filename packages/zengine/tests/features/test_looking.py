@@ -48,8 +48,6 @@ def _train(folder: str) -> dict[str, Any]:
         engine.step()
     held = sum(param.untyped_storage().nbytes() for param in engine.module.parameters())
     summary = log_summary(show_straggler=True, return_dict=True)
-    for feature in engine.features:
-        getattr(feature, "close", lambda: None)()
     engine.close()
     return {"summary": summary, "table": Path(table).read_text(), "held": held}
 

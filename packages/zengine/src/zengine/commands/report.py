@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zengine.commands import CommandError
 from zengine.reporting import NoRunError, write_report
 
 if TYPE_CHECKING:
@@ -32,13 +32,12 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page and say where it is; 1 where there is no run, or no place for the page."""
+    """Write the page and say where it is. Raises CommandError where there is no run, or no place for the page."""
     folders: list[Path] = arguments.run_folder
     out: Path = arguments.out or folders[0] / PAGE
     try:
         write_report(folders, out)
     except (NoRunError, OSError) as error:
-        print(f"zengine report: {error}", file=sys.stderr)
-        return 1
+        raise CommandError(f"zengine report: {error}") from error
     print(out)
     return 0

@@ -15,11 +15,10 @@ from zengine.config import schema
 from zengine.config import telemetry_settings as telemetry
 from zengine.config.compat_compression import COMPRESSION_TRAINING
 from zengine.config.compat_inference import INFERENCE
-from zengine.config.kinds import LIST, TRUTH
+from zengine.config.kinds import TRUTH
 from zengine.config.precision_settings import AMP_OTHERS, Amp, Autocast, Float8
 from zengine.config.table import Entry, Section, honoured, no_effect
 
-_PRINTING = "the log is kept in one form"
 _OFFLOAD: dict[str, Any] = {"switch": "device", "off": ("none", None)}
 
 SECTIONS: dict[str, Entry] = {
@@ -60,16 +59,7 @@ SECTIONS: dict[str, Entry] = {
             )
         },
     ),
-    "comms_logger": honoured(
-        telemetry.CommsLogger,
-        {
-            "prof_all": no_effect(TRUTH, True, why="every collective is counted"),
-            "prof_ops": no_effect(LIST, (), why="every collective is counted"),
-            "verbose": no_effect(TRUTH, False, why=_PRINTING),
-            "debug": no_effect(TRUTH, False, why=_PRINTING),
-        },
-        switch="enabled",
-    ),
+    "comms_logger": honoured(profiling.CommsLogger, switch="enabled"),
     "tensorboard": honoured(telemetry.TensorBoard, switch="enabled"),
     "csv_monitor": honoured(telemetry.EventFiles, switch="enabled"),
     "jsonl_monitor": honoured(telemetry.RunFolder, switch="enabled"),

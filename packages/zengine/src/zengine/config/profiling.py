@@ -75,8 +75,13 @@ def profiling(settings: Settings) -> ProfilingPlan:
     return ProfilingPlan(
         flops=FlopsPlan(**attrs.asdict(settings.flops_profiler)),
         window=WindowPlan(**attrs.asdict(settings.profiler)),
-        comms=CommsPlan(**attrs.asdict(settings.comms_logger)),
+        comms=CommsPlan(**{**attrs.asdict(settings.comms_logger), "enabled": _counts_anything(settings)}),
     )
+
+
+def _counts_anything(settings: Settings) -> bool:
+    comms = settings.comms_logger
+    return comms.enabled and bool(comms.prof_all or comms.prof_ops)
 
 
 def profiler_ranks_exist(config: Config, facts: Facts) -> list[Problem]:
@@ -105,12 +110,22 @@ def idle_profiling(config: Config, facts: Facts) -> list[str]:
             f"{config.origin(key)}: {key} is a record of CUDA's allocator, and this run has none: the trace holds "
             "every allocation of the CPU instead, as with profiler.profile_memory"
         )
+    comms = settings.comms_logger
+    if comms.enabled and comms.prof_all and comms.prof_ops:
+        key = "comms_logger.prof_ops"
+        notices.append(f"{config.origin(key)}: {key} has no effect here: prof_all is true, so all are counted")
+    if comms.enabled and not _counts_anything(settings):
+        key = "comms_logger.enabled"
+        notices.append(f"{config.origin(key)}: comms_logger counts nothing: prof_all is false and prof_ops is empty")
+    if comms.enabled and comms.debug and not comms.verbose:
+        key = "comms_logger.debug"
+        notices.append(f"{config.origin(key)}: {key} has no effect here: verbose is false, so there are no lines")
     return notices
 
 
 def profiling_rows(plan: ProfilingPlan) -> Iterator[tuple[str, Any]]:
     """Key and value for people; a section that is off is one row."""
-    for section, part in (("flops_profiler", plan.flops), ("profiler", plan.window)):
+    for section, part in (("comms_logger", plan.comms), ("flops_profiler", plan.flops), ("profiler", plan.window)):
         yield f"{section}.enabled", part.enabled
         if part.enabled:
             fields = [field.name for field in attrs.fields(type(part)) if field.name != "enabled"]

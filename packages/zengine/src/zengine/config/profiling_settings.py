@@ -1,4 +1,4 @@
-"""The sections that look into a run: flops_profiler and profiler."""
+"""The sections that look into a run: flops_profiler, profiler and comms_logger."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 from zengine.config.kinds import LIST, TEXT, TRUTH, Kind, null_or, number, whole
 from zengine.config.table import setting
 
-__all__ = ["FlopsProfiler", "Profiler"]
+__all__ = ["CommsLogger", "FlopsProfiler", "Profiler"]
 
 
 def _read_ranks(value: object) -> tuple[int, ...]:
@@ -17,7 +17,13 @@ def _read_ranks(value: object) -> tuple[int, ...]:
     return tuple(whole(0).read(rank) for rank in ranks)
 
 
+def _read_names(value: object) -> tuple[str, ...]:
+    names: Any = LIST.read(value)
+    return tuple(TEXT.read(name) for name in names)
+
+
 RANKS = Kind("a list of ranks", _read_ranks)
+NAMES = Kind("a list of names", _read_names)
 
 
 @attrs.frozen(kw_only=True)
@@ -46,3 +52,14 @@ class Profiler:
     with_stack: bool = setting(TRUTH, False, "with the lines of Python that called; slow")
     profile_memory: bool = setting(TRUTH, False, "with every allocation")
     memory_snapshot: bool = setting(TRUTH, False, "CUDA: also the allocator's history, for pytorch.org/memory_viz")
+
+
+@attrs.frozen(kw_only=True)
+class CommsLogger:
+    """comms_logger."""
+
+    enabled: bool = setting(TRUTH, False, "count calls, bytes and time of collectives")
+    prof_all: bool = setting(TRUTH, True, "false: only those of prof_ops")
+    prof_ops: tuple[str, ...] = setting(NAMES, (), "names of the operations to count where prof_all is false")
+    verbose: bool = setting(TRUTH, False, "log a line for each collective that is counted")
+    debug: bool = setting(TRUTH, False, "with its label in the engine in those lines")

@@ -30,11 +30,10 @@ from zengine.config.kinds import (
     whole,
 )
 from zengine.config.precision_settings import NAMES, Amp, Autocast, Float8
-from zengine.config.profiling_settings import FlopsProfiler, Profiler
+from zengine.config.profiling_settings import CommsLogger, FlopsProfiler, Profiler
 from zengine.config.table import setting
 from zengine.config.telemetry_settings import (
     Comet,
-    CommsLogger,
     EventFiles,
     RunFolder,
     TensorBoard,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from zengine.config.profiling import profiling
 from zengine.config.telemetry_settings import EventFiles, RunFolder, TensorBoard
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class TelemetryPlan:
     memory_breakdown: bool = False  # memory at each phase
     throughput: bool = True  # samples per second (timers.throughput)
     rates: RatePlan = RatePlan()
-    comms_log: bool = False  # count, bytes and time of every collective
+    comms_log: bool = False  # count, bytes and time of collectives
+    comms_ops: tuple[str, ...] = ()  # those that are counted; () = all
     bench_steps: int = 0  # measured steps after which the figures are told; 0 = never
     gradient_histograms: int = 0  # steps between two histograms (tensorboard.gradient_histograms); 0 = none
     tensorboard: MonitorPlan = MonitorPlan()
@@ -90,7 +92,8 @@ def telemetry_plan(settings: Settings) -> TelemetryPlan:
         memory_breakdown=settings.memory_breakdown,
         throughput=settings.timers.throughput.enabled or settings.bench_steps > 0,
         rates=_rates(settings),
-        comms_log=settings.comms_logger.enabled,
+        comms_log=profiling(settings).comms.enabled,
+        comms_ops=profiling(settings).comms.ops,
         bench_steps=settings.bench_steps,
         gradient_histograms=settings.tensorboard.gradient_histograms if settings.tensorboard.enabled else 0,
         tensorboard=_files(settings.tensorboard),
@@ -128,7 +131,6 @@ def telemetry_rows(telemetry: TelemetryPlan) -> Iterator[tuple[str, Any]]:
     yield "timers.throughput.enabled", telemetry.throughput
     if telemetry.throughput:
         yield from _rate_rows(telemetry.rates)
-    yield "comms_logger.enabled", telemetry.comms_log
     yield from _monitor_rows("tensorboard", telemetry.tensorboard, "output_path", "job_name")
     if telemetry.tensorboard.enabled:
         yield "tensorboard.gradient_histograms", telemetry.gradient_histograms or "off"

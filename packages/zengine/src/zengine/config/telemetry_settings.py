@@ -87,10 +87,3 @@ class Timers:
     """timers."""
 
     throughput: Throughput = attrs.field(factory=Throughput)
-
-
-@attrs.frozen(kw_only=True)
-class CommsLogger:
-    """comms_logger."""
-
-    enabled: bool = setting(TRUTH, False, "count calls, bytes and time of every collective")

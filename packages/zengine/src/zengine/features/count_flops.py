@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from zengine.features.base import Feature
+from zengine.telemetry.flops_meter import make_counter
 
 if TYPE_CHECKING:
     from zengine.engine import Engine
@@ -26,9 +27,7 @@ class CountFlops(Feature):
 
     def __init__(self, step: int) -> None:
         self.step = step  # which one, from 1
-        from torch.utils.flop_counter import FlopCounterMode  # not paid for by those who do not count
-
-        self.counter = FlopCounterMode(display=False)
+        self.counter = make_counter()
         self.counting: list[ExitStack] = []  # none, or one that holds the counter's mode while it counts
 
     def attach(self, engine: Engine) -> None:

@@ -48,7 +48,8 @@ class FlopsProfiling(Feature):
         self._plan = plan
         self._folder = folder
         self._stage = Stage.DONE
-        self._counter: Any = None  # of the backward; None while it is not counted
+        self._counter: Any = None  # of the backward, once it is counted
+        self._is_counting = False  # the counter is entered
 
     def attach(self, engine: Engine) -> None:
         self._engine = engine
@@ -57,9 +58,8 @@ class FlopsProfiling(Feature):
             self._stage = Stage.WAITING
 
     def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._stage is Stage.BACKWARD:
-            self._tell()
-        if self._stage in (Stage.WAITING, Stage.FORWARD, Stage.LOSS) and self._is_time():
+        self._stop_counting()
+        if self._stage is not Stage.DONE and self._is_time():
             self._profiler.start_profile()
             self._stage = Stage.FORWARD
         return args, kwargs
@@ -74,21 +74,33 @@ class FlopsProfiling(Feature):
         if self._stage is Stage.LOSS:
             self._counter = make_counter()
             self._counter.__enter__()
+            self._is_counting = True
             self._stage = Stage.BACKWARD
         return loss
 
-    def step_begin(self) -> None:
+    def backward_end(self, micro: MicroStep) -> None:
         if self._stage is Stage.BACKWARD:
-            self._tell()
+            self._stop_counting()
+            self._tell(int(self._counter.get_total_flops()))
+            self._stage = Stage.DONE
+
+    def close(self) -> None:
+        self._stop_counting()
 
     def _is_time(self) -> bool:
         return torch.is_grad_enabled() and self._engine.clock.steps >= self._plan.profile_step
 
-    def _tell(self) -> None:
-        """Close the counter of the backward, and hand over what was measured."""
-        self._stage = Stage.DONE
-        self._counter.__exit__(None, None, None)
-        profile = self._profiler.profile(backward_flops=int(self._counter.get_total_flops()))
+    def _stop_counting(self) -> None:
+        """Leave the counter of the backward, also of one that raised, and the hooks of the forward."""
+        if self._is_counting:
+            self._is_counting = False
+            self._counter.__exit__(None, None, None)
+        if self._stage is not Stage.DONE:
+            self._profiler.stop_profile()
+
+    def _tell(self, backward_flops: int) -> None:
+        """Hand over what was measured."""
+        profile = self._profiler.profile(backward_flops)
         self._profiler.end_profile()
         steps, plan = self._engine.clock.steps, self._plan
         text = format_profile(

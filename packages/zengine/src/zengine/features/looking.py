@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zengine.features.base import Feature
 from zengine.features.comms_summary import CommsSummary
@@ -31,7 +31,5 @@ def lookers(plan: Plan) -> tuple[Feature, ...]:
 
 def run_folder(plan: Plan) -> Path | None:
     """The folder of the run's own record (`jsonl_monitor`); None where that is off."""
-    monitor: Any = getattr(plan.telemetry, "jsonl_monitor", None)
-    if monitor is None or not monitor.enabled:
-        return None
-    return folder_of(monitor)
+    monitor = plan.telemetry.jsonl_monitor
+    return folder_of(monitor) if monitor.enabled else None

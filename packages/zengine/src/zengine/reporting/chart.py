@@ -41,6 +41,7 @@ class Line:
     name: str
     points: Sequence[Point]  # by step
     faint: bool = False  # drawn thin and pale: raw data behind the smoothed line that follows
+    colour: int = 0  # of an area, from 1; 0: the next one
 
 
 def thinned(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
@@ -252,7 +253,7 @@ def stacked_chart(title: str, unit: str, lines: Sequence[Line]) -> str:
     axes = Axes((steps[0], steps[-1]), (0.0, sorted(floors)[int((len(floors) - 1) * 0.98)] * 1.1 or 1.0))
     body, keys = [], []
     for index, (line, low, high) in enumerate(layers):
-        number = index % NUM_COLOURS + 1
+        number = line.colour or index % NUM_COLOURS + 1
         forth = axes.path(list(zip(steps, high)))
         back = axes.path(list(zip(steps, low))[::-1]).replace("M", "L", 1)
         body.append(f'<path class="area f{number}" d="{forth}{back}Z"/>')

@@ -26,6 +26,16 @@ STEP_MS = ("perf/step_time_ms", "Throughput/step_ms")
 TFLOPS = ("perf/tflops", "perf/tflops_counted")
 MFU = ("perf/mfu",)
 TIMER = "Train/Samples/elapsed_time_ms_"
+# One for each part of a step, so that pages can be held side by side.
+PHASE_COLOURS = {
+    "data": 7,
+    "forward": 1,
+    "backward": 2,
+    "communication": 3,
+    "step": 4,
+    "checkpoint": 5,
+    "other": 8,
+}
 MEMORY = ("memory/", "Memory/")
 # Memory that is a whole, of which the owners are parts, or a moment: never stacked.
 WHOLES = {
@@ -109,7 +119,8 @@ def time_layers(run: Run) -> list[Line]:
         for name, ms in parts.items():
             layers.setdefault(name, []).append(ms)
     span = max(1, min(len(steps), 2000) // 60)
-    return [Line(name, smoothed(thinned(list(zip(steps, ms)), 2000), span)) for name, ms in layers.items() if any(ms)]
+    series = {name: smoothed(thinned(list(zip(steps, ms)), 2000), span) for name, ms in layers.items() if any(ms)}
+    return [Line(name, points, colour=PHASE_COLOURS[name]) for name, points in series.items()]
 
 
 def step_parts(timers: Mapping[str, float], whole: float) -> dict[str, float]:
@@ -133,7 +144,7 @@ def step_parts(timers: Mapping[str, float], whole: float) -> dict[str, float]:
 def memory_charts(run: Run) -> Iterator[str]:
     """Bytes by owner, stacked, and the totals of process and allocator."""
     owners = memory_owners(run)
-    factor, unit = bytes_unit(max((value for points in owners.values() for _, value in points), default=0.0))
+    factor, unit = bytes_unit(sum(map(peak_of, owners.values())))
     yield stacked_chart(
         "Memory by owner", f"{unit}, rank 0", [Line(name, scaled(each, factor)) for name, each in owners.items()]
     )

@@ -46,7 +46,7 @@ def make_telemetry(
     stopwatch = _make_stopwatch(device) if plan.wall_clock_breakdown else NoStopwatch()
     marks = MemoryMarks(device) if plan.memory_breakdown else NoMemoryMarks()
     throughput = Throughput(warmup_steps=plan.rates.warmup_steps) if plan.throughput else NoThroughput()
-    comms = CommsLog(zcomm.traced) if plan.comms_log else NoCommsLog()
+    comms = CommsLog(zcomm.traced, plan.comms_ops) if plan.comms_log else NoCommsLog()
 
     def farewell() -> str:
         batch = f"batch {batch_size}, micro-batch {micro_batch_size}"

@@ -109,6 +109,9 @@ class TelemetryPlanLike(Protocol):
     def comms_log(self) -> bool: ...  # table of collectives
 
     @property
+    def comms_ops(self) -> tuple[str, ...]: ...  # the operations it counts; () = all
+
+    @property
     def bench_steps(self) -> int: ...  # measured steps after which the figures are told; 0 means never
 
     @property
