@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zcomm
-from zcomm.testing import run_ranks
+from zcomm.testing import end_ranks, run_ranks
 from zpartition.cells import addresses_of
 from zpartition.shard import Shard, cut
-from zpartition.tensor import TensorPlan, parallelize
-from zpartition.tensor.testing import GATHERED, PLAN, SEQUENCE, Language
+from zpartition.tensor import Column, Row, Rule, TensorPlan, parallelize
+from zpartition.tensor.testing import GATHERED, PLAN, SEQUENCE, Block, Grouped, Language
 
 
 def tokens(seed: int = 0) -> Tensor:
@@ -65,3 +67,54 @@ def test_losses_and_gradients_are_those_of_the_whole_model(world_size: int) -> N
     for found in run_ranks(compare_all, world_size, plans):
         for differences in found:
             assert max(differences.values()) < 1e-12, differences
+
+
+def dtensor_losses() -> list[float]:
+    """torch's own tensor parallelism, with the same plan, on blocks whose heads divide."""
+    mesh = init_device_mesh("cpu", (zcomm.group_size(),))
+    model = two_blocks()
+    for block in model:
+        plan = {"attention.o_proj": RowwiseParallel(), "mlp.down": RowwiseParallel()}
+        columns = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate", "mlp.up")
+        parallelize_module(block, mesh, {**plan, **dict.fromkeys(columns, ColwiseParallel())})
+        block.attention.num_heads //= 2
+        block.attention.num_key_value_heads //= 2
+    return sgd(model)
+
+
+def our_losses() -> list[float]:
+    model = two_blocks()
+    rules = [Rule("*.attention.o_proj", Row()), Rule("*.mlp.down", Row()), Rule("*.*.*", Column())]
+    parallelize(model, TensorPlan(rules))
+    return sgd(model)
+
+
+def two_blocks() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(Block(Grouped(4, 2), inner=36) for _ in range(2))).double()
+
+
+def sgd(model: torch.nn.Module) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def both() -> tuple[list[float], list[float]]:
+    return our_losses(), dtensor_losses()
+
+
+def test_losses_are_those_of_torchs_dtensor_under_the_same_plan() -> None:
+    try:
+        for ours, theirs in run_ranks(both, 2):
+            assert ours == pytest.approx(theirs, abs=1e-13)
+            assert ours == pytest.approx(sgd(two_blocks()), abs=1e-13)
+    finally:
+        end_ranks()  # torch keeps meshes for ever

@@ -82,10 +82,10 @@ class Gated(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, attention: nn.Module) -> None:
+    def __init__(self, attention: nn.Module, inner: int = 37) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(WIDTH), attention
-        self.norm2, self.mlp = nn.LayerNorm(WIDTH), Gated()
+        self.norm2, self.mlp = nn.LayerNorm(WIDTH), Gated(inner)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
