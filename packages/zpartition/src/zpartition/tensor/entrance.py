@@ -16,6 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from zpartition._compat import version
 from zpartition.cells import Cell
 from zpartition.tensor import functions
 
@@ -50,9 +51,9 @@ class Entrance:
         if torch.compiler.is_compiling():
             return functions.copy(x, self.cell)
         seen = self.seen
-        if seen is None or seen.x() is not x or seen.version != x._version:
+        if seen is None or seen.x() is not x or seen.version != version(x):
             forget = functools.partial(_forget, weakref.ref(self))
-            seen = self.seen = _Seen(weakref.ref(x, forget), x._version, functions.copy(x, self.cell))
+            seen = self.seen = _Seen(weakref.ref(x, forget), version(x), functions.copy(x, self.cell))
         return seen.entered
 
     def gather(self, x: Tensor) -> Tensor:

@@ -221,6 +221,8 @@ def _own(x: Tensor, cell: Cell, dim: int, sizes: tuple[int, ...]) -> Tensor:
 
 def _joined(x: Tensor, cell: Cell, dim: int, sizes: tuple[int, ...]) -> Tensor:
     """The ranks' parts, of `sizes` along `dim`; padded to the longest on their way."""
+    if cell.size == 1:
+        return x.clone()
     longest = max(sizes)
     padded = x.new_zeros((*x.shape[:dim], longest, *x.shape[dim + 1 :]))
     padded.narrow(dim, 0, sizes[cell.rank]).copy_(x)

@@ -22,7 +22,7 @@ from zpartition.tensor.plan import TensorPlan, resolve
 from zpartition.tensor.styles import Column, Gather, Row, Scatter, Summed, Vocabulary
 from zpartition.tensor.vocabulary import VocabularyEmbedding
 
-__all__ = ["parallelize"]
+__all__ = ["parallelize", "part_of", "split"]
 
 
 def parallelize(model: nn.Module, plan: TensorPlan, group: ProcessGroup | None = None) -> list[Cut]:
@@ -42,15 +42,19 @@ def parallelize(model: nn.Module, plan: TensorPlan, group: ProcessGroup | None =
         refuse_hollow(name, param)
     cell = Cell.of(group)
     cuts = resolve(plan, model, cell.size, cell.rank)
-    modules = dict(model.named_modules())
     _agree(model, group)
-    entrance = Entrance(cell, plan.sequence_dim)
+    split(model, cuts, Entrance(cell, plan.sequence_dim))
+    return cuts
+
+
+def split(model: nn.Module, cuts: Sequence[Cut], entrance: Entrance) -> None:
+    """Make `cuts` true, without a message; `entrance` leads to the ranks with the other parts."""
+    modules = dict(model.named_modules())
     done: set[int] = set()
     for cut in cuts:
         _take_parts(modules[cut.module], cut, done)
         _become(modules[cut.module], cut, entrance)
     _localize(modules, cuts)
-    return cuts
 
 
 def _agree(model: nn.Module, group: ProcessGroup | None) -> None:
@@ -68,10 +72,10 @@ def _take_parts(module: nn.Module, cut: Cut, done: set[int]) -> None:
         if id(param) not in done:  # tied weights come by twice
             done.add(id(param))
             param.grad = None
-            param.data = _part(param.data, address)
+            param.data = part_of(param.data, address)
 
 
-def _part(tensor: Tensor, address: Address) -> Tensor:
+def part_of(tensor: Tensor, address: Address) -> Tensor:
     """Memory of its own for what lies at `address`."""
     boxes = [tensor[tuple(slice(lo, hi) for lo, hi in box)] for box in address.boxes]
     return torch.cat(boxes) if len(boxes) > 1 else boxes[0].clone(memory_format=torch.contiguous_format)
@@ -88,7 +92,7 @@ def _become(module: nn.Module, cut: Cut, entrance: Entrance) -> None:
         regions.gather_behind(module, entrance)
     elif isinstance(style, Vocabulary):
         _place(module, VocabularyEmbedding, Place(entrance, cut.addresses, cut.sizes, style.scatters))
-        layer.num_embeddings = cut.sizes[entrance.cell.rank]
+        layer.num_embeddings = layer.weight.shape[0]
     elif isinstance(style, Column | Row):
         kind = kind_of(module)
         assert kind is not None
@@ -96,7 +100,7 @@ def _become(module: nn.Module, cut: Cut, entrance: Entrance) -> None:
         is_joined = style.gathers if isinstance(style, Column) else style.takes_part
         place = Place(entrance, cut.addresses, cut.sizes, is_joined)
         _place(module, kind.column if is_column else kind.row, place)
-        setattr(layer, kind.names[0 if is_column else 1], cut.sizes[entrance.cell.rank])
+        setattr(layer, kind.names[0 if is_column else 1], kind.shape(module)[0 if is_column else 1])
 
 
 def _place(module: nn.Module, kind: type[nn.Module], place: Place) -> None:

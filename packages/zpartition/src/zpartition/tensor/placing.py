@@ -12,7 +12,7 @@ from zpartition.shard import Address
 from zpartition.tensor.layers import ColumnConv1D, ColumnLinear, Placed, RowConv1D, RowLinear
 from zpartition.tensor.styles import Column, Row, Style, Vocabulary, cut_along, shares
 
-__all__ = ["Cut", "Kind", "kind_of", "placed"]
+__all__ = ["CONV1D", "LINEAR", "Cut", "Kind", "kind_of", "placed"]
 
 
 @attrs.frozen

@@ -110,7 +110,7 @@ def _heads(parent: nn.Module, name: str, num_ranks: int) -> Heads:
 
 
 def _with_units(style: Style, module: nn.Module, heads: Heads) -> Style:
-    """The style with units: those it names, or heads, or elements."""
+    """The style with units: those it names, or heads, or elements (where what is between two layers is whole)."""
     if not isinstance(style, Column | Row) or style.units:
         return style
     kind = kind_of(module)
@@ -118,7 +118,8 @@ def _with_units(style: Style, module: nn.Module, heads: Heads) -> Style:
         return style
     size = kind.shape(module)[0 if isinstance(style, Column) else 1]
     sizes = (style.blocks if isinstance(style, Column) else ()) or (size,)
-    if heads != NO_HEADS and all(each % heads.units == 0 for each in sizes):
+    is_joined = style.gathers if isinstance(style, Column) else style.takes_part
+    if heads != NO_HEADS and not is_joined and all(each % heads.units == 0 for each in sizes):
         return attrs.evolve(style, units=heads.units)
     return attrs.evolve(style, units=min(sizes) if len(set(sizes)) > 1 else sizes[0])
 

@@ -78,13 +78,17 @@ def read_layer_specs(config: Mapping[str, Any], model: nn.Module) -> TensorPlan:
             raise ValueError(f"{where}: unknown {', '.join(unknown)}; allowed: {', '.join(sorted(_SPEC_KEYS))}.")
         if spec.get("model_types") and kind not in spec["model_types"]:
             continue
-        rules += [rule for pattern in spec.get("patterns", ()) for rule in _rules(where, f"re:{pattern}", spec, model)]
+        rules += [
+            rule for pattern in spec.get("patterns", ()) for rule in _rules(where, f"re:{pattern}", spec, model)
+        ]
     return TensorPlan(rules, uncovered=Uncovered.REFUSE if config.get("strict_mode") else Uncovered.KEEP)
 
 
 def _rules(where: str, pattern: str, spec: Mapping[str, Any], model: nn.Module) -> list[Rule]:
     """One for each module, because blocks depend on its size."""
-    found = [(name, module) for name, module in model.named_modules() if name and Rule(pattern, Whole()).matches(name)]
+    found = [
+        (name, module) for name, module in model.named_modules() if name and Rule(pattern, Whole()).matches(name)
+    ]
     if not found:
         raise ValueError(f"{where}: pattern {pattern[3:]!r} fits no weight of the model, e.g. {_example(model)!r}.")
     return [Rule(name, _style(where, spec, name, module)) for name, module in found]
@@ -110,7 +114,7 @@ def _blocks(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) -
     if len(shape) != 2 or shape[1] != -1 or spec.get("partition_dim", 0) not in (0, None):
         raise ValueError(
             f"{where}: shape {list(shape)} with partition_dim {spec.get('partition_dim', 0)} is not known; allowed: "
-            "[n, -1] for n equal blocks of rows and [[a, b, ...], -1] for blocks of these sizes, with partition_dim 0."
+            "[n, -1] for n equal blocks of rows and [[a, b, ...], -1] for blocks of such sizes, with partition_dim 0."
         )
     if isinstance(shape[0], Sequence):
         return tuple(shape[0])
