@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 import zpartition
+from zpartition import state
+from zpartition.layout import ParamSpec, plan_layout
+from zpartition.shard import Address
 from zpartition.state import is_elementwise
 
 ELEMENTWISE = [
@@ -139,3 +142,12 @@ def test_a_split_master_is_refused_where_masters_are_kept_here():
     optimizer.param_groups[0]["split_master"] = True
     with pytest.raises(ValueError, match=r"SGD was made with split_master=True \(parameter group 0\), but .* Leave"):
         zpartition.shard(model, optimizer)
+
+
+def test_an_optimizer_that_looks_at_shapes_is_refused_where_tensors_are_split_over_tensor_ranks():
+    address = Address((4, 3), (((0, 2), (0, 3)),))
+    layout = plan_layout([ParamSpec("w", (2, 3), torch.float32, address=address)], world_size=1, num_shards=1)
+    model = torch.nn.Linear(3, 2)
+    state.refuse_cells(torch.optim.AdamW(model.parameters()), layout)
+    with pytest.raises(ValueError, match=r"Muon looks at whole tensors, and 1 are split over tensor ranks \(w, "):
+        state.refuse_cells(torch.optim.Muon([model.weight]), layout)

@@ -16,7 +16,7 @@ import torch
 
 from zpartition.layout import Piece
 from zpartition.shapes import new_state, segment_states
-from zpartition.shard import LazyShard, Shard, full_box, whole
+from zpartition.shard import LazyShard, Shard, cut, whole
 from zpartition.state import Holder, elements, is_coded
 
 # For each state key of a parameter: dtype, and shape, or None for a number beside the parameter such as a step count.
@@ -105,7 +105,7 @@ def make_state(
         for key, (dtype, shape) in kinds.items() if not state else ():
             if shape is None:
                 state[key] = torch.zeros((), dtype=dtype, device=scalar_device)
-            elif holder.is_whole:
+            elif holder.is_whole and not holder.is_boxed:
                 state[key] = torch.zeros(shape, dtype=dtype, device=holder.tensor.device)
             else:
                 state[key] = torch.zeros_like(holder.tensor.data, dtype=dtype)
@@ -122,7 +122,7 @@ def _by_segment(holder: Holder, states: Iterable[Mapping[str, torch.Tensor]]) ->
         name = piece.slot.name
         for key, value in state.items():
             if value.dim() == 1:
-                yield key, _cut(Shard, piece, value)
+                yield from ((key, shard) for shard in _cut(piece, value))
             elif value.dim():
                 yield key, whole(name, value)
             else:
@@ -132,23 +132,30 @@ def _by_segment(holder: Holder, states: Iterable[Mapping[str, torch.Tensor]]) ->
 def _addressed(holder: Holder, value: Any) -> Iterator[Shard | LazyShard] | None:
     """The shards of one state of `holder`; None for what has no address."""
     numel = holder.tensor.numel()
-    if isinstance(value, torch.Tensor) and value.dim() and holder.is_whole:
+    if isinstance(value, torch.Tensor) and value.dim() and holder.is_whole and not holder.is_boxed:
         return iter([whole(holder.pieces[0].slot.name, value)])
     if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
-        return (_cut(Shard, piece, elements(value, *_range(piece))) for piece in holder.pieces)
+        return (shard for piece in holder.pieces for shard in _cut(piece, elements(value, *_range(piece))))
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         number = value.detach().view(-1)
         return (Shard(piece.slot.name, (), (), (0, 1), number) for piece in holder.pieces)
     if is_coded(value) and value.shape == holder.tensor.shape:
-        reads = ((piece, functools.partial(value.read, *_range(piece))) for piece in holder.pieces)
-        return (_cut(LazyShard, piece, read) for piece, read in reads)
+        return (shard for piece in holder.pieces for shard in _coded(piece, value))
     return None
 
 
-def _cut(kind: Callable[..., Any], piece: Piece, content: Any) -> Any:
-    """The Shard or LazyShard of `piece`."""
-    shape = piece.slot.shape
-    return kind(piece.slot.name, shape, full_box(shape), piece.span, content)
+def _cut(piece: Piece, values: torch.Tensor) -> Iterator[Shard]:
+    """The shards of `piece`, (its numel,) values."""
+    return cut(Shard, piece.slot.name, piece.slot.address, piece.span, values.__getitem__)
+
+
+def _coded(piece: Piece, value: Any) -> Iterator[LazyShard]:
+    """The same of what is decoded when it is read."""
+
+    def reader(part: slice) -> Callable[[], torch.Tensor]:
+        return functools.partial(value.read, piece.offset + part.start, piece.offset + part.stop)
+
+    return cut(LazyShard, piece.slot.name, piece.slot.address, piece.span, reader)
 
 
 def _range(piece: Piece) -> tuple[int, int]:

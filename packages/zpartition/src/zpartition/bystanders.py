@@ -16,6 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 import zcomm
+from zpartition.cells import addresses_of
+from zpartition.shard import Address, Shard, cut, whole
 
 __all__ = ["Bystanders"]
 
@@ -44,6 +46,20 @@ class Bystanders:
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Persistent buffers, by name."""
         yield from ((name, b) for name, b in self.module.named_buffers() if name in self.persistent)
+
+    def shards(self) -> Iterator[Shard]:
+        """All of them with their addresses."""
+        addresses = addresses_of(self.module)
+        for name, tensor in self.tensors():
+            flat = whole(name, tensor).tensor
+            address = addresses.get(name) or Address.whole(tensor.shape)
+            yield from cut(Shard, name, address, (0, flat.numel()), flat.__getitem__)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the global tensors, by name."""
+        addresses = addresses_of(self.module)
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors()}
+        return {name: addresses[name].global_shape if name in addresses else shapes[name] for name in shapes}
 
     def synchronise(self) -> None:
         """Make everything equal to rank 0's."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zpartition.disk_states import OnDisk
 from zpartition.layout import Piece
-from zpartition.shard import LazyShard, Shard, full_box, whole
+from zpartition.shard import LazyShard, Shard, cut
 from zpartition.sharded import ShardedStorage
 from zpartition.storage import BucketStorage
 
@@ -32,15 +32,14 @@ def saved(partition: Partition) -> Iterator[Shard | LazyShard]:
     partition.ahead.retract_all()
     for storage in (*partition.storages, *partition.frozen):
         for piece in storage.pieces(partition.rank):
-            shape = piece.slot.shape
+            name, address = piece.slot.name, piece.slot.address
             if isinstance(storage.home, OnDisk):
-                read = functools.partial(_read, storage, piece)
-                yield LazyShard(piece.slot.name, shape, full_box(shape), piece.span, read)
+                read = functools.partial(functools.partial, _read, storage, piece)
+                yield from cut(LazyShard, name, address, piece.span, read)
             else:
                 part = _part(storage.home.values(storage.master), piece)
-                yield Shard(piece.slot.name, shape, full_box(shape), piece.span, part)
-    for name, tensor in partition.bystanders.tensors():
-        yield whole(name, tensor)
+                yield from cut(Shard, name, address, piece.span, part.__getitem__)
+    yield from partition.bystanders.shards()
 
 
 def to_fill(partition: Partition) -> Iterator[Shard]:
@@ -51,14 +50,13 @@ def to_fill(partition: Partition) -> Iterator[Shard]:
         home = storage.home
         values = home.stage() if isinstance(home, OnDisk) else home.values(storage.master)
         for piece in storage.pieces(partition.rank):
-            shape = piece.slot.shape
-            yield Shard(piece.slot.name, shape, full_box(shape), piece.span, _part(values, piece))
-    for name, tensor in partition.bystanders.tensors():
-        yield whole(name, tensor)
+            part = _part(values, piece)
+            yield from cut(Shard, piece.slot.name, piece.slot.address, piece.span, part.__getitem__)
+    yield from partition.bystanders.shards()
 
 
-def _read(storage: Storage, piece: Piece) -> Tensor:
-    return _part(storage.home.values(storage.master), piece).clone()
+def _read(storage: Storage, piece: Piece, part: slice) -> Tensor:
+    return _part(storage.home.values(storage.master), piece)[part].clone()
 
 
 def _part(values: Tensor, piece: Piece) -> Tensor:

@@ -12,6 +12,7 @@ import zcomm
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from zpartition.cells import Cell
     from zpartition.layout import Layout
     from zpartition.lookout import Lookout
     from zpartition.reducer import GradientReducer
@@ -23,6 +24,7 @@ class GradientFacts:
     """Counts, statistics and names of gradients; mixed into `Partition`."""
 
     if TYPE_CHECKING:
+        cell: Cell
         layout: Layout
         reducer: GradientReducer
         storages: tuple[BucketStorage | ShardedStorage, ...]
@@ -45,12 +47,14 @@ class GradientFacts:
     def sum_over_shards(self, vector: torch.Tensor) -> None:
         """All-reduce (sum) of statistics whose first element is a sum over the kept gradients.
 
-        Where several ranks keep the same gradients, the first element of one of them counts.
+        Where several ranks keep the same gradients, the first element of one of them counts.  It is summed over
+        cells too (cells.py); the rest, which is the same in all of them, is not.
         """
         if self.rank >= self.layout.num_shards:
             vector[0] = 0.0
         reduced = vector.to(self.device)  # gradients may be on the host, whose tensors a group may not take
         zcomm.all_reduce(reduced, self.group, label="gradient statistics")
+        self.cell.add_up(reduced[:1])
         if reduced is not vector:
             vector.copy_(reduced)
 

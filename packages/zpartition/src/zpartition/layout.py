@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 import attrs
 import torch
 
+from zpartition.shard import Address
+
 SLOT_ALIGNMENT = 16  # elements: views start on 64-byte lines in fp32, so vector kernels meet no ragged head
 SPAN_ALIGNMENT = 1024  # elements: the block of the norm; a block never straddles two ranks
 _DERIVED_MIN_NUMEL, _DERIVED_MAX_NUMEL, _DERIVED_BUCKETS = 1 << 18, 1 << 25, 8
@@ -38,6 +40,7 @@ class ParamSpec:
     unit: str | None = None  # the module that it is gathered with (stage 3); None: never gathered
     is_sparse: bool = False  # its gradient comes as rows
     wire: torch.dtype | None = None  # what its gradient travels in; None: as the policy says of all
+    address: Address = attrs.field(default=attrs.Factory(lambda self: Address.whole(self.shape), takes_self=True))
 
     @property
     def numel(self) -> int:
@@ -53,6 +56,7 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
     numel: int
+    address: Address = attrs.field(default=attrs.Factory(lambda self: Address.whole(self.shape), takes_self=True))
 
     @property
     def end(self) -> int:
@@ -90,6 +94,7 @@ class Bucket:
     unit: str | None = None  # of all its parameters, see ParamSpec
     is_sparse: bool = False  # one parameter, whose gradient is exchanged as rows
     wire: torch.dtype | None = None  # of all its gradients, see ParamSpec
+    copy: int = 0  # of all its parameters, see Address: gradients of copy 0 count in norms
 
     @property
     def span_numel(self) -> int:
@@ -181,7 +186,8 @@ def plan_layout(specs: Sequence[ParamSpec], *, world_size: int, num_shards: int,
     runs: list[_Run] = []
     filling: dict[tuple[object, ...], _Run] = {}
     for position, spec in enumerate(reversed(specs)):
-        key = (spec.unit, spec.name if spec.is_sparse else "", spec.group, spec.dtype, spec.wire)
+        kind = spec.dtype, spec.wire, spec.address.num_copies > 1
+        key = (spec.unit, spec.name if spec.is_sparse else "", spec.group, *kind)
         run = filling.get(key)
         if run is None or (spec.unit is None and run.numel + spec.numel > limit):
             run = filling[key] = _Run()
@@ -206,7 +212,7 @@ class _Run:
 
     def add(self, spec: ParamSpec, position: int) -> None:
         self.specs.append(spec)
-        self.slots.append(Slot(spec.name, spec.shape, self.numel, spec.numel))
+        self.slots.append(Slot(spec.name, spec.shape, self.numel, spec.numel, spec.address))
         self.numel += _round_up(spec.numel, SLOT_ALIGNMENT)
         self.last_position = position
 
@@ -221,6 +227,7 @@ class _Run:
             unit=self.specs[0].unit,
             is_sparse=self.specs[0].is_sparse,
             wire=self.specs[0].wire,
+            copy=self.specs[0].address.copy,
         )
 
 

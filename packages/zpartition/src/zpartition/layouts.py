@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 from torch import nn
 
+from zpartition.cells import addresses_of
 from zpartition.layout import Layout, ParamSpec, plan_layout
 from zpartition.policy import SparseGradients, ZeroPolicy
 from zpartition.ranks import shard_group_size
@@ -51,6 +52,7 @@ def _layout(
 ) -> Layout:
     narrow = _narrow_names(module, policy.narrow_classes)
     sparse = _sparse_names(module) if policy.sparse_gradients is SparseGradients.ROWS else frozenset()
+    addresses = addresses_of(module)
     specs = [
         ParamSpec(
             name,
@@ -60,6 +62,7 @@ def _layout(
             units.get(name),
             name in sparse,
             policy.narrow_dtype if name in narrow else None,
+            addresses[name],
         )
         for name, param in module.named_parameters()
         if name in chosen

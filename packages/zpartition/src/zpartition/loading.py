@@ -54,12 +54,14 @@ def _read(shard: Shard, source: Slices | Tensor) -> None:
     if not shard.global_shape:
         shard.tensor.copy_(_rows(source, slice(None)).reshape(-1)[lo:hi])
         return
-    row = max(1, math.prod(shard.global_shape[1:]))
-    step = max(1, _CHUNK_NUMEL // row)
+    (top, _), *sides = shard.box
+    row = max(1, math.prod(stop - start for start, stop in sides))
+    step = max(1, _CHUNK_NUMEL // max(row, math.prod(shard.global_shape[1:])))
+    inside = (slice(None), *(slice(start, stop) for start, stop in sides))
     for first in range(lo // row, -(-hi // row), step):
         last = min(first + step, -(-hi // row))
         start, stop = max(lo, first * row), min(hi, last * row)
-        flat = _rows(source, slice(first, last)).reshape(-1)
+        flat = _rows(source, slice(top + first, top + last))[inside].reshape(-1)
         shard.tensor[start - lo : stop - lo].copy_(flat[start - first * row : stop - first * row])
 
 

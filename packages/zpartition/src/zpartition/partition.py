@@ -33,6 +33,7 @@ from zpartition import contents, shapes, state, unfreezing
 from zpartition.admission import claim, disclaim, one_device
 from zpartition.ahead import NEVER, Ahead, Bucket, running
 from zpartition.bystanders import Bystanders
+from zpartition.cells import ALONE, Cell, cell_of
 from zpartition.deferred import Deferred
 from zpartition.filling import fill_storages
 from zpartition.gradient_facts import GradientFacts
@@ -80,6 +81,7 @@ class Partition(GradientFacts, Parking):
     ahead: Ahead = NEVER  # updates on the host before the step is due
     updates_parameters: bool = False  # whether those are the module's own parameters, not flat spans
     speculation: tuple[Any, Callable[[], torch.Tensor | None]] | None = None  # arguments of `run_ahead`
+    cell: Cell = ALONE  # where tensors are split beyond this partition
 
     @classmethod
     def create(
@@ -116,7 +118,7 @@ class Partition(GradientFacts, Parking):
         reducer = GradientReducer.create(layout, policy, params, routes, device, residence.arrived)
         tiers.attach(reducer)
         partition = cls(module, layout, policy, ranks, params, storages, reducer, bystanders, residence, watch, tiers)
-        partition.frozen = resting
+        partition.frozen, partition.cell = resting, cell_of(module)
         partition.at_rest = tuple((name, param) for name, param in everything.items() if not param.requires_grad)
         partition.holders = tuple(state.Holder(s.master, s.pieces(ranks.rank), s.home) for s in storages)
         claim(partition, partition.owned(), [*reducer.hooks, watch])
@@ -202,13 +204,16 @@ class Partition(GradientFacts, Parking):
             raise
 
     def finish_gradients(self) -> list[torch.Tensor]:
-        """The mean gradients that this rank keeps, one flat tensor per bucket, also set as `.grad` of the masters."""
+        """The mean gradients that this rank keeps, one flat tensor per bucket, also set as `.grad` of the masters.
+
+        Of what several cells (tensor ranks) have copies of, those of one are returned, for the norm; all are set.
+        """
         kept = self.reducer.finish()
         self.tiers.mover.wait_host()
         self.ahead.join()
         for storage, gradient in zip(self.storages, kept):
             storage.master.grad = gradient.to(storage.master.dtype)
-        return kept
+        return [gradient for storage, gradient in zip(self.storages, kept) if storage.bucket.copy == 0]
 
     @property
     def whole(self) -> list[BucketStorage]:
@@ -358,9 +363,9 @@ class Partition(GradientFacts, Parking):
         return (*self.params, *frozen, *(name for name, _ in self.bystanders.tensors()))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of everything that `shards` yields on any rank, by name; the same on all ranks."""
-        slots = {s.name: s.shape for storage in (*self.storages, *self.frozen) for s in storage.bucket.slots}
-        return {**slots, **{name: tuple(tensor.shape) for name, tensor in self.bystanders.tensors()}}
+        """The global shape of everything that `shards` yields on any rank, by name; the same on all ranks."""
+        slots = (slot for storage in (*self.storages, *self.frozen) for slot in storage.bucket.slots)
+        return {slot.name: slot.address.global_shape for slot in slots} | self.bystanders.shapes()
 
     def ledger(self) -> dict[str, int]:
         """Bytes on this rank by owner, see ledger.py; what is not on the module's device is named with its place."""

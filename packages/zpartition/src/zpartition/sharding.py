@@ -49,6 +49,7 @@ def shard(
     layouts = plan_layouts(module, groups, policy, zcomm.group_size(group))
     if optimizer is not None:
         state.refuse_unfit(optimizer, cuts=_cuts(layouts[0], policy))
+        state.refuse_cells(optimizer, layouts[0])
         _refuse_whole_tensors_on_disk(optimizer, policy)
     deferred = Deferred.of(module, torch.device(device))
     partition = Partition.create(module, layouts, policy, Ranks.of(group, policy), deferred)

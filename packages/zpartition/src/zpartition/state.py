@@ -27,7 +27,7 @@ import attrs
 import torch
 from torch.nn import Parameter
 
-from zpartition.layout import Piece, Slot
+from zpartition.layout import Layout, Piece, Slot
 from zpartition.shapes import new_state, refuse_cuts, segment_states, takes_cuts
 
 ELEMENTWISE = frozenset(
@@ -99,6 +99,11 @@ class Holder:
         """Whether the tensor is one parameter, in its shape."""
         return len(self.pieces) == 1 and self.tensor.shape == self.pieces[0].slot.shape
 
+    @property
+    def is_boxed(self) -> bool:
+        """Whether some of it is a part of a tensor that other cells have other parts of."""
+        return any(piece.slot.address.global_shape != piece.slot.shape for piece in self.pieces)
+
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` may be given flat spans; unknown classes are believed, with a warning.
@@ -140,6 +145,17 @@ def refuse_unfit(optimizer: torch.optim.Optimizer, *, cuts: bool) -> None:
         refuse_cuts(optimizer)
     elif cuts:
         refuse_shaped(optimizer)
+
+
+def refuse_cells(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+    """ValueError for an optimizer that looks at shapes, where tensors are split beyond the partition."""
+    split = [slot.name for _, slot in layout.slots() if slot.address.global_shape != slot.shape]
+    if split and (takes_cuts(optimizer) or not is_elementwise(optimizer)):
+        raise ValueError(
+            f"{type(optimizer).__name__} looks at whole tensors, and {len(split)} are split over tensor ranks "
+            f"({split[0]}, ...): it would take each part for a tensor of its own. Use an elementwise optimizer "
+            "(AdamW, SGD, Lion, ...), or no tensor parallelism."
+        )
 
 
 def refuse_shaped(optimizer: torch.optim.Optimizer) -> None:

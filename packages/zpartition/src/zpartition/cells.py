@@ -1,0 +1,85 @@
+"""What cells of a model there are beside the ranks of a partition, and which part of each tensor this one has.
+
+A tensor-parallel module holds a part of its weights; the ranks with the other parts see the same data.  They are the
+*cell group* of this rank.  A partition works inside one cell, over the ranks that hold the same parts: it sees small
+parameters, and needs to know three things of the outside, which modules tell it themselves (`Celled`): where each
+parameter lies in the global tensor (for checkpoints), which are copies (their gradients count once in a norm), and
+over whom such sums go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, final, runtime_checkable
+
+import attrs
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import zcomm
+from zpartition.shard import Address
+
+__all__ = ["ALONE", "Cell", "Celled", "addresses_of", "cell_of"]
+
+
+@final
+@attrs.frozen(eq=False)
+class Cell:
+    """This rank's place among those that hold the parts of the same tensors."""
+
+    group: ProcessGroup | None  # only looked at where `size` > 1
+    size: int = 1
+    rank: int = 0
+
+    @classmethod
+    def of(cls, group: ProcessGroup | None) -> Cell:
+        """The ranks of `group` are the cells."""
+        return cls(group, zcomm.group_size(group), zcomm.group_rank(group))
+
+    def add_up(self, sums: Tensor) -> None:
+        """Sum `sums`, which are over this cell, over all cells, in place."""
+        if self.size > 1:
+            zcomm.all_reduce(sums, self.group, label="sums over cells")
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Cell:
+        """Itself: a copy of a module communicates over the same group."""
+        return self
+
+
+ALONE = Cell(None)  # every tensor is whole
+
+
+@runtime_checkable
+class Celled(Protocol):
+    """A module with parameters that are parts of tensors."""
+
+    cell: Cell
+
+    def addresses(self) -> Mapping[str, Address]:
+        """Of its own parameters, by their names in it."""
+
+
+def cell_of(module: nn.Module) -> Cell:
+    """The cell that the modules inside `module` name.  Raises ValueError if they name different ones."""
+    found = {name: child.cell for name, child in module.named_modules() if isinstance(child, Celled)}
+    first = next(iter(found), "")
+    for name, cell in found.items():
+        if cell.group is not found[first].group:
+            raise ValueError(
+                f"modules {first} and {name} are split over different groups ({found[first].size} and {cell.size} "
+                "ranks): a model is split over one group of tensor ranks, so make both over the same."
+            )
+    return found[first] if found else ALONE
+
+
+def addresses_of(module: nn.Module) -> dict[str, Address]:
+    """The address of every parameter of `module`, by name; what nobody tells is a copy of the whole in each cell."""
+    cell = cell_of(module)
+    told: dict[int, Address] = {}
+    for child in module.modules():
+        if isinstance(child, Celled):
+            told.update({id(getattr(child, name)): address for name, address in child.addresses().items()})
+    return {
+        name: told.get(id(param)) or Address.whole(param.shape, cell.size, cell.rank)
+        for name, param in module.named_parameters()
+    }

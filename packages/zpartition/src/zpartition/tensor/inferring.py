@@ -1,0 +1,172 @@
+"""Plans inferred from what a model does, without a list of models.
+
+Splitting pays where one linear layer's outputs go, shard by shard, into another's inputs and nowhere else: q, k and v
+into the output projection, gate and up into down.  So pairs are looked for in the flow of a small input: a layer
+whose input comes from linear layers that feed nothing else becomes a Row, those become Columns.  How columns hang
+together (heads, fused blocks) is read from the way in which their outputs were viewed.  A residual stream
+never qualifies, since many layers read it.
+
+What flow cannot show (whether operations between two layers mix columns) is found out by `verify`, which runs the
+input through the model and a split copy; `fitted_plan` does both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from zpartition.tensor.placing import LINEAR, kind_of
+from zpartition.tensor.plan import Rule, TensorPlan, Uncovered
+from zpartition.tensor.styles import Column, Row, Style, Summed, Vocabulary
+from zpartition.tensor.tracing import Flow, trace
+from zpartition.tensor.verifying import problem_of, verify
+
+__all__ = ["fitted_plan", "infer_plan", "inputs_of"]
+
+
+def infer_plan(
+    model: nn.Module, *args: Any, kwargs: Mapping[str, Any] | None = None, vocabulary: bool = False
+) -> TensorPlan:
+    """A plan for any model, from one run of `model(*args, **kwargs)` on a small input; its own dummy input otherwise.
+
+    vocabulary: split embeddings and the layers that make the output too.  The model may be on the meta device.
+    A plan that cannot be right is not recognised here: use `verify`, or `fitted_plan`.
+
+    Raises:
+        ValueError: no two layers of the model can be split as a pair, or there is no input.
+    """
+    pairs = _found(model, args, inputs_of(model, args, kwargs))
+    return _plan(pairs, model, vocabulary)
+
+
+def fitted_plan(
+    model: nn.Module,
+    group: ProcessGroup | None,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    vocabulary: bool = False,
+) -> TensorPlan:
+    """A plan that was inferred, and verified over the ranks of `group`, which all call this.
+
+    Pairs that cannot be split (relative positions that all heads share, blocks at fixed places) have their weights
+    split all the same, but what is between their layers is whole on every rank: Column(gathers=True), then
+    Row(takes_part=True).
+
+    Raises:
+        ValueError: as `infer_plan` and `verify` do, on every rank.
+    """
+    given = inputs_of(model, args, kwargs)
+    kinds: dict[str, list[dict[str, Style]]] = {}
+    for pair in _found(model, args, given):
+        kinds.setdefault(_general(list(pair)[-1]), []).append(pair)
+    settled: list[dict[str, Style]] = []
+    for pairs in kinds.values():
+        fits = not problem_of(model, _plan(pairs, model), group, args, given)
+        settled += pairs if fits else [_joined(pair) for pair in pairs]
+    plan = _plan(settled, model, vocabulary)
+    verify(model, plan, group, *args, kwargs=given)
+    return plan
+
+
+def inputs_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The named arguments of a small run.  Raises ValueError if there are neither these nor others."""
+    given: Mapping[str, Any] = kwargs or ({} if args else getattr(model, "dummy_inputs", {}))
+    if not args and not given:
+        raise ValueError(
+            f"a plan for {type(model).__name__} is inferred from what the model does with a small input: give the "
+            "arguments of its forward, a few tokens or rows."
+        )
+    return given
+
+
+def _found(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[dict[str, Style]]:
+    """Styles by module, for each pair; the row layer last."""
+    flow, modules = trace(model, args, kwargs), dict(model.named_modules())
+    pairs: list[dict[str, Style]] = []
+    taken: set[str] = set()
+    for row, columns in flow.sources.items():
+        is_free = not taken.intersection(columns) and not flow.leaking.intersection(columns) and row not in columns
+        if columns and is_free and all(flow.consumers(name) == {row} for name in columns):
+            pair = _pair(flow, modules, row, sorted(columns))
+            taken.update(pair)
+            pairs += [pair] if pair else []
+    if not pairs:
+        raise ValueError(
+            f"none of the {len(flow.sources)} linear layers of {type(model).__name__} that ran could be paired: no "
+            "layer's outputs go into one other layer alone. Write a TensorPlan, or leave the model whole."
+        )
+    return pairs
+
+
+def _plan(pairs: Iterable[Mapping[str, Style]], model: nn.Module, vocabulary: bool = False) -> TensorPlan:
+    modules = dict(model.named_modules())
+    styles = {name: style for pair in pairs for name, style in pair.items()}
+    ends = _ends(model) if vocabulary else {}
+    return TensorPlan(_rules({**ends, **styles}, modules), uncovered=Uncovered.KEEP)
+
+
+def _joined(pair: Mapping[str, Style]) -> dict[str, Style]:
+    """The same layers in parts, with what is between them whole."""
+    joined: dict[type[Style], Style] = {Column: Column(gathers=True), Row: Row(takes_part=True)}
+    return {name: joined[type(style)] for name, style in pair.items() if type(style) in joined}
+
+
+def _pair(flow: Flow, modules: Mapping[str, nn.Module], row: str, columns: list[str]) -> dict[str, Style]:
+    """The styles of a row layer and of those before it; {} if their sizes do not allow it."""
+    inputs = _shape(modules[row])[1]
+    units = min((number for name in columns for number in flow.heads.get(name, ())), default=inputs)
+    sizes = [size for name in columns for size in _sizes(flow, modules, name)]
+    norms = [name for name, found in flow.norms.items() if found and found.issubset(columns)]
+    weights = [param.numel() for name in norms for param in modules[name].parameters(recurse=False)]
+    is_over_heads = all(numel < min(sizes) for numel in weights)  # and not over columns that other ranks have
+    fits = all(size % units == 0 for size in (*sizes, inputs))
+    if not (fits and is_over_heads) or (units == inputs and any(size != inputs for size in sizes)):
+        return {}
+    if any(flow.blocks.get(name) and kind_of(modules[name]) is not LINEAR for name in columns):
+        return _joined({**dict.fromkeys(columns, Column()), row: Row()})
+    styles: dict[str, Style] = {name: Column(units=units, blocks=flow.blocks.get(name, ())) for name in columns}
+    return {**styles, **dict.fromkeys(norms, Summed()), row: Row(units=units)}
+
+
+def _sizes(flow: Flow, modules: Mapping[str, nn.Module], name: str) -> tuple[int, ...]:
+    return flow.blocks.get(name) or (_shape(modules[name])[0],)
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    """(outputs, inputs) of a linear layer."""
+    kind = kind_of(module)
+    assert kind is not None
+    return kind.shape(module)
+
+
+def _ends(model: nn.Module) -> dict[str, Style]:
+    """Token embeddings, and linear layers that turn features into as many numbers as there are tokens."""
+    tables = {n: m for n, m in model.named_modules() if type(m) is nn.Embedding}
+    sizes = {module.num_embeddings for module in tables.values()}
+    linear = {name: module for name, module in model.named_modules() if kind_of(module) is LINEAR}
+    heads: dict[str, Style] = {n: Column(gathers=True) for n, m in linear.items() if _shape(m)[0] in sizes}
+    return heads | dict.fromkeys(tables, Vocabulary())
+
+
+def _rules(styles: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> Iterable[Rule]:
+    """One rule for layers that differ in their numbers alone, where all of those have one style."""
+    members: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        if type(module) in {type(modules[styled]) for styled in styles}:
+            members.setdefault(_general(name), []).append(name)
+    done: set[str] = set()
+    for name, style in styles.items():
+        pattern = _general(name)
+        alike = all(styles.get(other, style) == style for other in members[pattern])
+        if pattern not in done:
+            yield Rule(pattern if alike else name, style)
+        if alike:
+            done.add(pattern)
+
+
+def _general(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

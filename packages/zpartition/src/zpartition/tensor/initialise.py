@@ -1,0 +1,59 @@
+"""`tp_model_init`: a tensor-parallel model in one call, by the name that DeepSpeed gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+import zcomm
+from zpartition.tensor.inferring import fitted_plan
+from zpartition.tensor.parallelize import parallelize
+from zpartition.tensor.plan import TensorPlan
+from zpartition.tensor.reading import read_layer_specs, read_tp_plan
+
+__all__ = ["tp_model_init"]
+
+
+def tp_model_init(
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype | None = None,
+    config: TensorPlan | Mapping[str, Any] | None = None,
+    *,
+    inputs: tuple[Any, ...] | Mapping[str, Any] = (),
+) -> nn.Module:
+    """Split `model` in place over runs of `tp_size` consecutive ranks of the world; returns it.
+
+    config: a plan, or DeepSpeed's `partition_config`; without one the model's own `tp_plan` is used if it has one
+        (Hugging Face), and else one is inferred and verified with `inputs`, positional or by name (Hugging Face
+        models bring some).  dtype: of the weights from now on.
+    Data-parallel ranks are those at the same place in all runs: `zcomm.run_mates(tp_size)`.
+
+    Raises:
+        ValueError: `tp_size` does not divide the number of ranks, or what the plan in use has against the model.
+    """
+    group = zcomm.run(tp_size)
+    if dtype is not None:
+        model.to(dtype)
+    parallelize(model, _plan(model, config, inputs, group), group)
+    return model
+
+
+def _plan(
+    model: nn.Module,
+    config: TensorPlan | Mapping[str, Any] | None,
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    group: ProcessGroup | None,
+) -> TensorPlan:
+    if isinstance(config, TensorPlan):
+        return config
+    if config and config.get("layer_specs"):
+        return read_layer_specs(config, model)
+    if own := getattr(model, "tp_plan", None):
+        return read_tp_plan(own, model)
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    return fitted_plan(model, group, *args, kwargs=kwargs)

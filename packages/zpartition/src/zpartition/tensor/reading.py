@@ -1,0 +1,133 @@
+"""Plans that others have written: Hugging Face's `tp_plan` and DeepSpeed's `partition_config`.
+
+Both are read for the model they are meant for, and what cannot be done is refused by name; nothing is left out
+silently but patterns of a `tp_plan` that this model has no layers for, which such plans may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from zpartition.tensor.placing import kind_of
+from zpartition.tensor.plan import Rule, TensorPlan, Uncovered
+from zpartition.tensor.styles import Column, Row, Style, Summed, Vocabulary, Whole
+
+__all__ = ["read_layer_specs", "read_tp_plan"]
+
+_STYLES: dict[str, Style] = {
+    "colwise": Column(),
+    "colwise_rep": Column(gathers=True),
+    "colwise_gather_output": Column(gathers=True),
+    "rowwise": Row(),
+    "rowwise_rep": Row(takes_part=True),
+    "rowwise_split_input": Row(takes_part=True),
+    "embedding_rowwise": Vocabulary(),
+    "embedding_colwise": Vocabulary(),  # which part of an embedding a rank has shows nowhere
+    "replicate": Whole(),
+    "replicated_with_grad_allreduce": Summed(),
+}
+_SPEC_KEYS = {
+    *("patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output", "grad_allreduce")
+}
+
+
+def read_tp_plan(plan: Mapping[str, str], model: nn.Module) -> TensorPlan:
+    """A Hugging Face plan, such as `model.tp_plan`: module pattern -> style.  Layers it does not name stay whole.
+
+    Raises:
+        ValueError: it has a style that is not known here, or fits no module of `model`.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    modules = dict(model.named_modules())
+    rules = []
+    for pattern, style in plan.items():
+        if style not in _STYLES:
+            raise ValueError(
+                f"tp_plan: style {style!r} of {pattern!r} is not known; allowed: {', '.join(sorted(_STYLES))}. Write "
+                "a TensorPlan, or use infer_plan."
+            )
+        rule = Rule(pattern, _STYLES[style])
+        matched = [name for name in names if rule.matches(name)]
+        if matched and isinstance(modules[matched[0]], nn.Embedding) and isinstance(rule.style, Row | Column):
+            rule = Rule(pattern, Vocabulary())
+        rules += [rule] if matched else []
+    if not rules:
+        raise ValueError(
+            f"tp_plan: none of its {len(plan)} patterns ({', '.join(list(plan)[:3])}) fits a module of this model, "
+            f"which are called {', '.join(names[:5])}. Patterns are full names, with * for numbers."
+        )
+    return TensorPlan(rules, uncovered=Uncovered.KEEP)
+
+
+def read_layer_specs(config: Mapping[str, Any], model: nn.Module) -> TensorPlan:
+    """DeepSpeed's `tensor_parallel.partition_config`; patterns are regular expressions over names of weights.
+
+    Layers that no spec names stay whole, unless `strict_mode` is true: then that is an error of `resolve`.
+
+    Raises:
+        ValueError: a spec has an unknown key, type or shape, or fits no module.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    rules: list[Rule] = []
+    for index, spec in enumerate(config.get("layer_specs") or ()):
+        where = f"partition_config.layer_specs[{index}]"
+        if unknown := sorted(set(spec) - _SPEC_KEYS):
+            raise ValueError(f"{where}: unknown {', '.join(unknown)}; allowed: {', '.join(sorted(_SPEC_KEYS))}.")
+        if spec.get("model_types") and kind not in spec["model_types"]:
+            continue
+        rules += [
+            rule for pattern in spec.get("patterns", ()) for rule in _rules(where, f"re:{pattern}", spec, model)
+        ]
+    return TensorPlan(rules, uncovered=Uncovered.REFUSE if config.get("strict_mode") else Uncovered.KEEP)
+
+
+def _rules(where: str, pattern: str, spec: Mapping[str, Any], model: nn.Module) -> list[Rule]:
+    """One for each module, because blocks depend on its size."""
+    found = [
+        (name, module) for name, module in model.named_modules() if name and Rule(pattern, Whole()).matches(name)
+    ]
+    if not found:
+        raise ValueError(f"{where}: pattern {pattern[3:]!r} fits no weight of the model, e.g. {_example(model)!r}.")
+    return [Rule(name, _style(where, spec, name, module)) for name, module in found]
+
+
+def _style(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) -> Style:
+    kind = spec.get("partition_type", "column")
+    if kind not in ("row", "column", "skip"):
+        raise ValueError(f"{where}: partition_type {kind!r}; allowed: row, column, skip.")
+    if kind == "skip" or kind_of(module) is None:
+        return Vocabulary() if kind != "skip" and isinstance(module, nn.Embedding) else Whole()
+    if kind == "row":
+        return Row()
+    if spec.get("gather_output"):
+        return Column(gathers=True)
+    return Column(blocks=_blocks(where, spec, name, module))
+
+
+def _blocks(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) -> tuple[int, ...]:
+    """`shape` [n, -1] is n equal blocks of rows, [[a, b, c], -1] blocks of these sizes."""
+    shape: Sequence[Any] = spec.get("shape") or (1, -1)
+    outputs = _outputs(module)
+    if len(shape) != 2 or shape[1] != -1 or spec.get("partition_dim", 0) not in (0, None):
+        raise ValueError(
+            f"{where}: shape {list(shape)} with partition_dim {spec.get('partition_dim', 0)} is not known; allowed: "
+            "[n, -1] for n equal blocks of rows and [[a, b, ...], -1] for blocks of such sizes, with partition_dim 0."
+        )
+    if isinstance(shape[0], Sequence):
+        return tuple(shape[0])
+    if outputs % shape[0]:
+        raise ValueError(f"{where}: the {outputs} rows of {name} cannot be cut into {shape[0]} equal blocks.")
+    return (outputs // shape[0],) * shape[0] if shape[0] > 1 else ()
+
+
+def _outputs(module: nn.Module) -> int:
+    kind = kind_of(module)
+    assert kind is not None
+    return kind.shape(module)[0]
+
+
+def _example(model: nn.Module) -> str:
+    return next((f"{name}.weight" for name, module in model.named_modules() if kind_of(module) is not None), "")

@@ -1,0 +1,120 @@
+"""The two ends of a language model over a vocabulary that is shared out: embedding and cross-entropy.
+
+The loss never joins the logits: three numbers a token travel (the maximum; the sum of exponentials and the logit of
+the label, as one message), and the gradient of each rank's logits is local (Shoeybi et al. 2019, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.functional import embedding
+
+import zcomm
+from zpartition.cells import Cell
+from zpartition.tensor import functions
+from zpartition.tensor.layers import ColumnLinear, Placed
+
+__all__ = ["VocabularyEmbedding", "vocabulary_cross_entropy"]
+
+
+@final
+class VocabularyEmbedding(Placed, nn.Embedding):
+    """nn.Embedding of which each rank has some rows; `num_embeddings` is this rank's number."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Whole numbers (...) -> (..., embedding_dim), equal on all ranks.
+
+        Raises IndexError for a number outside the whole vocabulary (on a CPU, where looking costs no wait).
+        """
+        (lo, hi), _ = self.place.addresses["weight"].boxes[0]
+        if input.is_cpu and input.numel():
+            self._refuse_unknown(input)
+        is_elsewhere = (input < lo) | (input >= hi)
+        local = (input - lo).masked_fill(is_elsewhere, 0)
+        rows = embedding(local, self.weight, self._own_padding(lo, hi)).masked_fill(is_elsewhere.unsqueeze(-1), 0)
+        if self.place.is_joined:
+            return self.place.entrance.leave(rows)
+        return functions.reduce(rows, self.cell) if self.cell.size > 1 else rows
+
+    def _own_padding(self, lo: int, hi: int) -> int | None:
+        """The row here that gets no gradient."""
+        padding = self.padding_idx
+        return padding - lo if padding is not None and lo <= padding < hi else None
+
+    def _refuse_unknown(self, input: Tensor) -> None:
+        size = self.place.addresses["weight"].global_shape[0]
+        lowest, highest = torch.aminmax(input)
+        if lowest < 0 or highest >= size:
+            raise IndexError(
+                f"token {int(lowest if lowest < 0 else highest)} is outside the vocabulary, 0 to {size - 1}."
+            )
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, cell: Cell) -> Tensor:
+        """(n, this rank's part) float, (n,) -> (n,) float32 or float64."""
+        wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        peak = wide.amax(1)
+        zcomm.all_reduce(peak, cell.group, op="max", label="largest logits")
+        shifted = wide - peak.unsqueeze(1)
+        is_elsewhere = (labels < start) | (labels >= start + logits.shape[1])
+        local = (labels - start).masked_fill(is_elsewhere, 0)
+        chosen = shifted.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(is_elsewhere, 0)
+        exponentials = shifted.exp_()
+        sums = torch.stack([exponentials.sum(1), chosen])
+        zcomm.all_reduce(sums, cell.group, label="sums of exponentials")
+        exponentials /= sums[0].unsqueeze(1)
+        ctx.save_for_backward(exponentials, local, is_elsewhere)
+        ctx.dtype = logits.dtype
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        probabilities, local, is_elsewhere = ctx.saved_tensors
+        here = torch.where(is_elsewhere, 0.0, 1.0).to(probabilities.dtype).unsqueeze(1)
+        wrong = probabilities.scatter_add(1, local.unsqueeze(1), -here)
+        return (wrong * grad.unsqueeze(1)).to(ctx.dtype), None, None, None
+
+
+def vocabulary_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    head: ColumnLinear,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    """torch's cross_entropy of logits that are split over tensor ranks as the layer `head` leaves them.
+
+    logits: (n, this rank's part of the vocabulary); labels: (n,) whole numbers, the same on all ranks.  The loss is
+    (), or (n,) for reduction "none", equal on all ranks.
+
+    Raises:
+        ValueError: the logits are not this rank's part, or a label is outside the vocabulary (checked on a CPU).
+    """
+    address = head.place.addresses["weight"]
+    start, stop = address.boxes[0][0]
+    if logits.dim() != 2 or logits.shape[1] != stop - start or head.place.is_joined:
+        raise ValueError(
+            f"logits of shape {list(logits.shape)} are not (tokens, {stop - start}), this rank's part of a "
+            f"vocabulary of {address.global_shape[0]}. Pass what the head returns, flattened to two dims, under "
+            "Column() without gathers=True; for logits that are whole use torch's cross_entropy."
+        )
+    ignored = labels == ignore_index
+    if labels.is_cpu and bool(((labels >= address.global_shape[0]) | (labels < 0)).logical_and(~ignored).any()):
+        raise ValueError(
+            f"labels {int(labels.min())} to {int(labels.max())}: allowed are 0 to {address.global_shape[0] - 1}, and "
+            f"ignore_index={ignore_index}."
+        )
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, labels.masked_fill(ignored, 0), start, head.cell
+    )
+    losses = losses.masked_fill(ignored, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()

@@ -1,0 +1,120 @@
+"""Split models equal whole ones: outputs, gradients, and what each rank holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zcomm
+from zcomm.testing import end_ranks, run_ranks
+from zpartition.cells import addresses_of
+from zpartition.shard import Shard, cut
+from zpartition.tensor import Column, Row, Rule, TensorPlan, parallelize
+from zpartition.tensor.testing import GATHERED, PLAN, SEQUENCE, Block, Grouped, Language
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randint(0, 29, (2, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def whole_of(model: torch.nn.Module, name: str, values: Tensor) -> Tensor:
+    """The global tensor of which every rank has the part that lies at the parameter's address."""
+    address = addresses_of(model)[name]
+    parts = list(cut(Shard, name, address, (0, values.numel()), values.reshape(-1).__getitem__))
+    said = zcomm.exchange([[part.box, part.tensor.tolist()] for part in parts])
+    found = torch.full(address.global_shape, torch.nan, dtype=torch.float64)
+    for box, numbers in (part for rank in said for part in rank):
+        place = found[tuple(slice(lo, hi) for lo, hi in box)]
+        new = torch.tensor(numbers, dtype=torch.float64).view(place.shape)
+        assert place.isnan().all() or torch.equal(place, new), f"copies of {name} differ"
+        place.copy_(new)
+    return found
+
+
+def split_and_compare(plan: TensorPlan) -> dict[str, float]:
+    """The largest difference of the loss and of each gradient."""
+    whole = Language()
+    loss = whole(tokens())
+    loss.backward()
+    torch.manual_seed(zcomm.group_rank())
+    split = Language()
+    with torch.no_grad():  # ranks start from rank 0's weights
+        for param in split.parameters():
+            param += zcomm.group_rank()
+    ties = split.head.weight is split.embed.weight
+    parallelize(split, plan)
+    assert (split.head.weight is split.embed.weight) == ties
+    ours = split(tokens())
+    ours.backward()
+    found = {"loss": abs(float((ours - loss).detach()))}
+    for name, param in whole.named_parameters():
+        grad = dict(split.named_parameters())[name].grad
+        found[name] = float((whole_of(split, name, grad) - param.grad).abs().max())
+        assert torch.equal(whole_of(split, name, dict(split.named_parameters())[name].detach()), param.detach())
+    return found
+
+
+def compare_all(plans: list[TensorPlan]) -> list[dict[str, float]]:
+    return [split_and_compare(plan) for plan in plans]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_losses_and_gradients_are_those_of_the_whole_model(world_size: int) -> None:
+    plans = [PLAN] if world_size == 3 else [PLAN, SEQUENCE, GATHERED]
+    for found in run_ranks(compare_all, world_size, plans):
+        for differences in found:
+            assert max(differences.values()) < 1e-12, differences
+
+
+def dtensor_losses() -> list[float]:
+    """torch's own tensor parallelism, with the same plan, on blocks whose heads divide."""
+    mesh = init_device_mesh("cpu", (zcomm.group_size(),))
+    model = two_blocks()
+    for block in model:
+        plan = {"attention.o_proj": RowwiseParallel(), "mlp.down": RowwiseParallel()}
+        columns = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate", "mlp.up")
+        parallelize_module(block, mesh, {**plan, **dict.fromkeys(columns, ColwiseParallel())})
+        block.attention.num_heads //= 2
+        block.attention.num_key_value_heads //= 2
+    return sgd(model)
+
+
+def our_losses() -> list[float]:
+    model = two_blocks()
+    rules = [Rule("*.attention.o_proj", Row()), Rule("*.mlp.down", Row()), Rule("*.*.*", Column())]
+    parallelize(model, TensorPlan(rules))
+    return sgd(model)
+
+
+def two_blocks() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(Block(Grouped(4, 2), inner=36) for _ in range(2))).double()
+
+
+def sgd(model: torch.nn.Module) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def both() -> tuple[list[float], list[float]]:
+    return our_losses(), dtensor_losses()
+
+
+def test_losses_are_those_of_torchs_dtensor_under_the_same_plan() -> None:
+    try:
+        for ours, theirs in run_ranks(both, 2):
+            assert ours == pytest.approx(theirs, abs=1e-13)
+            assert ours == pytest.approx(sgd(two_blocks()), abs=1e-13)
+    finally:
+        end_ranks()  # torch keeps meshes for ever

@@ -1,0 +1,91 @@
+"""Other people's plans, read for one model."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from zpartition.tensor import (
+    Column,
+    Row,
+    Summed,
+    Uncovered,
+    Vocabulary,
+    Whole,
+    read_layer_specs,
+    read_tp_plan,
+    resolve,
+)
+from zpartition.tensor.testing import Language
+
+
+def test_a_tp_plan_is_read_by_style() -> None:
+    plan = read_tp_plan(
+        {
+            "blocks.0.attention.q_proj": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+            "blocks.*.mlp.up": "colwise_gather_output",
+            "blocks.*.norm1": "replicated_with_grad_allreduce",
+            "embed": "rowwise_rep",
+            "head": "colwise_rep",
+            "blocks.*.router": "colwise",  # of other models of the family
+        },
+        Language(),
+    )
+    assert plan.uncovered is Uncovered.KEEP
+    assert [rule.style for rule in plan.rules] == [
+        Column(), Row(), Column(gathers=True), Summed(), Vocabulary(), Column(gathers=True),
+    ]  # fmt: skip
+    assert plan.style_of("blocks.2.mlp.down") == Row()
+
+
+def test_a_tp_plan_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"style 'packed_colwise' of 'blocks.\*.mlp' is not known; allowed: colwise, "
+    ):
+        read_tp_plan({"blocks.*.mlp": "packed_colwise"}, Language())
+    with pytest.raises(ValueError, match=r"none of its 1 patterns \(layers.\*.q\) fits a module .* called embed"):
+        read_tp_plan({"layers.*.q": "colwise"}, Language())
+
+
+def test_layer_specs_are_read_with_fused_shapes() -> None:
+    model = Language()
+    config = {
+        "strict_mode": True,
+        "layer_specs": [
+            {"patterns": [r".*\.attention\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
+            {"patterns": [r".*query_key_value\.weight$", r".*\.[qkv]_proj\.weight$"], "partition_type": "column"},
+            {"patterns": [r".*(o_proj|attention.proj|dense|down)\.weight$"], "partition_type": "row"},
+            {"patterns": [r".*\.(gate|up)\.weight$"], "shape": [[37], -1]},
+            {"patterns": ["embed.weight"], "partition_type": "column"},
+            {"patterns": ["head.weight"], "partition_type": "column", "gather_output": True},
+            {"patterns": ["position"], "partition_type": "skip"},
+            {"patterns": ["nothing"], "partition_type": "row", "model_types": ["bloom"]},
+        ],
+    }
+    plan = read_layer_specs(config, model)
+    assert plan.uncovered is Uncovered.REFUSE
+    assert plan.style_of("blocks.1.attention.qkv") == Column(blocks=(24, 24, 24))
+    assert plan.style_of("embed") == Vocabulary()
+    assert plan.style_of("position") == Whole()
+    assert len(resolve(plan, model, 2, 0)) == 19
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"patterns": ["blocks"], "partition_typ": "row"}, "unknown partition_typ; allowed: .*partition_type"),
+        ({"patterns": ["head"], "partition_type": "diagonal"}, r"\[0\]: partition_type 'diagonal'; allowed: row"),
+        ({"patterns": ["head"], "shape": [2, 3, -1]}, r"shape \[2, 3, -1\] with partition_dim 0 is not known"),
+        ({"patterns": ["head"], "shape": [3, -1]}, "the 29 rows of head cannot be cut into 3 equal blocks"),
+        ({"patterns": ["h.0"]}, "pattern 'h.0' fits no weight of the model, e.g. 'blocks.0.attention.q_proj.weight'"),
+    ],
+)
+def test_wrong_layer_specs_say_where(spec: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_layer_specs({"layer_specs": [spec]}, Language())
+
+
+def test_without_strict_mode_other_layers_stay_whole() -> None:
+    plan = read_layer_specs({"layer_specs": [{"patterns": ["0.weight"]}]}, nn.Sequential(nn.Linear(2, 2)))
+    assert plan.uncovered is Uncovered.KEEP

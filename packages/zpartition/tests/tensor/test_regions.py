@@ -1,0 +1,59 @@
+"""Modules that are changed between split layers do what they did, and their parameters stay what they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import zcomm
+from zcomm.testing import run_ranks
+from zpartition.cells import Cell
+from zpartition.tensor.entrance import Entrance
+from zpartition.tensor.regions import gather_behind, scatter_behind, sum_gradients
+
+
+class Odd(nn.Module):
+    """A norm of somebody's own, that returns two things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        return x * self.gain + self.shift, "kept"
+
+
+def _grads() -> tuple[list[float], int]:
+    entrance = Entrance(Cell.of(None), 0)
+    norm, start, finish = Odd(), Odd(), Odd()
+    sum_gradients(norm, entrance, gathers=True)
+    scatter_behind(start, entrance)
+    gather_behind(finish, entrance)
+    gain = norm.gain
+    records: list[zcomm.Record] = []
+    x = torch.arange(12.0).view(4, 3)
+    mine = start(x)[0]
+    assert mine.shape == (2, 3)
+    assert torch.equal(finish(mine)[0], x)
+    with zcomm.traced(records.append):
+        out, kept = norm(mine)
+        assert torch.equal(out, x)
+        assert kept == "kept"
+        assert norm.gain is gain
+        (out * (1 + zcomm.group_rank())).sum().backward()
+    shared = [record for record in records if record.label == "gradients of shared weights"]
+    return gain.grad.tolist(), len(shared)
+
+
+def test_gradients_are_sums_in_one_message() -> None:
+    for grads, num_messages in run_ranks(_grads, 2):
+        assert grads == [3 * (0 + 3 + 6 + 9), 3 * (1 + 4 + 7 + 10), 3 * (2 + 5 + 8 + 11)]
+        assert num_messages == 1
+
+
+def test_alone_a_norm_is_what_it_was() -> None:
+    norm = nn.LayerNorm(3)
+    sum_gradients(norm, Entrance(Cell.of(None)), gathers=False)
+    assert isinstance(norm, nn.LayerNorm)
+    norm(torch.ones(2, 3)).sum().backward()
+    assert norm.bias.grad.tolist() == [2.0] * 3

@@ -1,0 +1,61 @@
+"""What a model tells of the parts it is made of."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import zcomm
+import zpartition
+from zcomm.testing import run_ranks
+from zpartition.cells import ALONE, Cell, addresses_of, cell_of
+from zpartition.shard import Address
+from zpartition.tensor import parallelize
+from zpartition.tensor.testing import PLAN, Language
+
+
+def test_a_plain_model_is_alone_and_whole() -> None:
+    model = torch.nn.Linear(3, 2)
+    assert cell_of(model) is ALONE
+    assert addresses_of(model) == {"weight": Address.whole((2, 3)), "bias": Address.whole((2,))}
+
+
+def test_a_copy_of_a_model_communicates_over_the_same_group() -> None:
+    cell = Cell(object())
+    assert copy.deepcopy({"cell": cell})["cell"] is cell
+
+
+def test_parts_of_two_groups_in_one_model_are_refused() -> None:
+    first, second = Language(), Language()
+    parallelize(first, PLAN)
+    parallelize(second, PLAN)
+    first.blocks[1] = second.blocks[1]
+    first.blocks[1].mlp.down.place.entrance.cell = Cell(object(), 4, 0)
+    with pytest.raises(
+        ValueError, match=r"embed and blocks.1.attention.qkv are split over different groups \(1 and 4"
+    ):
+        cell_of(first)
+
+
+def _facts() -> tuple[dict[str, Address], list[tuple[int, set[int]]], float]:
+    model = Language()
+    parallelize(model, PLAN)
+    partition = zpartition.shard(model, group=zcomm.run_mates(2))
+    copies = [(b.copy, {slot.address.num_copies for slot in b.slots}) for b in partition.layout.buckets]
+    vector = torch.tensor([1.0 + zcomm.group_rank(), 5.0])
+    partition.sum_over_shards(vector)
+    assert vector[1] == 5.0  # what is alike in both cells is not counted twice
+    return addresses_of(model), copies, float(vector[0])
+
+
+def test_copies_lie_in_buckets_of_their_own_and_squares_are_summed_over_cells() -> None:
+    (first, copies, total), (second, other_copies, _) = run_ranks(_facts, 2)
+    assert total == 3.0
+    assert first["embed.weight"].boxes == (((0, 15), (0, 24)),)
+    assert second["embed.weight"].boxes == (((15, 29), (0, 24)),)
+    assert (first["norm.weight"].copy, second["norm.weight"].copy) == (0, 1)
+    assert second["norm.weight"].num_copies == 2
+    assert {copy for copy, _ in copies} == {0}
+    assert sorted((copy, *counts) for copy, counts in other_copies) == [(0, 1), (1, 2)]
