@@ -150,7 +150,7 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
         lr = parts.optimizer.lr()
         fault = parts.verdict(numbers, self.losses)
         if not fault:
-            divisor = parts.divisor(stats.norm, parts.scaler.factor, numbers.remainder)
+            divisor = parts.divisor(numbers)
             parts.optimizer.update(parts.partition, divisor, any_unused=numbers.num_unused > 0)
             parts.scheduler.step(**lr_kwargs)
         parts.scaler.update(stats.found_inf)
