@@ -151,16 +151,19 @@ class EngineFacts(PrecisionFacts, EngineGetters, EnginePhases, EngineData, Engin
 
     def set_lr(self, lr: float) -> None:
         """Another learning rate for all groups, from the next update on; a schedule sets its own after that."""
-        for group in self.parts.optimizer.groups():
+        for group in self._groups():
             group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
         """Momentum of each parameter group, or the betas of those that have betas; 0 for neither."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self.parts.optimizer.groups()]
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
     def get_type(self) -> list[Any]:
         """What each parameter group calls its "type" (DeepSpeed's Muon does); 0 for none."""
-        return [group.get("type", 0.0) for group in self.parts.optimizer.groups()]
+        return [group.get("type", 0.0) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     @property
     def loss_scale(self) -> float:

@@ -65,7 +65,6 @@ class OptimizerSlot(Protocol):
 
     def update(self, partition: zpartition.Partition, divisor: Tensor | None, *, any_unused: bool) -> None: ...
     def lr(self) -> tuple[float, ...]: ...
-    def groups(self) -> list[dict[str, Any]]: ...
     @property
     def optimizer(self) -> torch.optim.Optimizer | None: ...
 
@@ -90,10 +89,6 @@ class ShardOptimizer:
         """Learning rate of each parameter group."""
         return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
-    def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups themselves."""
-        return self.optimizer.param_groups
-
 
 @final
 @attrs.define(eq=False)
@@ -111,10 +106,6 @@ class NoOptimizer:
     def lr(self) -> tuple[float, ...]:
         """No groups."""
         return ()
-
-    def groups(self) -> list[dict[str, Any]]:
-        """None."""
-        return []
 
 
 class TelemetrySlot(Protocol):
