@@ -95,6 +95,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "exporting.py": {"zpartition": {"gathered"}},
     # the world comes before the parts
     "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
+    # says which kind of scaling the plan holds
+    "getters.py": {"zprecision": {"DynamicScaling"}},
     # ranks tell each other what they have and decide alike
     "agreement.py": {"zcomm": {"exchange"}},
     "verdict.py": {"zcomm": {"exchange"}, "zprecision": {"first_nonfinite"}},

@@ -122,7 +122,7 @@ def test_zero_grad_before_step_drops_what_came_and_nothing_counts() -> None:
     engine = make()
     engine.backward(engine(batch(0)))
     engine.zero_grad()
-    with pytest.raises(CallOrderError, match="phase IDLE"):
+    with pytest.raises(CallOrderError, match="phase FORWARD"):
         engine.step()
     assert run_one(engine).samples == 2
 

@@ -20,10 +20,16 @@ from zengine.assemble import (
 )
 from zengine.config import Facts, Plan, load, resolve
 from zengine.features import DumpState, Unfreezing
+from zengine.parts import Numbers
 from zengine.runners import AutocastRunner, CastingRunner, Holding, Sequential
 from zengine.verdict import SkipNonFinite, apply_always
 
-NORM, FACTOR = torch.tensor(8.0, dtype=torch.float64), torch.tensor(4.0)
+CPU = torch.device("cpu")
+
+
+def numbers(scale: float = 4.0, remainder: float = 1.0) -> Numbers:
+    """Of gradients whose norm is 8, scale and all."""
+    return Numbers(is_finite=True, norm=8.0, scale=scale, num_unused=0, loss=0.0, remainder=remainder)
 
 
 def plan_of(**config: object) -> Plan:
@@ -31,7 +37,7 @@ def plan_of(**config: object) -> Plan:
 
 
 def test_nothing_is_divided_when_there_is_neither_clipping_nor_scaling():
-    assert make_divisor(plan_of(gradient_clipping=0))(NORM, FACTOR, 1.0) is None
+    assert make_divisor(plan_of(gradient_clipping=0), CPU)(numbers()) is None
 
 
 @pytest.mark.parametrize(
@@ -43,13 +49,13 @@ def test_nothing_is_divided_when_there_is_neither_clipping_nor_scaling():
     ],
 )
 def test_the_divisor_undoes_the_scale_and_clips(config, divisor):
-    assert make_divisor(plan_of(**config))(NORM, FACTOR, 1.0).item() == pytest.approx(divisor, rel=1e-5)
+    assert make_divisor(plan_of(**config), CPU)(numbers()).item() == pytest.approx(divisor, rel=1e-5)
 
 
 def test_what_weights_leave_is_part_of_the_divisor():
-    assert make_divisor(plan_of(gradient_clipping=0))(NORM, FACTOR, 0.5).item() == 2.0
-    clipped = make_divisor(plan_of(gradient_clipping=1.0))
-    assert clipped(NORM, FACTOR, 0.5).item() == pytest.approx(clipped(NORM, FACTOR * 0.5, 1.0).item())
+    assert make_divisor(plan_of(gradient_clipping=0), CPU)(numbers(remainder=0.5)).item() == 2.0
+    clipped = make_divisor(plan_of(gradient_clipping=1.0), CPU)
+    assert clipped(numbers(remainder=0.5)).item() == pytest.approx(clipped(numbers(scale=2.0)).item())
 
 
 def test_non_finite_updates_are_left_out_unless_bf16_says_otherwise():

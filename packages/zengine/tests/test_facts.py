@@ -40,6 +40,21 @@ def test_the_config_is_the_resolved_plan_with_origins(engine):
     assert engine.config.origin("gradient_accumulation_steps") == "derived"
 
 
+def test_rates_and_momenta_by_group():
+    model = nn.Linear(2, 1)
+    groups = [{"params": [model.weight], "momentum": 0.5}, {"params": [model.bias]}]
+    own = zengine.initialize(
+        model=model, optimizer=torch.optim.SGD(groups, lr=0.1), config={"train_batch_size": 1, "gradient_clipping": 0}
+    )[0]
+    assert (own.get_lr(), own.get_mom(), own.get_type()) == ([0.1, 0.1], [0.5, 0.0], [0.0, 0.0])
+    own.set_lr(0.3)
+    own.backward(own(torch.ones(1, 2)).sum())
+    assert own.step().lr == (0.3, 0.3)
+    adam = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"betas": [0.8, 0.9]}}}
+    assert zengine.initialize(model=nn.Linear(1, 1), config=adam)[0].get_mom() == [(0.8, 0.9)]
+    assert zengine.initialize(model=nn.Linear(1, 1), config={"train_batch_size": 1})[0].get_mom() == []
+
+
 def test_a_pause_is_a_context_whether_or_not_anything_is_measured(engine):
     with engine.paused(), torch.no_grad():
         engine(torch.ones(1, 2, dtype=torch.bfloat16))

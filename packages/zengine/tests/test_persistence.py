@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -26,3 +27,25 @@ def test_a_checkpoint_comes_back_with_its_folder_and_client_state(tmp_path) -> N
     folder = first.save_checkpoint(tmp_path, client_state={"epoch": 3})
     assert second.load_checkpoint(tmp_path) == (folder, {"epoch": 3})
     assert torch.equal(second.module.weight, first.module.weight)
+
+
+def test_frozen_weights_may_be_left_out_and_a_load_keeps_those_that_are_there(tmp_path) -> None:
+    def with_frozen_base(value: float) -> zengine.Engine:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        model[0].requires_grad_(False).weight.fill_(value)
+        config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+        return zengine.initialize(model=model, config=config)[0]
+
+    first, second = with_frozen_base(1.0), with_frozen_base(2.0)
+    first.save_checkpoint(tmp_path, tag="part", exclude_frozen_parameters=True)
+    second.load_checkpoint(tmp_path, tag="part")
+    assert torch.equal(second.module[1].weight, first.module[1].weight)
+    assert second.module[0].weight.eq(2.0).all()
+    first.save_checkpoint(tmp_path, tag="whole")
+    second.load_checkpoint(tmp_path, tag="whole")
+    assert second.module[0].weight.eq(1.0).all()
+
+
+def test_a_function_that_wants_a_whole_state_dict_is_told_where_to_get_one(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"Read it with zckpt\.load"):
+        _engine().load_checkpoint(tmp_path, custom_load_fn=lambda src, dst: None)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from zprecision import Culprit, clip_divisor, first_nonfinite, inspect
+from zprecision import Culprit, clip_divisor, divisor_of, first_nonfinite, inspect
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # Around the length of a row, of a scratch chunk, and of the threshold between the exact and the row-wise sum.
@@ -377,3 +377,23 @@ def test_the_search_stops_at_the_first_culprit() -> None:
 def test_sparse_gradients_can_be_searched() -> None:
     sparse = torch.tensor([0.0, math.nan]).to_sparse()
     assert first_nonfinite([("embedding", sparse)]) == Culprit("embedding", "nan")
+
+
+@given(
+    norm=st.floats(0, 1e30),
+    factor=st.integers(-20, 24).map(lambda exponent: 2.0**exponent),
+    max_norm=st.sampled_from([0.0, 1e-3, 0.3, 1.0, 50.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_divisor_of_numbers_is_that_of_tensors_bit_for_bit(norm: float, factor: float, max_norm: float) -> None:
+    on_device = clip_divisor(torch.tensor(norm, dtype=torch.float64), torch.tensor(factor), max_norm)
+    assert torch.equal(torch.tensor(divisor_of(norm, factor, max_norm), dtype=torch.float32), on_device)
+
+
+@pytest.mark.parametrize("values", [[3.0, 4.0], [1e30, 1.0], [math.inf, 1.0], [math.nan, 2.0]])
+def test_the_numbers_on_the_host_are_those_of_the_tensors(values: list[float]) -> None:
+    stats = inspect([torch.tensor(values)], extra=torch.tensor([7.0, 8.0]))
+    norm, *extra = stats.numbers
+    assert extra == [7.0, 8.0]
+    assert torch.equal(torch.tensor(norm, dtype=torch.float64), stats.norm) or math.isnan(norm) == stats.norm.isnan()
+    assert stats.finite == (not stats.found_inf) == math.isfinite(norm)

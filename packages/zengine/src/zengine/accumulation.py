@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from zengine.clock import Boundary, CallOrderError, Clock, MicroStep, Phase, Sync
+from zengine.clock import Boundary, CallOrderError, Clock, MicroStep, Sync
 
 if TYPE_CHECKING:
     from zengine.config import Plan
@@ -97,11 +97,10 @@ class EngineAccumulation:
         self.restart_step()
 
     def restart_step(self) -> None:
-        """Drop the gradients of the step so far and begin it again with the next forward; on all ranks alike."""
+        """Drop the gradients of the step so far and begin it again; on all ranks alike."""
         self.clock.settle()
         self.parts.partition.zero_grad()
-        if self.clock.phase is not Phase.CLOSED:
-            self.clock.restart_step()
+        self.clock.restart_step()
 
     # -- when gradients are reduced --------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from zengine.features import (
 )
 from zengine.features.looking import lookers
 from zengine.feeding import data_features, feed_of, require_data, training_loader
-from zengine.parts import ConstantRate, NoOptimizer, Parts, ShardOptimizer
+from zengine.parts import ConstantRate, NoOptimizer, Numbers, Parts, ShardOptimizer
 from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
 from zengine.safe_modules import refuse_unknown_classes
 from zengine.saving import SaveBehind, SaveNow, Saver
@@ -84,10 +84,9 @@ def _around(
     """The other parts, once the module is partitioned."""
     scaler = zprecision.make_scaler(plan.scaling, world.device)
     scheduler = make_scheduler(optimizer, client, plan)
-    slot, divisor = NoOptimizer() if optimizer is None else _slot(optimizer), make_divisor(plan)
-    if isinstance(slot, ShardOptimizer):
-        unclipped = torch.zeros((), dtype=torch.float64, device=world.device)
-        partition.run_ahead(slot.scaled, lambda: divisor(unclipped, scaler.factor, 1.0))
+    slot = NoOptimizer() if optimizer is None else _slot(optimizer)
+    if isinstance(slot, ShardOptimizer):  # what it may expect before anything is known: no clipping, and no wait
+        partition.run_ahead(slot.scaled, lambda: scaler.factor.float() if divides(plan) else None)
     return Parts(
         world=world,
         partition=partition,
@@ -103,7 +102,7 @@ def _around(
             replicas=plan.batch.replicas,
         ),
         inspect=make_inspect(partition),
-        divisor=divisor,
+        divisor=make_divisor(plan, world.device),
         judge=make_judge(plan, scaler, partition.group),
         exchange=functools.partial(zcomm.exchange, group=partition.group),
         saver=make_saver(plan, partition),
@@ -204,17 +203,22 @@ def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.Gr
     return inspect
 
 
-def make_divisor(plan: Plan) -> Callable[[Tensor, Tensor, float], Tensor | None]:
-    """What gradients are divided by, from (norm, loss scale, what weights of losses leave); None when that is one."""
-    clip_norm = plan.clip_norm
-    divides_always = clip_norm != 0 or not isinstance(plan.scaling, zprecision.Unscaled)
+def make_divisor(plan: Plan, device: torch.device) -> Callable[[Numbers], Tensor | None]:
+    """What gradients are divided by, from what was found in them; None when that is one for ever."""
+    clip_norm, divides_always = plan.clip_norm, divides(plan)
 
-    def divisor(norm: Tensor, factor: Tensor, remainder: float) -> Tensor | None:
-        if remainder == 1.0:
-            return zprecision.clip_divisor(norm, factor, clip_norm) if divides_always else None
-        return zprecision.clip_divisor(norm, factor * remainder, clip_norm)
+    def divisor(numbers: Numbers) -> Tensor | None:
+        if not divides_always and numbers.remainder == 1.0:
+            return None
+        value = zprecision.divisor_of(numbers.norm, numbers.scale * numbers.remainder, clip_norm)
+        return torch.full((), value, dtype=torch.float32, device=device)
 
     return divisor
+
+
+def divides(plan: Plan) -> bool:
+    """Whether gradients are clipped or carry a loss scale."""
+    return plan.clip_norm != 0 or not isinstance(plan.scaling, zprecision.Unscaled)
 
 
 def make_judge(plan: Plan, scaler: zprecision.Scaler, group: ProcessGroup | None) -> Judge:

@@ -52,8 +52,18 @@ if TYPE_CHECKING:
 __all__ = ["What", "load", "restore", "save"]
 
 
-def save(engine: Engine, root: str, tag: str | None, client_state: Mapping[str, Any], latest: bool) -> str:
+def save(
+    engine: Engine,
+    root: str,
+    tag: str | None,
+    client_state: Mapping[str, Any],
+    *,
+    latest: bool = True,
+    left_out: frozenset[str] = frozenset(),
+) -> str:
     """Write a checkpoint; returns its folder. `tag` defaults to global_step<N>; every rank must call.
+
+    left_out: names of weights that are not written, because they can be had elsewhere; a load leaves them alone.
 
     Raises:
         ValueError: gradients of an unfinished step are pending.
@@ -71,10 +81,11 @@ def save(engine: Engine, root: str, tag: str | None, client_state: Mapping[str, 
     peers = GroupPeers.of(engine)
     common = common_tag(f"global_step{clock.steps}" if tag is None else str(tag), engine.plan.tag_validation, peers)
     objects, rank_objects = on_every_rank(lambda: (_objects(engine, client_state), _rank_objects(engine)), peers)
+    objects["left_out"] = sorted(left_out)
     telemetry = engine.parts.telemetry
     with telemetry.paused(), telemetry.span("checkpoint"):
         content = Content(
-            shards=_shards(engine),
+            shards=_shards(engine, left_out),
             objects=objects,
             rank_objects=rank_objects,
             step=clock.steps,
@@ -121,7 +132,8 @@ def _take(
 ) -> tuple[str, dict[str, Any]]:
     names = frozenset(checkpoint.names())
     partition = engine.parts.partition
-    compare_names(partition, names, str(checkpoint.path), strict=strict)
+    left_out = {MODEL + name for name in checkpoint.objects.get("left_out", ())}
+    compare_names(partition, names | left_out, str(checkpoint.path), strict=strict)
     if what.run:
         require_run(checkpoint)
     compare_kinds(engine, checkpoint, optimizer=what.optimizer, scheduler=what.scheduler)
@@ -143,9 +155,9 @@ def _take(
 # -- what is saved -------------------------------------------------------------------------------
 
 
-def _shards(engine: Engine) -> Iterator[zckpt.ShardLike]:
+def _shards(engine: Engine, left_out: frozenset[str]) -> Iterator[zckpt.ShardLike]:
     partition = engine.parts.partition
-    yield from _named(partition.shards())
+    yield from _named(shard for shard in partition.shards() if shard.name not in left_out)
     if engine.optimizer is not None:
         for key, shard in zpartition.state_shards(engine.optimizer, partition.holders):
             yield attrs.evolve(shard, name=f"{OPTIMIZER}{key}.{shard.name}")

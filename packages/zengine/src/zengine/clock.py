@@ -180,8 +180,10 @@ class Clock:
         self.skipped_steps += not applied
 
     def restart_step(self) -> None:
-        """The gradients of the step so far are dropped: it begins again with the next forward."""
-        self.phase, self.index = Phase.IDLE, 0
+        """The gradients of the step so far are dropped; a backward of what was computed last is legal still."""
+        self.index = 0
+        if self.phase is Phase.BACKWARD:
+            self.phase = Phase.FORWARD
 
     def accept_backward(self) -> None:
         """Gradients have come from a backward that the engine was not told of."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from zengine.accumulation import EngineAccumulation
 from zengine.clock import Boundary, Clock
+from zengine.compiling import EngineCompiling
 from zengine.config import Plan
 from zengine.facts import EngineFacts
 from zengine.features import Feature
@@ -37,7 +38,7 @@ from zengine.weighing import StepLoss, Weight
 
 
 class Engine(  # type: ignore[misc]  # state_dict has one signature here, three overloads in nn.Module
-    EngineFacts, EngineAccumulation, EngineTorchStyle, EnginePersistence, nn.Module
+    EngineFacts, EngineAccumulation, EngineTorchStyle, EngineCompiling, EnginePersistence, nn.Module
 ):
     """Trains `module` as `plan` says; made by `zengine.initialize`.
 
@@ -149,7 +150,7 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
         lr = parts.optimizer.lr()
         fault = parts.verdict(numbers, self.losses)
         if not fault:
-            divisor = parts.divisor(stats.norm, parts.scaler.factor, numbers.remainder)
+            divisor = parts.divisor(numbers)
             parts.optimizer.update(parts.partition, divisor, any_unused=numbers.num_unused > 0)
             parts.scheduler.step(**lr_kwargs)
         parts.scaler.update(stats.found_inf)
@@ -170,3 +171,9 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
                 self.features = self.features[1:]
 
     destroy = close
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()

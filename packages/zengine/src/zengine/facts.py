@@ -10,6 +10,7 @@ from torch import nn
 
 from zengine.exporting import EngineExports
 from zengine.feeding import EngineData
+from zengine.getters import EngineGetters
 from zengine.phases import EnginePhases
 from zengine.precision_facts import PrecisionFacts
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from zengine.report import StepReport
 
 
-class EngineFacts(PrecisionFacts, EnginePhases, EngineData, EngineExports):
+class EngineFacts(PrecisionFacts, EngineGetters, EnginePhases, EngineData, EngineExports):
     """Read-only answers from the plan, the clock and the last report; mixed into `Engine`."""
 
     if TYPE_CHECKING:
@@ -90,34 +91,10 @@ class EngineFacts(PrecisionFacts, EnginePhases, EngineData, EngineExports):
         where it has one, is `engine.module.config`)."""
         return self.plan
 
-    def train_batch_size(self) -> int:
-        """Samples per optimizer step, over all replicas."""
-        return self.plan.batch.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per forward on one rank."""
-        return self.plan.batch.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-steps per optimizer step."""
-        return self.plan.batch.accumulation
-
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch size, micro-batch size, accumulation)."""
         batch = self.plan.batch
         return batch.train_batch_size, batch.micro_batch_size, batch.accumulation
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return self.plan.zero.stage
-
-    def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
-        return self.plan.zero.stage > 0
-
-    def gradient_clipping(self) -> float:
-        """Global norm that gradients are clipped to; 0 = off."""
-        return self.plan.clip_norm
 
     # -- who we are ------------------------------------------------------------------------------
 
@@ -171,6 +148,22 @@ class EngineFacts(PrecisionFacts, EnginePhases, EngineData, EngineExports):
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
         return list(self.parts.optimizer.lr())
+
+    def set_lr(self, lr: float) -> None:
+        """Another learning rate for all groups, from the next update on; a schedule sets its own after that."""
+        for group in self._groups():
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Momentum of each parameter group, or the betas of those that have betas; 0 for neither."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        """What each parameter group calls its "type" (DeepSpeed's Muon does); 0 for none."""
+        return [group.get("type", 0.0) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     @property
     def loss_scale(self) -> float:

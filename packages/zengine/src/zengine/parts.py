@@ -157,9 +157,7 @@ class Parts:
     runner: Runner
     telemetry: TelemetrySlot
     inspect: Inspect
-    divisor: Callable[
-        [Tensor, Tensor, float], Tensor | None
-    ]  # (norm, loss scale, remainder) -> what divides gradients
+    divisor: Callable[[Numbers], Tensor | None]  # what gradients are divided by
     judge: Judge
     exchange: Callable[[Any], list[Any]]  # a value of each rank, to all
     saver: Saver
@@ -167,15 +165,13 @@ class Parts:
     client_scheduler: Any  # what the caller sees as lr_scheduler; None without one
 
     def read(self, stats: zprecision.GradientStats, losses: StepLoss) -> Numbers:
-        """What one boundary needs on the host, in one transfer, before anything moves."""
-        factor = self.scaler.factor.double()
-        values = torch.stack((stats.found_inf.double(), stats.norm, factor, *stats.extra.unbind())).tolist()
-        found_inf, norm, scale, unused, loss, weight, num_weighted = values
+        """What one boundary needs on the host, before anything moves."""
+        norm, unused, loss, weight, num_weighted = stats.numbers
         remainder = losses.remainder(weight, num_weighted)
         return Numbers(
-            is_finite=not found_inf,
+            is_finite=stats.finite,
             norm=norm,
-            scale=scale,
+            scale=float(self.scaler.factor),
             num_unused=int(unused),
             loss=loss / remainder if remainder else 0.0,
             remainder=remainder,

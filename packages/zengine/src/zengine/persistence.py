@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -27,9 +27,18 @@ class EnginePersistence:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> str:
-        """Save the whole run; every rank must call it. See `checkpointing.save`."""
-        return checkpointing.save(_engine(self), save_dir, tag, client_state or {}, save_latest)
+        """Save the whole run; every rank must call it. See `checkpointing.save`.
+
+        exclude_frozen_parameters: weights that require no gradient are not written (a base model under adapters,
+            say); a load keeps those that the module has.
+        """
+        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+        left_out = frozenset(frozen if exclude_frozen_parameters else ())
+        return checkpointing.save(
+            _engine(self), save_dir, tag, client_state or {}, latest=save_latest, left_out=left_out
+        )
 
     def load_checkpoint(
         self,
@@ -39,8 +48,19 @@ class EnginePersistence:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Restore a run saved by `save_checkpoint`, at any world size and stage. See `checkpointing.load`."""
+        """Restore a run saved by `save_checkpoint`, at any world size and stage. See `checkpointing.load`.
+
+        Raises:
+            ValueError: `custom_load_fn` is given, DeepSpeed's function that copies a whole state dict into the
+                module: no rank has one here.
+        """
+        if custom_load_fn is not None:
+            raise ValueError(
+                "load_checkpoint(custom_load_fn=...) is not offered: no rank holds a whole state dict while it "
+                "loads. Read it with zckpt.load(), change it, and give it to engine.load_state_dict()."
+            )
         what = checkpointing.What.choose(load_module_only, load_optimizer_states, load_lr_scheduler_states)
         return checkpointing.load(_engine(self), load_dir, tag, what, strict=load_module_strict)
 

@@ -28,6 +28,16 @@ class Ranks:
     shard: ProcessGroup | None  # those that hold one copy; `world` unless sharding is hybrid
     replicas: ProcessGroup | None  # those that hold the same span; only looked at where `num_replicas` > 1
     num_shards: int  # of `shard`
+    rank: int = attrs.field(init=False)  # this process among all
+    size: int = attrs.field(init=False)  # the number of all
+
+    @rank.default
+    def _rank(self) -> int:
+        return zcomm.group_rank(self.world)
+
+    @size.default
+    def _size(self) -> int:
+        return zcomm.group_size(self.world)
 
     @classmethod
     def of(cls, world: ProcessGroup | None, policy: ZeroPolicy) -> Ranks:
@@ -47,16 +57,6 @@ class Ranks:
             shard=zcomm.twin(self.shard) or self.shard,
             replicas=self.replicas and zcomm.twin(self.replicas),
         )
-
-    @property
-    def rank(self) -> int:
-        """This process among all."""
-        return zcomm.group_rank(self.world)
-
-    @property
-    def size(self) -> int:
-        """The number of all."""
-        return zcomm.group_size(self.world)
 
     @property
     def num_replicas(self) -> int:

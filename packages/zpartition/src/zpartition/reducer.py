@@ -44,7 +44,7 @@ from torch.utils.hooks import RemovableHandle
 
 import zcomm
 from zpartition.buffers import Arena, BufferPool
-from zpartition.exchange import Exchange, exchange_for, factors, reduce_at
+from zpartition.exchange import Exchange, Factors, exchange_for, factors, reduce_at
 from zpartition.gradient import BucketGradient, Phase, Round
 from zpartition.layout import Layout
 from zpartition.lookout import Lookout
@@ -97,6 +97,8 @@ class GradientReducer:
     has_learnt: bool = False  # whether the ranks have agreed on that order after a first round
     held: set[int] = attrs.field(factory=set)  # buckets that leave at the end of the round only
     lookout: Lookout = attrs.field(factory=Lookout)
+    most_bytes: int = 0  # that buffers ought to take at the end of a backward
+    factors: tuple[Factors, ...] = ()  # by bucket
     patience_s: float = PATIENCE_S  # how long to wait for a message in the middle of a round; 0 once that was in vain
     _next: int = 0  # position in `order` of the bucket to be sent next
     _completed: list[int] = attrs.field(factory=list)  # bucket indices in the order in which they became complete
@@ -130,6 +132,8 @@ class GradientReducer:
         )
         reducer = cls(layout, policy, ranks, exchange_for(ranks, layout.num_shards, policy), gradients, pool, tell)
         reducer.order = reducer._last(range(len(gradients)), frozenset())
+        reducer.most_bytes = buffer_bytes(layout, policy, num_backwards=2)
+        reducer.factors = tuple(factors(policy, layout, bucket) for bucket in layout.buckets)
         for gradient in gradients:
             for index, param in enumerate(gradient.params):
                 hook = _hook(weakref.ref(reducer), weakref.ref(gradient), index)
@@ -236,7 +240,7 @@ class GradientReducer:
             self._settle(0)
             self._send_late(self._late() if self.has_learnt else self._learn())
             self.has_learnt = True
-            if self.pool.total_bytes > buffer_bytes(self.layout, self.policy, num_backwards=2):
+            if self.pool.total_bytes > self.most_bytes:
                 self._clear_pool()  # more buckets were open at a time than there ought to be
             for gradient in self.gradients:
                 gradient.attach_grads()
@@ -314,7 +318,7 @@ class GradientReducer:
             return
         self._provide(gradient)
         wire = self.policy.wire_for(gradient.bucket)
-        before = factors(self.policy, self.layout, gradient.bucket).before
+        before = self.factors[gradient.bucket.index].before
         local = gradient.seal()
         self.lookout.look(gradient)
         sent = local if self.layout.world_size == 1 else local.to(wire)
@@ -344,8 +348,7 @@ class GradientReducer:
         while len(self.flights) > leave:
             flight = self.flights.popleft()
             bucket = flight.gradient.bucket
-            after = factors(self.policy, self.layout, bucket).after
-            flight.settle(after, self.policy.accumulate_for(bucket.dtype))
+            flight.settle(self.factors[bucket.index].after, self.policy.accumulate_for(bucket.dtype))
 
 
 def _hook(

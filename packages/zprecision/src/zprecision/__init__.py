@@ -7,7 +7,7 @@ agree, `inspect` takes an all_reduce as a callable.
 """
 
 from zprecision.float8 import Float8, Float8Linear, has_float8
-from zprecision.inspect import Culprit, GradientStats, clip_divisor, first_nonfinite, inspect, joined
+from zprecision.inspect import Culprit, GradientStats, clip_divisor, divisor_of, first_nonfinite, inspect, joined
 from zprecision.islands import Islands
 from zprecision.keeping import Keep
 from zprecision.policy import BF16, FP16, FP32, Precision, measure_bf16_speedup
@@ -36,6 +36,7 @@ __all__ = [
     "StaticScaling",
     "Unscaled",
     "clip_divisor",
+    "divisor_of",
     "first_nonfinite",
     "has_float8",
     "inspect",

@@ -51,11 +51,12 @@ class GradientStats:
     norm: Tensor  # () float64: L2 over all shards of all ranks, still scaled; inf or NaN if any element is
     found_inf: Tensor  # () float32: 1 if any element on any rank is infinite or NaN, else 0
     extra: Tensor  # (k,) float64: what was passed as extra, summed over ranks
+    numbers: tuple[float, ...]  # norm and extra on the host, where they came with the one wait for the device
 
     @property
     def finite(self) -> bool:
-        """Whether the step may be applied. Waits for the device."""
-        return not bool(self.found_inf)
+        """Whether the step may be applied."""
+        return math.isfinite(self.numbers[0])
 
 
 def _alone(_: Tensor) -> None:
@@ -90,12 +91,16 @@ def inspect(
         vector = torch.cat([own.to(device), passengers.to(device, torch.float64)])
         all_reduce(vector)
         norm = vector[0].sqrt()
-        if not math.isfinite(norm.item()):
+        total, *others = vector.tolist()
+        if math.isfinite(total):
+            length = math.sqrt(total)
+        else:
             own = _total(_exact_squares(shards, _SECOND_READ_SCALE), device)
             all_reduce(own)
             norm = own[0].sqrt() / _SECOND_READ_SCALE
-        found_inf = torch.isfinite(norm).logical_not().float()
-    return GradientStats(norm, found_inf, vector[1:])
+            length = norm.item()
+        found_inf = torch.full((), float(not math.isfinite(length)), device=device)
+    return GradientStats(norm, found_inf, vector[1:], (length, *others))
 
 
 def joined(stats: Sequence[GradientStats], device: torch.device) -> GradientStats:
@@ -103,7 +108,7 @@ def joined(stats: Sequence[GradientStats], device: torch.device) -> GradientStat
     norms = torch.stack([each.norm.to(device) for each in stats])
     found = torch.stack([each.found_inf.to(device) for each in stats])
     norm = norms[0] if len(stats) == 1 else norms.square().sum().sqrt()
-    return GradientStats(norm, found.amax(), stats[0].extra.to(device))
+    return GradientStats(norm, found.amax(), stats[0].extra.to(device), (norm.item(), *stats[0].numbers[1:]))
 
 
 def clip_divisor(norm: Tensor, factor: Tensor, max_norm: float) -> Tensor:
@@ -120,6 +125,13 @@ def clip_divisor(norm: Tensor, factor: Tensor, max_norm: float) -> Tensor:
         return factor.float()
     scale = factor.double()
     return (scale * ((norm / scale + 1e-6) / max_norm).clamp(min=1.0)).float()
+
+
+def divisor_of(norm: float, factor: float, max_norm: float) -> float:
+    """`clip_divisor` of numbers that are on the host already: the same value, without a kernel for each operation."""
+    if max_norm == 0:
+        return factor
+    return factor * max(1.0, (norm / factor + 1e-6) / max_norm)
 
 
 @attrs.frozen

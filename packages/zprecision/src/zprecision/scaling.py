@@ -81,7 +81,7 @@ class NoScaling:
         return loss
 
     def update(self, found_inf: Tensor) -> None:
-        _overflow(found_inf, self.device)
+        _refuse_foreign(found_inf)
 
     def state_dict(self) -> dict[str, float | int]:
         return {}
@@ -200,6 +200,11 @@ def _scaled(loss: Tensor, factor: Tensor) -> Tensor:
 
 def _overflow(found_inf: Tensor, device: torch.device) -> Tensor:
     """() bool on device: true for any found_inf but zero, NaN included."""
+    _refuse_foreign(found_inf)
+    return (found_inf.detach() != 0).reshape(()).to(device)
+
+
+def _refuse_foreign(found_inf: object) -> None:
     if not isinstance(found_inf, Tensor):
         raise TypeError(f"update(found_inf) got a {type(found_inf).__name__}; give inspect(...).found_inf")
     if found_inf.numel() != 1:
@@ -207,4 +212,3 @@ def _overflow(found_inf: Tensor, device: torch.device) -> Tensor:
             f"update(found_inf) got shape {tuple(found_inf.shape)}; one element is needed, 0 or not 0,"
             " such as inspect(...).found_inf"
         )
-    return (found_inf.detach() != 0).reshape(()).to(device)

@@ -1,0 +1,72 @@
+"""Every getter answers what the config says."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+import zengine
+
+CONFIG = {
+    "train_batch_size": 12,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.5,
+    "prescale_gradients": True,
+    "fp16": {"enabled": True, "auto_cast": True},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 7, "stage3_prefetch_bucket_size": 9},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.25}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    "steps_per_print": 3,
+}
+EXPECTED = {
+    "train_batch_size": 12,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 3,
+    "gradient_clipping": 0.5,
+    "gradient_predivide_factor": 1.0,
+    "prescale_gradients": True,
+    "sparse_gradients_enabled": False,
+    "optimizer_name": "SGD",
+    "optimizer_params": {"lr": 0.25},
+    "scheduler_name": "WarmupLR",
+    "scheduler_params": {"warmup_num_steps": 5},
+    "fp16_enabled": True,
+    "bfloat16_enabled": False,
+    "fp16_auto_cast": True,
+    "dynamic_loss_scale": True,
+    "zero_optimization_stage": 3,
+    "zero_optimization": True,
+    "zero_offload_optimizer": "none",
+    "zero_offload_param": "none",
+    "zero_cpu_offload": False,
+    "zero_overlap_comm": True,
+    "zero_ignore_unused_parameters": True,
+    "zero_reduce_bucket_size": 0,
+    "zero_prefetch_bucket_size": 9,
+    "zero_param_persistence_threshold": 7,
+    "steps_per_print": 3,
+    "wall_clock_breakdown": False,
+    "memory_breakdown": False,
+    "dump_state": False,
+    "dataloader_drop_last": False,
+    "checkpoint_tag_validation_enabled": True,
+    "checkpoint_tag_validation_fail": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> zengine.Engine:
+    return zengine.initialize(model=nn.Linear(2, 1), config=CONFIG)[0]
+
+
+@pytest.mark.parametrize(("name", "value"), EXPECTED.items())
+def test_a_getter_answers_what_was_decided(engine, name, value):
+    assert getattr(engine, name)() == value
+    assert getattr(type(engine), name).__doc__
+
+
+def test_limits_of_stage_3_are_numbers(engine):
+    plan = engine.plan.zero
+    assert engine.zero_model_persistence_threshold() == plan.persist_total_numel
+    assert engine.zero_max_live_parameters() == plan.max_live_numel
+    assert engine.zero_max_reuse_distance() == plan.max_reuse_numel
