@@ -10,13 +10,16 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-from zengine.commands import Command, CommandError, check, explain, plan
+from zengine.commands import Command, CommandError, check, convert_config, env, explain, plan, run
 from zengine.config import ConfigError
 
 COMMANDS: Mapping[str, Command] = {
     "check": check,
     "explain": explain,
     "plan": plan,
+    "run": run,
+    "env": env,
+    "convert-config": convert_config,
 }
 
 
