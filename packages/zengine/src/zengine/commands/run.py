@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if own is None:
         raise CommandError(
-            f"this host ({socket.gethostname()}) is none of {', '.join(host for host, _ in lines)}: run the line above "
-            "on each of them, or start on one of them"
+            f"this host ({socket.gethostname()}) is none of {', '.join(host for host, _ in lines)}: run the line "
+            "above on each of them, or start on one of them"
         )
     sys.stdout.flush()
     environment = {**os.environ, **variables(arguments, os.environ)}
