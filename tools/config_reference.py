@@ -26,8 +26,8 @@ HEAD = """# The keys of a config
 
 Made by `python tools/config_reference.py --write` from the table that reads configs; a test compares. Names and
 meanings are DeepSpeed's, with a few keys of ours. `zengine check config.json` reads a file by this table, and
-`zengine explain` shows what comes of it. Keys of `optimizer.params` and `scheduler.params` are those of the class that
-`type` names.
+`zengine explain` shows what comes of it. Keys of `optimizer.params` and `scheduler.params` are those of the class
+that `type` names.
 """
 
 

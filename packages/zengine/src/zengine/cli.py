@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-from zengine.commands import Command, CommandError, check, convert_config, env, explain, plan, run
+from zengine.commands import Command, CommandError, check, convert_config, env, explain, plan, report, run
 from zengine.config import ConfigError
 
 COMMANDS: Mapping[str, Command] = {
@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, Command] = {
     "explain": explain,
     "plan": plan,
     "run": run,
+    "report": report,
     "env": env,
     "convert-config": convert_config,
 }

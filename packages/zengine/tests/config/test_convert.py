@@ -25,7 +25,7 @@ OLD: dict[str, Any] = {
 
 
 def acts(plan: Plan) -> Plan:
-    return attrs.evolve(plan, origins={}, notices=())
+    return attrs.evolve(plan, origins={}, notices=(), given={})
 
 
 def plan_of(source: Any) -> Plan:
