@@ -93,6 +93,11 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
     },
     "exporting.py": {"zpartition": {"gathered"}},
+    # tells which kernels run here, and what carries messages between two ranks that it starts
+    "commands/env.py": {
+        "zoptim": {"kernels"},
+        "zcomm": {"all_reduce", "transport", "transport_reason", "testing", "testing.run_ranks"},
+    },
     # the world comes before the parts
     "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
     # says which kind of scaling the plan holds

@@ -10,14 +10,17 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-from zengine.commands import Command, CommandError, check, explain, plan, report
+from zengine.commands import Command, CommandError, check, convert_config, env, explain, plan, report, run
 from zengine.config import ConfigError
 
 COMMANDS: Mapping[str, Command] = {
     "check": check,
     "explain": explain,
     "plan": plan,
+    "run": run,
     "report": report,
+    "env": env,
+    "convert-config": convert_config,
 }
 
 

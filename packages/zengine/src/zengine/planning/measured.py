@@ -28,6 +28,7 @@ from zengine.planning.activations import loss_of
 __all__ = ["CannotMeasure", "Measured", "alone", "measure", "started"]
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_ROLLUP = Path("/proc/self/smaps_rollup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _BLOCK = -1, -3, 1 << 16  # of glibc's mallopt; bytes
 _WARM_STEPS = 2  # buffers are made, order of use is learnt, states exist
 
@@ -132,8 +133,8 @@ class _ResidentMeter:
     def current(self) -> int:
         gc.collect()
         self._libc.malloc_trim(0)
-        found = _status()
-        return found["RssAnon"] + found["RssShmem"]
+        found = _sizes(_STATUS)
+        return found["RssAnon"] + found["RssShmem"] - _others_share(found)
 
     def restart(self) -> None:
         try:
@@ -142,14 +143,23 @@ class _ResidentMeter:
             raise CannotMeasure(f"the peak of this process cannot be reset ({error})") from None
 
     def peak(self) -> int:
-        found = _status()
-        return found["VmHWM"] - found["RssFile"]
+        found = _sizes(_STATUS)
+        return found["VmHWM"] - found["RssFile"] - _others_share(found)
 
 
-def _status() -> dict[str, int]:
-    """Sizes in /proc/self/status, in bytes."""
-    words = (line.split() for line in _STATUS.read_text().splitlines() if line.endswith(" kB"))
+def _sizes(place: Path) -> dict[str, int]:
+    """Sizes in a file of /proc, in bytes."""
+    words = (line.split() for line in place.read_text().splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): int(size) * 1024 for name, size, _ in words}
+
+
+def _others_share(found: dict[str, int]) -> int:
+    """The part of shared pages that counts in other ranks of this machine: those are there once, and for all
+    steps."""
+    try:
+        return max(0, found["RssShmem"] - _sizes(_ROLLUP)["Pss_Shmem"])
+    except (OSError, KeyError):  # an old kernel: counted here in full
+        return 0
 
 
 def _moved(given: Any, device: str) -> Any:

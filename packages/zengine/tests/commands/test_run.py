@@ -1,0 +1,98 @@
+"""`zengine run`: what it would start, and two ranks on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zengine.cli import main
+from zengine.commands.run import commands, variables
+
+SCRIPT = """
+import os, sys
+import torch, zcomm
+with zcomm.init() as world:
+    total = torch.ones(1)
+    zcomm.all_reduce(total)
+    cores = len(os.sched_getaffinity(0))
+    with open(f"rank{world.rank}.txt", "w") as file:
+        file.write(f"{world.world_size} ranks, {total.item():.0f}, {sys.argv[1:]}, {cores} cores")
+"""
+
+
+def test_two_ranks_meet_on_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "zengine", "run", "--nproc", "2", "--bind-cores", "hello.py", "--lr", "1"]
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    told = [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)]
+    assert told == [f"2 ranks, 2, ['--lr', '1'], {share} cores"] * 2
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> str:
+    path = tmp_path / "hosts"
+    path.write_text("alpha slots=8\nbeta slots=8\n")
+    return str(path)
+
+
+def test_a_hostfile_becomes_a_command_for_each_host(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--hostfile", hostfile, "--include", "alpha@beta:0,1", "--dry-run", "train.py"]) == 0
+    alpha, beta = capsys.readouterr().out.splitlines()
+    assert alpha.startswith("alpha: ")
+    assert "--nproc-per-node=8 --nnodes=2 --node-rank=0 --master-addr=alpha" in alpha
+    assert beta.startswith("beta: env CUDA_VISIBLE_DEVICES=0,1 ")
+    assert "--nproc-per-node=2 --nnodes=2 --node-rank=1 --master-addr=alpha" in beta
+
+
+def test_a_host_that_is_not_in_the_file_prints_and_says_so(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--hostfile", hostfile, "train.py"]) == 1
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 2
+    assert "is none of alpha, beta: run the line above on each" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hostfile", "/no/such", "x.py"], "--hostfile /no/such: No such file or directory"),
+        (["--include", "a", "x.py"], "on one host set CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_what_is_wrong_is_said_with_status_1(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def asked(**given: object) -> argparse.Namespace:
+    texts = dict.fromkeys(("hostfile", "include", "exclude", "master_addr"), "")
+    numbers = {"nproc": 0, "master_port": 29500, "max_restarts": 0, "bind_cores": False, "module": False}
+    return argparse.Namespace(**{**texts, **numbers, "script": "train.py", "arguments": [], **given})
+
+
+def test_an_allocation_of_several_nodes_becomes_srun_once() -> None:
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "CUDA_VISIBLE_DEVICES": "0"}
+    ((host, line),) = commands(asked(), slurm, "n1")
+    assert (host, line[0]) == ("", "srun")
+    ((_, inside),) = commands(asked(), {**slurm, "SLURM_STEP_ID": "0"}, "n1")
+    assert "--standalone" in inside
+
+
+def test_modules_and_threads() -> None:
+    ((_, line),) = commands(asked(module=True, nproc=1), {}, "here")
+    assert line[-2:] == ["-m", "train.py"]
+    cores = len(os.sched_getaffinity(0))
+    assert variables(asked(nproc=1), {}) == {"OMP_NUM_THREADS": str(cores)}
+    assert variables(asked(nproc=10 * cores), {}) == {"OMP_NUM_THREADS": "1"}
+    assert variables(asked(), {"OMP_NUM_THREADS": "3"}) == {}
