@@ -141,6 +141,15 @@ def test_tokens_that_the_caller_reports_count_and_a_bench_ends(tmp_path, capsys)
     engine.close()
 
 
+def test_a_program_charts_numbers_of_its_own(tmp_path):
+    config = {"train_batch_size": 2, "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "a"}}
+    engine, *_ = zengine.initialize(model=Model(), config=config)
+    assert engine.monitor.enabled
+    engine.monitor.write_events([("eval/loss", 1.5, engine.global_samples)])
+    engine.close()
+    assert (tmp_path / "a" / "eval_loss.csv").read_text().split() == ["step,loss", "0,1.5"]
+
+
 def test_without_telemetry_there_is_no_feature():
     engine, *_ = zengine.initialize(model=Model(), config={"train_batch_size": 2})
     assert "Measuring" not in [type(feature).__name__ for feature in engine.features]

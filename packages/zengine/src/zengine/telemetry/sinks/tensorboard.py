@@ -21,6 +21,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, final
 
+from zengine.telemetry.sinks.base import Events, Sink
 from zengine.telemetry.sinks.records import RecordWriter
 from zengine.telemetry.sinks.tensorboard_values import (
     end_value,
@@ -78,7 +79,7 @@ LAYOUT = {
 
 
 @final
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Writes one event file into `folder`.
 
     left_out: sections and charts of the layout that will stay empty in this run.
@@ -113,6 +114,12 @@ class TensorBoardSink:
             families.setdefault(snapshot.report.step, []).append(histogram)
         for step, values in families.items():
             self._put(step=step, summary=self._summary_of(value=values))
+        self._records.flush()
+
+    def write_events(self, events: Events) -> None:
+        for tag, value, x in events:
+            one = self._summary_of.Value(tag=tag, simple_value=float(value))
+            self._put(step=x, summary=self._summary_of(value=[one]))
         self._records.flush()
 
     def close(self) -> None:
