@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import final
 
@@ -51,7 +51,7 @@ class JsonlSink(Sink):
             self._put({})
         self._file.close()
 
-    def _put(self, scalars: dict[str, float]) -> None:
+    def _put(self, scalars: Mapping[str, float]) -> None:
         """A line at the last boundary, with what the program has added."""
         line = {
             "step": self._place[0],
