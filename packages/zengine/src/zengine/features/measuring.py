@@ -72,7 +72,7 @@ def subject_of(engine: Engine) -> Subject:
         ),
         recomputes=rates.recomputation == "yes"
         or (rates.recomputation == "auto" and says_it_recomputes(engine.module)),
-        epochs=epochs_of(engine.parts.loader, plan.batch.replicas),
+        epochs=epochs_of(engine.parts.loader),
         ledger=engine.parts.partition.ledger,
         record=RunRecord(
             started=now(),
@@ -84,17 +84,17 @@ def subject_of(engine: Engine) -> Subject:
     )
 
 
-def epochs_of(loader: Any, replicas: int) -> Callable[[], tuple[float, ...]]:
-    """Passes over the data so far, with fractions where the loader knows its length; empty without our loader."""
+def epochs_of(loader: Any) -> Callable[[], tuple[float, ...]]:
+    """Passes over the data so far, with fractions where the dataset knows its length; empty without our loader."""
     if loader is None:
         return tuple
 
     def epochs() -> tuple[float, ...]:
         try:
-            whole = len(loader) * loader.batch_size * replicas
-        except TypeError:  # a stream has no length
+            num_samples = len(loader.dataset)
+        except TypeError:  # a stream
             return (float(loader.epoch),)
-        return (loader.epoch + min(1.0, loader.consumed_samples / whole),)
+        return (loader.epoch + min(1.0, loader.consumed_samples / num_samples),)
 
     return epochs
 
