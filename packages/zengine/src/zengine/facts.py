@@ -17,7 +17,7 @@ from zengine.precision_facts import PrecisionFacts
 if TYPE_CHECKING:
     from zengine.clock import Clock
     from zengine.config import Plan
-    from zengine.parts import Parts
+    from zengine.parts import Parts, TelemetrySlot
     from zengine.report import StepReport
 
 
@@ -77,6 +77,11 @@ class EngineFacts(PrecisionFacts, EngineGetters, EnginePhases, EngineData, Engin
     def report_tokens(self, num_tokens: int) -> None:
         """Tokens of this rank in the step under way, where what forward gets would mislead; they add up."""
         self.parts.telemetry.report_tokens(num_tokens)
+
+    @property
+    def monitor(self) -> TelemetrySlot:
+        """Charts of your own (rank 0): `engine.monitor.write_events([("eval/loss", 1.5, engine.global_samples)])`."""
+        return self.parts.telemetry
 
     @property
     def bench_done(self) -> bool:

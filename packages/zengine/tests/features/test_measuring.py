@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zengine
+from zengine.features.measuring import epochs_of
 
 
 class Model(nn.Module):
@@ -66,6 +68,13 @@ def test_a_run_tells_speed_epochs_phases_and_owners(tmp_path):
     assert lines[0]["memory/parameters_bytes"] >= NUM_PARAMETERS * 4
     assert lines[0]["memory/states_bytes"] >= 2 * NUM_PARAMETERS * 4
     assert "perf/step_time_ms" not in lines[1]
+
+
+def test_a_stream_has_whole_epochs_and_a_foreign_loader_none():
+    loader = SimpleNamespace(dataset=iter([]), epoch=3, consumed_samples=5)
+    assert epochs_of(loader)() == (3.0,)
+    assert epochs_of(SimpleNamespace(dataset=range(10), epoch=3, consumed_samples=5))() == (3.5,)
+    assert epochs_of(None)() == ()
 
 
 def test_the_record_holds_config_plan_and_environment(tmp_path):
@@ -139,6 +148,15 @@ def test_tokens_that_the_caller_reports_count_and_a_bench_ends(tmp_path, capsys)
     printed = capsys.readouterr().out
     assert printed.count("bench: steps 2 to 3, 1 rank(s)") == 1
     engine.close()
+
+
+def test_a_program_charts_numbers_of_its_own(tmp_path):
+    config = {"train_batch_size": 2, "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "a"}}
+    engine, *_ = zengine.initialize(model=Model(), config=config)
+    assert engine.monitor.enabled
+    engine.monitor.write_events([("eval/loss", 1.5, engine.global_samples)])
+    engine.close()
+    assert (tmp_path / "a" / "eval_loss.csv").read_text().split() == ["step,loss", "0,1.5"]
 
 
 def test_without_telemetry_there_is_no_feature():

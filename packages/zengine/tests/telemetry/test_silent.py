@@ -20,6 +20,8 @@ def test_it_takes_every_call_of_the_slot_and_writes_nothing(capsys, tmp_path, mo
     silent.recomputes()
     silent.counted(1.0)
     silent.layers({"head": 1.0})
+    silent.write_events([("a", 1.0, 1)])
+    assert not silent.enabled
     silent.micro_step_end()
     silent.step_end(REPORT)
     silent.load_state_dict(silent.state_dict())

@@ -10,6 +10,7 @@ import attrs
 
 from zengine.report import StepReport
 from zengine.telemetry.countdown import Countdown
+from zengine.telemetry.sinks import Events
 from zengine.telemetry.subject import Subject
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -40,6 +41,8 @@ class Silent:
 
     def layers(self, norms: Mapping[str, float]) -> None: ...
 
+    def write_events(self, events: Events, flush: bool = True) -> None: ...
+
     def micro_step_end(self) -> None: ...
 
     def step_end(self, report: StepReport) -> None:
@@ -52,6 +55,10 @@ class Silent:
         self.countdown.reset()
 
     def close(self) -> None: ...
+
+    @property
+    def enabled(self) -> bool:
+        return False
 
     @property
     def bench_done(self) -> bool:

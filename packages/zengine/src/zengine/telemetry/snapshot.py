@@ -18,6 +18,7 @@ of the step.  What was not measured is absent, never zero.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import attrs
@@ -51,8 +52,12 @@ class Snapshot:
     comms: Mapping[str, Tally] = attrs.field(factory=dict)  # collectives of this step, by operation
     layer_norms: Mapping[str, float] = attrs.field(factory=dict)  # by layer; empty in most steps
 
-    def scalars(self) -> dict[str, float]:
+    def scalars(self) -> Mapping[str, float]:
         """Every number of this boundary by its tag."""
+        return self._scalars
+
+    @functools.cached_property
+    def _scalars(self) -> dict[str, float]:  # several sinks ask
         return {
             **{SAMPLES + name: value for name, value in _samples(self.report).items()},
             **{TIME + timer: ms for timer, ms in self.phase_ms.items()},

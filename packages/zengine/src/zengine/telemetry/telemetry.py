@@ -23,7 +23,7 @@ from zengine.telemetry.comms import CommsLog, NoCommsLog
 from zengine.telemetry.countdown import Countdown
 from zengine.telemetry.devices import Fleet
 from zengine.telemetry.memory import MemoryMarks, NoMemoryMarks, Owners, read_memory
-from zengine.telemetry.sinks import Sinks
+from zengine.telemetry.sinks import Events, Sinks
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.spans import NoStopwatch, Stopwatch
 from zengine.telemetry.subject import Subject
@@ -104,6 +104,10 @@ class Telemetry:
         """Gradient norms by layer, for the boundary under way, in any unit: the report has the norm of all."""
         self.layer_norms = dict(norms)
 
+    def write_events(self, events: Events, flush: bool = True) -> None:
+        """Scalars of the program's own, (tag, value, x) each, to every sink; `flush` (DeepSpeed's) is always so."""
+        self.sinks.write_events(events)
+
     def micro_step_end(self) -> None:
         """A micro-step is complete; at a boundary before or after `step_end`, as the caller likes."""
         self.stopwatch.micro_step_end()
@@ -143,6 +147,11 @@ class Telemetry:
         """Last lines, then close every sink. Safe to call twice."""
         self.sinks.close()
         self.comms.close()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a place that `write_events` reaches."""
+        return bool(self.sinks)
 
     @property
     def bench_done(self) -> bool:

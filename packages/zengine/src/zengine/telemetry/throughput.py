@@ -29,6 +29,18 @@ class Work:
     useful_flops: float = 0.0  # by the formula, each operation once
     counted_flops: float = 0.0  # from counting the operations of one step
 
+    def in_time(self, samples: int, ms: float) -> Rate:
+        """The rate of a step that did this in `ms` milliseconds."""
+        return Rate(
+            samples=samples,
+            ms=ms,
+            steps=1,
+            tokens=self.tokens,
+            flops=self.flops,
+            useful_flops=self.useful_flops,
+            counted_flops=self.counted_flops,
+        )
+
 
 @attrs.frozen(kw_only=True)
 class Rate:
@@ -43,8 +55,15 @@ class Rate:
     counted_flops: float = 0.0
 
     def __add__(self, other: Rate) -> Rate:
-        names = [field.name for field in attrs.fields(Rate)]
-        return Rate(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return Rate(
+            samples=self.samples + other.samples,
+            ms=self.ms + other.ms,
+            steps=self.steps + other.steps,
+            tokens=self.tokens + other.tokens,
+            flops=self.flops + other.flops,
+            useful_flops=self.useful_flops + other.useful_flops,
+            counted_flops=self.counted_flops + other.counted_flops,
+        )
 
     def __bool__(self) -> bool:
         return self.steps > 0 and self.ms > 0
@@ -82,8 +101,7 @@ class Throughput:
         now = self._clock()
         self._seen += 1
         elapsed_ms = (now - self._last_time - self._pause) * 1e3
-        done = attrs.asdict(work or Work())
-        step = Rate(samples=samples - self._last_samples, ms=elapsed_ms, steps=1, **done)
+        step = (work or Work()).in_time(samples - self._last_samples, elapsed_ms)
         self._last_time, self._last_samples, self._pause = now, samples, 0.0
         if self._seen <= self._warmup_steps:
             return Rate()

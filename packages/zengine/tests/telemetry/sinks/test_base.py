@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from zengine.telemetry.sinks.base import MissingPackageError, Sinks, folder_of, require_packages
+from zengine.telemetry.sinks.base import MissingPackageError, Sink, Sinks, folder_of, require_packages
 
 
 class Recorder:
@@ -67,6 +67,16 @@ def test_an_interrupt_is_not_swallowed():
     sinks.add("x", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         sinks.write(1)
+
+
+def test_the_base_of_all_sinks_is_the_identity():
+    sink, sinks = Sink(), Sinks()
+    sinks.add("nothing", lambda: sink)
+    sinks.begin(None)
+    sinks.write(None)
+    sinks.write_events([("a", 1.0, 1)])
+    assert sinks
+    sinks.close()
 
 
 def test_closing_twice_closes_once():

@@ -51,5 +51,6 @@ def test_a_point_is_sent_when_enough_samples_have_passed(calls):
 
 
 def test_what_is_empty_is_left_to_the_package(calls):
-    CometSink(CometPlan(enabled=True, online=False))
-    assert calls == [("start", {"online": False})]
+    sink = CometSink(CometPlan(enabled=True, online=False))
+    sink.write_events([("eval/loss", 1.5, 3)])
+    assert calls == [("start", {"online": False}), ("metrics", 3, ["eval/loss"])]

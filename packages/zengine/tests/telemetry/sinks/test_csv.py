@@ -53,3 +53,10 @@ def test_not_a_number_is_written_as_such(tmp_path):
     sink.write(snapshot(1, float("nan")))
     sink.close()
     assert rows(tmp_path / "Train_Samples_train_loss.csv")[1] == ["1", "nan"]
+
+
+def test_scalars_of_the_program_have_files_too(tmp_path):
+    sink = CsvSink(tmp_path)
+    sink.write_events([("eval/loss", 1.5, 3)])
+    sink.close()
+    assert rows(tmp_path / "eval_loss.csv") == [["step", "loss"], ["3", "1.5"]]

@@ -53,6 +53,18 @@ def test_numbers_that_json_does_not_know_are_words(tmp_path):
     sink.close()
 
 
+def test_scalars_of_the_program_ride_with_the_next_boundary_or_the_end(tmp_path):
+    sink = JsonlSink(tmp_path)
+    sink.write_events([("eval/loss", 3.0, 8)])
+    sink.write(snapshot(1))
+    sink.write_events([("eval/loss", math.inf, 8)])
+    sink.close()
+    lines = [strict(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["values"]["eval/loss"]) for line in lines] == [(1, 3.0), (1, "Infinity")]
+    assert "train/loss" in lines[0]["values"]
+    assert lines[1]["values"].keys() == {"eval/loss"}
+
+
 def test_a_resumed_run_continues_the_events_and_replaces_the_record(tmp_path):
     for step in (1, 2):
         sink = JsonlSink(tmp_path)

@@ -121,6 +121,13 @@ def test_two_sinks_in_one_second_have_files_of_their_own(tmp_path):
     assert all("tfevents" in name and f".{os.getpid()}." in name for name in names)
 
 
+def test_scalars_of_the_program_lie_where_it_says(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    sink.write_events([("eval/loss", 1.5, 7), ("eval/loss", 1.25, 9)])
+    sink.close()
+    assert points(tmp_path, "eval/loss") == [(7, 1.5), (9, 1.25)]
+
+
 def test_nan_and_infinity_are_kept(tmp_path):
     sink = TensorBoardSink(tmp_path)
     sink.write(snapshot(1, math.nan))

@@ -40,7 +40,9 @@ def test_one_log_call_a_boundary_at_the_number_of_samples(calls):
     sink = WandbSink(plan(group="g", team="t"))
     sink.begin(RECORD)
     sink.write(Snapshot(report=report))
+    sink.write_events([("eval/loss", 1.5, 32)])
     sink.close()
+    assert calls.pop(-2) == ("log", 32, {"eval/loss": 1.5})
     assert calls[0] == ("init", {"project": "zoo", "group": "g", "entity": "t"})
     assert ("axis", "perf/*", "train/global_step") in calls
     assert calls[-3] == ("config", {"train_batch_size": 4})

@@ -5,34 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
-import attrs
-
 from zengine.config import Facts, load, resolve
 from zengine.deepspeed.comm.world import get_rank
-from zengine.report import StepReport
 from zengine.telemetry.sinks import CometSink, CsvSink, Sinks, TensorBoardSink, WandbSink, folder_of, require_packages
-from zengine.telemetry.snapshot import Snapshot
 
 __all__ = ["MonitorMaster"]
 
 _SECTIONS = ("tensorboard", "csv_monitor", "wandb", "comet")
-
-
-@attrs.frozen(kw_only=True)
-class _Events(Snapshot):
-    """Numbers that a script has given for one place on the x axis."""
-
-    values: Mapping[str, float]
-
-    @classmethod
-    def at(cls, samples: int, values: Mapping[str, float]) -> _Events:
-        unknown = {"loss": 0.0, "grad_norm": 0.0, "loss_scale": 1.0, "lr": ()}
-        counts = {"step": samples, "applied_steps": samples, "skipped_steps": 0, "samples": samples}
-        report = StepReport(applied=True, reason="", **counts, **unknown)  # type: ignore[arg-type]
-        return cls(report=report, values=values)
-
-    def scalars(self) -> dict[str, float]:
-        return dict(self.values)
 
 
 @final
@@ -63,11 +42,7 @@ class MonitorMaster:
 
     def write_events(self, event_list: Iterable[tuple[str, float, int]]) -> None:
         """Write (tag, value, samples) triples."""
-        by_place: dict[int, dict[str, float]] = {}
-        for tag, value, samples in event_list:
-            by_place.setdefault(int(samples), {})[tag] = float(value)
-        for samples, values in by_place.items():
-            self._sinks.write(_Events.at(samples, values))
+        self._sinks.write_events([(tag, float(value), int(samples)) for tag, value, samples in event_list])
 
     def close(self) -> None:
         """End the files."""

@@ -1,6 +1,7 @@
 """The places that telemetry writes to."""
 
 from zengine.telemetry.sinks.base import (
+    Events,
     MissingPackageError,
     Sink,
     Sinks,
@@ -21,6 +22,7 @@ __all__ = [
     "CometSink",
     "Console",
     "CsvSink",
+    "Events",
     "JsonlSink",
     "MissingPackageError",
     "Sink",

@@ -12,15 +12,17 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, final
+from typing import TypeAlias, final
 
 from zengine.telemetry.plans import MonitorLike, TelemetryPlanLike
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.subject import RunRecord
 
 logger = logging.getLogger("zengine.telemetry")
+
+Events: TypeAlias = Sequence[tuple[str, float, int]]  # tag, value, place on the x axis
 
 # section of the config -> package, its name for pip, what it is needed for
 _PACKAGES = {
@@ -30,15 +32,20 @@ _PACKAGES = {
 }
 
 
-class Sink(Protocol):
-    """Takes one snapshot a boundary."""
+class Sink:
+    """Takes one snapshot a boundary, and what the program adds to it.  This one is the identity."""
 
     def begin(self, record: RunRecord) -> None:
         """The engine is complete; called once, before the first snapshot."""
 
-    def write(self, snapshot: Snapshot) -> None: ...
+    def write(self, snapshot: Snapshot) -> None:
+        """A boundary."""
 
-    def close(self) -> None: ...
+    def write_events(self, events: Events) -> None:
+        """Scalars of the program's own."""
+
+    def close(self) -> None:
+        """No more calls will come."""
 
 
 class MissingPackageError(ImportError):
@@ -67,6 +74,9 @@ class Sinks:
 
     def write(self, snapshot: Snapshot) -> None:
         self._each(lambda sink: sink.write(snapshot))
+
+    def write_events(self, events: Events) -> None:
+        self._each(lambda sink: sink.write_events(events))
 
     def close(self) -> None:
         self._each(lambda sink: sink.close())

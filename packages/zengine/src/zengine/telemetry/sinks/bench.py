@@ -6,8 +6,8 @@ import statistics
 import sys
 from typing import final
 
+from zengine.telemetry.sinks.base import Sink
 from zengine.telemetry.snapshot import Snapshot, speed
-from zengine.telemetry.subject import RunRecord
 from zengine.telemetry.throughput import Rate
 
 _LABELS = {
@@ -20,14 +20,12 @@ _LABELS = {
 
 
 @final
-class Bench:
+class Bench(Sink):
     """Collects `steps` measured steps, prints, and is silent from then on."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._rates: list[Rate] = []  # of the measured steps
-
-    def begin(self, record: RunRecord) -> None: ...
 
     def write(self, snapshot: Snapshot) -> None:
         if not snapshot.rate or len(self._rates) == self._steps:
@@ -35,8 +33,6 @@ class Bench:
         self._rates.append(snapshot.rate)
         if len(self._rates) == self._steps:
             print(summary(self._rates, snapshot), file=sys.stdout, flush=True)
-
-    def close(self) -> None: ...
 
 
 def summary(rates: list[Rate], last: Snapshot) -> str:

@@ -10,12 +10,13 @@ import importlib
 from typing import Any, final
 
 from zengine.telemetry.plans import CometLike
+from zengine.telemetry.sinks.base import Events, Sink
 from zengine.telemetry.snapshot import SAMPLES, Snapshot
 from zengine.telemetry.subject import RunRecord
 
 
 @final
-class CometSink:
+class CometSink(Sink):
     """One experiment.  What the plan leaves empty is the package's own (COMET_API_KEY, ~/.comet.config, ...)."""
 
     def __init__(self, plan: CometLike) -> None:
@@ -47,6 +48,10 @@ class CometSink:
         for is_theirs, step in ((True, samples), (False, snapshot.report.step)):
             family = {tag: value for tag, value in scalars.items() if tag.startswith(SAMPLES) == is_theirs}
             self._experiment.log_metrics(family, step=step)
+
+    def write_events(self, events: Events) -> None:
+        for tag, value, x in events:
+            self._experiment.log_metrics({tag: float(value)}, step=x)
 
     def close(self) -> None:
         self._experiment.end()

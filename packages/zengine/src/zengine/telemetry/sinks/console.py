@@ -14,10 +14,10 @@ from typing import final
 import attrs
 
 from zengine.telemetry.devices import Fleet
+from zengine.telemetry.sinks.base import Sink
 from zengine.telemetry.sinks.live import LiveLine, make_line
 from zengine.telemetry.snapshot import Snapshot, speed
 from zengine.telemetry.spans import COMMUNICATION, INNER
-from zengine.telemetry.subject import RunRecord
 from zengine.telemetry.throughput import Rate
 
 _LABELS = {COMMUNICATION: "communication"}  # timers whose name is not plain words
@@ -93,7 +93,7 @@ def _memory(snapshot: Snapshot) -> list[str]:
 
 
 @final
-class Console:
+class Console(Sink):
     """Prints to standard output, flushed. interval 0 prints no lines, only what is asked for at the end.
 
     `table()` is asked after every line that is due, `farewell()` at the end; "" prints nothing.
@@ -107,8 +107,6 @@ class Console:
         self._farewell = farewell
         self._line = line or make_line(sys.stdout)
         self._window = Window()
-
-    def begin(self, record: RunRecord) -> None: ...
 
     def write(self, snapshot: Snapshot) -> None:
         if not self._interval:

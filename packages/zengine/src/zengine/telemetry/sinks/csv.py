@@ -12,12 +12,12 @@ import csv
 from pathlib import Path
 from typing import TextIO, final
 
+from zengine.telemetry.sinks.base import Events, Sink
 from zengine.telemetry.snapshot import Snapshot
-from zengine.telemetry.subject import RunRecord
 
 
 @final
-class CsvSink:
+class CsvSink(Sink):
     """Appends one row a boundary to each tag's file in `folder`, and flushes it."""
 
     def __init__(self, folder: Path) -> None:
@@ -25,12 +25,13 @@ class CsvSink:
         self._folder = folder
         self._files: dict[str, TextIO] = {}  # by tag
 
-    def begin(self, record: RunRecord) -> None: ...
-
     def write(self, snapshot: Snapshot) -> None:
-        for tag, value in snapshot.scalars().items():
+        self.write_events([(tag, value, snapshot.x(tag)) for tag, value in snapshot.scalars().items()])
+
+    def write_events(self, events: Events) -> None:
+        for tag, value, x in events:
             file = self._files.get(tag) or self._open(tag)
-            csv.writer(file).writerow([snapshot.x(tag), repr(float(value))])
+            csv.writer(file).writerow([x, repr(float(value))])
             file.flush()
 
     def close(self) -> None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import final
 
+from zengine.telemetry.sinks.base import Events, Sink
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.subject import RunRecord
 
@@ -23,7 +24,7 @@ EVENTS, RUN = "events.jsonl", "run.json"
 
 
 @final
-class JsonlSink:
+class JsonlSink(Sink):
     """Appends to `events.jsonl` in `folder`, and flushes each line."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -31,23 +32,36 @@ class JsonlSink:
         self._folder = folder
         self._clock = clock
         self._start = clock()
+        self._place = (0, 0)  # step and samples of the last boundary
+        self._own: dict[str, float] = {}  # the program's, since then
         self._file = open(folder / EVENTS, "a", encoding="utf-8")  # noqa: SIM115
 
     def begin(self, record: RunRecord) -> None:
         write_record(self._folder, record)
 
     def write(self, snapshot: Snapshot) -> None:
-        line = {
-            "step": snapshot.report.step,
-            "samples": snapshot.report.samples,
-            "time_s": round(self._clock() - self._start, 6),
-            "values": {tag: plain(value) for tag, value in snapshot.scalars().items()},
-        }
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._place = (snapshot.report.step, snapshot.report.samples)
+        self._put(snapshot.scalars())
+
+    def write_events(self, events: Events) -> None:
+        self._own.update((tag, float(value)) for tag, value, _ in events)
 
     def close(self) -> None:
+        if self._own:
+            self._put({})
         self._file.close()
+
+    def _put(self, scalars: Mapping[str, float]) -> None:
+        """A line at the last boundary, with what the program has added."""
+        line = {
+            "step": self._place[0],
+            "samples": self._place[1],
+            "time_s": round(self._clock() - self._start, 6),
+            "values": {tag: plain(value) for tag, value in {**scalars, **self._own}.items()},
+        }
+        self._own = {}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
 
 
 def write_record(folder: Path, record: RunRecord) -> None:

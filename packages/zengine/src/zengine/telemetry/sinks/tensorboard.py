@@ -17,10 +17,11 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from zengine.telemetry.sinks.base import Events, Sink
 from zengine.telemetry.sinks.records import RecordWriter
 from zengine.telemetry.sinks.tensorboard_values import (
     end_value,
@@ -78,7 +79,7 @@ LAYOUT = {
 
 
 @final
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Writes one event file into `folder`.
 
     left_out: sections and charts of the layout that will stay empty in this run.
@@ -92,6 +93,7 @@ class TensorBoardSink:
         self._summary_of: Any = Summary
         folder.mkdir(parents=True, exist_ok=True)
         self._records = RecordWriter(open(folder / _file_name(), "xb"))  # noqa: SIM115 (closed by close)
+        self._events: dict[tuple[str, ...], Any] = {}  # by tags; a run has a handful of sets of tags
         self._put(file_version="brain.Event:2")
         self._put(summary=Summary(value=[layout_value(_without(left_out))]))
         # Written before the first snapshot, then empty.
@@ -103,21 +105,39 @@ class TensorBoardSink:
         self._records.flush()
 
     def write(self, snapshot: Snapshot) -> None:
+        report = snapshot.report
         while self._session:
-            self._put(step=snapshot.report.samples, session_log=self._session.pop())
-        families: dict[int, list[Any]] = {}  # by place on the x axis
-        for tag, value in snapshot.scalars().items():
-            families.setdefault(snapshot.x(tag), []).append(self._summary_of.Value(tag=tag, simple_value=value))
+            self._put(step=report.samples, session_log=self._session.pop())
+        scalars = snapshot.scalars()
+        theirs = {tag: value for tag, value in scalars.items() if tag.startswith(SAMPLES)}
+        self._put_scalars(report.samples, theirs)
+        self._put_scalars(report.step, {tag: value for tag, value in scalars.items() if tag not in theirs})
         if snapshot.layer_norms:
             histogram = histogram_value(f"{GRADIENTS}norm_by_layer", list(snapshot.layer_norms.values()))
-            families.setdefault(snapshot.report.step, []).append(histogram)
-        for step, values in families.items():
-            self._put(step=step, summary=self._summary_of(value=values))
+            self._put(step=report.step, summary=self._summary_of(value=[histogram]))
+        self._records.flush()
+
+    def write_events(self, events: Events) -> None:
+        for tag, value, x in events:
+            one = self._summary_of.Value(tag=tag, simple_value=float(value))
+            self._put(step=x, summary=self._summary_of(value=[one]))
         self._records.flush()
 
     def close(self) -> None:
         self._put(summary=self._summary_of(value=[end_value(time.time())]))
         self._records.close()
+
+    def _put_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """One event; that of the same tags a step ago is filled in anew, which is faster than to make one."""
+        tags = tuple(scalars)
+        if tags not in self._events:
+            values = [self._summary_of.Value(tag=tag) for tag in tags]
+            self._events[tags] = self._event_of(summary=self._summary_of(value=values))
+        event = self._events[tags]
+        event.step, event.wall_time = step, time.time()
+        for place, value in zip(event.summary.value, scalars.values()):
+            place.simple_value = value
+        self._records.write(event.SerializeToString())
 
     def _put(self, **fields: Any) -> None:
         self._records.write(self._event_of(wall_time=time.time(), **fields).SerializeToString())

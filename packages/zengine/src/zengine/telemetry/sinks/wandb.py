@@ -9,12 +9,13 @@ import importlib
 from typing import Any, final
 
 from zengine.telemetry.plans import WandbLike
+from zengine.telemetry.sinks.base import Events, Sink
 from zengine.telemetry.snapshot import COMMUNICATION, GRADIENTS, MEMORY, PERF, TRAIN, Snapshot
 from zengine.telemetry.subject import RunRecord
 
 
 @final
-class WandbSink:
+class WandbSink(Sink):
     """One run in the plan's project. The package's own environment variables (WANDB_MODE, ...) apply."""
 
     def __init__(self, plan: WandbLike) -> None:
@@ -28,6 +29,10 @@ class WandbSink:
 
     def write(self, snapshot: Snapshot) -> None:
         self._run.log(snapshot.scalars(), step=snapshot.report.samples)
+
+    def write_events(self, events: Events) -> None:
+        for tag, value, x in events:
+            self._run.log({tag: float(value)}, step=x)
 
     def close(self) -> None:
         self._run.finish()
