@@ -117,3 +117,15 @@ def test_a_folder_without_a_run_says_how_to_get_one(tmp_path: Path) -> None:
 def test_the_record_alone_is_a_run(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(RECORD))
     assert read_run(tmp_path).remarks == ("there is no events.jsonl: there are no curves",)
+
+
+def test_a_folder_around_one_run_stands_for_it_and_around_several_names_them(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"config": "of something else"}')
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, line(1), run=RECORD)
+        if name == "a":
+            run = read_run(tmp_path)
+            assert (run.name, run.folder, run.remarks) == (tmp_path.name, tmp_path / "a", ())
+    with pytest.raises(NoRunError, match=r"holds 2 runs.*/a .*/b"):
+        read_run(tmp_path)

@@ -101,14 +101,15 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read `folder`.  Raises NoRunError if it is none, or holds nothing of a run."""
+    """Read `folder`, or the one run inside of it.  Raises NoRunError if there is none, or more than one."""
     if not folder.is_dir():
         raise NoRunError(f"{folder}: there is no such folder. Give the folder of a run, the one with {EVENTS} in it")
+    name, folder = folder.resolve().name, _inside(folder)
     reader = _Reader(folder)
     events, seconds = reader.events()
     record = reader.object(RECORD, "config and environment are unknown")
     run = Run(
-        name=folder.resolve().name,
+        name=name,
         folder=folder,
         events=events,
         seconds=seconds,
@@ -127,6 +128,17 @@ def read_run(folder: Path) -> Run:
             'says "jsonl_monitor": {"enabled": true, "output_path": "runs", "job_name": "name"}'
         )
     return run
+
+
+def _inside(folder: Path) -> Path:
+    """The folder itself, or the one run in it.  Raises NoRunError where there are several."""
+    if (folder / EVENTS).exists() or any(folder.glob(PATTERN)):
+        return folder
+    runs = sorted(path.parent for path in folder.glob(f"*/{EVENTS}"))
+    if len(runs) > 1:
+        names = " ".join(str(run) for run in runs[:8]) + (" ..." if len(runs) > 8 else "")
+        raise NoRunError(f"{folder} holds {len(runs)} runs. Name one, or those to be compared: {names}")
+    return runs[0] if runs else folder
 
 
 @attrs.define
