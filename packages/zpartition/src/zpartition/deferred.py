@@ -13,7 +13,8 @@ out later, in the same order and so with the same random numbers.  Memory is mad
 given back as soon as the next one would overwrite it (a layer's own initialisation, when the model draws again) or
 when nothing follows: then the finished tensor is delivered, and only this rank's part of it is kept.
 
-What depends on a value cannot be built without values: `.item()` and its kin raise torch's error about meta tensors.
+A number that the construction asks for (`.item()`) is computed there and then, from the steps that lead to it.  One
+that depends on random numbers cannot be had: torch raises its error about meta tensors.
 Numbers that come from elsewhere (`torch.tensor([...])`, numpy) are real at once, and small.
 
 Rejected.  Patching `nn.Module.__init__` (DeepSpeed's way: it outlives the block, and re-initialising parents have to
@@ -62,6 +63,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if self.is_paused or (tensors and not is_random and not any(map(is_meta, tensors))):
             return func(*args, **kwargs)
+        if func is _compat.TO_NUMBER:
+            value = self.tape.evaluate(args[0])
+            return func(args[0] if value is None else value)  # on a meta tensor: torch's own error
         return self.tape.record(func, args, kwargs)
 
 
