@@ -29,6 +29,7 @@ from typing import Any, final
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
@@ -44,7 +45,7 @@ from zpartition._compat import TorchDispatchMode, tree_flatten
 from zpartition.hidden import hide, make_hollow, show
 from zpartition.tape import Key, Ref, Tape, is_meta, key_of
 
-__all__ = ["Deferred", "Init", "draw_alike", "recording", "tape_of", "tape_that_knows", "tensors_of"]
+__all__ = ["Deferred", "Init", "draw_alike", "recording", "tape_of", "tape_that_knows", "tensors_of", "wire_device"]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -233,12 +234,18 @@ def draw_alike(tape: Tape, group: ProcessGroup | None) -> None:
     counts = zcomm.exchange(len(tape.steps), group)
     if len(set(counts)) > 1:
         raise ValueError(f"the ranks built different modules inside Init: operations by rank: {counts}.")
-    own = torch.stack([state for state in states if state is not None])
+    own = torch.stack([state for state in states if state is not None]).to(wire_device(group))
     together = own.clone()
     zcomm.broadcast(together, group, source=0, label="seeds")
     tape.is_own = torch.equal(own, together)
-    for index, state in zip(seeded, together):
+    for index, state in zip(seeded, together.cpu()):
         tape.steps[index] = attrs.evolve(tape.steps[index], generator=state.clone())
+
+
+def wire_device(group: ProcessGroup | None) -> torch.device:
+    """Where tensors travel over `group`: NCCL takes those of a GPU alone."""
+    on_gpu = dist.is_initialized() and dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
