@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zpartition._compat import (
+    TO_NUMBER,
     is_in_backward,
     outer_saved_tensor_hooks,
     running_node,
@@ -93,3 +94,7 @@ def test_parameters_are_read_through_the_modules_dict() -> None:
     module._parameters = Noticing(module._parameters)
     module(torch.ones(1, 2))
     assert sorted(set(seen)) == ["bias", "weight"]
+
+
+def test_item_is_one_operation_that_has_a_name() -> None:
+    assert TO_NUMBER(torch.tensor(2.5)) == 2.5

@@ -177,3 +177,15 @@ def test_a_meta_model_that_nobody_knows_is_refused_by_name() -> None:
 def test_what_depends_on_a_value_cannot_be_built() -> None:
     with pytest.raises(RuntimeError, match="meta"), zpartition.Init():
         torch.randn(3).sum().item()
+
+
+def test_a_number_that_needs_no_random_ones_is_there_while_the_module_is_built():
+    with zpartition.Init():
+        rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
+        table = torch.arange(6.0).view(2, 3) + 1
+        table[1, 2] = 40.0
+        assert int(table.max()) == 40
+        assert bool((table.sum() == 55).item())
+        with pytest.raises(RuntimeError, match="meta"):
+            torch.rand(3).sum().item()
+    assert rates == pytest.approx([0, 0.1, 0.2, 0.3])

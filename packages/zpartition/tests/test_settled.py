@@ -68,6 +68,9 @@ def check_edits() -> dict[str, float]:
             net.last.weight.fill_(1.0)
             net.last.bias.data = torch.full((5,), 2.0)
             net.first.bias.add_(100.0)
+        net.first.bias.requires_grad_(False)
+    assert not net.first.bias.requires_grad
+    net.first.bias.requires_grad_(True)
     with zpartition.gathered(net.last):
         assert bool((net.last.weight == 1).all())
     with zpartition.recording(net):

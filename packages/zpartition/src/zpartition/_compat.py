@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 __all__ = [
     "IS_META_GETTER",
+    "TO_NUMBER",
     "Hooks",
     "TorchDispatchMode",
     "is_in_backward",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 IS_META_GETTER: Any = vars(torch._C.TensorBase)["is_meta"].__get__  # what a function mode sees of `tensor.is_meta`
+
+TO_NUMBER: Any = torch.ops.aten._local_scalar_dense.default  # what a dispatch mode sees of `tensor.item()`
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # pack, unpack
 

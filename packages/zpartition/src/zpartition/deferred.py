@@ -13,7 +13,8 @@ out later, in the same order and so with the same random numbers.  Memory is mad
 given back as soon as the next one would overwrite it (a layer's own initialisation, when the model draws again) or
 when nothing follows: then the finished tensor is delivered, and only this rank's part of it is kept.
 
-What depends on a value cannot be built without values: `.item()` and its kin raise torch's error about meta tensors.
+A number that the construction asks for (`.item()`) is computed there and then, from the steps that lead to it.  One
+that depends on random numbers cannot be had: torch raises its error about meta tensors.
 Numbers that come from elsewhere (`torch.tensor([...])`, numpy) are real at once, and small.
 
 Rejected.  Patching `nn.Module.__init__` (DeepSpeed's way: it outlives the block, and re-initialising parents have to
@@ -28,6 +29,7 @@ from typing import Any, final
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
@@ -43,7 +45,7 @@ from zpartition._compat import TorchDispatchMode, tree_flatten
 from zpartition.hidden import hide, make_hollow, show
 from zpartition.tape import Key, Ref, Tape, is_meta, key_of
 
-__all__ = ["Deferred", "Init", "draw_alike", "recording", "tape_of", "tape_that_knows", "tensors_of"]
+__all__ = ["Deferred", "Init", "draw_alike", "recording", "tape_of", "tape_that_knows", "tensors_of", "wire_device"]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -62,6 +64,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if self.is_paused or (tensors and not is_random and not any(map(is_meta, tensors))):
             return func(*args, **kwargs)
+        if func is _compat.TO_NUMBER:
+            value = self.tape.evaluate(args[0])
+            return func(args[0] if value is None else value)  # on a meta tensor: torch's own error
         return self.tape.record(func, args, kwargs)
 
 
@@ -229,12 +234,18 @@ def draw_alike(tape: Tape, group: ProcessGroup | None) -> None:
     counts = zcomm.exchange(len(tape.steps), group)
     if len(set(counts)) > 1:
         raise ValueError(f"the ranks built different modules inside Init: operations by rank: {counts}.")
-    own = torch.stack([state for state in states if state is not None])
+    own = torch.stack([state for state in states if state is not None]).to(wire_device(group))
     together = own.clone()
     zcomm.broadcast(together, group, source=0, label="seeds")
     tape.is_own = torch.equal(own, together)
-    for index, state in zip(seeded, together):
+    for index, state in zip(seeded, together.cpu()):
         tape.steps[index] = attrs.evolve(tape.steps[index], generator=state.clone())
+
+
+def wire_device(group: ProcessGroup | None) -> torch.device:
+    """Where tensors travel over `group`: NCCL takes those of a GPU alone."""
+    on_gpu = dist.is_initialized() and dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

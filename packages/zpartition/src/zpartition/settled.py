@@ -20,20 +20,19 @@ model does not fit).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import final
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 import zcomm
 from zpartition import _compat
-from zpartition.deferred import draw_alike, tape_that_knows
+from zpartition.deferred import draw_alike, tape_that_knows, wire_device
 from zpartition.hidden import hide, show
 from zpartition.tape import Key, Ref, Tape, key_of
 
@@ -61,7 +60,7 @@ class Settled:
         """All of a storage on the CPU, (nbytes,) uint8; None for one that was not put.  A collective."""
         if key not in self.parts:
             return None
-        mine = self.parts[key].to(_wire(self.group))
+        mine = self.parts[key].to(wire_device(self.group))
         gathered = mine.new_empty(mine.numel() * zcomm.group_size(self.group))
         zcomm.all_gather(gathered, mine, self.group, label="early weights")
         return gathered[: self.nbytes[key]].cpu()
@@ -69,7 +68,7 @@ class Settled:
     def differs(self, key: Key, content: Tensor) -> bool:
         """Whether this rank's slice of `content` is another than the one it keeps."""
         kept, rank = self.parts[key], zcomm.group_rank(self.group)
-        mine = content[rank * kept.numel() : (rank + 1) * kept.numel()]
+        mine = content[rank * kept.numel() : (rank + 1) * kept.numel()].cpu()
         return not torch.equal(mine, kept[: mine.numel()])
 
 
@@ -99,7 +98,8 @@ def early_weights(tensors: Iterable[Tensor], modifier_rank: int | None) -> Itera
     for tensor in tensors:
         if (tape := tape_that_knows(tensor)) is not None:
             by_tape.setdefault(id(tape), (tape, []))[1].append(tensor)
-    blocks = [_Block.of(tape, members) for tape, members in by_tape.values()]
+    devices = {id(param): device for param, device in hidden}
+    blocks = [_Block.of(tape, members, devices) for tape, members in by_tape.values()]
     try:
         yield
     finally:
@@ -121,13 +121,14 @@ class _Block:
     swapped: list[tuple[Tensor, Tensor, Ref]]  # (the module's tensor, real now; what was in it; where it lies)
 
     @classmethod
-    def of(cls, tape: Tape, members: list[Tensor]) -> _Block:
+    def of(cls, tape: Tape, members: list[Tensor], devices: Mapping[int, torch.device]) -> _Block:
+        """devices: where members say that they are, by identity; the CPU for the others."""
         settled = settle(tape, None)
-        wanted = {key_of(tensor) for tensor in members}
+        wanted = {key_of(tensor): devices.get(id(tensor), torch.device("cpu")) for tensor in members}
         contents: dict[Key, Tensor] = {}
         for key in tape.storages:  # callers may come with a set, whose order is another on each rank
             if key in wanted and (content := settled.whole(key)) is not None:
-                contents[key] = content
+                contents[key] = content.to(wanted[key])
         swapped = []
         for tensor in {id(tensor): tensor for tensor in members}.values():
             ref = Ref.of(tensor)
@@ -145,26 +146,22 @@ class _Block:
             if tensor.data_ptr() != place.data_ptr():
                 with torch.no_grad():
                     place.copy_(tensor)
+            is_trained = tensor.requires_grad
             _compat.swap(tensor, was)
+            tensor.requires_grad_(is_trained)
 
     def spread(self, source: int) -> None:
         for key, content in self.contents.items():
-            moved = content.to(_wire(self.settled.group))
+            moved = content.to(wire_device(self.settled.group))
             zcomm.broadcast(moved, self.settled.group, source=source, label="early weights")
             self.settled.put(key, moved.cpu())
 
     def refuse_edits(self) -> None:
         edited = any(self.settled.differs(key, content) for key, content in self.contents.items())
-        found = torch.tensor(float(edited), device=_wire(self.settled.group))
+        found = torch.tensor(float(edited), device=wire_device(self.settled.group))
         zcomm.all_reduce(found, self.settled.group, op="max", label="early edits")
         if found.item():
             raise ValueError(
                 "parameters were edited inside gathered(...) before they were partitioned, and without modifier_rank "
                 "nobody knows whose edits count; they are undone. Pass modifier_rank=0 and edit on that rank."
             )
-
-
-def _wire(group: ProcessGroup | None) -> torch.device:
-    """Where tensors travel over `group`: NCCL takes those of a GPU alone."""
-    on_gpu = dist.is_initialized() and dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import zckpt.interchange
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merged
 
@@ -80,6 +79,8 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
 
 def _load(module: nn.Module, path: str) -> None:
     """Weights of a file or a folder, tensor by tensor, mapped."""
+    import zckpt.interchange  # not at the top: it takes longer to import than the rest of this package
+
     with zckpt.interchange.read_weights(path) as weights:
         state = {name: weights[name].view for name in weights}
         missing, unexpected = module.load_state_dict(state, strict=False)
