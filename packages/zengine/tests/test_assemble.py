@@ -147,6 +147,25 @@ def test_a_callers_optimizer_with_states_as_narrow_as_the_masters_is_warned_of(c
         assert ("AdamW keeps its states in the dtype of the masters, bfloat16" in caplog.text) == (name == "torch")
 
 
+def test_a_callers_optimizer_with_states_in_float16_is_refused():
+    config = {"train_batch_size": 1, "fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
+    for kind, options, is_fine in [
+        (torch.optim.AdamW, {}, False),
+        (zoptim.AdamW, {}, False),
+        (zoptim.AdamW, {"state_dtype": "fp32"}, True),
+        (torch.optim.SGD, {"lr": 0.1}, True),
+    ]:
+        model = nn.Linear(2, 2)
+        optimizer = kind(model.parameters(), **options)
+        if is_fine:
+            zengine.initialize(model=model, optimizer=optimizer, config=config)[0].close()
+        else:
+            with pytest.raises(
+                ValueError, match="AdamW would keep its states in float16, where second moments become 0"
+            ):
+                zengine.initialize(model=model, optimizer=optimizer, config=config)
+
+
 def test_8_bit_layers_are_refused_by_the_device_and_leave_the_module_free(monkeypatch):
     plan = resolve(
         load({"train_batch_size": 1, "fp8": {"enabled": True}}), Facts(world_size=1, replicas=1, device_type="cuda")

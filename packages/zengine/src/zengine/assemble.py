@@ -300,9 +300,19 @@ def _nothing_to_train(module: nn.Module, client: Client, plan: Plan) -> str:
 
 
 def _say_narrow_states(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Warn of a caller's optimizer that keeps states as narrow as the masters, which the config did not ask for."""
+    """Warn of a caller's optimizer that keeps states as narrow as the masters, which the config did not ask for.
+
+    Raises:
+        ValueError: they would be float16, where second moments become 0 and weights NaN.
+    """
     master = plan.precision.master
     is_asked = plan.numerics.narrow_states or any(group.get("state_dtype") for group in optimizer.param_groups)
+    if master == torch.float16 and not is_asked and type(optimizer).__name__ != "SGD":
+        raise ValueError(
+            f"fp16.fp16_master_weights_and_grads: {type(optimizer).__name__} would keep its states in float16, where "
+            'second moments become 0. Pass an optimizer of zoptim with state_dtype="fp32", let the config make it '
+            '("optimizer": {"type": "AdamW"}), or leave the key out'
+        )
     if master.itemsize < 4 and not is_asked:
         log.warning(
             "%s keeps its states in the dtype of the masters, %s, as torch's optimizers do: for float32 states "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
+import torch
 
-from zengine.config import ConfigError, Facts, load, resolve, violations
+from zengine.config import ConfigError, Facts, Plan, Problem, load, resolve, violations
 from zengine.config.precision_rules import PRECISION_RULES
 from zengine.config.rules import RULES
+from zprecision import Unscaled
 
 ON = {"enabled": True}
 BREAKING: dict[str, tuple[dict[str, Any], str]] = {
@@ -27,7 +30,7 @@ BREAKING: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "autocast_widens_nothing": (
         {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "bf16": ON},
-        "torch_autocast.enabled does not go with weights in bfloat16 (bf16.enabled): torch_autocast.dtype = float16 "
+        "torch_autocast.enabled does not go with weights in bfloat16 (bf16.enabled): its dtype, float16, "
         "is another half precision. Keep one of the two sections; bf16 may be combined with torch_autocast in bf16.",
     ),
     "param_dtype_is_the_sections": (
@@ -103,6 +106,8 @@ def test_what_only_looks_like_a_conflict_passes(source: dict[str, Any]) -> None:
     [
         ({"torch_autocast": ON, "fp16": ON}, "does not go with weights in float16 (fp16.enabled): autocast needs"),
         ({"torch_autocast": ON, "data_types": {"param_dtype": "fp16"}}, "float16 (data_types.param_dtype)"),
+        ({"amp": ON, "data_types": {"param_dtype": "bf16"}}, "amp.enabled does not go with weights in bfloat16"),
+        ({"amp": {**ON, "opt_level": "O0"}, "torch_autocast": ON, "fp16": ON}, "torch_autocast.enabled does not go"),
         ({"data_types": {"param_dtype": "bf16"}, "bf16": {"enabled": "auto"}}, 'bf16.enabled = "auto" both say'),
         ({"bf16": {**LOW, "bf16_optimizer_states": True},
           "optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": True}}},
@@ -124,3 +129,46 @@ def test_8_bit_products_are_refused_on_a_cpu_before_anything_starts() -> None:
     )
     plan = resolve(config, Facts(world_size=1, replicas=1, device_type="cuda"))
     assert (plan.numerics.float8.modules, plan.numerics.float8.exclude) == (("*",), ("lm_head",))
+
+
+def outcome(source: dict[str, Any], facts: Facts) -> tuple[Plan | None, tuple[Problem, ...]]:
+    try:
+        return resolve(load(source), facts), ()
+    except ConfigError as error:
+        return None, tuple(error.problems)
+
+
+def test_any_combination_resolves_or_is_refused_in_words() -> None:
+    """Sections drawn at random; nothing but a ConfigError may come out, and what resolves keeps the invariants."""
+    draw = random.Random(7)
+
+    def section(**choices: list[Any]) -> dict[str, Any]:
+        return {key: draw.choice(values) for key, values in choices.items()}
+
+    switch, dtypes, counts = [True, False, False], [None, None, "fp32", "bf16", "fp16"], [0, 0]
+    for _ in range(250):
+        source: dict[str, Any] = {
+            "train_batch_size": 2,
+            "fp16": section(enabled=switch, loss_scale=[0, 8], fp16_master_weights_and_grads=switch),
+            "bf16": section(
+                enabled=[*switch, "auto"], bf16_master_weights_and_grads=switch, bf16_optimizer_states=switch
+            ),
+            "torch_autocast": section(enabled=switch, dtype=["bf16", "fp16", None]),
+            "amp": section(enabled=switch, opt_level=["O0", "O1", "O3"]),
+            "data_types": section(
+                param_dtype=dtypes, grad_accum_dtype=dtypes, keep_in_fp32_modules=["auto", ["norm"]]
+            ),
+            "optimizer": {"type": draw.choice(["AdamW", "NAdam"])},
+            "zero_optimization": section(stage=[0, 3]),
+        }
+        facts = Facts(world_size=2, replicas=2, bf16_is_faster=draw.choice([True, False]))
+        plan, problems = outcome(source, facts)
+        assert all(problem.reason and problem.suggestion for problem in problems)
+        counts[plan is None] += 1
+        if plan is None:
+            continue
+        narrow = {plan.precision.param, plan.numerics.autocast} - {torch.float32}
+        assert len(narrow) <= 1, source
+        assert (torch.float16 in narrow) == (not isinstance(plan.scaling, Unscaled)), source
+        assert plan.describe()
+    assert min(counts) > 10

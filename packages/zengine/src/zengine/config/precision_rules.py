@@ -6,7 +6,7 @@ from zengine.config.choices import takes
 from zengine.config.errors import NOWHERE, Problem, shown
 from zengine.config.load import Config
 from zengine.config.plan import Facts
-from zengine.config.precision import param_dtypes
+from zengine.config.precision import autocast_of, param_dtypes
 from zengine.config.violating import at, violation
 
 __all__ = ["PRECISION_RULES", "float8_has_a_device"]
@@ -58,20 +58,24 @@ def amp_is_autocast(config: Config) -> Problem | None:
 def autocast_widens_nothing(config: Config) -> Problem | None:
     """Under autocast, weights are float32, or already of its own dtype and not float16."""
     settings = config.settings
-    autocast, model = settings.torch_autocast, param_dtypes(settings)
-    if not autocast.enabled or settings.amp.enabled or model <= {"float32", *({autocast.dtype} - {"float16"})}:
+    autocast, model = autocast_of(settings), param_dtypes(settings)
+    if not autocast.enabled or model <= {"float32", *({autocast.dtype} - {"float16"})}:
         return None
-    section = "fp16.enabled" if settings.fp16.enabled else "bf16.enabled"
-    key = section if settings.fp16.enabled or settings.bf16.enabled else "data_types.param_dtype"
+    halves = [name for name in ("fp16", "bf16") if getattr(settings, name).enabled]
+    is_amp = autocast is not settings.torch_autocast
+    if is_amp and halves:
+        return None  # told by amp_is_autocast
+    switch = "amp.enabled" if is_amp else "torch_autocast.enabled"
+    key = f"{halves[0]}.enabled" if halves else "data_types.param_dtype"
     narrow = sorted(model - {"float32"})[0]
     if narrow == "float16":
         reason = "autocast needs weights whose gradients are float32"
     else:
-        reason = f"torch_autocast.dtype = {autocast.dtype} is another half precision"
+        reason = f"its dtype, {autocast.dtype}, is another half precision"
     return violation(
         config,
-        "torch_autocast.enabled",
-        f"{at(config, 'torch_autocast.enabled')} does not go with weights in {narrow} ({at(config, key)}): {reason}",
+        switch,
+        f"{at(config, switch)} does not go with weights in {narrow} ({at(config, key)}): {reason}",
         "Keep one of the two sections; bf16 may be combined with torch_autocast in bf16.",
     )
 
