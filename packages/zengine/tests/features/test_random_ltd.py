@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,15 @@ def test_activation_checkpointing_replays_the_draw() -> None:
     assert train(engine, 3) == plain
     assert len(engine.module.blocks[1].seen) == 6
     assert engine.features[-1].state_dict() == {"layer_tokens": 2 * 3 * (4 + 6 + 8)}
+
+
+def test_the_tokens_of_a_step_are_charted(tmp_path: Path) -> None:
+    monitor = {"jsonl_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "a"}}
+    engine = engine_of(**ltd(), **monitor)
+    train(engine, 3)
+    engine.close()
+    lines = [json.loads(line)["values"] for line in (tmp_path / "a" / "events.jsonl").read_text().splitlines()]
+    assert [values["data/random_ltd_tokens"] for values in lines if "data/random_ltd_tokens" in values] == [4, 6, 8]
 
 
 def test_names_of_parameters_stay_and_closing_takes_the_hooks_away() -> None:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from zengine.clock import Clock
     from zengine.config.data_plan import LtdPlan
     from zengine.engine import Engine
+    from zengine.parts import TelemetrySlot
+    from zengine.report import StepReport
 
 log = logging.getLogger("zengine")
 
@@ -49,6 +51,7 @@ class RandomLtd(Feature):
     name = "random_ltd"
 
     clock: Clock
+    telemetry: TelemetrySlot
     layers: list[_TokenDrop]
 
     def __init__(self, plan: LtdPlan) -> None:
@@ -61,7 +64,7 @@ class RandomLtd(Feature):
         Raises:
             ValueError: the model has no list of as many layers, or several.
         """
-        self.clock = engine.clock
+        self.clock, self.telemetry = engine.clock, engine.parts.telemetry
         path, blocks = find_layers(engine.module, self.plan.num_layers)
         cutting = _Cutting(
             mask_name=self.plan.mask_name, is_causal=self.plan.is_causal, sequence_axis=self.plan.sequence_axis
@@ -93,6 +96,10 @@ class RandomLtd(Feature):
     def num_tokens(self) -> int:
         """Tokens of a sample that the layers see in the step that is under way."""
         return self.plan.schedule.at(self.clock.steps)
+
+    def step_end(self, report: StepReport) -> None:
+        """Chart the tokens of the step that is over."""
+        self.telemetry.write_events([("data/random_ltd_tokens", self.plan.schedule.at(report.step - 1), report.step)])
 
     def state_dict(self) -> Mapping[str, Any]:
         """Tokens that all named layers of this rank worked on so far."""
