@@ -117,8 +117,9 @@ def whole_numbers(state: Mapping[str, Any], *names: str) -> list[int]:
     missing = [name for name in names if name not in state]
     if missing:
         raise ValueError(
-            f"loader state: {missing[0]} is missing; the state has {', '.join(state) or 'nothing'}. If it was saved by "
-            "another kind of loader, keep the config's data sections as they were, or load without its state"
+            f"loader state: {missing[0]} is missing; the state has {', '.join(state) or 'nothing'}. If it was saved "
+            "by another kind of loader, keep the config's data sections as they were, or load the weights alone "
+            "(load_module_only=True)"
         )
     for name in names:
         value = state[name]
