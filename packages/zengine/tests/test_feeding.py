@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,34 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle_of_an_epoch(tmp_path: Pat
     second, other = start(**config)
     second.load_checkpoint(tmp_path)
     assert train(second, iter(other), 4) == train(first, batches, 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "tag", "values"),
+    [
+        (curriculum(seqlen=METRIC), "data/curriculum_seqlen", [3, 4, 5]),
+        (
+            {"curriculum_learning": {"enabled": True, **METRIC, "min_difficulty": 2}},
+            "data/curriculum_seqlen",
+            [3, 4, 5],
+        ),
+        (
+            sampling(dynamic_batching={"enabled": True, "max_tokens": 7, "max_batch_size": 1}),
+            "data/batch_size",
+            [1] * 3,
+        ),
+    ],
+)
+def test_what_data_features_do_is_charted_by_step(
+    tmp_path: Path, config: dict[str, Any], tag: str, values: list[int]
+) -> None:
+    """floor(t/5 * 5 + 2) for t = 1, 2, 3."""
+    monitor = {"jsonl_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "a"}}
+    engine, loader = start(**config, **monitor)
+    train(engine, iter(loader), 3)
+    engine.close()
+    lines = [json.loads(line) for line in (tmp_path / "a" / "events.jsonl").read_text().splitlines()]
+    assert [line["values"][tag] for line in lines if tag in line["values"]] == values
 
 
 def _with_unequal_data() -> str:

@@ -22,7 +22,7 @@ from zengine.data.base import Loader, PostProcess
 from zengine.data.curriculum import By, Limit
 from zengine.data.feed import Feed, fetching_of, is_indexed
 from zengine.data.metrics import SAMPLE_FILE, MetricError, MetricIndex, lengths_of
-from zengine.features import DynamicBatching, Feature, RandomLtd, SeqlenCurriculum
+from zengine.features import DynamicBatching, Feature, RandomLtd, SampleDifficulty, SeqlenCurriculum
 
 if TYPE_CHECKING:
     from zengine.parts import Parts
@@ -105,6 +105,7 @@ def data_features(data: DataPlan) -> tuple[Feature, ...]:
     """What the data sections do to the engine; sequences are cut before tokens are dropped."""
     return (
         *(SeqlenCurriculum(schedule) for schedule in data.seqlen),
+        *(SampleDifficulty() for _ in data.metrics[:1]),
         *(DynamicBatching(chosen.lr_scaling) for chosen in data.packing),
         *(RandomLtd(plan) for plan in data.ltd),
     )

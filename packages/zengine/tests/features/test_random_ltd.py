@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,15 @@ def test_activation_checkpointing_replays_the_draw() -> None:
     assert engine.features[-1].state_dict() == {"layer_tokens": 2 * 3 * (4 + 6 + 8)}
 
 
+def test_the_tokens_of_a_step_are_charted(tmp_path: Path) -> None:
+    monitor = {"jsonl_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "a"}}
+    engine = engine_of(**ltd(), **monitor)
+    train(engine, 3)
+    engine.close()
+    lines = [json.loads(line)["values"] for line in (tmp_path / "a" / "events.jsonl").read_text().splitlines()]
+    assert [values["data/random_ltd_tokens"] for values in lines if "data/random_ltd_tokens" in values] == [4, 6, 8]
+
+
 def test_names_of_parameters_stay_and_closing_takes_the_hooks_away() -> None:
     engine = engine_of(**ltd())
     assert list(engine.module.state_dict()) == list(Stack().state_dict())
@@ -236,7 +246,11 @@ def test_sequence_first_models_are_cut_along_the_first_axis() -> None:
             return self.layers(hidden).sum()
 
     section = ltd(
-        total_layer_num=2, random_ltd_layer_id=[1], random_ltd_layer_num=1, hidden_state_order="seq_batch_dim"
+        total_layer_num=2,
+        random_ltd_layer_id=[1],
+        random_ltd_layer_num=1,
+        hidden_state_order="seq_batch_dim",
+        model_mask_name=None,
     )
     engine = engine_of(Plain(), **section)
     calls: list[tuple[int, ...]] = []
@@ -251,6 +265,31 @@ def test_a_model_without_the_list_is_told_of_those_it_has() -> None:
     twice = nn.ModuleDict({"a": nn.ModuleList([Block()]), "b": nn.ModuleList([Block()])})
     with pytest.raises(ValueError, match="has 2 lists of 1 layers"):
         find_layers(twice, 1)
+
+
+def test_a_layer_that_does_not_fit_is_told_of() -> None:
+    with pytest.raises(ValueError, match=r'model_mask_name = "mak": Block\.forward takes hidden, mask, where'):
+        engine_of(**ltd(model_mask_name="mak"))
+
+    class Odd(nn.Module):
+        def forward(self, hidden: Any) -> dict[str, Any]:
+            return {"hidden": hidden}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Odd(), Odd()])
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, hidden: Any) -> Any:
+            return self.layers[1](hidden)
+
+    section = ltd(total_layer_num=2, random_ltd_layer_id=[1], random_ltd_layer_num=1, model_mask_name=None)
+    engine = engine_of(Model(), **section)
+    with pytest.raises(TypeError, match="the first argument of Odd must be the hidden state"):
+        engine("text")
+    with pytest.raises(TypeError, match=r"Odd must return the hidden state, .* returned dict"):
+        engine(torch.zeros(3, 10, 2))
 
 
 def _on_two_ranks() -> tuple[list[float], float]:

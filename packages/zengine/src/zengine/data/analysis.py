@@ -42,11 +42,12 @@ class DataAnalyzer:
     num_parts: int = attrs.field(default=1, validator=attrs.validators.ge(1))
 
     def run(self, num_workers: int = 0) -> None:
-        """Map all parts in `num_workers` processes (0: this one), and reduce."""
-        parts: Any = DataLoader(_Parts(self), batch_size=None, num_workers=num_workers)
+        """Map all parts, at least one a process, in `num_workers` processes (0: this one), and reduce."""
+        shared = attrs.evolve(self, num_parts=max(self.num_parts, num_workers))
+        parts: Any = DataLoader(_Parts(shared), batch_size=None, num_workers=num_workers)
         for _ in parts:
             pass
-        self.reduce()
+        shared.reduce()
 
     def map(self, part: int) -> None:
         """Measure the samples of one part.

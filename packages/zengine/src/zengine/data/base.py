@@ -114,11 +114,18 @@ class Loader(ABC):
 
 def whole_numbers(state: Mapping[str, Any], *names: str) -> list[int]:
     """The named numbers of a saved state; ValueError says which is missing or not a whole number >= 0."""
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise ValueError(
+            f"loader state: {missing[0]} is missing; the state has {', '.join(state) or 'nothing'}. If it was saved "
+            "by another kind of loader, keep the config's data sections as they were, or load the weights alone "
+            "(load_module_only=True)"
+        )
     for name in names:
-        value = state.get(name)
+        value = state[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(
                 f"loader state: {name} must be a whole number of at least 0, got {value!r}; "
-                f"the state has {', '.join(state) or 'nothing'}"
+                f"the state has {', '.join(state)}"
             )
     return [state[name] for name in names]

@@ -55,6 +55,11 @@ class CurriculumLoader(Loader):
         """Counts for what is not fetched yet; between steps."""
         self._walk = attrs.evolve(self._walk, accumulation=accumulation)
 
+    @property
+    def difficulties(self) -> dict[str, int]:
+        """The difficulty of each metric for the batch that was handed last."""
+        return self._walk.difficulties(self._handed_step)
+
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on every rank; `current_difficulties` are those of the batch handed last."""
         order = self._walk.order
@@ -64,7 +69,7 @@ class CurriculumLoader(Loader):
             "consumed_samples": self.consumed_samples,
             "num_samples": order.num_samples,
             "curriculum_step": self._handed_step + 1,
-            "current_difficulties": self._walk.difficulties(self._handed_step),
+            "current_difficulties": self.difficulties,
         }
 
     def _open(self) -> Iterator[Any]:

@@ -41,6 +41,10 @@ NEVER: dict[str, str] = {
     "DeepSpeedTransformerLayer": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
     "DeepSpeedTransformerConfig": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
     "zero.TiledLinear": "stage 3 gathers one module at a time. Use torch.nn.Linear, or several smaller ones.",
+    "runtime.data_pipeline.data_sampling.data_analyzer.DataAnalyzer": (
+        "its functions take collated batches. Use zengine.data.DataAnalyzer, with a function of one sample; the "
+        "files that DeepSpeed's wrote are read as they are."
+    ),
     "zero.MiCS_Init": "it was removed from DeepSpeed. Use zero.Init, and zero_optimization.shard_group_size.",
 }
 

@@ -7,7 +7,7 @@ nowhere else, must not keep tensors of the step they were called in, and save th
 from zengine.features.background_saves import BackgroundSaves
 from zengine.features.base import Feature
 from zengine.features.count_flops import CountFlops
-from zengine.features.curriculum import SeqlenCurriculum
+from zengine.features.curriculum import SampleDifficulty, SeqlenCurriculum
 from zengine.features.dump_state import DumpState
 from zengine.features.dynamic_batching import DynamicBatching
 from zengine.features.layer_norms import LayerNorms
@@ -26,6 +26,7 @@ __all__ = [
     "Measuring",
     "PythonGC",
     "RandomLtd",
+    "SampleDifficulty",
     "SeqlenCurriculum",
     "Unfreezing",
 ]

@@ -26,7 +26,10 @@ from zengine.features.base import Feature
 
 if TYPE_CHECKING:
     from zengine.clock import Clock
+    from zengine.data import CurriculumLoader
     from zengine.engine import Engine
+    from zengine.parts import TelemetrySlot
+    from zengine.report import StepReport
 
 KEYWORD = "curriculum_seqlen"
 
@@ -41,13 +44,14 @@ class SeqlenCurriculum(Feature):
     module: nn.Module
     clock: Clock
 
+    telemetry: TelemetrySlot
     is_asked_for: bool  # whether the module's forward takes the keyword
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
 
     def attach(self, engine: Engine) -> None:
-        self.module, self.clock = engine.module, engine.clock
+        self.module, self.clock, self.telemetry = engine.module, engine.clock, engine.parts.telemetry
         self.is_asked_for = KEYWORD in inspect.signature(self.module.forward).parameters
         if engine.parts.world.rank == 0:
             how = (
@@ -61,7 +65,10 @@ class SeqlenCurriculum(Feature):
     @property
     def seqlen(self) -> int:
         """Tokens of a sequence in the step that is under way."""
-        return max(1, self.schedule.at(self.clock.steps + 1))
+        return self._seqlen_at(self.clock.steps + 1)
+
+    def _seqlen_at(self, step: int) -> int:
+        return max(1, self.schedule.at(step))
 
     def set_custom_schedule(self, laws: Any) -> None:
         """Take the caller's function (or {"seqlen": function}) as the schedule."""
@@ -74,6 +81,25 @@ class SeqlenCurriculum(Feature):
             return args, {**kwargs, KEYWORD: self.seqlen}
         args, kwargs = cut((args, kwargs), self.seqlen)
         return args, kwargs
+
+    def step_end(self, report: StepReport) -> None:
+        """Chart the length of the step that is over."""
+        self.telemetry.write_events([("data/curriculum_seqlen", self._seqlen_at(report.step), report.step)])
+
+
+@final
+class SampleDifficulty(Feature):
+    """Charts the difficulties of a curriculum over samples, which the loader follows by itself."""
+
+    loader: CurriculumLoader
+    telemetry: TelemetrySlot
+
+    def attach(self, engine: Engine) -> None:
+        self.loader, self.telemetry = engine.parts.loader, engine.parts.telemetry
+
+    def step_end(self, report: StepReport) -> None:
+        found = self.loader.difficulties
+        self.telemetry.write_events([(f"data/curriculum_{name}", found[name], report.step) for name in found])
 
 
 def cut(inputs: Any, length: int) -> Any:

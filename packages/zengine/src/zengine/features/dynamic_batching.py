@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zengine.clock import Clock, MicroStep
     from zengine.data import PackedLoader
     from zengine.engine import Engine
-    from zengine.parts import OptimizerSlot
+    from zengine.parts import OptimizerSlot, TelemetrySlot
     from zengine.report import StepReport
     from zpartition import Partition
 
@@ -85,13 +85,15 @@ class DynamicBatching(Feature):
     rate: ScaledRate
     reference: int  # samples of a step at which the factor is 1
     mark: int  # samples that the loader had handed when the step began
+    batch_size: int  # samples of the last step, of all ranks
+    telemetry: TelemetrySlot
     has_begun: bool  # whether the step has had a backward
 
     def __init__(self, method: str) -> None:
         self.method = method
 
     def attach(self, engine: Engine) -> None:
-        self.loader, self.clock = engine.parts.loader, engine.clock
+        self.loader, self.clock, self.telemetry = engine.parts.loader, engine.clock, engine.parts.telemetry
         self.reference = engine.plan.batch.train_batch_size
         self.rate = ScaledRate(engine.parts.optimizer)
         self.load_state_dict({})
@@ -106,7 +108,7 @@ class DynamicBatching(Feature):
 
     def step_begin(self) -> None:
         """The samples of this step are those handed since the last; batches of other origin count as they are."""
-        batch_size = self.loader.samples_handed - self.mark
+        batch_size = self.batch_size = self.loader.samples_handed - self.mark
         self.mark, self.has_begun = self.loader.samples_handed, False
         if batch_size:
             self.rate.factor = lr_factor(self.method, batch_size, self.reference)
@@ -114,6 +116,7 @@ class DynamicBatching(Feature):
 
     def step_end(self, report: StepReport) -> None:
         self.rate.factor = 1.0
+        self.telemetry.write_events([("data/batch_size", self.batch_size, report.step)])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The loader's position follows; what it handed before is of another run."""

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from zengine.clock import Clock
     from zengine.config.data_plan import LtdPlan
     from zengine.engine import Engine
+    from zengine.parts import TelemetrySlot
+    from zengine.report import StepReport
 
 log = logging.getLogger("zengine")
 
@@ -49,6 +51,7 @@ class RandomLtd(Feature):
     name = "random_ltd"
 
     clock: Clock
+    telemetry: TelemetrySlot
     layers: list[_TokenDrop]
 
     def __init__(self, plan: LtdPlan) -> None:
@@ -59,10 +62,11 @@ class RandomLtd(Feature):
         """Find the layers.
 
         Raises:
-            ValueError: the model has no list of as many layers, or several.
+            ValueError: the model has no list of as many layers, or several; or a layer does not take the mask.
         """
-        self.clock = engine.clock
+        self.clock, self.telemetry = engine.clock, engine.parts.telemetry
         path, blocks = find_layers(engine.module, self.plan.num_layers)
+        check_mask(blocks[self.plan.layer_ids[0]], self.plan.mask_name)
         cutting = _Cutting(
             mask_name=self.plan.mask_name, is_causal=self.plan.is_causal, sequence_axis=self.plan.sequence_axis
         )
@@ -93,6 +97,10 @@ class RandomLtd(Feature):
     def num_tokens(self) -> int:
         """Tokens of a sample that the layers see in the step that is under way."""
         return self.plan.schedule.at(self.clock.steps)
+
+    def step_end(self, report: StepReport) -> None:
+        """Chart the tokens of the step that is over."""
+        self.telemetry.write_events([("data/random_ltd_tokens", self.plan.schedule.at(report.step - 1), report.step)])
 
     def state_dict(self) -> Mapping[str, Any]:
         """Tokens that all named layers of this rank worked on so far."""
@@ -127,6 +135,17 @@ def find_layers(module: nn.Module, count: int) -> tuple[str, nn.ModuleList | nn.
         f"random_ltd.total_layer_num = {count}: the model has {len(fitting)} lists of {count} layers, and one is "
         f"needed. Its lists (nn.ModuleList, nn.Sequential) and their lengths: {there}"
     )
+
+
+def check_mask(layer: nn.Module, name: str) -> None:
+    """ValueError unless `layer` takes a mask of that name; "" is none."""
+    taken = inspect.signature(layer.forward).parameters
+    is_open = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
+    if name and name not in taken and not is_open:
+        raise ValueError(
+            f'random_ltd.model_mask_name = "{name}": {type(layer).__name__}.forward takes {", ".join(taken)}; '
+            "name the one that is the attention mask, or leave the key out if there is none"
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -220,7 +239,12 @@ class _TokenDrop:
 
     def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._open.clear()  # of a call that raised
-        hidden = args[0] if args else next(iter(kwargs.values()))
+        hidden = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(hidden, Tensor) or hidden.ndim < 2:
+            raise TypeError(
+                f"random_ltd: the first argument of {type(layer).__name__} must be the hidden state, a tensor of "
+                f"(batch, sequence, ...) or the other way round, and it is {type(hidden).__name__}"
+            )
         length = hidden.shape[self._cutting.sequence_axis]
         if not layer.training:
             return None
@@ -254,4 +278,9 @@ class _TokenDrop:
         hidden, chosen = self._open.pop()
         if isinstance(output, tuple):
             return (self._cutting.whole(hidden, chosen, output[0]), *output[1:])
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"random_ltd: {type(layer).__name__} must return the hidden state, or a tuple that begins with it, "
+                f"and it returned {type(output).__name__}"
+            )
         return self._cutting.whole(hidden, chosen, output)
