@@ -35,6 +35,7 @@ class Subject:
     module: nn.Module  # in the plan's dtype, on any device, also meta
     batch: Callable[[int], Any]  # size of a micro-batch -> the model's argument
     device: str  # "cpu" | "cuda"
+    autocast: torch.dtype = torch.float32  # of torch.autocast around forward; float32: none
     _known: dict[int, Activations] = attrs.field(factory=dict, init=False)
 
     def activations(self, micro_batch: int) -> Activations:
@@ -45,7 +46,7 @@ class Subject:
 
     def _run_dry(self, micro_batch: int) -> Activations:
         device = self.device if self.device == "cpu" or torch.cuda.is_available() else "cpu"
-        return dry_run(self.module, lambda: self.batch(micro_batch), device=device)
+        return dry_run(self.module, lambda: self.batch(micro_batch), device=device, autocast=self.autocast)
 
 
 @attrs.frozen(kw_only=True)
