@@ -119,6 +119,7 @@ AUTOTUNING = switched(
         mp_size=COUNT,
         model_info=null_or(MAPPING, None),
     ),
+    instead="Set it to false: zengine plan finds the largest micro-batch and the best stage, without sub-jobs.",
 )
 
 QUANTIZE_TRAINING = switched(f"mixture of quantization (MoQ){GONE}", {}, is_open=True)
