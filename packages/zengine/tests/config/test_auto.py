@@ -72,8 +72,8 @@ def test_the_length_of_a_run_cannot_be_guessed() -> None:
     with pytest.raises(ConfigError) as caught:
         load(source)
     assert [str(problem) for problem in caught.value.problems] == [
-        'scheduler.params.total_num_steps = "auto": the Trainer fills it in (--max_steps, or epochs x steps of an '
-        "epoch), and nothing in this file tells it. Write the number of optimizer steps of the whole run."
+        'scheduler.params.total_num_steps = "auto": Hugging Face\'s Trainer fills it in (--max_steps, or epochs x '
+        "steps of an epoch), and nothing in this file tells it. Write the number of optimizer steps of the whole run."
     ]
     filled = load(source, auto={"scheduler.params.total_num_steps": 100})
     assert filled.settings.scheduler.params["total_num_steps"] == 100

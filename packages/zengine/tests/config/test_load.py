@@ -137,3 +137,14 @@ def test_an_empty_config_is_all_defaults() -> None:
     config = load({"config_version": "zengine-0.2"})
     assert (set(config.given), config.notices) == ({"config_version"}, ())
     assert config.settings.gradient_clipping == 1.0
+
+
+def test_an_open_option_does_not_hide_the_slips_beside_it() -> None:
+    params = {"total_num_steps": "auto", "warmup_num_stepz": 5}
+    with pytest.raises(ConfigError) as caught:
+        load({"optimizer": {"type": "AdamX"}, "scheduler": {"type": "WarmupDecayLR", "params": params}})
+    assert [problem.key for problem in caught.value.problems] == [
+        "scheduler.params.total_num_steps",
+        "optimizer.type",
+        "scheduler.params.warmup_num_stepz",
+    ]

@@ -95,7 +95,8 @@ def test_a_limited_key_is_refused_at_other_values() -> None:
 
 def test_a_section_that_is_refused_is_still_checked_for_slips() -> None:
     assert problems({"elasticity": {"enabled": True, "min_gpu": 1, "max_gpus": "8"}}) == [
-        "elasticity.enabled = true: elasticity is not available yet. Set it to false, or leave it out.",
+        "elasticity.enabled = true: elasticity, which DeepSpeed removed in 0.19.8, is not available yet. Set it to "
+        "false, or leave it out.",
         'elasticity.min_gpu = 1: unknown key. Did you mean "min_gpus"?',
         'elasticity.max_gpus = "8": needs a whole number >= 1, got text. Write 8 without quotes.',
     ]
@@ -134,7 +135,7 @@ def test_an_old_name_of_the_wrong_type_is_reported_under_the_old_name() -> None:
 
 def test_an_old_name_beside_its_broken_new_section_does_not_hide_it() -> None:
     assert problems({"zero_optimization": {"cpu_offload": False, "offload_optimizer": "cpu"}}) == [
-        'zero_optimization.offload_optimizer = "cpu": needs an object {...}, got text'
+        'zero_optimization.offload_optimizer = "cpu": needs an object {...}, got text. Write {"device": "cpu"}.'
     ]
 
 

@@ -63,6 +63,13 @@ def test_checkpointing_saves_less() -> None:
     assert ran(True).peak < ran(False).peak / 2
 
 
+def test_autocast_holds_casted_weights_and_narrow_activations() -> None:
+    plain = dry_run(Transformer(SMALL), tokens, device="cpu")
+    cast = dry_run(Transformer(SMALL), tokens, device="cpu", autocast=torch.bfloat16)
+    weights = sum(param.numel() for param in Transformer(SMALL).parameters() if param.dim() > 1)
+    assert 0 < cast.saved - 2 * weights < plain.saved
+
+
 def test_the_model_is_left_as_it_is() -> None:
     model = Transformer(SMALL)
     before = {name: param.clone() for name, param in model.named_parameters()}

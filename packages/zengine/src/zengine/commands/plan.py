@@ -60,7 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
     facts = facts_of(config, arguments.world, arguments.device)
     plan = resolve(config, facts)
     module, subject = model(arguments)
-    case = Subject(module=plan.precision.cast_module(module), batch=_batch(arguments, plan), device=facts.device_type)
+    case = Subject(
+        module=plan.precision.cast_module(module),
+        batch=_batch(arguments, plan),
+        device=facts.device_type,
+        autocast=plan.numerics.autocast,
+    )
     try:
         found = forecast(config, plan, facts, case, room_bytes=_room(arguments, facts))
         if arguments.measure:

@@ -182,7 +182,7 @@ class _Filling:
             place=self.document.place(path),
             key=key,
             given="auto",
-            reason=f"the Trainer fills it in ({entry.by}), and nothing in this file tells it",
+            reason=f"Hugging Face's Trainer fills it in ({entry.by}), and nothing in this file tells it",
             suggestion=entry.instead,
         )
 

@@ -6,6 +6,7 @@ user names.
 
 from __future__ import annotations
 
+from zengine.config.compat_features import GONE
 from zengine.config.kinds import ANYTHING, LIST, TEXT, TRUTH, Kind, null_or, number, whole
 from zengine.config.table import Section, limited, muted, switched
 
@@ -23,7 +24,7 @@ def _technique(what: str, shared: dict[str, Kind], params: dict[str, Kind]) -> S
         keys={
             "shared_parameters": Section(
                 keys={
-                    "enabled": limited(TRUTH, False, why=what),
+                    "enabled": limited(TRUTH, False, why=what + GONE),
                     **muted(schedule_offset=COUNT, schedule_offset_end=COUNT, **shared),
                 },
                 switch="enabled",
@@ -34,7 +35,7 @@ def _technique(what: str, shared: dict[str, Kind], params: dict[str, Kind]) -> S
 
 
 LAYER_REDUCTION = switched(
-    "layer reduction",
+    f"layer reduction{GONE}",
     muted(
         keep_number_layer=COUNT,
         module_name_prefix=TEXT,

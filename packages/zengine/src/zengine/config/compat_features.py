@@ -13,12 +13,13 @@ from zengine.config import data_settings as data
 from zengine.config.kinds import LIST, MAPPING, TEXT, TRUTH, null_or, number, whole
 from zengine.config.table import Section, honoured, limited, muted, no_effect, refused, switched
 
+GONE = ", which DeepSpeed removed in 0.19.8,"  # from the words "is not available yet"
 COUNT = whole(0)
 
-PROGRESSIVE_LAYER_DROP = switched("progressive layer drop", muted(theta=number(0, 1), gamma=number(0)))
+PROGRESSIVE_LAYER_DROP = switched(f"progressive layer drop{GONE}", muted(theta=number(0, 1), gamma=number(0)))
 
 EIGENVALUE = switched(
-    "the eigenvalue of layers",
+    f"the eigenvalue of layers{GONE}",
     muted(
         verbose=TRUTH,
         max_iter=whole(1),
@@ -79,7 +80,7 @@ _DATA_ROUTING = honoured(
 DATA_EFFICIENCY = honoured(data.DataEfficiency, {"data_sampling": _DATA_SAMPLING, "data_routing": _DATA_ROUTING})
 
 ELASTICITY = switched(
-    "elasticity",
+    f"elasticity{GONE}",
     muted(
         max_train_batch_size=whole(1),
         micro_batch_sizes=LIST,
@@ -118,11 +119,12 @@ AUTOTUNING = switched(
         mp_size=COUNT,
         model_info=null_or(MAPPING, None),
     ),
+    instead="Set it to false: zengine plan finds the largest micro-batch and the best stage, without sub-jobs.",
 )
 
-QUANTIZE_TRAINING = switched("mixture of quantization (MoQ)", {}, is_open=True)
+QUANTIZE_TRAINING = switched(f"mixture of quantization (MoQ){GONE}", {}, is_open=True)
 SPARSE_ATTENTION = refused(
     "sparse attention is not supported", "Use torch.nn.attention.flex_attention in the model and remove the section."
 )
-GRAPH_HARVESTING = limited(TRUTH, False, why="graph harvesting")
+GRAPH_HARVESTING = limited(TRUTH, False, why=f"graph harvesting{GONE}")
 WEIGHT_QUANTIZATION = refused("quantized inference weights are not available yet", "Remove the section.")

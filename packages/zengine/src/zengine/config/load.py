@@ -13,7 +13,7 @@ import attrs
 
 from zengine.config.auto import settle
 from zengine.config.choices import check_choices
-from zengine.config.errors import ConfigError, Place
+from zengine.config.errors import ConfigError, Place, Problem
 from zengine.config.schema import Settings
 from zengine.config.source import Source, read
 from zengine.config.structure import structure
@@ -39,6 +39,13 @@ class Config:
         return self.given[key].origin() if key in self.given else self.pinned.get(key, "default")
 
 
+def _is_told(problem: Problem, told: tuple[Problem, ...]) -> bool:
+    """Whether a problem of a choice is that it lacks an option which nobody filled in."""
+    section = problem.key.partition(".")[0]
+    missing = [other.key.rpartition(".")[2] for other in told if other.key.startswith(f"{section}.")]
+    return any(f"needs {name}" in problem.reason for name in missing)
+
+
 def load(source: Source, *, auto: Mapping[str, Any] | None = None) -> Config:
     """Read a JSON file, a JSON text or a mapping; `auto` (dotted key -> value) fills in what the file calls "auto".
 
@@ -56,7 +63,7 @@ def load(source: Source, *, auto: Mapping[str, Any] | None = None) -> Config:
         *settled.problems,
         *pinning.problems,
         *reading.problems,
-        *(() if settled.problems else choices.problems),  # an option that is missing was told already
+        *(problem for problem in choices.problems if not _is_told(problem, settled.problems)),
     )
     if problems:
         raise ConfigError(document.source, problems)

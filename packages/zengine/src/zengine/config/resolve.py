@@ -112,7 +112,7 @@ def _batch(config: Config, facts: Facts) -> BatchPlan | Problem:
         return solve(terms, facts.replicas)
     except Unsolvable as unsolvable:
         places = [config.given[key] for key in BATCH_KEYS if key in config.given]
-        lines = [str(place.line) for place in places if place.line]
+        lines = [str(line) for line in sorted({place.line for place in places} - {0})]
         where = f" [line{'s' if len(lines) > 1 else ''} {', '.join(lines)}]" if lines else ""
         return Problem(
             place=places[0] if places else NOWHERE,

@@ -226,6 +226,8 @@ def _section_hint(section: Section, data: object) -> str:
     """What to write where an object was expected."""
     if isinstance(data, bool) and section.switch == "enabled":
         return f'Write {{"enabled": {shown(data)}}}.'
+    if isinstance(data, str) and section.switch == "device":
+        return f'Write {{"device": {shown(data)}}}.'
     return 'Write {"type": ' + f"{shown(data)}}}." if isinstance(data, str) and "type" in section.keys else ""
 
 

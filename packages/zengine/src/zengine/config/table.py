@@ -101,9 +101,10 @@ def refused(why: str, instead: str = "") -> Key:
     return Key(care=Care.REFUSED, why=why, instead=instead)
 
 
-def switched(what: str, keys: Mapping[str, Entry], **options: Any) -> Section:
-    """A section that is not available yet, accepted while `enabled` is false."""
-    return Section(keys={"enabled": limited(TRUTH, False, why=what), **keys}, switch="enabled", **options)
+def switched(what: str, keys: Mapping[str, Entry], instead: str = "", **options: Any) -> Section:
+    """A section that is not available yet, accepted while `enabled` is false; `instead` says what to do."""
+    enabled = limited(TRUTH, False, why=what, instead=instead)
+    return Section(keys={"enabled": enabled, **keys}, switch="enabled", **options)
 
 
 def all_without_effect(why: str, **kinds: Kind) -> dict[str, Entry]:

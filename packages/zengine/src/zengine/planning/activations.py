@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import attrs
@@ -79,11 +80,14 @@ class Watermark:
         self.current -= self._sizes.pop(key)
 
 
-def dry_run(module: nn.Module, batch: Callable[[], Any], *, device: str) -> Activations:
+def dry_run(
+    module: nn.Module, batch: Callable[[], Any], *, device: str, autocast: torch.dtype = torch.float32
+) -> Activations:
     """The activations of one micro-batch; allocates nothing and leaves `module` as it is.
 
     module: of the dtype that it trains in, on any device, also meta.  batch: makes its argument where tensors have no
-    storage: a tensor, a dict of keywords, or a tuple of arguments.
+    storage: a tensor, a dict of keywords, or a tuple of arguments.  autocast: dtype of torch.autocast around the
+    forward; float32: none.
 
     Raises CannotDryRun, with the reason and what to do.
     """
@@ -93,7 +97,8 @@ def dry_run(module: nn.Module, batch: Callable[[], Any], *, device: str) -> Acti
         )
     try:
         with fake_tensors(), torch.device(device):
-            return _watched(_hollow(module, device), batch())
+            casting = torch.autocast(device, dtype=autocast) if autocast != torch.float32 else nullcontext()
+            return _watched(_hollow(module, device), batch(), casting)
     except CannotDryRun:
         raise
     except Exception as error:
@@ -119,13 +124,16 @@ def _hollow(module: nn.Module, device: str) -> nn.Module:
     return copied.train()
 
 
-def _watched(module: nn.Module, given: Any) -> Activations:
+def _watched(module: nn.Module, given: Any, casting: AbstractContextManager[Any]) -> Activations:
     for param in module.parameters():
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(_arrived)  # type: ignore[no-untyped-call]
     mark = Watermark([*module.parameters(), *module.buffers()])
     with watching(mark.see):
-        loss = loss_of(_call(module, given))
+        with casting:
+            output = _call(module, given)
+        loss = loss_of(output)
+        del output
         forward, saved = mark.peak, mark.current
         mark.restart()
         loss.backward()  # type: ignore[no-untyped-call]

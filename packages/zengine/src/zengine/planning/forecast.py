@@ -90,7 +90,11 @@ class Forecast:
             ("peak", gib(own.total)),
             (f"usable ({USABLE:.0%} of {gib(self.room_bytes)})", gib(self.usable_bytes)),
         ]
+        if memory.host_bytes:
+            rows.insert(-2, ("of the host, for offload", gib(memory.host_bytes)))
         verdict = "it fits" if self.own_fits else f"it does not fit: {gib(own.total - self.usable_bytes)} too much"
+        if self.own.is_approximate:
+            verdict += "; there is no GPU here, so activations are those of the CPU's kernels"
         return [*columns(rows, right=1), verdict]
 
     def _stage_lines(self) -> list[str]:

@@ -35,6 +35,7 @@ class Subject:
     module: nn.Module  # in the plan's dtype, on any device, also meta
     batch: Callable[[int], Any]  # size of a micro-batch -> the model's argument
     device: str  # "cpu" | "cuda"
+    autocast: torch.dtype = torch.float32  # of torch.autocast around forward; float32: none
     _known: dict[int, Activations] = attrs.field(factory=dict, init=False)
 
     def activations(self, micro_batch: int) -> Activations:
@@ -44,8 +45,12 @@ class Subject:
         return self._known[micro_batch]
 
     def _run_dry(self, micro_batch: int) -> Activations:
-        device = self.device if self.device == "cpu" or torch.cuda.is_available() else "cpu"
-        return dry_run(self.module, lambda: self.batch(micro_batch), device=device)
+        return dry_run(self.module, lambda: self.batch(micro_batch), device=self.dry_device, autocast=self.autocast)
+
+    @property
+    def dry_device(self) -> str:
+        """The device whose kernels are counted."""
+        return self.device if torch.cuda.is_available() else "cpu"
 
 
 @attrs.frozen(kw_only=True)
@@ -56,6 +61,7 @@ class Peak:
     micro_batch: int
     sizes: Sizes
     activations: Activations
+    is_approximate: bool = False  # no GPU here: the CPU's kernels stand in for its own
 
     @property
     def between_steps(self) -> int:
@@ -94,6 +100,7 @@ def peak(subject: Subject, plan: Plan, micro_batch: int, world_size: int) -> Pea
         micro_batch=micro_batch,
         sizes=sizes(subject.module, plan, world_size=world_size, device=subject.device),
         activations=subject.activations(micro_batch),
+        is_approximate=subject.dry_device != subject.device,
     )
 
 
