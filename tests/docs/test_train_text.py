@@ -81,4 +81,6 @@ def test_the_console_has_lines_and_the_figures_of_the_bench(run: tuple[Path, str
     lines = run[1].splitlines()
     assert [line.split(" | ")[0] for line in lines if line.startswith("step ")] == ["step 4", "step 8", "step 12"]
     assert "bench: steps 4 to 12, 2 rank(s)" in lines
-    assert any(line.strip().startswith("TFLOPS of a device, by the formula") for line in lines)
+    table = [line.strip() for line in lines]
+    for row in ("ms a step, median", "tokens/s", "TFLOPS of a device, by the formula", "states, MiB"):
+        assert any(line.startswith(row) for line in table), row

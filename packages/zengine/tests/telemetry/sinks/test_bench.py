@@ -13,7 +13,12 @@ def snapshot(step, ms):
         loss=1.0, grad_norm=1.0, loss_scale=1.0, lr=(0.1,),
     )  # fmt: skip
     rate = Rate(samples=8, ms=ms, steps=1, tokens=100, flops=1e12, useful_flops=1e12) if ms else Rate()
-    return Snapshot(report=report, rate=rate, fleet=Fleet(num_devices=2, peak_tflops=10), memory={"states": 2**20})
+    return Snapshot(
+        report=report,
+        rate=rate,
+        fleet=Fleet(num_devices=2, peak_tflops=10),
+        memory={"states": 2**20} if step == 3 else {"process": step * 2**20},
+    )
 
 
 def test_the_summary_is_printed_once_after_the_measured_steps(capsys):
@@ -34,5 +39,6 @@ def test_the_summary_is_printed_once_after_the_measured_steps(capsys):
         "tokens/s": "181.82",
         "TFLOPS of a device, by the formula": "0.91",  # 10e12 in 5.5 s on two devices
         "MFU, % of the device's peak": "9.09",
-        "states, MiB": "1.0",
+        "process, MiB": "12.0",
+        "states, MiB": "1.0",  # told nine steps before
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Mapping
 from typing import final
 
 from zengine.telemetry.sinks.base import Sink
@@ -26,17 +27,19 @@ class Bench(Sink):
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._rates: list[Rate] = []  # of the measured steps
+        self._memory: dict[str, int] = {}  # bytes by owner, where each was told last
 
     def write(self, snapshot: Snapshot) -> None:
+        self._memory.update(snapshot.memory)
         if not snapshot.rate or len(self._rates) == self._steps:
             return
         self._rates.append(snapshot.rate)
         if len(self._rates) == self._steps:
-            print(summary(self._rates, snapshot), file=sys.stdout, flush=True)
+            print(summary(self._rates, self._memory, snapshot), file=sys.stdout, flush=True)
 
 
-def summary(rates: list[Rate], last: Snapshot) -> str:
-    """A table of the measured steps; `last` is the snapshot of the last of them, whose memory it shows."""
+def summary(rates: list[Rate], memory: Mapping[str, int], last: Snapshot) -> str:
+    """A table of the measured steps, of which `last` is the last; `memory` is bytes of rank 0 by owner."""
     times = sorted(rate.step_ms for rate in rates)
     total = sum(rates, Rate())
     rows = [
@@ -48,7 +51,7 @@ def summary(rates: list[Rate], last: Snapshot) -> str:
         if name in _LABELS:
             label, factor = _LABELS[name]
             rows.append((label, f"{value * factor:,.2f}"))
-    rows += [(f"{owner}, MiB", f"{size / 2**20:,.1f}") for owner, size in last.memory.items()]
+    rows += [(f"{owner}, MiB", f"{size / 2**20:,.1f}") for owner, size in memory.items()]
     width = max(len(label) for label, _ in rows)
     head = f"bench: steps {last.report.step - len(rates) + 1} to {last.report.step}, {last.fleet.num_devices} rank(s)"
     return "\n".join([head, *(f"  {label:{width}}  {value:>14}" for label, value in rows)])
