@@ -130,6 +130,17 @@ def test_inside_autocast_the_output_has_its_dtype_and_weights_stay() -> None:
     assert layer.weight.dtype == layer.weight.grad.dtype == torch.float32
 
 
+def test_a_second_derivative_is_refused_and_evaluation_keeps_nothing() -> None:
+    layer = nn.Linear(32, 16)
+    x = torch.randn(4, 32, requires_grad=True)
+    with Float8.convert(layer, device="cpu", kind=OnCpu):
+        (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.sum().backward()
+        with torch.no_grad():
+            assert not layer(x).requires_grad
+
+
 def test_layers_are_chosen_by_name_and_size_and_given_back() -> None:
     model = network()
     before, names = copy.deepcopy(model.state_dict()), [type(module) for module in model]

@@ -27,6 +27,7 @@ from typing import Any, final
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from zprecision import _compat
 from zprecision.keeping import Keep
@@ -69,6 +70,7 @@ class _Product(torch.autograd.Function):
         return layer.matmul(x8, w8.t(), (x_scale, w_scale), dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x8, x_scale, weight = ctx.saved_tensors
         matmul = ctx.layer.matmul
