@@ -125,6 +125,26 @@ def test_ranks_agree_on_the_size_of_a_step() -> None:
     assert all(rates[0] == pytest.approx(0.01 * size / 8) for size, rates in zip(_sizes(left), _rates(left)))
 
 
+def _weighted(accumulation: int) -> list[tuple[int, float, float]]:
+    engine, loader = engine_of(train_batch_size=8, gradient_accumulation_steps=accumulation)
+    told: list[tuple[int, float, float]] = []
+    for batch in zengine.data.forever(loader):
+        engine.backward((engine(batch) - 1).square().mean(), weight=len(batch))
+        report = engine.step()
+        told += [(report.samples, report.loss, report.lr[0])] if report is not None else []
+        if len(told) == 6:
+            return told
+    return told
+
+
+def test_weighted_steps_are_the_same_on_two_ranks_as_on_one() -> None:
+    """Micro-batches of unequal size: two a step, of one rank after the other or of both at once."""
+    left, right = run_ranks(_weighted, 2, 1)
+    assert left == right
+    for mine, alone in zip(left, _weighted(2)):
+        assert mine == pytest.approx(alone, rel=1e-6)
+
+
 def _sizes(told: list[tuple[Any, ...]]) -> list[int]:
     samples = [0, *(entry[0] for entry in told[:-1])]
     return [after - before for before, after in pairwise(samples)]
