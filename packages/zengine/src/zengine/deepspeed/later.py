@@ -16,7 +16,10 @@ class NotAvailable(RuntimeError):
     """A part of DeepSpeed's interface that zengine does not have."""
 
 
-_PIPELINE = "pipeline parallelism is not available yet. Use ZeRO stage 3 to split a model over ranks."
+_PIPELINE = (
+    "pipeline parallelism is not available yet in the engine. Use ZeRO stage 3 to split a model over ranks, or "
+    "zpartition.pipeline in a loop of your own."
+)
 _MOE = "expert parallelism is not available yet. Use the model's own mixture of experts, with ZeRO."
 _SEQUENCE = "sequence parallelism is not available yet. Leave sequence_parallel_size (or sp_size) at 1."
 _TENSOR = "tensor parallelism is not available yet. Leave tp_size at 1; ZeRO stage 3 splits weights over ranks."
