@@ -30,6 +30,7 @@ from zengine.consensus import (
     compare_names,
     find,
     on_every_rank,
+    optimizer_kind,
     require_run,
     say_rounded,
 )
@@ -200,7 +201,7 @@ def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     groups = [
         encode(options, f"optimizer group {index}") for index, options in enumerate(travelling_options(optimizer))
     ]
-    return {"kind": type(optimizer).__name__, "groups": groups}
+    return {"kind": optimizer_kind(optimizer), "groups": groups}
 
 
 def _rank_objects(engine: Engine) -> dict[str, Any]:

@@ -125,10 +125,15 @@ def compare_kinds(engine: Engine, checkpoint: Source, *, optimizer: bool, schedu
         )
 
 
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
+    """The name by which checkpoints know an optimizer; a class may say that its state is another's."""
+    return str(getattr(optimizer, "checkpoint_kind", type(optimizer).__name__))
+
+
 def _compare_optimizers(checkpoint: Source, optimizer: torch.optim.Optimizer) -> None:
     """Refuse the state of another optimizer before anything is read."""
     saved: Any = checkpoint.objects.get("optimizer")
-    kind, num_groups = type(optimizer).__name__, len(optimizer.param_groups)
+    kind, num_groups = optimizer_kind(optimizer), len(optimizer.param_groups)
     problem = ""
     if saved is None:
         problem = f"holds no optimizer state, and this engine has an optimizer ({kind})"

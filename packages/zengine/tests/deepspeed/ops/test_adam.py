@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zoptim
+from zengine import deepspeed
 from zengine.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from zengine.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zengine.deepspeed.ops.lamb import FusedLamb
@@ -79,3 +80,31 @@ def test_the_class_is_zoptims_with_other_arguments(theirs: Make, ours: Make):
 def test_what_a_class_cannot_do_is_refused(make: Make, told: str):
     with pytest.raises((RuntimeError, ValueError), match=told):
         make([torch.nn.Parameter(torch.ones(2))])
+
+
+def run_with(make: Make, folder: str, steps: int, resume: bool = False) -> torch.Tensor:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 3)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    engine = deepspeed.initialize(model=net, optimizer=make(net.parameters()), config=config)[0]
+    if resume:
+        engine.load_checkpoint(folder)
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        engine.step()
+    engine.save_checkpoint(folder)
+    return net.weight.detach().clone()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (lambda p: DeepSpeedCPUAdam(p, 0.1), lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0)),
+        (lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0), lambda p: FusedAdam(p, 0.1)),
+        (lambda p: FusedLion(p, 0.1), lambda p: zoptim.Lion(p, 0.1, (0.9, 0.999))),
+    ],
+)
+def test_a_run_may_go_on_with_another_class_of_the_same_optimizer(first: Make, second: Make, tmp_path):
+    whole = run_with(first, str(tmp_path / "whole"), 3)
+    run_with(first, str(tmp_path / "parts"), 2)
+    assert torch.allclose(run_with(second, str(tmp_path / "parts"), 1, resume=True), whole, atol=1e-6)

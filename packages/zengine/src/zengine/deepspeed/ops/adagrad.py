@@ -12,6 +12,8 @@ __all__ = ["DeepSpeedCPUAdagrad"]
 class DeepSpeedCPUAdagrad(zoptim.Adagrad):
     """Adagrad.  amsgrad is refused: Adagrad has none."""
 
+    checkpoint_kind = "Adagrad"  # its state is that class's
+
     def __init__(
         self,
         model_params: Any,

@@ -13,7 +13,16 @@ import zoptim
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
-class FusedAdam(zoptim.Adam):
+class _Named(zoptim.Adam):
+    """Checkpoints know it as what it does, so that a run may change between these classes, zoptim's and torch's."""
+
+    @property
+    def checkpoint_kind(self) -> str:
+        """AdamW or Adam."""
+        return "AdamW" if self.param_groups[0]["decoupled_weight_decay"] else "Adam"
+
+
+class FusedAdam(_Named):
     """Adam, or with `adam_w_mode` AdamW, which is the default.  `set_grad_none` has no effect."""
 
     def __init__(
@@ -35,7 +44,7 @@ class FusedAdam(zoptim.Adam):
         )
 
 
-class DeepSpeedCPUAdam(zoptim.Adam):
+class DeepSpeedCPUAdam(_Named):
     """Adam, or with `adamw_mode` AdamW, which is the default.
 
     fp32_optimizer_states: False keeps the moments in bfloat16.  `ds_adam_cpu_cores_perc` belongs to a process of

@@ -12,6 +12,8 @@ __all__ = ["FusedLamb"]
 class FusedLamb(zoptim.LAMB):
     """LAMB.  max_grad_norm and amsgrad are refused; clip with the config's `gradient_clipping`."""
 
+    checkpoint_kind = "LAMB"  # its state is that class's
+
     def __init__(
         self,
         params: Any,

@@ -12,6 +12,8 @@ __all__ = ["DeepSpeedCPULion", "FusedLion"]
 class FusedLion(zoptim.Lion):
     """Lion; lr 1e-3 and betas (0.9, 0.999) unless given, as in DeepSpeed."""
 
+    checkpoint_kind = "Lion"  # its state is that class's
+
     def __init__(
         self,
         params: Any,
@@ -25,6 +27,8 @@ class FusedLion(zoptim.Lion):
 
 class DeepSpeedCPULion(zoptim.Lion):
     """The same; fp32_optimizer_states=False keeps the momentum in bfloat16."""
+
+    checkpoint_kind = "Lion"  # its state is that class's
 
     def __init__(
         self,
