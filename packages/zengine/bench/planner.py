@@ -18,6 +18,7 @@ import gc
 import itertools
 import platform
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,7 @@ def page(lines: list[str]) -> str:
     """The results with where they come from."""
     worst = max((abs(float(line.split("|")[5].strip(" %"))) for line in lines), default=0.0)
     intro = (__doc__ or "").split("\n\n")[2]
-    head = ["# The planner against measurement", "", " ".join(intro.split()), ""]
+    head = ["# The planner against measurement", "", *textwrap.wrap(" ".join(intro.split()), 118), ""]
     where = f"{datetime.date.today()}, {platform.machine()}, 2 cores, torch {torch.__version__}"
     table = ["| | configuration | predicted MiB | measured MiB | error |", "|---|---|---|---|---|", *lines]
     return "\n".join([*head, f"{where}; the largest error is {worst}%.", "", *table, ""])

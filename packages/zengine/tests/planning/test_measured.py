@@ -35,7 +35,7 @@ def _peaks(cases: list[tuple[int, bool, int]]) -> list[tuple[int, int]]:
         plan = alone(resolve(load(source), Facts(world_size=8, replicas=8)))
         with torch.device("meta"):
             module = plan.precision.cast_module(make())
-        subject = Subject(module=module, batch=token_ids(128), device="cpu")
+        subject = Subject(module=module, batch=token_ids(64), device="cpu")
         real = measure(make, subject.batch, started(plan), micro_batch=micro_batch, device="cpu")
         found.append((peak(subject, plan, micro_batch, 1).total, real.peak))
         assert real.between_steps < real.peak
@@ -43,7 +43,7 @@ def _peaks(cases: list[tuple[int, bool, int]]) -> list[tuple[int, int]]:
 
 
 def test_a_plan_comes_within_a_tenth_of_what_steps_take() -> None:
-    (found,) = run_ranks(_peaks, 1, [(4, False, 1), (8, True, 1)])
+    (found,) = run_ranks(_peaks, 1, [(4, False, 1), (4, True, 2)])
     for planned, real in found:
         assert planned == pytest.approx(real, rel=0.1)
 
