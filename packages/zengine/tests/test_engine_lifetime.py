@@ -107,6 +107,14 @@ def test_whatever_fails_in_close_everything_is_given_back():
     engine.close()
 
 
+def test_an_optimizer_stays_with_the_engine_it_was_given_to():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zengine.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})[0].close()
+    with pytest.raises(ValueError, match=r"partitioned before keeps the shards.*make a new one"):
+        zengine.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})
+
+
 # -- side by side --------------------------------------------------------------------------------
 
 

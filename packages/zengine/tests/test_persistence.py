@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import zcomm
 import zengine
+import zpartition
+from zcomm.testing import run_ranks
 
 
 def _engine() -> zengine.Engine:
@@ -49,3 +52,26 @@ def test_frozen_weights_may_be_left_out_and_a_load_keeps_those_that_are_there(tm
 def test_a_function_that_wants_a_whole_state_dict_is_told_where_to_get_one(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"Read it with zckpt\.load"):
         _engine().load_checkpoint(tmp_path, custom_load_fn=lambda src, dst: None)
+
+
+def _masters_get_all_digits() -> int:
+    torch.manual_seed(0)
+    source = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    for stage in (0, 1, 2, 3):
+        config = {"train_batch_size": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.5}}
+        engine = zengine.initialize(model=nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)), config=config)[0]
+        values = (
+            source.state_dict() if zcomm.group_rank() == 0 else {k: v * 0 for k, v in source.state_dict().items()}
+        )
+        engine.load_state_dict(values)
+        for name, param in engine.module.named_parameters():
+            assert torch.equal(zpartition.safe_get_full_fp32_param(param), source.state_dict()[name]), (stage, name)
+        assert all(torch.equal(v, source.state_dict()[k].bfloat16()) for k, v in engine.state_dict().items())
+        engine.close()
+    return zcomm.group_size()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_masters_of_16_bit_weights_are_not_rounded_by_a_load(world_size) -> None:
+    assert run_ranks(_masters_get_all_digits, world_size) == [world_size] * world_size

@@ -12,15 +12,20 @@ precision in `zprecision`, partitioning in `zpartition`, optimizers in `zoptim`,
 
 from __future__ import annotations
 
-from zengine.agreement import RanksDisagree
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from zengine.arguments import add_config_arguments
 from zengine.clock import CallOrderError, MicroStep
-from zengine.config import ConfigError
-from zengine.engine import Engine
-from zengine.features import Feature
 from zengine.initialize import initialize
 from zengine.report import Culprit, StepReport
-from zengine.verdict import LossScaleExhausted
+
+if TYPE_CHECKING:
+    from zengine.agreement import RanksDisagree
+    from zengine.config import ConfigError
+    from zengine.engine import Engine
+    from zengine.features import Feature
+    from zengine.verdict import LossScaleExhausted
 
 __version__ = "0.2.0"
 
@@ -37,3 +42,25 @@ __all__ = [
     "add_config_arguments",
     "initialize",
 ]
+
+# What takes parts of an engine with it is imported on first use, at the latest by `initialize`.
+_HOME_OF = {
+    "ConfigError": "zengine.config",
+    "Engine": "zengine.engine",
+    "Feature": "zengine.features",
+    "LossScaleExhausted": "zengine.verdict",
+    "RanksDisagree": "zengine.agreement",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -24,7 +24,7 @@ log = logging.getLogger("zengine")
 
 T = TypeVar("T")
 
-Source = zckpt.Checkpoint | zckpt.MemoryCheckpoint  # what a load reads from
+Source: TypeAlias = "zckpt.Checkpoint | zckpt.MemoryCheckpoint"  # what a load reads from; imported when one does
 MODEL = "model."  # prefix of the names of weights and buffers
 
 

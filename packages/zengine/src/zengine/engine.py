@@ -162,7 +162,10 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove hooks, buffers, writers; the module keeps its weights (at stage 3 all ranks call). Idempotent."""
+        """Remove hooks, buffers, writers; the module keeps its weights (at stage 3 all ranks call). Idempotent.
+
+        A caller's optimizer stays with the engine: it keeps its shards and their state, and cannot be used again.
+        """
         self.clock.close()
         with ExitStack() as stack:  # whatever fails is told when all is given back; the parts go last
             stack.callback(self.parts.close)

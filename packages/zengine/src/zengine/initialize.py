@@ -5,6 +5,9 @@
 3. the world: torchrun, SLURM, MPI, or this process alone;
 4. agreement: ranks compare what they were given, before anything is exchanged that assumes they agree;
 5. parts, and an engine around them.
+
+The parts are imported when an engine is made, and not by `import zengine`: a program that only shows its help does
+not pay for them.
 """
 
 from __future__ import annotations
@@ -12,23 +15,23 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 import zcomm
-from zengine.assemble import Client, assemble, make_features
-from zengine.config import Facts, Plan, load, resolve
-from zengine.engine import Engine
-from zengine.feeding import require_data
-from zengine.measure import bf16_is_faster
-from zengine.sources import data_parallel_group, pick_config
+from zengine.uncollected import uncollected
+
+if TYPE_CHECKING:
+    from zengine.assemble import Client
+    from zengine.config import Config, Facts, Plan
+    from zengine.engine import Engine
 
 log = logging.getLogger("zengine")
 
-Initialized = tuple[Engine, torch.optim.Optimizer | None, Any, Any]
+Initialized = tuple["Engine", torch.optim.Optimizer | None, Any, Any]
 
 
 def initialize(
@@ -69,6 +72,11 @@ def initialize(
         ConfigError: the config, or its combination with the world; before any process group exists.
         TypeError, ValueError: an argument; names it.
     """
+    with uncollected():
+        from zengine.assemble import Client
+        from zengine.config import Facts, load, resolve
+        from zengine.feeding import require_data
+        from zengine.sources import data_parallel_group, pick_config
     source = pick_config(args, config, config_params)
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize() needs model=, a torch.nn.Module; got {type(model).__name__}")
@@ -79,14 +87,7 @@ def initialize(
         require_data(draft, training_data)
     world = _make_world(dist_init_required, distributed_port)
     group = data_parallel_group(mpu, mesh)
-    facts = Facts(
-        world_size=world.world_size,
-        replicas=zcomm.group_size(group),
-        device_type=world.device.type,
-        ranks_per_host=world.launch.local_world_size,
-        bf16_is_faster=bf16_is_faster(settings, world.device, group),
-    )
-    plan = resolve(settings, facts)
+    plan = resolve(settings, _facts(settings, world, group))
     _announce(plan, world)
     client = Client(
         optimizer=optimizer,
@@ -103,8 +104,24 @@ def make_engine(
     model: nn.Module, client: Client, plan: Plan, world: zcomm.World, group: ProcessGroup | None
 ) -> Engine:
     """An engine from a resolved plan, for callers that have no JSON."""
+    with uncollected():
+        from zengine.assemble import assemble, make_features
+        from zengine.engine import Engine
     parts = assemble(model, client, plan, world, group)
     return Engine(model, parts, plan, make_features(plan))
+
+
+def _facts(settings: Config, world: zcomm.World, group: ProcessGroup | None) -> Facts:
+    from zengine.config import Facts
+    from zengine.measure import bf16_is_faster
+
+    return Facts(
+        world_size=world.world_size,
+        replicas=zcomm.group_size(group),
+        device_type=world.device.type,
+        ranks_per_host=world.launch.local_world_size,
+        bf16_is_faster=bf16_is_faster(settings, world.device, group),
+    )
 
 
 def _make_world(dist_init_required: bool | None, port: int | None) -> zcomm.World:

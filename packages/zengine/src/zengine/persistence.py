@@ -69,9 +69,13 @@ class EnginePersistence:
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy weights (also with `assign`) and masters, in the module's dtype. All ranks call; rank 0's count."""
+        """Copy weights (also with `assign`), and masters with all the digits that are given.
+
+        All ranks call; rank 0's values count.
+        """
         result = self.module.load_state_dict(state_dict, strict=strict, assign=False)
         self.parts.partition.synchronise()
+        self.parts.partition.refine(state_dict)
         return result
 
 

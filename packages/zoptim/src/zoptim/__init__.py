@@ -12,8 +12,9 @@ The schedules are DeepSpeed's five, as pure laws of the number of applied update
 `make_optimizer` and `make_schedule` build both from the names and options of a DeepSpeed config.
 """
 
-from .adafactor import Adafactor
-from .adagrad import Adagrad
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .adam import Adam, AdamW
 from .backends import has_kernels
 from .build import make_optimizer
@@ -21,26 +22,30 @@ from .errors import NotAvailableYetError, UnknownNameError, UnsupportedTensorErr
 from .flat import FlatOptimizer
 from .formats import StateFormat
 from .grad_scale import AcceptsGradScale, GradScaled, accept_grad_scale, speaks_grad_scale
-from .lamb import LAMB
-from .lion import Lion
-from .muon import Muon
 from .native import Kernels, kernels
-from .rules import AdamMoments, adagrad_rule, adam_rule, adamw_rule, lamb_rule, lion_rule, sgd_rule
-from .rules_adafactor import AdafactorMoments, adafactor_rule
-from .rules_muon import muon_rule, orthogonalize
-from .schedules import (
-    LRRangeTest,
-    LRSchedule,
-    OneCycle,
-    Schedule,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-    make_schedule,
-)
 from .segments import Segment
 from .sgd import SGD
 from .stats import GradStats, grad_stats, sum_of_squares
+
+if TYPE_CHECKING:
+    from .adafactor import Adafactor
+    from .adagrad import Adagrad
+    from .lamb import LAMB
+    from .lion import Lion
+    from .muon import Muon
+    from .rules import AdamMoments, adagrad_rule, adam_rule, adamw_rule, lamb_rule, lion_rule, sgd_rule
+    from .rules_adafactor import AdafactorMoments, adafactor_rule
+    from .rules_muon import muon_rule, orthogonalize
+    from .schedules import (
+        LRRangeTest,
+        LRSchedule,
+        OneCycle,
+        Schedule,
+        WarmupCosineLR,
+        WarmupDecayLR,
+        WarmupLR,
+        make_schedule,
+    )
 
 __version__ = "0.2.0"
 
@@ -90,3 +95,30 @@ __all__ = [
     "speaks_grad_scale",
     "sum_of_squares",
 ]
+
+# Imported on first use: optimizers that most programs never name.
+_HOMES = {
+    "adafactor": "Adafactor",
+    "adagrad": "Adagrad",
+    "lamb": "LAMB",
+    "lion": "Lion",
+    "muon": "Muon",
+    "rules": "AdamMoments adagrad_rule adam_rule adamw_rule lamb_rule lion_rule sgd_rule",
+    "rules_adafactor": "AdafactorMoments adafactor_rule",
+    "rules_muon": "muon_rule orthogonalize",
+    "schedules": "LRRangeTest LRSchedule OneCycle Schedule WarmupCosineLR WarmupDecayLR WarmupLR make_schedule",
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

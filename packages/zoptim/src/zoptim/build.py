@@ -16,22 +16,17 @@ What DeepSpeed's spelling means, and is kept:
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from .adafactor import Adafactor
-from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .checks import flag
 from .contract import Params
 from .errors import NotAvailableYetError, UnknownNameError, did_you_mean, refuse_unknown_options
-from .lamb import LAMB
-from .lion import Lion
-from .muon import Muon
-from .sgd import SGD
 
 __all__ = ["make_optimizer"]
 
@@ -107,10 +102,11 @@ def _make_torch_adam(name: str, params: Params, options: dict[str, Any], decoupl
     return torch.optim.AdamW(params, **options) if decoupled else torch.optim.Adam(params, **options)
 
 
-def _maker(cls: type[torch.optim.Optimizer], **defaults: Any) -> Callable[..., torch.optim.Optimizer]:
-    """What makes `cls` from options that are its own arguments."""
+def _maker(module: str, class_name: str, **defaults: Any) -> Callable[..., torch.optim.Optimizer]:
+    """What makes a class, which is imported then, from options that are its own arguments."""
 
     def make(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
+        cls: type[torch.optim.Optimizer] = getattr(importlib.import_module(f".{module}", __package__), class_name)
         refuse_unknown_options(name, options, _options_of(cls))
         return cls(params, **{**defaults, **options})
 
@@ -151,10 +147,10 @@ def _torch_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
 _OURS: dict[str, Callable[[str, Params, dict[str, Any]], torch.optim.Optimizer]] = {
     "adam": _make_adam,
     "adamw": _make_adam,
-    "sgd": _maker(SGD),
-    "adagrad": _maker(Adagrad),
-    "lamb": _maker(LAMB),
-    "lion": _maker(Lion, lr=1e-3, betas=(0.9, 0.999)),
-    "muon": _maker(Muon),
-    "adafactor": _maker(Adafactor),
+    "sgd": _maker("sgd", "SGD"),
+    "adagrad": _maker("adagrad", "Adagrad"),
+    "lamb": _maker("lamb", "LAMB"),
+    "lion": _maker("lion", "Lion", lr=1e-3, betas=(0.9, 0.999)),
+    "muon": _maker("muon", "Muon"),
+    "adafactor": _maker("adafactor", "Adafactor"),
 }

@@ -51,7 +51,9 @@ def named_groups(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
             if id(param) not in names:
                 raise ValueError(
                     f"parameter {position} of the optimizer's group {index}, shape {tuple(param.shape)}, is not a "
-                    "parameter of the module. Build the optimizer from this module's parameters()."
+                    "parameter of the module. Build the optimizer from this module's parameters(). (One that was "
+                    "partitioned before keeps the shards of that time, also after close(): make a new one; its "
+                    "state travels in a checkpoint.)"
                 )
             if param.requires_grad:
                 groups[names[id(param)]] = index

@@ -7,11 +7,13 @@ from where `Partition.publish` takes it to disk.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+import zcomm
 from zpartition.disk_states import OnDisk
 from zpartition.layout import Piece
 from zpartition.shard import LazyShard, Shard, cut
@@ -21,7 +23,7 @@ from zpartition.storage import BucketStorage
 if TYPE_CHECKING:
     from zpartition.partition import Partition
 
-__all__ = ["saved", "to_fill"]
+__all__ = ["refine", "saved", "to_fill"]
 
 Storage = BucketStorage | ShardedStorage
 
@@ -53,6 +55,30 @@ def to_fill(partition: Partition) -> Iterator[Shard]:
             part = _part(values, piece)
             yield from cut(Shard, piece.slot.name, piece.slot.address, piece.span, part.__getitem__)
     yield from partition.bystanders.shards()
+
+
+def refine(partition: Partition, given: Mapping[str, Tensor]) -> None:
+    """Give masters the values of `given` that say more than the module's weights can hold; see `Partition.refine`."""
+    wide = [
+        name
+        for name, param in partition.params.items()
+        if name in given and given[name].is_floating_point() and given[name].dtype.itemsize > param.dtype.itemsize
+    ]
+    wide = zcomm.exchange(wide, partition.group)[0]
+    if not wide:
+        return
+    places: dict[str, list[tuple[Tensor, Piece]]] = {}
+    for storage in partition.storages:
+        values = storage.home.stage() if isinstance(storage.home, OnDisk) else storage.home.values(storage.master)
+        for piece in storage.pieces(partition.rank):
+            places.setdefault(piece.slot.name, []).append((_part(values, piece), piece))
+    for name in wide:
+        values = given.get(name, torch.empty(partition.params[name].shape)).detach()
+        whole = values.to(partition.device, torch.float32, copy=True).reshape(-1)
+        zcomm.broadcast(whole, partition.group, source=0, label=f"values of {name}")
+        for part, piece in places.get(name, ()):
+            part.copy_(whole[slice(*piece.span)])
+    partition.publish()
 
 
 def _read(storage: Storage, piece: Piece, part: slice) -> Tensor:

@@ -18,7 +18,7 @@ skips steps runs ahead of its own; it fades with the correction itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
 
@@ -169,6 +169,14 @@ class Partition(GradientFacts, Parking):
             zcomm.broadcast(storage.flat, self.group, source=0, label=f"weights[{storage.bucket.index}]")
             storage.refresh_master()
         self.bystanders.synchronise()
+
+    def refine(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Give masters `values` (by parameter) where these are of a wider dtype than the module's weights.
+
+        For whoever has loaded the module and called `synchronise`: in 16 bits masters have the rounded values then.
+        All ranks call, with the same shapes; rank 0's values count.
+        """
+        contents.refine(self, values)
 
     def admit_unfrozen(self) -> tuple[str, ...]:
         """Train from now on what was frozen when the module was partitioned and requires a gradient now; its names.

@@ -16,19 +16,23 @@ import zoptim
 from zengine.config.known import ROOT
 from zengine.config.table import Section, walk
 
-_OPTIONS: dict[str, tuple[type, ...]] = {
-    "optimizer.params": (
-        zoptim.AdamW,
-        zoptim.SGD,
-        zoptim.Adagrad,
-        zoptim.LAMB,
-        zoptim.Lion,
-        zoptim.Muon,
-        zoptim.Adafactor,
-    ),
-    "scheduler.params": (zoptim.WarmupDecayLR, zoptim.WarmupCosineLR, zoptim.OneCycle, zoptim.LRRangeTest),
-}
 _LISTED = 12  # keys of a small section that are worth naming when nothing is near
+
+
+def _classes() -> dict[str, tuple[type, ...]]:
+    """Whose arguments are options; looked up when somebody has slipped, so that they need not be imported before."""
+    return {
+        "optimizer.params": (
+            zoptim.AdamW,
+            zoptim.SGD,
+            zoptim.Adagrad,
+            zoptim.LAMB,
+            zoptim.Lion,
+            zoptim.Muon,
+            zoptim.Adafactor,
+        ),
+        "scheduler.params": (zoptim.WarmupDecayLR, zoptim.WarmupCosineLR, zoptim.OneCycle, zoptim.LRRangeTest),
+    }
 
 
 def slips(left: str, right: str, limit: int) -> int:
@@ -83,7 +87,7 @@ def _homes() -> dict[str, tuple[str, ...]]:
     for path, _ in walk(ROOT):
         if "*" not in path:
             homes.setdefault(path[-1], []).append(".".join(path[:-1]))
-    for home, known in _OPTIONS.items():
+    for home, known in _classes().items():
         for name in {name for made in known for name in inspect.signature(made).parameters}:
             homes.setdefault(name, []).append(home)
     return {name: tuple(sections) for name, sections in homes.items()}

@@ -1,0 +1,29 @@
+"""The collector rests inside, and is as it was afterwards."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from zengine.uncollected import uncollected
+
+
+def test_it_rests_inside_also_when_nested_and_after_an_exception():
+    assert gc.isenabled()
+    with uncollected(), uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(KeyError), uncollected():
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off():
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
