@@ -39,6 +39,21 @@ def test_parts_of_two_groups_in_one_model_are_refused() -> None:
         cell_of(first)
 
 
+def _mixed() -> str:
+    model = Language()
+    parallelize(model, PLAN)
+    with pytest.raises(ValueError, match="also") as raised:
+        zpartition.shard(model)
+    return str(raised.value)
+
+
+def test_a_partition_over_tensor_ranks_is_refused() -> None:
+    first, second = run_ranks(_mixed, 2)
+    assert "split over the tensor ranks [0, 1], and the group to partition it over has rank 0 and also 1" in first
+    assert "has rank 1 and also 0 of them" in second
+    assert "group=zcomm.run_mates(2)" in second
+
+
 def _facts() -> tuple[dict[str, Address], list[tuple[int, set[int]]], float]:
     model = Language()
     parallelize(model, PLAN)

@@ -12,7 +12,7 @@ import zcomm
 import zpartition
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy
-from zpartition.shard import Shard
+from zpartition.shard import Address, Shard, cut
 
 
 class Rows:
@@ -119,3 +119,43 @@ def _loads_a_wrong_shape() -> None:
 
 def test_a_wrong_shape_is_refused_on_ranks_that_hold_nothing_of_it() -> None:
     run_ranks(_loads_a_wrong_shape, 2)
+
+
+class _Table:
+    """What a partition of parts would offer to be filled, and the shapes of the whole."""
+
+    def __init__(self, addresses: dict[str, Address]) -> None:
+        self.module, self.published = nn.Module(), 0
+        self.addresses = addresses
+        self.parts = {name: torch.zeros(torch.Size(a.shape).numel() - 3) for name, a in addresses.items()}
+
+    def names(self) -> list[str]:
+        return list(self.addresses)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: address.global_shape for name, address in self.addresses.items()}
+
+    def shards_to_fill(self):
+        for name, address in self.addresses.items():
+            part = self.parts[name]
+            yield from cut(Shard, name, address, (2, 2 + part.numel()), part.__getitem__)
+
+    def publish(self) -> None:
+        self.published += 1
+
+
+def test_a_part_of_a_tensor_reads_its_boxes_and_their_rows_alone() -> None:
+    boxes = {
+        "columns": (((0, 8), (3, 5)),),
+        "rows": (((2, 6), (0, 6)),),
+        "blocks": (((1, 3), (0, 6)), ((5, 7), (0, 6))),
+    }
+    table = _Table({name: Address((8, 6), found) for name, found in boxes.items()})
+    whole_tensor = torch.arange(48.0).view(8, 6)
+    rows = {name: Rows(whole_tensor) for name in boxes}
+    zpartition.load_slices(table, rows)
+    for name, found in boxes.items():
+        local = torch.cat([whole_tensor[tuple(slice(*side) for side in box)] for box in found]).reshape(-1)
+        assert torch.equal(table.parts[name], local[2:-1]), name
+    assert (rows["rows"].numel_read, rows["blocks"].numel_read) == (24, 24)
+    assert table.published == 1

@@ -10,6 +10,7 @@ hundredths of a second; it is imported by itself.
 Everything takes torch's own ProcessGroup and DeviceMesh, so any part works in a program that knows no other.
 """
 
+from zcomm.axes import Degrees, Groups
 from zcomm.blocks import BlockCode
 from zcomm.collectives import (
     all_gather,
@@ -42,6 +43,8 @@ __all__ = [
     "DONE",
     "BlockCode",
     "CollectiveFailed",
+    "Degrees",
+    "Groups",
     "Handle",
     "Launch",
     "Record",

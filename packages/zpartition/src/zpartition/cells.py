@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from typing import Any, Protocol, final, runtime_checkable
 
 import attrs
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import zcomm
 from zpartition.shard import Address
 
-__all__ = ["ALONE", "Cell", "Celled", "addresses_of", "cell_of"]
+__all__ = ["ALONE", "Cell", "Celled", "addresses_of", "cell_of", "refuse_mixed"]
 
 
 @final
@@ -70,6 +71,21 @@ def cell_of(module: nn.Module) -> Cell:
                 "ranks): a model is split over one group of tensor ranks, so make both over the same."
             )
     return found[first] if found else ALONE
+
+
+def refuse_mixed(module: nn.Module, group: ProcessGroup | None) -> None:
+    """ValueError if `group` has ranks that hold other parts of `module`: those cannot be one partition."""
+    cell = cell_of(module)
+    if cell.size == 1:
+        return
+    cells, mine = dist.get_process_group_ranks(cell.group), dist.get_rank()
+    shared = sorted(set(dist.get_process_group_ranks(group)) & set(cells) - {mine})
+    if shared:
+        raise ValueError(
+            f"the module is split over the tensor ranks {cells}, and the group to partition it over has rank {mine} "
+            f"and also {', '.join(map(str, shared))} of them, which hold other parts. Give the data-parallel group: "
+            f"group=zcomm.run_mates({cell.size}) for neighbours, or Groups.gradient()."
+        )
 
 
 def addresses_of(module: nn.Module) -> dict[str, Address]:

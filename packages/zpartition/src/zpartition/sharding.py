@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 import zcomm
 from zpartition import state
 from zpartition.admission import named_groups, refuse_hollow, refuse_owned
+from zpartition.cells import refuse_mixed
 from zpartition.deferred import Deferred
 from zpartition.hidden import show
 from zpartition.layout import Layout
@@ -38,13 +39,15 @@ def shard(
 
     Raises:
         ValueError: the module is partitioned already; the optimizer holds parameters of another model; it
-            needs whole tensors and the policy cuts them; parameters are spread over devices.
+            needs whole tensors and the policy cuts them; parameters are spread over devices; `group` has ranks that
+            hold other parts of a tensor-parallel module.
     """
     policy = policy or ZeroPolicy()
     show(module.parameters())
     for name, param in module.named_parameters():
         refuse_owned(name, param)
         refuse_hollow(name, param)
+    refuse_mixed(module, group)
     groups = named_groups(module, optimizer)
     layouts = plan_layouts(module, groups, policy, zcomm.group_size(group))
     if optimizer is not None:

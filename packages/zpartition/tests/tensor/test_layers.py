@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 import zcomm
+import zpartition
 from zcomm.testing import run_ranks
-from zpartition.tensor import Column, ColumnLinear, Row, RowLinear, Rule, TensorPlan, Uncovered, parallelize
+from zpartition.tensor import (
+    Column,
+    ColumnLinear,
+    Row,
+    RowLinear,
+    Rule,
+    TensorPlan,
+    Uncovered,
+    load_whole_state_dict,
+    parallelize,
+)
 from zpartition.tensor.layers import ColumnConv1D, RowConv1D
 from zpartition.tensor.testing import PLAN, Language
 
@@ -63,6 +75,21 @@ def test_a_block_sends_two_sums_forward_and_two_backward() -> None:
     assert labels.count("tensor outputs") == 2 * 3 + 1  # and that of the embedding
     assert labels.count("tensor input gradients") == 2 * 3 + 1  # and that of the head
     assert len(labels) == 2 * 7 + 1  # the head's outputs are gathered
+
+
+def test_models_of_init_are_refused_and_plain_ones_on_meta_are_cut() -> None:
+    plan = TensorPlan([Rule("0", Column()), Rule("1", Row())])
+    with zpartition.Init():
+        deferred = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    with pytest.raises(ValueError, match=r"0.weight was built inside zpartition.Init"):
+        parallelize(deferred, plan)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    parallelize(model, plan)
+    model.to_empty(device="cpu")
+    whole = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    load_whole_state_dict(model, whole.state_dict())
+    assert torch.equal(model(torch.ones(1, 4)), whole(torch.ones(1, 4)))
 
 
 def test_a_layer_stays_itself() -> None:

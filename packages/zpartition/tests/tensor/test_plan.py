@@ -66,6 +66,7 @@ def test_wrong_plans_say_what_is_wrong_and_what_to_do() -> None:
         (with_rules(Rule("blocks.0.norm1", Vocabulary())), 2, "splits torch's Embedding alone"),
         (with_rules(Rule("head", Whole())), 2, "embed.weight and head.weight are one parameter.*Column.gathers=True"),
         (with_rules(Rule("start", Scatter())), 2, "sequence_dim=-1"),
+        (TensorPlan(PLAN.rules, sequence_dim=1), 2, r"none of its \d+ layers gathers them: .*Summed.gathers=True"),
     ]:
         with pytest.raises(ValueError, match=message):
             resolve(plan, model, num_ranks, 0)

@@ -149,7 +149,21 @@ def _ends(model: nn.Module) -> dict[str, Style]:
     sizes = {module.num_embeddings for module in tables.values()}
     linear = {name: module for name, module in model.named_modules() if kind_of(module) is LINEAR}
     heads: dict[str, Style] = {n: Column(gathers=True) for n, m in linear.items() if _shape(m)[0] in sizes}
-    return heads | dict.fromkeys(tables, Vocabulary())
+    ends = heads | dict.fromkeys(tables, Vocabulary())
+    while torn := [name for name in ends if _is_shared(model, name, ends)]:
+        for name in torn:
+            del ends[name]
+    return ends
+
+
+def _is_shared(model: nn.Module, name: str, ends: Mapping[str, Style]) -> bool:
+    """Whether some other module that is not among `ends` has a parameter of this one."""
+    own = {id(param) for param in model.get_submodule(name).parameters(recurse=False)}
+    return any(
+        id(param) in own and other not in ends
+        for other, module in model.named_modules()
+        for param in module.parameters(recurse=False)
+    )
 
 
 def _rules(styles: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> Iterable[Rule]:

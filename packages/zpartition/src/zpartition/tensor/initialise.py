@@ -53,7 +53,8 @@ def _plan(
         return config
     if config and config.get("layer_specs"):
         return read_layer_specs(config, model)
-    if own := getattr(model, "tp_plan", None):
+    own = getattr(model, "tp_plan", None)
+    if own and any("row" in style and "embedding" not in style for style in own.values()):  # not of the head alone
         return read_tp_plan(own, model)
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     return fitted_plan(model, group, *args, kwargs=kwargs)

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 import zcomm
 from zpartition.admission import refuse_hollow, refuse_owned
 from zpartition.cells import Cell
+from zpartition.deferred import tape_that_knows
 from zpartition.shard import Address
 from zpartition.tensor import regions
 from zpartition.tensor.entrance import Entrance
@@ -40,6 +41,7 @@ def parallelize(model: nn.Module, plan: TensorPlan, group: ProcessGroup | None =
     for name, param in model.named_parameters():
         refuse_owned(name, param)
         refuse_hollow(name, param)
+        _refuse_deferred(name, param)
     cell = Cell.of(group)
     cuts = resolve(plan, model, cell.size, cell.rank)
     _agree(model, group)
@@ -55,6 +57,15 @@ def split(model: nn.Module, cuts: Sequence[Cut], entrance: Entrance) -> None:
         _take_parts(modules[cut.module], cut, done)
         _become(modules[cut.module], cut, entrance)
     _localize(modules, cuts)
+
+
+def _refuse_deferred(name: str, param: Tensor) -> None:
+    if tape_that_knows(param) is not None:
+        raise ValueError(
+            f"{name} was built inside zpartition.Init(), and gets its values when it is partitioned, as a whole. "
+            "Build a model to be split plainly; or under torch.device('meta'), and afterwards use to_empty() and "
+            "load_whole_state_dict() or load_slices()."
+        )
 
 
 def _agree(model: nn.Module, group: ProcessGroup | None) -> None:

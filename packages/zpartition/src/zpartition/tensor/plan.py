@@ -149,6 +149,12 @@ def _refuse_uncovered(plan: TensorPlan, modules: Mapping[str, nn.Module], chosen
 
 def _refuse_regions(plan: TensorPlan, chosen: Mapping[str, Style]) -> None:
     if plan.sequence_dim >= 0:
+        if not any(style == Summed(gathers=True) for style in chosen.values()):
+            raise ValueError(
+                f"the plan splits activations by tokens (sequence_dim={plan.sequence_dim}), and none of its "
+                f"{len(chosen)} layers gathers them: split layers need all tokens. Give the norms before them the "
+                "style Summed(gathers=True)."
+            )
         return
     for name, style in chosen.items():
         if (

@@ -1,0 +1,214 @@
+"""All parallel dimensions of a run at once: degrees, who is where, and the groups that follow.
+
+    groups = Groups.of(Degrees(tensor=2, shard=-1), world_size)
+    groups.tensor(), groups.data()         # process groups
+    groups.get_model_parallel_group()      # the same, by the names that Megatron's `mpu` gives them
+
+Ranks are laid out from slowest to fastest as pipeline x replicate x shard x sequence x tensor: tensor ranks talk most
+and are neighbours.  *Data* ranks (replicate x shard) see different samples, and *gradient* ranks (those and sequence)
+sum gradients.  Expert ranks are no further axis: they are runs of gradient ranks, which share out the experts among
+themselves, and *expert data* ranks hold the same ones.
+
+Layout is arithmetic and needs no processes.  A group is made when it is first asked for, by the ranks in it, and kept
+with the default group, so all who ask for the same ranks get the same one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol, final
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from zcomm import compat
+from zcomm.mesh import resolve_sizes
+from zcomm.shared import registry
+
+__all__ = ["Degrees", "Groups", "ModelParallelUnit"]
+
+_AXES = ("pipeline", "replicate", "shard", "sequence", "tensor")
+_DATA, _GRADIENT = ("replicate", "shard"), ("replicate", "shard", "sequence")
+
+
+@attrs.frozen(kw_only=True)
+class Degrees:
+    """How many ranks along each dimension; one of them may be -1 and is inferred (shard, unless it is given)."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = -1
+    sequence: int = 1
+    tensor: int = 1
+    expert: int = 1  # of the gradient ranks: divides replicate x shard x sequence
+
+    def resolved(self, world_size: int) -> Degrees:
+        """Without -1.  Pure.  Raises ValueError, with the equation, if the degrees do not make `world_size`."""
+        sizes = resolve_sizes({axis: getattr(self, axis) for axis in _AXES}, world_size)
+        gradient = math.prod(sizes[axis] for axis in _GRADIENT)
+        if self.expert < 1 or gradient % self.expert:
+            equation = " x ".join(f"{axis}={sizes[axis]}" for axis in _GRADIENT)
+            divisors = ", ".join(str(number) for number in range(1, gradient + 1) if gradient % number == 0)
+            raise ValueError(
+                f"expert={self.expert} must divide the {gradient} ranks that sum gradients ({equation}): experts are "
+                f"shared out among those. Choose one of {divisors}."
+            )
+        return attrs.evolve(self, **sizes)
+
+
+class ModelParallelUnit(Protocol):
+    """What is needed of Megatron's `mpu`."""
+
+    def get_model_parallel_group(self) -> ProcessGroup: ...
+    def get_data_parallel_group(self) -> ProcessGroup: ...
+
+
+@final
+@attrs.define(eq=False)
+class Groups:
+    """The groups of one rank; itself an `mpu`, for those who expect one.
+
+    Invariant: `table` has each rank of the world once, one dim for each of `axes`.
+    """
+
+    axes: tuple[str, ...]
+    table: torch.Tensor  # global ranks, whole numbers
+    rank: int  # this one, of the world
+    expert: int = 1  # degree
+    given: dict[tuple[int, ...], ProcessGroup] = attrs.field(factory=dict)  # by their ranks: somebody else's
+
+    @classmethod
+    def of(cls, degrees: Degrees, world_size: int | None = None, rank: int | None = None) -> Groups:
+        """Ranks in order.  Without the last two they are torch's.  Raises ValueError as `Degrees.resolved`."""
+        size = (dist.get_world_size() if dist.is_initialized() else 1) if world_size is None else world_size
+        mine = (dist.get_rank() if dist.is_initialized() else 0) if rank is None else rank
+        found = degrees.resolved(size)
+        table = torch.arange(size).view(*(getattr(found, axis) for axis in _AXES))
+        return cls(_AXES, table, mine, found.expert)
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, expert: int = 1) -> Groups:
+        """The axes of a mesh, in any order, by our names; those it lacks have one rank.
+
+        Raises ValueError if it has others, or `expert` does not fit.
+        """
+        names = tuple(mesh.mesh_dim_names or ())
+        if unknown := [name for name in names if name not in _AXES] or ([] if names else ["none named"]):
+            raise ValueError(f"the mesh has axes {', '.join(unknown)}; allowed are {', '.join(_AXES)}.")
+        sizes = {axis: mesh.size(names.index(axis)) if axis in names else 1 for axis in _AXES}
+        Degrees(**sizes, expert=expert).resolved(mesh.size())
+        return cls(names, mesh.mesh.cpu(), dist.get_rank(), expert)
+
+    @classmethod
+    def from_mpu(cls, mpu: ModelParallelUnit) -> Groups:
+        """Tensor and data ranks as an `mpu` has them.  A collective of the world.
+
+        Raises ValueError if its groups do not make the world as rows and columns of a table.
+        """
+        tensor, data = mpu.get_model_parallel_group(), mpu.get_data_parallel_group()
+        rows: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, dist.get_process_group_ranks(tensor))
+        table = sorted({tuple(row) for row in rows})
+        columns = sorted(zip(*table))
+        if len({len(row) for row in table}) != 1 or tuple(dist.get_process_group_ranks(data)) not in columns:
+            raise ValueError(
+                f"the mpu's model-parallel groups {table} and data-parallel group "
+                f"{dist.get_process_group_ranks(data)} are not the rows and a column of one table of ranks."
+            )
+        found = cls(("shard", "tensor"), torch.tensor(table), dist.get_rank())
+        found.given = {tuple(dist.get_process_group_ranks(group)): group for group in (tensor, data)}
+        return found
+
+    # -- who -------------------------------------------------------------------------------------
+
+    def ranks(self, *axes: str) -> tuple[int, ...]:
+        """The global ranks that differ from this one along `axes` only, in order; this one among them."""
+        here = (self.table == self.rank).nonzero()[0]
+        index = tuple(slice(None) if axis in axes else int(at) for axis, at in zip(self.axes, here))
+        return tuple(self.table[index].reshape(-1).tolist())
+
+    def expert_ranks(self) -> tuple[int, ...]:
+        """Those among which this one's experts are shared out."""
+        everybody = self.ranks(*_GRADIENT)
+        first = everybody.index(self.rank) // self.expert * self.expert
+        return everybody[first : first + self.expert]
+
+    def expert_data_ranks(self) -> tuple[int, ...]:
+        """Those that hold the same experts: they sum those gradients."""
+        everybody = self.ranks(*_GRADIENT)
+        return everybody[everybody.index(self.rank) % self.expert :: self.expert]
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    def group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """The group of these ranks; None where this one is alone in a world without groups."""
+        if not dist.is_initialized():
+            return None
+        if ranks in self.given:
+            return self.given[ranks]
+        kin = registry.kin(None)
+        if (name := f"ranks {ranks}") not in kin:
+            kin[name] = compat.new_group(ranks)
+        return kin[name]
+
+    def tensor(self) -> ProcessGroup | None:
+        """Ranks that hold parts of the same layers."""
+        return self.group(self.ranks("tensor"))
+
+    def sequence(self) -> ProcessGroup | None:
+        """Ranks that hold parts of the same samples."""
+        return self.group(self.ranks("sequence"))
+
+    def pipeline(self) -> ProcessGroup | None:
+        """The stages, first to last."""
+        return self.group(self.ranks("pipeline"))
+
+    def data(self) -> ProcessGroup | None:
+        """Ranks that see different samples."""
+        return self.group(self.ranks(*_DATA))
+
+    def gradient(self) -> ProcessGroup | None:
+        """Ranks that sum gradients of what is no expert: what `zpartition.shard` wants as `group`."""
+        return self.group(self.ranks(*_GRADIENT))
+
+    def experts(self) -> ProcessGroup | None:
+        """See `expert_ranks`."""
+        return self.group(self.expert_ranks())
+
+    def expert_data(self) -> ProcessGroup | None:
+        """See `expert_data_ranks`."""
+        return self.group(self.expert_data_ranks())
+
+    # -- by Megatron's and DeepSpeed's names -----------------------------------------------------
+
+    get_tensor_model_parallel_group = get_model_parallel_group = get_slice_parallel_group = tensor
+    get_sequence_parallel_group, get_pipe_parallel_group = sequence, pipeline
+    get_pipeline_model_parallel_group, get_data_parallel_group = pipeline, data
+    get_sequence_data_parallel_group, get_expert_parallel_group = gradient, experts
+    get_expert_data_parallel_group = expert_data
+
+    def __getattr__(self, name: str) -> Any:
+        """`get_X_world_size()` and `get_X_rank()` of every `get_X_group()`."""
+        for ending in ("_world_size", "_rank"):
+            stem = name.removesuffix(ending)
+            if stem != name and (of := _RANKS.get(stem)) is not None:
+                ranks = of(self)
+                return lambda: len(ranks) if ending == "_world_size" else ranks.index(self.rank)
+        raise AttributeError(f"Groups has no {name!r}")
+
+
+_RANKS: dict[str, Any] = {
+    "get_model_parallel": lambda groups: groups.ranks("tensor"),
+    "get_slice_parallel": lambda groups: groups.ranks("tensor"),
+    "get_tensor_model_parallel": lambda groups: groups.ranks("tensor"),
+    "get_sequence_parallel": lambda groups: groups.ranks("sequence"),
+    "get_pipe_parallel": lambda groups: groups.ranks("pipeline"),
+    "get_pipeline_model_parallel": lambda groups: groups.ranks("pipeline"),
+    "get_data_parallel": lambda groups: groups.ranks(*_DATA),
+    "get_sequence_data_parallel": lambda groups: groups.ranks(*_GRADIENT),
+    "get_expert_parallel": lambda groups: groups.expert_ranks(),
+    "get_expert_data_parallel": lambda groups: groups.expert_data_ranks(),
+}
