@@ -22,7 +22,10 @@ _PIPELINE = (
 )
 _MOE = "expert parallelism is not available yet. Use the model's own mixture of experts, with ZeRO."
 _SEQUENCE = "sequence parallelism is not available yet. Leave sequence_parallel_size (or sp_size) at 1."
-_TENSOR = "tensor parallelism is not available yet. Leave tp_size at 1; ZeRO stage 3 splits weights over ranks."
+_TENSOR = (
+    "tensor parallelism is not available yet in the engine. Leave tp_size at 1, where ZeRO stage 3 splits weights "
+    "over ranks, or use zpartition.tensor in a loop of your own."
+)
 
 # Names that a later version brings: qualified name -> what to say.
 LATER: dict[str, str] = {
