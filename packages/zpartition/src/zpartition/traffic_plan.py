@@ -29,8 +29,6 @@ from zpartition.sources import WEIGHT_BLOCK
 
 __all__ = ["Flow", "TrafficPlan", "plan_traffic"]
 
-GIB = 2**30
-
 
 @attrs.frozen
 class Flow:
@@ -40,9 +38,6 @@ class Flow:
     among: int  # ranks that take part in each
     num_messages: int
     num_bytes: int  # through one rank, there and not back
-
-    def __str__(self) -> str:
-        return f"{self.what} among {self.among}: {self.num_messages:,} messages, {self.num_bytes / GIB:.3f} GiB"
 
 
 @attrs.frozen

@@ -162,7 +162,7 @@ def what_stays_whole(case: Case) -> Iterator[str]:
 
 def host_memory(case: Case) -> Iterator[str]:
     """Offload moves the need; it does not remove it."""
-    memory, ranks = case.sizes.memory, case.facts.ranks_per_host or 8
+    memory, ranks = case.sizes.memory, case.facts.ranks_per_host or min(8, case.facts.world_size)
     if memory.host_bytes:
         pinned = " and page-locked, so that the system cannot swap it" if case.plan.zero.offload.pin else ""
         yield (
