@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zengine.features.base import Feature
-from zengine.features.comms_summary import CommsSummary
-from zengine.features.flops_profile import FlopsProfiling
-from zengine.features.profiler_window import ProfilerWindow
 from zengine.telemetry.sinks import folder_of
 
 if TYPE_CHECKING:
@@ -20,10 +17,16 @@ def lookers(plan: Plan) -> tuple[Feature, ...]:
     profiling, folder = plan.profiling, run_folder(plan)
     chosen: list[Feature] = []
     if profiling.comms.enabled:
+        from zengine.features.comms_summary import CommsSummary
+
         chosen.append(CommsSummary(profiling.comms, folder))
     if profiling.flops.enabled:
+        from zengine.features.flops_profile import FlopsProfiling
+
         chosen.append(FlopsProfiling(profiling.flops, folder))
     if profiling.window.enabled:
+        from zengine.features.profiler_window import ProfilerWindow
+
         place = profiling.window.folder or (folder or Path()) / "profile"
         chosen.append(ProfilerWindow(profiling.window, Path(place)))
     return tuple(chosen)

@@ -9,12 +9,17 @@
 Importing this package imports no writer: tensorboard and wandb are loaded when a plan enables them.
 """
 
-from zengine.telemetry.flops_profiler import FlopsProfiler, get_model_profile
-from zengine.telemetry.making import make_telemetry
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from zengine.telemetry.choosing import make_telemetry
 from zengine.telemetry.silent import Silent
-from zengine.telemetry.sinks import MissingPackageError
-from zengine.telemetry.stragglers import log_summary
-from zengine.telemetry.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from zengine.telemetry.flops_profiler import FlopsProfiler, get_model_profile
+    from zengine.telemetry.sinks import MissingPackageError
+    from zengine.telemetry.stragglers import log_summary
+    from zengine.telemetry.telemetry import Telemetry
 
 __all__ = [
     "FlopsProfiler",
@@ -25,3 +30,21 @@ __all__ = [
     "log_summary",
     "make_telemetry",
 ]
+
+# Imported on first use: a run that measures nothing needs none of it.
+_HOME_OF = {
+    "FlopsProfiler": "zengine.telemetry.flops_profiler",
+    "get_model_profile": "zengine.telemetry.flops_profiler",
+    "MissingPackageError": "zengine.telemetry.sinks",
+    "log_summary": "zengine.telemetry.stragglers",
+    "Telemetry": "zengine.telemetry.telemetry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = found
+    return found

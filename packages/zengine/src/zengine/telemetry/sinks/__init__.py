@@ -1,5 +1,8 @@
 """The places that telemetry writes to."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from zengine.telemetry.sinks.base import (
     Events,
     MissingPackageError,
@@ -9,13 +12,15 @@ from zengine.telemetry.sinks.base import (
     is_installed,
     require_packages,
 )
-from zengine.telemetry.sinks.bench import Bench
-from zengine.telemetry.sinks.comet import CometSink
-from zengine.telemetry.sinks.console import Console
-from zengine.telemetry.sinks.csv import CsvSink
-from zengine.telemetry.sinks.jsonl import JsonlSink
-from zengine.telemetry.sinks.tensorboard import TensorBoardSink
-from zengine.telemetry.sinks.wandb import WandbSink
+
+if TYPE_CHECKING:
+    from zengine.telemetry.sinks.bench import Bench
+    from zengine.telemetry.sinks.comet import CometSink
+    from zengine.telemetry.sinks.console import Console
+    from zengine.telemetry.sinks.csv import CsvSink
+    from zengine.telemetry.sinks.jsonl import JsonlSink
+    from zengine.telemetry.sinks.tensorboard import TensorBoardSink
+    from zengine.telemetry.sinks.wandb import WandbSink
 
 __all__ = [
     "Bench",
@@ -33,3 +38,23 @@ __all__ = [
     "is_installed",
     "require_packages",
 ]
+
+# Imported on first use: a run that measures nothing needs none of it.
+_HOME_OF = {
+    "Bench": "zengine.telemetry.sinks.bench",
+    "CometSink": "zengine.telemetry.sinks.comet",
+    "Console": "zengine.telemetry.sinks.console",
+    "CsvSink": "zengine.telemetry.sinks.csv",
+    "JsonlSink": "zengine.telemetry.sinks.jsonl",
+    "TensorBoardSink": "zengine.telemetry.sinks.tensorboard",
+    "WandbSink": "zengine.telemetry.sinks.wandb",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = found
+    return found
