@@ -7,6 +7,7 @@ wrong and standard error says what, 2 when the command line itself is.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -28,7 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        return COMMANDS[arguments.command].run(arguments)
+        status = COMMANDS[arguments.command].run(arguments)
+        sys.stdout.flush()  # here, where a reader that has gone (`zengine explain ... | head`) can be caught
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        return 1
     except (ConfigError, CommandError) as error:
         print(error, file=sys.stderr)
         return 1
