@@ -23,8 +23,13 @@ def test_a_large_allocation_shows_in_the_process_and_then_only_in_its_peak():
     assert after["process_peak"] >= during["process"] - MIB  # the kernel's counters lag a little
 
 
+def test_both_files_tell_the_same_size():
+    assert abs(current_bytes(CPU) - process_memory()["process"]) < 16 * MIB
+
+
 def test_without_proc_the_peak_is_still_known(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_STATUS", tmp_path / "missing")
+    monkeypatch.setattr(memory, "_SIZES", tmp_path / "missing")
     monkeypatch.setattr(memory.sys, "platform", "linux")
     peak = process_memory()
     assert set(peak) == {"process_peak"}

