@@ -90,7 +90,9 @@ def tiny(rounds: int) -> dict[str, float]:
 
 
 def telemetry(rounds: int, folder: str) -> dict[str, float]:
-    """A step of about 50 ms, with what telemetry there is and with none."""
+    """A step of about 50 ms, with what telemetry there is and with none: the best of three engines of each kind, for
+    where the allocator puts 4 million weights decides about more than telemetry does.
+    """
     torch.manual_seed(0)
     width = 1024
     batch = torch.randn(128, width)
@@ -99,14 +101,13 @@ def telemetry(rounds: int, folder: str) -> dict[str, float]:
         return nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
 
     board = {"enabled": True, "output_path": folder, "job_name": "bench"}
-    return medians(
-        {
-            "bare loop, clipping": bare(model(), batch, clip=1.0),
-            "telemetry off": ours(model(), batch),
-            "telemetry on": ours(model(), batch, tensorboard=board, wall_clock_breakdown=True, steps_per_print=10),
-        },
-        rounds,
-    )
+    measuring = {"tensorboard": board, "wall_clock_breakdown": True, "steps_per_print": 1000}
+    kinds: dict[str, dict[str, object]] = {"telemetry off": {}, "telemetry on": measuring}
+    order = ["telemetry off", "telemetry on", "telemetry on", "telemetry off", "telemetry off", "telemetry on"]
+    variants = {f"{name} {index}": ours(model(), batch, **kinds[name]) for index, name in enumerate(order)}
+    found = medians({"bare loop, clipping": bare(model(), batch, clip=1.0), **variants}, rounds)
+    best = {name: min(value for key, value in found.items() if key.startswith(name)) for name in kinds}
+    return {"bare loop, clipping": found["bare loop, clipping"], **best}
 
 
 def table(title: str, found: dict[str, float], base: str) -> None:
@@ -121,7 +122,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=2000, help="steps of each variant on the tiny model")
-    parser.add_argument("--long-rounds", type=int, default=60, help="steps of each variant at 50 ms")
+    parser.add_argument("--long-rounds", type=int, default=25, help="steps of each engine at 50 ms")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     options = parser.parse_args()
     torch.set_num_threads(1)
