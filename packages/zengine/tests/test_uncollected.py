@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 
@@ -17,6 +18,22 @@ def test_it_rests_inside_also_when_nested_and_after_an_exception():
     with pytest.raises(KeyError), uncollected():
         raise KeyError
     assert gc.isenabled()
+
+
+def test_what_is_made_inside_counts_as_old_and_is_collected_all_the_same():
+    class Node:
+        pass
+
+    with uncollected():
+        node = Node()
+        node.itself = node
+        alive = weakref.ref(node)
+        del node
+    assert gc.get_freeze_count() == 0
+    gc.collect(0)
+    assert alive() is not None
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_collector_that_was_off_stays_off():
