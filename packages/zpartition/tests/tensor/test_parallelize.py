@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import zcomm
 from zcomm.testing import end_ranks, run_ranks
@@ -67,6 +70,26 @@ def test_losses_and_gradients_are_those_of_the_whole_model(world_size: int) -> N
     for found in run_ranks(compare_all, world_size, plans):
         for differences in found:
             assert max(differences.values()) < 1e-12, differences
+
+
+def checkpointed() -> list[float]:
+    """The largest difference of gradients when blocks are computed again in backward, in both ways."""
+    found = []
+    for reentrant in (False, True):
+        grads = []
+        for recomputes in (False, True):
+            model = Language()
+            parallelize(model, PLAN)
+            for block in model.blocks if recomputes else ():
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
+            model(tokens()).backward()
+            grads.append([param.grad for param in model.parameters()])
+        found.append(max(float((a - b).abs().max()) for a, b in zip(*grads)))
+    return found
+
+
+def test_activation_checkpoints_of_both_kinds_work() -> None:
+    assert run_ranks(checkpointed, 2) == [[0.0, 0.0]] * 2
 
 
 def dtensor_losses() -> list[float]:

@@ -10,7 +10,7 @@ import zcomm
 import zpartition
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy
-from zpartition.tensor import TensorPlan, parallelize
+from zpartition.tensor import TensorPlan, parallelize, whole_state_dict
 from zpartition.tensor.testing import PLAN, SEQUENCE, Language
 
 STEPS, CLIP = 3, 0.5
@@ -26,8 +26,8 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def train_alone(replicas: int, accumulation: int) -> tuple[list[float], list[float]]:
-    """Losses and norms of plain PyTorch on all data."""
+def train_alone(replicas: int, accumulation: int) -> tuple[list[float], list[float], float]:
+    """Losses, norms and a fingerprint of the weights, of plain PyTorch on all data."""
     model = Language()
     optimizer = make_optimizer(model)
     losses, norms = [], []
@@ -41,12 +41,18 @@ def train_alone(replicas: int, accumulation: int) -> tuple[list[float], list[flo
         losses.append(total)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms
+    return losses, norms, fingerprint(model.state_dict())
+
+
+def fingerprint(state: dict[str, Tensor]) -> float:
+    """A sum that weighs every element of every tensor differently."""
+    flat = torch.cat([value.reshape(-1) for value in state.values()])
+    return float(flat @ torch.linspace(0.5, 1.5, flat.numel(), dtype=flat.dtype))
 
 
 def train(
     plan: TensorPlan, stage: int, accumulation: int, tensor: object, data: object
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[float], list[float], float]:
     """The same, split over two tensor ranks and the others."""
     model = Language()
     optimizer = make_optimizer(model)  # before the split: parameters keep their identity
@@ -73,11 +79,12 @@ def train(
         zcomm.all_reduce(total, data)
         losses.append(float(total))
         norms.append(norm)
+    mark = fingerprint(whole_state_dict(model))  # gathers at stage 3
     partition.close()
-    return losses, norms
+    return losses, norms, mark
 
 
-def curves(plan: TensorPlan, accumulation: int) -> list[tuple[list[float], list[float]]]:
+def curves(plan: TensorPlan, accumulation: int) -> list[tuple[list[float], list[float], float]]:
     tensor, data = zcomm.run(2), zcomm.run_mates(2)
     return [train(plan, stage, accumulation, tensor, data) for stage in (0, 1, 2, 3)]
 
@@ -85,9 +92,10 @@ def curves(plan: TensorPlan, accumulation: int) -> list[tuple[list[float], list[
 @pytest.mark.parametrize(("world_size", "accumulation"), [(2, 2), (4, 1), (4, 2)])
 def test_curves_and_norms_are_those_of_one_process(world_size: int, accumulation: int) -> None:
     plan = SEQUENCE if (world_size, accumulation) == (4, 1) else PLAN
-    losses, norms = train_alone(world_size // 2, accumulation)
+    losses, norms, mark = train_alone(world_size // 2, accumulation)
     for rank in run_ranks(curves, world_size, plan, accumulation):
-        for stage, (ours, our_norms) in enumerate(rank):
+        for stage, (ours, our_norms, our_mark) in enumerate(rank):
             assert ours == pytest.approx(losses, abs=1e-11), f"stage {stage}"
+            assert our_mark == pytest.approx(mark, abs=1e-9), f"stage {stage}"
             assert our_norms == pytest.approx(norms, abs=1e-11), f"stage {stage}"
     assert min(norms) > CLIP  # clipping is exercised
