@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zcomm import compat
 from zcomm.mesh import resolve_sizes
 from zcomm.shared import registry
+from zcomm.values import exchange
 
 __all__ = ["Degrees", "Groups", "ModelParallelUnit"]
 
@@ -109,8 +110,7 @@ class Groups:
         Raises ValueError if its groups do not make the world as rows and columns of a table.
         """
         tensor, data = mpu.get_model_parallel_group(), mpu.get_data_parallel_group()
-        rows: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, dist.get_process_group_ranks(tensor))
+        rows = exchange(dist.get_process_group_ranks(tensor))
         table = sorted({tuple(row) for row in rows})
         columns = sorted(zip(*table))
         if len({len(row) for row in table}) != 1 or tuple(dist.get_process_group_ranks(data)) not in columns:

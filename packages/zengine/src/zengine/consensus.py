@@ -38,8 +38,9 @@ class GroupPeers:
 
     @classmethod
     def of(cls, engine: Engine) -> GroupPeers:
-        """All ranks of the engine's partition."""
-        group = engine.parts.partition.group
+        """All ranks of the engine's partition, or of the world where tensor ranks hold other parts."""
+        partition = engine.parts.partition
+        group = partition.group if partition.cell.size == 1 else None
         return cls(group, zcomm.group_rank(group), zcomm.group_size(group))
 
     def exchange(self, value: Any) -> list[Any]:
