@@ -100,6 +100,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # the world comes before the parts
     "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
+    # a split model says which ranks hold the same parts
+    "sources.py": {"zpartition": {"replicas_of"}},
     # says which kind of scaling the plan holds
     "getters.py": {"zprecision": {"DynamicScaling"}},
     # ranks tell each other what they have and decide alike

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zcomm
 import zengine
 from zcomm.testing import end_ranks, run_ranks
-from zpartition.tensor import parallelize
+from zpartition.tensor import parallelize, tp_model_init
 from zpartition.tensor.testing import PLAN, Language
 
 STEPS = 3
@@ -29,6 +29,9 @@ def config(stage: int) -> dict[str, object]:
 
 def engine_of(stage: int, mesh: DeviceMesh, *, is_split: bool) -> zengine.Engine:
     """Over the replicas of `mesh`; each of two tensor ranks, or a rank alone."""
+    if stage and is_split:  # the model says which ranks are replicas
+        model = tp_model_init(Language(), 2, config=PLAN)
+        return zengine.initialize(model=model, config=config(stage))[0]
     model = Language()
     if is_split:
         parallelize(model, PLAN, zcomm.axis_group(mesh, "tensor"))

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zcomm
 import zpartition
 from zcomm.testing import run_ranks
-from zpartition.cells import ALONE, Cell, addresses_of, cell_of
+from zpartition.cells import ALONE, Cell, addresses_of, cell_of, replicas_of
 from zpartition.shard import Address
 from zpartition.tensor import parallelize
 from zpartition.tensor.testing import PLAN, Language
@@ -74,3 +75,20 @@ def test_copies_lie_in_buckets_of_their_own_and_squares_are_summed_over_cells() 
     assert second["norm.weight"].num_copies == 2
     assert {copy for copy, _ in copies} == {0}
     assert sorted((copy, *counts) for copy, counts in other_copies) == [(0, 1), (1, 2)]
+
+
+def _replicas() -> tuple[list[int], str]:
+    """Ranks that hold the same parts, of neighbours; and what is said where they are not."""
+    near, far = Language(), Language()
+    parallelize(near, PLAN, zcomm.run(2))
+    parallelize(far, PLAN, zcomm.run_mates(2))
+    with pytest.raises(ValueError, match="no run of 2") as raised:
+        replicas_of(far)
+    return dist.get_process_group_ranks(replicas_of(near)), str(raised.value)
+
+
+def test_a_split_model_tells_its_replicas() -> None:
+    assert replicas_of(Language()) is None
+    found = run_ranks(_replicas, 4)
+    assert [ranks for ranks, _ in found] == [[0, 2], [1, 3]] * 2
+    assert "split over ranks [0, 2] of 4" in found[0][1]

@@ -86,7 +86,7 @@ def initialize(
         draft = resolve(settings, Facts(world_size=num_ranks, replicas=num_ranks, device_type=_device_type()))
         require_data(draft, training_data)
     world = _make_world(dist_init_required, distributed_port)
-    group = data_parallel_group(mpu, mesh)
+    group = data_parallel_group(mpu, mesh, model)
     plan = resolve(settings, _facts(settings, world, group))
     _announce(plan, world)
     client = Client(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+import zpartition
 from zengine.config import ConfigError, Problem
 
 
@@ -34,8 +36,8 @@ def pick_config(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(given.values()))
 
 
-def data_parallel_group(mpu: Any, mesh: DeviceMesh | None) -> ProcessGroup | None:
-    """The group whose ranks are replicas; None for all ranks.
+def data_parallel_group(mpu: Any, mesh: DeviceMesh | None, model: nn.Module) -> ProcessGroup | None:
+    """The group whose ranks are replicas; None for all ranks.  A split model tells it, unless somebody else does.
 
     Raises:
         ValueError: both were given, or they ask for model parallelism.
@@ -45,7 +47,7 @@ def data_parallel_group(mpu: Any, mesh: DeviceMesh | None) -> ProcessGroup | Non
     if mesh is not None:
         return _group_of_mesh(mesh)
     if mpu is None:
-        return None
+        return zpartition.replicas_of(model)
     for name in (
         "get_model_parallel_world_size",
         "get_tensor_model_parallel_world_size",

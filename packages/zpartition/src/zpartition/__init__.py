@@ -22,6 +22,7 @@ from zpartition.access import (
     safe_set_local_optimizer_state,
 )
 from zpartition.addressing import make_state, state_shards
+from zpartition.cells import replicas_of
 from zpartition.deferred import Init, recording
 from zpartition.gathered import gathered
 from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
@@ -67,6 +68,7 @@ __all__ = [
     "plan_layout",
     "plan_traffic",
     "recording",
+    "replicas_of",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 import zcomm
 from zpartition.shard import Address
 
-__all__ = ["ALONE", "Cell", "Celled", "addresses_of", "cell_of", "refuse_mixed"]
+__all__ = ["ALONE", "Cell", "Celled", "addresses_of", "cell_of", "refuse_mixed", "replicas_of"]
 
 
 @final
@@ -86,6 +86,23 @@ def refuse_mixed(module: nn.Module, group: ProcessGroup | None) -> None:
             f"and also {', '.join(map(str, shared))} of them, which hold other parts. Give the data-parallel group: "
             f"group=zcomm.run_mates({cell.size}) for neighbours, or Groups.gradient()."
         )
+
+
+def replicas_of(module: nn.Module) -> ProcessGroup | None:
+    """The ranks that hold the same parts as this one, to partition over; None, for all, where modules are whole.
+
+    A collective of those ranks when it is first asked for.  Raises ValueError if tensor ranks are no neighbours.
+    """
+    cell = cell_of(module)
+    if cell.size == 1:
+        return None
+    ranks, first = dist.get_process_group_ranks(cell.group), dist.get_rank() // cell.size * cell.size
+    if ranks != list(range(first, first + cell.size)) or dist.get_world_size() % cell.size:
+        raise ValueError(
+            f"the module is split over ranks {ranks} of {dist.get_world_size()}, which are no run of {cell.size} "
+            "neighbours, so the ranks with the same parts cannot be told: name their group (mesh=, in zengine)."
+        )
+    return zcomm.run_mates(cell.size)
 
 
 def addresses_of(module: nn.Module) -> dict[str, Address]:

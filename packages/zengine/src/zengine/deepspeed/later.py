@@ -23,8 +23,8 @@ _PIPELINE = (
 _MOE = "expert parallelism is not available yet. Use the model's own mixture of experts, with ZeRO."
 _SEQUENCE = "sequence parallelism is not available yet. Leave sequence_parallel_size (or sp_size) at 1."
 _TENSOR = (
-    "tensor parallelism is not available yet in the engine. Leave tp_size at 1, where ZeRO stage 3 splits weights "
-    "over ranks, or use zpartition.tensor in a loop of your own."
+    "tensor parallelism is not available yet by DeepSpeed's names. Split the model with "
+    "zpartition.tensor.tp_model_init(model, tp_size), and give it to zengine.initialize; or leave tp_size at 1."
 )
 
 # Names that a later version brings: qualified name -> what to say.
