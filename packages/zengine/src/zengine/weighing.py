@@ -137,7 +137,7 @@ class StepLoss:
 
 
 def _without_empty(share: Tensor, weight: Weight) -> Tensor:
-    """`share`, or 0 with its graph where the weight is 0: torch's mean over nothing is NaN, and counts for nothing."""
+    """`share`, or 0 with its graph where the weight is 0: torch's mean over nothing is NaN."""
     if isinstance(weight, Tensor):
         return share.masked_fill(weight.to(share.device) == 0, 0.0)
     return share if weight else share.nan_to_num(0.0, 0.0, 0.0)
