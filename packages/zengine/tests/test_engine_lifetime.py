@@ -12,6 +12,7 @@ from torch import nn
 
 import zengine
 from zengine import Feature
+from zengine.features import CountFlops
 
 
 def net(width: int = 8) -> nn.Module:
@@ -113,6 +114,38 @@ def test_an_optimizer_stays_with_the_engine_it_was_given_to():
     zengine.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})[0].close()
     with pytest.raises(ValueError, match=r"partitioned before keeps the shards.*make a new one"):
         zengine.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})
+
+
+WATCHED = {"bench_steps": 3, "timers": {"throughput": {"count_flops_at": 1}}}  # the first step is looked into
+
+
+def test_an_engine_that_closes_in_the_middle_of_its_first_step_looks_no_more():
+    engine = make(**WATCHED)
+    (counting,) = (feature for feature in engine.features if isinstance(feature, CountFlops))
+    engine(torch.ones(2, 3))
+    seen = counting.counter.get_total_flops()
+    engine.close()
+    assert num_hooks(engine.module) == 0
+    engine.module(torch.ones(2, 3))
+    assert seen == counting.counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_feature_that_does_not_fit_the_model_leaves_nothing_behind(stage):
+    limits = {"min_value": 8, "max_value": 64, "schedule_type": "fixed_linear"}
+    drop = {
+        "enabled": True, "total_layer_num": 12, "random_ltd_layer_num": 2, "random_ltd_layer_id": [1, 2],
+        "random_ltd_schedule": {**limits, "schedule_config": {"seq_per_step": 8, "require_steps": 4}},
+    }  # fmt: skip
+    routing = {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": drop}}}
+    zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    model = net()
+    with pytest.raises(ValueError, match="total_layer_num = 12"):
+        make(model, **routing, **zero, disable_python_gc=True)
+    assert gc.isenabled()
+    assert num_hooks(model) == 0
+    with make(net() if stage == 3 else model, **zero) as engine:
+        assert step(engine)
 
 
 # -- side by side --------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -154,6 +156,26 @@ def test_a_step_in_which_nothing_counts_is_skipped_with_the_reason():
     assert engine.step()
 
 
+@pytest.mark.parametrize("as_weight", [int, torch.tensor])
+def test_a_micro_batch_of_padding_counts_for_nothing_though_its_mean_is_nan(as_weight):
+    engine, reports = make(2), []
+    for targets in ([-100, -100], [0, 0], [0, 0], [-100, -100]):
+        scores = engine(torch.ones(2, 3)).expand(2, 4)
+        loss = nn.functional.cross_entropy(scores, torch.tensor(targets), ignore_index=-100)
+        engine.backward(loss, weight=as_weight(sum(target >= 0 for target in targets)))
+        reports.append(engine.step())
+    assert [reports[1].loss, reports[3].loss] == pytest.approx([math.log(4)] * 2)
+    assert all(reports[1::2])
+
+
+def test_the_first_batches_that_weigh_something_choose_the_unit():
+    engine, weights = make(1), (0, 4096)
+    for weight in weights:
+        engine.backward(engine(torch.ones(2, 3)), weight=weight)
+        engine.step()
+    assert engine.clock.weight_exponent == 12
+
+
 def test_equal_weights_change_nothing():
     weighted, plain = make(2), make(2)
     for _ in range(2):
@@ -166,7 +188,7 @@ def test_equal_weights_change_nothing():
     assert all(torch.equal(a, b) for a, b in zip(weighted.module.parameters(), plain.module.parameters()))
 
 
-@pytest.mark.parametrize(("mean", "exponent"), [(1.0, 2), (100.0, 9), (0.01, -5), (0.0, 0)])
+@pytest.mark.parametrize(("mean", "exponent"), [(1.0, 2), (100.0, 9), (0.01, -5)])
 def test_the_unit_is_a_power_of_two_near_the_weight_of_a_step_and_stays(mean, exponent):
     clock = Clock(accumulation=4, samples_per_micro_step=1)
     losses = StepLoss(clock, torch.device("cpu"), 2, lambda own: [own, 2 * mean - own])

@@ -8,6 +8,7 @@ from torch import nn
 import zcomm
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy, shard
+from zpartition.lookout import STEPS, Lookout
 
 
 def _sightings(stage: int) -> list[str]:
@@ -16,7 +17,8 @@ def _sightings(stage: int) -> list[str]:
     partition = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=ZeroPolicy(stage=stage))
     seen = []
     for is_on in (False, True):
-        partition.lookout.is_on = is_on
+        if is_on:
+            partition.lookout.begin()
         hook = model[1].bias.register_hook(lambda grad: grad * float("nan") if zcomm.group_rank() == 1 else grad)
         with partition.micro_step():
             model(torch.ones(1, 2)).sum().backward()
@@ -32,3 +34,15 @@ def _sightings(stage: int) -> list[str]:
 def test_only_the_rank_that_had_it_sees_it_and_only_when_it_looks() -> None:
     for stage in (0, 2, 3):
         assert run_ranks(_sightings, 2, stage) == [["", "", "", ""], ["", "", "1.bias", ""]]
+
+
+def test_it_looks_for_some_steps_and_begins_anew() -> None:
+    lookout = Lookout()
+    lookout.begin()
+    for _ in range(STEPS):
+        lookout.step_over()
+    assert lookout.steps_left == 1
+    lookout.begin()
+    for _ in range(STEPS + 2):
+        lookout.step_over()
+    assert lookout.steps_left == 0

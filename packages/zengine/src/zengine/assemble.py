@@ -113,10 +113,14 @@ def _around(
 
 
 def make_features(plan: Plan) -> tuple[Feature, ...]:
-    """What goes beyond the loop, and the optional behaviour that the plan asks for, in the order of its hooks."""
-    chosen: list[Feature] = [Unfreezing(), *data_features(plan.data)]
+    """What goes beyond the loop, and the optional behaviour that the plan asks for, in the order of its hooks.
+
+    A save that has failed is told before anybody counts the step, which then begins again.
+    """
+    chosen: list[Feature] = [Unfreezing()]
     if plan.async_save:
         chosen.append(BackgroundSaves())
+    chosen += data_features(plan.data)
     if plan.dump_state:
         chosen.append(DumpState())
     if not plan.collect_garbage:

@@ -63,8 +63,8 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
 
     def add_feature(self, feature: Feature) -> None:
         """Hook `feature` in, after those that are there."""
-        self.features = (*self.features, feature)
         feature.attach(self)
+        self.features = (*self.features, feature)
 
     # -- the loop --------------------------------------------------------------------------------
 

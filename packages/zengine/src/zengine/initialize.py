@@ -108,7 +108,15 @@ def make_engine(
         from zengine.assemble import assemble, make_features
         from zengine.engine import Engine
     parts = assemble(model, client, plan, world, group)
-    return Engine(model, parts, plan, make_features(plan))
+    engine = Engine(model, parts, plan)
+    try:
+        for feature in make_features(plan):
+            engine.add_feature(feature)
+    except BaseException:
+        parts.partition.close(keep_weights=False)  # as in `assemble`: other ranks may not come along
+        engine.close()
+        raise
+    return engine
 
 
 def _facts(settings: Config, world: zcomm.World, group: ProcessGroup | None) -> Facts:

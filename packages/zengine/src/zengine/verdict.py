@@ -6,9 +6,9 @@ report names the parameter.  (Other engines check some dtypes at some stages and
 
 [Note: which rank]  What is inspected is the sum over ranks, where a NaN of one is a NaN of all.  The rank is known
 if its own loss was not finite, as it is when data or weights are to blame.  Otherwise, where nothing is scaled (an
-overflow of scaled gradients is nobody's fault), ranks look at their gradients before they send them from then on,
-so that the next such step names the rank.  That reads gradients once more; to do it always would cost every healthy
-run.
+overflow of scaled gradients is nobody's fault), ranks look at their gradients before they send them for the
+next hundred steps, so that another such step names the rank.  That reads gradients once more; to do it always would
+cost every healthy run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ NO_FAULT = Fault()
 class Lookout(Protocol):
     """Looks at this rank's gradients before they are sent."""
 
-    is_on: bool  # costs a read of every gradient
+    def begin(self) -> None:
+        """Look for some steps; costs a read of every gradient."""
 
     @property
     def sighted(self) -> str:
@@ -103,7 +104,7 @@ class SkipNonFinite:
         )
         everywhere = [_Sighting(*seen) for seen in zcomm.exchange(attrs.astuple(here), self.group)]
         if float(self.scaler.factor) == 1.0:
-            gradients.lookout.is_on = True
+            gradients.lookout.begin()
         culprit = _blame(everywhere)
         where = f" on rank {culprit.rank}" * (len(everywhere) > 1 and culprit.rank != UNKNOWN_RANK)
         reason = f"gradient of {culprit.parameter} is {culprit.kind}{where}"

@@ -13,8 +13,8 @@ of the statistics.
 [Note: the unit] is a power of two near the weight of all micro-steps of one rank in a step.  So n / unit is near
 what 1 / accumulation would have been, gradients in fp16 or bf16 stay in the range that unweighted training has, and
 another unit changes no bit of the result (but for numbers at the ends of the range).  All ranks need the same one:
-they exchange the weights of the first weighted micro-step of a run, and keep the unit from then on; it is saved
-with the counters.
+they exchange the weights of the first micro-step of a run in which any is above 0, and keep the unit from then on; it
+is saved with the counters.
 
 Rejected.  Dividing by the total beforehand (the caller would have to see all batches of a step in advance, as other
 trainers demand); a second all-reduce; multiplying by n as it is (fp16 gradients overflow at a few thousand tokens).
@@ -84,7 +84,7 @@ class StepLoss:
             return loss / micro.count if divides and micro.count != 1 else loss
         checked = _checked(weight)
         self.weight = self.weight + checked
-        return loss * (checked / self._unit(checked, micro))
+        return _without_empty(loss * (checked / self._unit(checked, micro)), checked)
 
     def add(self, share: Tensor) -> None:
         """Remember what was differentiated; `share` has no graph any more."""
@@ -123,15 +123,24 @@ class StepLoss:
                 f"{num_weighted:g} of {self.replicas} ranks gave backward() a weight in step {self.clock.steps}, the "
                 "others none: all ranks have to, 0 where a batch holds nothing that counts"
             )
-        return weight / (2.0**self.clock.weight_exponent * self.replicas)
+        return weight / (2.0**self.clock.weight_exponent * self.replicas) if weight else 0.0
 
     def _unit(self, weight: Weight, micro: MicroStep) -> float:
         """See [Note: the unit]; the first time in a run this is a message."""
         if self.clock.weight_exponent == UNWEIGHTED:
             weights = self.exchange(float(weight))
             mean = sum(weights) / len(weights) * micro.count
+            if mean == 0:
+                return 1.0  # nothing weighs anything yet, so any unit is as good; the next weights choose
             self.clock.weight_exponent = round(math.log2(mean)) if mean > 0 else 0
         return 2.0**self.clock.weight_exponent
+
+
+def _without_empty(share: Tensor, weight: Weight) -> Tensor:
+    """`share`, or 0 with its graph where the weight is 0: torch's mean over nothing is NaN."""
+    if isinstance(weight, Tensor):
+        return share.masked_fill(weight.to(share.device) == 0, 0.0)
+    return share if weight else share.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _checked(weight: Weight) -> Weight:

@@ -102,6 +102,17 @@ def test_dynamic_batching_and_random_ltd_become_values() -> None:
     ]
 
 
+def test_epochs_without_a_curriculum_are_told() -> None:
+    batching = {"enabled": True, "max_tokens": 8}
+    sampling = {"enabled": True, "num_epochs": 3, "dynamic_batching": batching}
+    (said,) = [
+        notice
+        for notice in plan_of(data_efficiency={"enabled": True, "data_sampling": sampling}).notices
+        if "num_epochs" in notice
+    ]
+    assert said.endswith("num_epochs has no effect here: it is of the loader of a curriculum")
+
+
 def test_what_people_would_not_expect_is_said() -> None:
     metric = {"seqlen": {**LAW, "schedule_type": "fixed_linear", "schedule_config": STEPS}}
     sampling = {"enabled": True, "curriculum_learning": {"enabled": True, "curriculum_metrics": metric}}

@@ -146,6 +146,16 @@ def test_values_that_follow_from_another_section_say_so() -> None:
     assert (amp["data_types.param_dtype"], amp["data_types.grad_accum_dtype"]) == ("default", "dict")
 
 
+def test_keys_of_autocast_that_others_decide_are_told() -> None:
+    autocast = {**ON, "dtype": "bf16", "loss_scale": 128, "lower_precision_safe_modules": ["torch.nn.Linear"]}
+    said = plan_of({"torch_autocast": autocast, "communication_data_type": "fp32"}).notices
+    assert [notice.split()[1] for notice in said] == [
+        "torch_autocast.loss_scale",
+        "torch_autocast.lower_precision_safe_modules",
+    ]
+    assert not plan_of({"torch_autocast": {**autocast, "dtype": "fp16"}}).notices
+
+
 def test_what_stays_wide_and_the_buffers_reach_the_precision() -> None:
     plan = plan_of({"bf16": ON, "data_types": {"keep_in_fp32_modules": ["norm"], "buffer_dtype": "fp32"}})
     assert plan.precision.keep == Keep(patterns=("norm",), as_listed=False)

@@ -39,6 +39,13 @@ def test_bench_steps_measure_even_where_throughput_is_switched_off() -> None:
     assert plan(timers=off, bench_steps=3).telemetry.throughput
 
 
+def test_keys_of_a_speed_that_is_told_nowhere_are_told() -> None:
+    timers = {"throughput": {"enabled": True, "count_flops_at": 5}}
+    (said,) = [notice for notice in plan(timers=timers).notices if "timers" in notice]
+    assert "timers.throughput.count_flops_at has no effect here: speed is told nowhere" in said
+    assert not [notice for notice in plan(timers=timers, steps_per_print=1).notices if "timers" in notice]
+
+
 def test_histograms_need_the_place_they_are_written_to() -> None:
     assert plan(tensorboard={"enabled": True, "gradient_histograms": 10}).telemetry.gradient_histograms == 10
     assert plan(tensorboard={"enabled": False, "gradient_histograms": 10}).telemetry.gradient_histograms == 0

@@ -48,6 +48,20 @@ def test_a_run_that_is_killed_leaves_what_it_counted_a_while_ago(
     summary.close()
 
 
+def test_a_disk_that_fails_is_told_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(comms_summary, "INTERVAL_S", 0.0)
+    (tmp_path / "run").write_text("a file where the folder should be")
+    summary = CommsSummary(CommsPlan(enabled=True), tmp_path / "run")
+    summary.attach(ENGINE)
+    for _ in range(2):
+        summary.step_end(SimpleNamespace())
+    summary.close()
+    (told,) = caplog.messages
+    assert f"the collectives of this rank in {tmp_path / 'run'}: writing failed" in told
+
+
 def test_verbose_tells_each(caplog: pytest.LogCaptureFixture) -> None:
     summary = CommsSummary(CommsPlan(enabled=True, verbose=True, debug=True), None)
     summary.attach(ENGINE)

@@ -13,6 +13,7 @@ from torch import nn
 
 import zengine
 from zcomm.testing import run_ranks
+from zengine.features import BackgroundSaves
 from zengine.features.dynamic_batching import lr_factor
 
 LENGTHS = [1 + (7 * index) % 11 for index in range(64)]
@@ -152,3 +153,22 @@ def _sizes(told: list[tuple[Any, ...]]) -> list[int]:
 
 def _rates(told: list[tuple[Any, ...]]) -> list[tuple[float, ...]]:
     return [entry[1] for entry in told[:-1]]
+
+
+def test_a_step_that_a_failed_save_interrupts_is_counted_once() -> None:
+    class Failed:
+        def check(self) -> None:
+            raise OSError("the disk is full")
+
+    engine, loader = engine_of(checkpoint={"async_save": True})
+    (saves,) = (feature for feature in engine.features if isinstance(feature, BackgroundSaves))
+    batches, healthy = iter(loader), saves.saver
+    train(engine, batches, 2)
+    saves.saver = Failed()
+    with pytest.raises(OSError, match="the disk is full"):
+        train(engine, batches, 1)
+    lost, saves.saver = loader.last_samples, healthy
+    train(engine, batches, 2)
+    assert engine.global_samples == loader.samples_handed - lost
+    assert engine.global_steps == 4
+    engine.close()

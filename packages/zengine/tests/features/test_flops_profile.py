@@ -47,6 +47,14 @@ def test_one_step_is_counted_and_written_and_the_run_is_the_same(tmp_path: Path)
     assert losses == train(make(FlopsProfiling(FlopsPlan(profile_step=99), None)), 3)
 
 
+def test_a_disk_that_fails_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run").write_text("a file where the folder should be")
+    plan = FlopsPlan(enabled=True, profile_step=0, output_file=str(tmp_path / "run" / "table.txt"))
+    train(make(FlopsProfiling(plan, tmp_path / "run")), 2)
+    told = [message for message in caplog.messages if "training goes on" in message]
+    assert [message.split(" in ")[0] for message in told] == ["the table of FLOPs", "flops.json"]
+
+
 def test_while_gradients_accumulate_one_micro_step_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     engine = make(FlopsProfiling(FlopsPlan(profile_step=0), None), gradient_accumulation_steps=3)
     train(engine, 2)

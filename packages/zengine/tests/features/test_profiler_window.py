@@ -51,6 +51,16 @@ def test_the_window_holds_its_steps_and_no_others(tmp_path: Path) -> None:
     assert adds(tmp_path / "trace_rank0_steps2-4.json") == 3
 
 
+def test_a_disk_that_fails_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "profile").write_text("a file where the folder should be")
+    run = Run(ProfilerWindow(WindowPlan(start_step=1, steps=1), tmp_path / "profile"))
+    run.steps(2)
+    run.feature.close()
+    (told,) = caplog.messages
+    assert "the trace of steps 1 to 1" in told
+    assert "training goes on" in told
+
+
 @pytest.mark.parametrize(
     ("done", "steps", "files"),
     [

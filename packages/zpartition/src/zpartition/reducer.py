@@ -178,7 +178,8 @@ class GradientReducer:
         """Receive what is on the wire, then forget all gradients: the next of each parameter is a first one."""
         while self.flights:
             self.flights.popleft().handle.wait()
-        self.kind, self.lookout.sighted = Round.NONE, ""
+        self.kind = Round.NONE
+        self.lookout.step_over()
         for gradient in self.gradients:
             gradient.reset()
 

@@ -116,6 +116,9 @@ def data_notices(config: Config) -> list[str]:
     }
     for key in (key for key, is_on in switches.items() if is_on and not efficiency.enabled):
         notices.append(f"{config.origin(key)}: {key} has no effect here: data_efficiency.enabled is false")
+    key = "data_efficiency.data_sampling.num_epochs"
+    if key in config.given and efficiency.data_sampling.enabled and not sample_curriculum(config):
+        notices.append(f"{config.origin(key)}: {key} has no effect here: it is of the loader of a curriculum")
     sections: list[tuple[str, CurriculumLearning | CurriculumMetric]] = [
         (SEQLEN, each) for each in curriculum(config)
     ]

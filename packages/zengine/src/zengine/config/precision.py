@@ -163,6 +163,7 @@ def precision_notices(config: Config, dtypes: Precision) -> list[str]:
         *_amp_notices(config),
         *_copy_notices(config, dtypes),
         *_scale_notices(config),
+        *_autocast_notices(config),
         *_master_notices(config, dtypes),
         *_keep_notices(config, dtypes),
     ]
@@ -207,6 +208,18 @@ def _scale_notices(config: Config) -> list[str]:
         return []
     verb = "has" if len(idle) == 1 else "have"
     return [f"{config.origin(idle[0])}: {', '.join(idle)} {verb} no effect here: fp16.loss_scale is static"]
+
+
+def _autocast_notices(config: Config) -> list[str]:
+    """Keys of torch_autocast that others decide."""
+    settings, autocast = config.settings, config.settings.torch_autocast
+    scaled, narrow = "torch_autocast.loss_scale", "torch_autocast.lower_precision_safe_modules"
+    idle = {
+        scaled: f"gradients in {autocast.dtype} need no loss scale" * (autocast.dtype != "float16"),
+        narrow: "communication_data_type says what all gradients travel in" * bool(settings.communication_data_type),
+    }
+    given = {key: why for key, why in idle.items() if why and autocast.enabled and key in config.given}
+    return [f"{config.origin(key)}: {key} has no effect here: {why}" for key, why in given.items()]
 
 
 def _master_notices(config: Config, dtypes: Precision) -> list[str]:

@@ -36,7 +36,7 @@ from zengine.config.profiling import idle_profiling, profiler_ranks_exist, profi
 from zengine.config.rules import violations
 from zengine.config.schema import Settings
 from zengine.config.table import Care, walk
-from zengine.config.telemetry import telemetry_plan
+from zengine.config.telemetry import idle_rates, telemetry_plan
 from zengine.config.zeropp import idle_keys, secondary_fits, wire_fields
 from zpartition import Averaging, ReduceAt, SparseGradients, ZeroPolicy
 from zprecision import Precision
@@ -207,6 +207,7 @@ def _notices(config: Config, facts: Facts) -> list[str]:
     """What the person should hear about once, now that the machine is known."""
     settings = config.settings
     notices = [*offload_notices(config, facts), *idle_profiling(config, facts), *data_notices(config)]
+    notices += idle_rates(config)
     prefixes = ("zero_optimization.stage3_", "zero_optimization.leaf_module.")
     unused = [key for key in config.given if key.startswith(prefixes)] + idle_keys(config)
     if unused and settings.zero_optimization.stage < 3:

@@ -11,9 +11,10 @@ from zengine.config.profiling import profiling
 from zengine.config.telemetry_settings import EventFiles, RunFolder, TensorBoard
 
 if TYPE_CHECKING:
+    from zengine.config.load import Config
     from zengine.config.schema import Settings
 
-__all__ = ["CometPlan", "MonitorPlan", "RatePlan", "TelemetryPlan", "telemetry_plan", "telemetry_rows"]
+__all__ = ["CometPlan", "MonitorPlan", "RatePlan", "TelemetryPlan", "idle_rates", "telemetry_plan", "telemetry_rows"]
 
 
 @attrs.frozen(kw_only=True)
@@ -120,6 +121,18 @@ def _rates(settings: Settings) -> RatePlan:
         peak_tflops=section.peak_tflops,
         count_flops_at=section.count_flops_at,
     )
+
+
+def idle_rates(config: Config) -> list[str]:
+    """Keys of the speed that nobody is told."""
+    if telemetry_plan(config.settings).is_wanted:
+        return []
+    keys = [key for key in config.given if key.startswith("timers.throughput.") and not key.endswith(".enabled")]
+    return [
+        f"{config.origin(key)}: {key} has no effect here: speed is told nowhere (steps_per_print, bench_steps "
+        "and the monitors are off)"
+        for key in keys
+    ]
 
 
 def telemetry_rows(telemetry: TelemetryPlan) -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, final
 import zcomm
 from zengine.features.base import Feature
 from zengine.telemetry.comms import CommsLog, announce
+from zengine.telemetry.sinks import training_goes_on
 from zengine.telemetry.stragglers import open_log, to_json
 
 if TYPE_CHECKING:
@@ -57,11 +58,17 @@ class CommsSummary(Feature):
 
     def _write(self) -> None:
         self._next_write = time.monotonic() + INTERVAL_S
-        if self._folder is None:
+        folder, self._folder = self._folder, None  # there again once it has worked
+        if folder is None:
             return
+        with training_goes_on(f"the collectives of this rank in {folder}"):
+            self._write_into(folder)
+            self._folder = folder
+
+    def _write_into(self, folder: Path) -> None:
         facts = {"rank": self._world.rank, "world_size": self._world.world_size}
         content = {**facts, "messages": [to_json(each) for each in self._log.messages()]}
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / FILE.format(self._world.rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / FILE.format(self._world.rank)
         path.with_suffix(".part").write_text(json.dumps(content) + "\n", encoding="utf-8")
         path.with_suffix(".part").replace(path)

@@ -47,3 +47,8 @@ class CountFlops(Feature):
             self.counting.pop().close()
             samples = clock.samples_per_micro_step * clock.index  # of all ranks
             self.engine.parts.telemetry.counted(self.counter.get_total_flops() * replicas / samples)
+
+    def close(self) -> None:
+        """Of a step that never came to its end: nothing is counted from now on."""
+        while self.counting:
+            self.counting.pop().close()

@@ -59,6 +59,10 @@ class Measuring(Feature):
         if self.probe.finish():
             self.telemetry.recomputes()
 
+    def close(self) -> None:
+        """The module has no hooks of this, whatever the first step came to."""
+        self.probe.close()
+
 
 def subject_of(engine: Engine) -> Subject:
     """The engine as telemetry sees it."""

@@ -21,6 +21,7 @@ import torch
 
 from zengine.features.base import Feature
 from zengine.telemetry._compat import begin_memory_history, end_memory_history
+from zengine.telemetry.sinks import training_goes_on
 
 if TYPE_CHECKING:
     from zengine.config.profiling import WindowPlan
@@ -102,6 +103,11 @@ class ProfilerWindow(Feature):
     def _finish(self, last: int) -> None:
         self._state = State.AFTER
         self._profiler.stop()
+        with training_goes_on(f"the trace of steps {self._first} to {last} in {self._folder}"):
+            self._write(last)
+        del self._profiler  # its events are large
+
+    def _write(self, last: int) -> None:
         rank = self._engine.parts.world.rank
         self._folder.mkdir(parents=True, exist_ok=True)
         trace = self._folder / f"trace_rank{rank}_steps{self._first}-{last}.json"
@@ -112,7 +118,6 @@ class ProfilerWindow(Feature):
         elif self._plan.memory_snapshot:
             written.append(self._folder / f"memory_rank{rank}.json")
             written[-1].write_text(json.dumps(memory_timeline(trace)) + "\n", encoding="utf-8")
-        del self._profiler  # its events are large
         log.warning("steps %d to %d are recorded in %s", self._first, last, ", ".join(map(str, written)))
 
 

@@ -48,7 +48,7 @@ class Probe:
     def forward_begin(self) -> None:
         """A training forward is about to run."""
         if self.stage is Stage.BACKWARD:
-            self._end()
+            self.close()
         elif self.stage is Stage.WAITING and self.modules:
             self.hooks = [each.register_forward_pre_hook(self._runs) for each in self.modules]
             self.stage = Stage.FORWARD
@@ -60,7 +60,7 @@ class Probe:
     def finish(self) -> bool:
         """The step ends; True once at most: if it has turned out that activations are computed again."""
         if self.stage is Stage.BACKWARD:
-            self._end()
+            self.close()
         if self.stage is not Stage.OVER or not self.modules:
             return False
         total, self.modules = sum(map(_own_numel, self.modules)), ()
@@ -70,7 +70,8 @@ class Probe:
         if self.stage is Stage.BACKWARD:
             self.again[module] = _own_numel(module)
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """Look no more."""
         while self.hooks:
             self.hooks.pop().remove()
         self.stage = Stage.OVER

@@ -11,6 +11,7 @@ from zengine.telemetry.sinks.base import (
     folder_of,
     is_installed,
     require_packages,
+    training_goes_on,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "folder_of",
     "is_installed",
     "require_packages",
+    "training_goes_on",
 ]
 
 # Imported on first use: a run that measures nothing needs none of it.

@@ -12,7 +12,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias, final
 
@@ -91,6 +92,15 @@ class Sinks:
             except Exception as cause:
                 _warn(what, cause)
         self._open = working
+
+
+@contextmanager
+def training_goes_on(what: str) -> Iterator[None]:
+    """Around the writing of something that is no sink: a disk that fails is told, with `what` and where it is."""
+    try:
+        yield
+    except OSError as cause:
+        _warn(what, cause)
 
 
 def _warn(what: str, cause: Exception) -> None:

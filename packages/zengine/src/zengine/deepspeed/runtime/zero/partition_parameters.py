@@ -52,8 +52,8 @@ class ZeroParamStatus(enum.Enum):
 class Init(AbstractContextManager["Init"]):
     """Modules built inside get their memory in `deepspeed.initialize`, each rank its part.
 
-    enabled: False makes the block do nothing.  dtype: of floating tensors made inside, the default otherwise;
-    `config_dict_or_path` with bf16 or fp16 enabled says the same.
+    enabled: False makes the block do nothing.  dtype: of floating tensors made inside, torch's default otherwise;
+    bf16 or fp16 in `config_dict_or_path` come in with `initialize`, which casts before there is memory.
     module: one that exists already is left as it is: `initialize` splits it.
     The other arguments tune DeepSpeed's buffers, or say what the config says again, and are accepted.
     """
