@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from .localwriter import named
 
-STEP_NBYTES = 8 << 20  # read at once: a multiple of any file system's block
+STEP_NBYTES = 4 << 20  # read at once: a multiple of any file system's block
 LEAST_NBYTES = 256 << 10  # less than this is not worth an aligned read around it
 _BLOCK_NBYTES = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
