@@ -98,6 +98,25 @@ def test_a_rank_0_that_cannot_write_is_an_error_on_every_rank_and_the_engine_goe
     run_ranks(check_failure, 2)
 
 
+def check_parked(folder: str) -> list[str]:
+    told = []
+    for stage in (1, 3):
+        engine = trained(stage)
+        engine.offload_states()
+        with pytest.raises(RuntimeError) as caught:
+            engine.save_16bit_model(folder)
+        told.append(str(caught.value))
+        engine.reload_states()
+        assert engine.save_16bit_model(folder)
+        engine.close()
+    return told
+
+
+def test_weights_that_are_away_are_an_error_on_every_rank_and_nobody_waits(tmp_path: Path):
+    for told in run_ranks(check_parked, 2, str(tmp_path)):
+        assert all("reload_states" in each for each in told)
+
+
 def test_weights_come_back_from_a_state_dict_and_from_deepspeeds_nesting():
     engine, other = trained(2), engine_of(2)
     state = {name: value.clone() for name, value in engine.module_state_dict().items()}

@@ -80,6 +80,24 @@ def test_without_background_saves_there_is_no_copy_and_the_error_says_what_to_do
     engine.close()
 
 
+def test_a_position_that_does_not_fit_is_refused_before_anything_changes(tmp_path) -> None:
+    saved, *_ = engine_of(1, behind=False)
+    steps(saved, iter(saved.training_dataloader), 2)
+    saved.save_checkpoint(str(tmp_path))
+    data = [torch.full((30,), float(n)) for n in range(48)]
+    config = {**BATCH, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
+    model = nn.Sequential(nn.Linear(30, 30), nn.Dropout(0.3), nn.Linear(30, 1))
+    engine, _, loader, _ = zengine.initialize(model=model, config=config, training_data=data)
+    before = {name: value.clone() for name, value in engine.state_dict().items()}
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(ValueError, match="dataset of 64 samples, this one has 48"):
+        engine.load_checkpoint(str(tmp_path), load_lr_scheduler_states=False)
+    torch.testing.assert_close(engine.state_dict(), before, rtol=0, atol=0)
+    assert (engine.global_steps, engine.get_lr()) == (0, [0.5])
+    next(batches)  # the iteration goes on
+
+
 def test_what_to_restore_follows_from_the_arguments():
     assert What.choose(False, True, True) == What(optimizer=True, scheduler=True, run=True)
     assert What.choose(True, True, True) == What(optimizer=False, scheduler=False, run=False)

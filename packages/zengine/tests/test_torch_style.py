@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -89,6 +91,20 @@ def test_the_loss_of_a_plain_backward_is_not_known():
     reports, _ = run(make(), "plain", steps=1)
     assert reports[0].applied
     assert torch.tensor(reports[0].loss).isnan()
+
+
+def test_a_plain_backward_and_one_of_the_engine_make_a_step_whose_loss_is_not_known():
+    mixed, own = make(), make()
+    for index in (0, 1):
+        for engine in (mixed, own):
+            engine.set_gradient_accumulation_boundary(index == 1)
+        loss = mixed(batch(index))
+        loss.backward() if index == 0 else mixed.backward(loss)
+        own.backward(own(batch(index)))
+        reports = mixed.step(), own.step()
+    assert math.isnan(reports[0].loss)
+    assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm)
+    torch.testing.assert_close(mixed.state_dict(), own.state_dict())
 
 
 @pytest.mark.parametrize(

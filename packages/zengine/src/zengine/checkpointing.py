@@ -104,9 +104,9 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
 
     Raises:
         zckpt.CheckpointError: on every rank; nothing there, damaged, or not this model. No weight has changed then.
-        ValueError: on every rank; the scaler or the schedule refuses its state (no weight has changed), or parameters
-            that share a step count on one rank were saved with different ones (weights have been read: load again or
-            start over).
+        ValueError: on every rank; scaler, schedule or loader refuses its state (no weight has changed); or
+            parameters that share a step count on one rank were saved with different ones (weights have been read:
+            load again or start over).
     """
     engine.clock.require_open("load_checkpoint")
     engine.parts.saver.wait()
@@ -149,7 +149,7 @@ def _take(
     partition.publish()
     restore_objects(engine, checkpoint.objects, what)
     if what.run:
-        restore_rank(engine, checkpoint, peers)
+        restore_rank(checkpoint, peers)
     return str(checkpoint.path), decode(checkpoint.objects.get("client_state", {}))
 
 

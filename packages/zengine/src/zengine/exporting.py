@@ -11,7 +11,9 @@ names that change) are known to it alone; a streamed export has the parameters a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,14 +56,14 @@ class EngineExports:
         found = _tensors(_engine(self), trained_only=exclude_frozen_parameters)
         problem: list[Exception] = []
         values = _gathered(found)
-        if peers.rank == 0:
-            entries = [Entry(names, tuple(tensor.shape), tensor.dtype) for tensor, names in found]
+        entries = [Entry(names, tuple(tensor.shape), tensor.dtype) for tensor, names in found]
+        write = partial(write_weights, os.path.join(save_dir, save_filename), entries, values)
+        gather: Callable[[], object] = partial(deque, values, 0)  # to the end, for the ranks that take part
+        for work in (write, gather) if peers.rank == 0 else (gather,):
             try:
-                write_weights(os.path.join(save_dir, save_filename), entries, values)
-            except Exception as error:  # whatever it is: the others wait for word of it
+                work()
+            except Exception as error:  # whatever it is, here or on all ranks: the others wait for word of it
                 problem.append(error)
-        for _ in values:  # the gathers of other ranks go on, whatever became of the file
-            pass
 
         def told() -> bool:
             if problem:

@@ -1,8 +1,8 @@
 """What a checkpoint gives back to an engine, in the order in which it can still be refused.
 
-The optimizer's state is staged first, where it is known what there is to read; scaler and schedule, which may refuse,
-come before any weight moves, and are put back if the load fails; counters, features, random state and the loader's
-position, which cannot refuse, come last.
+The optimizer's state is staged first, where it is known what there is to read; scaler, schedule and the loader's
+position, which may refuse, come before any weight moves, and are put back if the load fails; counters, features and
+random state, which cannot refuse, come last.
 """
 
 from __future__ import annotations
@@ -96,6 +96,9 @@ class RestoredState:
 def prepare(engine: Engine, checkpoint: Source, what: What) -> RestoredState:
     """What may refuse, or find no memory, on one rank alone."""
     _restore_small(engine, checkpoint.objects, what)
+    position = _rank_objects(checkpoint, engine.parts.partition.rank).get("loader") if what.run else None
+    if engine.parts.loader is not None and position is not None:
+        engine.parts.loader.load_state_dict(decode(position))
     return _prepare_optimizer(engine, checkpoint) if what.optimizer else RestoredState()
 
 
@@ -182,14 +185,17 @@ def _state_kinds(checkpoint: Source) -> Kinds:
 
 @contextmanager
 def undone_on_error(engine: Engine) -> Iterator[None]:
-    """Put the optimizer's state, the scaler and the schedule back if the load fails before any weight has moved."""
+    """Put back the optimizer's state, scaler, schedule and position if the load fails before any weight has moved."""
     parts, optimizer = engine.parts, engine.optimizer
     state = {} if optimizer is None else dict(optimizer.state)
     scaler, scheduler = parts.scaler.state_dict(), copy.deepcopy(parts.scheduler.state_dict())
     options = [] if optimizer is None else copy.deepcopy(travelling_options(optimizer))
+    position = None if parts.loader is None else parts.loader.state_dict()
     try:
         yield
     except BaseException:
+        if parts.loader is not None and parts.loader.state_dict() != position:
+            parts.loader.load_state_dict(position)
         parts.scaler.load_state_dict(scaler)
         parts.scheduler.load_state_dict(scheduler)
         if optimizer is not None:
@@ -244,15 +250,15 @@ def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = value
 
 
-def restore_rank(engine: Engine, checkpoint: Source, peers: GroupPeers) -> None:
-    """Random state and loader position; a rank that the saved run did not have takes rank 0's position.
+def _rank_objects(checkpoint: Source, rank: int) -> Mapping[str, Any]:
+    """What `rank` saved; one that the saved run did not have takes rank 0's, of which the position is everybody's."""
+    return checkpoint.rank_objects(rank if rank < checkpoint.manifest.world_size else 0)
 
-    A checkpoint that was imported from another engine has neither, and says so.
-    """
+
+def restore_rank(checkpoint: Source, peers: GroupPeers) -> None:
+    """Random state.  A checkpoint that was imported from another engine has none, nor a position, and says so."""
     saved_world = checkpoint.manifest.world_size
-    mine = checkpoint.rank_objects(peers.rank if peers.rank < saved_world else 0)
-    if engine.parts.loader is not None and mine["loader"] is not None:
-        engine.parts.loader.load_state_dict(decode(mine["loader"]))
+    mine = _rank_objects(checkpoint, peers.rank)
     if mine["rng"] is None:
         if peers.rank == 0:
             log.warning(

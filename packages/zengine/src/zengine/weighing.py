@@ -73,6 +73,8 @@ class StepLoss:
         if micro.is_first:
             self.kind, self.loss, self.weight = Kind.UNKNOWN, 0.0, 0.0
         kind = Kind.COUNTED if weight is None else Kind.WEIGHTED
+        if self.kind is Kind.UNSEEN and kind is Kind.COUNTED:
+            kind = Kind.UNSEEN  # it stays so: what came before is missing from the mean
         if self.kind not in (Kind.UNKNOWN, kind):
             raise ValueError(
                 f"backward() {self.clock.position} with{'out' * (weight is None)} a weight, after one "
