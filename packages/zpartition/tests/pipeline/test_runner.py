@@ -163,3 +163,15 @@ def test_outputs_instead_of_a_loss() -> None:
     outputs = PipelineRunner.over(model).eval_batch(iter(batches(0)), MICRO, compute_loss=False)
     assert [tuple(each.shape) for each in outputs] == [(2, 5, TOKENS)] * MICRO
     assert torch.equal(outputs[0], model(batches(0)[0][0]))
+
+
+def test_a_batch_that_failed_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    model = PipelineModule(layers(), num_stages=1, loss_fn=loss_of)
+    runner = PipelineRunner.over(model)
+    expected = runner.eval_batch(iter(batches(0)), MICRO)
+    with pytest.raises(ValueError, match="the data ended after 2"):
+        runner.train_batch(iter(batches(0)[:2]), MICRO)
+    assert not runner.kept
+    model.zero_grad()
+    assert runner.train_batch(iter(batches(0)), MICRO) == expected

@@ -71,6 +71,11 @@ class Post:
         self.wires.flush()
         self.here.clear()
 
+    def abandon(self) -> None:
+        """A batch that failed here: what was sent is no longer waited for.  The pipeline's other ranks must fail, too."""
+        self.wires.under_way.clear()
+        self.here.clear()
+
     def give_value(self, stage: int, micro: int, value: Any) -> None:
         """The input of `stage`."""
         self._give((stage, micro, False), value)

@@ -98,8 +98,10 @@ class PipelineRunner:
                 else:
                     self._backward(action, lambda loss: scale(loss / micro_batches))
                 observe(action)
-        finally:
+        except BaseException:
             self.kept.clear()
+            self.post.abandon()
+            raise
         self.tied.collect()
         self.post.end()
         return self.share(losses, micro_batches)
