@@ -72,7 +72,7 @@ class Post:
         self.here.clear()
 
     def abandon(self) -> None:
-        """A batch that failed here: what was sent is no longer waited for.  The pipeline's other ranks must fail, too."""
+        """A batch that failed here: what was sent is no longer waited for.  The other ranks must fail, too."""
         self.wires.under_way.clear()
         self.here.clear()
 
