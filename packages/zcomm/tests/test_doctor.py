@@ -351,3 +351,20 @@ def test_a_verdict_does_not_change() -> None:
         first = lonely.explain()
         lonely._condemn("another")
         assert lonely.explain() == first
+
+
+def leaves_while_its_program_runs_on() -> bool:
+    """Whether a rank that leaves in peace looks at the frames of its main thread, which runs on."""
+    looked = []
+    real = doctor.position
+    doctor.position = lambda frame: looked.append(frame) or real(frame)
+    try:
+        zcomm.barrier()
+        doctor.end()
+    finally:
+        doctor.position = real
+    return bool(looked)
+
+
+def test_who_leaves_in_peace_reads_no_frames_of_a_thread_that_runs() -> None:
+    assert run_ranks(leaves_while_its_program_runs_on, 2) == [False, False]

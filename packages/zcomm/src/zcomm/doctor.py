@@ -86,13 +86,18 @@ class Doctor:
         return self.verdict
 
     def report(self) -> Report:
-        """This rank's own, from any thread."""
+        """This rank's own, from any thread, for when something has gone wrong."""
         main = sys._current_frames().get(threading.main_thread().ident or 0)
+        return attrs.evolve(
+            self._farewell(), answer=Answer.TOLD, stack=tuple(position(main)), context=fingerprint.said()
+        )
+
+    def _farewell(self) -> Report:
+        """What a rank says that leaves in peace.  No stack: frames of a running thread are no safe read (3.11)."""
         alive = [group for key in self.rings.keyrefs() if (group := key()) is not None]  # others may add meanwhile
         groups = tuple(GroupReport.of(self.rings[group]) for group in alive)
-        stack = tuple(position(main))
-        said = fingerprint.said()
-        return Report(rank=self.rank, world_size=self.world_size, context=said, stack=stack, groups=groups)
+        size = self.world_size
+        return Report(rank=self.rank, world_size=size, answer=Answer.LEFT, context="", stack=(), groups=groups)
 
     def answer_calls(self) -> None:
         """The thread: look for a call, answer it, take the verdict over.  Ends with the world."""
@@ -105,7 +110,7 @@ class Doctor:
                     self._condemn(line.verdict(_VERDICT_S) or diagnose(line.collect(0.0)))
                     return
             if not self.verdict:
-                line.publish(attrs.evolve(self.report(), answer=Answer.LEFT, stack=(), context=""))
+                line.publish(self._farewell())
         except RuntimeError:
             return  # the store has gone with the rank that held it: nobody can call, and nobody be told
 
