@@ -224,3 +224,11 @@ def test_a_save_that_deletes_what_latest_named_while_somebody_looks(root: Path) 
     stale: list[bytes] = []
     found = find(root, storage=FaultyStorage(LOCAL, saving))
     assert (found.tag, stale) == ("step-4", [b"step-3\n"])
+
+
+def test_nothing_there_says_what_is_not(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match=r"it does not exist \(give the folder that save was given"):
+        find(tmp_path / "absent")
+    with pytest.raises(CheckpointNotFound) as caught:
+        find(tmp_path)
+    assert str(caught.value) == f"{tmp_path} holds no committed checkpoint\n  {tmp_path / 'latest'} is missing"

@@ -100,6 +100,9 @@ def pending_pointer(storage: Storage, root: Path) -> Pending | None:
     return None
 
 
+_NEWEST = "taking the newest committed checkpoint"  # how a note about `latest` ends
+
+
 def _names(storage: Storage, root: Path) -> list[str]:
     """Of a root that may be absent.  It may be a link too: whoever names the root vouches for it."""
     try:
@@ -141,7 +144,7 @@ def _folder_of(storage: Storage, root: Path, tag: str) -> Path | None:
 
 def _pointer(storage: Storage, root: Path) -> tuple[str | None, tuple[str, ...]]:
     """The tag that `latest` names, if it is one that is there; and what to say about it."""
-    path, newest = root / LATEST, "taking the newest committed checkpoint"
+    path, newest = root / LATEST, _NEWEST
     pending = pending_pointer(storage, root)
     if pending is not None:
         return pending.tag, (f"{path} is out of date: the save of {pending.tag!r} was interrupted after its commit",)
@@ -182,7 +185,12 @@ def _open_newest(storage: Storage, root: Path, notes: tuple[str, ...]) -> Checkp
             return open_checkpoint(seen.path, tag=seen.tag, notes=notes, storage=storage)
         except CheckpointError as error:
             notes += (f"{seen.tag!r} (step {seen.step}) passed over: {error}",)
-    passed = "".join(f"\n  {note}" for note in notes)
+    if storage.kind(root) is Kind.ABSENT:
+        raise CheckpointNotFound(
+            f"{root} holds no committed checkpoint: it does not exist (give the folder that save was given)",
+            path=str(root),
+        )
+    passed = "".join(f"\n  {note.removesuffix(f': {_NEWEST}')}" for note in notes)
     raise CheckpointNotFound(f"{root} holds no committed checkpoint{passed}", path=str(root))
 
 
