@@ -36,15 +36,16 @@ from zengine.telemetry.subject import RunRecord
 
 _FILE_NUMBER = itertools.count()  # two engines of one process may start in the same second
 
-# page section -> chart title -> regular expressions of the tags drawn in it
+# page section -> chart title -> regular expressions of the tags drawn in it; one chart has one horizontal axis, and
+# DeepSpeed's tags count samples where the others count steps
 LAYOUT = {
     "Training": {
         "loss": [f"{TRAIN}loss$"],
         "gradient norm": [f"{TRAIN}grad_norm$"],
-        "learning rate": [f"{TRAIN}learning_rate$", f"{SAMPLES}lr_group_[0-9]+$"],
+        "learning rate": [f"{TRAIN}learning_rate$"],
         "epoch": [f"{TRAIN}epoch$"],
-        "loss scale": [f"{SAMPLES}loss_scale$"],
-        "skipped steps": [f"{SAMPLES}skipped_steps$"],
+        "loss scale, over samples": [f"{SAMPLES}loss_scale$"],
+        "skipped steps, over samples": [f"{SAMPLES}skipped_steps$"],
     },
     "Speed": {
         "tokens a second": [f"{PERF}tokens_per_second$"],
@@ -72,7 +73,7 @@ LAYOUT = {
     "DeepSpeed's tags, and the step": {
         "loss, over samples": [f"{SAMPLES}train_loss$"],
         "gradient norm, over samples": [f"{SAMPLES}grad_norm$"],
-        "learning rate, over samples": [f"{SAMPLES}lr$"],
+        "learning rate of each group, over samples": [f"{SAMPLES}lr(_group_[0-9]+)?$"],
         "step": [f"{TRAIN}global_step$"],
     },
 }
