@@ -44,6 +44,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("Offload", "Speculation", "Tier"),
         },
         "zckpt": {"Best", "CheckpointInputError", "EVERYTHING", "Retention"},
+        "zcomm": {"Degrees"},
     },
     # asks zoptim whether it knows a name and its options, on a dummy parameter, so that the config never lists them
     "config/choices.py": {"zoptim": {"make_optimizer", "make_schedule", "UnknownNameError", "NotAvailableYetError"}},
@@ -60,7 +61,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zpartition": {"plan", "plan_traffic", "ReduceAt", "Tier"},
         "zoptim": {"make_optimizer", "make_schedule"},
         "zprecision": {"DynamicScaling"},
-        "zcomm": {"init"},
+        "zcomm": {"init", "Degrees", "Groups"},
     },
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce"}},
@@ -100,8 +101,10 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # the world comes before the parts
     "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
-    # a split model says which ranks hold the same parts
-    "sources.py": {"zpartition": {"replicas_of"}},
+    # from degrees, a mesh, an mpu or a split model to groups
+    "groups.py": {"zcomm": {"Groups", "group_size"}, "zpartition": {"cell_of", "replicas_of"}},
+    # splits the module before it is partitioned
+    "splitting.py": {"zpartition": {"cell_of", "tensor"}},
     # says which kind of scaling the plan holds
     "getters.py": {"zprecision": {"DynamicScaling"}},
     # ranks tell each other what they have and decide alike

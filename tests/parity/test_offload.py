@@ -53,7 +53,7 @@ def make(offload: Offload, precision: str, optimizer: dict[str, Any], clip: floa
     plan = resolve(load(config), Facts(world_size=world.world_size, replicas=world.world_size))
     plan = attrs.evolve(plan, zero=attrs.evolve(plan.zero, offload=offload))
     own = (lambda params: torch.optim.AdamW(params, lr=0.02)) if optimizer["type"] == "torch" else None
-    return make_engine(Net(), Client(optimizer=own), plan, world, None)
+    return make_engine(Net(), Client(optimizer=own), plan, world, zcomm.Groups.of(plan.parallel.degrees))
 
 
 def train(offload: Offload, precision: str, optimizer: dict[str, Any], clip: float) -> tuple[list[Any], list[Tensor]]:

@@ -33,6 +33,13 @@ __all__ = ["Degrees", "Groups", "ModelParallelUnit"]
 
 _AXES = ("pipeline", "replicate", "shard", "sequence", "tensor")
 _DATA, _GRADIENT = ("replicate", "shard"), ("replicate", "shard", "sequence")
+_ALSO = {  # what others call an axis
+    **dict.fromkeys(("pp", "pipe", "pipeline_parallel"), "pipeline"),
+    "dp_replicate": "replicate",
+    **dict.fromkeys(("dp", "dp_shard", "fsdp", "data", "data_parallel"), "shard"),
+    **dict.fromkeys(("sp", "cp", "sequence_parallel"), "sequence"),
+    **dict.fromkeys(("tp", "model", "tensor_parallel"), "tensor"),
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -92,16 +99,21 @@ class Groups:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, expert: int = 1) -> Groups:
-        """The axes of a mesh, in any order, by our names; those it lacks have one rank.
+        """The axes of a mesh, in any order, by our names or usual short ones (pp, dp, sp, tp, ...); those it lacks
+        have one rank.  A single axis needs no name: it is `shard`.
 
         Raises ValueError if it has others, or `expert` does not fit.
         """
-        names = tuple(mesh.mesh_dim_names or ())
+        names = tuple(_ALSO.get(name, name) for name in mesh.mesh_dim_names or ("shard",) * (mesh.ndim == 1))
         if unknown := [name for name in names if name not in _AXES] or ([] if names else ["none named"]):
             raise ValueError(f"the mesh has axes {', '.join(unknown)}; allowed are {', '.join(_AXES)}.")
+        if len(set(names)) < len(names):
+            raise ValueError(f"the mesh has axes {mesh.mesh_dim_names}, two of which are {names}: name each once.")
         sizes = {axis: mesh.size(names.index(axis)) if axis in names else 1 for axis in _AXES}
         Degrees(**sizes, expert=expert).resolved(mesh.size())
-        return cls(names, mesh.mesh.cpu(), dist.get_rank(), expert)
+        found = cls(names, mesh.mesh.cpu(), dist.get_rank(), expert)
+        found.given = {found.ranks(name): mesh.get_group(dim) for dim, name in enumerate(names)}
+        return found
 
     @classmethod
     def from_mpu(cls, mpu: ModelParallelUnit) -> Groups:
@@ -110,7 +122,7 @@ class Groups:
         Raises ValueError if its groups do not make the world as rows and columns of a table.
         """
         tensor, data = mpu.get_model_parallel_group(), mpu.get_data_parallel_group()
-        rows = exchange(dist.get_process_group_ranks(tensor))
+        rows: list[list[int]] = exchange(dist.get_process_group_ranks(tensor))
         table = sorted({tuple(row) for row in rows})
         columns = sorted(zip(*table))
         if len({len(row) for row in table}) != 1 or tuple(dist.get_process_group_ranks(data)) not in columns:
@@ -120,6 +132,25 @@ class Groups:
             )
         found = cls(("shard", "tensor"), torch.tensor(table), dist.get_rank())
         found.given = {tuple(dist.get_process_group_ranks(group)): group for group in (tensor, data)}
+        return found
+
+    def split_over(self, tensor: ProcessGroup) -> Groups:
+        """The same data ranks, of each of the tensor ranks `tensor`, which were not named.  Those call it together.
+
+        Raises ValueError if other tensor ranks, or ranks of further axes, were named.
+        """
+        cells = tuple(dist.get_process_group_ranks(tensor))
+        if (named := self.ranks("tensor")) == cells:
+            self.given[cells] = tensor
+            return self
+        if "tensor" in self.axes or math.prod(self.table.shape) != len(self.ranks(*_DATA)):
+            raise ValueError(
+                f"the model is split over ranks {list(cells)}, and its tensor ranks were given as {list(named)}: "
+                "split it over the group of that axis."
+            )
+        columns = exchange(self.table.reshape(-1).tolist(), tensor)
+        found = Groups(("shard", "tensor"), torch.tensor(columns).t(), self.rank, self.expert, dict(self.given))
+        found.given[cells] = tensor
         return found
 
     # -- who -------------------------------------------------------------------------------------
@@ -149,10 +180,16 @@ class Groups:
             return None
         if ranks in self.given:
             return self.given[ranks]
+        if ranks == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD
         kin = registry.kin(None)
         if (name := f"ranks {ranks}") not in kin:
             kin[name] = compat.new_group(ranks)
         return kin[name]
+
+    def everybody(self) -> ProcessGroup | None:
+        """All ranks of the table."""
+        return self.group(tuple(sorted(self.table.reshape(-1).tolist())))
 
     def tensor(self) -> ProcessGroup | None:
         """Ranks that hold parts of the same layers."""

@@ -27,21 +27,25 @@ def check_agreement(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     plan: Plan,
-    group: ProcessGroup | None,
+    groups: zcomm.Groups,
     data: Sequence[str] = (),
 ) -> None:
-    """Compare plan, parameters, optimizer, versions and the facts of the training data over the ranks of `group`.
+    """Compare plan, versions and the facts of the training data over all ranks, and parameters and optimizer over
+    those that hold the same parts of the model.
 
     Raises:
         RanksDisagree: on every rank; names the first difference, both values and their ranks.
     """
-    mine = {
-        "plan": plan_lines(plan),
-        "parameters": parameter_lines(model),
-        "optimizer": optimizer_lines(model, optimizer),
-        "training data": list(data),
-        "versions": version_lines(),
-    }
+    general = {"plan": plan_lines(plan), "training data": list(data), "versions": version_lines()}
+    own = {"parameters": parameter_lines(model), "optimizer": optimizer_lines(model, optimizer)}
+    everybody, kin = groups.everybody(), groups.gradient()
+    if everybody is not kin:
+        compare(general, everybody)
+    compare({**general, **own}, kin)
+
+
+def compare(mine: Mapping[str, Sequence[str]], group: ProcessGroup | None) -> None:
+    """Raise RanksDisagree, with the first difference, unless the lines of all topics are the same on all ranks."""
     digests = zcomm.exchange({topic: _digest(lines) for topic, lines in mine.items()}, group)
     if all(digest == digests[0] for digest in digests):
         return

@@ -38,6 +38,7 @@ from zengine.parts import ConstantRate, NoOptimizer, Numbers, Parts, ShardOptimi
 from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
 from zengine.safe_modules import refuse_unknown_classes
 from zengine.saving import SaveBehind, SaveNow, Saver
+from zengine.splitting import first_batch, split_tensors
 from zengine.telemetry import make_telemetry
 from zengine.verdict import Judge, SkipNonFinite, apply_always
 
@@ -55,19 +56,21 @@ class Client:
     collate_fn: Callable[[list[Any]], Any] | None = None
 
 
-def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, group: ProcessGroup | None) -> Parts:
-    """Build every part for `plan`; `module` is moved to the device, cast, and partitioned over `group`."""
-    loader = make_training_loader(client, plan, world, group)
+def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Parts:
+    """Build every part for `plan`; `module` is moved to the device, cast, and partitioned over the gradient ranks."""
+    loader = make_training_loader(client, plan, world, groups)
+    sample = functools.partial(first_batch, client.training_data, client.collate_fn, world.device)
+    split_tensors(module, plan, groups, world.device, sample)
     with zpartition.recording(module):  # of a module without memory; see zpartition.Init
         plan.precision.cast_module(module.to(world.device))
     refuse_unknown_classes(plan.zero.narrow_classes, module)
     optimizer = make_optimizer(module, client, plan)
-    check_agreement(module, optimizer, plan, group, [] if loader is None else loader.fingerprint())
+    check_agreement(module, optimizer, plan, groups, [] if loader is None else loader.fingerprint())
     if client.optimizer is not None and optimizer is not None:
         _say_narrow_states(optimizer, plan)
-    partition = zpartition.shard(module, optimizer, policy=plan.zero, group=group, device=world.device)
+    partition = zpartition.shard(module, optimizer, policy=plan.zero, group=groups.gradient(), device=world.device)
     try:
-        return _around(partition, optimizer, loader, client, plan, world)
+        return _around(partition, loader, client, plan, world, groups)
     except BaseException:
         partition.close(keep_weights=False)  # the module is free for another attempt; other ranks may not come along
         raise
@@ -75,13 +78,14 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
 
 def _around(
     partition: zpartition.Partition,
-    optimizer: torch.optim.Optimizer | None,
     loader: Any,
     client: Client,
     plan: Plan,
     world: zcomm.World,
+    groups: zcomm.Groups,
 ) -> Parts:
     """The other parts, once the module is partitioned."""
+    optimizer = partition.optimizer
     scaler = zprecision.make_scaler(plan.scaling, world.device)
     scheduler = make_scheduler(optimizer, client, plan)
     slot = NoOptimizer() if optimizer is None else _slot(optimizer)
@@ -89,6 +93,7 @@ def _around(
         partition.run_ahead(slot.scaled, lambda: scaler.factor.float() if divides(plan) else None)
     return Parts(
         world=world,
+        groups=groups,
         partition=partition,
         scaler=scaler,
         optimizer=slot,
@@ -103,9 +108,9 @@ def _around(
         ),
         inspect=make_inspect(partition),
         divisor=make_divisor(plan, world.device),
-        judge=make_judge(plan, scaler, partition.group),
+        judge=make_judge(plan, scaler, groups.everybody()),
         exchange=functools.partial(zcomm.exchange, group=partition.group),
-        saver=make_saver(plan, partition),
+        saver=make_saver(plan, partition, groups.everybody()),
         loader=loader,
         client_scheduler=scheduler,
         runner=make_runner(plan, partition.module, world.device),  # last: it may change the module
@@ -230,26 +235,26 @@ def make_judge(plan: Plan, scaler: zprecision.Scaler, group: ProcessGroup | None
     return SkipNonFinite(scaler, group) if plan.skip_nonfinite else apply_always
 
 
-def make_saver(plan: Plan, partition: zpartition.Partition) -> Saver:
+def make_saver(plan: Plan, partition: zpartition.Partition, group: ProcessGroup | None) -> Saver:
     """How checkpoints get to disk; a collective where that is behind the loop's back."""
     if not plan.async_save:
         return SaveNow(lambda *args, **options: zckpt.save(*args, **options))  # imported when something is saved
-    own = zcomm.host_twin(partition.group)
+    own = zcomm.host_twin(group)
 
     def agree(mine: bool) -> bool:
         flag = torch.tensor([int(not mine)], dtype=torch.int32, device=partition.device)
-        zcomm.all_reduce(flag, partition.group, op="max", label="background save")
+        zcomm.all_reduce(flag, group, op="max", label="background save")
         return not int(flag)
 
     return SaveBehind(zckpt.AsyncSaver(zckpt.ALONE if own is None else zckpt.group_peers(own)), agree)
 
 
-def make_training_loader(client: Client, plan: Plan, world: zcomm.World, group: ProcessGroup | None) -> Any:
-    """A loader over the caller's dataset; None without one."""
+def make_training_loader(client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Any:
+    """A loader over the caller's dataset, the same on all ranks of one copy of the model; None without one."""
     require_data(plan, client.training_data)
     if client.training_data is None:
         return None
-    feed = feed_of(plan, rank=zcomm.group_rank(group), device=world.device, collate_fn=client.collate_fn)
+    feed = feed_of(plan, rank=groups.get_data_parallel_rank(), device=world.device, collate_fn=client.collate_fn)
     return training_loader(client.training_data, plan.data, feed)
 
 

@@ -38,9 +38,8 @@ class GroupPeers:
 
     @classmethod
     def of(cls, engine: Engine) -> GroupPeers:
-        """All ranks of the engine's partition, or of the world where tensor ranks hold other parts."""
-        partition = engine.parts.partition
-        group = partition.group if partition.cell.size == 1 else None
+        """All ranks of the engine, those that hold other parts of the model too."""
+        group = engine.parts.groups.everybody()
         return cls(group, zcomm.group_rank(group), zcomm.group_size(group))
 
     def exchange(self, value: Any) -> list[Any]:

@@ -56,7 +56,7 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
             samples_per_micro_step=plan.batch.micro_batch_size * plan.batch.replicas,
             boundary=Boundary.COUNTED if plan.managed_accumulation else Boundary.FORCED,
         )
-        self.losses = StepLoss(self.clock, parts.world.device, plan.batch.replicas, parts.exchange)
+        self.losses = StepLoss(self.clock, parts.world.device, plan.parallel.gradient_ranks, parts.exchange)
         self.last_report: StepReport | None = None
         for feature in features:
             feature.attach(self)

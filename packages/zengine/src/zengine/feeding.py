@@ -183,7 +183,7 @@ class EngineData:
             device=self.parts.world.device,
             prefetch=data.prefetch,
         )
-        base = feed_of(self.plan, rank=self.parts.partition.rank, device=self.parts.world.device)
+        base = feed_of(self.plan, rank=self.parts.groups.get_data_parallel_rank(), device=self.parts.world.device)
         size = base.micro_batch_size if batch_size is None else batch_size
         feed = attrs.evolve(base, micro_batch_size=size, fetching=fetching)
         if data_sampler is not None:

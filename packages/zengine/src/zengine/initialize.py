@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 import zcomm
 from zengine.uncollected import uncollected
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from zengine.assemble import Client
     from zengine.config import Config, Facts, Plan
     from zengine.engine import Engine
+    from zengine.groups import LaidOut
 
 log = logging.getLogger("zengine")
 
@@ -60,11 +60,11 @@ def initialize(
         training_data: a dataset; the returned dataloader shards, shuffles and remembers its position.
         lr_scheduler: a schedule, or a callable (optimizer -> schedule); advanced once per applied update.
         distributed_port: port of the rendezvous, where the environment names none.
-        mpu: an object with `get_data_parallel_group()`; model parallelism of more than one rank is refused.
+        mpu: an object with `get_data_parallel_group()`, and `get_model_parallel_group()` where layers are split.
         dist_init_required: False: a process group must exist already. None or True: made when there is none.
         collate_fn: joins samples to a batch.
         config: path, dict or JSON text in DeepSpeed's format; `config_params` is an old name of it.
-        mesh: a one-dimensional DeviceMesh whose group the replicas form.
+        mesh: a DeviceMesh with axes of `zcomm.Groups.from_mesh`; without one the config's degrees lay out all ranks.
 
     The optimizer, dataloader and lr_scheduler are None where neither the caller nor the config gives one.
 
@@ -76,7 +76,8 @@ def initialize(
         from zengine.assemble import Client
         from zengine.config import Facts, load, resolve
         from zengine.feeding import require_data
-        from zengine.sources import data_parallel_group, pick_config
+        from zengine.groups import laid_out
+        from zengine.sources import pick_config
     source = pick_config(args, config, config_params)
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize() needs model=, a torch.nn.Module; got {type(model).__name__}")
@@ -86,8 +87,8 @@ def initialize(
         draft = resolve(settings, Facts(world_size=num_ranks, replicas=num_ranks, device_type=_device_type()))
         require_data(draft, training_data)
     world = _make_world(dist_init_required, distributed_port)
-    group = data_parallel_group(mpu, mesh, model)
-    plan = resolve(settings, _facts(settings, world, group))
+    ranks = laid_out(mpu, mesh, model)
+    plan = resolve(settings, _facts(settings, world, ranks))
     _announce(plan, world)
     client = Client(
         optimizer=optimizer,
@@ -96,18 +97,16 @@ def initialize(
         training_data=training_data,
         collate_fn=collate_fn,
     )
-    engine = make_engine(model, client, plan, world, group)
+    engine = make_engine(model, client, plan, world, ranks.make(plan.parallel.degrees))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def make_engine(
-    model: nn.Module, client: Client, plan: Plan, world: zcomm.World, group: ProcessGroup | None
-) -> Engine:
+def make_engine(model: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Engine:
     """An engine from a resolved plan, for callers that have no JSON."""
     with uncollected():
         from zengine.assemble import assemble, make_features
         from zengine.engine import Engine
-    parts = assemble(model, client, plan, world, group)
+    parts = assemble(model, client, plan, world, groups)
     engine = Engine(model, parts, plan)
     try:
         for feature in make_features(plan):
@@ -119,16 +118,18 @@ def make_engine(
     return engine
 
 
-def _facts(settings: Config, world: zcomm.World, group: ProcessGroup | None) -> Facts:
+def _facts(settings: Config, world: zcomm.World, ranks: LaidOut) -> Facts:
     from zengine.config import Facts
     from zengine.measure import bf16_is_faster
 
     return Facts(
         world_size=world.world_size,
-        replicas=zcomm.group_size(group),
+        replicas=ranks.replicas,
         device_type=world.device.type,
         ranks_per_host=world.launch.local_world_size,
-        bf16_is_faster=bf16_is_faster(settings, world.device, group),
+        bf16_is_faster=bf16_is_faster(settings, world.device, ranks.everybody()),
+        axes=ranks.axes,
+        laid_out_by=ranks.by,
     )
 
 

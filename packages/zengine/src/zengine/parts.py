@@ -153,6 +153,7 @@ class Parts:
     """What an engine is made of; `assemble` chooses."""
 
     world: zcomm.World
+    groups: zcomm.Groups  # who the ranks are to each other
     partition: zpartition.Partition
     scaler: zprecision.Scaler
     optimizer: OptimizerSlot

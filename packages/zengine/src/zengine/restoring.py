@@ -96,7 +96,7 @@ class RestoredState:
 def prepare(engine: Engine, checkpoint: Source, what: What) -> RestoredState:
     """What may refuse, or find no memory, on one rank alone."""
     _restore_small(engine, checkpoint.objects, what)
-    position = _rank_objects(checkpoint, engine.parts.partition.rank).get("loader") if what.run else None
+    position = _rank_objects(checkpoint, GroupPeers.of(engine).rank).get("loader") if what.run else None
     if engine.parts.loader is not None and position is not None:
         engine.parts.loader.load_state_dict(decode(position))
     return _prepare_optimizer(engine, checkpoint) if what.optimizer else RestoredState()

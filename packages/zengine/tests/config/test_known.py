@@ -105,6 +105,7 @@ profiler.record_shapes profiler.start_step profiler.steps profiler.with_stack
 sparse_gradients
 scheduler.params scheduler.type
 steps_per_print
+tensor_parallel.autotp_size tensor_parallel.tp.tp_size
 tensorboard.enabled tensorboard.gradient_histograms tensorboard.job_name tensorboard.output_path
 timers.throughput.count_flops_at timers.throughput.enabled timers.throughput.hidden_size
 timers.throughput.num_layers timers.throughput.peak_tflops timers.throughput.recomputation

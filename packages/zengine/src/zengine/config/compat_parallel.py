@@ -5,8 +5,9 @@ None exists here yet, so each accepts the values that leave it out and refuses t
 
 from __future__ import annotations
 
+from zengine.config import parallel_settings as parallel
 from zengine.config.kinds import ANYTHING, DTYPE, LIST, TEXT, TRUTH, literal, null_or, whole
-from zengine.config.table import Section, all_without_effect, limited, muted, no_effect, switched
+from zengine.config.table import Section, all_without_effect, honoured, limited, muted, no_effect, switched
 
 COUNT = whole(0)
 ANY_COUNT = whole(-1)
@@ -23,14 +24,12 @@ ACTIVATION_CHECKPOINTING = Section(
 )
 
 TENSOR_PARALLEL_OFF = "tensor parallelism is not available yet"
-TENSOR_PARALLEL = Section(
-    keys={
-        "autotp_size": limited(COUNT, 0, 1, why="tensor parallelism"),
-        "tp": Section(
-            keys={
-                "tp_size": limited(whole(1), 1, why="tensor parallelism"),
-                **all_without_effect(TENSOR_PARALLEL_OFF, tp_grain_size=COUNT, mpu=ANYTHING, tp_group=ANYTHING),
-            }
+TENSOR_PARALLEL = honoured(
+    parallel.TensorParallel,
+    {
+        "tp": honoured(
+            parallel.TensorRanks,
+            all_without_effect(TENSOR_PARALLEL_OFF, tp_grain_size=COUNT, mpu=ANYTHING, tp_group=ANYTHING),
         ),
         "partition_config": Section(
             keys={
@@ -62,7 +61,7 @@ TENSOR_PARALLEL = Section(
             vocab_parallel_lm_head=ANYTHING,
             vocab_parallel_ce_backend=TEXT,
         ),
-    }
+    },
 )
 
 EXPERT_PARALLEL = switched(

@@ -18,6 +18,7 @@ import zckpt
 from zengine.config.data_plan import DataPlan
 from zengine.config.describe import looked_up, table, value_of
 from zengine.config.numerics import PLAIN, NumericsPlan
+from zengine.config.parallel import ParallelPlan
 from zengine.config.profiling import ProfilingPlan
 from zengine.config.telemetry import MonitorPlan, TelemetryPlan
 from zpartition import ZeroPolicy
@@ -29,6 +30,7 @@ __all__ = [
     "Facts",
     "MonitorPlan",
     "OptimizerPlan",
+    "ParallelPlan",
     "Plan",
     "SchedulerPlan",
     "TelemetryPlan",
@@ -40,10 +42,12 @@ class Facts:
     """What only the machine knows when a config is resolved."""
 
     world_size: int  # processes in the run
-    replicas: int  # data-parallel copies of the model: the W of the batch equation
+    replicas: int  # copies of the model as it comes: over these the config lays out its own degrees
     device_type: str = "cpu"  # "cpu" | "cuda"
     ranks_per_host: int = 0  # processes on each machine; 0: nobody knows, or it does not matter
     bf16_is_faster: bool = False  # measured: a bf16 matmul beats an fp32 one here
+    axes: Mapping[str, int] = attrs.field(factory=dict)  # degrees that the caller has laid out, by zcomm's axes
+    laid_out_by: str = ""  # "mesh=", "mpu=", "the model"; for errors
 
     def __attrs_post_init__(self) -> None:
         if self.world_size < 1 or self.replicas < 1 or self.world_size % self.replicas:
@@ -84,6 +88,7 @@ class Plan:
     """Everything `assemble` needs, one piece per part."""
 
     batch: BatchPlan
+    parallel: ParallelPlan
     precision: Precision
     scaling: Unscaled | StaticScaling | DynamicScaling
     cast_inputs: bool  # floating inputs of forward become precision.param

@@ -16,6 +16,7 @@ from zengine.config.errors import NOWHERE, ConfigError, Problem
 from zengine.config.known import ROOT
 from zengine.config.load import Config
 from zengine.config.offload import devices, offload, offload_notices
+from zengine.config.parallel import ParallelPlan, parallel_plan
 from zengine.config.plan import (
     BatchPlan,
     Facts,
@@ -47,14 +48,17 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 def resolve(config: Config, facts: Facts) -> Plan:
     """Answer every question that `config` leaves open.
 
-    Raises ConfigError with all rules that are broken: the batch equation for `facts.replicas`, and those between
-    keys.
+    Raises ConfigError with all rules that are broken: the degrees of parallelism, the batch equation for the ranks
+    that see different samples, and those between keys.
     """
-    batch = _batch(config, facts)
+    parallel = parallel_plan(config, facts)
+    if isinstance(parallel, list):  # the other rules ask how many ranks do what
+        raise ConfigError(config.source, violations(config) + parallel)
+    batch = _batch(config, parallel)
     problems = violations(config) + ([batch] if isinstance(batch, Problem) else [])
-    problems += _replicas_as_expected(config, facts)
-    problems += _shard_groups_fit(config, facts)
-    problems += secondary_fits(config, facts) + float8_has_a_device(config, facts)
+    problems += _replicas_as_expected(config, parallel, facts)
+    problems += _shard_groups_fit(config, parallel)
+    problems += secondary_fits(config, parallel) + float8_has_a_device(config, facts)
     problems += profiler_ranks_exist(config, facts)
     if isinstance(batch, Problem) or problems:
         raise ConfigError(config.source, problems)
@@ -62,11 +66,12 @@ def resolve(config: Config, facts: Facts) -> Plan:
     dtypes = precision(settings, facts)
     return Plan(
         batch=batch,
+        parallel=parallel,
         precision=dtypes,
         scaling=scaling(settings),
         cast_inputs=settings.fp16.enabled and settings.fp16.auto_cast,
         numerics=numerics(settings),
-        zero=_zero(settings, dtypes, facts),
+        zero=_zero(settings, dtypes, facts, parallel),
         optimizer=optimizer_plan(settings, dtypes),
         scheduler=SchedulerPlan(type=settings.scheduler.type, params=dict(settings.scheduler.params)),
         clip_norm=settings.gradient_clipping,
@@ -83,15 +88,16 @@ def resolve(config: Config, facts: Facts) -> Plan:
         collect_garbage=not settings.disable_python_gc,
         config_version=settings.config_version,
         offloads=devices(settings),
-        leaf_modules={
-            "classes": settings.zero_optimization.leaf_module.classes,
-            "names": settings.zero_optimization.leaf_module.names,
-            "name_suffixes": settings.zero_optimization.leaf_module.name_suffixes,
-        },
+        leaf_modules=_leaf_modules(settings),
         origins=_origins(config, dtypes),
         notices=(*config.notices, *_notices(config, facts), *precision_notices(config, dtypes)),
         given=config.document,
     )
+
+
+def _leaf_modules(settings: Settings) -> dict[str, tuple[str, ...]]:
+    leaves = settings.zero_optimization.leaf_module
+    return {"classes": leaves.classes, "names": leaves.names, "name_suffixes": leaves.name_suffixes}
 
 
 def _keep(settings: Settings) -> zckpt.Keep:
@@ -101,7 +107,7 @@ def _keep(settings: Settings) -> zckpt.Keep:
     return zckpt.Retention(last=keep.last, every=keep.every, best=keep.best, tags=keep.tags)
 
 
-def _batch(config: Config, facts: Facts) -> BatchPlan | Problem:
+def _batch(config: Config, parallel: ParallelPlan) -> BatchPlan | Problem:
     settings = config.settings
     terms = BatchTerms(
         train=settings.train_batch_size,
@@ -109,7 +115,7 @@ def _batch(config: Config, facts: Facts) -> BatchPlan | Problem:
         accumulation=settings.gradient_accumulation_steps,
     )
     try:
-        return solve(terms, facts.replicas)
+        return solve(terms, parallel.data_ranks)
     except Unsolvable as unsolvable:
         places = [config.given[key] for key in BATCH_KEYS if key in config.given]
         lines = [str(line) for line in sorted({place.line for place in places} - {0})]
@@ -121,40 +127,41 @@ def _batch(config: Config, facts: Facts) -> BatchPlan | Problem:
         )
 
 
-def _replicas_as_expected(config: Config, facts: Facts) -> list[Problem]:
-    expected = config.settings.data_parallel_size
-    if expected in (0, facts.replicas):
+def _replicas_as_expected(config: Config, parallel: ParallelPlan, facts: Facts) -> list[Problem]:
+    expected, found = config.settings.data_parallel_size, parallel.data_ranks
+    if expected in (0, found):
         return []
     return [
         Problem(
             place=config.given.get("data_parallel_size", NOWHERE),
             key="data_parallel_size",
             given=expected,
-            reason=f"this run has {facts.replicas} replicas (world size {facts.world_size})",
-            suggestion=f"Start {expected} replicas, set it to {facts.replicas}, or leave it out.",
+            reason=f"this run has {found} replicas (world size {facts.world_size})",
+            suggestion=f"Start {expected} replicas, set it to {found}, or leave it out.",
         )
     ]
 
 
-def _shard_groups_fit(config: Config, facts: Facts) -> list[Problem]:
+def _shard_groups_fit(config: Config, parallel: ParallelPlan) -> list[Problem]:
     size, key = config.settings.zero_optimization.shard_group_size, "zero_optimization.shard_group_size"
-    if not size or facts.replicas % size == 0:
+    ranks = parallel.gradient_ranks
+    if not size or ranks % size == 0:
         return []
-    divisors = [str(number) for number in range(1, facts.replicas + 1) if facts.replicas % number == 0]
+    divisors = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
     return [
         Problem(
             place=config.given.get(key, NOWHERE),
             key=key,
             given=size,
-            reason=f"it does not divide the {facts.replicas} ranks that share this model",
+            reason=f"it does not divide the {ranks} ranks that share this model",
             suggestion=f"Choose one of {', '.join(divisors)}, or 0 for one group of all.",
         )
     ]
 
 
-def _zero(settings: Settings, dtypes: Precision, facts: Facts) -> ZeroPolicy:
+def _zero(settings: Settings, dtypes: Precision, facts: Facts, parallel: ParallelPlan) -> ZeroPolicy:
     zero = settings.zero_optimization
-    wires: dict[str, Any] = {**wire_dtypes(settings), **wire_fields(zero, facts)}
+    wires: dict[str, Any] = {**wire_dtypes(settings), **wire_fields(zero, facts, parallel)}
     return ZeroPolicy(
         stage=zero.stage,
         bucket_numel=zero.reduce_bucket_size,
@@ -169,7 +176,7 @@ def _zero(settings: Settings, dtypes: Precision, facts: Facts) -> ZeroPolicy:
         overlap=zero.overlap_comm,
         ignore_unused=zero.ignore_unused_parameters,
         sparse_gradients=SparseGradients.ROWS if settings.sparse_gradients else SparseGradients.DENSE,
-        shard_group_size=zero.shard_group_size,
+        shard_group_size=_shard_group_size(settings, parallel),
         unit_numel=zero.stage3_unit_size,
         persist_numel=zero.stage3_param_persistence_threshold,
         persist_total_numel=zero.stage3_model_persistence_threshold,
@@ -184,6 +191,14 @@ def _zero(settings: Settings, dtypes: Precision, facts: Facts) -> ZeroPolicy:
         ),
         **wires,
     )
+
+
+def _shard_group_size(settings: Settings, parallel: ParallelPlan) -> int:
+    """What the config says; a mesh with an axis of replicas says it too."""
+    zero = settings.zero_optimization
+    if zero.shard_group_size or not zero.stage or parallel.degrees.replicate == 1:
+        return zero.shard_group_size
+    return parallel.gradient_ranks // parallel.degrees.replicate
 
 
 def _origins(config: Config, dtypes: Precision) -> dict[str, str]:

@@ -29,6 +29,7 @@ from zengine.config.kinds import (
     number,
     whole,
 )
+from zengine.config.parallel_settings import ExpertParallel, PipelineStages, TensorParallel
 from zengine.config.precision_settings import NAMES, Amp, Autocast, Float8
 from zengine.config.profiling_settings import CommsLogger, FlopsProfiler, Profiler
 from zengine.config.table import setting
@@ -251,6 +252,7 @@ class Settings:
     gradient_allreduce_op: str = setting(choice("mean", "sum"), "mean", "how replicas' gradients combine")
     communication_data_type: str = setting(null_or(DTYPE, ""), "", "dtype on the wire; default: the model's")
     data_parallel_size: int = setting(BATCH, 0, "expected number of replicas; checked")
+    sequence_parallel_size: int = 1
     steps_per_print: int = setting(INTERVAL, 0, "optimizer steps between console lines; 0 = never")
     wall_clock_breakdown: bool = setting(TRUTH, False, "time forward, backward, communication and step")
     memory_breakdown: bool = setting(TRUTH, False, "memory at each phase")
@@ -279,6 +281,9 @@ class Settings:
     comms_logger: CommsLogger = attrs.field(factory=CommsLogger)
     flops_profiler: FlopsProfiler = attrs.field(factory=FlopsProfiler)
     profiler: Profiler = attrs.field(factory=Profiler)
+    tensor_parallel: TensorParallel = attrs.field(factory=TensorParallel)
+    pipeline: PipelineStages = attrs.field(factory=PipelineStages)
+    expert_parallel: ExpertParallel = attrs.field(factory=ExpertParallel)
     checkpoint: CheckpointSettings = attrs.field(factory=CheckpointSettings)
     curriculum_learning: CurriculumLearning = attrs.field(factory=CurriculumLearning)
     data_efficiency: DataEfficiency = attrs.field(factory=DataEfficiency)

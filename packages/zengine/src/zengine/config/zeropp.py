@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from zengine.config.errors import NOWHERE, Problem
 from zengine.config.load import Config
+from zengine.config.parallel import ParallelPlan
 from zengine.config.plan import Facts
 from zengine.config.schema import Zero
 
@@ -17,24 +18,26 @@ WEIGHT_BITS, GRADIENT_BITS = 8, 4
 SIZE = "zero_optimization.zero_hpz_partition_size"
 
 
-def wire_fields(zero: Zero, facts: Facts) -> dict[str, int]:
+def wire_fields(zero: Zero, facts: Facts, parallel: ParallelPlan) -> dict[str, int]:
     """The policy's fields; none below stage 3."""
     if zero.stage < 3:
         return {}
-    node = zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else facts.ranks_per_host
+    here = facts.ranks_per_host // parallel.degrees.tensor  # tensor ranks are neighbours
+    node = zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else here
+    fits = _copy_size(zero, parallel) % max(node, 1) == 0
     return {
         "weight_bits": WEIGHT_BITS * zero.zero_quantized_weights,
         "frozen_weight_bits": WEIGHT_BITS * zero.zero_quantized_nontrainable_weights,
         "secondary_group_size": zero.zero_hpz_partition_size * (zero.zero_hpz_partition_size > 1),
         "gradient_bits": GRADIENT_BITS * zero.zero_quantized_gradients,
-        "gradient_hop_size": node * (zero.zero_quantized_gradients and _copy_size(zero, facts) % max(node, 1) == 0),
+        "gradient_hop_size": node * (zero.zero_quantized_gradients and fits),
     }
 
 
-def secondary_fits(config: Config, facts: Facts) -> list[Problem]:
+def secondary_fits(config: Config, parallel: ParallelPlan) -> list[Problem]:
     """Nodes are filled; alone, nothing is sharded and nobody looks."""
     zero = config.settings.zero_optimization
-    size, total = zero.zero_hpz_partition_size, _copy_size(zero, facts)
+    size, total = zero.zero_hpz_partition_size, _copy_size(zero, parallel)
     if zero.stage < 3 or total == 1 or total % size == 0:
         return []
     allowed = ", ".join(str(number) for number in range(1, total + 1) if total % number == 0)
@@ -61,6 +64,6 @@ def idle_keys(config: Config) -> list[str]:
     return [f"zero_optimization.{key}" for key, is_asked in asked.items() if is_asked and zero.stage < 3]
 
 
-def _copy_size(zero: Zero, facts: Facts) -> int:
+def _copy_size(zero: Zero, parallel: ParallelPlan) -> int:
     """Ranks over which weights are cut."""
-    return zero.shard_group_size or facts.replicas
+    return zero.shard_group_size or parallel.gradient_ranks

@@ -95,7 +95,7 @@ def started(plan: Plan) -> Callable[[nn.Module], Any]:
     from zengine.initialize import make_engine
 
     def start(module: nn.Module) -> Any:
-        return make_engine(module, Client(), plan, zcomm.init(), None)
+        return make_engine(module, Client(), plan, zcomm.init(), zcomm.Groups.of(zcomm.Degrees(), 1, 0))
 
     return start
 

@@ -1,0 +1,126 @@
+"""How many ranks do what together, from the config and what the caller has laid out: the part of `resolve` that is
+about splitting the model.
+
+The degrees multiply to the ranks of the engine.  Whatever does not divide is told here, with the equation, before a
+process group exists; what comes out is a value (`zcomm.Degrees`, resolved), from which groups follow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from zcomm import Degrees
+from zengine.config.errors import NOWHERE, Problem
+from zengine.config.violating import at
+
+if TYPE_CHECKING:
+    from zengine.config.load import Config
+    from zengine.config.plan import Facts
+    from zengine.config.schema import Settings
+
+__all__ = ["MODEL_AXES", "ParallelPlan", "parallel_plan", "parallel_rows"]
+
+MODEL_AXES = ("pipeline", "sequence", "tensor")  # ranks along these work on the same samples
+
+# Keys that set each degree.  0 is as good as 1: not asked for.
+_KEYS: Mapping[str, Mapping[str, Callable[[Settings], int]]] = {
+    "tensor": {
+        "tensor_parallel.autotp_size": lambda s: s.tensor_parallel.autotp_size,
+        "tensor_parallel.tp.tp_size": lambda s: s.tensor_parallel.tp.tp_size,
+    },
+    "sequence": {"sequence_parallel_size": lambda s: s.sequence_parallel_size},
+    "pipeline": {"pipeline.stages": lambda s: s.pipeline.stages},
+    "expert": {"expert_parallel.autoep_size": lambda s: s.expert_parallel.autoep_size},
+}
+
+
+@attrs.frozen(kw_only=True)
+class ParallelPlan:
+    """Who does what; `zcomm.axes` says which ranks these are.  Invariant: `degrees` has no -1."""
+
+    degrees: Degrees = attrs.field(factory=lambda: Degrees(shard=1))
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different samples: the replicas of the batch equation."""
+        return self.degrees.replicate * self.degrees.shard
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks that sum gradients, over which ZeRO shards."""
+        return self.data_ranks * self.degrees.sequence
+
+    @property
+    def cells(self) -> int:
+        """Ranks that hold different parts of one copy of the model, ZeRO aside."""
+        return self.degrees.pipeline * self.degrees.tensor
+
+
+def parallel_plan(config: Config, facts: Facts) -> ParallelPlan | list[Problem]:
+    """The degrees, or all that is wrong with them."""
+    problems: list[Problem] = []
+    sizes = {axis: _size(config, axis, facts, problems) for axis in _KEYS}
+    if problems:
+        return problems
+    total = facts.replicas * math.prod(facts.axes.get(axis, 1) for axis in MODEL_AXES)
+    shared = math.prod(sizes[axis] for axis in MODEL_AXES)
+    if total % shared:
+        return [_no_quotient(config, sizes, total)]
+    data = {axis: facts.axes[axis] for axis in ("replicate", "shard") if axis in facts.axes}
+    try:
+        return ParallelPlan(degrees=Degrees(**sizes, **data).resolved(total))
+    except ValueError as error:  # experts, or a mesh whose axes do not make its ranks
+        return [_problem(config, "expert", sizes["expert"], str(error).rstrip("."), "")]
+
+
+def parallel_rows(plan: ParallelPlan) -> Iterator[tuple[str, Any]]:
+    """Key and value for people, of the keys that are honoured."""
+    yield "tensor_parallel.autotp_size", plan.degrees.tensor
+    yield "tensor_parallel.tp.tp_size", plan.degrees.tensor
+
+
+def _size(config: Config, axis: str, facts: Facts, problems: list[Problem]) -> int:
+    """The degree of one axis; 1 and a problem where it is asked for in two ways."""
+    asked = {key: read(config.settings) for key, read in _KEYS[axis].items() if key in config.given}
+    asked = {key: size for key, size in asked.items() if size > 0}
+    laid_out = facts.axes.get(axis)
+    if len(set(asked.values())) > 1:
+        both = " and ".join(f"{at(config, key)} = {size}" for key, size in asked.items())
+        problems.append(_problem(config, axis, max(asked.values()), f"{both} differ", "Keep one of them."))
+        return 1
+    size = next(iter(asked.values()), 1)
+    if laid_out is None:
+        return size
+    if asked and size != laid_out:
+        reason = f"{facts.laid_out_by} has {laid_out} {axis} rank{'s' * (laid_out != 1)} for each copy"
+        hint = f"Make it {laid_out}, or leave the key out: {facts.laid_out_by} decides."
+        problems.append(_problem(config, axis, size, reason, hint))
+    return laid_out
+
+
+def _no_quotient(config: Config, sizes: Mapping[str, int], total: int) -> Problem:
+    """The product does not divide the ranks; at the key of the largest degree."""
+    axis = max(MODEL_AXES, key=lambda each: sizes[each])
+    others = math.prod(sizes[each] for each in MODEL_AXES if each != axis)
+    equation = " x ".join(f"{each} {sizes[each]}" for each in MODEL_AXES)
+    fitting = [n for n in range(1, total + 1) if total % (n * others) == 0]
+    hint = f"Choose one of {', '.join(map(str, fitting))}" if fitting else "Make the degrees smaller"
+    return _problem(
+        config,
+        axis,
+        sizes[axis],
+        f"one copy of the model takes {equation} = {others * sizes[axis]} ranks, which does not divide the {total} "
+        f"rank{'s' * (total != 1)} of this run",
+        f"{hint}, or start a multiple of {others * sizes[axis]} ranks.",
+    )
+
+
+def _problem(config: Config, axis: str, given: int, reason: str, suggestion: str) -> Problem:
+    """At the first of the keys of `axis` that was written."""
+    key = next((key for key in _KEYS[axis] if key in config.given), next(iter(_KEYS[axis])))
+    place = config.given.get(key, NOWHERE)
+    return Problem(place=place, key=key, given=given, reason=reason, suggestion=suggestion)

@@ -1,0 +1,102 @@
+"""Who the ranks of an engine are to each other, when there are several ways to say it.
+
+A mesh or an `mpu` lays out all axes, a model that was split before lays out its tensor ranks, and the config lays out
+what is left.  What the caller says is a `LaidOut`: degrees that `resolve` checks the config against, and how to come
+to the groups once it is resolved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+import zcomm
+import zpartition
+
+__all__ = ["LaidOut", "laid_out"]
+
+_AXES = ("pipeline", "replicate", "shard", "sequence", "tensor")
+_SIZES = {  # getters of an mpu, and the axis that each speaks of
+    "get_model_parallel_world_size": "tensor",
+    "get_tensor_model_parallel_world_size": "tensor",
+    "get_pipeline_model_parallel_world_size": "pipeline",
+    "get_sequence_parallel_world_size": "sequence",
+}
+
+
+@attrs.frozen(eq=False)
+class LaidOut:
+    """What a caller says about ranks."""
+
+    make: Callable[[zcomm.Degrees], zcomm.Groups]  # from the resolved degrees
+    num_ranks: int  # of the engine: a mesh may have a part of the world
+    axes: Mapping[str, int] = attrs.field(factory=dict)  # degrees that are settled
+    by: str = ""  # who says so
+
+    everybody: Callable[[], ProcessGroup | None] = lambda: None  # the group of those ranks
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model as it comes."""
+        return self.num_ranks // math.prod(self.axes.get(axis, 1) for axis in ("pipeline", "sequence", "tensor"))
+
+
+def laid_out(mpu: Any, mesh: DeviceMesh | None, model: nn.Module) -> LaidOut:
+    """What the arguments of `initialize` say.  A collective where there is an mpu, or a mesh beside a split model.
+
+    Raises:
+        ValueError: both were given; the mesh has axes that are not known; the mpu's groups are no table; or a model
+            is split over ranks whose partners cannot be told.
+    """
+    if mpu is not None and mesh is not None:
+        raise ValueError("initialize() got both mpu= and mesh=: they may disagree about the ranks, keep one")
+    split = zpartition.cell_of(model)
+    if mesh is not None or mpu is not None:
+        groups = zcomm.Groups.from_mesh(mesh) if mesh is not None else _of_mpu(mpu)
+        return _fixed(groups.split_over(split.group) if split.group else groups, "mesh=" if mpu is None else "mpu=")
+    if split.size == 1:
+        return LaidOut(zcomm.Groups.of, zcomm.group_size())
+    zpartition.replicas_of(model)  # refuses tensor ranks that are no neighbours
+
+    def make(degrees: zcomm.Degrees) -> zcomm.Groups:
+        assert split.group is not None
+        return zcomm.Groups.of(degrees).split_over(split.group)
+
+    return LaidOut(make, zcomm.group_size(), {"tensor": split.size}, "the model")
+
+
+def _fixed(groups: zcomm.Groups, by: str) -> LaidOut:
+    """All axes are settled; experts are shared out as the config says."""
+
+    def make(degrees: zcomm.Degrees) -> zcomm.Groups:
+        groups.expert = degrees.expert
+        return groups
+
+    degrees = {axis: len(groups.ranks(axis)) for axis in _AXES}
+    return LaidOut(make, groups.table.numel(), degrees, by, groups.everybody)
+
+
+def _of_mpu(mpu: Any) -> zcomm.Groups:
+    """One that names replicas alone is enough where nothing is split."""
+    sizes = {name: getattr(mpu, name, lambda: 1)() for name in _SIZES}
+    has_tensor = hasattr(mpu, "get_model_parallel_group")
+    for name, size in sizes.items():
+        if size != 1 and not (has_tensor and _SIZES[name] == "tensor"):
+            raise ValueError(
+                f"mpu.{name}() is {size}: data-parallel and model-parallel (tensor) groups are read of an mpu, so it "
+                f"must be 1. Give mesh= with an axis {_SIZES[name]!r} of {size} ranks instead."
+            )
+    if has_tensor:
+        return zcomm.Groups.from_mpu(mpu)
+    group = mpu.get_data_parallel_group()
+    ranks = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return zcomm.Groups(("shard",), torch.tensor(ranks), rank, given={ranks: group})
