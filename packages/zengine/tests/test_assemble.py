@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+import zcomm
 import zengine
 import zoptim
 import zprecision
 from zengine.assemble import (
     Client,
+    assemble,
     make_divisor,
     make_features,
     make_judge,
@@ -182,6 +184,40 @@ def test_8_bit_layers_are_refused_by_the_device_and_leave_the_module_free(monkey
     )  # torch multiplies 8-bit floats on a CPU too
     runner.close()
     assert type(layer[0]) is nn.Linear
+
+
+def test_what_was_opened_is_closed_when_a_later_part_cannot_be_made(monkeypatch):
+    opened: list[str] = []
+    closed: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            opened.append(name)
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    def fail(*_: object) -> None:
+        raise OSError("islands")
+
+    monkeypatch.setattr("zengine.assemble.make_telemetry", lambda *_, **__: Part("telemetry"))
+    monkeypatch.setattr("zengine.assemble.make_saver", lambda *_: Part("saver"))
+    monkeypatch.setattr(zprecision.Float8, "convert", lambda *_, **__: Part("float8"))
+    monkeypatch.setattr(zprecision.Islands, "install", fail)
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "bf16": {"enabled": True},
+        "fp8": {"enabled": True},
+        "data_types": {"keep_in_fp32_modules": ["0"]},
+    }
+    plan = resolve(load(config), Facts(world_size=1, replicas=1, device_type="cuda"))
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with zcomm.init(environ={}, device="cpu") as world, pytest.raises(OSError, match="islands"):
+        assemble(module, Client(), plan, world, None)
+    assert opened == ["telemetry", "saver", "float8"]
+    assert closed == opened[::-1]
 
 
 def test_a_pattern_that_keeps_nothing_is_told(caplog):

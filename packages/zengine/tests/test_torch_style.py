@@ -79,6 +79,29 @@ def test_all_styles_give_the_same_weights_and_reports(world_size):
     assert run_ranks(_styles_agree, world_size) == [4] * world_size
 
 
+def _one_rank_has_no_gradients() -> tuple[float, list[torch.Tensor]]:
+    engine = make(zero_optimization={"stage": 2})
+    loss = engine(batch(0))
+    if zcomm.group_rank() == 0:
+        loss.backward()
+    report = engine.step()
+    assert report
+    for _ in range(2):
+        engine(batch(0))
+        with pytest.raises(ValueError, match="no rank produced a gradient for any parameter"):
+            engine.step()  # all of them forgot
+    return report.grad_norm, list(engine.module.parameters())
+
+
+def test_a_rank_without_gradients_takes_part_with_zeros_and_nobody_waits():
+    (norm, first), (_, second) = run_ranks(_one_rank_has_no_gradients, 2)
+    alone = make()
+    alone.backward(alone(batch(0)) / 2)
+    assert alone.step().grad_norm == pytest.approx(norm)
+    torch.testing.assert_close(first, second)
+    torch.testing.assert_close([param.detach() for param in first], [p.detach() for p in alone.module.parameters()])
+
+
 def test_without_callbacks_of_autograd_the_engines_next_call_ends_the_backward(monkeypatch):
     wanted, weights = run(make(), "engine")
     monkeypatch.setattr(_compat, "TELLS_END", False)

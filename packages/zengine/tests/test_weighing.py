@@ -98,21 +98,46 @@ def test_any_split_into_micro_batches_and_ranks_equals_one_large_batch(world_siz
     assert run_ranks(_equals_one_large_batch, world_size) == [10] * world_size
 
 
-def _says_who_gives_no_weight() -> str:
+def _says_who_gives_no_weight() -> list[str]:
     engine = make(1)
     weight = {"weight": 3} if zcomm.group_rank() == 0 else {}
-    first = engine(torch.ones(2, 3))
-    if zcomm.group_rank() == 0:
-        engine.clock.weight_exponent = 0  # agreed on in an earlier step
-    engine.backward(first, **weight)
-    with pytest.raises(ValueError, match="1 of 2 ranks gave backward") as caught:
-        engine.step()
-    return str(caught.value)
+    told = []
+    for _ in range(2):
+        loss = engine(torch.ones(2, 3))
+        with pytest.raises(ValueError, match="1 of 2 ranks gave backward") as caught:
+            engine.backward(loss, **weight)  # the first one of a run
+        told.append(str(caught.value))
+    engine.backward(engine(torch.ones(2, 3)))
+    assert engine.step()
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 3)), **weight)  # a later one: found with the statistics
+        with pytest.raises(ValueError, match="1 of 2 ranks gave backward") as caught:
+            engine.step()
+        told.append(str(caught.value))
+    return told
 
 
 def test_ranks_that_disagree_are_told_so_and_do_not_hang():
     first, second = run_ranks(_says_who_gives_no_weight, 2)
     assert first == second
+
+
+def _weighs_from_the_second_step_on() -> list[object]:
+    engine, plain = make(2), make(2)
+    log: list[object] = []
+    for step, count in enumerate((None, 512, 512)):
+        for each, weight in ((plain, None), (engine, count)):
+            with zcomm.traced(log.append if each is engine and step else lambda _: None):
+                for _ in range(2):
+                    each.backward(each(torch.full((2, 3), 1.0 + step)), weight=weight)
+                    report = each.step()
+    assert report
+    torch.testing.assert_close(engine.state_dict(), plain.state_dict())
+    return [engine.clock.weight_exponent, sum("exchange" in str(record) for record in log)]
+
+
+def test_weights_that_begin_later_cause_no_message_and_find_their_unit_at_the_boundary():
+    assert run_ranks(_weighs_from_the_second_step_on, 2) == [[10, 0]] * 2
 
 
 def make(accumulation: int) -> zengine.Engine:

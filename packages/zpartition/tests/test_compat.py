@@ -9,6 +9,7 @@ import torch
 
 from zpartition._compat import (
     TO_NUMBER,
+    any_requires_grad,
     is_in_backward,
     outer_saved_tensor_hooks,
     running_node,
@@ -32,6 +33,14 @@ def test_the_innermost_hooks_are_told() -> None:
         assert found is not None
         assert found == (pack, unpack)
     assert outer_saved_tensor_hooks() is None
+
+
+def test_one_of_many_requires_a_gradient() -> None:
+    frozen = [torch.nn.Parameter(torch.empty(1), requires_grad=False) for _ in range(3)]
+    assert not any_requires_grad(*frozen)
+    assert not any_requires_grad()
+    frozen[1].requires_grad_(True)
+    assert any_requires_grad(*frozen)
 
 
 def test_tensors_swap_what_they_are_even_if_referred_to_weakly() -> None:

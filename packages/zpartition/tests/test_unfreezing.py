@@ -92,7 +92,7 @@ def gradually(name: str, directory: str = "") -> None:
     assert bool(grows.any())
     train(partition, optimizer, range(3, 6))
     assert partition.layout.numel == sum(param.numel() for param in model.parameters())
-    assert (partition.frozen, partition.at_rest) == ((), ())
+    assert (partition.frozen, partition.at_rest) == ((), {})
     for name, expected in trained_alone().items():
         torch.testing.assert_close(model.state_dict()[name], expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
     partition.close()
@@ -180,6 +180,44 @@ def test_what_cannot_be_admitted_is_refused_on_all_ranks() -> None:
         assert "layers.0.0.weight was unfrozen in the middle of a step (4 in all). Unfreeze between" in half_way
         assert "inside of a forward pass or of a gathered() block" in inside
         assert f"ranks have unfrozen different parameters: this one, rank {rank}, layers.0.0.weight" in different
+
+
+def _attempt(partition: zpartition.Partition, *, has_found: bool) -> None:
+    partition.admit_unfrozen()
+    assert not has_found, "who has unfrozen something is told at once"
+    loss = partition.module(inputs(0))
+    with partition.micro_step():
+        loss.backward()
+
+
+def only_one_rank() -> list[str]:
+    found = []
+    for stage in (1, 3):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        partition = zpartition.shard(model, optimizer, policy=POLICIES[f"stage {stage}"])
+        train(partition, optimizer, [0])
+        is_one = zcomm.group_rank() == 0
+        model.layers[1][0].requires_grad_(is_one)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="ranks have unfrozen different parameters") as caught:
+                _attempt(partition, has_found=is_one)
+            found.append(str(caught.value))
+        model.layers[1][0].requires_grad_(True)
+        train(partition, optimizer, [1])
+        assert "layers.1.0.weight" in partition.layout.names
+        log: list[Any] = []
+        with zcomm.traced(log.append):
+            train(partition, optimizer, [1])
+        assert sum("unfrozen parameters" in str(record) for record in log) == 1
+        partition.close()
+    return found
+
+
+def test_ranks_of_which_one_has_unfrozen_something_are_all_told() -> None:
+    first, second = run_ranks(only_one_rank, 2)
+    assert all("this one, rank 0, layers.1.0.weight, layers.1.0.bias (2 in all)" in said for said in first)
+    assert all("this one, rank 1, none. Set requires_grad alike" in said for said in second)
 
 
 def stale() -> None:

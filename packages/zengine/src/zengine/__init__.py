@@ -12,12 +12,12 @@ precision in `zprecision`, partitioning in `zpartition`, optimizers in `zoptim`,
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zengine.arguments import add_config_arguments
 from zengine.clock import CallOrderError, MicroStep
 from zengine.initialize import initialize
+from zengine.lazily import importing
 from zengine.report import Culprit, StepReport
 
 if TYPE_CHECKING:
@@ -52,14 +52,7 @@ _HOME_OF = {
     "RanksDisagree": "zengine.agreement",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use (PEP 562)."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = found
-    return found
+__getattr__ = importing(__name__, _HOME_OF)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import attrs
@@ -91,30 +92,37 @@ def _around(
     slot = NoOptimizer() if optimizer is None else _slot(optimizer)
     if isinstance(slot, ShardOptimizer):  # what it may expect before anything is known: no clipping, and no wait
         partition.run_ahead(slot.scaled, lambda: scaler.factor.float() if divides(plan) else None)
-    return Parts(
-        world=world,
-        groups=groups,
-        partition=partition,
-        scaler=scaler,
-        optimizer=slot,
-        scheduler=ConstantRate() if scheduler is None else scheduler,
-        telemetry=make_telemetry(
+    with ExitStack() as opened:  # closed again if a later part cannot be made
+        telemetry = make_telemetry(
             plan.telemetry,
             device=world.device,
             rank=world.rank,
             micro_batch_size=plan.batch.micro_batch_size,
             batch_size=plan.batch.train_batch_size,
             replicas=plan.batch.replicas,
-        ),
-        inspect=make_inspect(partition),
-        divisor=make_divisor(plan, world.device),
-        judge=make_judge(plan, scaler, groups.everybody()),
-        exchange=functools.partial(zcomm.exchange, group=partition.group),
-        saver=make_saver(plan, partition, groups.everybody()),
-        loader=loader,
-        client_scheduler=scheduler,
-        runner=make_runner(plan, partition.module, world.device),  # last: it may change the module
-    )
+        )
+        opened.callback(telemetry.close)
+        saver = make_saver(plan, partition, groups.everybody())
+        opened.callback(saver.close)
+        parts = Parts(
+            world=world,
+            groups=groups,
+            partition=partition,
+            scaler=scaler,
+            optimizer=slot,
+            scheduler=ConstantRate() if scheduler is None else scheduler,
+            telemetry=telemetry,
+            inspect=make_inspect(partition),
+            divisor=make_divisor(plan, world.device),
+            judge=make_judge(plan, scaler, groups.everybody()),
+            exchange=functools.partial(zcomm.exchange, group=partition.group),
+            saver=saver,
+            loader=loader,
+            client_scheduler=scheduler,
+            runner=make_runner(plan, partition.module, world.device),  # last: it changes the module
+        )
+        opened.pop_all()
+    return parts
 
 
 def make_features(plan: Plan) -> tuple[Feature, ...]:
@@ -180,15 +188,24 @@ def make_runner(plan: Plan, module: nn.Module, device: torch.device) -> Runner:
     if plan.numerics.autocast != torch.float32:
         runner = AutocastRunner(device.type, plan.numerics.autocast)
     held: list[Closable] = []
+    with ExitStack() as done:  # undone again if what comes after it fails
+        for change in _changes(plan, module, device):
+            held.append(change)
+            done.callback(change.close)
+        done.pop_all()
+    return Holding(runner, tuple(held)) if held else runner
+
+
+def _changes(plan: Plan, module: nn.Module, device: torch.device) -> Iterator[Closable]:
+    """What the plan does to the module itself, one after the other."""
     float8, keep = plan.numerics.float8, plan.precision.keep
     if float8.modules:
         only, but = (zprecision.Keep(patterns=names, as_listed=False) for names in (float8.modules, float8.exclude))
-        held.append(zprecision.Float8.convert(module, device=device, only=only, but=but))
+        yield zprecision.Float8.convert(module, device=device, only=only, but=but)
     if keep.patterns and plan.precision.param.itemsize < 4:
         for pattern in keep.unmatched(module):
             log.warning("data_types.keep_in_fp32_modules: %r matches no parameter or buffer of the model", pattern)
-        held.append(zprecision.Islands.install(module, keep, plan.precision.param))
-    return Holding(runner, tuple(held)) if held else runner
+        yield zprecision.Islands.install(module, keep, plan.precision.param)
 
 
 def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.GradientStats]:

@@ -98,6 +98,7 @@ class Clock:
     applied_steps: int = 0
     skipped_steps: int = 0
     samples: int = 0  # samples of all steps that are complete
+    step_samples: int | None = None  # samples of the step at whose boundary we are, if a feature knows better
 
     def micro_step(self) -> MicroStep:
         """The micro-step that is running."""
@@ -168,13 +169,14 @@ class Clock:
         try:
             yield
         except BaseException:
-            self.phase, self.index = Phase.IDLE, 0
+            self.phase, self.index, self.step_samples = Phase.IDLE, 0, None
             raise
 
     def end_step(self, *, applied: bool) -> None:
         """A boundary is over, applied or skipped."""
-        self.samples += self.index * self.samples_per_micro_step
-        self.index = 0
+        counted = self.index * self.samples_per_micro_step
+        self.samples += counted if self.step_samples is None else self.step_samples
+        self.index, self.step_samples = 0, None
         self.steps += 1
         self.applied_steps += applied
         self.skipped_steps += not applied

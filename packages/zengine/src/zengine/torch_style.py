@@ -8,7 +8,9 @@ comes: then the engine's next call finds the phase open and drops the gradients 
 
 Without `scale` the engine knows nothing: the gradients lie in `.grad` of the parameters, as in plain torch (that is
 what a GAN's generator needs, which trains through its discriminator).  `step` takes them if they are what it would
-have computed itself, and otherwise says what is missing.
+have computed itself, and otherwise says what is missing.  Whether there are any is known to this rank alone: where
+there are others, one without gradients takes part with zeros, as it does if the loss of an `engine.backward` reaches
+nothing there; that nobody has any is found at the boundary, by all.
 
 Rejected: hooks on the outputs of the module, by which another engine guesses that a backward is its own; a generator
 that trains through its discriminator's engine would be taken for a step of the discriminator.
@@ -65,16 +67,19 @@ class EngineTorchStyle:
             CallOrderError: there are gradients, and something is missing from them.
         """
         self.clock.settle()
-        if self.clock.phase is not Phase.FORWARD or not _has_gradients(self.module):
+        if self.clock.phase is not Phase.FORWARD:
             return
         accumulation, scale = self.clock.accumulation, self.loss_scale
         missing = [f"the division by gradient_accumulation_steps = {accumulation}"] * (accumulation != 1)
         missing += [f"the loss scale, {scale:g} now"] * (scale != 1)
+        if not _has_gradients(self.module) and (missing or self.parts.partition.is_alone):
+            return  # `step` was called too early
         if missing:
             raise CallOrderError(
                 f"step() {self.clock.position} found gradients of a plain loss.backward(), which miss "
                 f"{' and '.join(missing)}: call engine.backward(loss), or engine.scale(loss).backward()"
             )
+        self.losses.meet(None, self.clock.micro_step())
         self.clock.accept_backward()
         self.losses.forget()
 

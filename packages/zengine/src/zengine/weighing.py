@@ -14,7 +14,9 @@ of the statistics.
 what 1 / accumulation would have been, gradients in fp16 or bf16 stay in the range that unweighted training has, and
 another unit changes no bit of the result (but for numbers at the ends of the range).  All ranks need the same one:
 they exchange the weights of the first micro-step of a run in which any is above 0, and keep the unit from then on; it
-is saved with the counters.
+is saved with the counters.  A rank without a weight takes part as well: it cannot know that the others have some.
+So there is one small message in the first backward of every run.  Whoever begins to weigh later, after steps without
+weights, causes none: the unit of that step is 1, and its total, which every rank learns at the boundary, sets it.
 
 Rejected.  Dividing by the total beforehand (the caller would have to see all batches of a step in advance, as other
 trainers demand); a second all-reduce; multiplying by n as it is (fp16 gradients overflow at a few thousand tokens).
@@ -56,7 +58,8 @@ class StepLoss:
     clock: Clock  # has the unit
     device: torch.device
     replicas: int  # ranks that take the mean of their gradients
-    exchange: Callable[[float], list[float]]  # everybody's number, on all ranks
+    exchange: Callable[[float | None], list[float | None]]  # everybody's number, on all ranks
+    has_met: bool = False  # whether the ranks have told each other what they weigh
     kind: Kind = Kind.UNKNOWN
     loss: Tensor | float = 0.0  # () float64: sum of the shares of this rank
     weight: Weight = 0.0  # sum of the weights of this rank
@@ -68,7 +71,8 @@ class StepLoss:
         divides: an unweighted loss is divided by the number of micro-steps.
 
         Raises:
-            ValueError: the weight is negative or not finite; or some backwards of a step have one and others none.
+            ValueError: the weight is negative or not finite; or some backwards of a step have one and others none,
+                on this rank or (in the first one of a run) on others.
         """
         if micro.is_first:
             self.kind, self.loss, self.weight = Kind.UNKNOWN, 0.0, 0.0
@@ -82,11 +86,26 @@ class StepLoss:
                 "or none"
             )
         self.kind = kind
-        if weight is None:
+        checked = None if weight is None else _checked(weight)
+        self.meet(checked, micro)
+        if checked is None:
             return loss / micro.count if divides and micro.count != 1 else loss
-        checked = _checked(weight)
         self.weight = self.weight + checked
-        return _without_empty(loss * (checked / self._unit(checked, micro)), checked)
+        return _without_empty(loss * (checked / self._unit), checked)
+
+    def meet(self, weight: Weight | None, micro: MicroStep) -> None:
+        """In the first backward of a run hear how the others weigh, and choose the unit.  See [Note: the unit]."""
+        if self.has_met:
+            return
+        is_known = self.clock.weight_exponent != UNWEIGHTED  # a run that goes on: it weighs or not as it did
+        found = self.exchange(None if weight is None else float(weight))
+        weights = [each for each in found if each is not None]
+        if weights and len(weights) != len(found):
+            raise ValueError(self._divided(len(weights), len(found)))
+        mean = sum(weights) / len(found) * micro.count
+        self.has_met = is_known or not weights or mean > 0  # where nothing weighs anything yet, the next may
+        if mean > 0 and not is_known:
+            self.clock.weight_exponent = round(math.log2(mean))
 
     def add(self, share: Tensor) -> None:
         """Remember what was differentiated; `share` has no graph any more."""
@@ -121,21 +140,23 @@ class StepLoss:
         if num_weighted == 0:
             return 1.0
         if num_weighted != self.replicas:
-            raise ValueError(
-                f"{num_weighted:g} of {self.replicas} ranks gave backward() a weight in step {self.clock.steps}, the "
-                "others none: all ranks have to, 0 where a batch holds nothing that counts"
-            )
-        return weight / (2.0**self.clock.weight_exponent * self.replicas) if weight else 0.0
+            raise ValueError(self._divided(num_weighted, self.replicas))
+        unit, mean = self._unit, weight / self.replicas
+        if self.clock.weight_exponent == UNWEIGHTED and mean > 0:
+            self.clock.weight_exponent = round(math.log2(mean))
+        return mean / unit
 
-    def _unit(self, weight: Weight, micro: MicroStep) -> float:
-        """See [Note: the unit]; the first time in a run this is a message."""
-        if self.clock.weight_exponent == UNWEIGHTED:
-            weights = self.exchange(float(weight))
-            mean = sum(weights) / len(weights) * micro.count
-            if mean == 0:
-                return 1.0  # nothing weighs anything yet, so any unit is as good; the next weights choose
-            self.clock.weight_exponent = round(math.log2(mean)) if mean > 0 else 0
-        return 2.0**self.clock.weight_exponent
+    @property
+    def _unit(self) -> float:
+        """See [Note: the unit]; where nothing has weighed anything yet, any is as good."""
+        exponent = self.clock.weight_exponent
+        return 1.0 if exponent == UNWEIGHTED else 2.0**exponent
+
+    def _divided(self, num_weighted: float, num_ranks: int) -> str:
+        return (
+            f"{num_weighted:g} of {num_ranks} ranks gave backward() a weight in step {self.clock.steps}, the others "
+            "none: all ranks have to, 0 where a batch holds nothing that counts"
+        )
 
 
 def _without_empty(share: Tensor, weight: Weight) -> Tensor:

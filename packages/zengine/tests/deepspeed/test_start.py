@@ -60,6 +60,20 @@ def test_leaf_modules_that_were_named_before_reach_the_config_in_any_form(form: 
     assert config["zero_optimization"]["leaf_module"] == {"names": ["2"]}
 
 
+def test_problems_of_a_file_are_told_with_their_lines_when_leaf_modules_were_named(tmp_path: Path):
+    net = model()
+    deepspeed.utils.set_z3_leaf_modules_by_name(net, ["0"])
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 2,\n "train_batch_size": 4,\n "gradient_clippin": 1}')
+    with pytest.raises(zengine.ConfigError) as caught:
+        deepspeed.initialize(model=net, config=str(path))
+    assert f"{path}:3:2" in str(caught.value)
+    assert "given twice, on lines 1 and 2" in str(caught.value)
+    for bad in ({"zero_optimization": 3}, {"zero_optimization": {"leaf_module": {"names": 3}}}):
+        with pytest.raises(zengine.ConfigError, match="zero_optimization"):
+            deepspeed.initialize(model=net, config={"train_batch_size": 2, **bad})
+
+
 def test_parallelism_that_is_not_there_is_refused_by_name():
     with pytest.raises(deepspeed.NotAvailable, match="sequence parallelism is not available yet"):
         deepspeed.initialize(model=model(), config=CONFIG, mesh_param=(1, 2))

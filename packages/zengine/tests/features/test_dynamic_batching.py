@@ -155,6 +155,24 @@ def _rates(told: list[tuple[Any, ...]]) -> list[tuple[float, ...]]:
     return [entry[1] for entry in told[:-1]]
 
 
+def test_a_step_whose_update_failed_is_counted_once() -> None:
+    engine, loader = engine_of()
+    batches = iter(loader)
+    train(engine, batches, 2)
+
+    def fail(*_: Any) -> None:
+        raise OSError("a drive is gone")
+
+    hook = engine.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(OSError, match="a drive is gone"):
+        train(engine, batches, 1)
+    hook.remove()
+    lost = loader.last_samples
+    (report,) = train(engine, batches, 1)
+    assert report.samples == loader.samples_handed - lost
+    assert report.lr == pytest.approx((0.01 * loader.last_samples / 4,))
+
+
 def test_a_step_that_a_failed_save_interrupts_is_counted_once() -> None:
     class Failed:
         def check(self) -> None:

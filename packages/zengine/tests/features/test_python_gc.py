@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import torch
 from torch import nn
 
 import zengine
@@ -31,6 +32,14 @@ def test_it_is_off_until_the_last_engine_is_closed():
         assert not gc.isenabled()
     finally:
         second.close()
+    assert gc.isenabled()
+
+
+def test_it_is_on_again_after_an_engine_that_was_dropped_and_not_closed():
+    engine = make()
+    engine.backward(engine(torch.ones(1, 1)).sum())
+    assert not gc.isenabled()
+    del engine
     assert gc.isenabled()
 
 

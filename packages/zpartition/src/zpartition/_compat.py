@@ -16,6 +16,7 @@ __all__ = [
     "TO_NUMBER",
     "Hooks",
     "TorchDispatchMode",
+    "any_requires_grad",
     "is_in_backward",
     "outer_saved_tensor_hooks",
     "running_node",
@@ -31,6 +32,13 @@ IS_META_GETTER: Any = vars(torch._C.TensorBase)["is_meta"].__get__  # what a fun
 TO_NUMBER: Any = torch.ops.aten._local_scalar_dense.default  # what a dispatch mode sees of `tensor.item()`
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # pack, unpack
+
+
+def _any_requires_grad(*tensors: torch.Tensor) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
+
+
+any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _any_requires_grad)
 
 
 def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:

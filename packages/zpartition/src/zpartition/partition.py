@@ -46,6 +46,7 @@ from zpartition.ranks import Ranks
 from zpartition.reducer import GradientReducer
 from zpartition.residence import Residence
 from zpartition.resting import Unused, agree_on_unused, untouched
+from zpartition.rollcall import RollCall
 from zpartition.shard import LazyShard, Shard
 from zpartition.sharded import ShardedStorage, make_storage
 from zpartition.storage import BucketStorage
@@ -75,7 +76,8 @@ class Partition(GradientFacts, Parking):
     frozen: tuple[ShardedStorage, ...] = ()  # units' parameters that are not trained
     optimizer: torch.optim.Optimizer | None = None  # the rebound one
     holders: tuple[state.Holder, ...] = ()  # what the rebound optimizer updates
-    at_rest: tuple[tuple[str, Parameter], ...] = ()  # parameters that were frozen, by name
+    at_rest: dict[str, Parameter] = attrs.field(factory=dict)  # parameters that were frozen
+    roll: RollCall = attrs.field(factory=lambda: RollCall(None))  # what ranks have unfrozen
     dormant: dict[str, int] = attrs.field(factory=dict)  # parameter groups that held some of those
     parked: Parked | None = None  # what offload_states has moved away
     ahead: Ahead = NEVER  # updates on the host before the step is due
@@ -119,7 +121,8 @@ class Partition(GradientFacts, Parking):
         tiers.attach(reducer)
         partition = cls(module, layout, policy, ranks, params, storages, reducer, bystanders, residence, watch, tiers)
         partition.frozen, partition.cell = resting, cell_of(module)
-        partition.at_rest = tuple((name, param) for name, param in everything.items() if not param.requires_grad)
+        partition.at_rest = {name: param for name, param in everything.items() if not param.requires_grad}
+        partition.roll = RollCall(zcomm.host_twin(ranks.world) if partition.at_rest else None)
         partition.holders = tuple(state.Holder(s.master, s.pieces(ranks.rank), s.home) for s in storages)
         claim(partition, partition.owned(), [*reducer.hooks, watch])
         partition.synchronise()
@@ -181,8 +184,8 @@ class Partition(GradientFacts, Parking):
     def admit_unfrozen(self) -> tuple[str, ...]:
         """Train from now on what was frozen when the module was partitioned and requires a gradient now; its names.
 
-        To be called between two steps, on all ranks.  What goes on depends on it in nothing: weights and states of
-        the others stay where they are.  See unfreezing.py.
+        To be called between two steps, on all ranks, where there are frozen parameters.  What goes on depends on it
+        in nothing: weights and states of the others stay where they are.  See unfreezing.py.
 
         Raises:
             ValueError: in the middle of a step; ranks have unfrozen different parameters; or the optimizer has no
@@ -201,6 +204,7 @@ class Partition(GradientFacts, Parking):
         """
         self.refuse_parked()
         self.watch.sweep()
+        self.roll.hear()
         if is_last and not is_local:
             self.ahead.begin()
         try:
@@ -216,6 +220,7 @@ class Partition(GradientFacts, Parking):
 
         Of what several cells (tensor ranks) have copies of, those of one are returned, for the norm; all are set.
         """
+        self.roll.turn()
         kept = self.reducer.finish()
         self.tiers.mover.wait_host()
         self.ahead.join()

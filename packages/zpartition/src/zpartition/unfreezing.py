@@ -7,7 +7,7 @@ Design.  Between two steps nothing is under way: no gradient, no gathered unit, 
 have begun to require a gradient get buckets of their own, behind those that are there, and what depends on all
 buckets (reducer, residence, hooks) is made anew around the old ones.  No weight, master or state of the others moves,
 and the new ones count their own steps, as an optimizer would in one process: they share no shard with older ones.
-All ranks have to do it together, and say first what they have found.
+All ranks have to do it together, and say first what they have found (rollcall.py).
 
 A parameter may only go where an optimizer wants it: to the parameter group that held it when the module was
 partitioned, or to one that was added since with `optimizer.add_param_group`.
@@ -19,7 +19,6 @@ and old and new parameters could share a shard, whose step counts differ).
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,7 @@ from torch.nn import Parameter
 
 import zcomm
 from zpartition import shapes
+from zpartition._compat import any_requires_grad
 from zpartition.admission import claim
 from zpartition.layout import Layout
 from zpartition.layouts import plan_added
@@ -47,7 +47,9 @@ __all__ = ["admit", "dormant_groups", "refuse", "unfrozen"]
 
 def unfrozen(partition: Partition) -> list[str]:
     """Names of the parameters that were frozen and require a gradient now."""
-    return [name for name, param in partition.at_rest if param.requires_grad]
+    if not any_requires_grad(*partition.at_rest.values()):  # asked at every forward: no loop in Python
+        return []
+    return [name for name, param in partition.at_rest.items() if param.requires_grad]
 
 
 def refuse(partition: Partition) -> None:
@@ -62,7 +64,7 @@ def refuse(partition: Partition) -> None:
 
 def dormant_groups(partition: Partition, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """The parameter groups that hold parameters which are frozen, by name."""
-    names = {id(param): name for name, param in partition.at_rest}
+    names = {id(param): name for name, param in partition.at_rest.items()}
     groups = enumerate(optimizer.param_groups)
     return {names[id(p)]: index for index, group in groups for p in group["params"] if id(p) in names}
 
@@ -70,10 +72,13 @@ def dormant_groups(partition: Partition, optimizer: torch.optim.Optimizer) -> di
 def admit(partition: Partition) -> tuple[str, ...]:
     """Train what has been unfrozen from now on; returns the names.  See `Partition.admit_unfrozen`."""
     names = unfrozen(partition)
+    if names:
+        _refuse_half_way(partition, names)
+    partition.roll.tell(names)
+    if names or partition.residence.units:
+        partition.roll.hear()
     if not names:
         return ()
-    _refuse_half_way(partition, names)
-    _agree(partition, names)
     groups = _groups(partition, names)
     partition.ahead.close()
     everything = dict(partition.module.named_parameters())
@@ -97,7 +102,7 @@ def admit(partition: Partition) -> tuple[str, ...]:
     partition.holders = (*partition.holders, *(Holder(s.master, s.pieces(partition.rank), s.home) for s in new))
     partition.layout = attrs.evolve(partition.layout, buckets=(*partition.layout.buckets, *added.buckets))
     partition.params = {n: p for n, p in everything.items() if n in partition.params or n in groups}
-    partition.at_rest = tuple(found for found in partition.at_rest if found[0] not in groups)
+    partition.at_rest = {name: param for name, param in partition.at_rest.items() if name not in groups}
     _rebuild(partition)
     if partition.optimizer is not None:
         _enlarge(partition, partition.optimizer, added, groups)
@@ -114,18 +119,6 @@ def _refuse_half_way(partition: Partition, names: Sequence[str]) -> None:
         raise ValueError(
             f"parameter {names[0]} was unfrozen {where} ({len(names)} in all). Unfreeze between two steps: after the "
             "optimizer's step (or zero_grad), before the next forward pass."
-        )
-
-
-def _agree(partition: Partition, names: Sequence[str]) -> None:
-    """ValueError on all ranks unless all have unfrozen the same."""
-    digest = zlib.crc32("\n".join(names).encode())
-    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=partition.device)
-    zcomm.all_reduce(bounds, partition.group, op="max", label="unfrozen parameters")
-    if bounds.tolist() != [digest, -digest]:
-        raise ValueError(
-            f"ranks have unfrozen different parameters: this one, rank {partition.rank}, {', '.join(names[:10])} "
-            f"({len(names)} in all). Set requires_grad alike on all ranks."
         )
 
 

@@ -17,14 +17,16 @@ from zengine.config.scan import Document, dotted, scan
 from zengine.config.scan import Path as KeyPath
 from zengine.config.suggest import nearest
 
-Source = str | os.PathLike[str] | Mapping[str, Any]
+Source = str | os.PathLike[str] | Mapping[str, Any] | Document
 
 
 def read(source: Source) -> Document:
-    """The document of a path, a JSON text that starts with "{", or a mapping.
+    """The document of a path, a JSON text that starts with "{", or a mapping; a document is its own.
 
     Raises ConfigError when there is nothing to read, TypeError for other kinds of source.
     """
+    if isinstance(source, Document):
+        return source
     if isinstance(source, Mapping):
         return _from_mapping(source)
     if isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("{"):

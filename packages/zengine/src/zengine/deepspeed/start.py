@@ -6,14 +6,14 @@ Besides the names of arguments, three things come in here: modules that `set_z3_
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
+import attrs
 import torch
 from torch import nn
 
+from zengine.config.source import read
 from zengine.deepspeed.later import refusing
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names
@@ -99,19 +99,23 @@ def _mesh(mesh_param: Any) -> Any:
     return None  # all ranks are replicas: the default
 
 
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of the config; empty where it is missing, or malformed, which `load` will tell."""
+    found = data.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def _with_leaves(given: Any, names: tuple[str, ...]) -> Any:
-    """The config with the names of leaf modules added; as it is when there are none."""
-    if not names:
+    """The config with the names of leaf modules added, every key with its place; as it is when there are none."""
+    document = read(given) if names else None
+    if document is None or not isinstance(document.data, Mapping):
         return given
-    if isinstance(given, (str, os.PathLike)):
-        text = os.fspath(given)
-        if not text.lstrip().startswith("{"):
-            with open(text, encoding="utf-8-sig") as file:
-                text = file.read()
-        given = json.loads(text)
-    settings: dict[str, Any] = dict(given)
-    zero = settings.get("zero_optimization")
-    zero = dict(zero) if isinstance(zero, Mapping) else {}
-    leaves = dict(zero.get("leaf_module") or {})
-    leaves["names"] = list(dict.fromkeys((*leaves.get("names", ()), *names)))
-    return {**settings, "zero_optimization": {**zero, "leaf_module": leaves}}
+    zero = _section(document.data, "zero_optimization")
+    leaves = _section(zero, "leaf_module")
+    written = leaves.get("names", [])
+    is_sound = {type(document.data.get("zero_optimization")), type(zero.get("leaf_module"))} <= {dict, type(None)}
+    if not (is_sound and isinstance(written, list)):
+        return given  # which `load` will refuse
+    leaf_module = {**leaves, "names": list(dict.fromkeys((*written, *names)))}
+    zero_optimization = {**zero, "leaf_module": leaf_module}
+    return attrs.evolve(document, data={**document.data, "zero_optimization": zero_optimization})

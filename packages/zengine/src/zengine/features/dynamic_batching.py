@@ -107,15 +107,17 @@ class DynamicBatching(Feature):
         return loss
 
     def step_begin(self) -> None:
-        """The samples of this step are those handed since the last; batches of other origin count as they are."""
+        """The samples of this step are those handed since the last; batches of other origin count as they are.
+
+        An update that fails is attempted again, so nothing is counted here: the clock is told what to count.
+        """
         batch_size = self.batch_size = self.loader.samples_handed - self.mark
-        self.mark, self.has_begun = self.loader.samples_handed, False
+        self.rate.factor = lr_factor(self.method, batch_size, self.reference) if batch_size else 1.0
         if batch_size:
-            self.rate.factor = lr_factor(self.method, batch_size, self.reference)
-            self.clock.samples += batch_size - self.clock.index * self.clock.samples_per_micro_step
+            self.clock.step_samples = batch_size
 
     def step_end(self, report: StepReport) -> None:
-        self.rate.factor = 1.0
+        self.mark, self.has_begun, self.rate.factor = self.loader.samples_handed, False, 1.0
         self.telemetry.write_events([("data/batch_size", self.batch_size, report.step)])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -6,13 +6,14 @@ are cycles, which `engine.collect_python_gc()` frees when the caller has time: a
 on all ranks.
 
 The collector is one for the whole process, so engines count: it comes back when the last one that wanted it off is
-closed.
+closed, or dropped without that.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from zengine.features.base import Feature
@@ -24,17 +25,25 @@ if TYPE_CHECKING:
 class PythonGC(Feature):
     """Switches the collector off; on again with the last engine."""
 
-    _holders: ClassVar[weakref.WeakSet[PythonGC]] = weakref.WeakSet()  # features of engines that are open
+    _holders: ClassVar[set[object]] = set()  # a token of each engine that is open
+
+    def __init__(self) -> None:
+        self._let_go: Callable[[], object] = lambda: None
 
     def attach(self, engine: Engine) -> None:
         """From now on nothing is collected by itself.  A collector that the caller switched off stays off."""
         if gc.isenabled() or self._holders:
-            self._holders.add(self)
+            token = object()
+            self._holders.add(token)
             gc.disable()
+            self._let_go = weakref.finalize(self, _let_go, self._holders, token)
 
     def close(self) -> None:
         """The last one switches it on again."""
-        if self in self._holders:
-            self._holders.discard(self)
-            if not self._holders:
-                gc.enable()
+        self._let_go()
+
+
+def _let_go(holders: set[object], token: object) -> None:
+    holders.discard(token)
+    if not holders:
+        gc.enable()

@@ -9,9 +9,9 @@
 Importing this package imports no writer: tensorboard and wandb are loaded when a plan enables them.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from zengine.lazily import importing
 from zengine.telemetry.choosing import make_telemetry
 from zengine.telemetry.silent import Silent
 
@@ -40,11 +40,4 @@ _HOME_OF = {
     "Telemetry": "zengine.telemetry.telemetry",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use (PEP 562)."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = found
-    return found
+__getattr__ = importing(__name__, _HOME_OF)

@@ -96,6 +96,13 @@ def check_rest() -> dict[str, object]:
     return seen
 
 
+def test_arguments_of_a_logger_are_taken_everywhere_and_misspelt_ones_nowhere():
+    for verb in (dist.reduce, dist.broadcast, dist.barrier):
+        with pytest.raises(TypeError, match=r"unknown keyword asynch_op=: did you mean async_op=\?"):
+            verb(asynch_op=True)
+    dist.barrier(prof=False, log_name="end", debug=2)
+
+
 def test_reductions_gathers_and_broadcasts_on_two_ranks():
     first, second = run_ranks(check_all, 2)
     assert first["sum"] == [3.0]

@@ -5,7 +5,8 @@ that a trace, the comms logger and the diagnosis of a hang know of them; everyth
 torch returns for `async_op=True` has `wait()`, and so has what is returned here.
 Objects travel as JSON and not as pickles, which would run whatever arrives: tuples come back as lists.
 
-`prof` and `debug`, which DeepSpeed takes for its logger, are accepted and unused; `log_name` is the label.
+`prof`, `debug` and `log_name`, which DeepSpeed takes for its logger, are accepted everywhere and unused (but for the
+`log_name` of `all_reduce`, which is the label); another keyword is refused with the name that was meant.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 import zcomm
+from zengine.deepspeed.comm.keywords import takes_logging
 from zengine.deepspeed.comm.world import get_all_ranks_from_group, get_rank, get_world_size
 
 __all__ = [
@@ -54,13 +56,13 @@ __all__ = [
 _WORDS = {ReduceOp.SUM: "sum", ReduceOp.MAX: "max", ReduceOp.MIN: "min"}
 
 
+@takes_logging
 def all_reduce(
     tensor: Tensor,
     op: Any = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
     log_name: str = "",
-    **unused: Any,
 ) -> Any:
     """Replace `tensor` on every rank by the sum (or `op`) over the ranks; AVG works on every back end.
 
@@ -82,12 +84,12 @@ def inference_all_reduce(
     return all_reduce(tensor, op, group, async_op)
 
 
+@takes_logging
 def all_reduce_coalesced(
     tensors: Sequence[Tensor],
     op: Any = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    **unused: Any,
 ) -> Any:
     """`all_reduce` of several tensors of one dtype as one message."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -100,37 +102,37 @@ def all_reduce_coalesced(
     return _done(zcomm.after(handle, scatter_back), async_op)
 
 
+@takes_logging
 def reduce(
     tensor: Tensor,
     dst: int,
     op: Any = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    **unused: Any,
 ) -> Any:
     """The sum over the ranks, on rank `dst` of the world."""
     return dist.reduce(tensor, dst=dst, op=op, group=group, async_op=async_op)
 
 
+@takes_logging
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
     op: Any = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    **unused: Any,
 ) -> Any:
     """Sum `input_list[i]` over the ranks into rank i's `output`."""
     return dist.reduce_scatter(output, list(input_list), op=op, group=group, async_op=async_op)
 
 
+@takes_logging
 def reduce_scatter_tensor(
     output_tensor: Tensor,
     tensor: Tensor,
     op: Any = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    **unused: Any,
 ) -> Any:
     """Sum `tensor` over the ranks and keep this rank's slice of it, along the first dim, in `output_tensor`."""
     if op in _WORDS and tensor.is_contiguous() and output_tensor.is_contiguous():
@@ -144,23 +146,23 @@ def reduce_scatter_tensor(
 reduce_scatter_fn = reduce_scatter_base = reduce_scatter_tensor
 
 
+@takes_logging
 def all_gather(
     tensor_list: Sequence[Tensor],
     tensor: Tensor,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    **unused: Any,
 ) -> Any:
     """Rank i's `tensor` into `tensor_list[i]`."""
     return dist.all_gather(list(tensor_list), tensor, group=group, async_op=async_op)
 
 
+@takes_logging
 def all_gather_into_tensor(
     output_tensor: Tensor,
     tensor: Tensor,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    **unused: Any,
 ) -> Any:
     """Every rank's `tensor` into `output_tensor`, one after the other."""
     if tensor.is_contiguous() and output_tensor.is_contiguous():
@@ -171,12 +173,12 @@ def all_gather_into_tensor(
 allgather_fn = all_gather_base = all_gather_into_tensor
 
 
+@takes_logging
 def all_gather_coalesced(
     output_tensors: Sequence[Tensor],
     input_tensors: Sequence[Tensor],
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    **unused: Any,
 ) -> Any:
     """`all_gather_into_tensor` of several pairs of one dtype as one message."""
     size = get_world_size(group)
@@ -199,9 +201,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
     object_list[:] = zcomm.exchange(obj, group)
 
 
-def broadcast(
-    tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False, **unused: Any
-) -> Any:
+@takes_logging
+def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
     """Rank `src` (of the world)'s `tensor` on every rank."""
     if tensor.is_contiguous():
         source = get_all_ranks_from_group(group).index(src) if group is not None else src
@@ -218,6 +219,7 @@ def broadcast_object_list(
     object_list[:] = everyone[get_all_ranks_from_group(group).index(src)]
 
 
+@takes_logging
 def all_to_all_single(
     output: Tensor,
     tensor: Tensor,
@@ -225,7 +227,6 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    **unused: Any,
 ) -> Any:
     """Slice r of `tensor` to rank r, and what rank r sends into slice r of `output`."""
     received = None if output_split_sizes is None else list(output_split_sizes)
@@ -253,66 +254,67 @@ def all_to_all(
     return _done(zcomm.after(handle, distribute), async_op)
 
 
+@takes_logging
 def gather(
     tensor: Tensor,
     gather_list: list[Tensor] | None = None,
     dst: int = 0,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    **unused: Any,
 ) -> Any:
     """Every rank's `tensor` in `gather_list` of rank `dst`."""
     return dist.gather(tensor, gather_list, dst=dst, group=group, async_op=async_op)
 
 
+@takes_logging
 def scatter(
     tensor: Tensor,
     scatter_list: list[Tensor] | None = None,
     src: int = 0,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    **unused: Any,
 ) -> Any:
     """`scatter_list[r]` of rank `src` into rank r's `tensor`."""
     return dist.scatter(tensor, scatter_list, src=src, group=group, async_op=async_op)
 
 
-def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0, **unused: Any) -> None:
+@takes_logging
+def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Send `tensor` to rank `dst`; returns when it may be reused."""
     dist.send(tensor, dst, group=group, tag=tag)
 
 
-def recv(
-    tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0, **unused: Any
-) -> int:
+@takes_logging
+def recv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
     """Receive into `tensor`; returns the sender's rank."""
     return int(dist.recv(tensor, src, group=group, tag=tag))
 
 
-def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0, **unused: Any) -> Any:
+@takes_logging
+def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Any:
     """Send in the background."""
     return dist.isend(tensor, dst, group=group, tag=tag)
 
 
-def irecv(
-    tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0, **unused: Any
-) -> Any:
+@takes_logging
+def irecv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Any:
     """Receive in the background."""
     return dist.irecv(tensor, src, group=group, tag=tag)
 
 
-def barrier(group: ProcessGroup | None = None, async_op: bool = False, **unused: Any) -> None:
+@takes_logging
+def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> None:
     """Return when every rank has come here.  An asynchronous one is refused: nothing could wait for it."""
     if async_op:
         raise ValueError("barrier(async_op=True) is not available: a barrier that nobody waits for is none.")
     zcomm.barrier(group)
 
 
+@takes_logging
 def monitored_barrier(
     group: ProcessGroup | None = None,
     timeout: timedelta | None = None,
     wait_all_ranks: bool = False,
-    **unused: Any,
 ) -> None:
     """A barrier that names the rank that did not come: over Gloo torch's, elsewhere zcomm's, whose errors do so."""
     if get_world_size(group) > 1 and dist.get_backend(group) == "gloo":

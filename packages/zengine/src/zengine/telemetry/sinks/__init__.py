@@ -1,8 +1,8 @@
 """The places that telemetry writes to."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from zengine.lazily import importing
 from zengine.telemetry.sinks.base import (
     Events,
     MissingPackageError,
@@ -52,11 +52,4 @@ _HOME_OF = {
     "WandbSink": "zengine.telemetry.sinks.wandb",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use (PEP 562)."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = found
-    return found
+__getattr__ = importing(__name__, _HOME_OF)
