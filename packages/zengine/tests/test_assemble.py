@@ -215,7 +215,7 @@ def test_what_was_opened_is_closed_when_a_later_part_cannot_be_made(monkeypatch)
     plan = resolve(load(config), Facts(world_size=1, replicas=1, device_type="cuda"))
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with zcomm.init(environ={}, device="cpu") as world, pytest.raises(OSError, match="islands"):
-        assemble(module, Client(), plan, world, None)
+        assemble(module, Client(), plan, world, zcomm.Groups.of(zcomm.Degrees(), 1, 0))
     assert opened == ["telemetry", "saver", "float8"]
     assert closed == opened[::-1]
 
