@@ -7,18 +7,19 @@ hold in a variable while its neighbours are called; so nothing is kept alive tha
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Mapping
 from typing import Any, final
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zpartition._compat import version
 from zpartition.cells import Cell
 from zpartition.tensor import functions
+from zpartition.tensor.draws import Draws
 
 __all__ = ["Entrance"]
 
@@ -40,6 +41,11 @@ class Entrance:
     cell: Cell
     sequence_dim: int = -1  # along which activations between layers are split; -1: they are whole on every rank
     seen: _Seen | None = None  # what came in last
+    draws: Draws = attrs.field()  # random numbers between layers and inside
+
+    @draws.default
+    def _draws(self) -> Draws:
+        return Draws(self.cell)
 
     def enter(self, x: Tensor) -> Tensor:
         """`x`, which all ranks have alike, to be used by each in its own way.
@@ -70,6 +76,21 @@ class Entrance:
             return functions.reduce(partial, self.cell)
         return functions.scatter_sums(partial, self.cell, self.sequence_dim)
 
+    def parted(self, x: Tensor, layer: nn.Module) -> None:
+        """`layer`, which read `x`, goes on with a part of its outputs: what is drawn from now on is of that part."""
+        if layer.training and self.sequence_dim < 0:
+            self.draws.apart(x)
+
+    def joining(self) -> None:
+        """A layer is about to make whole activations again."""
+        if self.sequence_dim < 0:
+            self.draws.whole()
+
+    def scattering(self, x: Tensor, layer: nn.Module) -> None:
+        """Tokens of `x`, out of `layer`, are about to be shared out: until they are joined, each rank has its own."""
+        if layer.training and self.cell.size > 1 and self.sequence_dim >= 0:
+            self.draws.apart(x)
+
     def leave_alone(self, same: Tensor) -> Tensor:
         """This rank's tokens of what all ranks have alike."""
         if self.cell.size == 1 or self.sequence_dim < 0:
@@ -80,9 +101,9 @@ class Entrance:
         """A weight that is used for activations between layers: its gradients come from each rank's tokens."""
         return weight if self.sequence_dim < 0 else functions.copy(weight, self.cell)
 
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> Entrance:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Entrance:
         """Of the same ranks, having seen nothing."""
-        return Entrance(self.cell, self.sequence_dim)
+        return Entrance(self.cell, self.sequence_dim, draws=copy.deepcopy(self.draws, memo))
 
 
 def _forget(entrance: weakref.ref[Entrance], _: object) -> None:

@@ -75,7 +75,10 @@ class _Column(Placed, _Product):
         """(..., in) -> (..., this rank's part of out), or (..., out) where outputs are joined."""
         place = self.place
         y = linear(place.entrance.enter(x), self.kernel(), self.bias)
-        return functions.all_features(y, self.cell, place.sizes) if place.is_joined else y
+        if place.is_joined:
+            return functions.all_features(y, self.cell, place.sizes)
+        place.entrance.parted(x, self)
+        return y
 
 
 class _Row(Placed, _Product):
@@ -84,6 +87,7 @@ class _Row(Placed, _Product):
     def forward(self, x: Tensor) -> Tensor:
         """(..., this rank's part of in), or (..., in) where inputs come whole -> (..., out)."""
         place = self.place
+        place.entrance.joining()
         if place.is_joined:
             x = functions.own_features(x, self.cell, place.sizes)
         y = place.entrance.leave(linear(x, self.kernel()))

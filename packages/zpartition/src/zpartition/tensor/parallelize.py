@@ -15,6 +15,7 @@ from zpartition.cells import Cell
 from zpartition.deferred import tape_that_knows
 from zpartition.shard import Address
 from zpartition.tensor import regions
+from zpartition.tensor.draws import agree_on_random_numbers
 from zpartition.tensor.entrance import Entrance
 from zpartition.tensor.heads import localize
 from zpartition.tensor.layers import Place
@@ -32,7 +33,8 @@ def parallelize(model: nn.Module, plan: TensorPlan, group: ProcessGroup | None =
     Every rank of the group calls it with a whole model; rank 0's weights count.  Afterwards ranks that are given the
     same inputs compute the same outputs together, forward and backward; parameters keep their names and identities,
     and `zpartition.shard` and its checkpoints know where each lies in the whole.  Gradients that were there are gone.
-    Dropout between heads or columns draws the same numbers on all ranks unless their generators differ.
+    Every rank goes on with rank 0's random numbers: dropout of whole activations is the same on all ranks, and
+    between column and row layers each rank draws its own (draws.py).
 
     Raises:
         ValueError: the plan does not fit the model (see `resolve`), before anything is sent or changed; or the model
@@ -45,6 +47,7 @@ def parallelize(model: nn.Module, plan: TensorPlan, group: ProcessGroup | None =
     cell = Cell.of(group)
     cuts = resolve(plan, model, cell.size, cell.rank)
     _agree(model, group)
+    agree_on_random_numbers(cell, _device(model))
     split(model, cuts, Entrance(cell, plan.sequence_dim))
     return cuts
 
@@ -57,6 +60,28 @@ def split(model: nn.Module, cuts: Sequence[Cut], entrance: Entrance) -> None:
         _take_parts(modules[cut.module], cut, done)
         _become(modules[cut.module], cut, entrance)
     _localize(modules, cuts)
+    homes = _homes(cuts) if entrance.sequence_dim < 0 else [""]
+    for name in homes if entrance.cell.size > 1 else ():
+        entrance.draws.close_with(modules[name])
+
+
+def _homes(cuts: Sequence[Cut]) -> list[str]:
+    """Modules in which activations come apart and together: the nearest around each column layer with a row layer.
+
+    The model itself is one, for columns that no row layer follows and tokens that nobody joins.
+    """
+    rows = [cut.module for cut in cuts if isinstance(cut.style, Row)]
+    found = {""}
+    for cut in cuts:
+        home = cut.module
+        while home and isinstance(cut.style, Column) and not any(row.startswith(f"{home}.") for row in rows):
+            home = home.rpartition(".")[0]
+        found.add(home if isinstance(cut.style, Column) else "")
+    return sorted(found)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((param.device for param in model.parameters() if not param.is_meta), torch.device("cpu"))
 
 
 def _refuse_deferred(name: str, param: Tensor) -> None:

@@ -62,7 +62,11 @@ class _Scattered(_Region):
     """Each rank goes on with its tokens of the first tensor that comes out."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _first(super().forward(*args, **kwargs), self.entrance.leave_alone)  # type: ignore[misc]
+        return _first(super().forward(*args, **kwargs), self._own)  # type: ignore[misc]
+
+    def _own(self, x: Tensor) -> Tensor:
+        self.entrance.scattering(x, _module(self))
+        return self.entrance.leave_alone(x)
 
 
 class _Gathered(_Region):
@@ -73,6 +77,7 @@ class _Gathered(_Region):
 
     def _joined(self, x: Tensor) -> Tensor:
         cell, dim = self.entrance.cell, self.entrance.sequence_dim
+        self.entrance.draws.whole()
         return x if cell.size == 1 or dim < 0 else messages.all_tokens(x, cell, dim)
 
 
@@ -100,6 +105,12 @@ def _mixed(region: type[_Region], kind: type[nn.Module]) -> type[nn.Module]:
     if (region, kind) not in _made:
         _made[region, kind] = type(f"{region.__name__.strip('_')}{kind.__name__}", (region, kind), {})
     return _made[region, kind]
+
+
+def _module(region: Any) -> nn.Module:
+    """The module that the region has become."""
+    found: nn.Module = region
+    return found
 
 
 def _first(out: Any, change: Any) -> Any:

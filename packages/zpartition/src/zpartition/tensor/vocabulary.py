@@ -37,6 +37,7 @@ class VocabularyEmbedding(Placed, nn.Embedding):
         local = (input - lo).masked_fill(is_elsewhere, 0)
         rows = embedding(local, self.weight, self._own_padding(lo, hi)).masked_fill(is_elsewhere.unsqueeze(-1), 0)
         if self.place.is_joined:
+            self.place.entrance.scattering(rows, self)
             return self.place.entrance.leave(rows)
         return functions.reduce(rows, self.cell) if self.cell.size > 1 else rows
 
