@@ -104,7 +104,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # from degrees, a mesh, an mpu or a split model to groups
     "groups.py": {"zcomm": {"Groups", "group_size"}, "zpartition": {"cell_of", "replicas_of"}},
     # splits the module before it is partitioned
-    "splitting.py": {"zpartition": {"cell_of", "tensor"}},
+    "splitting.py": {"zcomm": {"group_rank", "group_size"}, "zpartition": {"cell_of", "tensor"}},
     # says which kind of scaling the plan holds
     "getters.py": {"zprecision": {"DynamicScaling"}},
     # ranks tell each other what they have and decide alike

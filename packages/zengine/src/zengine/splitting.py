@@ -1,17 +1,21 @@
 """Splits the module over the tensor ranks, where the config or a mesh asks for it and nobody has done it.
 
-The plan comes from the first of: the config's own, the model's (`tp_plan`, as Transformers' models have), or the
-model's behaviour: inferred from one small input and verified by running it whole and split.  That input is a sample
-of the training data, or the `dummy_inputs` of the model.
+Which layer is split how comes from the config's `layer_specs`, from the model (`tp_plan`, as Transformers' models
+have), or from the model's behaviour: inferred from one small input, and verified by running it whole and split.  That
+input is a sample of the training data, or the `dummy_inputs` of the model.  Specs come first, and what they leave out
+is split as the model suggests, unless the config says otherwise; both together are verified too.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 import zcomm
 import zpartition
@@ -21,9 +25,13 @@ from zpartition import tensor
 
 if TYPE_CHECKING:
     from zengine.config import Plan
-    from zpartition.tensor import TensorPlan
+    from zengine.config.parallel import TensorPlan
 
 __all__ = ["first_batch", "split_tensors"]
+
+log = logging.getLogger("zengine")
+
+Input = tuple[tuple[Any, ...], Mapping[str, Any]]  # how forward is called
 
 
 def split_tensors(
@@ -34,14 +42,18 @@ def split_tensors(
     sample: a small batch, as forward gets it; None if there is none.  All ranks call.
 
     Raises:
+        ValueError: what the plan in use has against the model, or there is no plan and no input to infer one from;
+            before any message, unless running the split model is what tells.
         RanksDisagree: ranks have other models or configs.
-        ValueError: what the plan in use has against the model; or there is no plan and no input to infer one from.
     """
     if plan.parallel.degrees.tensor == 1 or zpartition.cell_of(module).size > 1:
         return
+    wanted, group = plan.parallel.tensor, groups.tensor()
+    given = _input(module, sample, device)
+    proposal = _proposal(module.to(device), wanted, given)
+    tensor.resolve(proposal, module, zcomm.group_size(group), zcomm.group_rank(group))  # errors before any message
     compare({"plan": plan_lines(plan), "parameters": parameter_lines(module)}, groups.everybody())
-    module.to(device)
-    tensor.parallelize(module, _plan_of(module, groups, sample), groups.tensor())
+    tensor.parallelize(module, _verified(proposal, module, wanted, group, given), group)
 
 
 def first_batch(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, device: torch.device) -> Any:
@@ -52,19 +64,56 @@ def first_batch(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, dev
     return mapped(collate([dataset[0]]), lambda leaf: leaf.to(device))
 
 
-def _plan_of(module: nn.Module, groups: zcomm.Groups, sample: Callable[[], Any]) -> TensorPlan:
-    own = getattr(module, "tp_plan", None)
-    if own and any("row" in style and "embedding" not in style for style in own.values()):  # not of the head alone
-        return tensor.read_tp_plan(own, module)
-    batch = None if getattr(module, "dummy_inputs", None) else sample()
-    args, kwargs = _arguments(batch)
-    return tensor.fitted_plan(module, groups.tensor(), *args, kwargs=kwargs, vocabulary=False)
+def _proposal(module: nn.Module, wanted: TensorPlan, given: Input | None) -> tensor.TensorPlan:
+    """What becomes of each layer, as far as this rank can tell by itself."""
+    uncovered = tensor.Uncovered.REFUSE if wanted.is_strict else tensor.Uncovered.KEEP
+    rules = tensor.read_layer_specs({"layer_specs": wanted.layer_specs}, module).rules
+    if rules and wanted.completes and given is None and not _own_plan(module):
+        log.warning(
+            "tensor_parallel.partition_config: layers that its specs leave out stay whole, for want of a sample of "
+            "the training data to see how they could be split. Set use_default_specs to false if that is meant"
+        )
+    elif not rules or wanted.completes:
+        args, kwargs = given or ((), {})
+        own = _own_plan(module)
+        suggested = (
+            tensor.read_tp_plan(own, module)
+            if own
+            else tensor.infer_plan(module, *args, kwargs=kwargs, vocabulary=wanted.splits_vocabulary)
+        )
+        rules = (*rules, *suggested.rules)
+    return tensor.TensorPlan(rules, uncovered, wanted.grain)
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """How a loop would call the model with `batch`."""
+def _verified(
+    proposal: tensor.TensorPlan,
+    module: nn.Module,
+    wanted: TensorPlan,
+    group: ProcessGroup | None,
+    given: Input | None,
+) -> tensor.TensorPlan:
+    """The proposal, or what has passed the test where it was inferred; what somebody wrote is tested if it can be."""
+    args, kwargs = given or ((), {})
+    if not wanted.layer_specs and not _own_plan(module):
+        fitted = tensor.fitted_plan(module, group, *args, kwargs=kwargs, vocabulary=wanted.splits_vocabulary)
+        return attrs.evolve(fitted, uncovered=proposal.uncovered, grain=proposal.grain)
+    if given is not None:
+        tensor.verify(module, proposal, group, *args, kwargs=kwargs)
+    return proposal
+
+
+def _own_plan(module: nn.Module) -> Mapping[str, str]:
+    """What the model says about its layers, unless that is about its head alone."""
+    own: Mapping[str, str] = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
+    return own if any("row" in style and "embedding" not in style for style in own.values()) else {}
+
+
+def _input(module: nn.Module, sample: Callable[[], Any], device: torch.device) -> Input | None:
+    """A small input, as a loop would give it to the model; None if there is none."""
+    batch = getattr(module, "dummy_inputs", None)
+    batch = sample() if batch is None else mapped(dict(batch), lambda leaf: leaf.to(device))
     if batch is None:
-        return (), {}
+        return None
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}

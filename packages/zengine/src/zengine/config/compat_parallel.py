@@ -1,16 +1,15 @@
 """Known sections that split or rewrite the model: parallel dimensions, activation checkpoints, compilation.
 
-None exists here yet, so each accepts the values that leave it out and refuses the others.
+What does not exist here yet accepts the values that leave it out and refuses the others.
 """
 
 from __future__ import annotations
 
 from zengine.config import parallel_settings as parallel
-from zengine.config.kinds import ANYTHING, DTYPE, LIST, TEXT, TRUTH, literal, null_or, whole
+from zengine.config.kinds import ANYTHING, DTYPE, LIST, TEXT, TRUTH, choice, literal, null_or, whole
 from zengine.config.table import Section, all_without_effect, honoured, limited, muted, no_effect, switched
 
 COUNT = whole(0)
-ANY_COUNT = whole(-1)
 
 ACTIVATION_CHECKPOINTING = Section(
     keys={
@@ -23,43 +22,44 @@ ACTIVATION_CHECKPOINTING = Section(
     }
 )
 
-TENSOR_PARALLEL_OFF = "tensor parallelism is not available yet"
+PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
+GIVEN_AS_ARGUMENT = "process groups are arguments of initialize(), mesh= or mpu=. Groups in a config"
 TENSOR_PARALLEL = honoured(
     parallel.TensorParallel,
     {
         "tp": honoured(
             parallel.TensorRanks,
-            all_without_effect(TENSOR_PARALLEL_OFF, tp_grain_size=COUNT, mpu=ANYTHING, tp_group=ANYTHING),
+            {
+                "mpu": limited(ANYTHING, None, why=GIVEN_AS_ARGUMENT, instead="Leave it out, and pass mpu=."),
+                "tp_group": limited(ANYTHING, None, why=GIVEN_AS_ARGUMENT, instead="Leave it out, and pass mesh=."),
+            },
         ),
-        "partition_config": Section(
-            keys={
-                **all_without_effect(TENSOR_PARALLEL_OFF, use_default_specs=TRUTH, strict_mode=TRUTH),
+        "partition_config": honoured(
+            parallel.PartitionConfig,
+            {
                 "layer_specs": Section(
                     each=(
-                        Section(
-                            keys=all_without_effect(
-                                TENSOR_PARALLEL_OFF,
-                                patterns=LIST,
-                                partition_type=TEXT,
-                                shape=LIST,
-                                partition_dim=ANY_COUNT,
-                                model_types=LIST,
-                                gather_output=TRUTH,
-                                grad_allreduce=TRUTH,
-                            )
+                        honoured(
+                            parallel.LayerSpec,
+                            {
+                                "grad_allreduce": no_effect(
+                                    TRUTH, True, why="gradients are summed where they have to be"
+                                )
+                            },
                         ),
-                    )
-                ),
-            }
+                    ),
+                    builds=parallel.in_order,
+                )
+            },
         ),
-        **all_without_effect(
-            TENSOR_PARALLEL_OFF,
-            tp_overlap_comm=TRUTH,
-            preset_model=null_or(TEXT, ""),
-            dtype=DTYPE,
-            keep_module_on_host=TRUTH,
-            vocab_parallel_lm_head=ANYTHING,
-            vocab_parallel_ce_backend=TEXT,
+        "tp_overlap_comm": no_effect(TRUTH, False, why="messages of split layers are waited for"),
+        "preset_model": no_effect(
+            null_or(choice(*PRESETS), None), None, why="plans are read off the model itself, whatever its family"
+        ),
+        "dtype": no_effect(DTYPE, why='the sections "bf16" and "fp16" decide'),
+        "keep_module_on_host": limited(TRUTH, False, why="splitting a model before it is on the device"),
+        "vocab_parallel_ce_backend": limited(
+            choice("torch", "liger"), "torch", why="liger's cross-entropy over a split vocabulary"
         ),
     },
 )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zengine.config.plan import Facts
     from zengine.config.schema import Settings
 
-__all__ = ["MODEL_AXES", "ParallelPlan", "parallel_plan", "parallel_rows"]
+__all__ = ["MODEL_AXES", "ParallelPlan", "TensorPlan", "parallel_notices", "parallel_plan", "parallel_rows"]
 
 MODEL_AXES = ("pipeline", "sequence", "tensor")  # ranks along these work on the same samples
 
@@ -39,10 +39,22 @@ _KEYS: Mapping[str, Mapping[str, Callable[[Settings], int]]] = {
 
 
 @attrs.frozen(kw_only=True)
+class TensorPlan:
+    """How layers are split over tensor ranks."""
+
+    layer_specs: tuple[Mapping[str, Any], ...] = ()  # DeepSpeed's, which come first
+    completes: bool = True  # layers that none names are split as the model suggests
+    is_strict: bool = False  # a linear layer that nothing names is an error
+    splits_vocabulary: bool = False  # embeddings and output layers of an inferred plan, too
+    grain: int = 1  # columns without heads stay together by this many
+
+
+@attrs.frozen(kw_only=True)
 class ParallelPlan:
     """Who does what; `zcomm.axes` says which ranks these are.  Invariant: `degrees` has no -1."""
 
     degrees: Degrees = attrs.field(factory=lambda: Degrees(shard=1))
+    tensor: TensorPlan = attrs.field(factory=TensorPlan)
 
     @property
     def data_ranks(self) -> int:
@@ -72,7 +84,7 @@ def parallel_plan(config: Config, facts: Facts) -> ParallelPlan | list[Problem]:
         return [_no_quotient(config, sizes, total)]
     data = {axis: facts.axes[axis] for axis in ("replicate", "shard") if axis in facts.axes}
     try:
-        return ParallelPlan(degrees=Degrees(**sizes, **data).resolved(total))
+        return ParallelPlan(degrees=Degrees(**sizes, **data).resolved(total), tensor=_tensor(config.settings))
     except ValueError as error:  # experts, or a mesh whose axes do not make its ranks
         return [_problem(config, "expert", sizes["expert"], str(error).rstrip("."), "")]
 
@@ -81,6 +93,38 @@ def parallel_rows(plan: ParallelPlan) -> Iterator[tuple[str, Any]]:
     """Key and value for people, of the keys that are honoured."""
     yield "tensor_parallel.autotp_size", plan.degrees.tensor
     yield "tensor_parallel.tp.tp_size", plan.degrees.tensor
+    yield "tensor_parallel.tp.tp_grain_size", plan.tensor.grain
+    yield "tensor_parallel.vocab_parallel_lm_head", plan.tensor.splits_vocabulary
+    home = "tensor_parallel.partition_config"
+    yield f"{home}.use_default_specs", plan.tensor.completes
+    yield f"{home}.strict_mode", plan.tensor.is_strict
+    for index, spec in enumerate(plan.tensor.layer_specs):
+        yield from ((f"{home}.layer_specs[{index}].{name}", _shown(value)) for name, value in spec.items())
+
+
+def parallel_notices(config: Config, plan: ParallelPlan) -> list[str]:
+    """Keys that say how to split what is not split."""
+    home = "tensor_parallel."
+    tuned = [key for key in config.given if key.startswith(home) and key not in _KEYS["tensor"]]
+    if not tuned or plan.degrees.tensor > 1:
+        return []
+    verb = "has" if len(tuned) == 1 else "have"
+    return [f"{config.origin(tuned[0])}: {', '.join(tuned)} {verb} no effect here: every rank has whole layers"]
+
+
+def _shown(value: Any) -> Any:
+    return (list(value) or "(none)") if isinstance(value, tuple) else value
+
+
+def _tensor(settings: Settings) -> TensorPlan:
+    section = settings.tensor_parallel
+    return TensorPlan(
+        layer_specs=tuple(attrs.asdict(spec) for spec in section.partition_config.layer_specs),
+        completes=section.partition_config.use_default_specs,
+        is_strict=section.partition_config.strict_mode,
+        splits_vocabulary=section.vocab_parallel_lm_head,
+        grain=section.tp.tp_grain_size,
+    )
 
 
 def _size(config: Config, axis: str, facts: Facts, problems: list[Problem]) -> int:

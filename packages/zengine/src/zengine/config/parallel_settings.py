@@ -6,10 +6,33 @@ who brings the split makes it a `setting`, and everything behind it is there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
-from zengine.config.kinds import whole
+from zengine.config.kinds import LIST, TRUTH, choice, null_or, whole
 from zengine.config.table import setting
+
+
+@attrs.frozen(kw_only=True)
+class LayerSpec:
+    """A member of tensor_parallel.partition_config.layer_specs; zpartition.tensor.read_layer_specs reads it."""
+
+    patterns: tuple[Any, ...] = setting(LIST, (), "regular expressions over names of weights")
+    partition_type: str = setting(choice("column", "row", "skip"), "column", "which side of the weight is shared out")
+    shape: tuple[Any, ...] = setting(LIST, (), "[n, -1]: n equal blocks of rows; [[a, b], -1]: blocks of these sizes")
+    partition_dim: int = setting(whole(0), 0, "of `shape`; 0")
+    model_types: tuple[Any, ...] = setting(null_or(LIST, ()), (), "only for models of these types; none: for all")
+    gather_output: bool = setting(TRUTH, False, "every rank gets all outputs of a column layer")
+
+
+@attrs.frozen(kw_only=True)
+class PartitionConfig:
+    """tensor_parallel.partition_config: layers and how they are split, by name."""
+
+    use_default_specs: bool = setting(TRUTH, True, "layers that no spec names are split as the model itself suggests")
+    strict_mode: bool = setting(TRUTH, False, "a linear layer that nothing names is an error")
+    layer_specs: tuple[LayerSpec, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -17,6 +40,7 @@ class TensorRanks:
     """tensor_parallel.tp: DeepSpeed's second way to say the size."""
 
     tp_size: int = setting(whole(1), 1, "the same as autotp_size")
+    tp_grain_size: int = setting(whole(1), 1, "columns that stay together where there are no heads")
 
 
 @attrs.frozen(kw_only=True)
@@ -25,6 +49,10 @@ class TensorParallel:
 
     autotp_size: int = setting(whole(0), 0, "ranks that share the layers of one copy; 0 and 1: every rank has all")
     tp: TensorRanks = TensorRanks()
+    partition_config: PartitionConfig = PartitionConfig()
+    vocab_parallel_lm_head: bool = setting(
+        null_or(TRUTH, False), False, "split embeddings and the output layer of an inferred plan too"
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -39,3 +67,8 @@ class ExpertParallel:
     """expert_parallel."""
 
     autoep_size: int = 1
+
+
+def in_order(**members: LayerSpec) -> tuple[LayerSpec, ...]:
+    """Specs that were given under names."""
+    return tuple(members.values())

@@ -16,7 +16,7 @@ from zengine.config.errors import NOWHERE, ConfigError, Problem
 from zengine.config.known import ROOT
 from zengine.config.load import Config
 from zengine.config.offload import devices, offload, offload_notices
-from zengine.config.parallel import ParallelPlan, parallel_plan
+from zengine.config.parallel import ParallelPlan, parallel_notices, parallel_plan
 from zengine.config.plan import (
     BatchPlan,
     Facts,
@@ -90,7 +90,12 @@ def resolve(config: Config, facts: Facts) -> Plan:
         offloads=devices(settings),
         leaf_modules=_leaf_modules(settings),
         origins=_origins(config, dtypes),
-        notices=(*config.notices, *_notices(config, facts), *precision_notices(config, dtypes)),
+        notices=(
+            *config.notices,
+            *_notices(config, facts),
+            *parallel_notices(config, parallel),
+            *precision_notices(config, dtypes),
+        ),
         given=config.document,
     )
 
@@ -206,7 +211,8 @@ def _origins(config: Config, dtypes: Precision) -> dict[str, str]:
     settings = config.settings
     keys = [".".join(path) for path, entry in walk(ROOT) if entry.care is Care.HONOURED]
     keys = [key for key in keys if ".*." not in key]  # members that the user names are listed as they were given
-    keys += [key for key in config.given if ".params." in key or ".curriculum_metrics." in key]
+    named = (".params.", ".curriculum_metrics.", ".layer_specs")
+    keys += [key for key in config.given if any(name in key for name in named)]
     origins = {key: config.origin(key) for key in keys}
     written = [key for key in BATCH_KEYS if key in config.given]
     solved = next((key for key in BATCH_KEYS if key not in written), "")  # accumulation alone defaults to 1

@@ -102,9 +102,8 @@ class _Walk:
         if value is None:  # the way to write an absent section
             return NOTHING
         if section.each and isinstance(value, (list, tuple)):
-            for index, member in enumerate(value):
-                self.section(section.each[0], member, (*path, index), mode)
-            return NOTHING
+            members = [self.section(section.each[0], each, (*path, index), mode) for index, each in enumerate(value)]
+            return NOTHING if any(isinstance(member, dict) for member in members) else tuple(members)
         if section.why_not and mode is Mode.ACTIVE:
             self.complain(path, section.why_not, "Remove the section.")
             mode = Mode.MUTE

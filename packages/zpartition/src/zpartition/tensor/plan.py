@@ -57,6 +57,7 @@ class TensorPlan:
 
     rules: tuple[Rule, ...] = attrs.field(converter=_tuple)
     uncovered: Uncovered = Uncovered.REFUSE
+    grain: int = 1  # rows or columns of a layer without heads that stay together, where its size is a multiple
     sequence_dim: int = -1  # of activations between split layers, which are split by tokens there; -1: they are not
 
     def style_of(self, name: str) -> Style | None:
@@ -82,7 +83,9 @@ def resolve(plan: TensorPlan, model: nn.Module, num_ranks: int, rank: int) -> li
         if not isinstance(style, Whole):
             parent = name.rpartition(".")[0]
             heads = _heads(modules[parent], f"{parent or 'the model'}", num_ranks)
-            cuts.append(placed(name, modules[name], _with_units(style, modules[name], heads), num_ranks, rank))
+            units = _with_units(style, modules[name], heads)
+            fitted = _coarsened(units, modules[name], plan.grain, num_ranks)
+            cuts.append(placed(name, modules[name], fitted, num_ranks, rank))
     _refuse_torn(model, cuts)
     return cuts
 
@@ -122,6 +125,17 @@ def _with_units(style: Style, module: nn.Module, heads: Heads) -> Style:
     if heads != NO_HEADS and not is_joined and all(each % heads.units == 0 for each in sizes):
         return attrs.evolve(style, units=heads.units)
     return attrs.evolve(style, units=min(sizes) if len(set(sizes)) > 1 else sizes[0])
+
+
+def _coarsened(style: Style, module: nn.Module, grain: int, num_ranks: int) -> Style:
+    """The style with runs of `grain` elements for units, where units were elements and enough runs are there."""
+    kind = kind_of(module)
+    if grain == 1 or kind is None or not isinstance(style, Column | Row):
+        return style
+    size = kind.shape(module)[0 if isinstance(style, Column) else 1]
+    sizes = (style.blocks if isinstance(style, Column) else ()) or (size,)
+    fits = all(each == style.units and each % grain == 0 and each // grain >= num_ranks for each in sizes)
+    return attrs.evolve(style, units=style.units // grain) if fits else style
 
 
 def _refuse_idle(plan: TensorPlan, names: Iterable[str]) -> None:
