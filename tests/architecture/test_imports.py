@@ -75,7 +75,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
         },
         "zpartition": {
-            *("Init", "gathered"),
+            *("Init", "gathered", "tensor"),
             *(
                 f"safe_{verb}_full_{what}"
                 for verb in ("get", "set")
@@ -88,6 +88,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             ),
         },
         "zcomm": {
+            *("Degrees", "Groups"),
             *("after", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter"),
             *("detect", "exchange", "group_rank", "init", "make_mesh", "traced"),
         },

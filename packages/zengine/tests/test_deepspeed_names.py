@@ -50,7 +50,8 @@ NAMES = {
     "deepspeed.utils.groups": (
         "initialize _get_data_parallel_group _get_data_parallel_world_size _get_data_parallel_rank "
         "_get_sequence_parallel_group _get_sequence_parallel_world_size _get_sequence_parallel_rank "
-        "_get_model_parallel_world_size _get_expert_parallel_group"
+        "_get_model_parallel_world_size _get_model_parallel_group get_tensor_model_parallel_src_rank "
+        "_get_expert_parallel_group use"
     ),
     "deepspeed.comm": (
         "init_distributed is_initialized get_rank get_world_size get_local_rank new_group barrier "

@@ -11,6 +11,7 @@ from torch import nn
 
 import zengine
 import zengine.deepspeed as deepspeed
+from zcomm.testing import run_ranks
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
@@ -77,11 +78,32 @@ def test_problems_of_a_file_are_told_with_their_lines_when_leaf_modules_were_nam
 def test_parallelism_that_is_not_there_is_refused_by_name():
     with pytest.raises(deepspeed.NotAvailable, match="sequence parallelism is not available yet"):
         deepspeed.initialize(model=model(), config=CONFIG, mesh_param=(1, 2))
-    with pytest.raises(deepspeed.NotAvailable, match="tensor parallelism is not available yet"):
-        deepspeed.tp_model_init(model(), tp_size=2, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="got injection; allowed are model, tp_size, dtype, config, inputs"):
+        deepspeed.tp_model_init(model(), tp_size=2, dtype=torch.bfloat16, injection=1)
     assert next(deepspeed.tp_model_init(model(), 1, torch.bfloat16).parameters()).dtype == torch.bfloat16
 
 
 def test_two_configs_are_one_too_many():
     with pytest.raises(zengine.ConfigError, match="the config was given 2 times"):
         deepspeed.initialize(model=model(), config=CONFIG, config_params=CONFIG)
+
+
+def check_split() -> tuple[list[str], list[str], list[str]]:
+    specs = {"layer_specs": [{"patterns": [r"0\..*"]}, {"patterns": [r"2\..*"], "partition_type": "row"}]}
+    kinds = []
+    for config, inputs in (
+        ({"tensor_parallel": {"partition_config": specs}}, ()),
+        (specs, ()),
+        (None, (torch.ones(1, 3),)),
+    ):
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        split = deepspeed.tp_model_init(net, 2, torch.bfloat16, config, inputs=inputs)
+        assert split is net
+        assert net[0].weight.shape == (2, 3)
+        kinds.append([f"{type(layer).__name__} {layer.weight.dtype}" for layer in (net[0], net[2])])
+    return tuple(kinds)
+
+
+def test_a_model_is_split_by_its_own_name_for_it():
+    expected = ["ColumnLinear torch.bfloat16", "RowLinear torch.bfloat16"]
+    assert run_ranks(check_split, 2) == [(expected, expected, expected)] * 2

@@ -90,12 +90,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         offloads=devices(settings),
         leaf_modules=_leaf_modules(settings),
         origins=_origins(config, dtypes),
-        notices=(
-            *config.notices,
-            *_notices(config, facts),
-            *parallel_notices(config, parallel),
-            *precision_notices(config, dtypes),
-        ),
+        notices=(*config.notices, *_notices(config, facts, parallel), *precision_notices(config, dtypes)),
         given=config.document,
     )
 
@@ -224,11 +219,11 @@ def _origins(config: Config, dtypes: Precision) -> dict[str, str]:
     return origins
 
 
-def _notices(config: Config, facts: Facts) -> list[str]:
+def _notices(config: Config, facts: Facts, parallel: ParallelPlan) -> list[str]:
     """What the person should hear about once, now that the machine is known."""
     settings = config.settings
     notices = [*offload_notices(config, facts), *idle_profiling(config, facts), *data_notices(config)]
-    notices += idle_rates(config)
+    notices += [*idle_rates(config), *parallel_notices(config, parallel)]
     prefixes = ("zero_optimization.stage3_", "zero_optimization.leaf_module.")
     unused = [key for key in config.given if key.startswith(prefixes)] + idle_keys(config)
     if unused and settings.zero_optimization.stage < 3:

@@ -22,10 +22,6 @@ _PIPELINE = (
 )
 _MOE = "expert parallelism is not available yet. Use the model's own mixture of experts, with ZeRO."
 _SEQUENCE = "sequence parallelism is not available yet. Leave sequence_parallel_size (or sp_size) at 1."
-_TENSOR = (
-    "tensor parallelism is not available yet by DeepSpeed's names. Split the model with "
-    "zpartition.tensor.tp_model_init(model, tp_size), and give it to zengine.initialize; or leave tp_size at 1."
-)
 
 # Names that a later version brings: qualified name -> what to say.
 LATER: dict[str, str] = {
@@ -38,8 +34,6 @@ LATER: dict[str, str] = {
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCE,
     "utils.groups expert groups": _MOE,
     "utils.groups sequence group": _SEQUENCE,
-    "utils.groups model group": _TENSOR,
-    "tp_model_init(tp_size > 1)": _TENSOR,
 }
 
 # Names that are left out for good: qualified name -> why.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zengine.config.source import read
+from zengine.deepspeed.comm import init_distributed
 from zengine.deepspeed.later import refusing
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names
@@ -21,6 +22,7 @@ from zengine.features import Feature
 from zengine.initialize import Initialized
 from zengine.initialize import initialize as make_engine
 from zengine.sources import pick_config
+from zpartition import tensor
 
 if TYPE_CHECKING:
     from zengine.engine import Engine
@@ -80,15 +82,31 @@ def initialize(
         mesh=_mesh(mesh_param),
     )
     groups.mpu = mpu
+    groups.use(found[0])
     found[0].add_feature(OverflowFlag())
     return found
 
 
-def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
-    """The model in `dtype`, ready for `initialize`.  Raises NotAvailable for a tp_size of more than 1."""
-    if tp_size > 1:
-        refusing("tp_model_init(tp_size > 1)")
-    return model.to(dtype)
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **kwargs: Any
+) -> nn.Module:
+    """Split `model` in place over runs of `tp_size` ranks, in `dtype`; returns it, ready for `initialize`.
+
+    config: a `zpartition.tensor.TensorPlan`, DeepSpeed's config or its "partition_config"; without one the model's
+        own `tp_plan` is used, and else one is inferred from a small input: its `dummy_inputs`, or inputs=.
+
+    Raises ValueError as `zpartition.tensor.tp_model_init` does.
+    """
+    if tp_size == 1:
+        return model if dtype is None else model.to(dtype)
+    init_distributed()
+    if isinstance(config, Mapping):
+        section = config.get("tensor_parallel", config)
+        config = section.get("partition_config", section)
+    inputs = kwargs.pop("inputs", ())
+    if kwargs:
+        raise TypeError(f"tp_model_init() got {', '.join(kwargs)}; allowed are model, tp_size, dtype, config, inputs")
+    return tensor.tp_model_init(model, tp_size, dtype, config, inputs=inputs)
 
 
 def _mesh(mesh_param: Any) -> Any:

@@ -1,12 +1,20 @@
-"""Which ranks do what together, where ZeRO alone splits the model."""
+"""Which ranks do what together: of the newest engine, an mpu, or the world."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch.distributed as dist
+
+import zcomm
+import zengine.deepspeed as deepspeed
 from zcomm.testing import run_ranks
 from zengine.deepspeed import NotAvailable
 from zengine.deepspeed.utils import groups
+from zpartition.tensor.testing import PLAN, Language
+
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
 def check_two() -> tuple[int, ...]:
@@ -16,38 +24,75 @@ def check_two() -> tuple[int, ...]:
         groups.get_data_parallel_group().size(),
         groups._get_sequence_parallel_world_size(),
         groups._get_model_parallel_rank(),
+        groups._get_model_parallel_group().size(),
+        groups._get_sequence_parallel_group().size(),
+        groups._get_sequence_data_parallel_world_size(),
     )
 
 
 def test_all_ranks_are_replicas():
-    assert run_ranks(check_two, 2) == [(0, 2, 2, 1, 0), (1, 2, 2, 1, 0)]
+    assert run_ranks(check_two, 2) == [(0, 2, 2, 1, 0, 1, 1, 2), (1, 2, 2, 1, 0, 1, 1, 2)]
 
 
-def check_mpu() -> tuple[int, int]:
-    import torch.distributed as dist
-
+def check_mpu() -> tuple[int, ...]:
     mine = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     mpu = type("Mpu", (), {"get_data_parallel_group": staticmethod(lambda: mine)})
     groups.initialize(mpu=mpu)
     try:
-        return groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()
+        return (
+            groups.get_data_parallel_world_size(),
+            groups.get_data_parallel_rank(),
+            groups.get_model_parallel_world_size(),
+            groups._get_model_parallel_group().size(),
+            groups._get_sequence_data_parallel_rank(),
+        )
     finally:
         groups.initialize()
 
 
 def test_an_mpu_names_other_replicas():
-    assert run_ranks(check_mpu, 2) == [(1, 0), (1, 0)]
+    assert run_ranks(check_mpu, 2) == [(1, 0, 1, 1, 0), (1, 0, 1, 1, 0)]
+
+
+def told() -> tuple[Any, ...]:
+    return (
+        groups.get_tensor_model_parallel_world_size(),
+        dist.get_process_group_ranks(groups.get_tensor_model_parallel_group()),
+        groups.get_tensor_model_parallel_src_rank(),
+        dist.get_process_group_ranks(groups.get_data_parallel_group()),
+        groups._get_sequence_data_parallel_rank(),
+    )
+
+
+def check_engines() -> list[tuple[Any, ...]]:
+    split = deepspeed.tp_model_init(Language(), 2, None, config=PLAN)
+    one = deepspeed.initialize(model=split, config=CONFIG)[0]
+    found = [told()]
+    other = deepspeed.initialize(model=Language(), config=CONFIG)[0]
+    found.append(told())
+    groups.use(one)
+    found.append(told())
+    one.close()
+    del one, split
+    other.close()
+    return found
+
+
+def test_an_engine_tells_of_its_own():
+    for rank, (split, whole, again) in enumerate(run_ranks(check_engines, 4)):
+        tensor, data = [[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]
+        assert split == again == (2, tensor, tensor[0], data, rank // 2)
+        assert whole == (1, [rank], rank, [0, 1, 2, 3], rank)
 
 
 @pytest.mark.parametrize(
-    ("ask", "told"),
-    [
-        (groups._get_sequence_parallel_group, "sequence parallelism"),
-        (groups._get_model_parallel_group, "tensor parallelism"),
-        (groups._get_expert_parallel_group, "expert parallelism"),
-        (lambda: groups.initialize(ep_size=2), "expert parallelism"),
-    ],
+    "ask", [groups._get_expert_parallel_group, lambda: groups.initialize(ep_size=2)], ids=["group", "initialize"]
 )
-def test_groups_that_do_not_exist_are_refused_rather_than_mistaken_for_all_ranks(ask, told):
-    with pytest.raises(NotAvailable, match=told):
+def test_expert_groups_are_refused(ask):
+    with pytest.raises(NotAvailable, match="expert parallelism"):
         ask()
+
+
+def test_alone_there_is_one_rank_of_everything():
+    sizes = groups.get_data_parallel_world_size, groups.get_model_parallel_world_size
+    assert [size() for size in sizes] == [zcomm.group_size(), 1]

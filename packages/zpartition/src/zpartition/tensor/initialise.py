@@ -37,10 +37,8 @@ def tp_model_init(
         ValueError: `tp_size` does not divide the number of ranks, or what the plan in use has against the model.
     """
     group = zcomm.run(tp_size)
-    if dtype is not None:
-        model.to(dtype)
     parallelize(model, _plan(model, config, inputs, group), group)
-    return model
+    return model if dtype is None else model.to(dtype)
 
 
 def _plan(
