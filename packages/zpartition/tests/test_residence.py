@@ -22,7 +22,7 @@ def make(**fields: int) -> tuple[Residence, list[Unit]]:
     params = {spec.name: Parameter(torch.ones(NUMEL)) for spec in specs}
     storages = []
     for bucket in reversed(plan_layout(specs, world_size=2, num_shards=2).buckets):
-        storages.append(ShardedStorage.of(bucket, params, policy, None))
+        storages.append(ShardedStorage.of(bucket, params, policy, Ranks.of(None, policy)))
         storages[-1].take(None)
     residence = Residence.of(storages, policy, Ranks.of(None, policy), torch.device("cpu"))
     return residence, list(residence.units.values())

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from zcomm.testing import run_ranks
 from zpartition import ParamSpec, ZeroPolicy, plan_layout
 from zpartition.buffers import BufferPool
+from zpartition.ranks import Ranks
 from zpartition.sharded import Presence, ShardedStorage
 
 
@@ -20,7 +21,8 @@ def make(dtype: torch.dtype = torch.float32) -> tuple[ShardedStorage, list[Param
     (bucket,) = plan_layout(specs, world_size=2, num_shards=2).buckets
     torch.manual_seed(0)
     params = {spec.name: Parameter(torch.randn(spec.shape).to(dtype)) for spec in specs}
-    storage = ShardedStorage.of(bucket, params, ZeroPolicy(stage=3), None)
+    policy = ZeroPolicy(stage=3)
+    storage = ShardedStorage.of(bucket, params, policy, Ranks.of(None, policy))
     storage.take(None)
     return storage, list(params.values())
 

@@ -17,6 +17,8 @@ __all__ = [
     "Hooks",
     "TorchDispatchMode",
     "any_requires_grad",
+    "grouped_mm",
+    "has_grouped_mm",
     "is_in_backward",
     "outer_saved_tensor_hooks",
     "running_node",
@@ -99,3 +101,19 @@ def outer_saved_tensor_hooks() -> Hooks | None:
         return None
     found: Hooks | None = top(False)
     return found
+
+
+def has_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether one kernel multiplies runs of rows of `x`, (rows, in), with `weight`, (runs, out, in).
+
+    It wants bfloat16, rows of multiples of 16 bytes and a GPU of compute capability 8 or more.
+    """
+    if not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != x.dtype or not hasattr(torch, "_grouped_mm"):
+        return False
+    fits = all(size * x.element_size() % 16 == 0 for size in (x.shape[-1], weight.shape[-2])) and x.shape[0] > 0
+    return fits and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows up to each of `ends`, (runs,) int32, times its matrix of `weight`, (runs, in, out)."""
+    return torch._grouped_mm(x, weight, offs=ends)

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 import zcomm
 from zpartition.admission import owner_of
-from zpartition.layout import Piece
+from zpartition.layout import Bucket, Piece
 from zpartition.offload import Tier
 from zpartition.partition import Partition
 from zpartition.state import StateHome, elements, is_coded
@@ -72,7 +72,11 @@ class _Place:
 
     @property
     def is_sharded(self) -> bool:
-        return self.partition.layout.num_shards > 1
+        return self.bucket.num_shards > 1
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.partition.layout.buckets[self.index]
 
     def local(self, source: Tensor) -> Tensor:
         """This rank's elements of the parameter in `source`, a bucket's shard; a view, perhaps empty."""
@@ -90,7 +94,7 @@ class _Place:
             flat[slice(*self.pieces[0].span)] = local
         bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
         wide = bits if bits.element_size() >= 4 else bits.int()  # others are zero, so a sum moves bits
-        zcomm.all_reduce(wide, self.partition.ranks.shard, label="one parameter")
+        zcomm.all_reduce(wide, self.partition.ranks.having(self.bucket).shard, label="one parameter")
         return wide.to(bits.dtype).view(flat.dtype).view(self.param.shape)
 
     def part_of(self, value: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 import zcomm
-from zpartition.cells import addresses_of
+from zpartition.cells import addresses_of, deals_of
 from zpartition.shard import Address, Shard, cut, whole
 
 __all__ = ["Bystanders"]
@@ -62,10 +62,12 @@ class Bystanders:
         return {name: addresses[name].global_shape if name in addresses else shapes[name] for name in shapes}
 
     def synchronise(self) -> None:
-        """Make everything equal to rank 0's."""
+        """Make everything equal to rank 0's, or the first rank's that has it, where experts are dealt out."""
+        deals = deals_of(self.module)
         for name, tensor in self.tensors():
             tensor.data = tensor.data.contiguous()  # a shard is flat memory
-            zcomm.broadcast(tensor.data, self.group, source=0, label=name)
+            group = zcomm.run_mates(deals[name].size, self.group) if name in deals else self.group
+            zcomm.broadcast(tensor.data, group, source=0, label=name)
 
     def spread_buffers(self) -> None:
         """Let buffers follow rank 0, one message for each dtype."""

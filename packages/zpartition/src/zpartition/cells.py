@@ -5,6 +5,9 @@ A tensor-parallel module holds a part of its weights; the ranks with the other p
 parameters, and needs to know three things of the outside, which modules tell it themselves (`Celled`): where each
 parameter lies in the global tensor (for checkpoints), which are copies (their gradients count once in a norm), and
 over whom such sums go.
+
+Experts are another matter (`Dealt`): the ranks that share them out see different data, and are ranks of one and the
+same partition.  To that, a dealt parameter is one that only some of its ranks hold: those sum its gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +23,18 @@ from torch.distributed import ProcessGroup
 import zcomm
 from zpartition.shard import Address
 
-__all__ = ["ALONE", "Cell", "Celled", "addresses_of", "cell_of", "refuse_mixed", "replicas_of"]
+__all__ = [
+    "ALONE",
+    "Cell",
+    "Celled",
+    "Dealt",
+    "addresses_of",
+    "cell_of",
+    "deals_of",
+    "refuse_misdealt",
+    "refuse_mixed",
+    "replicas_of",
+]
 
 
 @final
@@ -60,9 +74,32 @@ class Celled(Protocol):
         """Of its own parameters, by their names in it."""
 
 
+@runtime_checkable
+class Dealt(Protocol):
+    """A module of whose parameters ranks with different data have different parts: some of the experts."""
+
+    deal: Cell  # those ranks: neighbours among the ranks of a partition
+    cell: Cell  # tensor ranks that have other parts of each expert; ALONE where each of them has whole experts
+
+    def addresses(self) -> Mapping[str, Address]:
+        """Of what is dealt out, by names in it (with dots, for what its children hold)."""
+
+
+def deals_of(module: nn.Module) -> dict[str, Cell]:
+    """Of every dealt parameter of `module`, by name, the ranks that it is dealt out to (where those are several)."""
+    found = {
+        id(child.get_parameter(name)): child.deal
+        for child in module.modules()
+        if isinstance(child, Dealt) and child.deal.size > 1
+        for name in child.addresses()
+    }
+    return {name: found[id(param)] for name, param in module.named_parameters() if id(param) in found}
+
+
 def cell_of(module: nn.Module) -> Cell:
     """The cell that the modules inside `module` name.  Raises ValueError if they name different ones."""
-    found = {name: child.cell for name, child in module.named_modules() if isinstance(child, Celled)}
+    celled = ((name, child.cell) for name, child in module.named_modules() if isinstance(child, Celled))
+    found = {name: cell for name, cell in celled if cell is not ALONE}
     first = next(iter(found), "")
     for name, cell in found.items():
         if cell.group is not found[first].group:
@@ -88,6 +125,19 @@ def refuse_mixed(module: nn.Module, group: ProcessGroup | None) -> None:
         )
 
 
+def refuse_misdealt(module: nn.Module, group: ProcessGroup | None) -> None:
+    """ValueError unless what is dealt out went to runs of neighbours of `group`: others would seem to hold it."""
+    for name, deal in deals_of(module).items():
+        ranks, everybody = dist.get_process_group_ranks(deal.group), dist.get_process_group_ranks(group)
+        at = everybody.index(dist.get_rank()) // deal.size * deal.size
+        if ranks != everybody[at : at + deal.size] or len(everybody) % deal.size:
+            raise ValueError(
+                f"{name} is dealt out to ranks {ranks}, which are no run of {deal.size} neighbours in the group to "
+                f"partition over, {everybody}. Deal experts out over zcomm.run({deal.size}, group), or "
+                "Groups.experts()."
+            )
+
+
 def replicas_of(module: nn.Module) -> ProcessGroup | None:
     """The ranks that hold the same parts as this one, to partition over; None, for all, where modules are whole.
 
@@ -110,8 +160,11 @@ def addresses_of(module: nn.Module) -> dict[str, Address]:
     cell = cell_of(module)
     told: dict[int, Address] = {}
     for child in module.modules():
-        if isinstance(child, Celled):
-            told.update({id(getattr(child, name)): address for name, address in child.addresses().items()})
+        if isinstance(child, Celled | Dealt):
+            for name, address in child.addresses().items():
+                if child.cell is ALONE:  # whole experts on every tensor rank
+                    address = attrs.evolve(address, num_copies=cell.size, copy=cell.rank)
+                told[id(child.get_parameter(name))] = address
     return {
         name: told.get(id(param)) or Address.whole(param.shape, cell.size, cell.rank)
         for name, param in module.named_parameters()

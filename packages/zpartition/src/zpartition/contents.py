@@ -68,6 +68,7 @@ def refine(partition: Partition, given: Mapping[str, Tensor]) -> None:
     if not wide:
         return
     places: dict[str, list[tuple[Tensor, Piece]]] = {}
+    holders = {s.name: partition.ranks.having(bucket).world for bucket, s in partition.layout.slots()}
     for storage in partition.storages:
         values = storage.home.stage() if isinstance(storage.home, OnDisk) else storage.home.values(storage.master)
         for piece in storage.pieces(partition.rank):
@@ -75,7 +76,7 @@ def refine(partition: Partition, given: Mapping[str, Tensor]) -> None:
     for name in wide:
         values = given.get(name, torch.empty(partition.params[name].shape)).detach()
         whole = values.to(partition.device, torch.float32, copy=True).reshape(-1)
-        zcomm.broadcast(whole, partition.group, source=0, label=f"values of {name}")
+        zcomm.broadcast(whole, holders[name], source=0, label=f"values of {name}")
         for part, piece in places.get(name, ()):
             part.copy_(whole[slice(*piece.span)])
     partition.publish()

@@ -55,7 +55,8 @@ def gathered(
 ) -> Iterator[None]:
     """The parameters of `what` whole inside the block; every rank must enter it.
 
-    modifier_rank: whose edits count (within the partition's group); None refuses edits.
+    modifier_rank: whose edits count (within the partition's group); None refuses edits.  Of experts, those of the
+        ranks that share them out with it: each shows its own.
     Of a module that was built inside `Init` and is not partitioned yet: see settled.py.
     Raises ValueError on every rank, leaving the weights as they were, for edits that nobody may make.
     """
@@ -176,7 +177,8 @@ def _spread(unit: Unit, residence: Residence, *, source: int) -> None:
     for storage in unit.storages:
         assert storage.full is not None
         whole = storage.full[: storage.bucket.numel]
-        zcomm.broadcast(whole, residence.ranks.world, source=source, label=f"edits of unit {unit.name!r}")
+        holders = residence.ranks.having(storage.bucket).world
+        zcomm.broadcast(whole, holders, source=source // storage.bucket.deal, label=f"edits of unit {unit.name!r}")
         storage.absorb()
 
 
@@ -186,13 +188,15 @@ def _take_edits(partition: Partition, units: list[Unit], params: list[Parameter]
     wanted = {id(param) for param in params}
     for storage in partition.whole:
         if any(id(param) in wanted for param in storage.params):
-            zcomm.broadcast(storage.flat, partition.group, source=source, label="edits")
+            holders = partition.ranks.having(storage.bucket).world
+            zcomm.broadcast(storage.flat, holders, source=source // storage.bucket.deal, label="edits")
             storage.refresh_master()
     partition.residence.version += 1  # a graph made before must not see the edits
 
 
 def _refuse_edits(partition: Partition, units: list[Unit]) -> None:
-    looks = [(unit.name, storage.is_edited(partition.ranks.shard)) for unit in units for storage in unit.storages]
+    storages = [(unit.name, storage) for unit in units for storage in unit.storages]
+    looks = [(name, storage.is_edited(partition.ranks.having(storage.bucket).shard)) for name, storage in storages]
     edited = sorted({name for name, is_edited in looks if is_edited})
     found = torch.tensor(float(bool(edited)), device=partition.device)
     zcomm.all_reduce(found, partition.group, op="max", label="edits")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from zpartition.cells import Cell
-    from zpartition.layout import Layout
+    from zpartition.layout import Bucket, Layout
     from zpartition.lookout import Lookout
     from zpartition.reducer import GradientReducer
     from zpartition.sharded import ShardedStorage
@@ -50,13 +50,18 @@ class GradientFacts:
         Where several ranks keep the same gradients, the first element of one of them counts.  It is summed over
         cells too (cells.py); the rest, which is the same in all of them, is not.
         """
-        if self.rank >= self.layout.num_shards:
+        if self.rank >= self.layout.num_shards and not self.layout.is_dealt:
             vector[0] = 0.0
         reduced = vector.to(self.device)  # gradients may be on the host, whose tensors a group may not take
         zcomm.all_reduce(reduced, self.group, label="gradient statistics")
         self.cell.add_up(reduced[:1])
         if reduced is not vector:
             vector.copy_(reduced)
+
+    def counts(self, bucket: Bucket) -> bool:
+        """Whether this rank's gradient of `bucket` is one that a sum over all is to see; see `sum_over_shards`."""
+        is_first = not self.layout.is_dealt or self.rank // bucket.deal < bucket.num_shards
+        return bucket.copy == 0 and is_first
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(parameter, this rank's flat part of its reduced gradient); valid after `finish_gradients`."""

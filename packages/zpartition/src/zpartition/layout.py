@@ -41,6 +41,7 @@ class ParamSpec:
     is_sparse: bool = False  # its gradient comes as rows
     wire: torch.dtype | None = None  # what its gradient travels in; None: as the policy says of all
     address: Address = attrs.field(default=attrs.Factory(lambda self: Address.whole(self.shape), takes_self=True))
+    deal: int = 1  # runs of so many ranks have different parts of it (experts)
 
     @property
     def numel(self) -> int:
@@ -95,6 +96,7 @@ class Bucket:
     is_sparse: bool = False  # one parameter, whose gradient is exchanged as rows
     wire: torch.dtype | None = None  # of all its gradients, see ParamSpec
     copy: int = 0  # of all its parameters, see Address: gradients of copy 0 count in norms
+    deal: int = 1  # of all its parameters, see ParamSpec: one rank of each run of so many has these
 
     @property
     def span_numel(self) -> int:
@@ -102,8 +104,8 @@ class Bucket:
         return self.numel // self.num_shards
 
     def span(self, rank: int) -> tuple[int, int]:
-        """[lo, hi) of the bucket that `rank` owns; everything when there is one shard."""
-        owner = rank % self.num_shards
+        """[lo, hi) of the bucket that `rank` (of all) owns; everything when there is one shard."""
+        owner = rank // self.deal % self.num_shards
         return owner * self.span_numel, (owner + 1) * self.span_numel
 
     def pieces(self, rank: int) -> Iterator[Piece]:
@@ -137,6 +139,11 @@ class Layout:
     def numel(self) -> int:
         """Parameters, without padding."""
         return sum(slot.numel for bucket in self.buckets for slot in bucket.slots)
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether ranks have different parts of some parameters."""
+        return any(bucket.deal > 1 for bucket in self.buckets)
 
     @property
     def names(self) -> frozenset[str]:
@@ -177,17 +184,24 @@ def plan_layout(specs: Sequence[ParamSpec], *, world_size: int, num_shards: int,
     and all its parameters are gathered together.
 
     Raises:
-        ValueError: two parameters share a name, or `num_shards` does not divide `world_size`.
+        ValueError: two parameters share a name, `num_shards` does not divide `world_size`, or the ranks that hold one
+            copy of the weights do not hold all experts.
     """
     if num_shards < 1 or world_size % num_shards:
         raise ValueError(f"num_shards must divide world_size ({world_size}), got {num_shards}")
+    for spec in specs:
+        if spec.deal > 1 and num_shards > 1 and num_shards % spec.deal:
+            raise ValueError(
+                f"{spec.name} is dealt out to runs of {spec.deal} ranks, and {num_shards} ranks hold one copy of the "
+                f"weights (shard_group_size): choose a multiple of {spec.deal}, or 0 for all ranks."
+            )
     _refuse_duplicates([spec.name for spec in specs])
     limit = bucket_numel or derive_bucket_numel(sum(spec.numel for spec in specs))
     runs: list[_Run] = []
     filling: dict[tuple[object, ...], _Run] = {}
     for position, spec in enumerate(reversed(specs)):
         kind = spec.dtype, spec.wire, spec.address.num_copies > 1
-        key = (spec.unit, spec.name if spec.is_sparse else "", spec.group, *kind)
+        key = (spec.unit, spec.name if spec.is_sparse else "", spec.group, spec.deal, *kind)
         run = filling.get(key)
         if run is None or (spec.unit is None and run.numel + spec.numel > limit):
             run = filling[key] = _Run()
@@ -223,11 +237,12 @@ class _Run:
             group=self.specs[0].group,
             slots=tuple(self.slots),
             numel=_round_up(max(self.numel, 1), world_size * SPAN_ALIGNMENT),
-            num_shards=num_shards,
+            num_shards=max(1, num_shards // self.specs[0].deal),
             unit=self.specs[0].unit,
             is_sparse=self.specs[0].is_sparse,
             wire=self.specs[0].wire,
             copy=self.specs[0].address.copy,
+            deal=self.specs[0].deal,
         )
 
 

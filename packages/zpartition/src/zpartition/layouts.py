@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 from torch import nn
 
-from zpartition.cells import addresses_of
+from zpartition.cells import addresses_of, deals_of
 from zpartition.layout import Layout, ParamSpec, plan_layout
 from zpartition.policy import SparseGradients, ZeroPolicy
 from zpartition.ranks import shard_group_size
@@ -52,7 +52,7 @@ def _layout(
 ) -> Layout:
     narrow = _narrow_names(module, policy.narrow_classes)
     sparse = _sparse_names(module) if policy.sparse_gradients is SparseGradients.ROWS else frozenset()
-    addresses = addresses_of(module)
+    addresses, deals = addresses_of(module), deals_of(module)
     specs = [
         ParamSpec(
             name,
@@ -63,6 +63,7 @@ def _layout(
             name in sparse,
             policy.narrow_dtype if name in narrow else None,
             addresses[name],
+            deals[name].size if name in deals else 1,
         )
         for name, param in module.named_parameters()
         if name in chosen

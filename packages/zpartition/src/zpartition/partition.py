@@ -100,18 +100,15 @@ class Partition(GradientFacts, Parking):
         params = {name: everything[name] for name in everything if name in layout.names}
         device = one_device(params)
         tiers = Tiers.create(layout, policy.offload, device, ranks.world)
-        storages = tuple(
-            tiers.adopt(make_storage(bucket, everything, policy, ranks.shard)) for bucket in layout.buckets
-        )
+        storages = tuple(tiers.adopt(make_storage(bucket, everything, policy, ranks)) for bucket in layout.buckets)
         resting = tuple(
-            tiers.shelve(ShardedStorage.of(bucket, everything, policy, ranks.shard, False))
-            for bucket in frozen.buckets
+            tiers.shelve(ShardedStorage.of(bucket, everything, policy, ranks, False)) for bucket in frozen.buckets
         )
         units = [s for s in (*storages, *resting) if isinstance(s, ShardedStorage)]
         if deferred is not None:
             fill_storages(deferred, [*storages, *resting], ranks.world)
         for unit in units if deferred is None else ():
-            unit.take(ranks.world)
+            unit.take(ranks.having(unit.bucket).world)
         owned = [param for storage in (*storages, *resting) for param in storage.params]
         bystanders = Bystanders.of(module, ranks.world, owned)
         residence = Residence.of(units, policy, ranks, device)
@@ -169,7 +166,8 @@ class Partition(GradientFacts, Parking):
         """Make weights, frozen parameters and buffers equal to rank 0's; those of units are already."""
         self.refuse_parked()
         for storage in self.whole:
-            zcomm.broadcast(storage.flat, self.group, source=0, label=f"weights[{storage.bucket.index}]")
+            holders = self.ranks.having(storage.bucket).world
+            zcomm.broadcast(storage.flat, holders, source=0, label=f"weights[{storage.bucket.index}]")
             storage.refresh_master()
         self.bystanders.synchronise()
 
@@ -219,6 +217,7 @@ class Partition(GradientFacts, Parking):
         """The mean gradients that this rank keeps, one flat tensor per bucket, also set as `.grad` of the masters.
 
         Of what several cells (tensor ranks) have copies of, those of one are returned, for the norm; all are set.
+        Where nothing is sharded but experts are dealt out, what several ranks have alike is returned by one of them.
         """
         self.roll.turn()
         kept = self.reducer.finish()
@@ -226,7 +225,7 @@ class Partition(GradientFacts, Parking):
         self.ahead.join()
         for storage, gradient in zip(self.storages, kept):
             storage.master.grad = gradient.to(storage.master.dtype)
-        return [gradient for storage, gradient in zip(self.storages, kept) if storage.bucket.copy == 0]
+        return [gradient for storage, gradient in zip(self.storages, kept) if self.counts(storage.bucket)]
 
     @property
     def whole(self) -> list[BucketStorage]:
@@ -314,9 +313,8 @@ class Partition(GradientFacts, Parking):
         self.residence.stale()
         for storage in self.whole if self.layout.num_shards > 1 else ():
             label = f"weights[{storage.bucket.index}]"
-            handles.append(
-                zcomm.all_gather(storage.flat, storage.own_span, self.ranks.shard, async_op=True, label=label)
-            )
+            holders = self.ranks.having(storage.bucket).shard
+            handles.append(zcomm.all_gather(storage.flat, storage.own_span, holders, async_op=True, label=label))
         for handle in handles:
             handle.wait()
         self.bystanders.spread_buffers()

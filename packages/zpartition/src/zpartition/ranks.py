@@ -4,16 +4,21 @@ Weights are cut over *shard groups*: runs of consecutive ranks that together hol
 run is smaller than the world (hybrid sharding; MiCS, Zhang et al. 2022, section 3), the ranks at the same place in
 all runs are *replicas* of each other: weights are gathered inside a run only, over the fast links, and the gradients
 of a span are summed over its replicas after they were scattered inside the run.
+
+Experts are dealt out to runs of ranks (cells.py), so a bucket of theirs lives over its *holders*: one rank of each
+run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import final
 
 import attrs
 from torch.distributed import ProcessGroup
 
 import zcomm
+from zpartition.layout import Bucket
 from zpartition.policy import ZeroPolicy
 
 __all__ = ["Ranks"]
@@ -28,6 +33,7 @@ class Ranks:
     shard: ProcessGroup | None  # those that hold one copy; `world` unless sharding is hybrid
     replicas: ProcessGroup | None  # those that hold the same span; only looked at where `num_replicas` > 1
     num_shards: int  # of `shard`
+    holders: Mapping[int, Ranks] = attrs.field(factory=dict)  # of what is dealt out to runs of that many ranks
     rank: int = attrs.field(init=False)  # this process among all
     size: int = attrs.field(init=False)  # the number of all
 
@@ -40,8 +46,17 @@ class Ranks:
         return zcomm.group_size(self.world)
 
     @classmethod
-    def of(cls, world: ProcessGroup | None, policy: ZeroPolicy) -> Ranks:
-        """The groups that `policy` asks for; a collective.  Raises ValueError if its shard groups do not fit."""
+    def of(cls, world: ProcessGroup | None, policy: ZeroPolicy, deals: Iterable[int] = ()) -> Ranks:
+        """The groups that `policy` asks for; a collective.  Raises ValueError if its shard groups do not fit.
+
+        deals: into runs of how many ranks parameters are dealt out.
+        """
+        found = cls._of(world, policy)
+        holders = {deal: cls._of(zcomm.run_mates(deal, world), _dealt(policy, deal)) for deal in sorted(set(deals))}
+        return attrs.evolve(found, holders=holders)
+
+    @classmethod
+    def _of(cls, world: ProcessGroup | None, policy: ZeroPolicy) -> Ranks:
         size = shard_group_size(policy, zcomm.group_size(world))
         for field in ("secondary_group_size", "gradient_hop_size"):
             _refuse_uneven(field, getattr(policy, field), size)
@@ -56,7 +71,12 @@ class Ranks:
             world=zcomm.twin(self.world) or self.world,
             shard=zcomm.twin(self.shard) or self.shard,
             replicas=self.replicas and zcomm.twin(self.replicas),
+            holders={deal: ranks.twins() for deal, ranks in self.holders.items()},
         )
+
+    def having(self, bucket: Bucket) -> Ranks:
+        """Those that hold the parameters of `bucket`: all, unless it is dealt out."""
+        return self if bucket.deal == 1 else self.holders[bucket.deal]
 
     @property
     def num_replicas(self) -> int:
@@ -74,6 +94,17 @@ def shard_group_size(policy: ZeroPolicy, world_size: int) -> int:
             "for one group of all ranks."
         )
     return size
+
+
+def _dealt(policy: ZeroPolicy, deal: int) -> ZeroPolicy:
+    """What `policy` asks of the holders, who are fewer.  ValueError for what is laid out for all ranks alike."""
+    for field in ("secondary_group_size", "gradient_hop_size"):
+        if getattr(policy, field) > 1:
+            raise ValueError(
+                f"{field} {getattr(policy, field)} makes groups of neighbours that hold the same, and experts "
+                f"are dealt out to runs of {deal} neighbours: set {field} to 0 in a model with expert parallelism."
+            )
+    return attrs.evolve(policy, shard_group_size=policy.shard_group_size // deal)
 
 
 def _refuse_uneven(field: str, run: int, num_shards: int) -> None:

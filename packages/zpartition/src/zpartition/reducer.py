@@ -19,10 +19,10 @@ Outside a round the hooks do nothing, as when a GAN's generator trains through i
 it does in plain torch.  At most `IN_FLIGHT_LIMIT` buckets travel at once, which bounds memory when gradients are
 sharded.
 
-[Note: no wait in a circle]  At stage 3 a rank that misses a gradient sends its bucket at the end of the round, and
-until then gathers units, for which the others must come along.  So nobody may wait for that bucket in the middle of a
-round: after `PATIENCE_S` in vain a rank takes further buffers for the rest of the round, and drops them at its end.
-Rows, whose exchange waits for their lengths, are sent last of all, at the end.
+[Note: no wait in a circle]  A rank that misses a gradient sends its bucket at the end of the round, and until then
+the others must come along: at stage 3, to gather units; with experts, to exchange tokens.  So nobody may wait for
+that bucket in the middle of a round: after `PATIENCE_S` in vain a rank takes further buffers for the rest of the
+round, and drops them at its end.  Rows, whose exchange waits for their lengths, are sent last of all, at the end.
 
 Rejected.  Counting expected contributions per parameter (wrong as soon as control flow depends on data);
 launching buckets in order of completion (differs between ranks); autograd's private end-of-backward
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import final
 
@@ -84,7 +84,7 @@ class GradientReducer:
     layout: Layout
     policy: ZeroPolicy
     ranks: Ranks
-    exchange: Exchange
+    exchanges: Mapping[int, Exchange]  # by `Bucket.deal`
     gradients: tuple[BucketGradient, ...]
     pool: BufferPool
     tell: Callable[[int], None]  # told of buckets whose gradients have all arrived
@@ -130,7 +130,9 @@ class GradientReducer:
             )
             for bucket in layout.buckets
         )
-        reducer = cls(layout, policy, ranks, exchange_for(ranks, layout.num_shards, policy), gradients, pool, tell)
+        kinds = {bucket.deal: bucket for bucket in layout.buckets}
+        exchanges = {d: exchange_for(ranks.having(kinds[d]), kinds[d].num_shards, policy) for d in sorted(kinds)}
+        reducer = cls(layout, policy, ranks, exchanges, gradients, pool, tell)
         reducer.order = reducer._last(range(len(gradients)), frozenset())
         reducer.most_bytes = buffer_bytes(layout, policy, num_backwards=2)
         reducer.factors = tuple(factors(policy, layout, bucket) for bucket in layout.buckets)
@@ -297,7 +299,8 @@ class GradientReducer:
 
     def _may_wait(self) -> bool:
         """Whether to wait for the oldest message, or else to take a further buffer: [Note: no wait in a circle]."""
-        if not self.policy.shards_weights or self.flights[0].handle.wait_for(self.patience_s):
+        talks = self.policy.shards_weights or self.layout.is_dealt  # in the middle of a round, with other ranks
+        if not talks or self.flights[0].handle.wait_for(self.patience_s):
             return True
         self.patience_s = 0.0
         return False
@@ -326,7 +329,8 @@ class GradientReducer:
         if before != 1.0:
             sent.mul_(before)
         label = f"gradients[{gradient.bucket.index}]"
-        handle, received = self.exchange.reduce(sent, gradient.bucket.span(self.ranks.rank), label)
+        exchange = self.exchanges[gradient.bucket.deal]
+        handle, received = exchange.reduce(sent, gradient.bucket.span(self.ranks.rank), label)
         self.flights.append(_Flight(gradient, handle, sent, received))
         self._settle_soon()
 
@@ -336,7 +340,7 @@ class GradientReducer:
         bucket = gradient.bucket
         before, after = self.policy.averaging.factors(self.layout.world_size)
         indices, values = rows.packed(self.policy.wire_for(bucket), self.pool.device)
-        parts = zcomm.gather_rows(indices, values, self.ranks.world, label=f"rows[{bucket.index}]")
+        parts = zcomm.gather_rows(indices, values, self.ranks.having(bucket).world, label=f"rows[{bucket.index}]")
         gradient.keep_rows(parts, self.ranks.rank, factor=before * after)
 
     def _settle_soon(self) -> None:

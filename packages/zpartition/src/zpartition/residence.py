@@ -283,7 +283,7 @@ class Residence:
         if not unit.is_resting:
             return
         for storage in unit.storages:
-            storage.gather(self.pool, self.ranks.shard, exact=unit.form is Form.EXACT)
+            storage.gather(self.pool, self.ranks.having(storage.bucket).shard, exact=unit.form is Form.EXACT)
         self.live_numel += unit.numel
         self.peak_numel = max(self.peak_numel, self.live_numel)
 

@@ -26,6 +26,7 @@ from zpartition.homes import IN_PLACE, Home
 from zpartition.layout import Bucket, Piece, Slot
 from zpartition.offload import Tier
 from zpartition.policy import ZeroPolicy
+from zpartition.ranks import Ranks
 from zpartition.shelves import OnDevice, Shelf
 from zpartition.sources import SHARDS, Source, source_for
 from zpartition.storage import BucketStorage
@@ -68,11 +69,11 @@ class ShardedStorage:
         bucket: Bucket,
         params: tuple[Parameter, ...],
         policy: ZeroPolicy,
-        group: ProcessGroup | None,
+        ranks: Ranks,
         is_trained: bool = True,
     ) -> ShardedStorage:
         """Memory for the span of `params`, which keep theirs until `take` or `take_from`."""
-        lo, hi = bucket.span(zcomm.group_rank(group))
+        group, (lo, hi) = ranks.having(bucket).shard, bucket.span(ranks.rank)
         own = flat_zeros(hi - lo, bucket.dtype, params[0].device, group)
         master = Parameter(own.to(policy.master_for(bucket.dtype)) if is_trained else own, requires_grad=is_trained)
         poison = torch.full((), torch.nan, dtype=bucket.dtype, device=own.device)
@@ -116,11 +117,11 @@ class ShardedStorage:
         bucket: Bucket,
         params: Mapping[str, Parameter],
         policy: ZeroPolicy,
-        group: ProcessGroup | None,
+        ranks: Ranks,
         is_trained: bool = True,
     ) -> ShardedStorage:
         """`create`, with the parameters by name."""
-        return cls.create(bucket, tuple(params[slot.name] for slot in bucket.slots), policy, group, is_trained)
+        return cls.create(bucket, tuple(params[slot.name] for slot in bucket.slots), policy, ranks, is_trained)
 
     @property
     def resting_bytes(self) -> int:
@@ -242,11 +243,11 @@ def _views(bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
 
 
 def make_storage(
-    bucket: Bucket, params: Mapping[str, Parameter], policy: ZeroPolicy, group: ProcessGroup | None
+    bucket: Bucket, params: Mapping[str, Parameter], policy: ZeroPolicy, ranks: Ranks
 ) -> BucketStorage | ShardedStorage:
     """Flat memory for the weights of one bucket: whole, or at rest as a shard.  `params` by name."""
     if bucket.unit is not None:
-        return ShardedStorage.of(bucket, params, policy, group)
+        return ShardedStorage.of(bucket, params, policy, ranks)
     members = tuple(params[slot.name] for slot in bucket.slots)
-    flat = flat_zeros(bucket.numel, bucket.dtype, members[0].device, group)
-    return BucketStorage.create(bucket, members, policy, zcomm.group_rank(group), flat)
+    flat = flat_zeros(bucket.numel, bucket.dtype, members[0].device, ranks.having(bucket).shard)
+    return BucketStorage.create(bucket, members, policy, ranks.rank, flat)

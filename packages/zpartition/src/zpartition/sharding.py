@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 import zcomm
 from zpartition import state
 from zpartition.admission import named_groups, refuse_hollow, refuse_owned
-from zpartition.cells import refuse_mixed
+from zpartition.cells import refuse_misdealt, refuse_mixed
 from zpartition.deferred import Deferred
 from zpartition.hidden import show
 from zpartition.layout import Layout
@@ -40,7 +40,7 @@ def shard(
     Raises:
         ValueError: the module is partitioned already; the optimizer holds parameters of another model; it
             needs whole tensors and the policy cuts them; parameters are spread over devices; `group` has ranks that
-            hold other parts of a tensor-parallel module.
+            hold other parts of a tensor-parallel module; experts are dealt out to ranks that are no run of it.
     """
     policy = policy or ZeroPolicy()
     show(module.parameters())
@@ -48,6 +48,7 @@ def shard(
         refuse_owned(name, param)
         refuse_hollow(name, param)
     refuse_mixed(module, group)
+    refuse_misdealt(module, group)
     groups = named_groups(module, optimizer)
     layouts = plan_layouts(module, groups, policy, zcomm.group_size(group))
     if optimizer is not None:
@@ -55,7 +56,7 @@ def shard(
         state.refuse_cells(optimizer, layouts[0])
         _refuse_whole_tensors_on_disk(optimizer, policy)
     deferred = Deferred.of(module, torch.device(device))
-    partition = Partition.create(module, layouts, policy, Ranks.of(group, policy), deferred)
+    partition = Partition.create(module, layouts, policy, Ranks.of(group, policy, deals_in(*layouts)), deferred)
     if optimizer is not None:
         try:
             partition.rebind(optimizer)
@@ -63,6 +64,11 @@ def shard(
             partition.close(keep_weights=False)  # nobody's again; other ranks may not come along
             raise
     return partition
+
+
+def deals_in(*layouts: Layout) -> frozenset[int]:
+    """Into runs of how many ranks buckets are dealt out."""
+    return frozenset(bucket.deal for layout in layouts for bucket in layout.buckets) - {1}
 
 
 def _cuts(layout: Layout, policy: ZeroPolicy) -> bool:

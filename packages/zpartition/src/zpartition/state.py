@@ -153,8 +153,8 @@ def refuse_cells(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
     if split and (takes_cuts(optimizer) or not is_elementwise(optimizer)):
         raise ValueError(
             f"{type(optimizer).__name__} looks at whole tensors, and {len(split)} are split over tensor ranks "
-            f"({split[0]}, ...): it would take each part for a tensor of its own. Use an elementwise optimizer "
-            "(AdamW, SGD, Lion, ...), or no tensor parallelism."
+            f"({split[0]}, ...) or expert ranks: it would take each part for a tensor of its own. Use an elementwise "
+            "optimizer (AdamW, SGD, Lion, ...), or no tensor and expert parallelism."
         )
 
 

@@ -89,11 +89,11 @@ def admit(partition: Partition) -> tuple[str, ...]:
     rest = {slot.name: 0 for storage in thawed for slot in storage.bucket.slots if slot.name not in groups}
     resting = plan_added(partition.module, rest, partition.policy, size, len(partition.frozen))
     partition.tiers.extend(added)
-    shard = partition.ranks.shard
-    new = [partition.tiers.adopt(make_storage(b, everything, partition.policy, shard)) for b in added.buckets]
+    ranks = partition.ranks
+    new = [partition.tiers.adopt(make_storage(b, everything, partition.policy, ranks)) for b in added.buckets]
     kept = [storage for storage in partition.frozen if storage not in thawed]
     remade = [
-        partition.tiers.shelve(ShardedStorage.of(b, everything, partition.policy, shard, False))
+        partition.tiers.shelve(ShardedStorage.of(b, everything, partition.policy, ranks, False))
         for b in resting.buckets
     ]
     _fill(partition, [*new, *remade])
@@ -153,10 +153,11 @@ def _take_apart(partition: Partition, storages: Sequence[ShardedStorage]) -> Non
 def _fill(partition: Partition, storages: Sequence[BucketStorage | ShardedStorage]) -> None:
     """Take the weights over, rank 0's values counting."""
     for storage in storages:
+        holders = partition.ranks.having(storage.bucket).world
         if isinstance(storage, ShardedStorage):
-            storage.take(partition.group)
+            storage.take(holders)
         else:
-            zcomm.broadcast(storage.flat, partition.group, source=0, label=f"weights[{storage.bucket.index}]")
+            zcomm.broadcast(storage.flat, holders, source=0, label=f"weights[{storage.bucket.index}]")
             storage.refresh_master()
 
 

@@ -1,28 +1,33 @@
-"""Whole tensors out of a split model, and into it: for files in the plain format of the model."""
+"""Whole tensors out of a split model (tensor or expert parallel), and into it: for files in its plain format."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 import zcomm
-from zpartition.cells import Cell, addresses_of, cell_of
-from zpartition.shard import Address
+from zpartition.cells import Cell, addresses_of, cell_of, deals_of
+from zpartition.shard import Address, Box
 from zpartition.tensor.parallelize import part_of
 
 __all__ = ["load_whole_state_dict", "whole_state_dict"]
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of the model that was split, in memory of its own on every tensor rank; all of them call it.
+    """The state of the model that was split (tensor or expert ranks), in memory of its own on each; all call it.
 
-    At ZeRO stage 3 the tensor ranks' own parts have to be gathered first, as `model.state_dict()` does it by itself.
+    At ZeRO stage 3 the ranks' own parts have to be gathered first, as `model.state_dict()` does it by itself.
     """
-    cell, addresses = cell_of(model), _by_state_name(model)
-    state = model.state_dict()
-    return {name: _joined(tensor, addresses.get(name), cell) for name, tensor in state.items()}
+    cell, deals, addresses = cell_of(model), deals_of(model), _by_state_name(model)
+    found = {}
+    for name, tensor in model.state_dict().items():
+        address = addresses.get(name)
+        is_split = cell.size > 1 and address is not None and address.num_copies == 1
+        cells = [*([deals[name]] if name in deals else ()), *([cell] if is_split else ())]
+        found[name] = _joined(tensor, address, cells)
+    return found
 
 
 def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -56,21 +61,32 @@ def _by_state_name(model: nn.Module) -> dict[str, Address]:
     return {name: addresses[name_of[id(param)]] for name, param in names}
 
 
-def _joined(tensor: Tensor, address: Address | None, cell: Cell) -> Tensor:
-    """The global tensor of which each rank has the part at its `address`."""
+def _joined(tensor: Tensor, address: Address | None, cells: Sequence[Cell]) -> Tensor:
+    """The global tensor of which each rank of `cells` has the part at its `address`."""
     if address is None or address.global_shape == tuple(tensor.shape):
         return tensor.clone()
-    boxes = zcomm.exchange([[list(side) for side in box] for box in address.boxes], cell.group)
-    numels = [sum(torch.Size(hi - lo for lo, hi in box).numel() for box in rank) for rank in boxes]
-    padded = tensor.new_zeros(max(numels))
-    padded[: tensor.numel()] = tensor.reshape(-1)
-    parts = tensor.new_empty(cell.size * padded.numel())
-    zcomm.all_gather(parts, padded, cell.group, label="whole tensors")
+    boxes, flat = list(address.boxes), tensor.reshape(-1)
+    for cell in cells:
+        boxes, flat = _gathered(boxes, flat, cell)
     found = tensor.new_empty(address.global_shape)
-    for rank, part in zip(boxes, parts.view(cell.size, -1)):
-        start = 0
-        for box in rank:
-            place = found[tuple(slice(lo, hi) for lo, hi in box)]
-            place.copy_(part[start : start + place.numel()].view(place.shape))
-            start += place.numel()
+    for box, part in zip(boxes, torch.split(flat, [_numel(box) for box in boxes])):
+        place = found[tuple(slice(lo, hi) for lo, hi in box)]
+        place.copy_(part.view(place.shape))
     return found
+
+
+def _gathered(boxes: list[Box], flat: Tensor, cell: Cell) -> tuple[list[Box], Tensor]:
+    """What all ranks of `cell` have: boxes, and their elements one after another."""
+    told = zcomm.exchange([[list(side) for side in box] for box in boxes], cell.group)
+    everybody: list[list[Box]] = [[tuple((lo, hi) for lo, hi in box) for box in rank] for rank in told]
+    numels = [sum(map(_numel, rank)) for rank in everybody]
+    padded = flat.new_zeros(max(numels))
+    padded[: flat.numel()] = flat
+    parts = flat.new_empty(cell.size * padded.numel())
+    zcomm.all_gather(parts, padded, cell.group, label="whole tensors")
+    own = [part[:numel] for part, numel in zip(parts.view(cell.size, -1), numels)]
+    return [box for rank in everybody for box in rank], torch.cat(own)
+
+
+def _numel(box: Box) -> int:
+    return torch.Size(hi - lo for lo, hi in box).numel()

@@ -1,0 +1,226 @@
+"""The experts of one layer: one module's parameters, stacked, of which each rank has a slice.
+
+Problem.  Ranks hold different experts, but a partition, an optimizer and a checkpoint compare ranks parameter by
+parameter.  A module for each expert has other names on other ranks, and as many small parameters as experts.
+
+Design.  A parameter `w` of the expert becomes one parameter `stacked.w` with the experts in front; this rank's slice
+of it is an Address like that of any split tensor (shard.py), so names are equal on all ranks and a checkpoint of any
+number of expert ranks fits any other.  An `ExpertMLP` is computed by grouped products on the stacks.  Any other
+module is called once for each expert that has tokens, with its slices in the place of its parameters.
+
+Expert g is initialised with random numbers that depend on g alone, so a model is the same however it is split.
+
+Rejected: a ModuleList of experts (see above); one parameter for all weights (optimizers and plans see shapes).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from zpartition.cells import ALONE, Cell
+from zpartition.experts.grouped import add_rows_bias, runs
+from zpartition.experts.mlp import ExpertMLP
+from zpartition.shard import Address
+from zpartition.tensor.entrance import Entrance
+from zpartition.tensor.parallelize import part_of
+from zpartition.tensor.styles import cut_along
+
+__all__ = ["Experts"]
+
+
+@final
+class Experts(nn.Module):
+    """`num_experts` copies of `expert`, of which this rank has those that `deal` gives it: `Dealt` (cells.py)."""
+
+    def __init__(self, expert: nn.Module | Callable[[], nn.Module], num_experts: int, deal: Cell = ALONE) -> None:
+        """expert: a module, whose weights are those of expert 0; the others are its copies, initialised anew by their
+        own `reset_parameters`.  Or a callable that makes one, called for each under a seed of its own.
+
+        Draws one number from torch's generator, however many experts there are here.  Raises ValueError for an expert
+        with persistent buffers, or if the experts do not divide.
+        """
+        super().__init__()
+        refuse_uneven(num_experts, deal.size)
+        self.num_experts, self.deal = num_experts, deal
+        self.entrance = Entrance(ALONE)  # to tensor ranks
+        self._addresses: dict[str, Address] = {}
+        seed = int(torch.randint(2**31, ()))
+        made = [_made(expert, index, seed) for index in self.own]
+        _refuse_buffers(made[0])
+        self._template = (_on_meta(made[0]),)  # in a tuple: no child of this module
+        self.stacked = _stacked(made)
+        self._note({})
+
+    @property
+    def own(self) -> range:
+        """The numbers of this rank's experts."""
+        share = self.num_experts // self.deal.size
+        return range(self.deal.rank * share, (self.deal.rank + 1) * share)
+
+    def addresses(self) -> Mapping[str, Address]:
+        """Of the stacks, by their names here."""
+        return self._addresses
+
+    @property
+    def cell(self) -> Cell:
+        """The tensor ranks that have other parts of each expert."""
+        return self.entrance.cell
+
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """What this rank's experts make of their rows.
+
+        rows: (rows, hidden), sorted by expert; counts: rows of each.  Returns (rows, hidden).
+        """
+        (template,) = self._template
+        weights = dict(self.stacked.named_parameters())
+        if isinstance(template, ExpertMLP):
+            return self._products(template, weights, rows, counts)
+        template.train(self.training)
+        buffers = dict(self.stacked.named_buffers())
+        slices = {name: weight.unbind() for name, weight in weights.items()}
+        outputs = [
+            functional_call(template, {name: parts[index] for name, parts in slices.items()} | buffers, (rows[part],))
+            for index, part in runs(counts)
+        ]
+        if not outputs:  # nobody came; who did elsewhere waits for this rank's backward, so rows go on
+            return rows + 0 * sum(weight.sum() for weight in weights.values())
+        if isinstance(outputs[0], tuple):
+            outputs = [output[0] for output in outputs]
+        return torch.cat(outputs)
+
+    def _products(
+        self, template: ExpertMLP, weights: Mapping[str, Tensor], rows: Tensor, counts: Sequence[int]
+    ) -> Tensor:
+        if self.cell.size == 1:
+            return template.forward_rows(weights, rows, counts)
+        partial = {name: weight for name, weight in weights.items() if name != "down.bias"}
+        y = self.entrance.leave(template.forward_rows(partial, self.entrance.enter(rows), counts))
+        return y if "down.bias" not in weights else y + add_rows_bias(weights["down.bias"], counts)
+
+    # -- sharing out -----------------------------------------------------------------------------
+
+    def share_out(self, deal: Cell, tensor: Cell = ALONE) -> None:
+        """Keep this rank's experts alone, of those that every rank has; and of each this tensor rank's part.
+
+        Parameters keep their names and identities.  Raises ValueError if they do not divide, were shared out before,
+        or `tensor` has several ranks and the expert is no ExpertMLP, before anything is changed.
+        """
+        if self.deal.size > 1 or self.cell.size > 1:
+            raise ValueError("these experts are shared out already: a layer is told its ranks once.")
+        refuse_uneven(self.num_experts, deal.size)
+        (template,) = self._template
+        if tensor.size > 1 and not isinstance(template, ExpertMLP):
+            raise ValueError(
+                f"expert tensor parallelism splits zpartition.experts.ExpertMLP, and the expert is a "
+                f"{type(template).__name__}. Make the layer with an ExpertMLP, or without "
+                "enable_expert_tensor_parallelism (tensor ranks then compute whole experts)."
+            )
+        dims = template.split_dims() if isinstance(template, ExpertMLP) and tensor.size > 1 else {}
+        whole = dict(self.stacked.named_parameters())
+        self.deal, self.entrance = deal, Entrance(tensor)
+        self._note(dims)
+        with torch.no_grad():
+            for name, param in whole.items():
+                param.grad = None
+                param.data = part_of(param.data, self._addresses[f"stacked.{name}"])
+
+    def _note(self, dims: Mapping[str, int]) -> None:
+        """Write the addresses down, from the shapes of what there is; `dims`: of an expert's, over tensor ranks."""
+        mine = (self.own.start, self.own.stop)
+        for name, param in self.stacked.named_parameters():
+            shape = (self.num_experts, *param.shape[1:])
+            address = Address(shape, (((mine[0], mine[1]), *((0, size) for size in shape[1:])),))
+            if name in dims:
+                address = _cut_further(address, dims[name] + 1, self.cell)
+            elif self.cell.size > 1:
+                address = Address(shape, address.boxes, self.cell.size, self.cell.rank)
+            self._addresses[f"stacked.{name}"] = address
+
+    def extra_repr(self) -> str:
+        """How many of how many."""
+        return f"{self.own.start}-{self.own.stop - 1} of {self.num_experts} x {type(self._template[0]).__name__}"
+
+
+def refuse_uneven(num_experts: int, num_ranks: int) -> None:
+    """ValueError, with the numbers that do, if `num_ranks` do not divide the experts."""
+    if num_experts < 1 or num_ranks < 1 or num_experts % num_ranks:
+        divisors = ", ".join(str(number) for number in range(1, num_experts + 1) if num_experts % number == 0)
+        raise ValueError(
+            f"{num_experts} experts cannot be shared out evenly among {num_ranks} ranks: choose ep_size "
+            f"(autoep_size) from {divisors}, or another number of experts."
+        )
+
+
+def _cut_further(address: Address, dim: int, cell: Cell) -> Address:
+    """The part of the one box of `address` that this rank of `cell` has along `dim`."""
+    size = address.global_shape[dim]
+    if size % cell.size:
+        raise ValueError(f"an inner size of {size} does not divide by {cell.size} tensor ranks.")
+    share = size // cell.size
+    inner = cut_along(address.global_shape, dim, size, (cell.rank * share, (cell.rank + 1) * share)).boxes[0]
+    box = address.boxes[0]
+    return Address(address.global_shape, (tuple(inner[at] if at == dim else side for at, side in enumerate(box)),))
+
+
+def _made(expert: nn.Module | Callable[[], nn.Module], index: int, seed: int) -> nn.Module:
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed * 1_000_003 + index)
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(seed * 1_000_003 + index)
+        if not isinstance(expert, nn.Module):
+            return expert()
+        if index:
+            expert = copy.deepcopy(expert)
+            for child in expert.modules():
+                reset: Any = getattr(child, "reset_parameters", None)
+                if reset is not None:
+                    reset()
+        return expert
+
+
+def _refuse_buffers(expert: nn.Module) -> None:
+    if found := set(expert.state_dict()) - {name for name, _ in expert.named_parameters(remove_duplicate=False)}:
+        raise ValueError(
+            f"the expert has persistent buffers ({', '.join(sorted(found))}), which its copies would share: keep "
+            "state of an expert in parameters, or register constants with persistent=False."
+        )
+
+
+def _on_meta(expert: nn.Module) -> nn.Module:
+    """The same module without values, to be called with those of others."""
+    empty = copy.deepcopy(expert)
+    return empty.to("meta")
+
+
+def _stacked(made: Sequence[nn.Module]) -> nn.Module:
+    """A tree of plain modules with the parameters of all, stacked, by the names that they have in one.
+
+    Plain, so that nothing that looks for linear layers takes a stack for one.
+    """
+    root = nn.Module()
+    first = made[0]
+    tensors: Iterator[tuple[str, Tensor]] = first.named_parameters()
+    for name, param in tensors:
+        values = torch.stack([module.get_parameter(name).detach() for module in made])
+        parent, leaf = _parent(root, name)
+        parent.register_parameter(leaf, nn.Parameter(values, requires_grad=param.requires_grad))
+    for name, buffer in first.named_buffers():
+        parent, leaf = _parent(root, name)
+        parent.register_buffer(leaf, buffer, persistent=False)
+    return root
+
+
+def _parent(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in dict(root.named_children()):
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    return root, leaf

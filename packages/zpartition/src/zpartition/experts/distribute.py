@@ -1,0 +1,112 @@
+"""`distribute`: from a model with whole layers of experts to one of which each rank has some experts."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+import zcomm
+from zpartition.admission import refuse_hollow, refuse_owned
+from zpartition.cells import ALONE, Cell
+from zpartition.deferred import tape_that_knows
+from zpartition.experts.bank import Experts, refuse_uneven
+from zpartition.experts.foreign import is_foreign, share_out_foreign
+from zpartition.experts.layer import MoE
+
+__all__ = ["distribute", "expert_degree", "find_experts", "refuse_misfit"]
+
+Stack = Experts | nn.Module
+
+
+def find_experts(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, Stack]:
+    """The stacks of experts in `model`, by path: those of MoE layers, and of Hugging Face's blocks.
+
+    patterns: of paths ("model.layers.*.mlp.experts"); without any, all that are found.
+    """
+    found = {path: child for path, child in model.named_modules() if isinstance(child, Experts) or is_foreign(child)}
+    if not patterns:
+        return found
+    return {path: child for path, child in found.items() if any(fnmatch.fnmatch(path, p) for p in patterns)}
+
+
+def expert_degree(model: nn.Module) -> int:
+    """The `ep_size` of the model's MoE layers, 1 where there are none.  ValueError if they differ."""
+    sizes = {path: child.ep_size for path, child in model.named_modules() if isinstance(child, MoE)}
+    if len(set(sizes.values())) > 1:
+        told = ", ".join(f"{path} has {size}" for path, size in sizes.items())
+        raise ValueError(f"layers of one model have different ep_size ({told}): give all of them the same.")
+    return next(iter(sizes.values()), 1)
+
+
+def distribute(
+    model: nn.Module,
+    group: ProcessGroup | None,
+    *,
+    tensor: ProcessGroup | None = None,
+    patterns: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Share the experts of `model` out among the ranks of `group`, in place; returns the paths of what was found.
+
+    Every rank of the group calls it with a whole model, of which rank 0's experts count.  Parameters keep their names
+    and identities.  `zpartition.shard` over a group of which `group` is a run of neighbours then sums gradients of
+    experts over those ranks that hold the same.  tensor: ranks that see the same data, and compute parts of each
+    expert in layers with `enable_expert_tensor_parallelism`.  A collective.
+
+    Raises:
+        ValueError: no experts are found, they do not divide, the model is partitioned, being built, or shared out
+            already; before anything is sent.
+    """
+    size = zcomm.group_size(group)
+    stacks = find_experts(model, patterns)
+    refuse_misfit(model, stacks, size, patterns)
+    wide = {id(child.experts) for child in model.modules() if isinstance(child, MoE) and _spreads(child)}
+    deal = Cell.of(zcomm.twin(group) if size > 1 else None) if size > 1 else ALONE
+    cell = Cell.of(tensor) if zcomm.group_size(tensor) > 1 else ALONE
+    for path, stack in stacks.items():
+        _agree(path, stack, group)
+        if isinstance(stack, Experts):
+            stack.share_out(deal, cell if id(stack) in wide else ALONE)
+        else:
+            share_out_foreign(stack, deal)
+    return tuple(stacks)
+
+
+def refuse_misfit(model: nn.Module, stacks: dict[str, Stack], size: int, patterns: Sequence[str] = ()) -> None:
+    """ValueError, with paths and numbers, if `stacks` cannot be shared out among `size` ranks."""
+    if not stacks:
+        at = f" at {', '.join(patterns)}" if patterns else ""
+        raise ValueError(
+            f"no experts are found in the {type(model).__name__}{at}, to be shared out among {size} ranks: it needs "
+            "zpartition.experts.MoE layers, or blocks whose experts are stacked in parameters, as Transformers "
+            "has them since version 5. Leave expert parallelism out for a dense model."
+        )
+    for path, stack in stacks.items():
+        for name, param in stack.named_parameters():
+            refuse_owned(f"{path}.{name}", param)
+            refuse_hollow(f"{path}.{name}", param)
+            if tape_that_knows(param) is not None:
+                raise ValueError(
+                    f"{path}.{name} was built inside zpartition.Init(), and gets its values when it is partitioned, "
+                    "as a whole. Build a model whose experts are shared out plainly."
+                )
+        try:
+            refuse_uneven(int(stack.num_experts), size)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def _spreads(layer: MoE) -> bool:
+    return layer.enable_expert_tensor_parallelism
+
+
+def _agree(path: str, stack: nn.Module, group: ProcessGroup | None) -> None:
+    """All ranks start from the experts of rank 0."""
+    with torch.no_grad():
+        for name, param in stack.named_parameters():
+            if not param.is_meta:
+                param.data = param.data.contiguous()
+                zcomm.broadcast(param.data, group, source=0, label=f"{path}.{name}")

@@ -1,0 +1,116 @@
+"""`MoE`: a feed-forward layer of experts, by DeepSpeed's arguments.
+
+    layer = MoE(512, ExpertMLP(512, 2048), num_experts=8, ep_size=2, k=2)
+    output, aux_loss, exp_counts = layer(x)          # loss = loss + 0.01 * aux_loss
+
+Gating happens on each rank over its own tokens (so capacity is of a rank's tokens), then tokens travel to the ranks
+that have their experts.  What a layer computes does not depend on how its experts are shared out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from zpartition.experts.bank import Experts, refuse_uneven
+from zpartition.experts.dispatch import Shipment
+from zpartition.experts.router import Router, RoutingRule
+
+__all__ = ["MoE"]
+
+
+@final
+class MoE(nn.Module):
+    """Tokens -> their k best experts of `num_experts` -> sums of what these make of them.
+
+    Until `distribute` (a zengine engine calls it) has told the layer its ranks, every rank has all experts.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module | Callable[[], nn.Module],
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        """The arguments of DeepSpeed's layer.
+
+        expert: what one expert is, (tokens, hidden) -> (tokens, hidden); see Experts for initialisation.  ep_size:
+        ranks to share the experts out among.  capacity_factor ...: see RoutingRule.  use_residual: add a dense copy
+        of the expert, mixed in by a learnt coefficient (Rajbhandari et al. 2022, section 4.1).  noisy_gate_policy:
+        None, "Jitter" or "RSample".  use_rts: top-1 drops random tokens rather than the last.  (To balance without an
+        auxiliary loss: `layer.gate.balance_by_bias(0.001)`.)
+
+        Raises ValueError, with the numbers, if experts do not divide by ep_size or k is larger than their number.
+        """
+        super().__init__()
+        refuse_uneven(num_experts, ep_size)
+        _refuse(num_experts, k, use_tutel)
+        rule = RoutingRule(
+            k=k,
+            capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor,
+            min_capacity=min_capacity,
+            noise=noisy_gate_policy or "",
+            drops=drop_tokens,
+            priority="random" if use_rts else "position",
+            second="sampled" if top2_2nd_expert_sampling else "best",
+        )
+        self.num_experts, self.ep_size = num_experts, ep_size
+        self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
+        self.gate = Router(hidden_size, num_experts, rule)
+        self.experts = Experts(expert, num_experts)
+        self.mlp: nn.Module | None = None
+        self.coefficient: nn.Linear | None = None
+        if use_residual:
+            self.mlp = copy.deepcopy(expert) if isinstance(expert, nn.Module) else expert()
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    @property
+    def num_local_experts(self) -> int:
+        """Of this rank."""
+        return len(self.experts.own)
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., hidden) -> the same shape, the auxiliary loss, (experts,) tokens that chose each on this rank.
+
+        used_token: one for each token; those that are 0 (padding) go to no expert.
+        """
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        routing = self.gate(x, None if used_token is None else used_token.reshape(-1))
+        shipment = Shipment.plan(routing.experts, routing.kept, self.num_experts, self.experts.deal)
+        y = self.experts(shipment.send(x), shipment.counts)
+        output = shipment.fetch(y, routing.weights).to(hidden_states.dtype).view(hidden_states.shape)
+        return self._with_residual(hidden_states, output), routing.aux_loss, routing.counts
+
+    def _with_residual(self, x: Tensor, output: Tensor) -> Tensor:
+        if self.mlp is None or self.coefficient is None:
+            return output
+        dense: Any = self.mlp(x)
+        mix: Tensor = self.coefficient(x).softmax(dim=-1)
+        other: Tensor = dense[0] if isinstance(dense, tuple) else dense
+        return output * mix[..., :1] + other * mix[..., 1:]
+
+
+def _refuse(num_experts: int, k: int, use_tutel: bool) -> None:
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"k is {k}, but a token can go to 1 to {num_experts} of {num_experts} experts.")
+    if use_tutel:
+        raise ValueError(
+            "use_tutel=True: Tutel's kernels are not used here. Leave it out: tokens are sorted by expert and "
+            "computed by grouped products, so there are no one-hot products to replace."
+        )

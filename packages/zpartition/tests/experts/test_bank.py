@@ -1,0 +1,101 @@
+"""Stacks of experts: their initialisation, names, addresses, and what they compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from zpartition.cells import ALONE, Cell, Dealt, addresses_of, deals_of
+from zpartition.experts.bank import Experts
+from zpartition.experts.mlp import ExpertMLP
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.0), nn.Tanh(), nn.Linear(8, 6))
+
+
+def made(num_experts: int = 4, deal: Cell = ALONE) -> Experts:
+    torch.manual_seed(1)
+    return Experts(plain(), num_experts, deal)
+
+
+def test_names_are_those_of_one_expert_and_rows_go_to_their_own() -> None:
+    torch.manual_seed(0)
+    expert = plain()
+    stack = Experts(expert, 3)
+    assert [name for name, _ in stack.named_parameters()] == [
+        f"stacked.{name}" for name, _ in expert.named_parameters()
+    ]
+    rows = torch.randn(5, 6)
+    y = stack(rows, [2, 0, 3])
+    torch.testing.assert_close(y[:2], expert(rows[:2]))
+    weights = {name: stack.get_parameter(f"stacked.{name}")[2] for name, _ in expert.named_parameters()}
+    torch.testing.assert_close(y[2:], torch.func.functional_call(expert, weights, (rows[2:],)))
+
+
+def test_experts_differ_and_do_not_depend_on_who_has_them() -> None:
+    whole = made().stacked.state_dict()
+    assert not torch.equal(whole["0.weight"][0], whole["0.weight"][1])
+    for rank in range(2):
+        part = made(deal=Cell(object(), 2, rank))  # type: ignore[arg-type]
+        for name, value in part.stacked.state_dict().items():
+            assert torch.equal(value, whole[name][part.own.start : part.own.stop])
+
+
+def test_making_experts_draws_one_number_however_many_there_are() -> None:
+    made(8)
+    following = torch.rand(3)
+    torch.manual_seed(1)
+    plain(), torch.randint(2**31, ())
+    assert torch.equal(torch.rand(3), following)
+
+
+def test_a_callable_makes_each_expert_under_a_seed_of_its_own() -> None:
+    torch.manual_seed(0)
+    stack = Experts(lambda: ExpertMLP(4, 6), 3)
+    weights = stack.get_parameter("stacked.up.weight")
+    assert weights.shape == (3, 6, 4)
+    assert len({weight.sum().item() for weight in weights}) == 3
+
+
+def test_sharing_out_keeps_identities_and_says_where_parts_lie() -> None:
+    whole, stack = made(), made()
+    params = dict(stack.named_parameters())
+    stack.share_out(Cell(object(), 2, 1))  # type: ignore[arg-type]
+    assert isinstance(stack, Dealt)
+    for name, param in stack.named_parameters():
+        assert param is params[name]
+        assert torch.equal(param, whole.get_parameter(name)[2:])
+    address = addresses_of(stack)["stacked.3.weight"]
+    assert (address.global_shape, address.boxes) == ((4, 6, 8), (((2, 4), (0, 6), (0, 8)),))
+    assert set(deals_of(stack)) == set(params)
+    assert "2-3 of 4 x Sequential" in repr(stack)
+    with pytest.raises(ValueError, match="shared out already"):
+        stack.share_out(Cell(object(), 2, 1))  # type: ignore[arg-type]
+
+
+def test_tensor_ranks_have_parts_of_each_expert() -> None:
+    stack = Experts(ExpertMLP(4, 6, "gelu", bias=True), 2)
+    tensor = Cell(object(), 2, 1)  # type: ignore[arg-type]
+    stack.share_out(Cell(object(), 2, 0), tensor)  # type: ignore[arg-type]
+    found = stack.addresses()
+    assert found["stacked.up.weight"].boxes == (((0, 1), (3, 6), (0, 4)),)
+    assert found["stacked.down.weight"].boxes == (((0, 1), (0, 4), (3, 6)),)
+    assert (found["stacked.down.bias"].num_copies, found["stacked.down.bias"].copy) == (2, 1)
+    with pytest.raises(ValueError, match="ExpertMLP, and the expert is a Sequential"):
+        made().share_out(Cell(object(), 2, 0), tensor)  # type: ignore[arg-type]
+
+
+def test_what_does_not_divide_and_shared_state_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"6 experts cannot be shared out evenly among 4 ranks: .* from 1, 2, 3, 6"):
+        made(6).share_out(Cell(object(), 4, 0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="persistent buffers"):
+        Experts(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 2)
+
+
+def test_a_stack_without_rows_still_takes_part_in_backward() -> None:
+    stack, rows = made(), torch.zeros(0, 6, requires_grad=True)
+    stack(rows, [0, 0, 0, 0]).sum().backward()
+    assert rows.grad is not None
+    assert all(param.grad is not None and not param.grad.any() for param in stack.parameters())

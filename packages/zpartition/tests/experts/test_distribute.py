@@ -1,0 +1,161 @@
+"""Sharing out: what is found, what is refused before anything is sent, and one gradient bucket for each deal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zcomm
+import zpartition
+from zcomm.testing import run_ranks
+from zpartition import ZeroPolicy
+from zpartition.experts import ExpertMLP, MoE, distribute, expert_degree, find_experts
+from zpartition.experts.testing import Language
+from zpartition.tensor import load_whole_state_dict, whole_state_dict
+
+
+def test_stacks_are_found_by_path_and_pattern() -> None:
+    model = Language()
+    assert list(find_experts(model)) == [f"blocks.{index}.moe.experts" for index in range(3)]
+    assert list(find_experts(model, ["*.1.moe.*"])) == ["blocks.1.moe.experts"]
+
+
+def test_layers_say_into_how_many_parts_they_go() -> None:
+    expert = ExpertMLP(4, 4)
+    assert expert_degree(nn.Linear(2, 2)) == 1
+    assert expert_degree(nn.Sequential(MoE(4, expert, 4, ep_size=2))) == 2
+    with pytest.raises(ValueError, match=r"different ep_size \(0 has 2, 1 has 4"):
+        expert_degree(nn.Sequential(MoE(4, expert, 4, ep_size=2), MoE(4, expert, 4, ep_size=4)))
+
+
+def _refused() -> list[str]:
+    log: list[zcomm.Record] = []
+    found = []
+    with zcomm.traced(log):
+        for model in (nn.Linear(2, 2), nn.Sequential(MoE(4, ExpertMLP(4, 4), 3)), _partitioned()):
+            with pytest.raises(ValueError) as raised:
+                distribute(model, None)
+            found.append(str(raised.value))
+    assert not [record for record in log if "experts" in record.label]
+    return found
+
+
+def _partitioned() -> nn.Module:
+    model = nn.Sequential(MoE(4, ExpertMLP(4, 4), 2))
+    _kept.append(zpartition.shard(model))
+    return model
+
+
+_kept: list[object] = []
+
+
+def test_what_cannot_be_shared_out_is_refused_before_a_message() -> None:
+    nothing, uneven, owned = run_ranks(_refused, 2)[0]
+    assert "no experts are found in the Linear, to be shared out among 2 ranks" in nothing
+    assert "0.experts: 3 experts cannot be shared out evenly among 2 ranks: choose ep_size (autoep_size)" in uneven
+    assert "is partitioned already" in owned
+
+
+def _mates() -> str:
+    """Experts that went to ranks which are no neighbours."""
+    model = nn.Sequential(MoE(4, ExpertMLP(4, 4), 2))
+    distribute(model, zcomm.run_mates(2))
+    with pytest.raises(ValueError, match="no run of 2") as raised:
+        zpartition.shard(model)
+    return str(raised.value)
+
+
+def test_experts_that_went_to_other_ranks_than_a_partition_expects_are_refused() -> None:
+    assert "0.experts.stacked.gate.weight is dealt out to ranks [0, 2]" in run_ranks(_mates, 4)[0]
+
+
+def _facts() -> tuple[list[tuple[int, int, int]], dict[str, Tensor], list[int]]:
+    """(deal, shards, span) of buckets; weights that go out and in again; who sums gradients of experts."""
+    torch.manual_seed(zcomm.group_rank())  # ranks disagree: rank 0's count
+    model = Language()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param))
+    distribute(model, zcomm.run(2))
+    before = whole_state_dict(model)
+    load_whole_state_dict(model, {name: 2 * value for name, value in before.items()})
+    for name, value in whole_state_dict(model).items():
+        assert torch.equal(value, 2 * before[name]), name
+    partition = zpartition.shard(model, policy=ZeroPolicy(stage=2))
+    buckets = [(b.deal, b.num_shards, b.span(partition.rank)[0] // b.span_numel) for b in partition.layout.buckets]
+    holders = partition.ranks.having(next(b for b in partition.layout.buckets if b.deal > 1)).world
+    return buckets, whole_state_dict(model), dist.get_process_group_ranks(holders)
+
+
+def test_a_dealt_bucket_lives_over_its_holders() -> None:
+    answers = run_ranks(_facts, 4)
+    for rank, (buckets, weights, holders) in enumerate(answers):
+        assert set(buckets) == {(1, 4, rank), (2, 2, rank // 2)}
+        assert holders == [rank % 2, rank % 2 + 2]
+        for name, value in weights.items():
+            assert torch.equal(value, answers[0][1][name]), name
+
+
+def _silent(stage: int) -> list[float]:
+    """One rank's gradients go around a layer that the others use: nobody waits for ever, and the mean is right."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([MoE(4, ExpertMLP(4, 4), 2, drop_tokens=False), nn.Linear(4, 4), nn.Linear(4, 4)]).double()
+    distribute(model, zcomm.run(2))
+    policy = ZeroPolicy(stage=stage, bucket_numel=1, unit_numel=1, persist_numel=17)  # the two stay whole
+    partition = zpartition.shard(model, policy=policy)
+    x = torch.ones(3, 4, dtype=torch.float64)
+    found = []
+    for _ in range(2):
+        with partition.micro_step():
+            y = model[2](x) if zcomm.group_rank() == 0 else model[1](x)
+            y = model[0](y)[0]
+            y.sum().backward()
+        partition.finish_gradients()
+        total = torch.stack([g.abs().sum() for _, g in partition.named_gradients()]).sum()
+        found.append(float(total))
+        partition.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_that_use_different_modules_before_the_experts_do_not_wait_for_each_other(stage: int) -> None:
+    for first, second in run_ranks(_silent, 2, stage):
+        assert first == pytest.approx(second)
+        assert first > 0
+
+
+def _tensor() -> tuple[list[float], list[float]]:
+    """Two tensor ranks have halves of each of two experts, over which four ranks' tokens go; against all experts."""
+    torch.manual_seed(0)
+    expert = ExpertMLP(4, 6, "gelu", bias=True)
+    model = nn.Sequential(MoE(4, expert, 2, k=2, drop_tokens=False, enable_expert_tensor_parallelism=True))
+    model[0].gate.rule = type(model[0].gate.rule)(k=2, drops=False, second="best")
+    model.double()
+    data, tensor = zcomm.run_mates(2), zcomm.run(2)
+    x = torch.randn(2, 5, 4, dtype=torch.float64)[zcomm.group_rank(data)]
+
+    def grads() -> dict[str, Tensor]:
+        y, aux_loss, _ = model[0](x)
+        names, params = zip(*model.named_parameters())
+        return dict(zip(names, torch.autograd.grad(y.square().sum() + aux_loss, params)))
+
+    expected = grads()
+    for gradient in expected.values():
+        zcomm.all_reduce(gradient, data)
+    norm = torch.stack([gradient.square().sum() for gradient in expected.values()]).sum() / 4
+    distribute(model, data, tensor=tensor)
+    partition = zpartition.shard(model, policy=ZeroPolicy(stage=2), group=data)
+    with partition.micro_step():
+        y, aux_loss, _ = model[0](x)
+        (y.square().sum() + aux_loss).backward()
+    counted = partition.finish_gradients()
+    squares = torch.stack([norm.new_zeros(()), *(g.square().sum() for g in counted)]).sum().view(1)
+    partition.sum_over_shards(squares)
+    return [float(norm)], squares.tolist()
+
+
+def test_tensor_ranks_share_each_expert() -> None:
+    for expected, found in run_ranks(_tensor, 4):
+        assert found == pytest.approx(expected, rel=1e-12)
