@@ -149,7 +149,7 @@ def _take(
     partition.publish()
     restore_objects(engine, checkpoint.objects, what)
     if what.run:
-        restore_rank(checkpoint, peers)
+        restore_rank(engine, checkpoint, peers)
     return str(checkpoint.path), decode(checkpoint.objects.get("client_state", {}))
 
 
@@ -184,6 +184,7 @@ def _objects(engine: Engine, client_state: Mapping[str, Any]) -> dict[str, Any]:
         "scaler": {"kind": type(parts.scaler).__name__, "state": encode(parts.scaler.state_dict())},
         "features": {f.name: encode(f.state_dict(), f"feature {f.name}") for f in engine.features if f.name},
         "plan": engine.plan.describe(),
+        "degrees": attrs.asdict(engine.plan.parallel.degrees),
     }
 
 

@@ -18,6 +18,7 @@ import torch
 
 import zckpt
 import zpartition
+from zengine.config.parallel import MODEL_AXES
 from zengine.consensus import MODEL, GroupPeers, Source
 from zengine.jsonable import decode
 
@@ -255,8 +256,12 @@ def _rank_objects(checkpoint: Source, rank: int) -> Mapping[str, Any]:
     return checkpoint.rank_objects(rank if rank < checkpoint.manifest.world_size else 0)
 
 
-def restore_rank(checkpoint: Source, peers: GroupPeers) -> None:
-    """Random state.  A checkpoint that was imported from another engine has none, nor a position, and says so."""
+def restore_rank(engine: Engine, checkpoint: Source, peers: GroupPeers) -> None:
+    """Random state.  A checkpoint that was imported from another engine has none, nor a position, and says so.
+
+    Ranks that shared a copy of the model drew alike; where they are replicas now they must not, so each goes on with
+    the state that it has.
+    """
     saved_world = checkpoint.manifest.world_size
     mine = _rank_objects(checkpoint, peers.rank)
     if mine["rng"] is None:
@@ -267,14 +272,23 @@ def restore_rank(checkpoint: Source, peers: GroupPeers) -> None:
                 checkpoint.path,
             )
         return
-    if peers.rank < saved_world:
+    is_split_alike = _copies_split(checkpoint.objects.get("degrees", {})) == _copies_split(
+        attrs.asdict(engine.plan.parallel.degrees)
+    )
+    if peers.rank < saved_world and is_split_alike:
         for note in zckpt.rng.restore(mine["rng"]):
             log.warning("%s", note)
-    if saved_world != peers.world_size and peers.rank == 0:
+    if (saved_world != peers.world_size or not is_split_alike) and peers.rank == 0:
         log.warning(
-            "checkpoint %s was saved by %d ranks and is loaded by %d: weights, optimizer and the order of data "
+            "checkpoint %s was saved by %d ranks%s and is loaded by %d: weights, optimizer and the order of data "
             "continue exactly; random numbers (dropout) do not repeat those of the saved run",
             checkpoint.path,
             saved_world,
+            "" if is_split_alike else ", which split the model in another way,",
             peers.world_size,
         )
+
+
+def _copies_split(degrees: Mapping[str, int]) -> tuple[int, ...]:
+    """Ranks that work on the same samples, by axis."""
+    return tuple(degrees.get(axis, 1) for axis in MODEL_AXES)

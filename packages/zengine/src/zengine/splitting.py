@@ -114,6 +114,27 @@ def _input(module: nn.Module, sample: Callable[[], Any], device: torch.device) -
     batch = sample() if batch is None else mapped(dict(batch), lambda leaf: leaf.to(device))
     if batch is None:
         return None
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+    given: Input = ((tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {})
+    given = ((), dict(batch)) if isinstance(batch, Mapping) else given
+    return given if _runs(module.to(device), given) else None
+
+
+def _runs(module: nn.Module, given: Input) -> bool:
+    """Whether the model takes a batch as the data has it; loops may do something in between."""
+    modes = {child: child.training for child in module.modules()}
+    try:
+        with torch.no_grad():
+            module.eval()(*given[0], **given[1])
+    except Exception as error:  # the model's own, of any kind
+        log.warning(
+            "tensor_parallel: %s does not take a sample of the training data as it is (%s: %s), so there is nothing "
+            "to try a plan with",
+            type(module).__name__,
+            type(error).__name__,
+            error,
+        )
+        return False
+    finally:
+        for child, is_training in modes.items():
+            child.training = is_training
+    return True

@@ -45,9 +45,12 @@ class Flow:
 
 
 def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}) -> Flow:
-    """Run `model(*args, **kwargs)` once, without gradients, and tell what flowed where."""
+    """Run `model(*args, **kwargs)` once, as for evaluation, and tell what flowed where."""
     seeing = _Seeing()
     with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
         for name, module in model.named_modules():
             own = next(module.parameters(recurse=False), None)
             if kind_of(module) is not None:
