@@ -7,7 +7,7 @@ import json
 import pytest
 
 import zengine
-from train.launch import choose_name, parser
+from train.launch import choose_name, parser, split_over
 from train.recipe import Folder, Recipe, RecipeError, pinned, settle, settled
 
 
@@ -83,8 +83,8 @@ def test_a_recipe_survives_its_file(folder):
 def test_what_was_measured_is_not_measured_again(folder):
     recipe = settle(options_of(), folder)
     assert recipe.config["bf16"]["enabled"] == "auto"
-    assert pinned(recipe, bf16=True).config["bf16"]["enabled"] is True
-    assert pinned(recipe, bf16=False).config["bf16"]["enabled"] is False
+    assert pinned(recipe, bf16=True, windows=16).config["bf16"]["enabled"] is True
+    assert pinned(recipe, bf16=False, windows=16).config["bf16"]["enabled"] is False
 
 
 @pytest.mark.parametrize("conflict", [["--steps", "99"], ["--seed", "1"], ["--stage", "0"], ["--micro-batch", "9"]])
@@ -124,3 +124,20 @@ def test_impossible_options_are_refused(wrong, capsys):
     with pytest.raises(SystemExit):
         options_of(*wrong)
     assert wrong[0] in capsys.readouterr().err
+
+
+def test_a_split_keeps_the_windows_of_a_step_and_may_change_on_resuming(folder):
+    recipe = settle(options_of("--quick", "--tensor", "2"), folder)
+    assert recipe.config["tensor_parallel"] == {"autotp_size": 2}
+    assert recipe.config["gradient_accumulation_steps"] == 4  # twice as many, on half as many replicas
+    pinned(recipe, bf16=False, windows=16).write(folder.recipe)
+    again = settled(options_of("--resume"), folder).config
+    assert (again["tensor_parallel"]["autotp_size"], again["train_batch_size"]) == (2, 16)
+    assert "gradient_accumulation_steps" not in again
+    other = settled(options_of("--resume", "--tensor", "1"), folder).config
+    assert (other["tensor_parallel"]["autotp_size"], other["train_batch_size"]) == (1, 16)
+
+
+def test_there_are_ranks_enough_for_a_split():
+    assert split_over(options_of("--tensor", "4")) == 4
+    assert split_over(options_of()) == 1

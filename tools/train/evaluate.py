@@ -28,13 +28,14 @@ def validation_loss(engine: zengine.Engine, windows: Tensor) -> float:
 
     Collective.  Goes past the engine to the module, so that the timers see training only.
     """
-    rank, world_size = engine.world.rank, engine.world.world_size
+    groups = engine.parts.groups  # ranks that share a model look at the same windows
+    rank, world_size = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
     engine.eval()
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for batch in torch.split(windows[rank::world_size], BATCH):
         total += engine.module(batch.to(engine.device)).double() * len(batch)
     engine.train()
-    zcomm.all_reduce(total, label="validation")
+    zcomm.all_reduce(total, groups.data(), label="validation")
     return total.item() / len(windows)
 
 

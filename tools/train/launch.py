@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
@@ -26,6 +27,9 @@ from pathlib import Path
 from types import FrameType
 
 TOOLS = Path(__file__).resolve().parents[1]
+SPLITS = {  # options that split one model over ranks: name -> path of the key in the config, what it is
+    "tensor": (("tensor_parallel", "autotp_size"), "ranks that share the layers of one model"),
+}
 CONTROL = "TRAIN_CONTROL"  # environment variable: set when standard input is the pipe described above
 MISTAKE, DEFEAT = 2, 3  # exit codes
 
@@ -53,6 +57,8 @@ def parser() -> argparse.ArgumentParser:
     add("--config", type=Path, metavar="FILE", help="in DeepSpeed's format (default: tools/train/config.json)")
     add("--stage", type=int, choices=(0, 1, 2), help="ZeRO stage (default: that of the config)")
     add("--micro-batch", type=positive, metavar="N", help="windows of one rank's forward (default: the config's)")
+    for name, (_key, what) in SPLITS.items():
+        add(f"--{name}", type=positive, metavar="N", help=f"{what}; may change with --resume")
     add("--quick", action="store_true", help="a tiny model for a few seconds: to see that everything works")
     add("--runs", type=Path, default=TOOLS.parent / "runs", metavar="FOLDER", help="where runs are kept (runs/)")
     add("--die-at", type=int, default=0, metavar="STEP", help="SIGKILL after this step: to see --resume at work")
@@ -90,6 +96,11 @@ def choose_name(options: argparse.Namespace) -> str:
     if options.name and options.name not in names:
         raise ValueError(f"no run {options.name!r} in {runs} has a checkpoint; there are {', '.join(names)}")
     return str(options.name or names[-1])
+
+
+def split_over(options: argparse.Namespace) -> int:
+    """Ranks that work on one copy of the model, as far as the options say."""
+    return math.prod(getattr(options, name) or 1 for name in SPLITS)
 
 
 def available_cores() -> int:
@@ -156,7 +167,7 @@ def main(arguments: list[str]) -> int:
         print(f"train: {mistake}", file=sys.stderr)
         return MISTAKE
     line = ControlLine()
-    ranks = options.ranks or default_ranks()
+    ranks = options.ranks or max(default_ranks(), split_over(options))
     threads = options.threads or max(1, available_cores() // ranks)
     path = os.pathsep.join(filter(None, [str(TOOLS), os.environ.get("PYTHONPATH")]))
     os.environ.update({"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, CONTROL: "1"})

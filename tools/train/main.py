@@ -6,6 +6,7 @@ bit, and an answer to Ctrl-C.  What is said before and after the loop is in tell
 
     python3 tools/dev.py train              two ranks, about six minutes
     python3 tools/dev.py train --resume     after Ctrl-C, a crash or a power cut
+    python3 tools/dev.py train --tensor 2   its layers split over two ranks; --resume --tensor 1 goes on without
     python3 tools/dev.py train --help       everything else
 """
 
@@ -27,7 +28,7 @@ from .model import GPT, parameter_groups
 from .progress import Progress, memory_bytes
 from .recipe import Folder, Recipe, RecipeError, pinned, settle, settled
 from .stopping import Stopping, Wish
-from .telling import Run, interrupted, introduction, take_stock
+from .telling import Run, interrupted, introduction, take_stock, written
 from .text import CorpusError, Windows, read_corpus
 
 
@@ -37,6 +38,7 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     held_out = Windows(corpus.validation, recipe.shape.context)
     torch.manual_seed(recipe.seed)
     model = GPT(recipe.shape, seed=recipe.seed)
+    numel = sum(parameter.numel() for parameter in model.parameters())
 
     engine, _optimizer, loader, _scheduler = zengine.initialize(
         model=model,
@@ -49,7 +51,7 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     progress = Progress(steps=recipe.steps, speaks=is_first)
     journal = Journal(folder.journal, writes=is_first, bytes_per_sample=recipe.shape.context)
     stopping = Stopping(minutes=options.minutes, die_at=options.die_at)
-    run = Run(folder=folder, recipe=recipe, corpus=corpus, model=model, engine=engine)
+    run = Run(folder=folder, recipe=recipe, corpus=corpus, model=model, numel=numel, engine=engine)
 
     def save() -> None:
         engine.save_checkpoint(str(folder.checkpoints), client_state={"fingerprint": corpus.fingerprint})
@@ -58,7 +60,7 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
         _path, state = engine.load_checkpoint(str(folder.checkpoints))
         corpus.check_same_as(state["fingerprint"])
     elif is_first:
-        pinned(recipe, bf16=engine.bfloat16_enabled()).write(folder.recipe)
+        pinned(recipe, bf16=engine.bfloat16_enabled(), windows=engine.train_batch_size()).write(folder.recipe)
     progress.say(introduction(run))
     journal.begin(step=engine.global_steps, samples=engine.global_samples)
 
@@ -87,9 +89,10 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
         return 0
     progress.say("measuring on the held-out files ...")
     result = final_result(engine, corpus, held_out.stacked(recipe.final_windows))
+    sample = written(run)
     engine.close()
     if is_first:
-        progress.say(take_stock(run, result, journal.rows()))
+        progress.say(take_stock(run, result, sample, journal.rows()))
     return DEFEAT if recipe.is_defeat(step=result.step, wins=result.wins) else 0
 
 

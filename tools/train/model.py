@@ -58,7 +58,7 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.heads, self.head_size = shape.heads, shape.width // shape.heads
         self.attention_norm = nn.LayerNorm(shape.width)
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.attention_out = nn.Linear(shape.width, shape.width)
@@ -67,12 +67,11 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * shape.width, shape.width)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, width / heads)
+        parts = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)  # of the heads that are here, when split over ranks
+        query, key, value = (part.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2) for part in parts)
         query, key = rotated(query, cos, sin), rotated(key, cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, time, width))
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
         hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
         output: Tensor = x + self.mlp_out(hidden)
         return output

@@ -12,6 +12,8 @@ A run's folder:
     record/             the same for `zengine report`: config, environment, and every number of every step
     checkpoints/        written by the engine; `latest` names the newest
     report.html         the picture; result.json the figures in it
+
+What may change is how the model is split over ranks (--tensor, ...): the windows of a step stay the same.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import attrs
 
 import zengine.config
 
+from .launch import SPLITS, split_over
 from .model import Shape
 
 DEFAULT_CONFIG = Path(__file__).with_name("config.json")
@@ -137,6 +140,7 @@ def settle(options: argparse.Namespace, folder: Folder) -> Recipe:
         config.setdefault("zero_optimization", {})["stage"] = options.stage
     if options.micro_batch:
         config["train_micro_batch_size_per_gpu"] = options.micro_batch
+    _split(config, options)
     seed = options.seed or 0
     config.setdefault("data_efficiency", {})["seed"] = seed
     places = {"tensorboard": folder.tensorboard, "csv_monitor": folder.csv, "jsonl_monitor": folder.record}
@@ -153,12 +157,34 @@ def settle(options: argparse.Namespace, folder: Folder) -> Recipe:
     )
 
 
-def pinned(recipe: Recipe, *, bf16: bool) -> Recipe:
-    """The recipe with what the engine measured, so that a resumed run does not measure again and decide otherwise."""
-    section = recipe.config.get("bf16", {})
-    if section.get("enabled") != "auto":
-        return recipe
-    return attrs.evolve(recipe, config={**recipe.config, "bf16": {**section, "enabled": bf16}})
+def _split(config: dict[str, Any], options: argparse.Namespace) -> None:
+    """Put the degrees that the options name into the config.
+
+    A step has as many windows as without them: the ranks that share a model take the micro-steps of all of them.
+    """
+    for name, (path, _what) in SPLITS.items():
+        degree = getattr(options, name)
+        if degree is not None:
+            section = config
+            for key in path[:-1]:
+                section = section.setdefault(key, {})
+            section[path[-1]] = degree
+    if "train_batch_size" not in config:
+        micro_steps = config.get("gradient_accumulation_steps", 1)
+        config["gradient_accumulation_steps"] = micro_steps * split_over(options)
+
+
+def pinned(recipe: Recipe, *, bf16: bool, windows: int) -> Recipe:
+    """The recipe with what the engine decided, so that a resumed run does not measure again and decide otherwise.
+
+    windows: of a step.  With them, and without micro-steps, the run may go on with its model split in another way.
+    """
+    config = {**recipe.config, "train_batch_size": windows}
+    config.pop("gradient_accumulation_steps", None)
+    section = config.get("bf16", {})
+    if section.get("enabled") == "auto":
+        config["bf16"] = {**section, "enabled": bf16}
+    return attrs.evolve(recipe, config=config)
 
 
 def settled(options: argparse.Namespace, folder: Folder) -> Recipe:
@@ -179,4 +205,5 @@ def settled(options: argparse.Namespace, folder: Folder) -> Recipe:
             )
     if options.config is not None:
         raise RecipeError(f"--config: the run {folder.name!r} goes on with its own, in {folder.recipe}")
+    _split(config, options)
     return recipe

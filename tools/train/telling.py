@@ -35,6 +35,7 @@ class Run:
     recipe: Recipe
     corpus: Corpus
     model: GPT  # in training: its weights change
+    numel: int  # its parameters, of which a rank may have a part
     engine: zengine.Engine
 
     @property
@@ -50,7 +51,9 @@ class Run:
 def introduction(run: Run) -> str:
     """What is about to happen, in three lines."""
     engine, corpus = run.engine, run.corpus
-    parameters = amount(sum(parameter.numel() for parameter in run.model.parameters()))
+    parameters, shared = amount(run.numel), ranks_of_a_model(run)
+    how = f", a model over {counted(shared, 'rank')}" if shared > 1 else ""
+    copies = counted(engine.dp_world_size, "replica" if shared > 1 else "rank")
     begins = f"resumes after step {engine.global_steps}" if engine.global_steps else "starts"
     stage, ranks = engine.zero_optimization_stage(), engine.world.world_size
     micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
@@ -58,10 +61,15 @@ def introduction(run: Run) -> str:
         f"run {run.folder.name} {begins}: GPT of {parameters} parameters, {run.precision}, ZeRO stage {stage}\n"
         f"text: {amount(corpus.train.numel())} bytes in {len(corpus.train_files)} files of {corpus.root}, "
         f"and {len(corpus.validation_files)} files held out\n"
-        f"{counted(ranks, 'rank')} x {counted(torch.get_num_threads(), 'thread')} on {engine.device.type}; a step is "
-        f"{counted(ranks, 'rank')} x {counted(accumulation, 'micro-step')} x {counted(micro, 'window')} "
-        f"of {run.recipe.shape.context} bytes"
+        f"{counted(ranks, 'rank')} x {counted(torch.get_num_threads(), 'thread')} on {engine.device.type}{how}; a "
+        f"step is {copies} x {counted(accumulation, 'micro-step')} x {counted(micro, 'window')} of "
+        f"{run.recipe.shape.context} bytes"
     )
+
+
+def ranks_of_a_model(run: Run) -> int:
+    """Ranks that work on the same windows."""
+    return run.engine.world.world_size // run.engine.dp_world_size
 
 
 def counted(number: int, noun: str) -> str:
@@ -73,10 +81,17 @@ def interrupted(run: Run) -> str:
     return f"stopped and saved after step {run.engine.global_steps}. To go on: {run.resuming}"
 
 
-def take_stock(run: Run, result: Result, rows: list[Row]) -> str:
-    """Write the report and the figures to the run's folder; the last words of a run."""
+def written(run: Run) -> str:
+    """A sample of what the model writes.  Every rank calls it: each may have a part of the model."""
+    return readable(generate(run.model, PROMPT, num_bytes=SAMPLE_BYTES, seed=run.recipe.seed))
+
+
+def take_stock(run: Run, result: Result, sample: str, rows: list[Row]) -> str:
+    """Write the report and the figures to the run's folder; the last words of a run.
+
+    sample: what the model writes.
+    """
     folder = run.folder
-    sample = readable(generate(run.model, PROMPT, num_bytes=SAMPLE_BYTES, seed=run.recipe.seed))
     story = Story(
         name=folder.name,
         recipe=run.recipe,
@@ -125,6 +140,7 @@ def environment_facts(run: Run) -> dict[str, object]:
         "ranks": f"{engine.world.world_size}, {threads} each, {engine.world.backend}",
         "precision": run.precision,
         "ZeRO stage": engine.zero_optimization_stage(),
+        "ranks that share a model": ranks_of_a_model(run),
         "windows per step": engine.train_batch_size(),
         "zengine, torch": f"{zengine.__version__}, {torch.__version__}",
         "Python, system": f"{platform.python_version()}, {platform.system()} {platform.release()}",
