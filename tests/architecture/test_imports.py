@@ -104,6 +104,23 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
     # from degrees, a mesh, an mpu or a split model to groups
     "groups.py": {"zcomm": {"Groups", "group_size"}, "zpartition": {"cell_of", "replicas_of"}},
+    # activation checkpoints, from what the config says of them
+    "recomputing.py": {
+        "zpartition": {
+            *(
+                "Cell",
+                "activations.Arena",
+                "activations.AsTheyAre",
+                "activations.Checkpointing",
+                "activations.Keeping",
+            ),
+            *("activations.NO_STREAMS", "activations.OnHost", "activations.Store", "activations.Streams"),
+            "activations.Variant",
+        },
+    },
+    "deepspeed/runtime/activation_checkpointing/": {
+        "zpartition": {"Cell", "activations.Checkpointing", "activations.RandomStreams", "activations.Variant"},
+    },
     # splits the module before it is partitioned
     "splitting.py": {"zcomm": {"group_rank", "group_size"}, "zpartition": {"cell_of", "tensor"}},
     # says which kind of scaling the plan holds

@@ -74,7 +74,8 @@ NAMES = {
     ),
     "deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec",
     "deepspeed.runtime.activation_checkpointing.checkpointing": (
-        "checkpoint configure is_configured non_reentrant_checkpoint reset"
+        "checkpoint configure is_configured non_reentrant_checkpoint reset get_cuda_rng_tracker set_num_layers "
+        "model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed partition_activations_in_checkpoint"
     ),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "deepspeed.launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",

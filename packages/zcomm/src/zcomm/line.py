@@ -23,6 +23,7 @@ from typing import Any, final
 import attrs
 
 from zcomm import compat
+from zcomm.hosts import this_host
 from zcomm.report import Answer, Report
 
 _LOOK_S = 0.05  # between two looks at the store while something is awaited
@@ -128,16 +129,7 @@ class Line:
 
 def _presence() -> dict[str, Any]:
     pid = os.getpid()
-    return {"pid": pid, "node": platform.node(), "host": _host(), "started": _started(pid)}
-
-
-def _host() -> str:
-    """What two processes share if and only if one can look the other up by its pid; "" where nothing tells."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as boot:
-            return boot.read().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+    return {"pid": pid, "node": platform.node(), "host": this_host(), "started": _started(pid)}
 
 
 def _started(pid: int) -> str:
@@ -152,5 +144,5 @@ def _started(pid: int) -> str:
 
 def _is_gone(presence: dict[str, Any]) -> bool:
     """Whether the process is known to have ended; False if it cannot be seen from here."""
-    host = _host()
+    host = this_host()
     return bool(host) and presence["host"] == host and _started(presence["pid"]) != presence["started"]

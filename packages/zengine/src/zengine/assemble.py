@@ -35,7 +35,8 @@ from zengine.features import (
 )
 from zengine.features.looking import lookers
 from zengine.feeding import data_features, feed_of, require_data, training_loader
-from zengine.parts import ConstantRate, NoOptimizer, Numbers, Parts, ShardOptimizer
+from zengine.parts import ConstantRate, NoOptimizer, Numbers, Parts, ShardOptimizer, TelemetrySlot
+from zengine.recomputing import make_checkpointing
 from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
 from zengine.safe_modules import refuse_unknown_classes
 from zengine.saving import SaveBehind, SaveNow, Saver
@@ -93,14 +94,7 @@ def _around(
     if isinstance(slot, ShardOptimizer):  # what it may expect before anything is known: no clipping, and no wait
         partition.run_ahead(slot.scaled, lambda: scaler.factor.float() if divides(plan) else None)
     with ExitStack() as opened:  # closed again if a later part cannot be made
-        telemetry = make_telemetry(
-            plan.telemetry,
-            device=world.device,
-            rank=world.rank,
-            micro_batch_size=plan.batch.micro_batch_size,
-            batch_size=plan.batch.train_batch_size,
-            replicas=plan.batch.replicas,
-        )
+        telemetry = _telemetry(plan, world)
         opened.callback(telemetry.close)
         saver = make_saver(plan, partition, groups.everybody())
         opened.callback(saver.close)
@@ -117,12 +111,24 @@ def _around(
             judge=make_judge(plan, scaler, groups.everybody()),
             exchange=functools.partial(zcomm.exchange, group=partition.group),
             saver=saver,
+            checkpointing=make_checkpointing(plan.activations, partition.cell, world.device),
             loader=loader,
             client_scheduler=scheduler,
             runner=make_runner(plan, partition.module, world.device),  # last: it changes the module
         )
         opened.pop_all()
     return parts
+
+
+def _telemetry(plan: Plan, world: zcomm.World) -> TelemetrySlot:
+    return make_telemetry(
+        plan.telemetry,
+        device=world.device,
+        rank=world.rank,
+        micro_batch_size=plan.batch.micro_batch_size,
+        batch_size=plan.batch.train_batch_size,
+        replicas=plan.batch.replicas,
+    )
 
 
 def make_features(plan: Plan) -> tuple[Feature, ...]:

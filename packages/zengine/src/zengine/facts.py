@@ -13,6 +13,7 @@ from zengine.feeding import EngineData
 from zengine.getters import EngineGetters
 from zengine.phases import EnginePhases
 from zengine.precision_facts import PrecisionFacts
+from zengine.recomputing import EngineRecomputing
 
 if TYPE_CHECKING:
     from zengine.clock import Clock
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from zengine.report import StepReport
 
 
-class EngineFacts(PrecisionFacts, EngineGetters, EnginePhases, EngineData, EngineExports):
+class EngineFacts(PrecisionFacts, EngineGetters, EnginePhases, EngineData, EngineExports, EngineRecomputing):
     """Read-only answers from the plan, the clock and the last report; mixed into `Engine`."""
 
     if TYPE_CHECKING:

@@ -72,6 +72,9 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
 
 
 HONOURED = """
+activation_checkpointing.contiguous_memory_optimization activation_checkpointing.cpu_checkpointing
+activation_checkpointing.number_checkpoints activation_checkpointing.partition_activations
+activation_checkpointing.profile activation_checkpointing.synchronize_checkpoint_boundary
 config_version
 bench_steps
 amp.enabled amp.loss_scale amp.opt_level

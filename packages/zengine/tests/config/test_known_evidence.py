@@ -114,6 +114,10 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
         {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/x"}}},
     ),
     "checkpoint.tag_validation": ("FAIL", {}),
+    "activation_checkpointing.contiguous_memory_optimization": (
+        True,
+        {"activation_checkpointing": {"partition_activations": True, "number_checkpoints": 4}},
+    ),
     "amp.opt_level": ("O0", {}),
     "bf16.bf16_optimizer_states": (True, {"bf16": {"bf16_master_weights_and_grads": True}}),
     "data_types.param_dtype": ("fp16", {"bf16": {"enabled": False}}),

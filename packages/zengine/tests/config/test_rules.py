@@ -53,6 +53,12 @@ BREAKING: dict[str, tuple[dict[str, Any], str]] = {
         "checkpoint.keep.best says what stays beside the last few, and checkpoint.keep.last is not set. "
         "Set checkpoint.keep.last to 1 or more, or leave the section out to keep all checkpoints.",
     ),
+    "one_piece_of_parts_has_a_size": (
+        {"activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True}},
+        "activation_checkpointing.contiguous_memory_optimization keeps parts of activations in one piece of memory, "
+        'and number_checkpoints is not set. Set "partition_activations" to true and "number_checkpoints" to the '
+        "blocks that a forward passes, or leave it out.",
+    ),
 }
 
 

@@ -22,7 +22,7 @@ from zpartition.access import (
     safe_set_local_optimizer_state,
 )
 from zpartition.addressing import make_state, state_shards
-from zpartition.cells import cell_of, replicas_of
+from zpartition.cells import Cell, cell_of, replicas_of
 from zpartition.deferred import Init, recording
 from zpartition.gathered import gathered
 from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
@@ -42,6 +42,7 @@ __version__ = "0.2.0"
 __all__ = [
     "Averaging",
     "Bucket",
+    "Cell",
     "Flow",
     "Holder",
     "Holding",

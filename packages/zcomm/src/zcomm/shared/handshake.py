@@ -19,7 +19,6 @@ import json
 import os
 import socket
 import sys
-from pathlib import Path
 from typing import Any, TypeVar, final
 
 import attrs
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from zcomm import compat
+from zcomm.hosts import this_host
 from zcomm.shared.native import Library, library, reason_without
 from zcomm.shared.network import Network
 from zcomm.shared.places import Places
@@ -38,7 +38,6 @@ __all__ = ["Linked", "Members", "Presence", "agree", "crowd", "gathered", "verdi
 VARIABLE = "ZCOMM_TRANSPORT"
 CHOICES = ("auto", "shared", "gloo")
 _MESSAGE_BYTES = 2048  # more than the texts in it can have: they are cut to a few hundred characters
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @attrs.frozen
@@ -154,14 +153,8 @@ def _choice() -> str:
 
 
 def _host() -> str:
-    """ZCOMM_HOST, else the running kernel's own number, else the host's name."""
-    given = os.environ.get("ZCOMM_HOST")
-    if given:
-        return given[:100]
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return socket.gethostname()[:100]
+    """ZCOMM_HOST, else what `hosts.py` makes of the kernel and its pids, else the host's name."""
+    return (os.environ.get("ZCOMM_HOST") or this_host() or socket.gethostname())[:100]
 
 
 def _control_segment() -> tuple[Segment | None, str]:

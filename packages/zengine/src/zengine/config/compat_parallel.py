@@ -1,4 +1,4 @@
-"""Known sections that split or rewrite the model: parallel dimensions, activation checkpoints, compilation.
+"""Known sections that split or rewrite the model: parallel dimensions, compilation.
 
 What does not exist here yet accepts the values that leave it out and refuses the others.
 """
@@ -10,17 +10,6 @@ from zengine.config.kinds import ANYTHING, DTYPE, LIST, TEXT, TRUTH, choice, lit
 from zengine.config.table import Section, all_without_effect, honoured, limited, muted, no_effect, switched
 
 COUNT = whole(0)
-
-ACTIVATION_CHECKPOINTING = Section(
-    keys={
-        "partition_activations": limited(TRUTH, False, why="partitioned activation checkpoints"),
-        "cpu_checkpointing": limited(TRUTH, False, why="activation checkpoints on the CPU"),
-        "contiguous_memory_optimization": limited(TRUTH, False, why="contiguous activation checkpoints"),
-        "number_checkpoints": no_effect(null_or(COUNT, 0), 0, why="it sizes a buffer that is not used"),
-        "synchronize_checkpoint_boundary": limited(TRUTH, False, why="synchronising at checkpoint boundaries"),
-        "profile": limited(TRUTH, False, why="profiling of activation checkpoints"),
-    }
-)
 
 PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
 GIVEN_AS_ARGUMENT = "process groups are arguments of initialize(), mesh= or mpu=. Groups in a config"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import zckpt
+from zengine.config.activations import activation_rows
 from zengine.config.errors import shown
 from zengine.config.numerics import precision_rows
 from zengine.config.parallel import parallel_rows
@@ -41,6 +42,7 @@ def rows(plan: Plan) -> Iterator[Row]:
     yield from _reduction_rows(plan)
     yield from telemetry_rows(plan.telemetry)
     yield from profiling_rows(plan.profiling)
+    yield from activation_rows(plan.activations)
     yield "checkpoint.async_save", plan.async_save
     yield from _keep_rows(plan)
     yield "checkpoint.tag_validation", plan.tag_validation

@@ -13,6 +13,7 @@ from zengine.config import compat_training as training
 from zengine.config import profiling_settings as profiling
 from zengine.config import schema
 from zengine.config import telemetry_settings as telemetry
+from zengine.config.activation_settings import ActivationCheckpointing
 from zengine.config.compat_compression import COMPRESSION_TRAINING
 from zengine.config.compat_inference import INFERENCE
 from zengine.config.kinds import TRUTH
@@ -69,7 +70,7 @@ SECTIONS: dict[str, Entry] = {
 }
 
 FEATURES: dict[str, Entry] = {
-    "activation_checkpointing": parallel.ACTIVATION_CHECKPOINTING,
+    "activation_checkpointing": honoured(ActivationCheckpointing),
     "tensor_parallel": parallel.TENSOR_PARALLEL,
     "expert_parallel": parallel.EXPERT_PARALLEL,
     "pipeline": parallel.PIPELINE,

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 import zckpt
+from zengine.config.activation_settings import ActivationCheckpointing
 from zengine.config.data_plan import DataPlan
 from zengine.config.describe import looked_up, table, value_of
 from zengine.config.numerics import PLAIN, NumericsPlan
@@ -89,6 +90,7 @@ class Plan:
 
     batch: BatchPlan
     parallel: ParallelPlan
+    activations: ActivationCheckpointing  # where inputs of checkpointed blocks wait
     precision: Precision
     scaling: Unscaled | StaticScaling | DynamicScaling
     cast_inputs: bool  # floating inputs of forward become precision.param

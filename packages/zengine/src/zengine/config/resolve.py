@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import zckpt
+from zengine.config.activations import activation_notices
 from zengine.config.batch import BatchTerms, Unsolvable, solve
 from zengine.config.data import data_notices, data_plan
 from zengine.config.errors import NOWHERE, ConfigError, Problem
@@ -67,6 +68,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     return Plan(
         batch=batch,
         parallel=parallel,
+        activations=settings.activation_checkpointing,
         precision=dtypes,
         scaling=scaling(settings),
         cast_inputs=settings.fp16.enabled and settings.fp16.auto_cast,
@@ -223,7 +225,7 @@ def _notices(config: Config, facts: Facts, parallel: ParallelPlan) -> list[str]:
     """What the person should hear about once, now that the machine is known."""
     settings = config.settings
     notices = [*offload_notices(config, facts), *idle_profiling(config, facts), *data_notices(config)]
-    notices += [*idle_rates(config), *parallel_notices(config, parallel)]
+    notices += [*idle_rates(config), *parallel_notices(config, parallel), *activation_notices(config, parallel)]
     prefixes = ("zero_optimization.stage3_", "zero_optimization.leaf_module.")
     unused = [key for key in config.given if key.startswith(prefixes)] + idle_keys(config)
     if unused and settings.zero_optimization.stage < 3:

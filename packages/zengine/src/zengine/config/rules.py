@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from zengine.config.activations import one_piece_of_parts_has_a_size
 from zengine.config.data_rules import data_violations
 from zengine.config.errors import Problem
 from zengine.config.load import Config
@@ -160,6 +161,7 @@ RULES: tuple[Rule, ...] = (
     files_have_a_folder,
     resting_weights_are_sharded,
     what_stays_begins_with_the_last,
+    one_piece_of_parts_has_a_size,
 )
 
 

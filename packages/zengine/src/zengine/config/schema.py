@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 import zckpt
+from zengine.config.activation_settings import ActivationCheckpointing
 from zengine.config.data_settings import CurriculumLearning, DataEfficiency
 from zengine.config.kinds import (
     DTYPE,
@@ -281,6 +282,7 @@ class Settings:
     comms_logger: CommsLogger = attrs.field(factory=CommsLogger)
     flops_profiler: FlopsProfiler = attrs.field(factory=FlopsProfiler)
     profiler: Profiler = attrs.field(factory=Profiler)
+    activation_checkpointing: ActivationCheckpointing = attrs.field(factory=ActivationCheckpointing)
     tensor_parallel: TensorParallel = attrs.field(factory=TensorParallel)
     pipeline: PipelineStages = attrs.field(factory=PipelineStages)
     expert_parallel: ExpertParallel = attrs.field(factory=ExpertParallel)

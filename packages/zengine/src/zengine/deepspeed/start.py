@@ -16,6 +16,7 @@ from torch import nn
 from zengine.config.source import read
 from zengine.deepspeed.comm import init_distributed
 from zengine.deepspeed.later import refusing
+from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names
 from zengine.features import Feature
@@ -84,6 +85,7 @@ def initialize(
     groups.mpu = mpu
     groups.use(found[0])
     found[0].add_feature(OverflowFlag())
+    checkpointing.follow(found[0].plan.activations, found[0].parts.partition.cell)
     return found
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
 
-from zengine.deepspeed import NotAvailable, checkpointing
+import zcomm
+import zengine.deepspeed as deepspeed
+from zcomm.testing import run_ranks
+from zengine import ConfigError
+from zengine.deepspeed import checkpointing
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +41,88 @@ def test_blocks_are_computed_again_with_the_same_random_numbers(run, in_cpu):
     assert (once, twice) == (1, 2)
 
 
-def test_settings_come_from_arguments_or_the_config_and_splitting_is_refused():
+def test_settings_come_from_arguments_or_the_config(tmp_path):
     assert not checkpointing.is_configured()
-    checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpointing": True}})
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": "auto", "activation_checkpointing": {"cpu_checkpointing": true}}')
+    checkpointing.configure(None, str(path), profile=True)
     assert checkpointing.is_configured()
-    with pytest.raises(NotAvailable, match="splits activations over tensor-parallel ranks"):
-        checkpointing.configure(partition_activations=True)
-    with pytest.raises(NotAvailable, match="checkpoint_in_cpu=True frees"):
-        checkpointing.configure(None, {"activation_checkpointing": {"partition_activations": True}})
+    assert checkpointing.settings().cpu_checkpointing
+    assert checkpointing.settings().profile
+    checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpointing": True}}, checkpoint_in_cpu=False)
+    assert not checkpointing.settings().cpu_checkpointing
+
+
+def test_settings_that_do_not_go_together_are_refused_by_name():
+    with pytest.raises(ConfigError, match="partition_activations and number_checkpoints are not"):
+        checkpointing.configure(contiguous_checkpointing=True)
+    with pytest.raises(ConfigError, match=r"activation_checkpointing\.profil.*profile"):
+        checkpointing.configure(deepspeed_config={"activation_checkpointing": {"profil": True}})
+    checkpointing.configure(partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2)
+    checkpointing.set_num_layers(5)
+    assert checkpointing.settings().number_checkpoints == 5
+    with pytest.raises(ConfigError, match="number_checkpoints is not set"):
+        checkpointing.set_num_layers(0)
+
+
+def test_the_config_of_an_engine_counts_until_configure_is_called():
+    config = {"train_batch_size": 1, "activation_checkpointing": {"cpu_checkpointing": True}}
+    deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    assert checkpointing.settings().cpu_checkpointing
+    assert not checkpointing.is_configured()
+    checkpointing.configure(synchronize=True)
+    deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    assert not checkpointing.settings().cpu_checkpointing
+
+
+def test_blocks_are_timed(caplog):
+    checkpointing.configure(profile=True)
+    with caplog.at_level(logging.INFO, "zengine"):
+        gradient(checkpointing.checkpoint)
+    told = [record.getMessage().partition(":")[0] for record in caplog.records if " ms" in record.getMessage()]
+    assert told == ["checkpointed forward", "recomputation"]
+
+
+class Megatron:
+    """Two tensor ranks, as an mpu tells of them."""
+
+    def get_model_parallel_group(self) -> object:
+        return torch.distributed.group.WORLD
+
+    def get_model_parallel_rank(self) -> int:
+        return torch.distributed.get_rank()
+
+
+def _over_tensor_ranks() -> list[object]:
+    checkpointing.configure(Megatron(), partition_activations=True, contiguous_checkpointing=True, num_checkpoints=4)
+    checkpointing.model_parallel_cuda_manual_seed(5)
+    tracker, drawn, log = checkpointing.get_cuda_rng_tracker(), [], []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            drawn.append(torch.rand(1).item())
+        return torch.sin(nn.functional.dropout(x, 0.5))
+
+    gradients = []
+    for run in (lambda function, x: function(x), checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint):
+        torch.manual_seed(1)
+        x = torch.linspace(0, 1, 9, requires_grad=True)
+        with zcomm.traced(log.append):
+            run(block, x * 2).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+    checkpointing.model_parallel_reconfigure_tp_seed(5)
+    with tracker.fork():
+        again = torch.rand(1).item()
+    checkpointing.reset()
+    return [*drawn, again, sum(record.label == "activations" for record in log)]
+
+
+def test_tensor_ranks_keep_parts_and_draw_numbers_of_their_own():
+    first, second = run_ranks(_over_tensor_ranks, 2)
+    assert first[1] == first[2]  # forward, and again
+    assert first[3] == first[4]
+    assert len({first[0], first[1], first[3], second[0], second[1], second[3]}) == 6
+    assert first[5] == first[0]
+    assert first[6] == second[6] == 2  # of the two that were checkpointed

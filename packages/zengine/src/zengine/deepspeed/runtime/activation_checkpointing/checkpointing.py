@@ -1,33 +1,72 @@
-"""`deepspeed.checkpointing`: torch's activation checkpointing under DeepSpeed's names.
+"""`deepspeed.checkpointing`: activation checkpointing under DeepSpeed's and Megatron's names.
 
 `configure` is global in DeepSpeed, because `checkpoint` has no argument that could carry settings; so it is here.
-Splitting checkpoints over tensor-parallel ranks is refused: there are none yet.
+Who has not called it has what the config of the last `deepspeed.initialize` says.  Engines of zengine have each their
+own, `engine.activation_checkpointing`, made by the same hand (recomputing.py).
+
+The tracker holds random numbers of layers that users split over tensor ranks by hand; what `zpartition.tensor` has
+split needs none.  Where there is no CUDA device it tracks the CPU's generator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
 import torch
-from torch.utils.checkpoint import checkpoint as _checkpoint
 
-from zengine.deepspeed.later import NotAvailable
+from zengine.config import ConfigError, load, violations
+from zengine.config.activation_settings import ActivationCheckpointing
+from zengine.config.source import read
+from zengine.recomputing import make_checkpointing
+from zpartition import Cell
+from zpartition.activations import Checkpointing, RandomStreams, Variant
 
-__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
+__all__ = [
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+    "settings",
+]
+
+# Names of getters by which an mpu tells its tensor ranks; Megatron has renamed them.
+_GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group", "get_slice_parallel_group")
+_RANKS = ("get_tensor_model_parallel_rank", "get_model_parallel_rank", "get_slice_parallel_rank")
 
 
-@attrs.define
-class _Settings:
-    """What `configure` was told."""
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@attrs.define(eq=False)
+class _Present:
+    """What `configure` was told, or the last engine's."""
 
     is_configured: bool = False
-    place: Callable[[], AbstractContextManager[Any]] = nullcontext  # where inputs of checkpointed blocks wait
+    settings: ActivationCheckpointing = attrs.field(factory=ActivationCheckpointing)
+    cell: Cell = attrs.field(factory=lambda: Cell(None))  # of the tensor ranks
+    tensor_rank: int = 0
+    streams: RandomStreams = attrs.field(factory=lambda: RandomStreams(_device()))
+    made: dict[Variant, Checkpointing] = attrs.field(factory=dict)  # of these settings
+
+    def take(self, settings: ActivationCheckpointing, cell: Cell) -> None:
+        self.settings, self.cell, self.made = settings, cell, {}
+
+    def run(self, variant: Variant) -> Checkpointing:
+        if variant not in self.made:
+            self.made[variant] = make_checkpointing(self.settings, self.cell, _device(), self.streams, variant)
+        return self.made[variant]
 
 
-_settings = _Settings()
+_present = _Present()
 
 
 def configure(
@@ -42,40 +81,109 @@ def configure(
 ) -> None:
     """Say how `checkpoint` works; the config's `activation_checkpointing` section where an argument is None.
 
-    checkpoint_in_cpu: inputs of checkpointed blocks wait in host memory.  num_checkpoints, contiguous_checkpointing,
-    synchronize and profile are accepted: they tune buffers that do not exist here.
+    mpu_: tells the tensor ranks, over which activations are split.  partition_activations: each of them keeps a part
+    of the inputs of checkpointed blocks.  checkpoint_in_cpu: they wait in host memory.  contiguous_checkpointing: in
+    one piece of memory for `num_checkpoints` of a size.  synchronize: wait for the device around each block.
+    profile: log its time, forwards and again.
 
-    Raises NotAvailable for partition_activations.
+    Raises:
+        ConfigError: the section is malformed, or settings do not go together.
     """
-    section = deepspeed_config.get("activation_checkpointing", {}) if isinstance(deepspeed_config, dict) else {}
-    is_split = section.get("partition_activations", False) if partition_activations is None else partition_activations
-    if is_split:
-        raise NotAvailable(
-            "checkpointing.configure(partition_activations=True): it splits activations over tensor-parallel ranks, "
-            "which are not available yet. Leave it False; checkpoint_in_cpu=True frees the device's memory."
-        )
-    in_cpu = section.get("cpu_checkpointing", False) if checkpoint_in_cpu is None else checkpoint_in_cpu
-    _settings.is_configured = True
-    _settings.place = torch.autograd.graph.save_on_cpu if in_cpu else nullcontext
+    asked = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    section = {**_section(deepspeed_config), **{name: value for name, value in asked.items() if value is not None}}
+    settings = _checked(section)
+    cell, rank = (_present.cell, _present.tensor_rank) if mpu_ is None else _tensor_ranks(mpu_)
+    _present.take(settings, cell)
+    _present.is_configured, _present.tensor_rank = True, rank
+
+
+def follow(settings: ActivationCheckpointing, cell: Cell) -> None:
+    """The config of an engine that was made; counts unless `configure` was called."""
+    if not _present.is_configured:
+        _present.take(settings, cell)
+        _present.tensor_rank = cell.rank
 
 
 def is_configured() -> bool:
     """Whether `configure` was called since the start or `reset`."""
-    return _settings.is_configured
+    return _present.is_configured
 
 
 def reset() -> None:
-    """Forget what `configure` was told."""
-    _settings.is_configured, _settings.place = False, nullcontext
+    """Free what is kept of buffers, as DeepSpeed does between runs, and forget what `configure` was told."""
+    _present.take(ActivationCheckpointing(), Cell(None))
+    _present.is_configured, _present.tensor_rank = False, 0
+
+
+def settings() -> ActivationCheckpointing:
+    """What counts now."""
+    return _present.settings
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Split inputs over the tensor ranks from now on, or no longer."""
+    _change(partition_activations=partition_activation)
+
+
+def set_num_layers(nlayers: int) -> None:
+    """How many inputs of a size the one piece of memory holds."""
+    _change(number_checkpoints=nlayers)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, whose activations are computed again in backward; random numbers are the same."""
-    with _settings.place():
-        return _checkpoint(function, *args, use_reentrant=True)
+    return _present.run(Variant.REENTRANT)(function, *args)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """The same without a nested backward: inputs need not require gradients."""
-    with _settings.place():
-        return _checkpoint(function, *args, use_reentrant=False)
+    return _present.run(Variant.HOOKS)(function, *args)
+
+
+def get_cuda_rng_tracker() -> RandomStreams:
+    """Named streams of random numbers: `with get_cuda_rng_tracker().fork(): ...`."""
+    return _present.streams
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the device: its own numbers by `seed`, those inside `fork()` by seed + 2718 + tensor rank."""
+    _present.streams.seed_model_parallel(seed, _present.tensor_rank)
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seed what is drawn inside `fork()` anew."""
+    _present.streams.reseed(seed, _present.tensor_rank)
+
+
+def _change(**changes: Any) -> None:
+    _present.take(_checked({**attrs.asdict(_present.settings), **changes}), _present.cell)
+
+
+def _checked(section: dict[str, Any]) -> ActivationCheckpointing:
+    config = load({"activation_checkpointing": section})
+    if problems := violations(config):
+        raise ConfigError(config.source, problems)
+    return config.settings.activation_checkpointing
+
+
+def _section(source: Any) -> dict[str, Any]:
+    """The section of a config in any form; empty without one."""
+    if source is None:
+        return {}
+    document = read(source).data
+    section = document.get("activation_checkpointing") if isinstance(document, dict) else None
+    return section or {}
+
+
+def _tensor_ranks(mpu: Any) -> tuple[Cell, int]:
+    """What an mpu tells of them; one that names no group has a rank perhaps, for seeds."""
+    group = next((getattr(mpu, name)() for name in _GROUPS if hasattr(mpu, name)), None)
+    cell = Cell(None) if group is None else Cell.of(group)
+    return cell, next((int(getattr(mpu, name)()) for name in _RANKS if hasattr(mpu, name)), cell.rank)

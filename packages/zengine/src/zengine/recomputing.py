@@ -1,0 +1,86 @@
+"""The engine's activation checkpointing: what the config says, as a callable that runs blocks.
+
+    x = engine.activation_checkpointing(block, x)         # in a loop over blocks, or given to the model
+
+The section says where inputs of checkpointed blocks wait; which blocks are checkpointed says the model.  There is one
+for each engine; `zengine.deepspeed.checkpointing` has the one that DeepSpeed keeps for a whole process.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from zpartition import Cell
+from zpartition.activations import (
+    NO_STREAMS,
+    Arena,
+    AsTheyAre,
+    Checkpointing,
+    Keeping,
+    OnHost,
+    Store,
+    Streams,
+    Variant,
+)
+
+if TYPE_CHECKING:
+    from zengine.config.activations import ActivationCheckpointing
+    from zengine.parts import Parts
+
+log = logging.getLogger("zengine")
+
+
+class EngineRecomputing:
+    """`activation_checkpointing`; mixed into `Engine`."""
+
+    if TYPE_CHECKING:
+        parts: Parts
+
+    @property
+    def activation_checkpointing(self) -> Checkpointing:
+        """Runs a block so that its activations are computed again in backward, as the config's section says."""
+        return self.parts.checkpointing
+
+
+def make_checkpointing(
+    settings: ActivationCheckpointing,
+    cell: Cell,
+    device: torch.device,
+    streams: Streams = NO_STREAMS,
+    variant: Variant = Variant.HOOKS,
+) -> Checkpointing:
+    """What `settings` ask for.  cell: the tensor ranks, which have the same activations."""
+    store: Store = OnHost() if settings.cpu_checkpointing else AsTheyAre()
+    if settings.contiguous_memory_optimization:
+        store = Arena(settings.number_checkpoints, on_host=settings.cpu_checkpointing)
+    asked: dict[str, object] = {}
+    if settings.synchronize_checkpoint_boundary:
+        asked["synchronize"] = functools.partial(_wait, device)
+    if settings.profile:
+        asked["span"] = functools.partial(_timed, device)
+    keeping = Keeping(cell=cell, store=store) if settings.partition_activations else Keeping(store=store)
+    return Checkpointing(keeping=keeping, streams=streams, variant=variant, **asked)  # type: ignore[arg-type]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _timed(device: torch.device, name: str) -> Iterator[None]:
+    """Log how long the block took, the device's work included."""
+    _wait(device)
+    begun = time.perf_counter()
+    try:
+        yield
+    finally:
+        _wait(device)
+        log.info("%s: %.2f ms", name, 1e3 * (time.perf_counter() - begun))

@@ -1,0 +1,60 @@
+"""A function finds the states that it began with, each time it runs again."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from zpartition.activations.replay import AGAIN, FORWARD, NO_STREAMS, Replay, is_inside, no_span, nothing
+
+
+class Counter:
+    """A stream whose only state is how many numbers were drawn."""
+
+    def __init__(self) -> None:
+        self.drawn = 5
+
+    def get_states(self) -> int:
+        return self.drawn
+
+    def set_states(self, states: int) -> None:
+        self.drawn = states
+
+    def draw(self) -> int:
+        self.drawn += 1
+        return self.drawn
+
+
+def test_streams_are_set_for_a_second_run_and_set_back_after_it() -> None:
+    counter, told = Counter(), []
+
+    @contextmanager
+    def span(name: str):
+        told.append(name)
+        yield
+        told.append("end")
+
+    replay = Replay(lambda: (counter.draw(), counter.draw()), counter, lambda: told.append("wait"), span)
+    assert replay() == (6, 7)
+    counter.drawn = 100
+    assert replay() == replay() == (6, 7)
+    assert counter.drawn == 100
+    assert told[:8] == ["wait", FORWARD, "end", "wait", "wait", AGAIN, "end", "wait"]
+
+
+def test_after_an_error_everything_is_as_before() -> None:
+    counter = Counter()
+
+    def fail() -> None:
+        assert is_inside()
+        raise ZeroDivisionError(counter.draw())
+
+    replay = Replay(fail, counter, nothing, no_span)
+    for wanted in (6, 20):
+        with pytest.raises(ZeroDivisionError, match="6"):
+            replay()
+        assert counter.drawn == wanted
+        assert not is_inside()
+        counter.drawn = 20
+    assert NO_STREAMS.get_states() == {}

@@ -1,0 +1,42 @@
+"""What is put comes back, and slots of an arena are used again."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import torch
+
+from zpartition.activations import Arena, AsTheyAre, OnHost
+
+
+@pytest.mark.parametrize("store", [AsTheyAre(), OnHost(), Arena(2), Arena(2, on_host=True)])
+def test_what_is_put_comes_back(store) -> None:
+    first, second = torch.arange(4.0), torch.arange(4.0) + 10
+    backs = [store.put(first.clone()), store.put(second.clone())]
+    assert torch.equal(backs[0](), first)
+    assert torch.equal(backs[1](), second)
+    assert torch.equal(backs[1](), second)
+
+
+def test_an_arena_is_one_piece_of_memory_for_each_size_and_its_slots_are_used_again(caplog) -> None:
+    arena = Arena(2)
+    backs = [arena.put(torch.full((3,), float(index))) for index in range(2)]
+    (slots,) = arena.free.values()
+    assert not slots
+    with caplog.at_level(logging.WARNING, "zpartition"):
+        more = [arena.put(torch.full((3,), 5.0)), arena.put(torch.full((3,), 6.0))]
+    assert [record.getMessage()[:45] for record in caplog.records] == [
+        "more than 2 activations of 3 elements wait at"
+    ]
+    assert more[1]().tolist() == [6.0] * 3
+    kept = backs[0]()
+    del backs
+    gc.collect()
+    assert len(slots) == 2
+    assert slots[0].untyped_storage().data_ptr() == slots[1].untyped_storage().data_ptr()
+    arena.put(torch.full((3,), 7.0))
+    assert kept.tolist() == [0.0] * 3
+    arena.put(torch.ones(3, dtype=torch.float64))
+    assert len(arena.free) == 2
