@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from zpartition.sequence.ring import ring_attention
+from zpartition.sequence.splits import Order, Split
 from zpartition.sequence.ulysses import DistributedAttention
 
-__all__ = ["DistributedAttention"]
+__all__ = ["DistributedAttention", "Order", "Split", "ring_attention"]
