@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,10 @@ __all__ = [
     "any_requires_grad",
     "grouped_mm",
     "has_grouped_mm",
+
+
+    "fused_attention",
+    "fused_attention_backward",
     "is_in_backward",
     "outer_saved_tensor_hooks",
     "running_node",
@@ -135,16 +139,13 @@ def fused_attention(
 
 
 def fused_attention_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    is_causal: bool,
-    scale: float,
+    grad: torch.Tensor, attended: Sequence[torch.Tensor], is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """The gradients of q, k, v through these keys, where `out` and `lse` may be over more; None as above."""
+    """The gradients of q, k, v through these keys; None as above.
+
+    attended: q, k, v, the output and lse of these queries, which may be over more keys.
+    """
+    q, k, v, out, lse = attended
     kernel = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
     if kernel is None or not _is_for_the_cpu_kernel(q, k, v):
         return None

@@ -41,7 +41,7 @@ def test_one_key_for_all_goes_to_everybody() -> None:
 
 
 def test_heads_that_are_too_few_or_do_not_divide_are_refused_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match="4 query heads cannot be shared out over 8 sequence ranks.* at most 4"):
+    with pytest.raises(ValueError, match=r"4 query heads cannot be shared out over 8 sequence ranks.* at most 4"):
         HeadShares(4, 2, 8)
     with pytest.raises(ValueError, match="6 query heads do not share 4 key-value heads evenly"):
         HeadShares(6, 4, 2)

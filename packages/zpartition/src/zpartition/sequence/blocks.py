@@ -1,11 +1,12 @@
 """Attention of some queries to some keys: what a ring adds up.
 
 `attend` also returns the log of the sum of exponentials of each query's scores (lse), by which parts over different
-keys are merged into what one softmax over all of them gives (Milakov and Gimelshein 2018; `merge`).  The gradients of a
-part need only the final output and lse: probabilities are computed again as exp(score - lse) (Dao et al. 2022,
+keys are merged into what one softmax over all of them gives (Milakov and Gimelshein 2018; `merge`).  The gradients of
+a part need only the final output and lse: probabilities are computed again as exp(score - lse) (Dao et al. 2022,
 algorithm 4), so that nothing quadratic is kept.
 
-Torch's own kernels do both where they can (`_compat.fused_attention`).  Else scores exist for `TILE` queries at a time.
+Torch's own kernels do both where they can (`_compat.fused_attention`).  Else scores exist for `TILE` queries at a
+time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from torch import Tensor
 
 from zpartition import _compat
 
-__all__ = ["Block", "attend", "attend_backward", "merge"]
+__all__ = ["Attended", "Block", "attend", "attend_backward", "merge"]
+
+# q, k, v, and the output and lse of these queries, over all keys there are: those of other blocks included
+Attended = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 TILE = 256  # queries whose scores exist at a time
 
@@ -62,17 +66,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tenso
     return out, torch.cat(lses, -1)
 
 
-def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The part of the gradients of q, k, v that goes through this block.
-
-    out, lse: of the queries over all keys there are, those of other blocks included; grad: of that out.
-    """
-    if block.is_plain and (
-        found := _compat.fused_attention_backward(grad, q, k, v, out, lse, block.is_causal, block.scale)
-    ):
+def attend_backward(grad: Tensor, attended: Attended, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """The part of the gradients of q, k, v that goes through this block; grad: of the output."""
+    if block.is_plain and (found := _compat.fused_attention_backward(grad, attended, block.is_causal, block.scale)):
         return found
+    q, k, v, out, lse = attended
     wide = lse.dtype
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     inner = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
@@ -114,14 +112,18 @@ def _times(x: Tensor, y: Tensor) -> Tensor:
     """x @ y, (batch, heads, a, b) by (batch, fewer heads, b, c)."""
     if x.shape[1] == y.shape[1]:
         return x @ y
-    product: Tensor = x.unflatten(1, (y.shape[1], -1)) @ y.unsqueeze(2)
-    return product.flatten(1, 2)
+    return (_grouped(x, y.shape[1]) @ y.unsqueeze(2)).flatten(1, 2)
 
 
 def _shared(x: Tensor, y: Tensor, heads: int) -> Tensor:
-    """x^T @ y, (batch, all heads, a, b) by (batch, all heads, a, c), summed over the heads that share one of `heads`."""
+    """x^T @ y, (batch, all heads, a, b) by (batch, all heads, a, c), summed over those that share one of `heads`."""
     product = x.mT @ y
-    return product if heads == x.shape[1] else product.unflatten(1, (heads, -1)).sum(2)
+    return product if heads == x.shape[1] else _grouped(product, heads).sum(2)
+
+
+def _grouped(x: Tensor, heads: int) -> Tensor:
+    """(batch, all heads, a, b) -> (batch, heads, those that share it, a, b)."""
+    return x.reshape(x.shape[0], heads, -1, *x.shape[2:])
 
 
 def _kept(like: Tensor, block: Block, start: int) -> Tensor:

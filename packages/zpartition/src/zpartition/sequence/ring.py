@@ -1,9 +1,10 @@
 """Ring attention: keys and values go round, so that no rank ever has more than its own and one other's.
 
-For sequences over more ranks than there are heads, or longer than a rank can hold for even one head (Liu et al. 2023).
-In each of `size` rounds a rank lets its queries look at the keys that have just come by, merges what it finds by the
-log-sum-exp of both parts (blocks.py), and the keys move on while it computes.  Backward is a second turn: probabilities
-are computed again from the final lse, and the gradients of keys and values travel along with them until they are home.
+For sequences over more ranks than there are heads, or longer than a rank can hold for even one head (Liu et al.
+2023). In each of `size` rounds a rank lets its queries look at the keys that have just come by, merges what it finds
+by the log-sum-exp of both parts (blocks.py), and the keys move on while it computes.  Backward is a second turn:
+probabilities are computed again from the final lse, and the gradients of keys and values travel along with them until
+they are home.
 
     kept from forward to backward     query, key, value, output and one lse a query: O(tokens of a rank)
     sent by a rank, forward           (size - 1) times its keys and values; backward twice that and once more
@@ -31,6 +32,8 @@ from zpartition.sequence.splits import Order, Visit, visit
 from zpartition.sequence.streams import drawn_seed
 
 __all__ = ["ring_attention"]
+
+Keys = tuple[Tensor, ...]  # keys and values of one rank
 
 _BLOCK_STRIDE = 1 << 40  # between the seeds of blocks; inside a block they differ by the query
 
@@ -69,6 +72,25 @@ class Ring:
         )
 
 
+@final
+@attrs.frozen(eq=False)
+class Saved:
+    """What backward starts from; of this rank's tokens."""
+
+    grad: Tensor  # of `out`
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor  # (batch, heads, tokens)
+
+    def backward(self, keys: Keys, ring: Ring, round_: int, seen: Visit) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, keys and values through those that meet in this round."""
+        grad, q, out, lse = (each[:, :, seen.query] for each in (self.grad, self.q, self.out, self.lse))
+        k, v = (each[:, :, seen.key] for each in keys)
+        return attend_backward(grad, (q, k, v, out, lse), ring.block(round_, seen))
+
+
 class _RingAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
@@ -79,7 +101,7 @@ class _RingAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *_backward(grad.contiguous(), *ctx.saved_tensors, ctx.ring), None
+        return *_backward(Saved(grad.contiguous(), *ctx.saved_tensors), ctx.ring), None
 
 
 def ring_attention(
@@ -119,7 +141,8 @@ def ring_attention(
         seed=drawn_seed(cell.rank) if dropout_p else 0,
     )
     if torch.compiler.is_compiling():  # a graph ends here: see ulysses.py
-        out: Tensor = torch.compiler.disable(_RingAttention.apply)(query, key, value, ring)
+        apart = torch.compiler.disable(_RingAttention.apply)  # type: ignore[no-untyped-call]
+        out: Tensor = apart(query, key, value, ring)
         return out
     attended: Tensor = _RingAttention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
     return attended
@@ -127,12 +150,15 @@ def ring_attention(
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """(output as q, lse): one turn of the keys."""
-    size, here = ring.cell.size, (k, v)
+    size = ring.cell.size
+    here: Keys = (k, v)
     out, lse = torch.empty(0), torch.empty(0)
     for round_ in range(size):
         under_way = hand_on(here, ring.cell) if round_ + 1 < size else NOTHING_UNDER_WAY
         if seen := ring.visit(round_, q.shape[2]):
-            part, part_lse = attend(*_seen(q, *here, seen), ring.block(round_, seen))
+            part, part_lse = attend(
+                q[:, :, seen.query], here[0][:, :, seen.key], here[1][:, :, seen.key], ring.block(round_, seen)
+            )
             if round_ == 0:  # the own keys, which all queries look at
                 out, lse = part.to(part_lse.dtype), part_lse
             else:
@@ -141,45 +167,27 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tenso
     return out.to(q.dtype), lse
 
 
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ring: Ring
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v: another turn of the keys, with what their gradients are so far."""
-    size, here, sums = ring.cell.size, (k, v), ()
-    dq = torch.zeros_like(q, dtype=lse.dtype)
-    for round_ in range(size):
-        leaving = (*sums, *here) if round_ + 1 < size else sums  # the sums belong to the keys of the round before
+def _backward(saved: Saved, ring: Ring) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v: another turn of the keys, followed by what their gradients are so far."""
+    q, wide = saved.q, saved.lse.dtype
+    here: Keys = (saved.k, saved.v)
+    sums: Keys = ()
+    dq = torch.zeros_like(q, dtype=wide)
+    for round_ in range(ring.cell.size):
+        is_last = round_ + 1 == ring.cell.size
+        leaving = sums if is_last else (*sums, *here)  # the sums belong to the keys of the round before
         under_way = hand_on(leaving, ring.cell) if leaving else NOTHING_UNDER_WAY
-        found = _round_backward(grad, q, here, out, lse, ring, round_)
+        seen = ring.visit(round_, q.shape[2])
+        parts = saved.backward(here, ring, round_, seen) if seen else ()
         arrived = under_way.wait()
-        if round_:
-            sums, arrived = arrived[:2], arrived[2:]
-        else:
-            sums = tuple(torch.zeros_like(each, dtype=lse.dtype) for each in here)
-        if found is not None:
-            seen, (dq_part, dk_part, dv_part) = found
-            dq[:, :, seen.query] += dq_part
-            sums[0][:, :, seen.key] += dk_part
-            sums[1][:, :, seen.key] += dv_part
-        here = arrived
+        sums = arrived[:2] if round_ else tuple(torch.zeros_like(each, dtype=wide) for each in here)
+        here = arrived[2:] if round_ else arrived
+        if parts:
+            dq[:, :, seen.query] += parts[0]
+            for total, part in zip(sums, parts[1:]):
+                total[:, :, seen.key] += part
     dk, dv = hand_on(sums, ring.cell).wait()
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _round_backward(
-    grad: Tensor, q: Tensor, here: tuple[Tensor, ...], out: Tensor, lse: Tensor, ring: Ring, round_: int
-) -> tuple[Visit, tuple[Tensor, Tensor, Tensor]] | None:
-    """What this round adds to the gradients of the queries and keys that meet in it; None if none do."""
-    seen = ring.visit(round_, q.shape[2])
-    if not seen:
-        return None
-    queries = [each[:, :, seen.query] for each in (grad, out, lse)]
-    there = _seen(q, *here, seen)
-    return seen, attend_backward(queries[0], *there, queries[1], queries[2], ring.block(round_, seen))
-
-
-def _seen(q: Tensor, k: Tensor, v: Tensor, seen: Visit) -> tuple[Tensor, Tensor, Tensor]:
-    return q[:, :, seen.query], k[:, :, seen.key], v[:, :, seen.key]
+    return dq.to(q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype)
 
 
 def _of_all(segments: Tensor, cell: Cell) -> Tensor:
@@ -189,9 +197,7 @@ def _of_all(segments: Tensor, cell: Cell) -> Tensor:
     return found
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, order: Order, segments: Tensor | None, is_causal: bool
-) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, order: Order, segments: Tensor | None, is_causal: bool) -> None:
     """ValueError if these do not fit together."""
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:

@@ -21,7 +21,7 @@ __all__ = ["HeadShares"]
 @final
 @attrs.frozen
 class HeadShares:
-    """Of `num_query` heads, of which every `num_query / num_key_value` share one of key and value, over `size` ranks."""
+    """Of `num_query` heads, of which equally many share each of the `num_key_value` ones, over `size` ranks."""
 
     num_query: int
     num_key_value: int

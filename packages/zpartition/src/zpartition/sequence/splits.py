@@ -1,8 +1,8 @@
 """Which tokens of a sequence each rank has, and which of them see which.
 
 CONTIGUOUS: rank r has the r-th of `size` equal runs.  ZIGZAG: of 2 * size runs it has number r and number
-2 * size - 1 - r, one early and one late.  In a causal attention late tokens have more to look at than early ones; with
-the second order every rank has equally much work in every round of a ring (Brandon et al. 2023 balance it with
+2 * size - 1 - r, one early and one late.  In a causal attention late tokens have more to look at than early ones;
+with the second order every rank has equally much work in every round of a ring (Brandon et al. 2023 balance it with
 stripes; runs let each round be one or two whole rectangles, which fast kernels know).
 
 `visit` says what of a rank's queries looks at what of another's keys, as slices: at most one rectangle, and where the
@@ -107,6 +107,6 @@ class Split:
         pieces: dict[int, Any] = {}
         for rank, part in enumerate(parts):
             runs = self.runs(length, rank)
-            for run, piece in zip(runs, part.split([len(run) for run in runs], dim)):
+            for run, piece in zip(runs, torch.split(part, [len(run) for run in runs], dim)):
                 pieces[run.start] = piece
         return torch.cat([pieces[start] for start in sorted(pieces)], dim)

@@ -68,9 +68,7 @@ def to_tokens(tensors: Sequence[Tensor], ranges: Sequence[Ranges], dims: Dims, c
     ]
     sent = [[[math.prod(shape) for shape in row]] * size for row in shapes]
     received = _trade(pieces, shapes, sent, cell, "heads to tokens")
-    return [
-        _joined([row[index] for row in received], found, dims.heads) for index, found in enumerate(ranges)
-    ]
+    return [_joined([row[index] for row in received], found, dims.heads) for index, found in enumerate(ranges)]
 
 
 def _joined(parts: Sequence[Tensor], ranges: Ranges, dim: int) -> Tensor:
@@ -104,7 +102,13 @@ def _trade(
     kinds = {(piece.dtype, piece.device) for piece in pieces[0]}
     if len(kinds) > 1:  # a message has one dtype
         each = [
-            _trade(*([[row[index]] for row in table] for table in (pieces, shapes)), _only(numels, index), cell, label)
+            _trade(
+                [[row[index]] for row in pieces],
+                [[row[index]] for row in shapes],
+                [[[to[index]] for to in row] for row in numels],
+                cell,
+                label,
+            )
             for index in range(len(pieces[0]))
         ]
         return [[tensors[source][0] for tensors in each] for source in range(cell.size)]
@@ -116,10 +120,6 @@ def _trade(
         parts = torch.split(part, [math.prod(shape) for shape in row])
         received.append([flat.view(shape) for flat, shape in zip(parts, row)])
     return received
-
-
-def _only(numels: Sequence[Sequence[Sequence[int]]], index: int) -> list[list[list[int]]]:
-    return [[[to[index]] for to in row] for row in numels]
 
 
 def _exchanged(outgoing: Tensor, table: list[list[int]], cell: Cell, label: str) -> Tensor:

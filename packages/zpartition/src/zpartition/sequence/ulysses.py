@@ -3,11 +3,12 @@
 Every layer but attention works token by token, so a sequence can be shared out over ranks.  An attention needs all
 tokens, but works head by head.  `DistributedAttention` trades one split for the other before the attention, whichever
 callable that is, and back after it.  Two messages forward, one for query, key and value together and one for the
-output, and two backward; each carries 1/size of what a rank has, so the time they take falls with the number of ranks.
+output, and two backward; each carries 1/size of what a rank has, so the time they take falls with the number of
+ranks.
 
 The attention sees whole sequences and knows nothing of this: masks, positions and causality are those of one process.
-What is as long as the sequence (a mask, a bias) has to be given for all tokens, and for all heads only where it is the
-same for each.
+What is as long as the sequence (a mask, a bias) has to be given for all tokens, and for all heads only where it is
+the same for each.
 
 Rejected: overlapping the three messages with the projections, as the paper's authors do with streams of their own:
 it takes the projections out of the model's hands.
@@ -90,8 +91,8 @@ class DistributedAttention(nn.Module):
         """Around `local_attention(query, key, value, *args, **kwargs)`, which returns a tensor laid out as query is.
 
         group: the sequence ranks, in the order of their tokens.
-        scatter_idx: the dim of heads.  gather_idx: the dim of tokens.  (2, 1) for (batch, tokens, heads, width), (1, 2)
-            for torch's scaled_dot_product_attention and FlexAttention.
+        scatter_idx: the dim of heads.  gather_idx: the dim of tokens.  (2, 1) for (batch, tokens, heads, width), (1,
+            2) for torch's scaled_dot_product_attention and FlexAttention.
         """
         super().__init__()
         self.local_attention = local_attention
@@ -101,8 +102,8 @@ class DistributedAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """This rank's tokens of what the attention makes of all tokens; collective of the group.
 
-        Further arguments go to the attention as they are.  An attention with dropout draws, on each rank, from a stream
-        of its own.
+        Further arguments go to the attention as they are.  An attention with dropout draws, on each rank, from a
+        stream of its own.
 
         Raises:
             ValueError: the heads cannot be shared out over the ranks, with the numbers; before any message.
@@ -143,11 +144,13 @@ def shares_of(query: Tensor, key: Tensor, value: Tensor, dims: Dims, cell: Cell)
 def _output(out: Any, query: Tensor, dims: Dims | None) -> Tensor:
     """What an attention returned.  Raises ValueError if it is not laid out as its query."""
     if not isinstance(out, Tensor):
-        raise ValueError(f"the attention returned a {type(out).__name__}: wrap it so that it returns its output alone.")
+        raise ValueError(
+            f"the attention returned a {type(out).__name__}: wrap it so that it returns its output alone."
+        )
     if dims is not None and out.shape[: query.dim() - 1] != query.shape[:-1]:
         raise ValueError(
-            f"the attention returned shape {list(out.shape)} for a query of shape {list(query.shape)}: it has to keep "
-            "all dims but the last."
+            f"the attention returned shape {list(out.shape)} for a query of shape {list(query.shape)}: it has to "
+            "keep all dims but the last."
         )
     return out
 
@@ -164,5 +167,5 @@ def _outside_graphs(function: type[Function], *args: Any) -> Any:
     A compiler that looks into it takes the buffer of a message for a tensor without history: gradients would be 0.
     """
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(function.apply)(*args)
+        return torch.compiler.disable(function.apply)(*args)  # type: ignore[no-untyped-call]
     return function.apply(*args)  # type: ignore[no-untyped-call]
