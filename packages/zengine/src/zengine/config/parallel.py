@@ -125,6 +125,7 @@ def _tensor(settings: Settings) -> TensorPlan:
         splits_vocabulary=section.vocab_parallel_lm_head,
         grain=section.tp.tp_grain_size,
     )
+    yield "sequence_parallel_size", plan.degrees.sequence
 
 
 def _size(config: Config, axis: str, facts: Facts, problems: list[Problem]) -> int:
