@@ -35,7 +35,7 @@ from zengine.features import (
 )
 from zengine.features.looking import lookers
 from zengine.feeding import data_features, feed_of, require_data, training_loader
-from zengine.parts import ConstantRate, NoOptimizer, Numbers, Parts, ShardOptimizer
+from zengine.parts import ConstantRate, NoOptimizer, Numbers, Parts, ShardOptimizer, TelemetrySlot
 from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
 from zengine.safe_modules import refuse_unknown_classes
 from zengine.saving import SaveBehind, SaveNow, Saver
@@ -93,14 +93,7 @@ def _around(
     if isinstance(slot, ShardOptimizer):  # what it may expect before anything is known: no clipping, and no wait
         partition.run_ahead(slot.scaled, lambda: scaler.factor.float() if divides(plan) else None)
     with ExitStack() as opened:  # closed again if a later part cannot be made
-        telemetry = make_telemetry(
-            plan.telemetry,
-            device=world.device,
-            rank=world.rank,
-            micro_batch_size=plan.batch.micro_batch_size,
-            batch_size=plan.batch.train_batch_size,
-            replicas=plan.batch.replicas,
-        )
+        telemetry = _telemetry(plan, world)
         opened.callback(telemetry.close)
         saver = make_saver(plan, partition, groups.everybody())
         opened.callback(saver.close)
@@ -123,6 +116,19 @@ def _around(
         )
         opened.pop_all()
     return parts
+
+
+def _telemetry(plan: Plan, world: zcomm.World) -> TelemetrySlot:
+    """What measures, on rank 0."""
+    return make_telemetry(
+        plan.telemetry,
+        device=world.device,
+        rank=world.rank,
+        micro_batch_size=plan.batch.micro_batch_size,
+        batch_size=plan.batch.train_batch_size,
+        replicas=plan.parallel.gradient_ranks,
+        pieces=plan.parallel.degrees.sequence,
+    )
 
 
 def make_features(plan: Plan) -> tuple[Feature, ...]:
