@@ -5,6 +5,7 @@ from __future__ import annotations
 from zpartition.sequence.batches import SequenceBatches, shift_labels
 from zpartition.sequence.chunked import chunked_cross_entropy
 from zpartition.sequence.losses import mean_over_sequence, sequence_cross_entropy
+from zpartition.sequence.models import ModelAttention
 from zpartition.sequence.ring import ring_attention
 from zpartition.sequence.splits import Order, Split
 from zpartition.sequence.tiles import tiled, tiled_loss
@@ -13,6 +14,7 @@ from zpartition.sequence.ulysses import DistributedAttention
 
 __all__ = [
     "DistributedAttention",
+    "ModelAttention",
     "Order",
     "SequenceBatches",
     "Split",
