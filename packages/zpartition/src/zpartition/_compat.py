@@ -17,12 +17,10 @@ __all__ = [
     "Hooks",
     "TorchDispatchMode",
     "any_requires_grad",
-    "grouped_mm",
-    "has_grouped_mm",
-
-
     "fused_attention",
     "fused_attention_backward",
+    "grouped_mm",
+    "has_grouped_mm",
     "is_in_backward",
     "outer_saved_tensor_hooks",
     "running_node",

@@ -91,6 +91,7 @@ def parallel_plan(config: Config, facts: Facts) -> ParallelPlan | list[Problem]:
 
 def parallel_rows(plan: ParallelPlan) -> Iterator[tuple[str, Any]]:
     """Key and value for people, of the keys that are honoured."""
+    yield "sequence_parallel_size", plan.degrees.sequence
     yield "tensor_parallel.autotp_size", plan.degrees.tensor
     yield "tensor_parallel.tp.tp_size", plan.degrees.tensor
     yield "tensor_parallel.tp.tp_grain_size", plan.tensor.grain
@@ -125,7 +126,6 @@ def _tensor(settings: Settings) -> TensorPlan:
         splits_vocabulary=section.vocab_parallel_lm_head,
         grain=section.tp.tp_grain_size,
     )
-    yield "sequence_parallel_size", plan.degrees.sequence
 
 
 def _size(config: Config, axis: str, facts: Facts, problems: list[Problem]) -> int:
