@@ -8,6 +8,7 @@ all tokens; masks are made of them where an attention cannot do without.
 
 from __future__ import annotations
 
+import enum
 from typing import Any, final
 
 import attrs
@@ -17,7 +18,7 @@ from torch import Tensor
 import zcomm
 from zpartition.cells import Cell
 
-__all__ = ["Looks", "Tokens", "padding_of"]
+__all__ = ["Looks", "Tokens", "Trait", "padding_of"]
 
 
 @final
@@ -29,6 +30,15 @@ class Looks:
     window: int = 0  # tokens that each sees, itself included; 0: all
 
 
+class Trait(enum.Flag):
+    """What is unusual about a batch of sequences."""
+
+    NONE = 0
+    PACKED = enum.auto()  # some sequence has several documents
+    PADDED = enum.auto()  # some token is none
+    PADDED_BEFORE = enum.auto()  # and lies before one that is
+
+
 @final
 @attrs.define(eq=False)
 class Tokens:
@@ -37,17 +47,19 @@ class Tokens:
     positions: Tensor  # (batch, tokens) int64
     is_valid: Tensor  # (batch, tokens) bool: False is padding
     documents: Tensor  # (batch, tokens) int64: a number for each
-    is_packed: bool  # some sequence has several
-    is_padded: bool  # anywhere
-    is_padded_before: bool  # some padding lies before a token that is none
+    traits: Trait
     made: dict[tuple[str, Looks], Any] = attrs.field(factory=dict)  # masks
 
     @classmethod
     def of(cls, positions: Tensor, is_valid: Tensor) -> Tokens:
         """From (batch, tokens) each.  Waits for the device."""
         starts = torch.diff(positions, dim=1, prepend=positions[:, :1] - 1) != 1
-        facts = torch.stack([starts.any(), ~is_valid.all(), (is_valid[:, 1:] & ~is_valid[:, :-1]).any()]).tolist()
-        return cls(positions, is_valid, starts.cumsum(1), *facts)
+        begins = (is_valid[:, 1:] & ~is_valid[:, :-1]).any()
+        facts = torch.stack([starts[:, 1:].any(), ~is_valid.all(), begins]).tolist()
+        traits = Trait.NONE
+        for trait, is_there in zip((Trait.PACKED, Trait.PADDED, Trait.PADDED_BEFORE), facts):
+            traits |= trait if is_there else Trait.NONE
+        return cls(positions, is_valid, starts.cumsum(1), traits)
 
     @classmethod
     def gathered(cls, positions: Tensor, is_valid: Tensor, cell: Cell) -> Tokens:
@@ -61,8 +73,8 @@ class Tokens:
     def needs_mask(self, looks: Looks) -> bool:
         """Whether `is_causal` alone does not say it all."""
         length = self.positions.shape[1]
-        is_hidden = self.is_padded_before if looks.is_causal else self.is_padded
-        return self.is_packed or is_hidden or 0 < looks.window < length
+        tells = Trait.PACKED | (Trait.PADDED_BEFORE if looks.is_causal else Trait.PADDED)
+        return bool(self.traits & tells) or 0 < looks.window < length
 
     def dense(self, looks: Looks) -> Tensor:
         """(batch, 1, tokens, tokens) bool: True where a token (row) sees another; each sees itself."""

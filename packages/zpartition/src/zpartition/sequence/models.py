@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zpartition.cells import Cell
-from zpartition.sequence.masks import Looks, Tokens, padding_of
+from zpartition.sequence.masks import Looks, Tokens, Trait, padding_of
 from zpartition.sequence.shares import HeadShares
 from zpartition.sequence.streams import own_stream
 from zpartition.sequence.trading import Dims
@@ -67,7 +67,6 @@ class ModelAttention:
         key: Tensor,
         value: Tensor,
         attention_mask: Any,
-        *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """(output (batch, tokens of this rank, heads, width), None).  Collective of the cell.
@@ -76,7 +75,7 @@ class ModelAttention:
             ValueError: no positions are given, heads cannot be shared out, or an option is made for a piece.
         """
         if self.cell.size == 1 or (self.disable_in_eval and not module.training):
-            found: tuple[Tensor, Any] = self.core(module, query, key, value, attention_mask, *args, **kwargs)
+            found: tuple[Tensor, Any] = self.core(module, query, key, value, attention_mask, **kwargs)
             return found
         shares = shares_of(query, key, value, _IN, self.cell)
         tokens = self._tokens(query, attention_mask, kwargs)
@@ -85,7 +84,7 @@ class ModelAttention:
         q, k, v = tokens_to_heads(query, key, value, shares, _IN, self.cell)
         drawing = own_stream(self.cell, q.device) if kwargs.get("dropout") else nullcontext()
         with drawing, _groups_of(module, q.shape[1] // k.shape[1]):
-            out, _weights = self.core(module, q, k, v, mask, *args, **kwargs)
+            out, _weights = self.core(module, q, k, v, mask, **kwargs)
         return heads_to_tokens(out, shares, _OUT, self.cell), None
 
     def _tokens(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tokens:
@@ -107,7 +106,7 @@ class ModelAttention:
     def _mask(self, tokens: Tokens, looks: Looks) -> Any:
         """As `core` takes it, for all tokens."""
         if "flash" in self.name:  # finds documents by their positions, and windows by its options
-            return tokens.is_valid if tokens.is_padded else None
+            return tokens.is_valid if tokens.traits & Trait.PADDED else None
         if self.name == "flex_attention":
             return tokens.blocks(looks)
         return tokens.dense(looks) if tokens.needs_mask(looks) else None
