@@ -121,13 +121,15 @@ def _around(
 
 
 def _telemetry(plan: Plan, world: zcomm.World) -> TelemetrySlot:
+    """What measures, on rank 0."""
     return make_telemetry(
         plan.telemetry,
         device=world.device,
         rank=world.rank,
         micro_batch_size=plan.batch.micro_batch_size,
         batch_size=plan.batch.train_batch_size,
-        replicas=plan.batch.replicas,
+        replicas=plan.parallel.gradient_ranks,
+        pieces=plan.parallel.degrees.sequence,
     )
 
 

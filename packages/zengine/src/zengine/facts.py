@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from zengine.exporting import EngineExports
 from zengine.feeding import EngineData
@@ -133,6 +134,20 @@ class EngineFacts(PrecisionFacts, EngineGetters, EnginePhases, EngineData, Engin
     def dp_world_size(self) -> int:
         """Data-parallel replicas."""
         return self.plan.batch.replicas
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share the tokens of each sample."""
+        return self.plan.parallel.degrees.sequence
+
+    @property
+    def seq_parallel_group(self) -> ProcessGroup | None:
+        """Those of this one's samples, in the order of their tokens."""
+        return self.parts.groups.sequence()
+
+    def get_sequence_parallel_group(self) -> ProcessGroup | None:
+        """The same."""
+        return self.seq_parallel_group
 
     # -- the parts that users hold ---------------------------------------------------------------
 

@@ -107,6 +107,7 @@ profiler.enabled profiler.folder profiler.memory_snapshot profiler.profile_memor
 profiler.record_shapes profiler.start_step profiler.steps profiler.with_stack
 sparse_gradients
 scheduler.params scheduler.type
+sequence_parallel_size
 steps_per_print
 tensor_parallel.autotp_size tensor_parallel.tp.tp_grain_size tensor_parallel.tp.tp_size
 tensor_parallel.partition_config.layer_specs.*.gather_output

@@ -80,6 +80,7 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
     "scheduler.params": ({"warmup_num_steps": 7}, {}),
     "train_batch_size": (16, {}),
     "data_parallel_size": (4, {}),
+    "sequence_parallel_size": (2, {}),
     "tensor_parallel.autotp_size": (2, {}),
     "tensor_parallel.tp.tp_size": (2, {}),
     "tensor_parallel.preset_model": ("llama", {}),

@@ -44,6 +44,17 @@ def test_the_formula_is_that_of_the_literature(coefficient):
     assert work.useful_flops == 4 * sequence[3]
 
 
+def test_sequences_in_pieces_count_as_whole_ones():
+    """The same two sequences of eight on each of two data ranks, by two sequence ranks with four tokens of each."""
+    whole, pieces = Meter(replicas=2, formula=FORMULA), Meter(replicas=4, pieces=2, formula=FORMULA)
+    whole.forward((IDS,), {})
+    pieces.forward((IDS[:, :4],), {})
+    expected = whole.step_end(4)
+    assert pieces.step_end(4) == expected
+    pieces.tell(8)
+    assert pieces.step_end(8) == expected
+
+
 def test_lengths_may_differ_between_micro_steps():
     meter = Meter(replicas=1, formula=FORMULA)
     for length in (8, 4):

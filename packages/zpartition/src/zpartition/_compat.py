@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ __all__ = [
     "Hooks",
     "TorchDispatchMode",
     "any_requires_grad",
+    "fused_attention",
+    "fused_attention_backward",
     "grouped_mm",
     "has_grouped_mm",
     "is_in_backward",
@@ -117,3 +119,38 @@ def has_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Rows up to each of `ends`, (runs,) int32, times its matrix of `weight`, (runs, in, out)."""
     return torch._grouped_mm(x, weight, offs=ends)
+
+
+def fused_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attention, and the log of the sum of exponentials of each query's scores; None where no kernel does it.
+
+    q: (batch, heads, queries, width); k, v: (batch, heads or a divisor of them, keys, width).  If causal there are
+    as many keys as queries.  torch's public functions do not return the second.
+    """
+    kernel = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    if kernel is None or not _is_for_the_cpu_kernel(q, k, v):
+        return None
+    out, lse = kernel(q, k, v, 0.0, is_causal, scale=scale)
+    return out, lse
+
+
+def fused_attention_backward(
+    grad: torch.Tensor, attended: Sequence[torch.Tensor], is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """The gradients of q, k, v through these keys; None as above.
+
+    attended: q, k, v, the output and lse of these queries, which may be over more keys.
+    """
+    q, k, v, out, lse = attended
+    kernel = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+    if kernel is None or not _is_for_the_cpu_kernel(q, k, v):
+        return None
+    dq, dk, dv = kernel(grad, q, k, v, out, lse, 0.0, is_causal, scale=scale)
+    return dq, dk, dv
+
+
+def _is_for_the_cpu_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    is_dense = all(tensor.is_cpu and tensor.stride(-1) == 1 and tensor.numel() for tensor in (q, k, v))
+    return is_dense and q.shape[-1] == k.shape[-1] == v.shape[-1]

@@ -22,11 +22,12 @@ ALWAYS_OFFERED = "every torch optimizer is accepted"
 TOP: dict[str, Entry] = {
     "use_data_before_expert_parallelism": limited(TRUTH, False, why="expert parallelism"),
     "vocabulary_size": no_effect(null_or(COUNT, 0), why="it only asks for advice on padding"),
-    "seq_parallel_communication_data_type": no_effect(DTYPE, why="sequence parallelism is not available yet"),
+    "seq_parallel_communication_data_type": no_effect(
+        DTYPE, why="gradients of sequence ranks travel with the others', as communication_data_type says"
+    ),
     "disable_allgather": no_effect(TRUTH, False, why="it lost its meaning before this engine existed"),
     "zero_allow_untested_optimizer": no_effect(TRUTH, True, why=ALWAYS_OFFERED),
     "zero_force_ds_cpu_optimizer": no_effect(TRUTH, False, why=ALWAYS_OFFERED),
-    "sequence_parallel_size": limited(whole(1), 1, why="sequence parallelism"),
 }
 
 OPTIMIZER: dict[str, Entry] = {

@@ -91,6 +91,7 @@ def parallel_plan(config: Config, facts: Facts) -> ParallelPlan | list[Problem]:
 
 def parallel_rows(plan: ParallelPlan) -> Iterator[tuple[str, Any]]:
     """Key and value for people, of the keys that are honoured."""
+    yield "sequence_parallel_size", plan.degrees.sequence
     yield "tensor_parallel.autotp_size", plan.degrees.tensor
     yield "tensor_parallel.tp.tp_size", plan.degrees.tensor
     yield "tensor_parallel.tp.tp_grain_size", plan.tensor.grain

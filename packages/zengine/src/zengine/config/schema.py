@@ -253,7 +253,7 @@ class Settings:
     gradient_allreduce_op: str = setting(choice("mean", "sum"), "mean", "how replicas' gradients combine")
     communication_data_type: str = setting(null_or(DTYPE, ""), "", "dtype on the wire; default: the model's")
     data_parallel_size: int = setting(BATCH, 0, "expected number of replicas; checked")
-    sequence_parallel_size: int = 1
+    sequence_parallel_size: int = setting(whole(1), 1, "ranks that share the tokens of each sample")
     steps_per_print: int = setting(INTERVAL, 0, "optimizer steps between console lines; 0 = never")
     wall_clock_breakdown: bool = setting(TRUTH, False, "time forward, backward, communication and step")
     memory_breakdown: bool = setting(TRUTH, False, "memory at each phase")

@@ -42,11 +42,11 @@ class CountFlops(Feature):
         return args, kwargs
 
     def step_begin(self) -> None:
-        clock, replicas = self.engine.clock, self.engine.plan.batch.replicas
+        clock, ranks = self.engine.clock, self.engine.plan.parallel.gradient_ranks
         while self.counting:
             self.counting.pop().close()
             samples = clock.samples_per_micro_step * clock.index  # of all ranks
-            self.engine.parts.telemetry.counted(self.counter.get_total_flops() * replicas / samples)
+            self.engine.parts.telemetry.counted(self.counter.get_total_flops() * ranks / samples)
 
     def close(self) -> None:
         """Of a step that never came to its end: nothing is counted from now on."""

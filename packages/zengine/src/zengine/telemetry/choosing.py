@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 
 
 def make_telemetry(
-    plan: TelemetryPlanLike, *, device: torch.device, rank: int, micro_batch_size: int, batch_size: int, replicas: int
+    plan: TelemetryPlanLike,
+    *,
+    device: torch.device,
+    rank: int,
+    micro_batch_size: int,
+    batch_size: int,
+    replicas: int,
+    pieces: int = 1,
 ) -> Telemetry | Silent:
     """The telemetry that the plan asks for on this rank; or Silent. See `making.make_telemetry`."""
     if not plan.is_wanted:
@@ -29,4 +36,5 @@ def make_telemetry(
         micro_batch_size=micro_batch_size,
         batch_size=batch_size,
         replicas=replicas,
+        pieces=pieces,
     )

@@ -31,12 +31,19 @@ from zengine.telemetry.work import Meter
 
 
 def make_telemetry(
-    plan: TelemetryPlanLike, *, device: torch.device, rank: int, micro_batch_size: int, batch_size: int, replicas: int
+    plan: TelemetryPlanLike,
+    *,
+    device: torch.device,
+    rank: int,
+    micro_batch_size: int,
+    batch_size: int,
+    replicas: int,
+    pieces: int = 1,
 ) -> Telemetry | Silent:
     """The telemetry that the plan asks for on this rank; or Silent: nothing is asked for, or the rank is not 0.
 
     batch_size: samples of all ranks a step; micro_batch_size: samples of one rank a micro-step; replicas: ranks that
-    train together.
+    train together; pieces: how many of them share each sample's tokens.
     Raises MissingPackageError, on every rank alike, if an enabled monitor's package is not installed.
     """
     require_packages(plan)
@@ -66,7 +73,7 @@ def make_telemetry(
         marks=marks,
         comms=comms,
         spans=make_spans((*stopwatch.observers(), *marks.observers())),
-        meter=Meter(replicas=replicas, tokens_per_sample=plan.rates.tokens_per_sample),
+        meter=Meter(replicas=replicas, pieces=pieces, tokens_per_sample=plan.rates.tokens_per_sample),
         fleet=fleet,
         owners=Owners(always=plan.memory_breakdown),
         countdown=countdown,

@@ -46,7 +46,8 @@ class Formula:
 class Meter:
     """Adds up what forward is given, on one rank, between two boundaries."""
 
-    replicas: int  # ranks that do the same with other data
+    replicas: int  # ranks that do the same with other data, or with other tokens
+    pieces: int = 1  # ranks that share each sequence: it is as many times as long as what forward is given
     tokens_per_sample: int = 0  # 0: counted
     formula: Formula = Formula(num_parameters=0)
     coefficient: int = 3  # 4 where activations are computed again
@@ -60,7 +61,7 @@ class Meter:
         """A training forward begins."""
         for batch, length in shapes_of_tokens(args, kwargs):
             self.tokens += batch * length
-            self.squares += batch * length * length
+            self.squares += batch * length * length * self.pieces
 
     def tell(self, num_tokens: int) -> None:
         """Tokens of this rank in this step, which replace what would be counted."""
@@ -86,7 +87,7 @@ class Meter:
     def _lengths(self, samples: float) -> tuple[float, float]:
         """Tokens of this rank, and the sum of the squares of its sequences' lengths."""
         if self.told:
-            return self.told, self.told**2 / samples if samples else 0.0
+            return self.told, self.told**2 / samples if samples else 0.0  # samples are pieces, too
         if self.tokens_per_sample:
             return samples * self.tokens_per_sample, samples * self.tokens_per_sample**2
         return self.tokens, self.squares
