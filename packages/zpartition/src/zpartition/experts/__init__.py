@@ -8,10 +8,12 @@ from zpartition.experts.distribute import distribute, expert_degree, find_expert
 from zpartition.experts.gates import Routing, capacity_of, top1, top2, topk
 from zpartition.experts.layer import MoE
 from zpartition.experts.mlp import ExpertMLP
+from zpartition.experts.parameter import ExpertParameter
 from zpartition.experts.router import Router, RoutingRule
 
 __all__ = [
     "ExpertMLP",
+    "ExpertParameter",
     "Experts",
     "MoE",
     "Router",

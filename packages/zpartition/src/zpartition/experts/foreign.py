@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from zpartition.cells import ALONE, Cell
 from zpartition.experts.bank import refuse_uneven
 from zpartition.experts.dispatch import Shipment
+from zpartition.experts.parameter import as_experts
 from zpartition.shard import Address
 from zpartition.tensor.parallelize import part_of
 
@@ -59,6 +60,7 @@ def share_out_foreign(module: nn.Module, deal: Cell) -> None:
         for name, param in module.named_parameters():
             param.grad = None
             param.data = part_of(param.data, found[name])
+            as_experts(param)
     kind = type(module)
     if kind not in _made:
         _made[kind] = type(f"ExpertParallel{kind.__name__}", (_Foreign, kind), {})
