@@ -28,8 +28,10 @@ def engine_of(stage: int, expert: int, accumulation: int) -> zengine.Engine:
         "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
         "zero_optimization": {
-            **{"stage": stage, "reduce_bucket_size": 700},
-            **{"stage3_unit_size": 700, "stage3_param_persistence_threshold": 20},
+            "stage": stage,
+            "reduce_bucket_size": 700,
+            "stage3_unit_size": 700,
+            "stage3_param_persistence_threshold": 20,
         },
         "expert_parallel": {"enabled": expert > 1, "autoep_size": expert},
     }

@@ -108,7 +108,6 @@ profiler.record_shapes profiler.start_step profiler.steps profiler.with_stack
 sparse_gradients
 scheduler.params scheduler.type
 steps_per_print
-<<<<<<< HEAD
 tensor_parallel.autotp_size tensor_parallel.tp.tp_grain_size tensor_parallel.tp.tp_size
 tensor_parallel.partition_config.layer_specs.*.gather_output
 tensor_parallel.partition_config.layer_specs.*.model_types
@@ -118,10 +117,7 @@ tensor_parallel.partition_config.layer_specs.*.patterns
 tensor_parallel.partition_config.layer_specs.*.shape
 tensor_parallel.partition_config.strict_mode tensor_parallel.partition_config.use_default_specs
 tensor_parallel.vocab_parallel_lm_head
-=======
-tensor_parallel.autotp_size tensor_parallel.tp.tp_size
 expert_parallel.enabled expert_parallel.autoep_size expert_parallel.moe_layer_pattern
->>>>>>> 787c879 (Experts through the engine: expert_parallel, MoE layers, balancing, checkpoints between numbers of expert ranks)
 tensorboard.enabled tensorboard.gradient_histograms tensorboard.job_name tensorboard.output_path
 timers.throughput.count_flops_at timers.throughput.enabled timers.throughput.hidden_size
 timers.throughput.num_layers timers.throughput.peak_tflops timers.throughput.recomputation

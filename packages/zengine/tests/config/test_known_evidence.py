@@ -82,15 +82,12 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
     "data_parallel_size": (4, {}),
     "tensor_parallel.autotp_size": (2, {}),
     "tensor_parallel.tp.tp_size": (2, {}),
-<<<<<<< HEAD
     "tensor_parallel.preset_model": ("llama", {}),
     "tensor_parallel.vocab_parallel_ce_backend": ("liger", {}),
     "tensor_parallel.partition_config.layer_specs.*.partition_type": ("row", {}),
-=======
     "expert_parallel.enabled": (True, {"expert_parallel": {"autoep_size": 2}}),
     "expert_parallel.autoep_size": (2, {"expert_parallel": {"enabled": True}}),
     "expert_parallel.moe_layer_pattern": ("mlp", {"expert_parallel": {"enabled": True}}),
->>>>>>> 787c879 (Experts through the engine: expert_parallel, MoE layers, balancing, checkpoints between numbers of expert ranks)
     "gradient_allreduce_op": ("sum", {}),
     "log_level": ("debug", {}),
     "comet.mode": ("create", {"comet": {"enabled": True}}),

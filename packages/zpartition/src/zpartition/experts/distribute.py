@@ -72,7 +72,7 @@ def distribute(
 
 
 def fitting_experts(model: nn.Module, size: int, pattern: str = "") -> dict[str, Stack]:
-    """`find_experts`, all of which can be shared out among `size` ranks; ValueError, with paths and numbers, if not."""
+    """`find_experts`, if they can be shared out among `size` ranks; else ValueError, with paths and numbers."""
     stacks = find_experts(model, pattern)
     if not stacks:
         at = f" at paths with {pattern!r}" if pattern else ""
