@@ -121,6 +121,9 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "deepspeed/runtime/activation_checkpointing/": {
         "zpartition": {"Cell", "activations.Checkpointing", "activations.RandomStreams", "activations.Variant"},
     },
+    # shares its experts out, and moves biases of routers
+    "dealing.py": {"zpartition": {"deals_of", "experts"}},
+    "features/balancing.py": {"zpartition": {"balance", "balanced_routers"}},
     # splits the module before it is partitioned
     "splitting.py": {"zcomm": {"group_rank", "group_size"}, "zpartition": {"cell_of", "tensor"}},
     # says which kind of scaling the plan holds

@@ -23,8 +23,10 @@ import zpartition
 import zprecision
 from zengine.agreement import check_agreement
 from zengine.config import Plan
+from zengine.dealing import deal_experts, refuse_experts
 from zengine.features import (
     BackgroundSaves,
+    Balancing,
     CountFlops,
     DumpState,
     Feature,
@@ -62,7 +64,9 @@ def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, 
     """Build every part for `plan`; `module` is moved to the device, cast, and partitioned over the gradient ranks."""
     loader = make_training_loader(client, plan, world, groups)
     sample = functools.partial(first_batch, client.training_data, client.collate_fn, world.device)
+    refuse_experts(module, plan)
     split_tensors(module, plan, groups, world.device, sample)
+    deal_experts(module, plan, groups)
     with zpartition.recording(module):  # of a module without memory; see zpartition.Init
         plan.precision.cast_module(module.to(world.device))
     refuse_unknown_classes(plan.zero.narrow_classes, module)
@@ -138,7 +142,7 @@ def make_features(plan: Plan) -> tuple[Feature, ...]:
 
     A save that has failed is told before anybody counts the step, which then begins again.
     """
-    chosen: list[Feature] = [Unfreezing()]
+    chosen: list[Feature] = [Unfreezing(), Balancing()]
     if plan.async_save:
         chosen.append(BackgroundSaves())
     chosen += data_features(plan.data)

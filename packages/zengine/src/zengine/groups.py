@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zcomm
 import zpartition
+from zengine.dealing import expert_axes
 
 __all__ = ["LaidOut", "laid_out"]
 
@@ -58,6 +59,12 @@ def laid_out(mpu: Any, mesh: DeviceMesh | None, model: nn.Module) -> LaidOut:
     """
     if mpu is not None and mesh is not None:
         raise ValueError("initialize() got both mpu= and mesh=: they may disagree about the ranks, keep one")
+    found = _laid_out(mpu, mesh, model)
+    experts = expert_axes(model)
+    return attrs.evolve(found, axes={**found.axes, **experts}, by=found.by or "the model") if experts else found
+
+
+def _laid_out(mpu: Any, mesh: DeviceMesh | None, model: nn.Module) -> LaidOut:
     split = zpartition.cell_of(model)
     if mesh is not None or mpu is not None:
         groups = zcomm.Groups.from_mesh(mesh) if mesh is not None else _of_mpu(mpu)

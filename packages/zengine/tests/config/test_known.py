@@ -118,6 +118,7 @@ tensor_parallel.partition_config.layer_specs.*.patterns
 tensor_parallel.partition_config.layer_specs.*.shape
 tensor_parallel.partition_config.strict_mode tensor_parallel.partition_config.use_default_specs
 tensor_parallel.vocab_parallel_lm_head
+expert_parallel.enabled expert_parallel.autoep_size expert_parallel.moe_layer_pattern
 tensorboard.enabled tensorboard.gradient_histograms tensorboard.job_name tensorboard.output_path
 timers.throughput.count_flops_at timers.throughput.enabled timers.throughput.hidden_size
 timers.throughput.num_layers timers.throughput.peak_tflops timers.throughput.recomputation

@@ -22,7 +22,7 @@ from zpartition.access import (
     safe_set_local_optimizer_state,
 )
 from zpartition.addressing import make_state, state_shards
-from zpartition.cells import Cell, cell_of, replicas_of
+from zpartition.cells import Cell, cell_of, deals_of, replicas_of
 from zpartition.deferred import Init, recording
 from zpartition.gathered import gathered
 from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
@@ -63,6 +63,7 @@ __all__ = [
     "TrafficPlan",
     "ZeroPolicy",
     "cell_of",
+    "deals_of",
     "gathered",
     "load_slices",
     "make_state",

@@ -41,7 +41,7 @@ class Sparse(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, index = self.gate(x).softmax(-1).topk(2, dim=-1)
-        y: Tensor = self.experts(x, index, weights)
+        y: Tensor = self.experts(x, top_k_weights=weights, top_k_index=index)
         return y
 
 

@@ -8,6 +8,7 @@ process group exists; what comes out is a value (`zcomm.Degrees`, resolved), fro
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,9 @@ _KEYS: Mapping[str, Mapping[str, Callable[[Settings], int]]] = {
     },
     "sequence": {"sequence_parallel_size": lambda s: s.sequence_parallel_size},
     "pipeline": {"pipeline.stages": lambda s: s.pipeline.stages},
-    "expert": {"expert_parallel.autoep_size": lambda s: s.expert_parallel.autoep_size},
+    "expert": {
+        "expert_parallel.autoep_size": lambda s: s.expert_parallel.autoep_size if s.expert_parallel.enabled else 0
+    },
 }
 
 
@@ -55,6 +58,7 @@ class ParallelPlan:
 
     degrees: Degrees = attrs.field(factory=lambda: Degrees(shard=1))
     tensor: TensorPlan = attrs.field(factory=TensorPlan)
+    expert_layers: str = ""  # regular expression of the paths whose experts are shared out
 
     @property
     def data_ranks(self) -> int:
@@ -74,7 +78,7 @@ class ParallelPlan:
 
 def parallel_plan(config: Config, facts: Facts) -> ParallelPlan | list[Problem]:
     """The degrees, or all that is wrong with them."""
-    problems: list[Problem] = []
+    problems: list[Problem] = _patterns_compile(config)
     sizes = {axis: _size(config, axis, facts, problems) for axis in _KEYS}
     if problems:
         return problems
@@ -84,7 +88,9 @@ def parallel_plan(config: Config, facts: Facts) -> ParallelPlan | list[Problem]:
         return [_no_quotient(config, sizes, total)]
     data = {axis: facts.axes[axis] for axis in ("replicate", "shard") if axis in facts.axes}
     try:
-        return ParallelPlan(degrees=Degrees(**sizes, **data).resolved(total), tensor=_tensor(config.settings))
+        degrees = Degrees(**sizes, **data).resolved(total)
+        layers = config.settings.expert_parallel.moe_layer_pattern or ""
+        return ParallelPlan(degrees=degrees, tensor=_tensor(config.settings), expert_layers=layers)
     except ValueError as error:  # experts, or a mesh whose axes do not make its ranks
         return [_problem(config, "expert", sizes["expert"], str(error).rstrip("."), "")]
 
@@ -101,6 +107,9 @@ def parallel_rows(plan: ParallelPlan) -> Iterator[tuple[str, Any]]:
     yield f"{home}.strict_mode", plan.tensor.is_strict
     for index, spec in enumerate(plan.tensor.layer_specs):
         yield from ((f"{home}.layer_specs[{index}].{name}", _shown(value)) for name, value in spec.items())
+    yield "expert_parallel.enabled", plan.degrees.expert > 1
+    yield "expert_parallel.autoep_size", plan.degrees.expert
+    yield "expert_parallel.moe_layer_pattern", plan.expert_layers
 
 
 def parallel_notices(config: Config, plan: ParallelPlan) -> list[str]:
@@ -126,6 +135,19 @@ def _tensor(settings: Settings) -> TensorPlan:
         splits_vocabulary=section.vocab_parallel_lm_head,
         grain=section.tp.tp_grain_size,
     )
+
+
+def _patterns_compile(config: Config) -> list[Problem]:
+    key, pattern = "expert_parallel.moe_layer_pattern", config.settings.expert_parallel.moe_layer_pattern
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        place = config.given.get(key, NOWHERE)
+        reason = f"it is no regular expression ({error})"
+        return [
+            Problem(place=place, key=key, given=pattern, reason=reason, suggestion="Correct it, or leave it out.")
+        ]
+    return []
 
 
 def _size(config: Config, axis: str, facts: Facts, problems: list[Problem]) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from zengine.config.kinds import LIST, TRUTH, choice, null_or, whole
+from zengine.config.kinds import LIST, TEXT, TRUTH, choice, null_or, whole
 from zengine.config.table import setting
 
 
@@ -64,9 +64,13 @@ class PipelineStages:
 
 @attrs.frozen(kw_only=True)
 class ExpertParallel:
-    """expert_parallel."""
+    """expert_parallel: the experts of MoE layers shared out over ranks that see different samples."""
 
-    autoep_size: int = 1
+    enabled: bool = setting(TRUTH, False, "share the experts out; MoE layers made with an ep_size are without it")
+    autoep_size: int = setting(whole(1), 1, "ranks that hold the experts of one layer together")
+    moe_layer_pattern: str | None = setting(
+        null_or(TEXT, ""), "", "regular expression found in the paths of the layers to share out; empty: all"
+    )
 
 
 def in_order(**members: LayerSpec) -> tuple[LayerSpec, ...]:

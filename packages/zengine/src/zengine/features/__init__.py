@@ -5,6 +5,7 @@ nowhere else, must not keep tensors of the step they were called in, and save th
 """
 
 from zengine.features.background_saves import BackgroundSaves
+from zengine.features.balancing import Balancing
 from zengine.features.base import Feature
 from zengine.features.count_flops import CountFlops
 from zengine.features.curriculum import SampleDifficulty, SeqlenCurriculum
@@ -18,6 +19,7 @@ from zengine.features.unfreezing import Unfreezing
 
 __all__ = [
     "BackgroundSaves",
+    "Balancing",
     "CountFlops",
     "DumpState",
     "DynamicBatching",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zcomm
 import zengine.deepspeed as deepspeed
 from zcomm.testing import run_ranks
-from zengine.deepspeed import NotAvailable
 from zengine.deepspeed.utils import groups
 from zpartition.tensor.testing import PLAN, Language
 
@@ -85,12 +85,35 @@ def test_an_engine_tells_of_its_own():
         assert whole == (1, [rank], rank, [0, 1, 2, 3], rank)
 
 
-@pytest.mark.parametrize(
-    "ask", [groups._get_expert_parallel_group, lambda: groups.initialize(ep_size=2)], ids=["group", "initialize"]
-)
-def test_expert_groups_are_refused(ask):
-    with pytest.raises(NotAvailable, match="expert parallelism"):
-        ask()
+def check_experts() -> list[Any]:
+    def told() -> list[Any]:
+        return [
+            groups._get_expert_parallel_world_size("ep_size_2"),
+            groups._get_expert_parallel_rank(),
+            dist.get_process_group_ranks(groups._get_expert_parallel_group("ep_size_2")),
+            groups._get_expert_data_parallel_world_size(),
+            groups._get_expert_data_parallel_rank(),
+            dist.get_process_group_ranks(groups._get_expert_data_parallel_group()),
+        ]
+
+    with pytest.raises(ValueError, match=r"expert=3 must divide the 4 ranks .* Choose one of 1, 2, 4"):
+        groups.initialize(ep_size=3)
+    groups.initialize(ep_size=2)
+    found = [told()]
+    groups.initialize()
+    layer = deepspeed.moe.layer.MoE(4, torch.nn.Linear(4, 4), num_experts=2, ep_size=2)
+    engine = deepspeed.initialize(model=torch.nn.Sequential(layer), config=CONFIG)[0]
+    found.append(told())
+    found.append(len(layer.experts.own))
+    engine.close()
+    return found
+
+
+def test_expert_groups_are_those_announced_and_then_an_engines():
+    for rank, (announced, own, num_experts) in enumerate(run_ranks(check_experts, 4)):
+        first = rank // 2 * 2
+        assert announced == own == [2, rank % 2, [first, first + 1], 2, rank // 2, [rank % 2, rank % 2 + 2]]
+        assert num_experts == 1
 
 
 def test_alone_there_is_one_rank_of_everything():

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from zpartition.experts.balancing import balance
+from zpartition.experts.balancing import balance, balanced_routers
 from zpartition.experts.bank import Experts
-from zpartition.experts.distribute import distribute, expert_degree, find_experts
+from zpartition.experts.distribute import distribute, expert_degree, find_experts, fitting_experts
 from zpartition.experts.gates import Routing, capacity_of, top1, top2, topk
 from zpartition.experts.layer import MoE
 from zpartition.experts.mlp import ExpertMLP
+from zpartition.experts.parameter import ExpertParameter
 from zpartition.experts.router import Router, RoutingRule
 
 __all__ = [
     "ExpertMLP",
+    "ExpertParameter",
     "Experts",
     "MoE",
     "Router",
     "Routing",
     "RoutingRule",
     "balance",
+    "balanced_routers",
     "capacity_of",
     "distribute",
     "expert_degree",
     "find_experts",
+    "fitting_experts",
     "top1",
     "top2",
     "topk",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -10,15 +12,19 @@ import zcomm
 from zpartition.experts.gates import moved_bias
 from zpartition.experts.router import Router
 
-__all__ = ["balance"]
+__all__ = ["balance", "balanced_routers"]
 
 
-def balance(model: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Move the bias of every router that has one, by the tokens of all ranks of `group` since the last time.
+def balanced_routers(model: nn.Module) -> list[Router]:
+    """Those of `model` that have a bias (`Router.balance_by_bias`)."""
+    return [child for child in model.modules() if isinstance(child, Router) and child.rule.balance_rate]
 
-    group: the ranks with different data.  One message for all layers; a collective.
+
+def balance(routers: Sequence[Router], group: ProcessGroup | None = None) -> None:
+    """Move the biases by the tokens of all ranks of `group`, those with different data, since the last time.
+
+    One message for all routers; a collective where there are some.
     """
-    routers = [child for child in model.modules() if isinstance(child, Router) and child.rule.balance_rate]
     if not routers:
         return
     loads = torch.cat([router.load for router in routers])

@@ -26,6 +26,7 @@ from torch.func import functional_call
 from zpartition.cells import ALONE, Cell
 from zpartition.experts.grouped import add_rows_bias, runs
 from zpartition.experts.mlp import ExpertMLP
+from zpartition.experts.parameter import ExpertParameter
 from zpartition.shard import Address
 from zpartition.tensor.entrance import Entrance
 from zpartition.tensor.parallelize import part_of
@@ -210,7 +211,7 @@ def _stacked(made: Sequence[nn.Module]) -> nn.Module:
     for name, param in tensors:
         values = torch.stack([module.get_parameter(name).detach() for module in made])
         parent, leaf = _parent(root, name)
-        parent.register_parameter(leaf, nn.Parameter(values, requires_grad=param.requires_grad))
+        parent.register_parameter(leaf, ExpertParameter(values, requires_grad=param.requires_grad))
     for name, buffer in first.named_buffers():
         parent, leaf = _parent(root, name)
         parent.register_buffer(leaf, buffer, persistent=False)

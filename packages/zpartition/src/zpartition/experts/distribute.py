@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Sequence
+import re
 
 import torch
 from torch import nn
@@ -17,20 +16,18 @@ from zpartition.experts.bank import Experts, refuse_uneven
 from zpartition.experts.foreign import is_foreign, share_out_foreign
 from zpartition.experts.layer import MoE
 
-__all__ = ["distribute", "expert_degree", "find_experts", "refuse_misfit"]
+__all__ = ["distribute", "expert_degree", "find_experts", "fitting_experts"]
 
 Stack = Experts | nn.Module
 
 
-def find_experts(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, Stack]:
+def find_experts(model: nn.Module, pattern: str = "") -> dict[str, Stack]:
     """The stacks of experts in `model`, by path: those of MoE layers, and of Hugging Face's blocks.
 
-    patterns: of paths ("model.layers.*.mlp.experts"); without any, all that are found.
+    pattern: a regular expression that a path must contain: "layers.[0-9]+.mlp", say.
     """
     found = {path: child for path, child in model.named_modules() if isinstance(child, Experts) or is_foreign(child)}
-    if not patterns:
-        return found
-    return {path: child for path, child in found.items() if any(fnmatch.fnmatch(path, p) for p in patterns)}
+    return {path: child for path, child in found.items() if re.search(pattern, path)}
 
 
 def expert_degree(model: nn.Module) -> int:
@@ -47,7 +44,7 @@ def distribute(
     group: ProcessGroup | None,
     *,
     tensor: ProcessGroup | None = None,
-    patterns: Sequence[str] = (),
+    pattern: str = "",
 ) -> tuple[str, ...]:
     """Share the experts of `model` out among the ranks of `group`, in place; returns the paths of what was found.
 
@@ -61,8 +58,7 @@ def distribute(
             already; before anything is sent.
     """
     size = zcomm.group_size(group)
-    stacks = find_experts(model, patterns)
-    refuse_misfit(model, stacks, size, patterns)
+    stacks = fitting_experts(model, size, pattern)
     wide = {id(child.experts) for child in model.modules() if isinstance(child, MoE) and _spreads(child)}
     deal = Cell.of(zcomm.twin(group) if size > 1 else None) if size > 1 else ALONE
     cell = Cell.of(tensor) if zcomm.group_size(tensor) > 1 else ALONE
@@ -75,10 +71,11 @@ def distribute(
     return tuple(stacks)
 
 
-def refuse_misfit(model: nn.Module, stacks: dict[str, Stack], size: int, patterns: Sequence[str] = ()) -> None:
-    """ValueError, with paths and numbers, if `stacks` cannot be shared out among `size` ranks."""
+def fitting_experts(model: nn.Module, size: int, pattern: str = "") -> dict[str, Stack]:
+    """`find_experts`, if they can be shared out among `size` ranks; else ValueError, with paths and numbers."""
+    stacks = find_experts(model, pattern)
     if not stacks:
-        at = f" at {', '.join(patterns)}" if patterns else ""
+        at = f" at paths with {pattern!r}" if pattern else ""
         raise ValueError(
             f"no experts are found in the {type(model).__name__}{at}, to be shared out among {size} ranks: it needs "
             "zpartition.experts.MoE layers, or blocks whose experts are stacked in parameters, as Transformers "
@@ -97,6 +94,7 @@ def refuse_misfit(model: nn.Module, stacks: dict[str, Stack], size: int, pattern
             refuse_uneven(int(stack.num_experts), size)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+    return stacks
 
 
 def _spreads(layer: MoE) -> bool:

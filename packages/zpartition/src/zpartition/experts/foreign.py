@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from zpartition.cells import ALONE, Cell
 from zpartition.experts.bank import refuse_uneven
 from zpartition.experts.dispatch import Shipment
+from zpartition.experts.parameter import as_experts
 from zpartition.shard import Address
 from zpartition.tensor.parallelize import part_of
 
 __all__ = ["is_foreign", "share_out_foreign"]
 
-_SIGNATURE = ("hidden_states", "top_k_index", "top_k_weights")
+# What forward takes after the tokens, by the names in use: chosen experts and their weights, (tokens, k).
+_CHOICES = (("top_k_index", "top_k_weights"), ("router_indices", "routing_weights"))
 _made: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -39,7 +41,7 @@ def is_foreign(module: nn.Module) -> bool:
         return False
     if any(param.dim() < 2 or param.shape[0] != number for param in params):
         return False
-    return tuple(inspect.signature(type(module).forward).parameters)[1:4] == _SIGNATURE
+    return _choice_of(type(module)) in _CHOICES
 
 
 def share_out_foreign(module: nn.Module, deal: Cell) -> None:
@@ -59,12 +61,19 @@ def share_out_foreign(module: nn.Module, deal: Cell) -> None:
         for name, param in module.named_parameters():
             param.grad = None
             param.data = part_of(param.data, found[name])
+            as_experts(param)
     kind = type(module)
     if kind not in _made:
         _made[kind] = type(f"ExpertParallel{kind.__name__}", (_Foreign, kind), {})
     module.__class__ = _made[kind]
     numbers.num_global_experts, numbers.num_experts = numbers.num_experts, share
     numbers.deal, numbers.dealt_addresses = deal, found
+
+
+def _choice_of(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the second and third argument of its forward."""
+    _, tokens, *others = (*inspect.signature(kind.forward).parameters, "", "")
+    return tuple(others[:2]) if tokens == "hidden_states" else ()
 
 
 class _Foreign(nn.Module):
@@ -79,13 +88,14 @@ class _Foreign(nn.Module):
         """Of its parameters."""
         return self.dealt_addresses
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, *choice: Tensor, **named: Tensor) -> Tensor:
         """As the module that it was: (tokens, hidden), (tokens, k), (tokens, k) -> (tokens, hidden)."""
-        kept = (top_k_index >= 0) & (top_k_index < self.num_global_experts)
-        shipment = Shipment.plan(top_k_index.long(), kept, self.num_global_experts, self.deal)
+        index, weights = (*choice, *(named[name] for name in _choice_of(type(self).__mro__[2]) if name in named))
+        kept = (index >= 0) & (index < self.num_global_experts)
+        shipment = Shipment.plan(index.long(), kept, self.num_global_experts, self.deal)
         rows = shipment.send(hidden_states)
         y = self._computed(rows, shipment.counts) if rows.shape[0] else rows
-        return shipment.fetch(y, torch.where(kept, top_k_weights, 0.0)).to(hidden_states.dtype)
+        return shipment.fetch(y, torch.where(kept, weights, 0.0)).to(hidden_states.dtype)
 
     def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
         """One choice of weight 1 for each row."""

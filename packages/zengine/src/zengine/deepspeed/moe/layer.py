@@ -1,9 +1,7 @@
-"""`deepspeed.moe.layer`."""
+"""`deepspeed.moe.layer`: the layer of experts itself is zpartition's."""
 
 from __future__ import annotations
 
-from zengine.deepspeed.later import absent
+from zpartition.experts import MoE
 
 __all__ = ["MoE"]
-
-MoE = absent("moe.layer.MoE")

@@ -1,30 +1,94 @@
-"""`deepspeed.moe.utils`: what there is to say while no model can have an expert-parallel layer."""
+"""`deepspeed.moe.utils`: which parameters are experts', and groups of an optimizer that hold them apart.
+
+No group is needed here: experts have buckets of their own whatever group they are in, and their gradients are divided
+as a model with all experts on one rank demands.  Who gives them groups (for another learning rate, say) may.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
-__all__ = ["configure_moe_param_groups", "has_moe_layers", "is_moe_param"]
+from zpartition.experts import ExpertParameter, MoE
+
+__all__ = [
+    "configure_moe_param_groups",
+    "has_moe_layers",
+    "is_moe_param",
+    "is_moe_param_group",
+    "split_params_grads_into_shared_and_expert_params",
+    "split_params_into_different_moe_groups_for_optimizer",
+    "split_params_into_shared_and_expert_params",
+]
+
+_GROUP_NUMEL = 178956971  # DeepSpeed's default
 
 
 def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
-    """(whether there are expert-parallel layers, how many experts they have): none can be made yet."""
-    return False, 0
+    """(whether there are MoE layers, how many experts the last of them has)."""
+    found = [child.num_experts for child in module.modules() if isinstance(child, MoE)]
+    return bool(found), found[-1] if found else 0
 
 
-def is_moe_param(param: Parameter) -> bool:
-    """Whether `param` belongs to an expert that other ranks do not have: never."""
-    return False
+def is_moe_param(param: Tensor) -> bool:
+    """Whether `param` holds weights of experts."""
+    return isinstance(param, ExpertParameter)
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    """Whether a group of an optimizer was made for experts."""
+    return bool(param_group.get("moe", False))
+
+
+def split_params_into_shared_and_expert_params(params: Iterable[Parameter]) -> tuple[list[Any], list[Any]]:
+    """(those of all ranks, those of experts), in order."""
+    given = list(params)
+    return [p for p in given if not is_moe_param(p)], [p for p in given if is_moe_param(p)]
+
+
+def split_params_grads_into_shared_and_expert_params(group: Iterable[Parameter]) -> tuple[list[Any], list[Any]]:
+    """The same of their gradients, where there are any."""
+    shared, experts = split_params_into_shared_and_expert_params(group)
+    return [p.grad for p in shared if p.grad is not None], [p.grad for p in experts if p.grad is not None]
 
 
 def configure_moe_param_groups(model_parameters: Any) -> list[Any]:
-    """The parameters, or groups, as they are: no experts have to be told apart."""
-    return list(model_parameters)
+    """Groups in which experts are apart, of a list of parameters or of groups.  TypeError for anything else."""
+    if not isinstance(model_parameters, list):
+        raise TypeError(f"model_parameters must be a list, got {type(model_parameters).__name__}.")
+    if all(isinstance(item, dict) for item in model_parameters):
+        return split_params_into_different_moe_groups_for_optimizer(model_parameters)
+    return split_params_into_different_moe_groups_for_optimizer({"params": model_parameters, "name": "dense-params"})
 
 
-def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: int = 0) -> list[Any]:
-    """The groups as they are: no experts have to be told apart."""
-    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: Any, max_group_size: int | float | None = _GROUP_NUMEL
+) -> list[dict[str, Any]]:
+    """The groups without experts, then groups of theirs, marked "moe", with the options of the group they were in.
+
+    max_group_size: elements that a group of experts may have before the next is begun; None: any number.
+    """
+    given = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    dense, experts = [], []
+    for index, group in enumerate(given):
+        shared, own = split_params_into_shared_and_expert_params(group["params"])
+        dense.append({**group, "params": shared})
+        name = f"{group.get('name', f'group {index}')}, experts"
+        for part in _within(own, max_group_size):
+            experts.append({**group, "params": part, "name": name, "moe": True})
+    return [*dense, *experts]
+
+
+def _within(params: list[Any], limit: int | float | None) -> Iterator[list[Any]]:
+    """Runs of `params` of at most `limit` elements, or of one parameter."""
+    part: list[Any] = []
+    for param in params:
+        if part and limit is not None and sum(p.numel() for p in part) + param.numel() > limit:
+            yield part
+            part = []
+        part.append(param)
+    if part:
+        yield part

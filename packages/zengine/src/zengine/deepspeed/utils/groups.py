@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import zcomm
 from zengine.deepspeed.comm.world import get_rank, get_world_size
-from zengine.deepspeed.later import refusing
 
 if TYPE_CHECKING:
     from zengine.engine import Engine
@@ -40,6 +39,7 @@ __all__ = [
 ]
 
 mpu: Any = None  # what was announced last, as DeepSpeed has it here
+_expert = 1  # the same of experts
 
 
 def _no_engine() -> Engine | None:
@@ -50,10 +50,12 @@ _newest: Callable[[], Engine | None] = _no_engine  # the engine whose groups are
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Announce groups before there is an engine; refuses an expert-parallel size of more than 1."""
-    if ep_size > 1:
-        refusing("utils.groups expert groups")
-    globals()["mpu"] = mpu
+    """Announce groups before there is an engine.  ValueError, with numbers, if `ep_size` does not divide the ranks.
+
+    Layers say their own ep_size to the engine; this one only answers for it until then.
+    """
+    zcomm.Degrees(expert=ep_size).resolved(get_world_size())
+    globals().update(mpu=mpu, _expert=ep_size)
 
 
 def use(engine: Engine) -> None:
@@ -66,7 +68,7 @@ def _groups() -> Any:
     engine = _newest()
     if engine is not None:
         return engine.parts.groups
-    return zcomm.Groups.of(zcomm.Degrees(), get_world_size(), get_rank()) if mpu is None else mpu
+    return zcomm.Groups.of(zcomm.Degrees(expert=_expert), get_world_size(), get_rank()) if mpu is None else mpu
 
 
 def _size(kind: str) -> int:
@@ -156,7 +158,29 @@ def _sequence_data_parallel_rank() -> int:
 
 
 def _get_expert_parallel_group(group_name: str = "") -> Any:
-    refusing("utils.groups expert groups")
+    """The ranks that share the experts of a layer out; `group_name`, "ep_size_N" there, is that of the only ones."""
+    return _group("expert_parallel")
+
+
+def _get_expert_parallel_world_size(group_name: str = "") -> int:
+    return _size("expert_parallel")
+
+
+def _get_expert_parallel_rank(group_name: str = "") -> int:
+    return _place("expert_parallel")
+
+
+def _get_expert_data_parallel_group(group_name: str = "") -> Any:
+    """The ranks that hold the same experts."""
+    return _group("expert_data_parallel")
+
+
+def _get_expert_data_parallel_world_size(group_name: str = "") -> int:
+    return _size("expert_data_parallel")
+
+
+def _get_expert_data_parallel_rank(group_name: str = "") -> int:
+    return _place("expert_data_parallel")
 
 
 def _first(group: Any) -> int:
@@ -166,7 +190,6 @@ def _first(group: Any) -> int:
 
 
 _DATA = "data_parallel"
-_get_expert_data_parallel_group = _get_expert_parallel_group
 get_tensor_model_parallel_group = get_model_parallel_group
 get_tensor_model_parallel_world_size = get_model_parallel_world_size
 get_tensor_model_parallel_rank = get_model_parallel_rank

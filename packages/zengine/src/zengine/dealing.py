@@ -1,0 +1,51 @@
+"""Shares the experts of the module out, where the config or its own MoE layers ask for it and nobody has done it.
+
+The experts of a layer go to runs of the ranks that sum gradients, so they cost no rank of their own.  Layers of
+`zpartition.experts.MoE` are found, and blocks of Transformers, whose experts are stacked in parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+import zcomm
+import zpartition
+from zengine.agreement import compare, parameter_lines, plan_lines
+from zpartition import experts
+
+if TYPE_CHECKING:
+    from zengine.config import Plan
+
+__all__ = ["deal_experts", "expert_axes", "refuse_experts"]
+
+
+def expert_axes(module: nn.Module) -> Mapping[str, int]:
+    """The expert ranks that the module's layers have, or ask for (`ep_size`).  ValueError if they differ."""
+    dealt = {deal.size for deal in zpartition.deals_of(module).values()}
+    degree = max(dealt, default=0) or experts.expert_degree(module)
+    return {"expert": degree} if degree > 1 else {}
+
+
+def refuse_experts(module: nn.Module, plan: Plan) -> None:
+    """ValueError, with paths and numbers, if the module's experts cannot be shared out as planned; asks nobody."""
+    if _is_to_do(module, plan):
+        experts.fitting_experts(module, plan.parallel.degrees.expert, plan.parallel.expert_layers)
+
+
+def deal_experts(module: nn.Module, plan: Plan, groups: zcomm.Groups) -> None:
+    """Share the experts of `module` out in place; nothing is done where each rank has all.  All ranks call.
+
+    Raises:
+        RanksDisagree: ranks have other models or configs.
+    """
+    if _is_to_do(module, plan):
+        compare({"plan": plan_lines(plan), "parameters": parameter_lines(module)}, groups.everybody())
+        pattern = plan.parallel.expert_layers
+        experts.distribute(module, groups.experts(), tensor=groups.tensor(), pattern=pattern)
+
+
+def _is_to_do(module: nn.Module, plan: Plan) -> bool:
+    return plan.parallel.degrees.expert > 1 and not zpartition.deals_of(module)

@@ -1,0 +1,59 @@
+"""Biases of routers move at each boundary by the tokens of all ranks, and come back with a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zcomm
+import zengine
+from zcomm.testing import run_ranks
+from zpartition.experts import ExpertMLP, MoE
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.moe = MoE(4, ExpertMLP(4, 6), num_experts=4, ep_size=2, k=2, drop_tokens=False)
+        self.moe.gate.balance_by_bias(0.01)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.moe(x)[0]).square().mean()
+
+
+def _moved(root: Path) -> tuple[list[float], list[float], list[float]]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+    }
+    module = Net()
+    engine = zengine.initialize(model=module, config=config)[0]
+    total = torch.zeros(4, dtype=torch.int64)
+    for micro in range(2):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * micro + zcomm.group_rank()))
+        before = module.moe.gate.load.clone()
+        total += module.moe(x)[2]
+        module.moe.gate.load.copy_(before)  # that was to see, and does not count
+        engine.backward(engine(x))
+        engine.step()
+    zcomm.all_reduce(total)
+    expected = 0.01 * torch.sign(total.double().mean() - total)
+    engine.save_checkpoint(str(root), "moved")
+    engine.close()
+    other = Net()
+    engine = zengine.initialize(model=other, config=config)[0]
+    engine.load_checkpoint(str(root), "moved")
+    engine.close()
+    return expected.tolist(), module.moe.gate.bias.tolist(), other.moe.gate.bias.tolist()
+
+
+def test_a_step_moves_the_bias_by_the_tokens_of_all_ranks(tmp_path: Path) -> None:
+    for expected, found, loaded in run_ranks(_moved, 2, tmp_path):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+        assert any(found)
+        assert loaded == found

@@ -1,0 +1,20 @@
+"""Which parameters are experts': a class of their own says it, so nothing has to be written on them or looked up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn import Parameter
+
+__all__ = ["ExpertParameter", "as_experts"]
+
+
+class ExpertParameter(Parameter):
+    """A parameter that holds the weights of several experts, with the experts in front; otherwise as any other."""
+
+
+def as_experts(param: Parameter) -> None:
+    """The same object, known as experts' from now on; a class of its own (a quantised parameter's) stays."""
+    if type(param) is Parameter:
+        untyped: Any = param
+        untyped.__class__ = ExpertParameter

@@ -1,0 +1,110 @@
+"""zengine over models with experts: losses and norms are those of one process with all experts, at every stage and
+accumulation; checkpoints go between numbers of expert ranks bit for bit, and training goes on from them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+import zcomm
+import zengine
+from zcomm.testing import run_ranks
+from zpartition.experts.testing import CLIP, STEPS, Language, batches, train_alone
+
+BOUND = 3e-5  # of a loss or norm near 3, in float32, against float64
+STAGES = (0, 1, 2, 3)
+
+
+def engine_of(stage: int, expert: int, accumulation: int) -> zengine.Engine:
+    """float32; the config shares the experts out."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 700,
+            "stage3_unit_size": 700,
+            "stage3_param_persistence_threshold": 20,
+        },
+        "expert_parallel": {"enabled": expert > 1, "autoep_size": expert},
+    }
+    return zengine.initialize(model=Language(), config=config)[0]
+
+
+def train(engine: zengine.Engine, accumulation: int) -> tuple[list[float], list[float]]:
+    """Losses, as means over all ranks, and norms."""
+    replicas, replica = zcomm.group_size(), zcomm.group_rank()
+    losses, norms = [], []
+    for step in batches(replicas, accumulation):
+        for micro in step:
+            engine.backward(engine(micro[replica]))
+            report = engine.step()
+        assert report is not None
+        losses.append(report.loss)
+        norms.append(report.grad_norm)
+    return losses, norms
+
+
+def _curves(expert: int, accumulations: tuple[int, ...], stages: tuple[int, ...]) -> dict[Any, Any]:
+    found = {}
+    for stage in stages:
+        for accumulation in accumulations:
+            engine = engine_of(stage, expert, accumulation)
+            found[stage, accumulation] = train(engine, accumulation)
+            engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "expert", "accumulations", "stages"), [(2, 2, (1, 3), STAGES), (4, 2, (3,), (1, 3))]
+)
+def test_curves_are_those_of_one_process_with_all_experts(
+    world_size: int, expert: int, accumulations: tuple[int, ...], stages: tuple[int, ...]
+) -> None:
+    expected = {accumulation: train_alone(world_size, accumulation) for accumulation in accumulations}
+    for rank in run_ranks(_curves, world_size, expert, accumulations, stages, timeout_s=240):
+        for (stage, accumulation), (losses, norms) in rank.items():
+            assert losses == pytest.approx(expected[accumulation][0], abs=BOUND), f"stage {stage} x {accumulation}"
+            assert norms == pytest.approx(expected[accumulation][1], abs=BOUND), f"stage {stage} x {accumulation}"
+
+
+def _around(root: Path) -> tuple[list[list[float]], list[str], int]:
+    """Losses that follow 2 expert ranks' checkpoint, at 2, at 1, then at 4; what differs in what was saved again."""
+    first = engine_of(2, 2, 1)
+    train(first, 1)
+    first.save_checkpoint(str(root), "2")
+    curves = [train(first, 1)[0]]
+    first.close()
+    before = "2"
+    for expert, stage in ((1, 3), (4, 1), (2, 0)):
+        engine = engine_of(stage, expert, 1)
+        engine.load_checkpoint(str(root), before)
+        before = f"{before}-{expert}"
+        engine.save_checkpoint(str(root), before)
+        curves.append(train(engine, 1)[0])
+        engine.close()
+    saved = [zckpt.find(str(root), tag) for tag in ("2", "2-1", "2-1-4", "2-1-4-2")]
+    names = saved[0].names()
+    wrong = [
+        f"{other.tag}: {name}"
+        for other in saved[1:]
+        for name in {*names, *other.names()}
+        if not torch.equal(saved[0].tensor(name), other.tensor(name))
+    ]
+    return curves, wrong, saved[0].tensor("model.blocks.0.moe.experts.stacked.up.weight").shape[0]
+
+
+def test_checkpoints_go_between_numbers_of_expert_ranks(tmp_path: Path) -> None:
+    for curves, wrong, num_experts in run_ranks(_around, 4, tmp_path, timeout_s=240):
+        assert not wrong
+        assert num_experts == 4
+        assert len(curves[0]) == STEPS
+        for other in curves[1:]:
+            assert other == pytest.approx(curves[0], abs=BOUND)

@@ -1,0 +1,99 @@
+"""Transformers' own MoE models, whose experts are shared out over two ranks by a line of the config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+import zengine
+from zcomm.testing import run_ranks
+from zpartition.experts import ExpertParameter
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+}
+STEPS = 3
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "mixtral":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4))
+    if name == "qwen3":
+        config = transformers.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=12)
+        return transformers.Qwen3MoeForCausalLM(config)
+    config = transformers.GptOssConfig(**SIZES, num_local_experts=4, layer_types=["full_attention"] * 2)
+    return transformers.GptOssForCausalLM(config)
+
+
+def tokens(step: int, replica: int) -> torch.Tensor:
+    return torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(10 * step + replica))
+
+
+def alone(name: str) -> list[float]:
+    """Mean losses of plain PyTorch on both replicas' tokens."""
+    model = make(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        total = 0.0
+        for replica in range(2):
+            batch = tokens(step, replica)
+            loss = model(input_ids=batch, labels=batch).loss / 2
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def _trained(names: list[str]) -> dict[str, tuple[list[float], int]]:
+    found = {}
+    for stage, name in enumerate(names, start=1):
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+            "expert_parallel": {"enabled": True, "autoep_size": 2, "moe_layer_pattern": r"layers\.[0-9]+\.mlp"},
+        }
+        model = make(name)
+        engine = zengine.initialize(model=model, config=config)[0]
+        losses = []
+        for step in range(STEPS):
+            batch = tokens(step, zcomm.group_rank())
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            report = engine.step()
+            assert report is not None
+            losses.append(report.loss)
+        found[name] = losses, sum(isinstance(param, ExpertParameter) for param in model.parameters())
+        engine.close()
+    return found
+
+
+def test_models_of_three_makes_train_with_their_experts_shared_out() -> None:
+    """At stages 1, 2 and 3.  Their own forward, biases and clamps; their own auxiliary loss."""
+    names = ["mixtral", "qwen3", "gptoss"]
+    answers = run_ranks(_trained, 2, names, timeout_s=240)
+    for name in names:
+        expected = alone(name)
+        for found in answers:
+            losses, num_dealt = found[name]
+            assert losses == pytest.approx(expected, abs=2e-5), name
+            assert num_dealt == (8 if name == "gptoss" else 4)  # two layers; with biases, twice as many
