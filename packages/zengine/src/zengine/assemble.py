@@ -23,6 +23,7 @@ import zpartition
 import zprecision
 from zengine.agreement import check_agreement
 from zengine.config import Plan
+from zengine.engine import Engine
 from zengine.features import (
     BackgroundSaves,
     CountFlops,
@@ -36,12 +37,15 @@ from zengine.features import (
 from zengine.features.looking import lookers
 from zengine.feeding import data_features, feed_of, require_data, training_loader
 from zengine.parts import ConstantRate, NoOptimizer, Numbers, Parts, ShardOptimizer
+from zengine.pipeline_engine import PipelineEngine
+from zengine.pipeline_passes import EnginePasses
 from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
 from zengine.safe_modules import refuse_unknown_classes
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.splitting import first_batch, split_tensors
 from zengine.telemetry import make_telemetry
 from zengine.verdict import Judge, SkipNonFinite, apply_always
+from zpartition.pipeline import PipelineModule, PipelineRunner
 
 log = logging.getLogger("zengine")
 
@@ -125,6 +129,15 @@ def _around(
     return parts
 
 
+def make_engine_around(module: nn.Module, parts: Parts, plan: Plan) -> Engine:
+    """The engine, of whole models or of a pipeline's stages."""
+    if not isinstance(module, PipelineModule):
+        return Engine(module, parts, plan)
+    passes = EnginePasses(parts)
+    pipeline = PipelineRunner.over(module, plan.pipeline.schedule, device=parts.world.device, passes=passes)
+    return PipelineEngine(module, parts, plan, pipeline, passes)
+
+
 def make_features(plan: Plan) -> tuple[Feature, ...]:
     """What goes beyond the loop, and the optional behaviour that the plan asks for, in the order of its hooks.
 
@@ -153,6 +166,8 @@ def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim
         _say_unused("optimizer", plan.optimizer.type)
         return client.optimizer
     parameters = list(client.parameters) if client.parameters is not None else _trainable(module)
+    if not parameters and zpartition.stages_of(module).size > 1:
+        parameters = [{"params": []}]  # what this stage computes with is another one's, or it has functions alone
     if not parameters and (client.optimizer is not None or plan.optimizer.type):
         raise ValueError(_nothing_to_train(module, client, plan))
     if client.optimizer is not None:

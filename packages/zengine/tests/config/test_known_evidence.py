@@ -85,6 +85,8 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
     "tensor_parallel.preset_model": ("llama", {}),
     "tensor_parallel.vocab_parallel_ce_backend": ("liger", {}),
     "tensor_parallel.partition_config.layer_specs.*.partition_type": ("row", {}),
+    "pipeline.stages": (2, {}),
+    "pipeline.schedule": ("gpipe", {}),
     "gradient_allreduce_op": ("sum", {}),
     "log_level": ("debug", {}),
     "comet.mode": ("create", {"comet": {"enabled": True}}),

@@ -88,8 +88,8 @@ def test_a_limited_key_is_refused_at_other_values() -> None:
     assert problems({"sequence_parallel_size": 2}) == [
         "sequence_parallel_size = 2: sequence parallelism is not available yet. Set it to 1, or leave it out."
     ]
-    assert problems({"pipeline": {"stages": 2, "partition": "best"}}) == [
-        'pipeline.stages = 2: pipeline parallelism is not available yet. Set it to "auto" or 1, or leave it out.'
+    assert problems({"pipeline": {"stages": "two"}}) == [
+        'pipeline.stages = "two": needs a whole number >= 0 or "auto", got text'
     ]
 
 

@@ -19,6 +19,7 @@ from zengine.config.data_plan import DataPlan
 from zengine.config.describe import looked_up, table, value_of
 from zengine.config.numerics import PLAIN, NumericsPlan
 from zengine.config.parallel import ParallelPlan
+from zengine.config.pipeline import PipelinePlan
 from zengine.config.profiling import ProfilingPlan
 from zengine.config.telemetry import MonitorPlan, TelemetryPlan
 from zpartition import ZeroPolicy
@@ -89,6 +90,7 @@ class Plan:
 
     batch: BatchPlan
     parallel: ParallelPlan
+    pipeline: PipelinePlan
     precision: Precision
     scaling: Unscaled | StaticScaling | DynamicScaling
     cast_inputs: bool  # floating inputs of forward become precision.param

@@ -29,7 +29,8 @@ from zengine.config.kinds import (
     number,
     whole,
 )
-from zengine.config.parallel_settings import ExpertParallel, PipelineStages, TensorParallel
+from zengine.config.parallel_settings import ExpertParallel, TensorParallel
+from zengine.config.pipeline_settings import Pipeline
 from zengine.config.precision_settings import NAMES, Amp, Autocast, Float8
 from zengine.config.profiling_settings import CommsLogger, FlopsProfiler, Profiler
 from zengine.config.table import setting
@@ -282,7 +283,7 @@ class Settings:
     flops_profiler: FlopsProfiler = attrs.field(factory=FlopsProfiler)
     profiler: Profiler = attrs.field(factory=Profiler)
     tensor_parallel: TensorParallel = attrs.field(factory=TensorParallel)
-    pipeline: PipelineStages = attrs.field(factory=PipelineStages)
+    pipeline: Pipeline = attrs.field(factory=Pipeline)
     expert_parallel: ExpertParallel = attrs.field(factory=ExpertParallel)
     checkpoint: CheckpointSettings = attrs.field(factory=CheckpointSettings)
     curriculum_learning: CurriculumLearning = attrs.field(factory=CurriculumLearning)
