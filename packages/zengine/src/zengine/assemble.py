@@ -165,7 +165,7 @@ def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim
     if isinstance(client.optimizer, torch.optim.Optimizer):
         _say_unused("optimizer", plan.optimizer.type)
         return client.optimizer
-    parameters = list(client.parameters) if client.parameters is not None else _trainable(module)
+    parameters: list[Any] = list(client.parameters) if client.parameters is not None else list(_trainable(module))
     if not parameters and zpartition.stages_of(module).size > 1:
         parameters = [{"params": []}]  # what this stage computes with is another one's, or it has functions alone
     if not parameters and (client.optimizer is not None or plan.optimizer.type):
