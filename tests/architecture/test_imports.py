@@ -76,6 +76,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
         "zpartition": {
             *("Init", "gathered", "tensor"),
+            *("experts.ExpertParameter", "experts.MoE"),
+            *(f"pipeline.{name}" for name in ("LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec")),
             *(
                 f"safe_{verb}_full_{what}"
                 for verb in ("get", "set")
@@ -91,6 +93,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("Degrees", "Groups"),
             *("after", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter"),
             *("detect", "exchange", "group_rank", "init", "make_mesh", "traced"),
+            *("PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"),
         },
         "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
     },
@@ -123,9 +126,19 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # shares its experts out, and moves biases of routers
     "dealing.py": {"zpartition": {"deals_of", "experts"}},
-    "features/balancing.py": {"zpartition": {"balance", "balanced_routers"}},
+    "features/balancing.py": {"zpartition": {"experts.balance", "experts.balanced_routers"}},
     # splits the module before it is partitioned
     "splitting.py": {"zcomm": {"group_rank", "group_size"}, "zpartition": {"cell_of", "tensor"}},
+    # so does a pipeline, which is compared with the config, and whose engine is its own
+    "staging.py": {
+        "zpartition": {
+            "ReduceAt",
+            *("pipeline.PipelineModule", "pipeline.ScheduleError", "pipeline.make_schedule", "pipeline.predict"),
+        },
+        "zcomm": {"detect"},
+    },
+    "pipeline_engine.py": {"zpartition": {"pipeline.PipelineError"}},
+    "pipeline_passes.py": {"zpartition": {"gathered", "pipeline.Passes"}},
     # says which kind of scaling the plan holds
     "getters.py": {"zprecision": {"DynamicScaling"}},
     # ranks tell each other what they have and decide alike

@@ -17,6 +17,7 @@ UNTESTED_ALONE: dict[str, str] = {
     "zengine.config.compat_parallel": _KEY_TABLE,
     "zengine.config.compat_training": _KEY_TABLE,
     "zengine.config.data_settings": "settings classes without behaviour; tests/config/test_data.py fills them",
+    "zengine.config.pipeline_settings": "settings classes alone; tests/config/test_pipeline.py fills them",
     "zengine.config.schema": "settings classes without behaviour; tests/config/test_structure.py fills them",
     "zengine.config.table": "the entries' classes; tests/config/test_known.py and test_structure.py walk them",
     "zengine.telemetry.plans": "structural types only",

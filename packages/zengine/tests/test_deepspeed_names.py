@@ -73,6 +73,9 @@ NAMES = {
         "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer configure_moe_param_groups"
     ),
     "deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec",
+    "deepspeed.runtime.pipe.engine": "PipelineEngine",
+    "deepspeed.runtime.pipe.module": "PipelineModule LayerSpec TiedLayerSpec PipelineError",
+    "deepspeed.runtime.pipe.topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
     "deepspeed.runtime.activation_checkpointing.checkpointing": (
         "checkpoint configure is_configured non_reentrant_checkpoint reset get_cuda_rng_tracker set_num_layers "
         "model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed partition_activations_in_checkpoint"

@@ -119,8 +119,8 @@ def main() -> None:
     ranks = run_ranks(measure, given.ranks, *numbers, timeout_s=600)
     slowest = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
     print(
-        f"{given.tokens} tokens of {given.width} a rank, {given.experts} experts, k = {given.k}, {given.ranks} ranks, "
-        f"fp32; ms.  The busiest rank computes {slowest['uneven']:.2f} of its share"
+        f"{given.tokens} tokens of {given.width} a rank, {given.experts} experts, k = {given.k}, {given.ranks} "
+        f"ranks, fp32; ms.  The busiest rank computes {slowest['uneven']:.2f} of its share"
     )
     for name in ("ours", "alone", "dense", "exchange", "one-hot"):
         print(f"{name:12} {slowest[name]:8.1f}")

@@ -4,11 +4,13 @@
 
 Two measurements, since two cores cannot compute four stages at once:
 
-    asleep    layers that sleep in place of computing (a forward 4 ms, each half of a backward as much), so that any
+    asleep    layers that sleep in place of computing (a forward 40 ms, each half of a backward as much), so that any
               number of stages runs on any machine; 2 and 4 stages.  What is measured is the runner and its messages.
     compute   real layers, 2 stages on 2 cores of one thread, against the same batch in one process.
 
-The bubble is ranks x time / work - 1.  Asleep, the work is known; computing, it is the time of one process.
+The bubble is ranks x time / work - 1.  Asleep, the work is what the actions took (`Recorder`: sleeps last longer than
+they were asked to); computing, it is the time of one process.  With --picture FILE the last schedule of 4 stages
+asleep is drawn, as predicted and as measured.
 """
 
 from __future__ import annotations
@@ -24,11 +26,20 @@ import torch
 from torch import nn
 
 from zcomm.testing import run_ranks
-from zpartition.pipeline import PipelineModule, PipelineRunner, make_schedule, predict
+from zpartition.pipeline import (
+    PipelineModule,
+    PipelineRunner,
+    Recorder,
+    make_schedule,
+    picture,
+    predict,
+    predict_like,
+)
 from zpartition.pipeline.deferral import LaterProducts
 
-UNIT_S = 0.004
+UNIT_S = 0.04
 MICRO = 8
+Row = tuple[str, float, float, float]  # what, bubble, bubble by the formula, seconds of a batch
 
 
 class _Asleep(torch.autograd.Function):
@@ -55,19 +66,29 @@ class Asleep(nn.Module):
         return _Asleep.apply(self.linear(value), self.backward_s)
 
 
-def asleep(schedule: str, per_rank: int, rounds: int) -> float:
-    """Median seconds of a batch."""
+def asleep(schedule: str, per_rank: int, rounds: int) -> tuple[float, float, str]:
+    """Median bubble and seconds of a batch, and a picture of the last one."""
     halves, ranks = schedule == "zero_bubble", torch.distributed.get_world_size()
     finish = LaterProducts.finish
 
     def slow_finish(self: LaterProducts) -> None:
-        if halves:
-            time.sleep(UNIT_S)
+        time.sleep(UNIT_S * bool(self.factors))
         finish(self)
 
-    LaterProducts.finish = slow_finish
     layers = [Asleep(halves) for _ in range(ranks * per_rank)]
-    return _timed(layers, schedule, per_rank, rounds, torch.randn(2, 4, requires_grad=True))
+    runner = _runner(layers, schedule, per_rank, ranks)
+    data, found = torch.randn(2, 4, requires_grad=True), []
+    LaterProducts.finish = slow_finish
+    try:
+        for _ in range(rounds + 1):
+            recorder = Recorder(runner.module)
+            runner.train_batch(iter([(data, None)] * MICRO), MICRO, observe=recorder)
+            found.append(recorder.timeline())
+    finally:
+        LaterProducts.finish = finish  # ranks live on
+    timelines = sorted(found[1:], key=lambda each: each.bubble)
+    median = timelines[len(timelines) // 2]
+    return median.bubble, median.span, picture(predict_like(runner.schedule(MICRO), median), median)
 
 
 def compute(schedule: str, ranks: int, rounds: int) -> float:
@@ -76,24 +97,21 @@ def compute(schedule: str, ranks: int, rounds: int) -> float:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(768, 3072), nn.GELU(), nn.Linear(3072, 768)) for _ in range(8)]
     data = torch.randn(256, 768, requires_grad=True)
-    return _timed(layers, schedule, 1, rounds, data, ranks)
-
-
-def _timed(
-    layers: list[nn.Module], schedule: str, per_rank: int, rounds: int, data: torch.Tensor, ranks: int | None = None
-) -> float:
-    count = ranks or torch.distributed.get_world_size()
-    model = PipelineModule(
-        layers, num_stages=count, loss_fn=lambda out, label: out.square().mean(), partition_method="uniform",
-        stages_per_rank=per_rank,
-    )  # fmt: skip
-    runner, times = PipelineRunner.over(model, schedule), []
+    runner, times = _runner(layers, schedule, 1, ranks), []
     for _ in range(rounds + 1):
         torch.distributed.barrier()
         start = time.perf_counter()
         runner.train_batch(iter([(data, None)] * MICRO), MICRO)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
+
+
+def _runner(layers: list[nn.Module], schedule: str, per_rank: int, ranks: int) -> PipelineRunner:
+    model = PipelineModule(
+        layers, num_stages=ranks, loss_fn=lambda out, label: out.square().mean(), partition_method="uniform",
+        stages_per_rank=per_rank,
+    )  # fmt: skip
+    return PipelineRunner.over(model, schedule)
 
 
 def torchs(rounds: int) -> float:
@@ -119,29 +137,43 @@ def torchs(rounds: int) -> float:
     return statistics.median(times[1:])
 
 
+def sleeping(rounds: int, file: str) -> list[Row]:
+    """Every schedule, at 2 and 4 stages."""
+    rows: list[Row] = []
+    for ranks in (2, 4):
+        for schedule, per_rank in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
+            bubble, seconds, drawn = run_ranks(asleep, ranks, schedule, per_rank, rounds, timeout_s=300)[0]
+            theory = predict(make_schedule(schedule, ranks, MICRO, per_rank)).bubble
+            rows.append((f"asleep, {ranks} ranks, {schedule}", bubble, theory, seconds))
+            if file:
+                Path(file).write_text(drawn)
+    return rows
+
+
+def computing(rounds: int) -> list[Row]:
+    """Two stages on two cores, and torch's."""
+    alone = run_ranks(compute, 1, "1f1b", 1, rounds, timeout_s=300)[0]
+    rows: list[Row] = []
+    for schedule in ("gpipe", "1f1b", "zero_bubble"):
+        seconds = max(run_ranks(compute, 2, schedule, 2, rounds, timeout_s=300))
+        theory = predict(make_schedule(schedule, 2, MICRO)).bubble
+        rows.append((f"compute, 2 ranks, {schedule}", 2 * seconds / alone - 1, theory, seconds))
+    peer = max(run_ranks(torchs, 2, rounds, timeout_s=300))
+    return [*rows, ("compute, 2 ranks, torch Schedule1F1B", 2 * peer / alone - 1, 1 / MICRO, peer)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--name", default="", help="keep the figures under this name in results/")
+    parser.add_argument("--picture", default="", metavar="FILE", help="an SVG of 4 ranks")
+    parser.add_argument("--asleep", action="store_true", help="leave the second measurement out")
     given = parser.parse_args()
-    rows = []
-    for ranks in (2, 4):
-        for schedule, per_rank in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
-            seconds = max(run_ranks(asleep, ranks, schedule, per_rank, given.rounds))
-            work = ranks * per_rank * MICRO * 3 * UNIT_S
-            theory = predict(make_schedule(schedule, ranks, MICRO, per_rank)).bubble
-            rows.append((f"asleep, {ranks} stages a turn, {schedule}", ranks * seconds / work - 1, theory, seconds))
-    alone = run_ranks(compute, 1, "1f1b", 1, given.rounds, timeout_s=300)[0]
-    for schedule in ("gpipe", "1f1b", "zero_bubble"):
-        seconds = max(run_ranks(compute, 2, schedule, 2, given.rounds, timeout_s=300))
-        theory = predict(make_schedule(schedule, 2, MICRO)).bubble
-        rows.append((f"compute, 2 stages, {schedule}", 2 * seconds / alone - 1, theory, seconds))
-    peer = max(run_ranks(torchs, 2, given.rounds, timeout_s=300))
-    rows.append(("compute, 2 stages, torch Schedule1F1B", 2 * peer / alone - 1, 1 / MICRO, peer))
+    rows = sleeping(given.rounds, given.picture) + ([] if given.asleep else computing(given.rounds))
     lines = [f"# The bubble of a pipeline: {MICRO} micro-batches", "", "| | bubble | formula | time / ideal | ms |"]
     lines.append("| --- | ---: | ---: | ---: | ---: |")
     lines += [
-        f"| {name} | {bubble:.3f} | {theory:.3f} | {(1 + bubble) / (1 + theory):.2f} | {1e3 * seconds:.1f} |"
+        f"| {name} | {bubble:.3f} | {theory:.3f} | {(1 + bubble) / (1 + theory):.3f} | {1e3 * seconds:.1f} |"
         for name, bubble, theory, seconds in rows
     ]
     text = "\n".join(lines) + "\n"

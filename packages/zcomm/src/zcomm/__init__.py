@@ -32,6 +32,7 @@ from zcomm.shared.registry import transport, transport_reason
 from zcomm.shared.tensors import shared_empty
 from zcomm.slices import exchange_slices
 from zcomm.sparse import gather_rows
+from zcomm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from zcomm.trace import Record, traced
 from zcomm.twins import host_twin, run, run_mates, twin
 from zcomm.values import exchange
@@ -47,6 +48,9 @@ __all__ = [
     "Groups",
     "Handle",
     "Launch",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "ProcessTopology",
     "Record",
     "RendezvousFailed",
     "World",

@@ -24,6 +24,7 @@ import zprecision
 from zengine.agreement import check_agreement
 from zengine.config import Plan
 from zengine.dealing import deal_experts, refuse_experts
+from zengine.engine import Engine
 from zengine.features import (
     BackgroundSaves,
     Balancing,
@@ -38,6 +39,8 @@ from zengine.features import (
 from zengine.features.looking import lookers
 from zengine.feeding import data_features, feed_of, require_data, training_loader
 from zengine.parts import ConstantRate, NoOptimizer, Numbers, Parts, ShardOptimizer, TelemetrySlot
+from zengine.pipeline_engine import PipelineEngine
+from zengine.pipeline_passes import EnginePasses
 from zengine.recomputing import make_checkpointing
 from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
 from zengine.safe_modules import refuse_unknown_classes
@@ -45,6 +48,7 @@ from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.splitting import first_batch, split_tensors
 from zengine.telemetry import make_telemetry
 from zengine.verdict import Judge, SkipNonFinite, apply_always
+from zpartition.pipeline import PipelineModule, PipelineRunner
 
 log = logging.getLogger("zengine")
 
@@ -137,6 +141,15 @@ def _telemetry(plan: Plan, world: zcomm.World) -> TelemetrySlot:
     )
 
 
+def make_engine_around(module: nn.Module, parts: Parts, plan: Plan) -> Engine:
+    """The engine, of whole models or of a pipeline's stages."""
+    if not isinstance(module, PipelineModule):
+        return Engine(module, parts, plan)
+    passes = EnginePasses(parts)
+    pipeline = PipelineRunner.over(module, plan.pipeline.schedule, device=parts.world.device, passes=passes)
+    return PipelineEngine(module, parts, plan, pipeline, passes)
+
+
 def make_features(plan: Plan) -> tuple[Feature, ...]:
     """What goes beyond the loop, and the optional behaviour that the plan asks for, in the order of its hooks.
 
@@ -164,7 +177,9 @@ def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim
     if isinstance(client.optimizer, torch.optim.Optimizer):
         _say_unused("optimizer", plan.optimizer.type)
         return client.optimizer
-    parameters = list(client.parameters) if client.parameters is not None else _trainable(module)
+    parameters: list[Any] = list(client.parameters) if client.parameters is not None else list(_trainable(module))
+    if not parameters and zpartition.stages_of(module).size > 1:
+        parameters = [{"params": []}]  # what this stage computes with is another one's, or it has functions alone
     if not parameters and (client.optimizer is not None or plan.optimizer.type):
         raise ValueError(_nothing_to_train(module, client, plan))
     if client.optimizer is not None:

@@ -134,7 +134,7 @@ def _take(
     names = frozenset(checkpoint.names())
     partition = engine.parts.partition
     left_out = {MODEL + name for name in checkpoint.objects.get("left_out", ())}
-    compare_names(partition, names | left_out, str(checkpoint.path), strict=strict)
+    compare_names(partition, names | left_out, str(checkpoint.path), peers, strict=strict)
     if what.run:
         require_run(checkpoint)
     compare_kinds(engine, checkpoint, optimizer=what.optimizer, scheduler=what.scheduler)

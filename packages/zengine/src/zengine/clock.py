@@ -151,6 +151,19 @@ class Clock:
             raise
         self.phase = Phase.BACKWARD
 
+    @contextmanager
+    def batch(self) -> Iterator[MicroStep]:
+        """All micro-steps of a step at once, in whatever order; afterwards the step is due."""
+        self._require("train_batch", Phase.IDLE)
+        self.index, self.phase = 0, Phase.FORWARD
+        try:
+            yield attrs.evolve(self.micro_step(), is_last=True)
+        except BaseException:
+            self.phase = Phase.IDLE
+            raise
+        self.phase, self.index = Phase.IDLE, self.accumulation
+        self.micro_steps += self.accumulation
+
     def end_micro_step(self) -> MicroStep:
         """step() was called: count the micro-step and say whether the weights are due."""
         self._require("step", Phase.BACKWARD)

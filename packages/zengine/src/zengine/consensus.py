@@ -164,9 +164,15 @@ def say_rounded(wanted: Iterable[zpartition.Shard], checkpoint: Source, rank: in
         )
 
 
-def compare_names(partition: zpartition.Partition, names: Iterable[str], where: str, *, strict: bool) -> None:
-    """Refuse a checkpoint of another model before anything is read; not strict, only say what does not fit."""
-    ours = {MODEL + name for name in partition.names()}
+def compare_names(
+    partition: zpartition.Partition, names: Iterable[str], where: str, peers: GroupPeers, *, strict: bool
+) -> None:
+    """Refuse a checkpoint of another model before anything is read; not strict, only say what does not fit.
+
+    The stages of a pipeline, which have names of their own, put them together.
+    """
+    everywhere = peers.exchange(list(partition.names())) if partition.stages.size > 1 else [partition.names()]
+    ours = {MODEL + name for some in everywhere for name in some}
     theirs = {name for name in names if name.startswith(MODEL)}
     missing, extra = sorted(ours - theirs), sorted(theirs - ours)
     if not missing and not extra:
@@ -177,7 +183,7 @@ def compare_names(partition: zpartition.Partition, names: Iterable[str], where: 
     )
     if strict:
         raise zckpt.CheckpointMismatch(f"{differences}. load_module_strict=False loads what fits")
-    if partition.rank == 0:
+    if peers.rank == 0:
         log.warning("%s: what is missing keeps its values", differences)
 
 

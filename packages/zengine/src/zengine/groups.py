@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zcomm
 import zpartition
 from zengine.dealing import expert_axes
+from zengine.staging import stage_axes
 
 __all__ = ["LaidOut", "laid_out"]
 
@@ -65,19 +66,19 @@ def laid_out(mpu: Any, mesh: DeviceMesh | None, model: nn.Module) -> LaidOut:
 
 
 def _laid_out(mpu: Any, mesh: DeviceMesh | None, model: nn.Module) -> LaidOut:
-    split = zpartition.cell_of(model)
+    split, stages = zpartition.cell_of(model), stage_axes(model)
     if mesh is not None or mpu is not None:
         groups = zcomm.Groups.from_mesh(mesh) if mesh is not None else _of_mpu(mpu)
         return _fixed(groups.split_over(split.group) if split.group else groups, "mesh=" if mpu is None else "mpu=")
     if split.size == 1:
-        return LaidOut(zcomm.Groups.of, zcomm.group_size())
+        return LaidOut(zcomm.Groups.of, zcomm.group_size(), stages, "the model")
     zpartition.replicas_of(model)  # refuses tensor ranks that are no neighbours
 
     def make(degrees: zcomm.Degrees) -> zcomm.Groups:
         assert split.group is not None
         return zcomm.Groups.of(degrees).split_over(split.group)
 
-    return LaidOut(make, zcomm.group_size(), {"tensor": split.size}, "the model")
+    return LaidOut(make, zcomm.group_size(), {"tensor": split.size, **stages}, "the model")
 
 
 def _fixed(groups: zcomm.Groups, by: str) -> LaidOut:

@@ -13,6 +13,7 @@ not pay for them.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -74,8 +75,7 @@ def initialize(
     """
     with uncollected():
         from zengine.assemble import Client
-        from zengine.config import Facts, load, resolve
-        from zengine.feeding import require_data
+        from zengine.config import load, resolve
         from zengine.groups import laid_out
         from zengine.sources import pick_config
     source = pick_config(args, config, config_params)
@@ -83,9 +83,7 @@ def initialize(
         raise TypeError(f"initialize() needs model=, a torch.nn.Module; got {type(model).__name__}")
     settings = load(source)
     if not torch.distributed.is_initialized():  # every rule is checked before ranks depend on each other
-        num_ranks = zcomm.detect().world_size
-        draft = resolve(settings, Facts(world_size=num_ranks, replicas=num_ranks, device_type=_device_type()))
-        require_data(draft, training_data)
+        _rehearse(settings, model, training_data)
     world = _make_world(dist_init_required, distributed_port)
     ranks = laid_out(mpu, mesh, model)
     plan = resolve(settings, _facts(settings, world, ranks))
@@ -101,13 +99,31 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
+def _rehearse(settings: Config, model: nn.Module, training_data: Any) -> None:
+    """Resolve against the world that the environment tells of."""
+    from zengine.config import Facts, resolve
+    from zengine.feeding import require_data
+    from zengine.staging import fitted, stage_axes
+
+    num_ranks, axes = zcomm.detect().world_size, stage_axes(model)
+    facts = Facts(
+        world_size=num_ranks,
+        replicas=num_ranks // math.prod(axes.values()),
+        device_type=_device_type(),
+        axes=axes,
+        laid_out_by="the model",
+    )
+    require_data(fitted(model, resolve(settings, facts)), training_data)
+
+
 def make_engine(model: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Engine:
     """An engine from a resolved plan, for callers that have no JSON."""
     with uncollected():
-        from zengine.assemble import assemble, make_features
-        from zengine.engine import Engine
+        from zengine.assemble import assemble, make_engine_around, make_features
+        from zengine.staging import fitted
+    plan = fitted(model, plan)
     parts = assemble(model, client, plan, world, groups)
-    engine = Engine(model, parts, plan)
+    engine = make_engine_around(model, parts, plan)
     try:
         for feature in make_features(plan):
             engine.add_feature(feature)

@@ -134,7 +134,8 @@ def _say_untrained(engine: Engine, saved: frozenset[str]) -> None:
             fresh[0],
             len(fresh),
         )
-    left = sorted(saved - partition.layout.names)
+    here = saved & frozenset(partition.names()) if partition.stages.size > 1 else saved  # others are other stages'
+    left = sorted(here - partition.layout.names)
     if left and partition.rank == 0:
         log.warning(
             "the checkpoint has optimizer state of %s (%d parameters in all), which this engine does not train: it "

@@ -112,6 +112,10 @@ class StepLoss:
         on_host = self.device.type == "cpu"  # there a number costs less than a tensor; elsewhere nobody waits for one
         self.loss = self.loss + (share.item() if on_host else share.double().reshape(()))
 
+    def take(self, loss: float) -> None:
+        """The mean loss of all micro-steps of this rank, of a step that was carried out at once."""
+        self.kind, self.loss, self.weight = Kind.COUNTED, loss, 0.0
+
     def forget(self) -> None:
         """The losses of this step are not known: backwards ran that the engine was not told of."""
         self.kind, self.loss, self.weight = Kind.UNSEEN, math.nan, 0.0

@@ -67,7 +67,7 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
         *(f"amp.{key}" for key in AMP),
         *("torch_autocast.loss_scale", "fp8", "fp8.enabled", "fp8.exclude", "fp8.modules"),
         *("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials", "zero_optimization.stage3_unit_size"),
-        "dataloader_prefetch",
+        *("dataloader_prefetch", "pipeline.schedule"),
     }
 
 
@@ -102,6 +102,7 @@ log_level
 managed_gradient_accumulation
 memory_breakdown
 optimizer.params optimizer.type
+pipeline.activation_checkpoint_interval pipeline.partition pipeline.schedule pipeline.seed_layers pipeline.stages
 prescale_gradients
 profiler.enabled profiler.folder profiler.memory_snapshot profiler.profile_memory profiler.ranks
 profiler.record_shapes profiler.start_step profiler.steps profiler.with_stack

@@ -89,6 +89,8 @@ EVIDENCE: dict[str, tuple[Any, dict[str, Any]]] = {
     "expert_parallel.enabled": (True, {"expert_parallel": {"autoep_size": 2}}),
     "expert_parallel.autoep_size": (2, {"expert_parallel": {"enabled": True}}),
     "expert_parallel.moe_layer_pattern": ("mlp", {"expert_parallel": {"enabled": True}}),
+    "pipeline.stages": (2, {}),
+    "pipeline.schedule": ("gpipe", {}),
     "gradient_allreduce_op": ("sum", {}),
     "log_level": ("debug", {}),
     "comet.mode": ("create", {"comet": {"enabled": True}}),

@@ -85,8 +85,8 @@ def test_a_limited_key_is_refused_at_other_values() -> None:
         "zero_optimization.legacy_stage1 = true: the old stage 1 is not available yet. "
         "Set it to false, or leave it out."
     ]
-    assert problems({"pipeline": {"stages": 2, "partition": "best"}}) == [
-        'pipeline.stages = 2: pipeline parallelism is not available yet. Set it to "auto" or 1, or leave it out.'
+    assert problems({"pipeline": {"stages": "two"}}) == [
+        'pipeline.stages = "two": needs a whole number >= 0 or "auto", got text'
     ]
 
 

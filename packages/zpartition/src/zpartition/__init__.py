@@ -22,7 +22,7 @@ from zpartition.access import (
     safe_set_local_optimizer_state,
 )
 from zpartition.addressing import make_state, state_shards
-from zpartition.cells import Cell, cell_of, deals_of, replicas_of
+from zpartition.cells import Cell, cell_of, deals_of, replicas_of, stages_of
 from zpartition.deferred import Init, recording
 from zpartition.gathered import gathered
 from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
@@ -85,5 +85,6 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "shard",
+    "stages_of",
     "state_shards",
 ]

@@ -8,6 +8,8 @@ over whom such sums go.
 
 Experts are another matter (`Dealt`): the ranks that share them out see different data, and are ranks of one and the
 same partition.  To that, a dealt parameter is one that only some of its ranks hold: those sum its gradient.
+
+A pipeline (`Staged`) cuts a model between its tensors: other ranks have other names, and sums go over them too.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ __all__ = [
     "Cell",
     "Celled",
     "Dealt",
+    "Staged",
     "addresses_of",
     "cell_of",
     "deals_of",
     "refuse_misdealt",
     "refuse_mixed",
     "replicas_of",
+    "stages_of",
 ]
 
 
@@ -96,6 +100,19 @@ def deals_of(module: nn.Module) -> dict[str, Cell]:
     return {name: found[id(param)] for name, param in module.named_parameters() if id(param) in found}
 
 
+@runtime_checkable
+class Staged(Protocol):
+    """A module that is some of the layers of a model."""
+
+    def stage_cell(self) -> Cell:
+        """The ranks with the other layers, first to last, this one among them.  A collective of those."""
+
+
+def stages_of(module: nn.Module) -> Cell:
+    """Over whom `module` is cut along its depth; ALONE for one that is whole."""
+    return module.stage_cell() if isinstance(module, Staged) else ALONE
+
+
 def cell_of(module: nn.Module) -> Cell:
     """The cell that the modules inside `module` name.  Raises ValueError if they name different ones."""
     celled = ((name, child.cell) for name, child in module.named_modules() if isinstance(child, Celled))
@@ -112,17 +129,17 @@ def cell_of(module: nn.Module) -> Cell:
 
 def refuse_mixed(module: nn.Module, group: ProcessGroup | None) -> None:
     """ValueError if `group` has ranks that hold other parts of `module`: those cannot be one partition."""
-    cell = cell_of(module)
-    if cell.size == 1:
-        return
-    cells, mine = dist.get_process_group_ranks(cell.group), dist.get_rank()
-    shared = sorted(set(dist.get_process_group_ranks(group)) & set(cells) - {mine})
-    if shared:
-        raise ValueError(
-            f"the module is split over the tensor ranks {cells}, and the group to partition it over has rank {mine} "
-            f"and also {', '.join(map(str, shared))} of them, which hold other parts. Give the data-parallel group: "
-            f"group=zcomm.run_mates({cell.size}) for neighbours, or Groups.gradient()."
-        )
+    tensor, stages = cell_of(module), stages_of(module)
+    mates = f"zcomm.run_mates({tensor.size}) for neighbours"
+    for cell, kind, cure in ((tensor, "tensor", mates), (stages, "pipeline", "zpartition.replicas_of(module)")):
+        others, mine = _ranks_of(cell), dist.get_rank() if cell.size > 1 else 0
+        shared = sorted(set(dist.get_process_group_ranks(group)) & set(others) - {mine}) if others else []
+        if shared:
+            raise ValueError(
+                f"the module is split over the {kind} ranks {others}, and the group to partition it over has rank "
+                f"{mine} and also {', '.join(map(str, shared))} of them, which hold other parts. Give the "
+                f"data-parallel group: group={cure}, or Groups.gradient()."
+            )
 
 
 def refuse_misdealt(module: nn.Module, group: ProcessGroup | None) -> None:
@@ -143,16 +160,21 @@ def replicas_of(module: nn.Module) -> ProcessGroup | None:
 
     A collective of those ranks when it is first asked for.  Raises ValueError if tensor ranks are no neighbours.
     """
-    cell = cell_of(module)
-    if cell.size == 1:
+    cell, stages = cell_of(module), stages_of(module)
+    if cell.size == stages.size == 1:
         return None
-    ranks, first = dist.get_process_group_ranks(cell.group), dist.get_rank() // cell.size * cell.size
-    if ranks != list(range(first, first + cell.size)) or dist.get_world_size() % cell.size:
+    ranks, rank, size = _ranks_of(cell), dist.get_rank(), dist.get_world_size()
+    first = rank // cell.size * cell.size
+    if ranks and (ranks != list(range(first, first + cell.size)) or size % cell.size):
         raise ValueError(
-            f"the module is split over ranks {ranks} of {dist.get_world_size()}, which are no run of {cell.size} "
+            f"the module is split over ranks {ranks} of {size}, which are no run of {cell.size} "
             "neighbours, so the ranks with the same parts cannot be told: name their group (mesh=, in zengine)."
         )
-    return zcomm.run_mates(cell.size)
+    return zcomm.Groups.of(zcomm.Degrees(pipeline=stages.size, tensor=cell.size)).gradient()
+
+
+def _ranks_of(cell: Cell) -> list[int]:
+    return dist.get_process_group_ranks(cell.group) if cell.size > 1 else []
 
 
 def addresses_of(module: nn.Module) -> dict[str, Address]:

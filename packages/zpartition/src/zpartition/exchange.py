@@ -135,5 +135,6 @@ def factors(policy: ZeroPolicy, layout: Layout, bucket: Bucket) -> Factors:
 
 
 def reduce_at(policy: ZeroPolicy, layout: Layout) -> ReduceAt:
-    """When to reduce; alone, there is nothing to exchange and gradients simply accumulate, unless they leave."""
-    return ReduceAt.BOUNDARY if layout.world_size == 1 and not policy.offload.moves_states else policy.reduce_at
+    """MICRO_STEP or BOUNDARY; alone, there is nothing to exchange and gradients accumulate, unless they leave."""
+    adds_up = layout.world_size == 1 and not policy.offload.moves_states
+    return ReduceAt.BOUNDARY if adds_up or policy.reduce_at is ReduceAt.BATCH else policy.reduce_at

@@ -25,6 +25,7 @@ class GradientFacts:
 
     if TYPE_CHECKING:
         cell: Cell
+        stages: Cell
         layout: Layout
         reducer: GradientReducer
         storages: tuple[BucketStorage | ShardedStorage, ...]
@@ -48,13 +49,14 @@ class GradientFacts:
         """All-reduce (sum) of statistics whose first element is a sum over the kept gradients.
 
         Where several ranks keep the same gradients, the first element of one of them counts.  It is summed over
-        cells too (cells.py); the rest, which is the same in all of them, is not.
+        cells and stages too (cells.py); the rest, which is the same in all of them, is not.
         """
         if self.rank >= self.layout.num_shards and not self.layout.is_dealt:
             vector[0] = 0.0
         reduced = vector.to(self.device)  # gradients may be on the host, whose tensors a group may not take
         zcomm.all_reduce(reduced, self.group, label="gradient statistics")
         self.cell.add_up(reduced[:1])
+        self.stages.add_up(reduced[:1])
         if reduced is not vector:
             vector.copy_(reduced)
 

@@ -33,7 +33,7 @@ from zpartition import contents, shapes, state, unfreezing
 from zpartition.admission import claim, disclaim, one_device
 from zpartition.ahead import NEVER, Ahead, Bucket, running
 from zpartition.bystanders import Bystanders
-from zpartition.cells import ALONE, Cell, cell_of
+from zpartition.cells import ALONE, Cell, cell_of, stages_of
 from zpartition.deferred import Deferred
 from zpartition.filling import fill_storages
 from zpartition.gradient_facts import GradientFacts
@@ -84,6 +84,7 @@ class Partition(GradientFacts, Parking):
     updates_parameters: bool = False  # whether those are the module's own parameters, not flat spans
     speculation: tuple[Any, Callable[[], torch.Tensor | None]] | None = None  # arguments of `run_ahead`
     cell: Cell = ALONE  # where tensors are split beyond this partition
+    stages: Cell = ALONE  # where the model is cut between tensors
 
     @classmethod
     def create(
@@ -117,7 +118,7 @@ class Partition(GradientFacts, Parking):
         reducer = GradientReducer.create(layout, policy, params, routes, device, residence.arrived)
         tiers.attach(reducer)
         partition = cls(module, layout, policy, ranks, params, storages, reducer, bystanders, residence, watch, tiers)
-        partition.frozen, partition.cell = resting, cell_of(module)
+        partition.frozen, partition.cell, partition.stages = resting, cell_of(module), stages_of(module)
         partition.at_rest = {name: param for name, param in everything.items() if not param.requires_grad}
         partition.roll = RollCall(zcomm.host_twin(ranks.world) if partition.at_rest else None)
         partition.holders = tuple(state.Holder(s.master, s.pieces(ranks.rank), s.home) for s in storages)

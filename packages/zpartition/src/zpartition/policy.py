@@ -13,7 +13,8 @@ sum over ranks of (sum over micro-steps).  The two differ in the last bits, and 
 messages can hide it.  The first is the default for every stage, because then stages 0, 1 and 2 give the
 same bits and switching the stage of a run never changes its losses; the second saves traffic with
 accumulation at stages 0 and 1 and costs a full local gradient.  It is refused at stage 2, whose whole
-point is not to keep that gradient.
+point is not to keep that gradient.  `ReduceAt.BATCH` is the second for pipelines, which run several micro-batches at
+a time: a rank has whole gradients of its layers while it does, at every stage.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class ReduceAt(enum.Enum):
 
     MICRO_STEP = "micro_step"  # after every backward: GAS x traffic, no full local gradient between steps
     BOUNDARY = "boundary"  # after the last backward of a step: 1 x traffic, one full local gradient
+    BATCH = "batch"  # the same at any stage, for pipelines
 
 
 class SparseGradients(enum.Enum):

@@ -30,7 +30,7 @@ def parts() -> tuple[list[str], list[int], str]:
 
 def test_ranks_hold_their_stages_under_the_names_of_the_whole() -> None:
     first, second = run_ranks(parts, 2)
-    assert first == (["layers.1.weight", "layers.4.weight", "layers.5.weight", "tied.e.weight"], [0, 2], [])
+    assert first == (["tied.e.weight", "layers.1.weight", "layers.4.weight", "layers.5.weight"], [0, 2], [])
     assert second == (["layers.2.weight", "layers.3.weight", "layers.6.weight"], [1, 3], ["e"])
 
 

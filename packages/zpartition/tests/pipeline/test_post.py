@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from zpartition.pipeline import Schedule, interleaved
+from zpartition.pipeline import PipelineError, Schedule, interleaved
 from zpartition.pipeline.post import Post
 from zpartition.pipeline.wires import Wires
 
@@ -9,16 +10,37 @@ def post_of(rank: int, num_ranks: int, num_stages: int) -> Post:
     return Post(rank, num_ranks, Wires(None, torch.device("cpu")), num_stages=num_stages)
 
 
+class Patient:
+    """Wires on which nothing comes yet."""
+
+    def forget_shapes(self) -> None: ...
+
+    def expect(self, source: int, edge: int) -> tuple[int, int]:
+        return source, edge
+
+
 def test_what_comes_is_expected_in_the_order_of_the_sender() -> None:
-    post = post_of(0, 2, 4)
+    post = Post(0, 2, Patient(), num_stages=4)  # type: ignore[arg-type]
     post.begin(interleaved(2, 2, 2))
     # rank 1 holds stages 1 and 3: values for stage 2, gradients for stages 2 and 0
+    assert post.coming == {1: ((2, 0, False), (1, 4))}  # a receive is posted before anybody waits
     assert list(post.expected[1]) == [
-        (2, 0, False), (2, 1, False), (2, 0, True), (2, 1, True), (0, 0, True), (0, 1, True),
+        (2, 1, False), (2, 0, True), (2, 1, True), (0, 0, True), (0, 1, True),
     ]  # fmt: skip
     assert not post.expected[0]
     post.begin_forward(2)
-    assert list(post.expected[1]) == [(2, 0, False), (2, 1, False)]
+    assert post.coming == {1: ((2, 0, False), (1, 4))}
+    assert list(post.expected[1]) == [(2, 1, False)]
+
+
+def test_after_a_batch_that_failed_ranks_do_not_mistake_old_messages_for_new_ones() -> None:
+    alone, together = post_of(0, 1, 2), post_of(0, 2, 2)
+    for post in (alone, together):
+        post.refuse_lost()
+        post.abandon()
+    alone.refuse_lost()  # nobody else has sent anything
+    with pytest.raises(PipelineError, match="start the ranks again"):
+        together.refuse_lost()
 
 
 def test_neighbours_on_one_rank_hand_over_as_if_by_wire() -> None:

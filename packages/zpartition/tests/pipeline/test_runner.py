@@ -93,10 +93,16 @@ def in_stages(schedule: str, module_options: dict[str, Any], options: dict[str, 
     count = module_options.pop("num_stages", torch.distributed.get_world_size())
     model = PipelineModule(layers(), num_stages=count, loss_fn=loss_of, **module_options)
     seen: list[Action] = []
+    times: list[float] = []
     runner = PipelineRunner.over(model, schedule)
     losses, weights = trained(runner, **options)
-    runner.train_batch(iter(batches(0)), MICRO, observe=seen.append)
+    runner.train_batch(
+        iter(batches(0)),
+        MICRO,
+        observe=lambda action, start, stop: seen.append(action) or times.extend((start, stop)),
+    )
     assert tuple(seen) == runner.schedule(MICRO).ranks[model.place.rank]
+    assert times == sorted(times)
     assert not runner.kept
     assert not runner.post.wires.under_way
     return losses, weights, model.bounds

@@ -6,7 +6,8 @@ What does not exist here yet accepts the values that leave it out and refuses th
 from __future__ import annotations
 
 from zengine.config import parallel_settings as parallel
-from zengine.config.kinds import ANYTHING, DTYPE, LIST, TEXT, TRUTH, choice, literal, null_or, whole
+from zengine.config import pipeline_settings as pipeline
+from zengine.config.kinds import ANYTHING, DTYPE, LIST, TEXT, TRUTH, choice, null_or, whole
 from zengine.config.table import Section, all_without_effect, honoured, limited, muted, no_effect, switched
 
 COUNT = whole(0)
@@ -109,20 +110,7 @@ EXPERT_PARALLEL = honoured(
     switch="enabled",
 )
 
-PIPELINE = Section(
-    keys={
-        "stages": limited(literal(whole(1), "auto"), "auto", 1, why="pipeline parallelism"),
-        **all_without_effect(
-            "the model has no pipeline stages",
-            partition=TEXT,
-            seed_layers=TRUTH,
-            activation_checkpoint_interval=COUNT,
-            pipe_partitioned=TRUTH,
-            grad_partitioned=TRUTH,
-            use_reentrant=TRUTH,
-        ),
-    }
-)
+PIPELINE = honoured(pipeline.Pipeline, pipeline.OTHERS)
 
 HYBRID_ENGINE = switched(
     "the hybrid train/generate engine",

@@ -14,6 +14,7 @@ from zengine.config.activations import activation_rows
 from zengine.config.errors import shown
 from zengine.config.numerics import precision_rows
 from zengine.config.parallel import parallel_rows
+from zengine.config.pipeline import pipeline_rows
 from zengine.config.profiling import profiling_rows
 from zengine.config.telemetry import telemetry_rows
 from zpartition import Speculation
@@ -33,6 +34,7 @@ def rows(plan: Plan) -> Iterator[Row]:
     yield "managed_gradient_accumulation", plan.managed_accumulation
     yield "data_parallel_size", plan.batch.replicas
     yield from parallel_rows(plan.parallel)
+    yield from pipeline_rows(plan.pipeline)
     yield from plan.data.rows
     for section, choice in (("optimizer", plan.optimizer), ("scheduler", plan.scheduler)):
         yield f"{section}.type", choice.type or "(none in the config)"

@@ -56,13 +56,6 @@ class TensorParallel:
 
 
 @attrs.frozen(kw_only=True)
-class PipelineStages:
-    """pipeline."""
-
-    stages: int = 1
-
-
-@attrs.frozen(kw_only=True)
 class ExpertParallel:
     """expert_parallel: the experts of MoE layers shared out over ranks that see different samples."""
 

@@ -20,6 +20,7 @@ from zengine.config.data_plan import DataPlan
 from zengine.config.describe import looked_up, table, value_of
 from zengine.config.numerics import PLAIN, NumericsPlan
 from zengine.config.parallel import ParallelPlan
+from zengine.config.pipeline import PipelinePlan
 from zengine.config.profiling import ProfilingPlan
 from zengine.config.telemetry import MonitorPlan, TelemetryPlan
 from zpartition import ZeroPolicy
@@ -91,6 +92,7 @@ class Plan:
     batch: BatchPlan
     parallel: ParallelPlan
     activations: ActivationCheckpointing  # where inputs of checkpointed blocks wait
+    pipeline: PipelinePlan
     precision: Precision
     scaling: Unscaled | StaticScaling | DynamicScaling
     cast_inputs: bool  # floating inputs of forward become precision.param

@@ -18,6 +18,7 @@ from zengine.config.known import ROOT
 from zengine.config.load import Config
 from zengine.config.offload import devices, offload, offload_notices
 from zengine.config.parallel import ParallelPlan, parallel_notices, parallel_plan
+from zengine.config.pipeline import pipeline_plan
 from zengine.config.plan import (
     BatchPlan,
     Facts,
@@ -69,6 +70,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         batch=batch,
         parallel=parallel,
         activations=settings.activation_checkpointing,
+        pipeline=pipeline_plan(settings),
         precision=dtypes,
         scaling=scaling(settings),
         cast_inputs=settings.fp16.enabled and settings.fp16.auto_cast,

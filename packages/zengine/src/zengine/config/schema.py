@@ -30,7 +30,8 @@ from zengine.config.kinds import (
     number,
     whole,
 )
-from zengine.config.parallel_settings import ExpertParallel, PipelineStages, TensorParallel
+from zengine.config.parallel_settings import ExpertParallel, TensorParallel
+from zengine.config.pipeline_settings import Pipeline
 from zengine.config.precision_settings import NAMES, Amp, Autocast, Float8
 from zengine.config.profiling_settings import CommsLogger, FlopsProfiler, Profiler
 from zengine.config.table import setting
@@ -284,7 +285,7 @@ class Settings:
     profiler: Profiler = attrs.field(factory=Profiler)
     activation_checkpointing: ActivationCheckpointing = attrs.field(factory=ActivationCheckpointing)
     tensor_parallel: TensorParallel = attrs.field(factory=TensorParallel)
-    pipeline: PipelineStages = attrs.field(factory=PipelineStages)
+    pipeline: Pipeline = attrs.field(factory=Pipeline)
     expert_parallel: ExpertParallel = attrs.field(factory=ExpertParallel)
     checkpoint: CheckpointSettings = attrs.field(factory=CheckpointSettings)
     curriculum_learning: CurriculumLearning = attrs.field(factory=CurriculumLearning)

@@ -39,12 +39,12 @@ from zengine.deepspeed.runtime.config import ADAM_OPTIMIZER, LAMB_OPTIMIZER, Dee
 from zengine.deepspeed.start import initialize, tp_model_init
 from zengine.deepspeed.utils import OnDevice, log_dist, logger
 from zengine.engine import Engine as DeepSpeedEngine
+from zengine.pipeline_engine import PipelineEngine
 
 __version__ = API_VERSION
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in API_VERSION.split("."))
 
 dist = comm
-PipelineEngine = absent("PipelineEngine")
 DeepSpeedTransformerLayer = absent("DeepSpeedTransformerLayer")
 DeepSpeedTransformerConfig = absent("DeepSpeedTransformerConfig")
 

@@ -16,18 +16,10 @@ class NotAvailable(RuntimeError):
     """A part of DeepSpeed's interface that zengine does not have."""
 
 
-_PIPELINE = (
-    "pipeline parallelism is not available yet in the engine. Use ZeRO stage 3 to split a model over ranks, or "
-    "zpartition.pipeline in a loop of your own."
-)
 _SEQUENCE = "sequence parallelism is not available yet. Leave sequence_parallel_size (or sp_size) at 1."
 
 # Names that a later version brings: qualified name -> what to say.
 LATER: dict[str, str] = {
-    "pipe.PipelineModule": _PIPELINE,
-    "pipe.LayerSpec": _PIPELINE,
-    "pipe.TiedLayerSpec": _PIPELINE,
-    "PipelineEngine": _PIPELINE,
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCE,
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCE,
     "utils.groups sequence group": _SEQUENCE,

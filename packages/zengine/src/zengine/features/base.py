@@ -23,7 +23,10 @@ class Feature:
         """The engine is complete; called once."""
 
     def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before the module runs; returns the arguments it shall get."""
+        """Before the module runs; returns the arguments it shall get.
+
+        In a pipeline these are (inputs, labels) of a micro-batch where one is read, and once a batch () elsewhere.
+        """
         return args, kwargs
 
     def forward_end(self, output: Any) -> Any:
@@ -31,7 +34,10 @@ class Feature:
         return output
 
     def backward_begin(self, micro: MicroStep, loss: Tensor) -> Tensor:
-        """Before the loss is divided and scaled; returns the loss to differentiate."""
+        """Before the loss is divided and scaled; returns the loss to differentiate.
+
+        In a pipeline this is once a batch, before its first backward, and the loss is a 0 that nobody looks at again.
+        """
         return loss
 
     def backward_end(self, micro: MicroStep) -> None:

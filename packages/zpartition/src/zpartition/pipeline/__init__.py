@@ -3,8 +3,9 @@
 from .actions import Action, Kind
 from .cutting import CutError, cut, layer_weights
 from .layers import LayerSpec, TiedLayerSpec
-from .module import PipelineModule, Place
-from .runner import PipelineRunner
+from .module import PipelineError, PipelineModule, Place
+from .recorder import Recorder, picture, predict_like
+from .runner import Passes, PipelineRunner
 from .schedule import Schedule, ScheduleError
 from .schedules import gpipe, interleaved, make_schedule, one_f_one_b, zero_bubble
 from .timeline import Bar, Timeline, predict
@@ -15,9 +16,12 @@ __all__ = [
     "CutError",
     "Kind",
     "LayerSpec",
+    "Passes",
+    "PipelineError",
     "PipelineModule",
     "PipelineRunner",
     "Place",
+    "Recorder",
     "Schedule",
     "ScheduleError",
     "TiedLayerSpec",
@@ -28,6 +32,8 @@ __all__ = [
     "layer_weights",
     "make_schedule",
     "one_f_one_b",
+    "picture",
     "predict",
+    "predict_like",
     "zero_bubble",
 ]

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .actions import Kind
-from .module import PipelineModule
+from .module import PipelineError, PipelineModule
 from .schedule import Schedule
-from .wires import Wires
+from .wires import Coming, Wires
 
 Name = tuple[int, int, bool]  # (stage that receives, micro-batch, whether it is a gradient)
 
@@ -32,6 +32,8 @@ class Post:
     wires: Wires
     expected: dict[int, deque[Name]] = attrs.field(factory=dict)  # by sending rank, in its order
     here: dict[Name, Any] = attrs.field(factory=dict)  # arrived, or handed over on this rank
+    coming: dict[int, tuple[Name, Coming]] = attrs.field(factory=dict)  # by sending rank, what it sends next
+    is_lost: bool = False  # a batch has failed, and nobody knows which messages are under way
     num_stages: int = 0
 
     @classmethod
@@ -49,6 +51,7 @@ class Post:
                     self._expect(rank, (action.stage + 1, action.micro, False))
                 elif action.kind.makes_gradient and action.stage:
                     self._expect(rank, (action.stage - 1, action.micro, True))
+        self._look_ahead()
 
     def begin_forward(self, micro_batches: int) -> None:
         """A batch that is only evaluated: micro-batch by micro-batch through all stages."""
@@ -56,6 +59,15 @@ class Post:
         for micro in range(micro_batches):
             for stage in range(1, self.num_stages):
                 self._expect((stage - 1) % self.num_ranks, (stage, micro, False))
+        self._look_ahead()
+
+    def refuse_lost(self) -> None:
+        """Raises PipelineError if a batch has failed here before, with messages between ranks under way."""
+        if self.is_lost:
+            raise PipelineError(
+                "an earlier batch of this pipeline failed half way, and messages of it may still be under way "
+                "between the ranks: start the ranks again, and load the last checkpoint"
+            )
 
     def _clear(self) -> None:
         self.here.clear()
@@ -75,6 +87,8 @@ class Post:
         """A batch that failed here: what was sent is no longer waited for.  The other ranks must fail, too."""
         self.wires.under_way.clear()
         self.here.clear()
+        self.coming.clear()
+        self.is_lost = self.num_ranks > 1
 
     def give_value(self, stage: int, micro: int, value: Any) -> None:
         """The input of `stage`."""
@@ -103,9 +117,16 @@ class Post:
 
     def _take(self, source: int, name: Name) -> Any:
         while name not in self.here:
-            arrived = self.expected[source].popleft()
-            self.here[arrived] = self.wires.receive(source, edge=2 * arrived[0] + arrived[2])
+            arrived, coming = self.coming.pop(source)
+            self.here[arrived] = coming.wait()
+            self._look_ahead(source)
         return self.here.pop(name)
+
+    def _look_ahead(self, *sources: int) -> None:
+        for source in sources or self.expected:
+            if self.expected[source]:
+                name = self.expected[source].popleft()
+                self.coming[source] = name, self.wires.expect(source, edge=2 * name[0] + name[2])
 
 
 def _gradient(part: Tensor) -> Tensor:

@@ -1,20 +1,24 @@
 """Carrying out a schedule: one batch of micro-batches through the stages of this rank.
 
 The runner knows no schedule by name and no optimizer.  It leaves gradients where backward leaves them, so that plain
-torch optimizers and every ZeRO stage work as they do without a pipeline.
+torch optimizers work as they do without a pipeline.  Who partitions the weights, scales losses or measures says how
+one forward and one backward are carried out (`Passes`): a ZeRO stage has a round around each backward, of which only
+the last of a batch sends anything.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
 import attrs
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .actions import Action, Kind
@@ -25,7 +29,28 @@ from .schedule import Schedule
 from .schedules import make_schedule
 from .ties import TiedWeights
 
+Observe = Callable[[Action, float, float], None]
 Batches = Iterator[tuple[Any, Any]]  # (input of the first layer, labels), one for each micro-batch
+
+
+class Passes:
+    """How the rank's part of a batch is carried out: the identity, to be overridden."""
+
+    def forward(self, module: PipelineModule, stage: int, value: Any, around: Around) -> Any:
+        """The output of one stage."""
+        return module(value, stage, around)
+
+    def share(self, loss: Tensor, micro_batches: int) -> Tensor:
+        """What is differentiated of a micro-batch's loss, () or (1,), so that all together are their mean."""
+        return loss / micro_batches
+
+    def backward(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Around each backward of this rank; `is_last` of the batch."""
+        return contextlib.nullcontext()
+
+    def whole(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
+        """Around reading weights outside of a module."""
+        return contextlib.nullcontext()
 
 
 @final
@@ -41,12 +66,13 @@ class _Kept:
 @final
 @attrs.define(eq=False)
 class PipelineRunner:
-    """The rank's side of `module`'s pipeline over `group` (None: the world)."""
+    """The rank's side of `module`'s pipeline."""
 
     module: PipelineModule
     schedule_name: str
     post: Post
     tied: TiedWeights
+    passes: Passes
     halves: bool = False  # backward comes in two: weights' gradients wait for their own action
     kept: dict[tuple[int, int], _Kept] = attrs.field(factory=dict)
 
@@ -57,13 +83,18 @@ class PipelineRunner:
         schedule: str = "1f1b",
         group: ProcessGroup | None = None,
         device: torch.device | str = "cpu",
+        passes: Passes | None = None,
     ) -> PipelineRunner:
-        """A runner of the named schedule; see `make_schedule`.  ScheduleError if it does not fit the stages."""
+        """A runner of the named schedule; see `make_schedule`.  ScheduleError if it does not fit the stages.
+
+        group: the ranks of the pipeline, first stage first; None: those that `module` names.
+        """
         per_rank = module.num_stages // module.place.num_ranks
         name = "interleaved" if schedule == "1f1b" and per_rank > 1 else schedule
         make_schedule(name, module.place.num_ranks, module.place.num_ranks, per_rank)
-        post = Post.of(module, group, torch.device(device))
-        return cls(module, name, post, TiedWeights(module, post.wires))
+        own = module.stage_cell().group if group is None else group
+        post = Post.of(module, own, torch.device(device))
+        return cls(module, name, post, TiedWeights(module, post.wires), passes or Passes())
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The schedule of a batch of so many micro-batches."""
@@ -71,82 +102,109 @@ class PipelineRunner:
         return make_schedule(self.schedule_name, ranks, micro_batches, self.module.num_stages // ranks)
 
     def train_batch(
-        self,
-        batches: Batches,
-        micro_batches: int,
-        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
-        observe: Callable[[Action], None] = lambda action: None,
+        self, batches: Batches, micro_batches: int, observe: Observe = lambda action, start, stop: None
     ) -> Tensor:
         """Forward and backward of a whole batch; returns the mean loss, detached, on every rank of the pipeline.
 
-        batches: read on the ranks that hold the first and the last stage, alike.
-        scale: of a micro-batch's share of the loss, before its backward (a loss scale).
-        observe: called after each action, for timelines.
-        Gradients are those of the mean over micro-batches.
+        batches: read on the ranks that hold the first and the last stage, alike, as they are needed.
+        observe: told of each action, when it had what it needed and when it was over, by time.perf_counter.
+        Gradients are those of the mean over micro-batches.  () float64.
         """
+        self.post.refuse_lost()
         schedule = self.schedule(micro_batches)
-        self.halves = any(action.kind is Kind.WEIGHT for actions in schedule.ranks for action in actions)
-        feed = _Feed(batches, self.module)
-        losses: list[Tensor] = []
-        self.tied.lend()
-        self.post.begin(schedule)
+        actions = schedule.ranks[self.module.place.rank]
+        self.halves = any(action.kind is Kind.WEIGHT for rank in schedule.ranks for action in rank)
+        feed, losses = _Feed(batches, self.module), list[Tensor]()
+        last = len(actions) - 1 if not self.tied.collects else -1  # every rank's list ends with a backward
         try:
-            for action in schedule.ranks[self.module.place.rank]:
+            self._lend()
+            self.post.begin(schedule)
+            for number, action in enumerate(actions):
+                needed = self._needed(action, feed)
+                start = time.perf_counter()
                 if action.kind is Kind.FORWARD:
-                    loss = self._forward(action, feed, keep=True)
-                    losses += [] if loss is None else [loss]
+                    losses += [loss / micro_batches for loss in self._forward(action, needed, feed)]
                 else:
-                    self._backward(action, lambda loss: scale(loss / micro_batches))
-                observe(action)
+                    with self.passes.backward(is_last=number == last):
+                        self._backward(action, needed, micro_batches)
+                observe(action, start, time.perf_counter())
+            with self.passes.backward(is_last=True) if self.tied.collects else contextlib.nullcontext():
+                self.tied.collect()
         except BaseException:
             self.kept.clear()
             self.post.abandon()
             raise
-        self.tied.collect()
         self.post.end()
-        return self.share(losses, micro_batches)
+        return self.share(losses, micro_batches).sum()
 
-    @torch.no_grad()
     def eval_batch(self, batches: Batches, micro_batches: int, compute_loss: bool = True) -> Any:
         """Forward alone: the mean loss on every rank; or the outputs of the last layer, a list on its rank."""
+        found = self.evaluate(batches, micro_batches, compute_loss)
+        if compute_loss:
+            return self.share([loss for _, loss in found], micro_batches).mean()
+        return [output for output, _ in found]
+
+    @torch.no_grad()
+    def evaluate(self, batches: Batches, micro_batches: int, compute_loss: bool = True) -> list[tuple[Any, Any]]:
+        """Forward alone: on the last stage's rank (output, loss or None) of each micro-batch; [] on the others."""
+        self.post.refuse_lost()
         names = [Action(stage, Kind.FORWARD, m) for m in range(micro_batches) for stage in self.module.my_stages]
-        feed, found = _Feed(batches, self.module), list[Any]()
-        self.tied.lend()
-        self.post.begin_forward(micro_batches)
-        for action in sorted(names, key=lambda each: (each.micro, each.stage)):
-            result = self._forward(action, feed, keep=False, compute_loss=compute_loss)
-            found += [] if result is None else [result]
+        feed, found = _Feed(batches, self.module), list[tuple[Any, Any]]()
+        try:
+            self._lend()
+            self.post.begin_forward(micro_batches)
+            for action in sorted(names, key=lambda each: (each.micro, each.stage)):
+                needed = self._needed(action, feed)
+                output = self.passes.forward(self.module, action.stage, needed, contextlib.nullcontext)
+                if action.stage == self.module.num_stages - 1:
+                    loss = self._loss(output, feed.labels(action.micro)) if compute_loss else None
+                    found.append((output, loss))
+                else:
+                    self.post.give_value(action.stage + 1, action.micro, output)
+        except BaseException:
+            self.post.abandon()
+            raise
         self.post.end()
-        return self.share(found, micro_batches) if compute_loss else found
+        return found
 
     def share(self, losses: list[Tensor], micro_batches: int) -> Tensor:
-        """The last stage's mean loss, told to all ranks of the pipeline."""
-        device, place = self.post.wires.device, self.module.place
-        mean = torch.zeros((), dtype=torch.float64, device=device)
-        for loss in losses:
-            mean += loss.detach().double() / micro_batches
-        if place.num_ranks > 1:
-            source = (self.module.num_stages - 1) % place.num_ranks
-            dist.broadcast(mean, group=self.post.wires.group, group_src=source)
-        return mean
+        """The last stage's losses, told to all ranks of the pipeline: (micro_batches,) float64."""
+        told = torch.zeros(micro_batches, dtype=torch.float64, device=self.post.wires.device)
+        for micro, loss in enumerate(losses):
+            told[micro] = loss.detach().reshape(())
+        if self.module.place.num_ranks > 1:
+            source = (self.module.num_stages - 1) % self.module.place.num_ranks
+            dist.broadcast(told, group=self.post.wires.group, group_src=source)
+        return told
+
+    def _lend(self) -> None:
+        params = [param for module in self.module.owned.values() for param in module.parameters()]
+        with self.passes.whole(params) if self.tied.collects else contextlib.nullcontext():
+            self.tied.lend()
+            self.post.wires.flush()  # what was gathered is gone afterwards
 
     # -- one action ------------------------------------------------------------------------------
 
-    def _forward(self, action: Action, feed: _Feed, *, keep: bool, compute_loss: bool = True) -> Any:
-        """Run a stage; the loss (or output) if it is the last."""
+    def _needed(self, action: Action, feed: _Feed) -> Any:
+        """What an action works on, once it is here: a stage's input, or the gradient of its output."""
         stage, micro = action.stage, action.micro
-        inputs = feed.inputs(micro) if stage == 0 else self.post.take_value(stage, micro)
+        if action.kind is Kind.FORWARD:
+            return feed.inputs(micro) if stage == 0 else self.post.take_value(stage, micro)
+        is_end = stage == self.module.num_stages - 1
+        return self.post.take_gradient(stage, micro) if action.kind.makes_gradient and not is_end else None
+
+    def _forward(self, action: Action, inputs: Any, feed: _Feed) -> list[Tensor]:
+        """Run a stage, and keep what its backward needs; the loss if it is the last."""
+        stage, micro = action.stage, action.micro
         kept = _Kept(inputs, None)
-        output = self.module.run(stage, inputs, self._around(kept) if keep else contextlib.nullcontext)
-        if stage == self.module.num_stages - 1:
-            output = self._loss(output, feed.labels(micro)) if compute_loss else output
-        if keep:
-            kept.output = output
-            self.kept[stage, micro] = kept
-        if stage == self.module.num_stages - 1:
-            return output.detach() if compute_loss else output
+        output = self.passes.forward(self.module, stage, inputs, self._around(kept))
+        is_end = stage == self.module.num_stages - 1
+        kept.output = self._loss(output, feed.labels(micro)) if is_end else output
+        self.kept[stage, micro] = kept
+        if is_end:
+            return [kept.output.detach()]
         self.post.give_value(stage + 1, micro, output)
-        return None
+        return []
 
     def _around(self, kept: _Kept) -> Around:
         return partial(WeightsLater, kept.later) if self.halves else contextlib.nullcontext
@@ -158,16 +216,16 @@ class PipelineRunner:
             raise ValueError(f"{what} returned {type(loss).__name__}; a pipeline trains on a scalar loss")
         return loss
 
-    def _backward(self, action: Action, scale: Callable[[Tensor], Tensor]) -> None:
+    def _backward(self, action: Action, gradients: Any, micro_batches: int) -> None:
         stage, micro = action.stage, action.micro
         kept = self.kept[stage, micro]
         if action.kind.makes_gradient:
             if stage == self.module.num_stages - 1:
-                torch.autograd.backward(scale(kept.output.reshape(())))
+                torch.autograd.backward(self.passes.share(kept.output.reshape(()), micro_batches))
             else:
                 pairs = [
                     (part, gradient)
-                    for part, gradient in zip(_tensors(kept.output), _tensors(self.post.take_gradient(stage, micro)))
+                    for part, gradient in zip(_tensors(kept.output), _tensors(gradients))
                     if part is not None and part.requires_grad
                 ]
                 torch.autograd.backward([part for part, _ in pairs], [gradient for _, gradient in pairs])
@@ -182,7 +240,7 @@ class PipelineRunner:
 @final
 @attrs.define(eq=False)
 class _Feed:
-    """Micro-batches as they are asked for, each read once; only first and last stages ask."""
+    """Micro-batches as they are asked for, each read once and let go when nobody here asks for it again."""
 
     batches: Batches
     module: PipelineModule
@@ -190,12 +248,14 @@ class _Feed:
     count: int = 0
 
     def inputs(self, micro: int) -> Any:
-        return self._get(micro)[0]
+        """For the first stage."""
+        return self._get(micro, keeps=self.module.num_stages - 1 in self.module.my_stages)[0]
 
     def labels(self, micro: int) -> Any:
-        return self._get(micro)[1]
+        """For the last one."""
+        return self._get(micro, keeps=False)[1]
 
-    def _get(self, micro: int) -> tuple[Any, Any]:
+    def _get(self, micro: int, *, keeps: bool) -> tuple[Any, Any]:
         while self.count <= micro:
             try:
                 self.read[self.count] = next(self.batches)
@@ -205,7 +265,7 @@ class _Feed:
                     "iterator that goes on (RepeatingLoader), or whole batches"
                 ) from None
             self.count += 1
-        return self.read[micro]
+        return self.read[micro] if keeps else self.read.pop(micro)
 
 
 def _tensors(message: Any) -> tuple[Tensor | None, ...]:

@@ -26,13 +26,18 @@ class TiedWeights:
     module: PipelineModule
     wires: Wires
 
+    @property
+    def collects(self) -> bool:
+        """Whether this rank owns what another one borrows: then a batch ends with one more backward here."""
+        return any(self._borrowers(key) for key in self.module.owned)
+
     def lend(self) -> None:
         """The weights of owners to the copies.  All ranks of the pipeline call it."""
         for key, number in self._keys():
             owner = self._rank(self.module.ties.owner[key])
             if owner == self.module.place.rank:
                 for rank in self._borrowers(key):
-                    for place, param in enumerate(self._params(self.module.tied[key])):
+                    for place, param in enumerate(self._params(self.module.owned[key])):
                         self.wires.send(param.detach(), rank, _EDGE + number * 1000 + place)
             elif key in self.module.borrowed:
                 for place, param in enumerate(self._params(self.module.borrowed[key])):
@@ -44,7 +49,7 @@ class TiedWeights:
         for key, number in self._keys():
             owner = self._rank(self.module.ties.owner[key])
             if owner == self.module.place.rank:
-                params = self._params(self.module.tied[key])
+                params = self._params(self.module.owned[key])
                 for rank in self._borrowers(key):
                     got = [self.wires.receive(rank, _EDGE + number * 1000 + at) for at in range(len(params))]
                     pairs = [(param, each) for param, each in zip(params, got) if param.requires_grad]

@@ -15,6 +15,8 @@ from .schedule import Schedule
 
 COSTS: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
 
+_ROW = 26  # height of a rank's row
+
 _COLOURS = {Kind.FORWARD: "#7eb6ff", Kind.BACKWARD: "#5fbf77", Kind.INPUT: "#5fbf77", Kind.WEIGHT: "#b8d8a0"}
 
 
@@ -72,29 +74,39 @@ class Timeline:
             lines.append(f"rank {rank}  " + " ".join(cell.ljust(width) for cell in cells).rstrip())
         return "\n".join(lines)
 
-    def svg(self, width: int = 900, row_height: int = 26) -> str:
+    def svg(self, width: int = 900) -> str:
         """A self-contained picture; bars have titles that show on hover."""
-        left, scale = 52, (width - 60) / (self.span or 1.0)
-        height = self.num_ranks * row_height + 8
-        parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {self.height()}" font-family="sans-serif">'
+        )
+        return "".join([head, *self.rows(width, self.span, 0), "</svg>"])
+
+    def height(self) -> int:
+        """Of the rows of an SVG, in its units."""
+        return self.num_ranks * _ROW + 8
+
+    def rows(self, width: int, span: float, top: int) -> list[str]:
+        """A row a rank, as elements of an SVG; `span` of time is as wide as there is room."""
+        left, scale = 52, (width - 60) / (span or 1.0)
+        parts = []
         for rank in range(self.num_ranks):
-            middle = rank * row_height + row_height / 2 + 8
+            middle = top + rank * _ROW + _ROW / 2 + 8
             parts.append(f'<text x="4" y="{middle:.0f}" font-size="11" fill="currentColor">rank {rank}</text>')
         for bar in self.bars:
-            x, y, wide = left + bar.start * scale, bar.rank * row_height + 4, max((bar.stop - bar.start) * scale, 0.5)
+            x, y, wide = left + bar.start * scale, top + bar.rank * _ROW + 4, max((bar.stop - bar.start) * scale, 0.5)
             label = _label(bar.action)
             parts.append(
                 f'<g><title>{bar.action}: {bar.start:g} to {bar.stop:g}</title><rect x="{x:.1f}" y="{y}" '
-                f'width="{wide:.1f}" height="{row_height - 4}" fill="{_COLOURS[bar.action.kind]}" stroke="#fff"/>'
+                f'width="{wide:.1f}" height="{_ROW - 4}" fill="{_COLOURS[bar.action.kind]}" stroke="#fff"/>'
             )
             if wide > 7 * len(label):
                 centre = x + wide / 2
                 parts.append(
-                    f'<text x="{centre:.1f}" y="{y + row_height / 2 + 2:.0f}" font-size="10" fill="#123" '
+                    f'<text x="{centre:.1f}" y="{y + _ROW / 2 + 2:.0f}" font-size="10" fill="#123" '
                     f'text-anchor="middle">{label}</text>'
                 )
             parts.append("</g>")
-        return "".join([*parts, "</svg>"])
+        return parts
 
 
 def predict(

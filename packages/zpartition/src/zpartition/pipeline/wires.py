@@ -3,6 +3,10 @@
 Sends do not wait, receives do: with a schedule that has been proved, no order of theirs can stand still.  A message
 is a tensor or a tuple of tensors, None in between included; what is floating carries gradients back.
 
+On a CPU a receive is posted before anybody waits for it (`expect`), so that a message is there when it is wanted
+without a question and an answer first.  A GPU's queues carry out what is posted in order, where a receive that is
+early would hold up what is behind it.
+
 Shapes travel with the first message of an edge, and with each one if they change (`dynamic_shape`); a change without
 that is an error on the sending rank.
 """
@@ -20,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 _MAX_DIMS = 8
 _MAX_TENSORS = 16
+_HEADER = 2 + _MAX_TENSORS * (3 + _MAX_DIMS)  # whole numbers
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -61,19 +66,22 @@ class Wires:
 
     def receive(self, source: int, edge: int) -> Message:
         """From rank `source`; floating tensors that had a gradient there require one here."""
-        if ("from", source, edge) not in self.known or self.dynamic:
-            header = torch.empty(2 + _MAX_TENSORS * (3 + _MAX_DIMS), dtype=torch.int64, device=self.device)
-            dist.recv(header, group=self.group, group_src=source)
-            self.known["from", source, edge] = _decode(header.tolist())
-        is_tuple, meta = self.known["from", source, edge]
-        parts = [None if each is None else self._take(source, *each) for each in meta]
-        return tuple(parts) if is_tuple else parts[0]
+        return self.expect(source, edge).wait()
 
-    def _take(self, source: int, dtype: int, has_gradient: int, shape: tuple[int, ...]) -> Tensor:
-        made = torch.empty(shape, dtype=_DTYPES[dtype], device=self.device)
-        if made.numel():
-            dist.recv(made, group=self.group, group_src=source)
-        return made.requires_grad_(bool(has_gradient))
+    def expect(self, source: int, edge: int) -> Coming:
+        """The next message of rank `source`, to be waited for; one at a time of each rank."""
+        coming = Coming(self, source, edge)
+        if self.device.type == "cpu":
+            coming.begin()
+        return coming
+
+    def knows(self, source: int, edge: int) -> tuple[bool, Meta] | None:
+        """What the next message will look like, if that is known."""
+        return None if self.dynamic else self.known.get(("from", source, edge))
+
+    def take(self, source: int, data: Tensor) -> Any:
+        """Receive into `data`; to be waited for."""
+        return dist.irecv(data, group=self.group, group_src=source)
 
     def _post(self, data: Tensor, to: int) -> None:
         data = data.to(self.device)
@@ -88,6 +96,65 @@ class Wires:
     def forget_shapes(self) -> None:
         """The next batch may have other shapes.  All ranks of the pipeline call it."""
         self.known.clear()
+
+
+@final
+@attrs.define(eq=False)
+class Coming:
+    """A message on its way here: first its header, where shapes are not known, then its tensors."""
+
+    wires: Wires
+    source: int
+    edge: int
+    has_begun: bool = False
+    parts: list[Tensor | None] = attrs.field(factory=list)  # memory for what comes
+    works: list[Any] = attrs.field(factory=list)  # receives under way
+
+    def begin(self) -> None:
+        """Post what can be posted."""
+        self.has_begun = True
+        known = self.wires.knows(self.source, self.edge)
+        if known is None:
+            header = torch.empty(_HEADER, dtype=torch.int64, device=self.wires.device)
+            self._receive(header)
+        else:
+            self._make(known[1])
+
+    def wait(self) -> Message:
+        """The message."""
+        if not self.has_begun:
+            self.begin()
+        if (known := self.wires.knows(self.source, self.edge)) is None:
+            self._settle()
+            (header,) = self.parts
+            assert header is not None
+            known = self.wires.known["from", self.source, self.edge] = _decode(header.tolist())
+            self.parts.clear()
+            self._make(known[1])
+        self._settle()
+        is_tuple, meta = known
+        for part, each in zip(self.parts, meta):
+            if part is not None and each is not None:
+                part.requires_grad_(bool(each[1]))
+        return tuple(self.parts) if is_tuple else self.parts[0]
+
+    def _make(self, meta: Meta) -> None:
+        for each in meta:
+            if each is None:
+                self.parts.append(None)
+                continue
+            made = torch.empty(each[2], dtype=_DTYPES[each[0]], device=self.wires.device)
+            self._receive(made)
+
+    def _receive(self, data: Tensor) -> None:
+        self.parts.append(data)
+        if data.numel():
+            self.works.append(self.wires.take(self.source, data))
+
+    def _settle(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works.clear()
 
 
 def _parts(message: Message) -> tuple[Sequence[Tensor | None], bool]:
@@ -116,7 +183,7 @@ def _encode(is_tuple: bool, meta: Meta) -> Tensor:
     for each in meta:
         dtype, has_gradient, shape = (-1, 0, ()) if each is None else each
         row += [dtype, has_gradient, len(shape), *shape, *[0] * (_MAX_DIMS - len(shape))]
-    return torch.tensor(row + [0] * (2 + _MAX_TENSORS * (3 + _MAX_DIMS) - len(row)))
+    return torch.tensor(row + [0] * (_HEADER - len(row)))
 
 
 def _decode(row: list[int]) -> tuple[bool, Meta]:

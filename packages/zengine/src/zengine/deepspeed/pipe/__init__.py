@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from zengine.deepspeed.later import absent
+from zengine.deepspeed.runtime.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
-
-PipelineModule = absent("pipe.PipelineModule")
-LayerSpec = absent("pipe.LayerSpec")
-TiedLayerSpec = absent("pipe.TiedLayerSpec")

@@ -1,0 +1,7 @@
+"""`deepspeed.runtime.pipe.module`."""
+
+from __future__ import annotations
+
+from zpartition.pipeline import LayerSpec, PipelineError, PipelineModule, TiedLayerSpec
+
+__all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]

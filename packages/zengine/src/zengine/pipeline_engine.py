@@ -1,0 +1,260 @@
+"""The engine of a pipeline: the same parts and boundary, with whole batches in place of forward and backward.
+
+    engine, *_ = zengine.initialize(model=PipelineModule(layers, num_stages=2, loss_fn=...), config=...)
+    loss = engine.train_batch(iterator)                # of (inputs, labels), one for each micro-batch
+    loss = engine.eval_batch(iterator)
+
+A rank holds some of the layers, so forward of a part is no model, and which micro-batch is next is the schedule's
+business: `forward`, `backward` and `step` say so.  `train_batch` is one step: it takes gradient_accumulation_steps
+micro-batches through all stages, and then does what `step` does at a boundary (`Engine._update`).  Norm, overflow and
+loss are those of the whole model, the same on all ranks: sums go over the stages too (`zpartition.cells`), and the
+last stage tells its losses to all.
+
+Data is read on the ranks that hold the first and the last stage, alike; the others do not touch the iterator, but
+move along with a loader of the engine's own, so that its position is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from zengine.data import forever
+from zengine.data.tree import mapped
+from zengine.engine import Engine
+from zpartition.pipeline import PipelineError
+
+if TYPE_CHECKING:
+    from zengine.clock import MicroStep
+    from zengine.config import Plan
+    from zengine.parts import Parts
+    from zengine.pipeline_passes import EnginePasses
+    from zpartition.pipeline import PipelineModule, PipelineRunner
+
+__all__ = ["PipelineEngine"]
+
+BatchFn = Callable[[Any], Any]
+
+
+@final
+class PipelineEngine(Engine):
+    """Trains the stages of this rank; made by `zengine.initialize` for a `PipelineModule`.
+
+    Invariant: `module.training` outside of `eval_batch` is as the caller left it.
+    """
+
+    module: PipelineModule
+
+    def __init__(
+        self, module: PipelineModule, parts: Parts, plan: Plan, pipeline: PipelineRunner, passes: EnginePasses
+    ) -> None:
+        """`passes` are those of `pipeline`."""
+        super().__init__(module, parts, plan)
+        self.pipeline, self.passes = pipeline, passes
+        self.batch_fn: BatchFn = lambda batch: batch
+        self.own_batches = () if parts.loader is None else (forever(parts.loader),)  # of training_data
+        self.batches: Iterator[Any] | None = next(iter(self.own_batches), None)
+
+    # -- batches ---------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One optimizer step over gradient_accumulation_steps micro-batches; all ranks call.
+
+        data_iter: yields (inputs, labels); kept for the next call.  Default: the last one, or `training_data`.
+
+        Returns the mean loss over micro-batches and replicas, () float32, the same on every rank; what became of the
+        step is in `last_report`.
+
+        Raises:
+            PipelineError: there are no data, or a micro-batch is no pair.
+            ValueError: the data end within the batch; the loss is not a scalar or has no graph.
+            LossScaleExhausted: as `step` does.
+        """
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self.clock.require_open("train_batch")
+        parts, count = self.parts, self.clock.accumulation
+        self.train()
+        with self.clock.batch() as micro:
+            try:
+                batches = self._training(self._source("train_batch", self.batches), count)
+                self._announce(micro)
+                loss = self.pipeline.train_batch(batches, count)
+            except BaseException:
+                parts.partition.zero_grad()
+                raise
+        self.losses.take(loss.item())
+        with parts.telemetry.span("step"), self.clock.update(), parts.partition.forgetting():
+            report = self._update({})
+        parts.telemetry.micro_step_end()
+        parts.telemetry.step_end(report)
+        for feature in self.features:
+            feature.step_end(report)
+        return torch.tensor(report.loss, device=self.device)
+
+    @torch.no_grad()
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Forward alone over `num_micro_batches` (default: gradient_accumulation_steps); all ranks call.
+
+        reduce_output: "avg" gives the mean loss over micro-batches and replicas; None that of each micro-batch of
+            this replica, (num_micro_batches,).
+        bcast_loss: every rank gets it; else those of the last stage, and the others None.
+        compute_loss: False gives outputs of the last layer instead, which need no labels: a list, None elsewhere.
+        return_logits: (loss, outputs) is returned.
+
+        Raises PipelineError and ValueError as `train_batch`, and ValueError for another `reduce_output`.
+        """
+        if reduce_output not in ("avg", None):
+            raise ValueError(f'eval_batch(reduce_output={reduce_output!r}): give "avg" or None')
+        self.clock.require_open("eval_batch")
+        count = num_micro_batches or self.clock.accumulation
+        source, training = self._source("eval_batch", data_iter), self.module.training
+        self.module.eval()
+        try:
+            with self.parts.telemetry.paused():
+                found = self.pipeline.evaluate(self._pairs(source), count, compute_loss)
+        finally:
+            self.module.train(training)
+        outputs = [output for output, _ in found] if self.is_last_stage() else None
+        if not compute_loss:
+            return outputs
+        losses = self._evaluated([loss for _, loss in found], count, is_mean=reduce_output == "avg")
+        told = losses if bcast_loss or self.is_last_stage() else None
+        return (told, outputs) if return_logits else told
+
+    def _evaluated(self, losses: list[Tensor], count: int, *, is_mean: bool) -> Tensor:
+        told = self.pipeline.share(losses, count)
+        if not is_mean:
+            return told.float()
+        everybody = self.parts.exchange(told.mean().item())  # the replicas
+        return torch.tensor(sum(everybody) / len(everybody), device=self.device)
+
+    # -- data ------------------------------------------------------------------------------------
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Read training batches from `loader`, again and again."""
+        self.batches = forever(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Read training batches from `iterator` to its end."""
+        self.batches = iterator
+
+    def set_batch_fn(self, fn: BatchFn) -> None:
+        """Let `fn` make (inputs, labels) of what the data yield."""
+        self.batch_fn = fn
+
+    def reset_activation_shape(self) -> None:
+        """Forget what shapes stages hand on; each batch begins so anyway."""
+        self.pipeline.post.wires.forget_shapes()
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first layers."""
+        return 0 in self.module.my_stages
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last layers, and so the loss."""
+        return self.module.num_stages - 1 in self.module.my_stages
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's place along the pipeline, from 0."""
+        return self.module.place.rank
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks along the pipeline."""
+        return self.module.place.num_ranks
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a training batch."""
+        return self.clock.accumulation
+
+    @property
+    def _reads(self) -> bool:
+        return self.is_first_stage() or self.is_last_stage()
+
+    def _source(self, call: str, source: Iterator[Any] | None) -> Iterator[Any]:
+        if source is None and self._reads:
+            raise PipelineError(
+                f"{call}() has no data: pass an iterator of (inputs, labels)"
+                + ", or training_data= to initialize(), or call set_dataloader()" * (call == "train_batch")
+            )
+        return iter(()) if source is None else source
+
+    def _pairs(self, source: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+        """Micro-batches on the device."""
+        for batch in source:
+            pair = self.batch_fn(batch)
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                what = f"{len(pair)} values" if isinstance(pair, (tuple, list)) else f"a {type(pair).__name__}"
+                raise PipelineError(
+                    f"a micro-batch of a pipeline is a pair (inputs, labels), and the data have {what}: change what "
+                    "they yield, or give a function to set_batch_fn()"
+                )
+            inputs, labels = (mapped(each, lambda tensor: tensor.to(self.device)) for each in pair)
+            yield tuple(inputs) if isinstance(inputs, list) else inputs, labels
+
+    def _training(self, source: Iterator[Any], count: int) -> Iterator[tuple[Any, Any]]:
+        """The same, as features let a batch begin; ranks between the ends pass over their own loader's."""
+        if self._reads:
+            return (self._begun(pair) for pair in self._pairs(source))
+        for _ in itertools.islice(source, count if source in self.own_batches else 0):
+            pass
+        self._begun(())
+        return iter(())
+
+    def _begun(self, pair: tuple[Any, ...]) -> Any:
+        for feature in self.features:
+            pair, _ = feature.forward_begin(pair, {})
+        return pair
+
+    def _announce(self, micro: MicroStep) -> None:
+        """Let features know of the batch's first backward; losses of micro-batches are not theirs to change."""
+
+        def first_backward() -> None:
+            for feature in self.features:
+                feature.backward_begin(micro, torch.zeros((), device=self.device))
+
+        self.passes.announce = first_backward
+
+    # -- what a pipeline has no use for ----------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: a rank holds a part of the model."""
+        self._refuse("forward", "train_batch(iterator), or eval_batch(iterator) to evaluate")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the schedule decides when."""
+        self._refuse("backward", "train_batch(iterator)")
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> NoReturn:
+        """Refused: a batch ends with it."""
+        self._refuse("step", "train_batch(iterator), which ends with the optimizer's step")
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: no rank can gather the layers of another stage."""
+        raise PipelineError(
+            f"save_16bit_model() on a pipeline: each rank has the layers of one of {self.num_stages} stages. Use "
+            "save_checkpoint(), and zengine.deepspeed.utils.zero_to_fp32 makes one file of it."
+        )
+
+    save_fp16_model = _consolidated_16bit_state_dict = save_16bit_model
+
+    def _refuse(self, name: str, instead: str) -> NoReturn:
+        raise PipelineError(
+            f"{name}() on a pipeline of {self.module.num_stages} stages: micro-batches go through the stages by a "
+            f"schedule. Call {instead}."
+        )

@@ -1,0 +1,90 @@
+"""What one cut of a model has saved, any other cut goes on with: stages, replicas, ZeRO stages, the plain module."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import zcomm
+import zengine
+from zcomm.testing import run_ranks
+from zengine.pipeline_engine import PipelineEngine
+
+CONTRACT = str(Path(__file__).parents[1] / "contract")  # whose model this is
+if CONTRACT not in sys.path:
+    sys.path.insert(0, CONTRACT)
+
+COUNT = 4  # micro-batches of a step, over all replicas
+HOPS = ((2, 2), (1, 3), (4, 1), (2, 3))  # (pipeline stages, ZeRO stage), one after the other
+
+
+def engine_of(num_stages: int, stage: int, seed: int) -> zengine.Engine:
+    from pipeline_model import Plain, config, pipelined
+
+    if num_stages > 1:
+        return pipelined(num_stages, stage, COUNT, seed=seed)
+    torch.manual_seed(seed)
+    return zengine.initialize(model=Plain(), config=config(stage, COUNT // zcomm.group_size()))[0]
+
+
+def steps(engine: zengine.Engine, first: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of two steps."""
+    from pipeline_model import loss_of, mine
+
+    found = []
+    for step in (first, first + 1):
+        if isinstance(engine, PipelineEngine):
+            engine.train_batch(iter(mine(step, COUNT, engine)))
+        else:
+            for inputs, labels in mine(step, COUNT, engine):
+                engine.backward(loss_of(engine(inputs), labels))
+                engine.step()
+        assert engine.last_report is not None
+        found.append((engine.last_report.loss, engine.last_report.grad_norm))
+    return found
+
+
+def chain(root: Path) -> list[tuple[float, float]]:
+    """Train two steps on each hop, from what the one before has saved."""
+    found: list[tuple[float, float]] = []
+    for number, (num_stages, stage) in enumerate(HOPS):
+        with engine_of(num_stages, stage, seed=number) as engine:
+            if number:
+                engine.load_checkpoint(str(root))
+            found += steps(engine, 2 * number)
+            assert engine.global_steps == 2 * number + 2
+            engine.save_checkpoint(str(root))
+    return found
+
+
+def test_any_cut_continues_any_other(tmp_path: Path) -> None:
+    everywhere = run_ranks(chain, 4, tmp_path, timeout_s=120)
+    assert all(found == everywhere[0] for found in everywhere)
+    for ours, expected in zip(everywhere[0], run_ranks(uninterrupted, 1)[0], strict=True):
+        assert ours == pytest.approx(expected, rel=1e-5)
+
+
+def uninterrupted() -> list[tuple[float, float]]:
+    with engine_of(1, 0, seed=0) as engine:
+        return [each for hop in range(len(HOPS)) for each in steps(engine, 2 * hop)]
+
+
+def saves(root: Path) -> list[str]:
+    with engine_of(2, 1, seed=0) as engine:
+        steps(engine, 0)
+        engine.save_checkpoint(str(root), "one")
+        return sorted(name for name, _ in engine.module.named_parameters())
+
+
+def test_shared_weights_are_saved_once_under_the_names_of_the_whole(tmp_path: Path) -> None:
+    from pipeline_model import Plain
+
+    import zckpt
+
+    first, second = run_ranks(saves, 2, tmp_path)
+    wanted = {f"model.{name}" for name in Plain().state_dict()}
+    assert {name for name in zckpt.find(tmp_path).names() if name.startswith("model.")} == wanted
+    assert not set(first) & set(second)
