@@ -63,6 +63,9 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zprecision": {"DynamicScaling"},
         "zcomm": {"init", "Degrees", "Groups"},
     },
+    # sizes of what is split over ranks, and whole tensors of it
+    "features/measuring.py": {"zpartition": {"tensor", "tensor.Joining"}},
+    "persistence.py": {"zpartition": {"tensor"}},
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce"}},
     # ranks compare what they waited for
@@ -97,7 +100,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
         "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
     },
-    "exporting.py": {"zpartition": {"gathered"}},
+    "exporting.py": {"zpartition": {"gathered", "tensor"}},
     # tells which kernels run here, and what carries messages between two ranks that it starts
     "commands/env.py": {
         "zoptim": {"kernels"},

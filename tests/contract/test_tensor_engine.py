@@ -14,12 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zcomm
 import zengine
 from zcomm.testing import end_ranks, run_ranks
+from zengine.features import Feature
+from zengine.features.layer_norms import norms_by_layer
+from zpartition import Partition
 from zpartition.tensor import parallelize, tp_model_init
 from zpartition.tensor.testing import PLAN, Block, Grouped, Language
 
@@ -263,3 +267,51 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_does(tmp_path: Path) -> 
     (after, resumed), (other, _) = run_ranks(_drawn, 2, tmp_path)
     assert after == resumed  # bit for bit
     assert after == other
+
+
+# -- out of the engine -----------------------------------------------------------------------------
+
+
+class Layers(Feature):
+    """Keeps the norms by layer."""
+
+    def gradients_ready(self, partition: Partition) -> None:
+        self.norms = norms_by_layer(partition)
+
+
+def _exported(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for stage in (0, 3):
+        engine, layers = made(Language(), config(stage, 1)), Layers()
+        engine.add_feature(layers)
+        engine.backward(engine(tokens(0, 0, 0)))
+        report = engine.step()
+        state = {name: value.clone() for name, value in engine.state_dict().items()}
+        engine.save_16bit_model(str(root), f"{stage}.safetensors")
+        single = engine._consolidated_16bit_state_dict()
+        changed = {name: value + 1 for name, value in state.items()}
+        engine.load_state_dict(changed)
+        found[f"stage {stage}"] = {
+            "norms": (sum(norm**2 for norm in layers.norms.values()) ** 0.5, report.grad_norm),
+            "state": {name: value.tolist() for name, value in state.items()},
+            "single": single and all(torch.equal(single[name], state[name]) for name in state),
+            "loaded": all(torch.equal(value, changed[name]) for name, value in engine.state_dict().items()),
+        }
+        engine.close()
+    return found
+
+
+def test_weights_leave_whole_and_come_back_whole(tmp_path: Path) -> None:
+    one, other = run_ranks(_exported, 2, tmp_path)
+    shapes = {name: value.shape for name, value in Language().state_dict().items()}
+    assert one["stage 0"]["state"] == other["stage 0"]["state"]
+    for name, found in one.items():
+        state = {key: torch.tensor(value) for key, value in found["state"].items()}
+        assert {key: value.shape for key, value in state.items()} == shapes
+        assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-5)
+        assert found["single"] is True
+        assert found["loaded"] is True
+        file = load_file(str(tmp_path / f"{name[-1]}.safetensors"))
+        tied = {"head.weight": "embed.weight"}
+        assert all(torch.equal(file[tied.get(key, key)], value) for key, value in state.items())
+    assert other["stage 3"]["single"] is None

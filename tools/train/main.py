@@ -38,7 +38,6 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     held_out = Windows(corpus.validation, recipe.shape.context)
     torch.manual_seed(recipe.seed)
     model = GPT(recipe.shape, seed=recipe.seed)
-    numel = sum(parameter.numel() for parameter in model.parameters())
 
     engine, _optimizer, loader, _scheduler = zengine.initialize(
         model=model,
@@ -51,7 +50,7 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     progress = Progress(steps=recipe.steps, speaks=is_first)
     journal = Journal(folder.journal, writes=is_first, bytes_per_sample=recipe.shape.context)
     stopping = Stopping(minutes=options.minutes, die_at=options.die_at)
-    run = Run(folder=folder, recipe=recipe, corpus=corpus, model=model, numel=numel, engine=engine)
+    run = Run(folder=folder, recipe=recipe, corpus=corpus, model=model, engine=engine)
 
     def save() -> None:
         engine.save_checkpoint(str(folder.checkpoints), client_state={"fingerprint": corpus.fingerprint})

@@ -88,6 +88,7 @@ class GPT(nn.Module):
         self.final_norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         self.head.weight = self.token_embedding.weight
+        self.numel = sum(parameter.numel() for parameter in self.parameters())  # of which a rank may get a part
         self._initialise(torch.Generator().manual_seed(seed))
 
     @torch.no_grad()

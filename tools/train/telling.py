@@ -35,7 +35,6 @@ class Run:
     recipe: Recipe
     corpus: Corpus
     model: GPT  # in training: its weights change
-    numel: int  # its parameters, of which a rank may have a part
     engine: zengine.Engine
 
     @property
@@ -51,7 +50,7 @@ class Run:
 def introduction(run: Run) -> str:
     """What is about to happen, in three lines."""
     engine, corpus = run.engine, run.corpus
-    parameters, shared = amount(run.numel), ranks_of_a_model(run)
+    parameters, shared = amount(run.model.numel), ranks_of_a_model(run)
     how = f", a model over {counted(shared, 'rank')}" if shared > 1 else ""
     copies = counted(engine.dp_world_size, "replica" if shared > 1 else "rank")
     begins = f"resumes after step {engine.global_steps}" if engine.global_steps else "starts"

@@ -60,6 +60,14 @@ def _sums() -> dict[str, list[float]]:
     assert ways["mpu"].tensor() is ways["degrees"].tensor()
     assert ways["degrees"].get_expert_parallel_world_size() == 2
     assert ways["degrees"].experts() is ways["degrees"].gradient()  # the same ranks, one group
+    short = Groups.from_mesh(zcomm.make_mesh(dp=2, tp=2))
+    assert (short.axes, short.ranks("tensor")) == (("shard", "tensor"), ways["mesh"].ranks("tensor"))
+    assert short.everybody() is dist.group.WORLD
+    assert short.split_over(ways["mesh"].tensor()).tensor() is ways["mesh"].tensor()  # those it has itself
+    with pytest.raises(ValueError, match=r"split over ranks \[.*its tensor ranks were given as \["):
+        short.split_over(ways["mesh"].data())
+    with pytest.raises(ValueError, match="two of which are"):
+        Groups.from_mesh(zcomm.make_mesh(dp=2, fsdp=2))
     with pytest.raises(ValueError, match=r"the mesh has axes other; allowed are pipeline, replicate"):
         Groups.from_mesh(zcomm.make_mesh(other=4))
     return found

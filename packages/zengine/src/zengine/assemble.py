@@ -102,7 +102,7 @@ def _around(
     if isinstance(slot, ShardOptimizer):  # what it may expect before anything is known: no clipping, and no wait
         partition.run_ahead(slot.scaled, lambda: scaler.factor.float() if divides(plan) else None)
     with ExitStack() as opened:  # closed again if a later part cannot be made
-        telemetry = _telemetry(plan, world)
+        telemetry = _telemetry(plan, world, groups)
         opened.callback(telemetry.close)
         saver = make_saver(plan, partition, groups.everybody())
         opened.callback(saver.close)
@@ -128,7 +128,7 @@ def _around(
     return parts
 
 
-def _telemetry(plan: Plan, world: zcomm.World) -> TelemetrySlot:
+def _telemetry(plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> TelemetrySlot:
     """What measures, on rank 0."""
     return make_telemetry(
         plan.telemetry,
@@ -138,6 +138,7 @@ def _telemetry(plan: Plan, world: zcomm.World) -> TelemetrySlot:
         batch_size=plan.batch.train_batch_size,
         replicas=plan.parallel.gradient_ranks,
         pieces=plan.parallel.degrees.sequence,
+        num_devices=groups.table.numel(),
     )
 
 

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 import zpartition
 from zengine.consensus import GroupPeers, on_every_rank
 from zengine.weightfiles import Entry, write_weights
+from zpartition import tensor as split
 
 if TYPE_CHECKING:
     from zengine.clock import Clock
@@ -55,8 +56,9 @@ class EngineExports:
         peers = GroupPeers.of(_engine(self))
         found = _tensors(_engine(self), trained_only=exclude_frozen_parameters)
         problem: list[Exception] = []
-        values = _gathered(found)
-        entries = [Entry(names, tuple(tensor.shape), tensor.dtype) for tensor, names in found]
+        joining = split.Joining.of(self.module)
+        values = _gathered(found, joining)
+        entries = [Entry(names, joining.shape(tensor), tensor.dtype) for tensor, names in found]
         write = partial(write_weights, os.path.join(save_dir, save_filename), entries, values)
         gather: Callable[[], object] = partial(deque, values, 0)  # to the end, for the ranks that take part
         for work in (write, gather) if peers.rank == 0 else (gather,):
@@ -76,7 +78,7 @@ class EngineExports:
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state dict, whole, on every rank; all ranks call."""
-        state: dict[str, Any] = self.module.state_dict()
+        state: dict[str, Any] = _engine(self).state_dict()
         frozen = {name for name, param in _parameters(self.module) if not param.requires_grad}
         return {name: each for name, each in state.items() if not exclude_frozen_parameters or name not in frozen}
 
@@ -101,7 +103,7 @@ class EngineExports:
         found = _tensors(_engine(self), trained_only=exclude_frozen_parameters)
         is_first = GroupPeers.of(_engine(self)).rank == 0
         state: dict[str, Tensor] = {}
-        for (_, names), value in zip(found, _gathered(found)):
+        for (_, names), value in zip(found, _gathered(found, split.Joining.of(self.module))):
             if is_first:
                 state.update(dict.fromkeys(names, value.detach().to("cpu", copy=True)))
         return state if is_first else None
@@ -153,11 +155,11 @@ def _tensors(engine: Engine, *, trained_only: bool) -> list[Named]:
     return [(tensor, tuple(names[key])) for key, tensor in tensors.items()]
 
 
-def _gathered(found: list[Named]) -> Iterator[Tensor]:
-    """Each tensor whole while it is looked at.  A collective at stage 3."""
+def _gathered(found: list[Named], joining: split.Joining) -> Iterator[Tensor]:
+    """Each tensor whole while it is looked at.  A collective at stage 3, and where layers are split."""
     for tensor, _ in found:
         if isinstance(tensor, Parameter):
             with zpartition.gathered(tensor):
-                yield tensor.detach()
+                yield joining(tensor)
         else:
             yield tensor.detach()

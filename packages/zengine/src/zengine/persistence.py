@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from zengine import checkpointing
+from zpartition import tensor as split
 
 if TYPE_CHECKING:
     from zengine.engine import Engine
@@ -65,14 +66,20 @@ class EnginePersistence:
         return checkpointing.load(_engine(self), load_dir, tag, what, strict=load_module_strict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The module's, with its own names: the engine stands in for the module."""
+        """The module's, with its own names: the engine stands in for the module.
+
+        Where it is split over ranks, that of the whole, on every rank; all ranks call.
+        """
+        if not split.Joining.of(self.module).is_idle:
+            return split.whole_state_dict(self.module)
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy weights (also with `assign`), and masters with all the digits that are given.
 
-        All ranks call; rank 0's values count.
+        All ranks call; rank 0's values count.  Where the module is split, each rank takes its parts of the whole.
         """
+        state_dict = split.own_parts(self.module, state_dict)
         result = self.module.load_state_dict(state_dict, strict=strict, assign=False)
         self.parts.partition.synchronise()
         self.parts.partition.refine(state_dict)

@@ -42,11 +42,11 @@ class CountFlops(Feature):
         return args, kwargs
 
     def step_begin(self) -> None:
-        clock, ranks = self.engine.clock, self.engine.plan.parallel.gradient_ranks
+        clock, num_ranks = self.engine.clock, self.engine.parts.groups.table.numel()
         while self.counting:
             self.counting.pop().close()
             samples = clock.samples_per_micro_step * clock.index  # of all ranks
-            self.engine.parts.telemetry.counted(self.counter.get_total_flops() * ranks / samples)
+            self.engine.parts.telemetry.counted(self.counter.get_total_flops() * num_ranks / samples)
 
     def close(self) -> None:
         """Of a step that never came to its end: nothing is counted from now on."""

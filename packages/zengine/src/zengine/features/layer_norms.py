@@ -47,6 +47,7 @@ def norms_by_layer(partition: Partition) -> dict[str, float]:
     if partition.rank < partition.layout.num_shards:  # the others keep the same gradients
         _add_pieces(partition, index, squares)
     zcomm.all_reduce(squares, partition.group, label="gradient norms by layer")
+    partition.cell.add_up(squares)
     return dict(zip(layers, squares.sqrt().tolist()))
 
 
@@ -58,6 +59,8 @@ def _add_pieces(partition: Partition, index: dict[str, int], squares: torch.Tens
             continue
         gradient = storage.master.grad.flatten()
         for piece in storage.pieces(partition.rank):
+            if piece.slot.address.copy > 0:  # another tensor rank counts it
+                continue
             part = gradient[piece.offset : piece.offset + piece.numel]
             norms.append(torch.linalg.vector_norm(part, dtype=torch.float32).to(squares.device))
             places.append(index[layer_of(piece.slot.name)])

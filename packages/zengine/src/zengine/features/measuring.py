@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
@@ -21,6 +22,7 @@ from zengine.telemetry.subject import (
     without_secrets,
 )
 from zengine.telemetry.work import Formula
+from zpartition.tensor import Joining
 
 if TYPE_CHECKING:
     from zengine.clock import MicroStep
@@ -68,10 +70,11 @@ def subject_of(engine: Engine) -> Subject:
     """The engine as telemetry sees it."""
     plan = engine.plan
     layers, width = shape_of(engine.module)
+    whole = Joining.of(engine.module)  # of a rank's part the formula knows nothing
     rates = plan.telemetry.rates
     return Subject(
         formula=Formula(
-            num_parameters=sum(param.numel() for param in engine.module.parameters()),
+            num_parameters=sum(math.prod(whole.shape(param)) for param in engine.module.parameters()),
             num_layers=rates.num_layers or layers,
             hidden_size=rates.hidden_size or width,
         ),

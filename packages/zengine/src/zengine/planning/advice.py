@@ -39,10 +39,21 @@ class Case:
 
     def other(self, plan: Plan) -> Sizes:
         """What another plan would need for the same model."""
-        return sizes(self.module, plan, world_size=self.facts.world_size, device=self.facts.device_type)
+        return sizes(self.module, plan, world_size=plan.parallel.gradient_ranks, device=self.facts.device_type)
 
 
 Rule = Callable[[Case], Iterator[str]]
+
+
+def the_parts_of_a_copy(case: Case) -> Iterator[str]:
+    """What a rank holds is counted for whole layers: which of them are split is known once the model runs."""
+    parallel = case.plan.parallel
+    if parallel.cells > 1:
+        yield (
+            f"{parallel.cells} ranks hold one copy of the model (pipeline {parallel.degrees.pipeline} x tensor "
+            f"{parallel.degrees.tensor}), and {parallel.gradient_ranks} hold the same parts. The sizes here are of "
+            f"whole layers: those that are split take 1/{parallel.cells} of it on each rank, and send activations too"
+        )
 
 
 def the_first_updates(case: Case) -> Iterator[str]:
@@ -189,6 +200,7 @@ def small_parameters(case: Case) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
+    the_parts_of_a_copy,
     the_first_updates,
     the_loss_scale,
     the_name_adam,

@@ -126,9 +126,10 @@ def explain(config: Config, plan: Plan, facts: Facts, module: nn.Module, subject
     module = plan.precision.cast_module(module)
 
     def of(stage: int) -> Sizes:
-        return sizes(module, at_stage(plan, stage), world_size=facts.world_size, device=facts.device_type)
+        return sizes(module, at_stage(plan, stage), world_size=num_ranks, device=facts.device_type)
 
-    own = sizes(module, plan, world_size=facts.world_size, device=facts.device_type)
+    num_ranks = plan.parallel.gradient_ranks
+    own = sizes(module, plan, world_size=num_ranks, device=facts.device_type)
     stages = tuple(own if stage == plan.zero.stage else of(stage) for stage in range(4))
     case = Case(config=config, plan=plan, facts=facts, module=module, sizes=own)
     return Explanation(

@@ -125,9 +125,9 @@ def forecast(config: Config, plan: Plan, facts: Facts, subject: Subject, *, room
     return Forecast(
         config=config,
         facts=facts,
-        own=peak(subject, plan, plan.batch.micro_batch_size, facts.world_size),
+        own=peak(subject, plan, plan.batch.micro_batch_size, plan.parallel.gradient_ranks),
         room_bytes=room_bytes,
-        stages=tuple(stages(subject, plan, facts.world_size, usable(room_bytes))),
+        stages=tuple(stages(subject, plan, plan.parallel.gradient_ranks, usable(room_bytes))),
     )
 
 

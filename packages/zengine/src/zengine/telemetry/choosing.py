@@ -23,6 +23,7 @@ def make_telemetry(
     batch_size: int,
     replicas: int,
     pieces: int = 1,
+    num_devices: int = 0,
 ) -> Telemetry | Silent:
     """The telemetry that the plan asks for on this rank; or Silent. See `making.make_telemetry`."""
     if not plan.is_wanted:
@@ -37,4 +38,5 @@ def make_telemetry(
         batch_size=batch_size,
         replicas=replicas,
         pieces=pieces,
+        num_devices=num_devices,
     )

@@ -39,11 +39,13 @@ def make_telemetry(
     batch_size: int,
     replicas: int,
     pieces: int = 1,
+    num_devices: int = 0,
 ) -> Telemetry | Silent:
     """The telemetry that the plan asks for on this rank; or Silent: nothing is asked for, or the rank is not 0.
 
     batch_size: samples of all ranks a step; micro_batch_size: samples of one rank a micro-step; replicas: ranks that
-    train together; pieces: how many of them share each sample's tokens.
+    train together; pieces: how many of them share each sample's tokens; num_devices: all ranks, where several share
+    a model's layers (0: replicas).
     Raises MissingPackageError, on every rank alike, if an enabled monitor's package is not installed.
     """
     require_packages(plan)
@@ -59,7 +61,7 @@ def make_telemetry(
         batch = f"batch {batch_size}, micro-batch {micro_batch_size}"
         return "\n".join(filter(None, [_mean_rate(plan, throughput.total, batch), comms.table()]))
 
-    fleet = Fleet(num_devices=replicas, peak_tflops=plan.rates.peak_tflops or peak_of(device))
+    fleet = Fleet(num_devices=num_devices or replicas, peak_tflops=plan.rates.peak_tflops or peak_of(device))
     sinks = _open_monitors(plan, fleet)
     if plan.steps_per_print or plan.comms_log:
         sinks.add("console", lambda: Console(plan.steps_per_print, table=comms.table, farewell=farewell))

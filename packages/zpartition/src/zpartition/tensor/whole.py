@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, final
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,41 @@ from zpartition.cells import Cell, addresses_of, cell_of, deals_of
 from zpartition.shard import Address, Box
 from zpartition.tensor.parallelize import part_of
 
-__all__ = ["load_whole_state_dict", "whole_state_dict"]
+__all__ = ["Joining", "load_whole_state_dict", "own_parts", "whole_state_dict"]
+
+
+@final
+@attrs.frozen(eq=False)
+class Joining:
+    """Makes single parameters of a split model whole, for who goes through them one by one."""
+
+    parts: Mapping[int, tuple[Address, tuple[Cell, ...]]]  # by id: where it lies, and which ranks have the rest
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Joining:
+        """Of the model's parameters as they are now."""
+        cell, deals, addresses = cell_of(model), deals_of(model), addresses_of(model)
+        parts = {}
+        for name, param in model.named_parameters():
+            is_split = cell.size > 1 and addresses[name].num_copies == 1
+            cells = [*([deals[name]] if name in deals else ()), *([cell] if is_split else ())]
+            parts[id(param)] = addresses[name], tuple(cells)
+        return cls(parts)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every parameter is whole on every rank."""
+        return not any(cells for _, cells in self.parts.values())
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Of the whole."""
+        found = self.parts.get(id(tensor))
+        return tuple(tensor.shape) if found is None else found[0].global_shape
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The whole of a parameter, which stage 3 has gathered; others as they are.  All who have parts call."""
+        address, cells = self.parts.get(id(tensor), (None, ()))
+        return _joined(tensor.detach(), address, cells) if cells else tensor.detach()
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -20,12 +56,10 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     At ZeRO stage 3 the ranks' own parts have to be gathered first, as `model.state_dict()` does it by itself.
     """
-    cell, deals, addresses = cell_of(model), deals_of(model), _by_state_name(model)
+    joining, params = Joining.of(model), dict(model.named_parameters(remove_duplicate=False))
     found = {}
     for name, tensor in model.state_dict().items():
-        address = addresses.get(name)
-        is_split = cell.size > 1 and address is not None and address.num_copies == 1
-        cells = [*([deals[name]] if name in deals else ()), *([cell] if is_split else ())]
+        address, cells = joining.parts.get(id(params.get(name)), (None, ()))
         found[name] = _joined(tensor, address, cells)
     return found
 
@@ -49,8 +83,19 @@ def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
     if wrong:
         raise ValueError(f"the state does not fit the model, and nothing was loaded: {'; '.join(wrong[:10])}.")
     with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(part_of(state[name], addresses[name]) if name in addresses else state[name])
+        for name, value in own_parts(model, state).items():
+            own[name].copy_(value)
+
+
+def own_parts(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's parts of a state of the whole model; what has no place or another shape stays as it is."""
+    addresses = _by_state_name(model)
+
+    def own(name: str, value: Any) -> Any:
+        fits = name in addresses and isinstance(value, Tensor) and tuple(value.shape) == addresses[name].global_shape
+        return part_of(value, addresses[name]) if fits else value
+
+    return {name: own(name, value) for name, value in state.items()}
 
 
 def _by_state_name(model: nn.Module) -> dict[str, Address]:
