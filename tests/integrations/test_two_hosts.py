@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -106,26 +105,20 @@ def on_loopback(folder: Path) -> dict[str, int]:
             host.kill()
 
 
-def alone(folder: Path) -> dict[str, Any]:
-    """What one process, this one, has found."""
-    script = runpy.run_path(str(SCRIPT))
-    with zcomm.init(environ={}, device="cpu") as world:
-        return {f"stage {stage}": script["trained"](world, stage, folder) for stage in (2, 3)}
-
-
 @pytest.mark.timeout(200)
 def test_two_hosts_of_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     statuses = in_namespaces(tmp_path) if can_isolate() else on_loopback(tmp_path)
     logs = "\n".join(path.read_text()[-3000:] for path in sorted(tmp_path.glob("*.log")))
     assert set(statuses.values()) == {0}, logs
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
-    wanted = alone(tmp_path)
     for number, rank in enumerate(ranks):
         assert rank["transport"] == "shared memory + gloo", rank["reason"]
         assert rank["sum"] == [6.0] * 5
         assert rank["place"][:3] == [number, number % 2, 2]
-        for stage in ("stage 2", "stage 3"):
-            assert rank[stage]["told"] == pytest.approx(wanted[stage]["told"], rel=1e-5)
-            for name, value in wanted[stage]["weights"].items():
-                torch.testing.assert_close(rank[stage]["weights"][name], value, rtol=1e-4, atol=1e-6)
-            assert rank[stage]["weights"] == ranks[0][stage]["weights"]
+    script = runpy.run_path(str(SCRIPT))
+    with zcomm.init(environ={}, device="cpu"):
+        for run in script["RUNS"]:
+            expected = script["trained"](run, tmp_path / "alone")
+            assert all(rank[run] == pytest.approx(expected, rel=1e-5) for rank in ranks), run
+            found, wanted = (script["weights"](run, folder) for folder in (tmp_path, tmp_path / "alone"))
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)

@@ -18,40 +18,58 @@ import zcomm
 import zengine
 
 STEPS, BATCH = 4, 8
+RUNS: dict[str, dict[str, Any]] = {
+    "stage 2": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}},
+    "stage 3, weights again inside a host": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+    "stage 1 between hosts, layers split inside": {
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": 2},
+    },
+}
 
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    made = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    made.tp_plan = {"0": "colwise", "2": "rowwise"}
+    return made
 
 
-def trained(world: zcomm.World, stage: int, folder: Path) -> dict[str, Any]:
-    """Losses, norms and weights; half of the way a checkpoint is saved, and a new engine goes on from it."""
-    config = {
-        "train_batch_size": BATCH,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
-    }
+def engine_of(run: str) -> zengine.Engine:
+    config = {"train_batch_size": BATCH, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    return zengine.initialize(model=model(), config=config if zcomm.group_size() == 1 else {**config, **RUNS[run]})[0]
+
+
+def trained(run: str, folder: Path) -> list[float]:
+    """Losses and norms; half of the way a checkpoint is saved, and a new engine goes on from it."""
     told: list[float] = []
-    engine = zengine.initialize(model=model(), config=config)[0]
+    engine = engine_of(run)
     for step in range(STEPS):
         if step == STEPS // 2:
-            engine.save_checkpoint(folder / f"stage{stage}-of-{world.world_size}", "half")
+            engine.save_checkpoint(folder / run, "half")
             engine.close()
-            engine = zengine.initialize(model=model(), config=config)[0]
-            engine.load_checkpoint(folder / f"stage{stage}-of-{world.world_size}", "half")
-        data = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(step))
-        engine.backward(engine(data.chunk(world.world_size)[world.rank]).square().mean())
+            engine = engine_of(run)
+            engine.load_checkpoint(folder / run, "half")
+        data = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(step)).chunk(engine.dp_world_size)
+        mine = data[zcomm.group_rank() * len(data) // zcomm.group_size()]
+        engine.backward(engine(mine).square().mean())
         report = engine.step()
         told += [report.loss, report.grad_norm]
-    state = engine.state_dict()
+    engine.save_checkpoint(folder / run, "end")
     engine.close()
-    return {"told": told, "weights": {name: value.flatten().tolist() for name, value in state.items()}}
+    return told
+
+
+def weights(run: str, folder: Path) -> list[torch.Tensor]:
+    """At the end, of a checkpoint that any number of ranks has saved."""
+    engine = engine_of(run)
+    engine.load_checkpoint(folder / run, "end")
+    return list(engine.state_dict().values())
 
 
 def main(folder: Path) -> None:
     with zcomm.init(device="cpu") as world:
-        found: dict[str, Any] = {f"stage {stage}": trained(world, stage, folder) for stage in (2, 3)}
+        found: dict[str, Any] = {run: trained(run, folder) for run in RUNS}
         tensor = torch.full((5,), float(world.rank))
         zcomm.all_reduce(tensor)
         found |= {

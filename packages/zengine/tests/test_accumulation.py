@@ -4,37 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
 from zengine import CallOrderError
-
-
-class Net(nn.Module):
-    """A small regression net; its output is the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.tail = nn.Linear(3, 4), nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tail(torch.tanh(self.body(x))).square().mean()
-
-
-def make(**config: object) -> zengine.Engine:
-    base = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    return zengine.initialize(model=Net(), config={**base, **config})[0]
-
-
-def batch(index: int) -> torch.Tensor:
-    return torch.linspace(-1, 1 + index + zcomm.group_rank(), 6).view(2, 3)
+from zengine.testing import rank_batch, small_engine
 
 
 def weights(engine: zengine.Engine) -> list[torch.Tensor]:
@@ -45,27 +20,27 @@ def weights(engine: zengine.Engine) -> list[torch.Tensor]:
 
 
 def test_unmanaged_every_step_is_a_boundary_and_backwards_before_it_count() -> None:
-    managed = make(gradient_accumulation_steps=2)
-    own = make(gradient_accumulation_steps=2, managed_gradient_accumulation=False)
+    managed = small_engine(gradient_accumulation_steps=2)
+    own = small_engine(gradient_accumulation_steps=2, managed_gradient_accumulation=False)
     for index in range(4):
-        managed.backward(managed(batch(index)))
+        managed.backward(managed(rank_batch(index)))
         wanted = managed.step()
-        own.backward(own(batch(index)))
+        own.backward(own(rank_batch(index)))
         assert own.is_gradient_accumulation_boundary()
         report = own.step() if index % 2 else None
     assert report == wanted
     assert own.micro_steps == managed.micro_steps == 4
-    own.backward(own(batch(0)))
+    own.backward(own(rank_batch(0)))
     assert own.step().samples == 10
 
 
 def test_a_backward_after_one_whose_boundary_was_withheld_is_a_micro_step_of_its_own() -> None:
-    counted, withheld = make(gradient_accumulation_steps=2), make(gradient_accumulation_steps=2)
-    losses = [withheld(batch(index)) for index in range(2)]
+    counted, withheld = small_engine(gradient_accumulation_steps=2), small_engine(gradient_accumulation_steps=2)
+    losses = [withheld(rank_batch(index)) for index in range(2)]
     for index, loss in enumerate(losses):
         withheld.set_gradient_accumulation_boundary(index == 1)
         withheld.backward(loss)
-        counted.backward(counted(batch(index)))
+        counted.backward(counted(rank_batch(index)))
         wanted = counted.step()
     assert withheld.step() == wanted
     assert withheld.micro_steps == 2
@@ -75,7 +50,7 @@ def test_a_backward_after_one_whose_boundary_was_withheld_is_a_micro_step_of_its
 
 
 def test_another_batch_size_changes_the_accumulation_alone() -> None:
-    engine = make(gradient_accumulation_steps=2)
+    engine = small_engine(gradient_accumulation_steps=2)
     engine.set_train_batch_size(6)
     assert engine.get_batch_info() == (6, 2, 3)
     assert [bool(run_one(engine)) for _ in range(3)] == [False, False, True]
@@ -85,12 +60,12 @@ def test_another_batch_size_changes_the_accumulation_alone() -> None:
 
 
 def run_one(engine: zengine.Engine) -> zengine.StepReport | None:
-    engine.backward(engine(batch(0)))
+    engine.backward(engine(rank_batch(0)))
     return engine.step()
 
 
 def test_batch_sizes_that_do_not_fit_are_refused_with_the_nearest() -> None:
-    engine = make()
+    engine = small_engine()
     with pytest.raises(
         ValueError, match=r"takes 2 samples \(2 a rank x 1 ranks\); the nearest multiples are 4 and 6"
     ):
@@ -107,7 +82,7 @@ def test_batch_sizes_that_do_not_fit_are_refused_with_the_nearest() -> None:
 
 
 def test_zero_grad_in_the_middle_of_a_step_is_refused_and_restart_step_begins_again() -> None:
-    engine, clean = make(gradient_accumulation_steps=2), make(gradient_accumulation_steps=2)
+    engine, clean = small_engine(gradient_accumulation_steps=2), small_engine(gradient_accumulation_steps=2)
     run_one(engine)
     with pytest.raises(CallOrderError, match=r"zero_grad\(\) \(micro-step 2 of 2, step 0\).*restart_step"):
         engine.zero_grad()
@@ -119,8 +94,8 @@ def test_zero_grad_in_the_middle_of_a_step_is_refused_and_restart_step_begins_ag
 
 
 def test_zero_grad_before_step_drops_what_came_and_nothing_counts() -> None:
-    engine = make()
-    engine.backward(engine(batch(0)))
+    engine = small_engine()
+    engine.backward(engine(rank_batch(0)))
     engine.zero_grad()
     with pytest.raises(CallOrderError, match="phase FORWARD"):
         engine.step()
@@ -135,8 +110,8 @@ def _local_micro_steps_equal_reduced_ones() -> list[int]:
     for stage in (0, 1, 2, 3):
         for config in ({}, {"bf16": {"enabled": True}}):
             config = {**config, "zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 4}
-            wanted, num_reduced = train(make(**config), sync=True)
-            found, num_local = train(make(**config), sync=False)
+            wanted, num_reduced = train(small_engine(**config), sync=True)
+            found, num_local = train(small_engine(**config), sync=False)
             torch.testing.assert_close(found, wanted, rtol=1e-2 if "bf16" in config else 1e-6, atol=1e-6)
             messages.append((num_reduced, num_local))
     assert all(local < reduced for reduced, local in messages if reduced)
@@ -150,10 +125,10 @@ def train(engine: zengine.Engine, *, sync: bool) -> tuple[list[torch.Tensor], in
     with zcomm.traced(log.append):
         for index in range(8):
             if sync or index % 4 in (0, 3):
-                engine.backward(engine(batch(index).to(dtype)))
+                engine.backward(engine(rank_batch(index).to(dtype)))
             else:
                 with engine.no_sync():
-                    engine.backward(engine(batch(index).to(dtype)))
+                    engine.backward(engine(rank_batch(index).to(dtype)))
                     assert engine.step() is None
                 continue
             report = engine.step()
@@ -170,14 +145,14 @@ def test_no_sync_sends_less_and_changes_nothing_at_any_stage(world_size: int) ->
 
 def _coalesced() -> int:
     for stage in (0, 2, 3):
-        engine, clean = (make(zero_optimization={"stage": stage}) for _ in range(2))
+        engine, clean = (small_engine(zero_optimization={"stage": stage}) for _ in range(2))
         log: list[object] = []
         with zcomm.traced(log.append), engine.coalesce_grad_reduction():
             for index in range(3):
-                engine.backward(engine(batch(index)))
+                engine.backward(engine(rank_batch(index)))
             assert not any("gradients[" in str(record) for record in log)
         assert engine.step()
-        clean.backward(sum(clean(batch(index)) for index in range(3)))
+        clean.backward(sum(clean(rank_batch(index)) for index in range(3)))
         assert clean.step()
         torch.testing.assert_close(weights(engine), weights(clean))
     return len(log)
@@ -188,9 +163,9 @@ def test_coalesced_backwards_are_reduced_once_at_the_end() -> None:
 
 
 def test_a_boundary_inside_no_sync_is_refused_and_taken_outside() -> None:
-    engine, clean = make(), make()
+    engine, clean = small_engine(), small_engine()
     with engine.no_sync():
-        engine.backward(engine(batch(0)))
+        engine.backward(engine(rank_batch(0)))
         with pytest.raises(CallOrderError, match=r"is inside no_sync\(\)"):
             engine.step()
     engine.allreduce_gradients()

@@ -6,44 +6,19 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
 from zengine import CallOrderError, Feature, _compat
-
-
-class Net(nn.Module):
-    """A small regression net; its output is the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.tail = nn.Linear(3, 4), nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tail(torch.tanh(self.body(x))).square().mean()
-
-
-def make(**config: object) -> zengine.Engine:
-    base = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    return zengine.initialize(model=Net(), config={**base, **config})[0]
-
-
-def batch(index: int) -> torch.Tensor:
-    return torch.linspace(-1, 1 + index + zcomm.group_rank(), 6).view(2, 3)
+from zengine.testing import rank_batch, small_engine
 
 
 def run(engine: zengine.Engine, style: str, steps: int = 3) -> tuple[list[object], dict[str, torch.Tensor]]:
     """All reports but None, and the weights."""
     reports = []
     for index in range(steps * engine.gradient_accumulation_steps()):
-        loss = engine(batch(index).to(next(engine.module.parameters()).dtype))
+        loss = engine(rank_batch(index).to(next(engine.module.parameters()).dtype))
         if style == "engine":
             engine.backward(loss)
         elif style == "scale":
@@ -67,8 +42,8 @@ def _styles_agree() -> int:
 
 
 def _same(config: dict[str, object], style: str) -> None:
-    wanted, weights = run(make(**config), "engine")
-    reports, found = run(make(**config), style)
+    wanted, weights = run(small_engine(**config), "engine")
+    reports, found = run(small_engine(**config), style)
     assert all(torch.equal(weights[name], found[name]) for name in weights), (config, style)
     assert [r.grad_norm for r in reports] == [r.grad_norm for r in wanted]
     assert style == "plain" or reports == wanted
@@ -80,14 +55,14 @@ def test_all_styles_give_the_same_weights_and_reports(world_size):
 
 
 def _one_rank_has_no_gradients() -> tuple[float, list[torch.Tensor]]:
-    engine = make(zero_optimization={"stage": 2})
-    loss = engine(batch(0))
+    engine = small_engine(zero_optimization={"stage": 2})
+    loss = engine(rank_batch(0))
     if zcomm.group_rank() == 0:
         loss.backward()
     report = engine.step()
     assert report
     for _ in range(2):
-        engine(batch(0))
+        engine(rank_batch(0))
         with pytest.raises(ValueError, match="no rank produced a gradient for any parameter"):
             engine.step()  # all of them forgot
     return report.grad_norm, list(engine.module.parameters())
@@ -95,35 +70,35 @@ def _one_rank_has_no_gradients() -> tuple[float, list[torch.Tensor]]:
 
 def test_a_rank_without_gradients_takes_part_with_zeros_and_nobody_waits():
     (norm, first), (_, second) = run_ranks(_one_rank_has_no_gradients, 2)
-    alone = make()
-    alone.backward(alone(batch(0)) / 2)
+    alone = small_engine()
+    alone.backward(alone(rank_batch(0)) / 2)
     assert alone.step().grad_norm == pytest.approx(norm)
     torch.testing.assert_close(first, second)
     torch.testing.assert_close([param.detach() for param in first], [p.detach() for p in alone.module.parameters()])
 
 
 def test_without_callbacks_of_autograd_the_engines_next_call_ends_the_backward(monkeypatch):
-    wanted, weights = run(make(), "engine")
+    wanted, weights = run(small_engine(), "engine")
     monkeypatch.setattr(_compat, "TELLS_END", False)
-    reports, found = run(make(), "scale")
+    reports, found = run(small_engine(), "scale")
     assert reports == wanted
     assert all(torch.equal(weights[name], found[name]) for name in weights)
 
 
 def test_the_loss_of_a_plain_backward_is_not_known():
-    reports, _ = run(make(), "plain", steps=1)
+    reports, _ = run(small_engine(), "plain", steps=1)
     assert reports[0].applied
     assert torch.tensor(reports[0].loss).isnan()
 
 
 def test_a_plain_backward_and_one_of_the_engine_make_a_step_whose_loss_is_not_known():
-    mixed, own = make(), make()
+    mixed, own = small_engine(), small_engine()
     for index in (0, 1):
         for engine in (mixed, own):
             engine.set_gradient_accumulation_boundary(index == 1)
-        loss = mixed(batch(index))
+        loss = mixed(rank_batch(index))
         loss.backward() if index == 0 else mixed.backward(loss)
-        own.backward(own(batch(index)))
+        own.backward(own(rank_batch(index)))
         reports = mixed.step(), own.step()
     assert math.isnan(reports[0].loss)
     assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm)
@@ -142,8 +117,8 @@ def test_a_plain_backward_and_one_of_the_engine_make_a_step_whose_loss_is_not_kn
     ],
 )
 def test_step_says_what_a_plain_backward_misses(config, missing):
-    engine = make(**config)
-    engine(batch(0).to(next(engine.module.parameters()).dtype)).backward()
+    engine = small_engine(**config)
+    engine(rank_batch(0).to(next(engine.module.parameters()).dtype)).backward()
     with pytest.raises(CallOrderError, match=missing):
         engine.step()
     engine.zero_grad()
@@ -152,8 +127,8 @@ def test_step_says_what_a_plain_backward_misses(config, missing):
 
 def test_two_scaled_losses_may_go_back_together_or_one_after_the_other():
     def step(how: str) -> zengine.StepReport:
-        engine = make()
-        first, second = engine(batch(0)), engine(batch(1))
+        engine = small_engine()
+        first, second = engine(rank_batch(0)), engine(rank_batch(1))
         if how == "engine":
             engine.backward(first + second)
         elif how == "sum":
@@ -171,11 +146,11 @@ def test_two_scaled_losses_may_go_back_together_or_one_after_the_other():
 
 
 def test_after_a_failing_backward_the_step_begins_again():
-    clean = run(make(gradient_accumulation_steps=2), "scale", steps=1)
-    engine = make(gradient_accumulation_steps=2)
-    engine.scale(engine(batch(5))).backward()
+    clean = run(small_engine(gradient_accumulation_steps=2), "scale", steps=1)
+    engine = small_engine(gradient_accumulation_steps=2)
+    engine.scale(engine(rank_batch(5))).backward()
     engine.step()
-    loss = engine.scale(engine(batch(6)))
+    loss = engine.scale(engine(rank_batch(6)))
     hook = engine.module.body.weight.register_hook(lambda _grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss.backward()
@@ -198,35 +173,35 @@ def test_features_and_the_callers_tensor_are_treated_as_in_engine_backward():
         def backward_end(self, micro):
             seen.append(f"end {micro.index}")
 
-    engine = make()
+    engine = small_engine()
     engine.add_feature(Spy())
-    loss = engine(batch(0))
+    loss = engine(rank_batch(0))
     engine.scale(loss).backward()
     assert not loss._backward_hooks
     assert seen == ["begin", "end 0"]
     engine.step()
-    engine.backward(engine(batch(0)))
+    engine.backward(engine(rank_batch(0)))
     assert seen == ["begin", "end 0"] * 2
 
 
 def test_scale_needs_a_forward_and_a_scalar():
-    engine = make()
+    engine = small_engine()
     with pytest.raises(CallOrderError, match=r"scale\(\) called in phase IDLE"):
         engine.scale(torch.ones((), requires_grad=True))
-    engine(batch(0))
+    engine(rank_batch(0))
     with pytest.raises(ValueError, match="scalar loss"):
         engine.scale(torch.ones(2, requires_grad=True))
 
 
 def test_a_generator_trains_through_a_discriminator_whose_step_is_its_own():
-    generator, critic = make(), make(zero_optimization={"stage": 2})
-    alone = make(zero_optimization={"stage": 2})
+    generator, critic = small_engine(), small_engine(zero_optimization={"stage": 2})
+    alone = small_engine(zero_optimization={"stage": 2})
     for index in range(2):
-        generator.scale(critic(batch(index)) + generator(batch(index))).backward()
+        generator.scale(critic(rank_batch(index)) + generator(rank_batch(index))).backward()
         assert generator.step()
         critic.zero_grad()
         for each in (critic, alone):
-            each.scale(each(batch(index))).backward()
+            each.scale(each(rank_batch(index))).backward()
             assert each.step()
     found, wanted = critic.state_dict(), alone.state_dict()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -12,6 +12,7 @@ import zcomm
 import zengine
 from zcomm.testing import run_ranks
 from zengine.clock import Clock, MicroStep
+from zengine.testing import small_engine
 from zengine.weighing import StepLoss
 
 COUNTS = (3, 1, 7, 2, 0, 5, 1, 6)  # tokens of eight micro-batches; one is all padding
@@ -141,13 +142,7 @@ def test_weights_that_begin_later_cause_no_message_and_find_their_unit_at_the_bo
 
 
 def make(accumulation: int) -> zengine.Engine:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
-    }
-    return zengine.initialize(model=Net(), config=config)[0]
+    return small_engine(Net(), gradient_accumulation_steps=accumulation)
 
 
 def test_a_step_with_and_without_weights_is_refused_and_begins_again():

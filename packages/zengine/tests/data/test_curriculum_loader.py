@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from itertools import islice
-
 import pytest
 
-from zengine.data import By, Custom, Feed, Fetching, FixedDiscrete, FixedRoot, Limit, MetricIndex, forever
+from zengine.data import By, Custom, Feed, Fetching, FixedDiscrete, FixedRoot, Limit, MetricIndex
+from zengine.testing import check_resumes, saved, take
 
 DATA = list(range(40))
 METRIC = [(7 * sample) % 40 for sample in DATA]
@@ -27,14 +25,6 @@ def loader_of(rank=0, world=1, micro=4, accumulation=2, law=None, num_workers=0,
     return feed.curriculum(DATA, limits, num_epochs=num_epochs, **options)
 
 
-def take(loader, count):
-    return [batch.tolist() for batch in islice(forever(loader), count)]
-
-
-def saved(loader):
-    return json.loads(json.dumps(loader.state_dict()))
-
-
 def test_ranks_share_the_batches_of_one():
     alone = take(loader_of(), 12)
     ranks = [take(loader_of(rank, 2, micro=2), 12) for rank in range(2)]
@@ -44,12 +34,7 @@ def test_ranks_share_the_batches_of_one():
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("stop", [0, 3, 11, 31])
 def test_a_resumed_loader_yields_what_the_uninterrupted_one_would_have(stop, num_workers):
-    uninterrupted = take(loader_of(), stop + 8)
-    killed = loader_of(num_workers=num_workers)
-    assert take(killed, stop) == uninterrupted[:stop]
-    resumed = loader_of()
-    resumed.load_state_dict(saved(killed))
-    assert take(resumed, 8) == uninterrupted[stop:]
+    check_resumes(loader_of, stop, 8, num_workers=num_workers)
 
 
 def test_another_world_goes_on_at_the_same_sample():

@@ -1,6 +1,5 @@
 """Resuming a loader of an indexed dataset: bit-identical, at any batch, in any world."""
 
-import json
 import random
 from itertools import islice
 
@@ -10,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zengine.data import Feed, Fetching, ToDevice, forever, make_loader
+from zengine.data import Feed, Fetching, ToDevice, make_loader
+from zengine.testing import check_resumes, saved, take
 
 
 def loader_of(samples=23, micro=3, *, rank=0, world=1, drop_last=True, **options):
@@ -25,14 +25,6 @@ def loader_of(samples=23, micro=3, *, rank=0, world=1, drop_last=True, **options
     )
 
 
-def take(loader, count):
-    return [batch.tolist() for batch in islice(forever(loader), count)]
-
-
-def saved(loader):
-    return json.loads(json.dumps(loader.state_dict()))
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     stop=st.integers(0, 30),
@@ -45,12 +37,7 @@ def test_a_resumed_loader_yields_what_the_uninterrupted_one_would_have(stop, sam
     def make():
         return loader_of(samples, micro, rank=world - 1, world=world, drop_last=drop_last)
 
-    uninterrupted = take(make(), stop + 15)
-    killed = make()
-    assert take(killed, stop) == uninterrupted[:stop]
-    resumed = make()
-    resumed.load_state_dict(saved(killed))
-    assert take(resumed, 15) == uninterrupted[stop:]
+    check_resumes(make, stop, 15)
 
 
 @pytest.mark.parametrize("drop_last", [True, False])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 
-from zengine.data import Feed, Fetching, Packing, Picking, forever
+from zengine.data import Feed, Fetching, Packing, Picking
+from zengine.testing import check_resumes, take
 
 LENGTHS = np.random.default_rng(1).integers(1, 12, 60)
 DATA = [torch.full((int(length),), index) for index, length in enumerate(LENGTHS)]
@@ -26,10 +25,6 @@ def loader_of(rank=0, world=1, accumulation=4, picking=Picking.RANDOM, num_worke
     return feed.packed(DATA, LENGTHS, Packing(max_tokens=max_tokens, picking=picking))
 
 
-def take(loader, count):
-    return list(islice(forever(loader), count))
-
-
 @pytest.mark.parametrize("picking", Picking)
 def test_ranks_read_what_one_reads_and_count_the_same_samples(picking):
     alone = loader_of(picking=picking)
@@ -43,12 +38,7 @@ def test_ranks_read_what_one_reads_and_count_the_same_samples(picking):
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("stop", [0, 5, 16, 37])
 def test_a_resumed_loader_yields_what_the_uninterrupted_one_would_have(stop, num_workers):
-    uninterrupted = take(loader_of(), stop + 8)
-    killed = loader_of(num_workers=num_workers)
-    assert take(killed, stop) == uninterrupted[:stop]
-    resumed = loader_of()
-    resumed.load_state_dict(json.loads(json.dumps(killed.state_dict())))
-    assert take(resumed, 8) == uninterrupted[stop:]
+    check_resumes(loader_of, stop, 8, num_workers=num_workers)
 
 
 def test_another_world_with_as_many_micro_batches_a_step_goes_on():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from itertools import islice
-
 import pytest
 from torch.utils.data import DistributedSampler, SequentialSampler
 
-from zengine.data import Feed, Fetching, forever
+from zengine.data import Feed, Fetching
+from zengine.testing import check_resumes, take
 
 DATA = list(range(21))
 
@@ -18,10 +16,6 @@ def loader_of(rank=0, world=2, micro=3, num_workers=0, drop_last=True, sampler=N
     fetching = Fetching(num_workers=num_workers)
     feed = Feed(micro_batch_size=micro, rank=rank, world_size=world, seed=3, drop_last=drop_last, fetching=fetching)
     return feed.sampled(DATA, sampler)
-
-
-def take(loader, count):
-    return [batch.tolist() for batch in islice(forever(loader), count)]
 
 
 def test_epochs_of_a_distributed_sampler_differ_because_it_is_told_their_number():
@@ -38,12 +32,7 @@ def test_epochs_of_a_distributed_sampler_differ_because_it_is_told_their_number(
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("stop", [0, 2, 3, 7])
 def test_a_position_is_a_number_of_samples(stop, num_workers):
-    uninterrupted = take(loader_of(), stop + 4)
-    killed = loader_of(num_workers=num_workers)
-    assert take(killed, stop) == uninterrupted[:stop]
-    resumed = loader_of()
-    resumed.load_state_dict(json.loads(json.dumps(killed.state_dict())))
-    assert take(resumed, 4) == uninterrupted[stop:]
+    check_resumes(loader_of, stop, 4, num_workers=num_workers)
 
 
 class Counting:

@@ -97,3 +97,21 @@ def test_state_that_is_not_taken_is_told(tmp_path: Any, caplog: pytest.LogCaptur
         other.load_checkpoint(str(tmp_path))
     assert "optimizer state of body.bias (2 parameters in all), which this engine does not train" in caplog.text
     other.close()
+
+
+def only_one_rank_unfreezes() -> tuple[str, list[float]]:
+    engine, is_one = engine_of("AdamW", 1), zcomm.group_rank() == 1
+    steps(engine, 0, 1)
+    engine.module.body.requires_grad_(is_one)
+    with pytest.raises(ValueError, match="ranks have unfrozen different parameters") as caught:
+        steps(engine, 1, 2)
+    engine.module.body.requires_grad_(False)
+    losses = steps(engine, 1, 3)
+    engine.close()
+    return str(caught.value), losses
+
+
+def test_one_rank_that_unfreezes_alone_is_told_with_the_others_and_training_may_go_on() -> None:
+    (first, _), (second, _) = run_ranks(only_one_rank_unfreezes, 2)
+    assert "rank 0, none" in first
+    assert "rank 1, body.weight, body.bias (2 in all)" in second

@@ -16,9 +16,8 @@ from zengine.deepspeed import checkpointing
 
 
 @pytest.fixture(autouse=True)
-def clean():
-    yield
-    checkpointing.reset()
+def clean(monkeypatch):
+    monkeypatch.setattr(checkpointing, "_present", type(checkpointing._present)())
 
 
 def gradient(run) -> tuple[torch.Tensor, int]:
@@ -75,6 +74,21 @@ def test_the_config_of_an_engine_counts_until_configure_is_called():
     assert not checkpointing.settings().cpu_checkpointing
 
 
+def test_a_reset_frees_memory_and_keeps_the_settings():
+    checkpointing.configure(partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2)
+    plain, _ = gradient(lambda block, x: block(x))
+    arenas = []
+    for _ in range(2):
+        assert torch.equal(gradient(checkpointing.checkpoint)[0], plain)
+        (made,) = checkpointing._present.made.values()
+        arenas.append(made.keeping.store)
+        checkpointing.reset()
+    assert arenas[0] is not arenas[1]
+    assert arenas[0].free
+    assert checkpointing.is_configured()
+    assert checkpointing.settings().number_checkpoints == 2
+
+
 def test_blocks_are_timed(caplog):
     checkpointing.configure(profile=True)
     with caplog.at_level(logging.INFO, "zengine"):
@@ -115,7 +129,7 @@ def _over_tensor_ranks() -> list[object]:
     checkpointing.model_parallel_reconfigure_tp_seed(5)
     with tracker.fork():
         again = torch.rand(1).item()
-    checkpointing.reset()
+    checkpointing._present = type(checkpointing._present)()
     return [*drawn, again, sum(record.label == "activations" for record in log)]
 
 

@@ -10,6 +10,7 @@ split needs none.  Where there is no CUDA device it tracks the CPU's generator.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,10 +43,6 @@ _GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group", "get_s
 _RANKS = ("get_tensor_model_parallel_rank", "get_model_parallel_rank", "get_slice_parallel_rank")
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 @attrs.define(eq=False)
 class _Present:
     """What `configure` was told, or the last engine's."""
@@ -54,7 +51,6 @@ class _Present:
     settings: ActivationCheckpointing = attrs.field(factory=ActivationCheckpointing)
     cell: Cell = attrs.field(factory=lambda: Cell(None))  # of the tensor ranks
     tensor_rank: int = 0
-    streams: RandomStreams = attrs.field(factory=lambda: RandomStreams(_device()))
     made: dict[Variant, Checkpointing] = attrs.field(factory=dict)  # of these settings
 
     def take(self, settings: ActivationCheckpointing, cell: Cell) -> None:
@@ -62,7 +58,8 @@ class _Present:
 
     def run(self, variant: Variant) -> Checkpointing:
         if variant not in self.made:
-            self.made[variant] = make_checkpointing(self.settings, self.cell, _device(), self.streams, variant)
+            streams = get_cuda_rng_tracker()
+            self.made[variant] = make_checkpointing(self.settings, self.cell, streams.device, streams, variant)
         return self.made[variant]
 
 
@@ -112,14 +109,13 @@ def follow(settings: ActivationCheckpointing, cell: Cell) -> None:
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called since the start or `reset`."""
+    """Whether `configure` was called."""
     return _present.is_configured
 
 
 def reset() -> None:
-    """Free what is kept of buffers, as DeepSpeed does between runs, and forget what `configure` was told."""
-    _present.take(ActivationCheckpointing(), Cell(None))
-    _present.is_configured, _present.tensor_rank = False, 0
+    """Let go of the one piece of memory, for forwards without backwards, say; the next block makes another."""
+    _present.made = {}
 
 
 def settings() -> ActivationCheckpointing:
@@ -147,19 +143,20 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return _present.run(Variant.HOOKS)(function, *args)
 
 
+@functools.cache
 def get_cuda_rng_tracker() -> RandomStreams:
-    """Named streams of random numbers: `with get_cuda_rng_tracker().fork(): ...`."""
-    return _present.streams
+    """Named streams of random numbers of the current device: `with get_cuda_rng_tracker().fork(): ...`."""
+    return RandomStreams(torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # asked now, not at import
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the device: its own numbers by `seed`, those inside `fork()` by seed + 2718 + tensor rank."""
-    _present.streams.seed_model_parallel(seed, _present.tensor_rank)
+    get_cuda_rng_tracker().seed_model_parallel(seed, _present.tensor_rank)
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Seed what is drawn inside `fork()` anew."""
-    _present.streams.reseed(seed, _present.tensor_rank)
+    get_cuda_rng_tracker().reseed(seed, _present.tensor_rank)
 
 
 def _change(**changes: Any) -> None:
