@@ -21,16 +21,16 @@ MAY_IMPORT = {
     "zoptim": {"torch", "numpy", "attrs", "cffi", "cupy"},
     "zckpt": {"torch", "numpy", "attrs", "safetensors", "xxhash", "fsspec"},
     "zengine": {
-        "torch", "numpy", "attrs", "tensorboard", "wandb", "comet_ml", "rich",
+        "torch", "numpy", "attrs", "tensorboard", "wandb", "comet_ml", "rich", "transformers",
         "zcomm", "zprecision", "zpartition", "zoptim", "zckpt",
     },
 }  # fmt: skip
 
 # Heavy or optional: only inside functions, so that `import zengine` neither pays for them nor needs them.
-ONLY_LAZILY = {"cffi", "comet_ml", "cupy", "fsspec", "rich", "tensorboard", "wandb"}
+ONLY_LAZILY = {"cffi", "comet_ml", "cupy", "fsspec", "rich", "tensorboard", "transformers", "wandb"}
 
 # Imported if the user installed them; never a declared dependency.
-OPTIONAL = {"comet_ml", "cupy", "fsspec", "rich", "wandb"}
+OPTIONAL = {"comet_ml", "cupy", "fsspec", "rich", "transformers", "wandb"}
 
 # Inside zengine one file composes the five packages: only there are classes with behaviour made or chosen.  The
 # others use the names listed here: frozen policy values in the config, functions and errors where they are a file's
@@ -75,7 +75,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
         },
         "zpartition": {
-            *("Init", "gathered", "tensor"),
+            *("Init", "gathered", "tensor", "sequence"),
             *("experts.ExpertParameter", "experts.MoE"),
             *(f"pipeline.{name}" for name in ("LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec")),
             *(
