@@ -21,16 +21,16 @@ MAY_IMPORT = {
     "zoptim": {"torch", "numpy", "attrs", "cffi", "cupy"},
     "zckpt": {"torch", "numpy", "attrs", "safetensors", "xxhash", "fsspec"},
     "zengine": {
-        "torch", "numpy", "attrs", "tensorboard", "wandb", "comet_ml", "rich",
+        "torch", "numpy", "attrs", "tensorboard", "wandb", "comet_ml", "rich", "transformers",
         "zcomm", "zprecision", "zpartition", "zoptim", "zckpt",
     },
 }  # fmt: skip
 
 # Heavy or optional: only inside functions, so that `import zengine` neither pays for them nor needs them.
-ONLY_LAZILY = {"cffi", "comet_ml", "cupy", "fsspec", "rich", "tensorboard", "wandb"}
+ONLY_LAZILY = {"cffi", "comet_ml", "cupy", "fsspec", "rich", "tensorboard", "transformers", "wandb"}
 
 # Imported if the user installed them; never a declared dependency.
-OPTIONAL = {"comet_ml", "cupy", "fsspec", "rich", "wandb"}
+OPTIONAL = {"comet_ml", "cupy", "fsspec", "rich", "transformers", "wandb"}
 
 # Inside zengine one file composes the five packages: only there are classes with behaviour made or chosen.  The
 # others use the names listed here: frozen policy values in the config, functions and errors where they are a file's
@@ -78,7 +78,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
         },
         "zpartition": {
-            *("Init", "gathered", "tensor"),
+            *("Init", "gathered", "tensor", "sequence"),
             *("experts.ExpertParameter", "experts.MoE"),
             *(f"pipeline.{name}" for name in ("LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec")),
             *(
@@ -95,7 +95,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {
             *("Degrees", "Groups"),
             *("after", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter"),
-            *("detect", "exchange", "group_rank", "init", "make_mesh", "traced"),
+            *("detect", "exchange", "group_rank", "group_size", "init", "make_mesh", "traced"),
             *("PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"),
         },
         "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},

@@ -80,7 +80,17 @@ NAMES = {
         "checkpoint configure is_configured non_reentrant_checkpoint reset get_cuda_rng_tracker set_num_layers "
         "model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed partition_activations_in_checkpoint"
     ),
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": (
+        "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter SequenceTiledCompute TiledMLP TiledFusedLogitsLoss "
+        "sequence_tiled_compute"
+    ),
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": (
+        "initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size "
+        "get_sequence_parallel_rank get_sequence_data_parallel_group get_sequence_data_parallel_world_size "
+        "get_sequence_data_parallel_rank"
+    ),
+    "deepspeed.sequence.layer": "DistributedAttention",
+    "deepspeed.sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
     "deepspeed.launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",
 }
 

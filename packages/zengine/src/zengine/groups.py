@@ -94,6 +94,8 @@ def _fixed(groups: zcomm.Groups, by: str) -> LaidOut:
 
 def _of_mpu(mpu: Any) -> zcomm.Groups:
     """One that names replicas alone is enough where nothing is split."""
+    if isinstance(mpu, zcomm.Groups):
+        return mpu
     sizes = {name: getattr(mpu, name, lambda: 1)() for name in _SIZES}
     has_tensor = hasattr(mpu, "get_model_parallel_group")
     for name, size in sizes.items():

@@ -36,5 +36,5 @@ def test_every_entry_says_a_reason_and_a_way_out():
 def test_a_name_that_is_in_no_list_cannot_be_absent():
     with pytest.raises(KeyError):
         absent("initialize")
-    with pytest.raises(NotAvailable, match="sequence parallelism"):
-        refusing("utils.groups sequence group")
+    with pytest.raises(NotAvailable, match="MiCS"):
+        refusing("zero.MiCS_Init")

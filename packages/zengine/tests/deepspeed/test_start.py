@@ -76,7 +76,7 @@ def test_problems_of_a_file_are_told_with_their_lines_when_leaf_modules_were_nam
 
 
 def test_parallelism_that_is_not_there_is_refused_by_name():
-    with pytest.raises(deepspeed.NotAvailable, match="sequence parallelism is not available yet"):
+    with pytest.raises(ValueError, match="sequence=2"):
         deepspeed.initialize(model=model(), config=CONFIG, mesh_param=(1, 2))
     with pytest.raises(TypeError, match="got injection; allowed are model, tp_size, dtype, config, inputs"):
         deepspeed.tp_model_init(model(), tp_size=2, dtype=torch.bfloat16, injection=1)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import zcomm
 from zcomm.testing import run_ranks
-from zpartition.cells import Cell
 from zpartition.sequence import TradedBatches, shift_labels
 
 
@@ -28,14 +27,14 @@ def _traded() -> list[Any]:
     ]
     if mine == 0:
         source[0]["only here"] = torch.ones(2, 4, dtype=torch.float64)
-    batches = TradedBatches(source, Cell.of(None))
+    batches = TradedBatches.over(source)
     assert len(batches) == (6 if mine == 0 else 4)
     found = []
     for each in batches:
         tensors = {key: value.tolist() for key, value in each.items() if isinstance(value, Tensor)}
         found.append({**tensors, "name": each["name"]})
     with pytest.raises(ValueError, match=r"rank 1: a batch: 5 tokens .* over 2"):
-        list(TradedBatches([batch(0, 4 + mine)], Cell.of(None)))
+        list(TradedBatches.over([batch(0, 4 + mine)]))
     return found
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -115,6 +117,11 @@ def _traffic_and_others() -> dict[str, Any]:
     compiled(*leaves).square().sum().backward()
     twins = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     ulysses(*twins).square().sum().backward()
+    looks_back = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, 4, 4, device="cpu")
+    flex = DistributedAttention(partial(flex_attention, block_mask=looks_back, enable_gqa=True), None, 1, 2)
+    causal = DistributedAttention(plain, None, 1, 2)
+    few = [leaves[0].detach(), *(leaf[:, :2].detach() for leaf in leaves[1:])]  # on a CPU it has no backward
+    flexed = float((flex(*few) - causal(*few)).abs().max())
     for odd, message in [
         ([torch.ones(1, 1, 2, 8)] * 3, "1 query heads cannot be shared out over 2 sequence ranks"),
         ([torch.ones(1, 4, 2, 8), torch.ones(1, 2, 2, 8), torch.ones(1, 4, 2, 8)], "equally many heads"),
@@ -134,6 +141,7 @@ def _traffic_and_others() -> dict[str, Any]:
         "masks by argument differ": not torch.equal(by_name[:, :2], by_name[:, 2:]),
         "dropped again alike": torch.equal(again, masks) and torch.equal(ones.grad, masks),
         "outer stream": after,
+        "flex": flexed,
         "compiled": max(float((a.grad - b.grad).abs().max()) for a, b in zip(leaves, twins)),
     }
 
@@ -148,6 +156,7 @@ def test_messages_dropout_compilation_and_refusals() -> None:
         assert rank["dropped again alike"]
         assert rank["outer stream"] == found[0]["outer stream"]
         assert rank["compiled"] < 1e-12
+        assert rank["flex"] < 1e-6
 
 
 def test_alone_it_is_the_attention() -> None:

@@ -21,6 +21,7 @@ from zengine.deepspeed import (
     pipe,
     profiling,
     runtime,
+    sequence,
     utils,
 )
 from zengine.deepspeed.accelerator import get_accelerator
@@ -83,6 +84,7 @@ __all__ = [
     "pipe",
     "profiling",
     "runtime",
+    "sequence",
     "tp_model_init",
     "utils",
     "zero",

@@ -16,14 +16,8 @@ class NotAvailable(RuntimeError):
     """A part of DeepSpeed's interface that zengine does not have."""
 
 
-_SEQUENCE = "sequence parallelism is not available yet. Leave sequence_parallel_size (or sp_size) at 1."
-
 # Names that a later version brings: qualified name -> what to say.
-LATER: dict[str, str] = {
-    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCE,
-    "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCE,
-    "utils.groups sequence group": _SEQUENCE,
-}
+LATER: dict[str, str] = {}
 
 # Names that are left out for good: qualified name -> why.
 NEVER: dict[str, str] = {

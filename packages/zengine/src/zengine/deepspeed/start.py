@@ -13,9 +13,9 @@ import attrs
 import torch
 from torch import nn
 
+import zcomm
 from zengine.config.source import read
 from zengine.deepspeed.comm import init_distributed
-from zengine.deepspeed.later import refusing
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names
@@ -64,10 +64,11 @@ def initialize(
 ) -> Initialized:
     """`zengine.initialize` with DeepSpeed's arguments; returns (engine, optimizer, dataloader, lr_scheduler).
 
-    mesh_param: a DeviceMesh, or DeepSpeed's (data parallel, sequence parallel) sizes, of which the second must be 1.
+    mesh_param: a DeviceMesh, or DeepSpeed's (data parallel, sequence parallel) sizes.
 
-    Raises what `zengine.initialize` does, and NotAvailable for a sequence-parallel mesh.
+    Raises what `zengine.initialize` does, and ValueError for sizes that do not make the ranks.
     """
+    mpu, mesh = _laid_out(mpu, mesh_param)
     given = pick_config(args, config, config_params)
     found = make_engine(
         model=model,
@@ -80,7 +81,7 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
         config=_with_leaves(given, leaf_names(model)),
-        mesh=_mesh(mesh_param),
+        mesh=mesh,
     )
     groups.mpu = mpu
     groups.use(found[0])
@@ -111,12 +112,17 @@ def tp_model_init(
     return tensor.tp_model_init(model, tp_size, dtype, config, inputs=inputs)
 
 
-def _mesh(mesh_param: Any) -> Any:
+def _laid_out(mpu: Any, mesh_param: Any) -> tuple[Any, Any]:
+    """(mpu, mesh), of which sizes in a tuple make the first."""
     if not isinstance(mesh_param, (tuple, list)):
-        return mesh_param
-    if any(size != 1 for size in mesh_param[1:]):
-        refusing("utils.groups sequence group")
-    return None  # all ranks are replicas: the default
+        return mpu, mesh_param
+    data, sequence = (*mesh_param, 1)[:2]
+    if sequence == 1:
+        return mpu, None  # all ranks are replicas: the default
+    if mpu is not None:
+        raise ValueError("initialize() got both mpu= and mesh_param=: they may disagree about the ranks, keep one")
+    init_distributed()
+    return zcomm.Groups.of(zcomm.Degrees(shard=data, sequence=sequence)), None
 
 
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -67,7 +67,7 @@ def tiled_loss(
     """The sum or mean of the losses `function(*tiles)`, (), differentiated in this call; backward scales.
 
     The first of `tensors` is differentiated (hidden states), the others (labels, a mask) are not; weights that
-    `function` uses are.  At ZeRO stage 3 use `tiled`, whose backward is where partitions expect it.
+    `function` uses are.
 
     Raises:
         ValueError: lengths differ, a loss is no scalar, or another reduction.

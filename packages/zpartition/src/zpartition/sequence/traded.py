@@ -14,6 +14,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 import zcomm
 from zpartition.cells import Cell
@@ -35,6 +36,18 @@ class TradedBatches:
     cell: Cell
     order: Order = Order.CONTIGUOUS
     pad_id: int | None = None
+
+    @classmethod
+    def over(
+        cls,
+        loader: Iterable[Mapping[str, Any]],
+        group: ProcessGroup | None = None,
+        *,
+        order: Order = Order.CONTIGUOUS,
+        pad_id: int | None = None,
+    ) -> TradedBatches:
+        """For the ranks of `group`, in its order; see `SequenceBatches.over`."""
+        return cls(loader, Cell.of(group), order, pad_id)
 
     def __iter__(self) -> Iterator[Batch]:
         """Pieces of the batches of rank 0, 1, ...: equal ranks of all see the same samples at the same time.

@@ -1,0 +1,39 @@
+"""`deepspeed.sequence.cross_entropy`: a loss for each token of whole sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import cross_entropy
+
+from zpartition import sequence
+
+__all__ = ["vocab_sequence_parallel_cross_entropy"]
+
+
+def vocab_sequence_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    sp_group: ProcessGroup | None,
+    tp_group: Any = None,
+    *,
+    ignore_index: int = -100,
+    gather_sequence_loss: bool = True,
+) -> Tensor:
+    """(tokens, batch) float32: the loss of each token of all sequence ranks, from those of this one.
+
+    vocab_parallel_logits: (tokens of this rank, batch, vocabulary); target: (tokens of this rank, batch).
+    Gradients are made for the mean over all ranks that sum them, as engines take it.
+
+    Raises ValueError for a vocabulary that is split over tensor ranks.
+    """
+    if tp_group is not None:
+        raise ValueError(
+            "vocab_sequence_parallel_cross_entropy(tp_group=...): a vocabulary that is split over tensor ranks has "
+            "a loss of its own, zpartition.tensor.vocabulary_cross_entropy. Leave tp_group out for whole logits."
+        )
+    flat = vocab_parallel_logits.flatten(0, -2).float()
+    losses = cross_entropy(flat, target.flatten(), ignore_index=ignore_index, reduction="none").view(target.shape)
+    return sequence.gather_sequence(losses, sp_group, dim=0) if gather_sequence_loss else losses

@@ -1,0 +1,47 @@
+"""Attentions are put into Transformers' registry, and taken out again."""
+
+from __future__ import annotations
+
+import pytest
+
+from zcomm.testing import run_ranks
+from zengine.deepspeed.runtime.sequence_parallel.registry import attentions, put, restore
+from zpartition.sequence import ModelAttention
+
+pytest.importorskip("transformers")
+
+
+def test_what_is_put_is_found_and_restored() -> None:
+    registry = attentions()
+    before = registry["sdpa"]
+    put("sdpa", None, disable_in_eval=True)
+    put("sdpa", None, disable_in_eval=False)  # not around itself
+    found = registry["sdpa"]
+    assert isinstance(found, ModelAttention)
+    assert found.core is before
+    assert not found.disable_in_eval
+    restore()
+    assert registry["sdpa"] is before
+
+
+@pytest.mark.parametrize("name", ["eager", "nothing"])
+def test_attentions_that_cannot_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"core_attn_implementation='{name}'.*allowed are .*sdpa"):
+        put(name, None, disable_in_eval=False)
+
+
+def _without() -> str:
+    import sys
+
+    sys.modules["transformers.modeling_utils"] = None  # type: ignore[assignment]
+    try:
+        attentions()
+    except ModuleNotFoundError as error:
+        return str(error)
+    finally:
+        del sys.modules["transformers.modeling_utils"]
+    return ""
+
+
+def test_without_transformers_the_command_is_named() -> None:
+    assert 'pip install "transformers>=5"' in run_ranks(_without, 1)[0]

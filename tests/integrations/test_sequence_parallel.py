@@ -1,0 +1,135 @@
+"""Transformers' models on sequences that two ranks share out, by the calls that people write for DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zcomm
+from zcomm.testing import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH, STEPS = 12, 3
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+}
+PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]])
+
+
+def make(kind: str, **more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **more)
+    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="sdpa")
+    return model.train()
+
+
+def batches(rank: int) -> list[dict[str, Tensor]]:
+    """Of one rank's loader; a third of the labels is ignored, all of them late."""
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    for index in range(STEPS):
+        tokens = torch.randint(0, 64, (2, LENGTH), generator=generator)
+        labels = tokens.masked_fill(torch.arange(LENGTH) >= 8 + index, -100)
+        found.append({"input_ids": tokens, "labels": labels, **({"position_ids": PACKED} if index == 1 else {})})
+    return found
+
+
+def alone() -> list[float]:
+    """One process that has the batches of both ranks in turn."""
+    model = make("Llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found = []
+    for pair in zip(batches(0), batches(1)):
+        for batch in pair:
+            loss = model(**batch, use_cache=False).loss
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found += [loss.item(), float(norm)]
+    return found
+
+
+def weighted(loss: Tensor, labels: Tensor, group: Any) -> Tensor:
+    """As Transformers' Trainer adds up the losses of sequence ranks."""
+    losses = torch.stack(torch.distributed.nn.functional.all_gather(loss, group=group))
+    counts = torch.stack(torch.distributed.nn.functional.all_gather((labels != -100).sum(), group=group))
+    losses = torch.where(counts > 0, losses, torch.zeros_like(losses))
+    return (losses * counts).sum() / counts.sum().clamp(min=1)
+
+
+def _trained(stage: int) -> list[float]:
+    import zengine.deepspeed as deepspeed
+    from zengine.deepspeed.runtime.sequence_parallel.ulysses_sp import (
+        UlyssesSPAttentionHF,
+        UlyssesSPDataLoaderAdapter,
+    )
+
+    model = make("Llama")
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 2, seq_length=LENGTH)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+    groups = deepspeed.utils.groups
+    group, rank = groups._get_sequence_parallel_group(), groups._get_sequence_parallel_rank()
+    found = []
+    try:
+        for piece in UlyssesSPDataLoaderAdapter(batches(zcomm.group_rank()), rank, group, 2, engine.device):
+            own = engine(**piece, labels=piece["shift_labels"], use_cache=False).loss
+            loss = weighted(own, piece["shift_labels"], group)
+            engine.backward(loss)
+            engine.step()
+            found += [float(loss.detach()), float(engine.get_global_grad_norm())]
+        assert (engine.dp_world_size, groups._get_sequence_parallel_world_size()) == (1, 2)
+    finally:
+        UlyssesSPAttentionHF.unregister()
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_llama_with_shared_keys_trains_as_in_one_process(stage: int) -> None:
+    expected = alone()
+    for found in run_ranks(_trained, 2, stage, timeout_s=240):
+        assert found == pytest.approx(expected, rel=2e-4)
+
+
+def _windowed() -> float:
+    """A model with windows, and a batch with padding in front."""
+    from zengine.deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from zpartition.sequence import SequenceBatches
+
+    model = make("Mistral", sliding_window=4).eval()
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, :3] = 0
+    batch = {**batches(0)[0], "attention_mask": mask}
+    whole = model(**batch, use_cache=False).logits
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 2)
+    assert mpu is not None
+    try:
+        piece = SequenceBatches.over([], mpu.sequence()).piece(batch)
+        piece.pop("shift_labels")
+        logits = model(**piece, use_cache=False).logits
+    finally:
+        UlyssesSPAttentionHF.unregister()
+    there = mask.chunk(2, 1)[mpu.get_sequence_parallel_rank()].bool()
+    expected = whole.chunk(2, 1)[mpu.get_sequence_parallel_rank()]
+    return float((logits - expected)[there].abs().max().detach())
+
+
+def test_windows_and_padding_reach_over_the_cut() -> None:
+    assert max(run_ranks(_windowed, 2, timeout_s=240)) < 1e-5
