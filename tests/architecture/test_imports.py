@@ -64,8 +64,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {"init", "Degrees", "Groups"},
     },
     # sizes of what is split over ranks, and whole tensors of it
-    "features/measuring.py": {"zpartition": {"tensor", "tensor.Joining"}},
-    "persistence.py": {"zpartition": {"tensor"}},
+    "features/measuring.py": {"zpartition": {"Joining"}},
+    "persistence.py": {"zpartition": {"Joining", "own_parts", "whole_state_dict"}},
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce"}},
     # ranks compare what they waited for
@@ -100,7 +100,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
         "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
     },
-    "exporting.py": {"zpartition": {"gathered", "tensor"}},
+    "exporting.py": {"zpartition": {"gathered", "Joining"}},
     # tells which kernels run here, and what carries messages between two ranks that it starts
     "commands/env.py": {
         "zoptim": {"kernels"},

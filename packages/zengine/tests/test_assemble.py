@@ -21,7 +21,7 @@ from zengine.assemble import (
     make_scheduler,
 )
 from zengine.config import Facts, Plan, load, resolve
-from zengine.features import DumpState, Unfreezing
+from zengine.features import Balancing, DumpState, Unfreezing
 from zengine.parts import Numbers
 from zengine.runners import AutocastRunner, CastingRunner, Holding, Sequential
 from zengine.verdict import SkipNonFinite, apply_always
@@ -81,8 +81,12 @@ def test_inputs_are_cast_only_when_asked():
 
 
 def test_a_feature_that_is_off_is_absent():
-    assert [type(feature) for feature in make_features(plan_of())] == [Unfreezing]
-    assert [type(feature) for feature in make_features(plan_of(dump_state=True))] == [Unfreezing, DumpState]
+    assert [type(feature) for feature in make_features(plan_of())] == [Unfreezing, Balancing]
+    assert [type(feature) for feature in make_features(plan_of(dump_state=True))] == [
+        Unfreezing,
+        Balancing,
+        DumpState,
+    ]
 
 
 def test_the_optimizer_is_made_over_all_that_can_be_trained_unless_others_are_given():

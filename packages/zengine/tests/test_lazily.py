@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 
@@ -21,3 +22,16 @@ def test_a_name_is_imported_on_first_use_and_kept(monkeypatch):
     assert vars(package)["OrderedDict"] is OrderedDict
     with pytest.raises(AttributeError, match="module 'lazy_example' has no attribute 'Other'"):
         package.Other  # noqa: B018 - the look is the test
+
+
+def test_an_engine_of_a_whole_model_loads_nothing_that_splits_models():
+    script = """
+import logging, sys
+logging.disable()
+from torch import nn
+import zengine
+zengine.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}})
+splits = ("tensor", "pipeline", "sequence", "experts", "activations")
+print([name for name in sys.modules if name.startswith(tuple(f"zpartition.{split}" for split in splits))])
+"""
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"

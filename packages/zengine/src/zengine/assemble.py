@@ -39,16 +39,12 @@ from zengine.features import (
 from zengine.features.looking import lookers
 from zengine.feeding import data_features, feed_of, require_data, training_loader
 from zengine.parts import ConstantRate, NoOptimizer, Numbers, Parts, ShardOptimizer, TelemetrySlot
-from zengine.pipeline_engine import PipelineEngine
-from zengine.pipeline_passes import EnginePasses
-from zengine.recomputing import make_checkpointing
 from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
 from zengine.safe_modules import refuse_unknown_classes
 from zengine.saving import SaveBehind, SaveNow, Saver
-from zengine.splitting import first_batch, split_tensors
+from zengine.staging import is_staged
 from zengine.telemetry import make_telemetry
 from zengine.verdict import Judge, SkipNonFinite, apply_always
-from zpartition.pipeline import PipelineModule, PipelineRunner
 
 log = logging.getLogger("zengine")
 
@@ -67,9 +63,12 @@ class Client:
 def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Parts:
     """Build every part for `plan`; `module` is moved to the device, cast, and partitioned over the gradient ranks."""
     loader = make_training_loader(client, plan, world, groups)
-    sample = functools.partial(first_batch, client.training_data, client.collate_fn, world.device)
     refuse_experts(module, plan)
-    split_tensors(module, plan, groups, world.device, sample)
+    if plan.parallel.degrees.tensor > 1:
+        from zengine.splitting import first_batch, split_tensors
+
+        sample = functools.partial(first_batch, client.training_data, client.collate_fn, world.device)
+        split_tensors(module, plan, groups, world.device, sample)
     deal_experts(module, plan, groups)
     with zpartition.recording(module):  # of a module without memory; see zpartition.Init
         plan.precision.cast_module(module.to(world.device))
@@ -119,13 +118,19 @@ def _around(
             judge=make_judge(plan, scaler, groups.everybody()),
             exchange=functools.partial(zcomm.exchange, group=partition.group),
             saver=saver,
-            checkpointing=make_checkpointing(plan.activations, partition.cell, world.device),
+            checkpointing=functools.cache(lambda: _checkpointing(plan, partition.cell, world.device)),
             loader=loader,
             client_scheduler=scheduler,
             runner=make_runner(plan, partition.module, world.device),  # last: it changes the module
         )
         opened.pop_all()
     return parts
+
+
+def _checkpointing(plan: Plan, cell: zpartition.Cell, device: torch.device) -> zpartition.activations.Checkpointing:
+    from zengine.recomputing import make_checkpointing
+
+    return make_checkpointing(plan.activations, cell, device)
 
 
 def _telemetry(plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> TelemetrySlot:
@@ -144,8 +149,12 @@ def _telemetry(plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Telemetr
 
 def make_engine_around(module: nn.Module, parts: Parts, plan: Plan) -> Engine:
     """The engine, of whole models or of a pipeline's stages."""
-    if not isinstance(module, PipelineModule):
+    if not is_staged(module):
         return Engine(module, parts, plan)
+    from zengine.pipeline_engine import PipelineEngine
+    from zengine.pipeline_passes import EnginePasses
+    from zpartition.pipeline import PipelineRunner
+
     passes = EnginePasses(parts)
     pipeline = PipelineRunner.over(module, plan.pipeline.schedule, device=parts.world.device, passes=passes)
     return PipelineEngine(module, parts, plan, pipeline, passes)

@@ -14,7 +14,7 @@ from torch import nn
 import zcomm
 import zpartition
 from zengine.agreement import compare, parameter_lines, plan_lines
-from zpartition import experts
+from zengine.lazily import is_imported
 
 if TYPE_CHECKING:
     from zengine.config import Plan
@@ -24,6 +24,10 @@ __all__ = ["deal_experts", "expert_axes", "refuse_experts"]
 
 def expert_axes(module: nn.Module) -> Mapping[str, int]:
     """The expert ranks that the module's layers have, or ask for (`ep_size`).  ValueError if they differ."""
+    if not is_imported("zpartition.experts"):
+        return {}
+    from zpartition import experts
+
     dealt = {deal.size for deal in zpartition.deals_of(module).values()}
     degree = max(dealt, default=0) or experts.expert_degree(module)
     return {"expert": degree} if degree > 1 else {}
@@ -32,6 +36,8 @@ def expert_axes(module: nn.Module) -> Mapping[str, int]:
 def refuse_experts(module: nn.Module, plan: Plan) -> None:
     """ValueError, with paths and numbers, if the module's experts cannot be shared out as planned; asks nobody."""
     if _is_to_do(module, plan):
+        from zpartition import experts
+
         experts.fitting_experts(module, plan.parallel.degrees.expert, plan.parallel.expert_layers)
 
 
@@ -42,6 +48,8 @@ def deal_experts(module: nn.Module, plan: Plan, groups: zcomm.Groups) -> None:
         RanksDisagree: ranks have other models or configs.
     """
     if _is_to_do(module, plan):
+        from zpartition import experts
+
         compare({"plan": plan_lines(plan), "parameters": parameter_lines(module)}, groups.everybody())
         pattern = plan.parallel.expert_layers
         experts.distribute(module, groups.experts(), tensor=groups.tensor(), pattern=pattern)

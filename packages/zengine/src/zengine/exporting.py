@@ -23,7 +23,6 @@ from torch.nn import Parameter
 import zpartition
 from zengine.consensus import GroupPeers, on_every_rank
 from zengine.weightfiles import Entry, write_weights
-from zpartition import tensor as split
 
 if TYPE_CHECKING:
     from zengine.clock import Clock
@@ -56,7 +55,7 @@ class EngineExports:
         peers = GroupPeers.of(_engine(self))
         found = _tensors(_engine(self), trained_only=exclude_frozen_parameters)
         problem: list[Exception] = []
-        joining = split.Joining.of(self.module)
+        joining = zpartition.Joining.of(self.module)
         values = _gathered(found, joining)
         entries = [Entry(names, joining.shape(tensor), tensor.dtype) for tensor, names in found]
         write = partial(write_weights, os.path.join(save_dir, save_filename), entries, values)
@@ -103,7 +102,7 @@ class EngineExports:
         found = _tensors(_engine(self), trained_only=exclude_frozen_parameters)
         is_first = GroupPeers.of(_engine(self)).rank == 0
         state: dict[str, Tensor] = {}
-        for (_, names), value in zip(found, _gathered(found, split.Joining.of(self.module))):
+        for (_, names), value in zip(found, _gathered(found, zpartition.Joining.of(self.module))):
             if is_first:
                 state.update(dict.fromkeys(names, value.detach().to("cpu", copy=True)))
         return state if is_first else None
@@ -155,7 +154,7 @@ def _tensors(engine: Engine, *, trained_only: bool) -> list[Named]:
     return [(tensor, tuple(names[key])) for key, tensor in tensors.items()]
 
 
-def _gathered(found: list[Named], joining: split.Joining) -> Iterator[Tensor]:
+def _gathered(found: list[Named], joining: zpartition.Joining) -> Iterator[Tensor]:
     """Each tensor whole while it is looked at.  A collective at stage 3, and where layers are split."""
     for tensor, _ in found:
         if isinstance(tensor, Parameter):

@@ -14,16 +14,16 @@ from zengine.feeding import EngineData
 from zengine.getters import EngineGetters
 from zengine.phases import EnginePhases
 from zengine.precision_facts import PrecisionFacts
-from zengine.recomputing import EngineRecomputing
 
 if TYPE_CHECKING:
     from zengine.clock import Clock
     from zengine.config import Plan
     from zengine.parts import Parts, TelemetrySlot
     from zengine.report import StepReport
+    from zpartition.activations import Checkpointing
 
 
-class EngineFacts(PrecisionFacts, EngineGetters, EnginePhases, EngineData, EngineExports, EngineRecomputing):
+class EngineFacts(PrecisionFacts, EngineGetters, EnginePhases, EngineData, EngineExports):
     """Read-only answers from the plan, the clock and the last report; mixed into `Engine`."""
 
     if TYPE_CHECKING:
@@ -75,6 +75,11 @@ class EngineFacts(PrecisionFacts, EngineGetters, EnginePhases, EngineData, Engin
     def span(self, name: str) -> AbstractContextManager[None]:
         """Time what happens inside as a phase: `with engine.span("data"): batch = next(batches)`."""
         return self.parts.telemetry.span(name)
+
+    @property
+    def activation_checkpointing(self) -> Checkpointing:
+        """Runs a block so that its activations are computed again in backward, as the config's section says."""
+        return self.parts.checkpointing()
 
     def report_tokens(self, num_tokens: int) -> None:
         """Tokens of this rank in the step under way, where what forward gets would mislead; they add up."""

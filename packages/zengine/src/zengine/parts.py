@@ -165,7 +165,7 @@ class Parts:
     judge: Judge
     exchange: Callable[[Any], list[Any]]  # a value of each rank, to all
     saver: Saver
-    checkpointing: zpartition.activations.Checkpointing
+    checkpointing: Callable[[], zpartition.activations.Checkpointing]  # the same one each time
     loader: Any  # the zengine loader, or None when the caller brings the data
     client_scheduler: Any  # what the caller sees as lr_scheduler; None without one
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+import zpartition
 from zengine import checkpointing
-from zpartition import tensor as split
 
 if TYPE_CHECKING:
     from zengine.engine import Engine
@@ -70,8 +70,8 @@ class EnginePersistence:
 
         Where it is split over ranks, that of the whole, on every rank; all ranks call.
         """
-        if not split.Joining.of(self.module).is_idle:
-            return split.whole_state_dict(self.module)
+        if not zpartition.Joining.of(self.module).is_idle:
+            return zpartition.whole_state_dict(self.module)
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -79,7 +79,7 @@ class EnginePersistence:
 
         All ranks call; rank 0's values count.  Where the module is split, each rank takes its parts of the whole.
         """
-        state_dict = split.own_parts(self.module, state_dict)
+        state_dict = zpartition.own_parts(self.module, state_dict)
         result = self.module.load_state_dict(state_dict, strict=strict, assign=False)
         self.parts.partition.synchronise()
         self.parts.partition.refine(state_dict)

@@ -32,21 +32,8 @@ from zpartition.activations import (
 
 if TYPE_CHECKING:
     from zengine.config.activations import ActivationCheckpointing
-    from zengine.parts import Parts
 
 log = logging.getLogger("zengine")
-
-
-class EngineRecomputing:
-    """`activation_checkpointing`; mixed into `Engine`."""
-
-    if TYPE_CHECKING:
-        parts: Parts
-
-    @property
-    def activation_checkpointing(self) -> Checkpointing:
-        """Runs a block so that its activations are computed again in backward, as the config's section says."""
-        return self.parts.checkpointing
 
 
 def make_checkpointing(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, TypeGuard
 
 import attrs
 from torch import nn
@@ -15,17 +16,29 @@ from torch import nn
 import zcomm
 from zengine.config import ConfigError, Plan, Problem
 from zengine.config.pipeline import unfit_for_pipelines
+from zengine.lazily import is_imported
 from zpartition import ReduceAt
-from zpartition.pipeline import PipelineModule, ScheduleError, make_schedule, predict
 
-__all__ = ["fitted", "stage_axes"]
+if TYPE_CHECKING:
+    from zpartition.pipeline import PipelineModule
+
+__all__ = ["fitted", "is_staged", "stage_axes"]
 
 log = logging.getLogger("zengine")
 
 
+def is_staged(model: nn.Module) -> TypeGuard[PipelineModule]:
+    """Whether `model` is some of the layers of a pipeline."""
+    if not is_imported("zpartition.pipeline"):
+        return False
+    from zpartition.pipeline import PipelineModule
+
+    return isinstance(model, PipelineModule)
+
+
 def stage_axes(model: nn.Module) -> Mapping[str, int]:
     """The degree that a pipeline lays out by itself; nothing for other models."""
-    return {"pipeline": model.place.num_ranks} if isinstance(model, PipelineModule) else {}
+    return {"pipeline": model.place.num_ranks} if is_staged(model) else {}
 
 
 def fitted(model: nn.Module, plan: Plan) -> Plan:
@@ -34,10 +47,10 @@ def fitted(model: nn.Module, plan: Plan) -> Plan:
     Raises:
         ConfigError: keys that do not go with the model, or with pipelines.
     """
-    problems = list(_staged(model, plan) if isinstance(model, PipelineModule) else _whole(model, plan))
+    problems = list(_staged(model, plan) if is_staged(model) else _whole(model, plan))
     if problems:
         raise ConfigError("initialize()", problems)
-    if not isinstance(model, PipelineModule):
+    if not is_staged(model):
         return plan
     if plan.pipeline.recompute_interval:
         model.recompute_interval = plan.pipeline.recompute_interval
@@ -72,6 +85,8 @@ def _staged(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
 
 def _schedule(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
     """Whether the schedule takes so many micro-batches, and what it costs if they are few."""
+    from zpartition.pipeline import ScheduleError, make_schedule, predict
+
     count, ranks = plan.batch.accumulation, model.place.num_ranks
     per_rank = model.num_stages // ranks
     name = "interleaved" if plan.pipeline.schedule == "1f1b" and per_rank > 1 else plan.pipeline.schedule

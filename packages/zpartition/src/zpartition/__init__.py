@@ -36,6 +36,7 @@ from zpartition.shard import LazyShard, Shard
 from zpartition.sharding import shard
 from zpartition.state import Holder
 from zpartition.traffic_plan import Flow, TrafficPlan, plan_traffic
+from zpartition.whole import Joining, own_parts, whole_state_dict
 
 __version__ = "0.2.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "Holder",
     "Holding",
     "Init",
+    "Joining",
     "Layout",
     "LazyShard",
     "MemoryPlan",
@@ -67,6 +69,7 @@ __all__ = [
     "gathered",
     "load_slices",
     "make_state",
+    "own_parts",
     "plan",
     "plan_layout",
     "plan_traffic",
@@ -87,4 +90,5 @@ __all__ = [
     "shard",
     "stages_of",
     "state_shards",
+    "whole_state_dict",
 ]

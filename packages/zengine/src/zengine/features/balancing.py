@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 from torch.distributed import ProcessGroup
 
 from zengine.features.base import Feature
-from zpartition.experts import balance, balanced_routers
+from zengine.lazily import is_imported
 
 if TYPE_CHECKING:
     from zengine.engine import Engine
@@ -24,7 +24,14 @@ class Balancing(Feature):
     group: ProcessGroup | None
 
     def attach(self, engine: Engine) -> None:
-        self.routers, self.group = balanced_routers(engine.module), engine.parts.groups.gradient()
+        self.routers, self.group = (), engine.parts.groups.gradient()
+        if is_imported("zpartition.experts"):
+            from zpartition.experts import balanced_routers
+
+            self.routers = balanced_routers(engine.module)
 
     def step_end(self, report: StepReport) -> None:
-        balance(self.routers, self.group)
+        if self.routers:
+            from zpartition.experts import balance
+
+            balance(self.routers, self.group)

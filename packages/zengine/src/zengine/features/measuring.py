@@ -22,7 +22,7 @@ from zengine.telemetry.subject import (
     without_secrets,
 )
 from zengine.telemetry.work import Formula
-from zpartition.tensor import Joining
+from zpartition import Joining
 
 if TYPE_CHECKING:
     from zengine.clock import MicroStep

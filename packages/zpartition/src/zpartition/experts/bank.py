@@ -29,8 +29,8 @@ from zpartition.experts.mlp import ExpertMLP
 from zpartition.experts.parameter import ExpertParameter
 from zpartition.shard import Address
 from zpartition.tensor.entrance import Entrance
-from zpartition.tensor.parallelize import part_of
 from zpartition.tensor.styles import cut_along
+from zpartition.whole import part_of
 
 __all__ = ["Experts"]
 

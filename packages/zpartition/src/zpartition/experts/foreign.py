@@ -24,7 +24,7 @@ from zpartition.experts.bank import refuse_uneven
 from zpartition.experts.dispatch import Shipment
 from zpartition.experts.parameter import as_experts
 from zpartition.shard import Address
-from zpartition.tensor.parallelize import part_of
+from zpartition.whole import part_of
 
 __all__ = ["is_foreign", "share_out_foreign"]
 

@@ -16,7 +16,7 @@ from zpartition.tensor.reading import read_layer_specs, read_tp_plan
 from zpartition.tensor.styles import Column, Gather, Row, Scatter, Style, Summed, Vocabulary, Whole
 from zpartition.tensor.verifying import verify
 from zpartition.tensor.vocabulary import VocabularyEmbedding, vocabulary_cross_entropy
-from zpartition.tensor.whole import Joining, load_whole_state_dict, own_parts, whole_state_dict
+from zpartition.whole import load_whole_state_dict, whole_state_dict
 
 __all__ = [
     "Column",
@@ -24,7 +24,6 @@ __all__ = [
     "ColumnLinear",
     "Cut",
     "Gather",
-    "Joining",
     "Row",
     "RowConv1D",
     "RowLinear",
@@ -40,7 +39,6 @@ __all__ = [
     "fitted_plan",
     "infer_plan",
     "load_whole_state_dict",
-    "own_parts",
     "parallelize",
     "read_layer_specs",
     "read_tp_plan",

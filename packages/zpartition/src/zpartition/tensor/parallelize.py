@@ -13,7 +13,6 @@ import zcomm
 from zpartition.admission import refuse_hollow, refuse_owned
 from zpartition.cells import Cell
 from zpartition.deferred import tape_that_knows
-from zpartition.shard import Address
 from zpartition.tensor import regions
 from zpartition.tensor.draws import agree_on_random_numbers
 from zpartition.tensor.entrance import Entrance
@@ -23,6 +22,7 @@ from zpartition.tensor.placing import Cut, kind_of
 from zpartition.tensor.plan import TensorPlan, resolve
 from zpartition.tensor.styles import Column, Gather, Row, Scatter, Summed, Vocabulary
 from zpartition.tensor.vocabulary import VocabularyEmbedding
+from zpartition.whole import part_of
 
 __all__ = ["parallelize", "part_of", "split"]
 
@@ -109,12 +109,6 @@ def _take_parts(module: nn.Module, cut: Cut, done: set[int]) -> None:
             done.add(id(param))
             param.grad = None
             param.data = part_of(param.data, address)
-
-
-def part_of(tensor: Tensor, address: Address) -> Tensor:
-    """Memory of its own for what lies at `address`."""
-    boxes = [tensor[tuple(slice(lo, hi) for lo, hi in box)] for box in address.boxes]
-    return torch.cat(boxes) if len(boxes) > 1 else boxes[0].clone(memory_format=torch.contiguous_format)
 
 
 def _become(module: nn.Module, cut: Cut, entrance: Entrance) -> None:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import zcomm
 from zpartition.cells import Cell, addresses_of, cell_of, deals_of
 from zpartition.shard import Address, Box
-from zpartition.tensor.parallelize import part_of
 
-__all__ = ["Joining", "load_whole_state_dict", "own_parts", "whole_state_dict"]
+__all__ = ["Joining", "load_whole_state_dict", "own_parts", "part_of", "whole_state_dict"]
 
 
 @final
@@ -49,6 +48,12 @@ class Joining:
         """The whole of a parameter, which stage 3 has gathered; others as they are.  All who have parts call."""
         address, cells = self.parts.get(id(tensor), (None, ()))
         return _joined(tensor.detach(), address, cells) if cells else tensor.detach()
+
+
+def part_of(tensor: Tensor, address: Address) -> Tensor:
+    """Memory of its own for what lies at `address` of a whole tensor."""
+    boxes = [tensor[tuple(slice(lo, hi) for lo, hi in box)] for box in address.boxes]
+    return torch.cat(boxes) if len(boxes) > 1 else boxes[0].clone(memory_format=torch.contiguous_format)
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
