@@ -78,7 +78,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
         },
         "zpartition": {
-            *("Init", "gathered", "tensor", "sequence"),
+            *("Init", "cell_of", "gathered", "tensor", "sequence"),
             *("experts.ExpertParameter", "experts.MoE"),
             *(f"pipeline.{name}" for name in ("LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec")),
             *(

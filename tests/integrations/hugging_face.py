@@ -71,11 +71,11 @@ def settings(stage: int) -> dict[str, Any]:
     }
 
 
-def arguments_of(folder: Path, config: str | None) -> TrainingArguments:
+def arguments_of(folder: Path, config: str | None, micro_batch: int = 2) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=2,
         max_steps=STEPS,
         save_steps=SAVED_AT,
@@ -292,6 +292,41 @@ def kept_in_float32(section: str, stage: int) -> dict[str, Any]:
     return found
 
 
+def with_layers_split(folder: Path) -> dict[str, Any]:
+    """Trainer with two ranks that share the layers of one model, against two replicas of half the micro-batch."""
+
+    def quiet() -> GPT2LMHeadModel:
+        set_seed(11)
+        config = tiny()
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        return GPT2LMHeadModel(config)
+
+    halves = Trainer(model=quiet(), args=arguments_of(folder / "plain", None, 1), train_dataset=sentences())
+    halves.train()
+    path = folder / "ds.json"
+    path.write_text(json.dumps({**settings(1), "tensor_parallel": {"autotp_size": 2}}))
+    trainer = trainer_of(folder, quiet, str(path))
+    trainer.train()
+    engine = trainer.model_wrapped
+    trainer.save_model(str(folder / "final"))
+    saved = safetensors.torch.load_file(folder / "final" / "model.safetensors") if engine.global_rank == 0 else {}
+    plain = dict(halves.model.named_parameters())
+    resumed = trainer_of(folder, quiet, str(path))
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_AT}"))
+    found = {
+        "plain": losses(halves),
+        "losses": losses(trainer),
+        "norms": [norms(halves), norms(trainer)],
+        "resumed": losses(resumed)[SAVED_AT:],
+        "tensor": deepspeed.utils.groups.get_tensor_model_parallel_world_size(),
+        "samples": engine.last_report.samples,
+        "apart": max(((value - plain[name]).abs().max().item() for name, value in saved.items()), default=0.0),
+    }
+    for each in (trainer, resumed):
+        each.model_wrapped.destroy()
+    return found
+
+
 def main(folder: Path) -> None:
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "plain": lambda: without_deepspeed(folder / "plain"),
@@ -301,6 +336,7 @@ def main(folder: Path) -> None:
         "pretrained": lambda: from_pretrained(folder / "pretrained"),
         **{f"kept-{half}": lambda half=half: kept_in_float32(half, 3) for half in ("bf16", "fp16")},
         **{f"accelerate-{s}": lambda s=s: with_accelerate(folder / f"accelerate-{s}", s) for s in (1, 2, 3)},
+        "split": lambda: with_layers_split(folder / "split"),  # last: Accelerate keeps its mesh
     }
     found: dict[str, Any] = {"deepspeed": deepspeed.__name__}
     rank = int(os.environ["RANK"])

@@ -132,5 +132,15 @@ def test_accelerator_trains_saves_and_loads_alike_at_every_stage(found: list[dic
     assert (ours["samples"], ours["skipped"], ours["names"]) == (32, False, 29)
 
 
+def test_trainer_splits_layers_over_ranks_and_trains_saves_resumes_and_exports_alike(found: list[dict[str, Any]]):
+    ours = of(found, "split")
+    assert (ours["tensor"], ours["samples"]) == (2, 16)
+    assert ours["losses"] == pytest.approx(ours["plain"], abs=1e-4)
+    assert ours["norms"][1] == pytest.approx(ours["norms"][0], rel=1e-4)
+    assert ours["resumed"] == ours["losses"][2:]
+    assert found[1]["split"]["losses"] == ours["losses"]
+    assert ours["apart"] < 1e-4
+
+
 def test_deepspeed_was_ours(found: list[dict[str, Any]]):
     assert [results["deepspeed"] for results in found] == ["zengine.deepspeed", "zengine.deepspeed"]

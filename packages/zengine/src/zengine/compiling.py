@@ -19,6 +19,7 @@ from zengine.features import Feature
 
 if TYPE_CHECKING:
     from zengine.engine import Engine
+    from zengine.parts import Parts
 
 
 class EngineCompiling:
@@ -26,6 +27,7 @@ class EngineCompiling:
 
     if TYPE_CHECKING:
         module: nn.Module
+        parts: Parts
         features: tuple[Feature, ...]
         add_feature: Callable[[Feature], None]
 
@@ -39,14 +41,19 @@ class EngineCompiling:
         """Compile the module's blocks with torch.compile(backend=..., **compile_kwargs); undone by `close`.
 
         Raises:
-            ValueError: a schedule or compiled autograd is asked for, which DeepSpeed's compiler has; or the module is
-                compiled already.
+            ValueError: a schedule or compiled autograd is asked for, which DeepSpeed's compiler has; layers are split
+                over ranks; or the module is compiled already.
         """
         asked = ["schedule"] * (schedule is not None) + ["compiled_autograd_enabled"] * compiled_autograd_enabled
         if asked:
             raise ValueError(
                 f"compile({asked[0]}=...) belongs to DeepCompile, which is not offered: leave it out; backward is "
                 "compiled by the backend, and gathering is scheduled by the partition"
+            )
+        if self.parts.partition.cell.size > 1:
+            raise ValueError(
+                f"compile() is not available for layers that are split over ranks ({self.parts.partition.cell.size} "
+                "here): torch.compile cannot look into their messages. Leave it out, or use one tensor rank."
             )
         if self.is_compiled:
             raise ValueError("compile() was called before: the module is compiled already")

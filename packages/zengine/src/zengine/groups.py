@@ -69,16 +69,25 @@ def _laid_out(mpu: Any, mesh: DeviceMesh | None, model: nn.Module) -> LaidOut:
     split, stages = zpartition.cell_of(model), stage_axes(model)
     if mesh is not None or mpu is not None:
         groups = zcomm.Groups.from_mesh(mesh) if mesh is not None else _of_mpu(mpu)
-        return _fixed(groups.split_over(split.group) if split.group else groups, "mesh=" if mpu is None else "mpu=")
+        return _fixed(
+            groups.split_over(_ranks_of(split)) if split.size > 1 else groups, "mesh=" if mpu is None else "mpu="
+        )
     if split.size == 1:
         return LaidOut(zcomm.Groups.of, zcomm.group_size(), stages, "the model")
     zpartition.replicas_of(model)  # refuses tensor ranks that are no neighbours
+    tensor = _ranks_of(split)
 
     def make(degrees: zcomm.Degrees) -> zcomm.Groups:
-        assert split.group is not None
-        return zcomm.Groups.of(degrees).split_over(split.group)
+        return zcomm.Groups.of(degrees).split_over(tensor)
 
     return LaidOut(make, zcomm.group_size(), {"tensor": split.size, **stages}, "the model")
+
+
+def _ranks_of(split: zpartition.Cell) -> ProcessGroup:
+    """Those that hold the other parts; None as their group is the default one."""
+    group = split.group or dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _fixed(groups: zcomm.Groups, by: str) -> LaidOut:

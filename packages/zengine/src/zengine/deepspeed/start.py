@@ -6,6 +6,7 @@ Besides the names of arguments, three things come in here: modules that `set_z3_
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
@@ -14,8 +15,10 @@ import torch
 from torch import nn
 
 import zcomm
+import zpartition
+from zengine.config.resolve import BATCH_KEYS
 from zengine.config.source import read
-from zengine.deepspeed.comm import init_distributed
+from zengine.deepspeed.comm import get_world_size, init_distributed
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.utils import groups
 from zengine.deepspeed.utils.leaves import leaf_names
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from zengine.report import StepReport
 
 __all__ = ["initialize", "tp_model_init"]
+
+log = logging.getLogger("zengine")
 
 
 @final
@@ -80,7 +85,7 @@ def initialize(
         mpu=mpu,
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
-        config=_with_leaves(given, leaf_names(model)),
+        config=_with_leaves(_counting_copies(given, model), leaf_names(model)),
         mesh=mesh,
     )
     groups.mpu = mpu
@@ -129,6 +134,34 @@ def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A section of the config; empty where it is missing, or malformed, which `load` will tell."""
     found = data.get(name)
     return found if isinstance(found, Mapping) else {}
+
+
+def _counting_copies(given: Any, model: nn.Module | None) -> Any:
+    """The config with a train_batch_size that counts copies of the model, where it counts every rank.
+
+    DeepSpeed, and with it Accelerate and Trainer, multiply by all ranks, also by those that see the same samples
+    because they share the layers of one model.
+    """
+    document = read(given)
+    data = document.data if isinstance(document.data, Mapping) else {}
+    section = _section(data, "tensor_parallel")
+    said = (
+        section.get("autotp_size"),
+        _section(section, "tp").get("tp_size"),
+        zpartition.cell_of(model or nn.Module()).size,
+    )
+    shared = max(each for each in said if isinstance(each, int))
+    sizes = [data.get(key) for key in BATCH_KEYS]
+    train, micro, steps = (size if type(size) is int else 0 for size in sizes)
+    if shared == 1 or not train or train != micro * steps * get_world_size() or train % shared:
+        return given
+    log.warning(
+        "train_batch_size %d counts the %d ranks that share a model as if each saw samples of its own: read as %d",
+        train,
+        shared,
+        train // shared,
+    )
+    return attrs.evolve(document, data={**data, "train_batch_size": train // shared})
 
 
 def _with_leaves(given: Any, names: tuple[str, ...]) -> Any:
