@@ -138,6 +138,18 @@ def test_a_split_keeps_the_windows_of_a_step_and_may_change_on_resuming(folder):
     assert (other["tensor_parallel"]["autotp_size"], other["train_batch_size"]) == (1, 16)
 
 
+def test_windows_that_cannot_be_shared_out_are_refused_with_the_numbers(folder):
+    assert settle(options_of("--quick", "--sequence", "2"), folder).config["sequence_parallel_size"] == 2
+    with pytest.raises(RecipeError, match=r"--sequence 3: .* 64 bytes of a window, which 3 has to"):
+        settle(options_of("--quick", "--sequence", "3"), folder)
+    with pytest.raises(RecipeError, match="the 1 attention heads of a rank"):
+        settle(options_of("--quick", "--sequence", "2", "--tensor", "2"), folder)
+    settle(options_of("--quick"), folder).write(folder.recipe)
+    with pytest.raises(RecipeError, match="--sequence 5"):
+        settled(options_of("--resume", "--sequence", "5"), folder)
+
+
 def test_there_are_ranks_enough_for_a_split():
     assert split_over(options_of("--tensor", "4")) == 4
+    assert split_over(options_of("--tensor", "2", "--sequence", "2")) == 4
     assert split_over(options_of()) == 1

@@ -120,6 +120,14 @@ def test_a_run_goes_on_with_its_model_split_in_another_way(tmp_path):
     for alone, shared in zip(whole, split, strict=True):
         assert shared == pytest.approx(alone, abs=2e-4)  # the same windows, in float32, 16 steps of AdamW
 
+    code, output = train(tmp_path, *same, "--sequence", "2", "--name", "pieces", "--die-at", "13")
+    assert code == 128 + signal.SIGKILL, output
+    going_on = ("--resume", "--name", "pieces", "--sequence", "1", "--tensor", "2")
+    code, output = train(tmp_path, "--quick", "--threads", "1", *going_on)
+    assert code == 0, output
+    for alone, shared in zip(whole, figures(tmp_path / "pieces"), strict=True):
+        assert shared == pytest.approx(alone, abs=2e-4)
+
 
 def test_an_interrupted_run_saves_and_says_how_to_go_on(tmp_path):
     started = start(tmp_path, "--quick", "--steps", "1000000", "--threads", "1", "--ranks", "2", "--name", "endless")

@@ -29,6 +29,7 @@ from types import FrameType
 TOOLS = Path(__file__).resolve().parents[1]
 SPLITS = {  # options that split one model over ranks: name -> path of the key in the config, what it is
     "tensor": (("tensor_parallel", "autotp_size"), "ranks that share the layers of one model"),
+    "sequence": (("sequence_parallel_size",), "ranks that share the bytes of each window"),
 }
 CONTROL = "TRAIN_CONTROL"  # environment variable: set when standard input is the pipe described above
 MISTAKE, DEFEAT = 2, 3  # exit codes

@@ -7,6 +7,7 @@ bit, and an answer to Ctrl-C.  What is said before and after the loop is in tell
     python3 tools/dev.py train              two ranks, about six minutes
     python3 tools/dev.py train --resume     after Ctrl-C, a crash or a power cut
     python3 tools/dev.py train --tensor 2   its layers split over two ranks; --resume --tensor 1 goes on without
+    python3 tools/dev.py train --sequence 2 half of the bytes of each window on each of two ranks
     python3 tools/dev.py train --help       everything else
 """
 
@@ -27,6 +28,7 @@ from .launch import DEFEAT, MISTAKE, parser
 from .model import GPT, parameter_groups
 from .progress import Progress, memory_bytes
 from .recipe import Folder, Recipe, RecipeError, pinned, settle, settled
+from .shared import share_windows
 from .stopping import Stopping, Wish
 from .telling import Run, interrupted, introduction, take_stock, written
 from .text import CorpusError, Windows, read_corpus
@@ -50,7 +52,7 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     progress = Progress(steps=recipe.steps, speaks=is_first)
     journal = Journal(folder.journal, writes=is_first, bytes_per_sample=recipe.shape.context)
     stopping = Stopping(minutes=options.minutes, die_at=options.die_at)
-    run = Run(folder=folder, recipe=recipe, corpus=corpus, model=model, engine=engine)
+    run = Run(folder=folder, recipe=recipe, corpus=corpus, model=share_windows(model, engine), engine=engine)
 
     def save() -> None:
         engine.save_checkpoint(str(folder.checkpoints), client_state={"fingerprint": corpus.fingerprint})

@@ -53,6 +53,34 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of each position to those up to it; (batch, heads, time, size) each."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Part:
+    """Which part of each window a rank works on: here all of it."""
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """That part of (batch, time)."""
+        return tokens
+
+    def begin(self, time: int) -> int:
+        """Where in the window a part of `time` positions begins."""
+        return 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """What positions of the part see of the window."""
+        return causal(query, key, value)
+
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Mean over the window, () float32, from scores (batch, time, 256) of the part."""
+        return F.cross_entropy(scores.float().flatten(0, 1), targets.flatten())
+
+
+ALL = Part()
+
+
 class Block(nn.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)).  x is (batch, time, width)."""
 
@@ -66,11 +94,11 @@ class Block(nn.Module):
         self.mlp_in = nn.Linear(shape.width, 4 * shape.width)
         self.mlp_out = nn.Linear(4 * shape.width, shape.width)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, part: Part = ALL) -> Tensor:
         parts = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)  # of the heads that are here, when split over ranks
         query, key, value = (part.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2) for part in parts)
         query, key = rotated(query, cos, sin), rotated(key, cos, sin)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = part.attend(query, key, value)
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
         hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
         output: Tensor = x + self.mlp_out(hidden)
@@ -83,6 +111,7 @@ class GPT(nn.Module):
     def __init__(self, shape: Shape, *, seed: int = 0) -> None:
         super().__init__()
         self.shape = shape
+        self.part = ALL  # in training; what is only looked at, every rank does whole
         self.token_embedding = nn.Embedding(VOCABULARY, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
         self.final_norm = nn.LayerNorm(shape.width)
@@ -103,23 +132,23 @@ class GPT(nn.Module):
                 writes = name.endswith(("attention_out.weight", "mlp_out.weight"))
                 parameter.normal_(0.0, 0.02 / math.sqrt(2 * self.shape.depth if writes else 1), generator=generator)
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, part: Part = ALL) -> Tensor:
         """Scores of the next byte after each position: tokens (batch, time) int64 -> (batch, time, 256)."""
-        time = tokens.shape[1]
+        begin = part.begin(tokens.shape[1])
+        time = begin + tokens.shape[1]
         if time > self.shape.context:
             raise ValueError(f"a window of {time} bytes is longer than the model's context of {self.shape.context}")
         x = self.token_embedding(tokens)
-        cos, sin = rotations(time, self.shape.width // self.shape.heads, like=x)
+        cos, sin = (turn[begin:] for turn in rotations(time, self.shape.width // self.shape.heads, like=x))
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, part)
         scores: Tensor = self.head(self.final_norm(x))
         return scores
 
     def forward(self, windows: Tensor) -> Tensor:
         """Mean loss in nats per byte, () float32; windows (batch, time + 1) of any integer dtype."""
-        tokens = windows.long()
-        scores = self.logits(tokens[:, :-1])
-        return F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
+        tokens, part = windows.long(), self.part if torch.is_grad_enabled() else ALL
+        return part.loss(self.logits(part.of(tokens[:, :-1]), part), part.of(tokens[:, 1:]))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -94,6 +94,16 @@ class Recipe:
     final_windows: int  # windows of the last one, at most
     must_win: bool  # a full-length run has to beat the byte tables; a shortened one only reports
 
+    def __attrs_post_init__(self) -> None:
+        """Raise RecipeError, with the numbers, if sequence ranks cannot share out the bytes or heads of a window."""
+        size, shape = self.config.get("sequence_parallel_size", 1), self.shape
+        heads = shape.heads // self.config.get("tensor_parallel", {}).get("autotp_size", 1)
+        if shape.context % size or heads < size:
+            raise RecipeError(
+                f"--sequence {size}: ranks share out the {shape.context} bytes of a window, which {size} has to "
+                f"divide, and the {heads} attention heads of a rank, of which there must be as many"
+            )
+
     @property
     def weight_decay(self) -> float:
         return float(self.config.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0))
@@ -206,4 +216,4 @@ def settled(options: argparse.Namespace, folder: Folder) -> Recipe:
     if options.config is not None:
         raise RecipeError(f"--config: the run {folder.name!r} goes on with its own, in {folder.recipe}")
     _split(config, options)
-    return recipe
+    return attrs.evolve(recipe, config=config)
