@@ -138,6 +138,19 @@ def test_a_split_keeps_the_windows_of_a_step_and_may_change_on_resuming(folder):
     assert (other["tensor_parallel"]["autotp_size"], other["train_batch_size"]) == (1, 16)
 
 
+def test_experts_come_with_their_option_and_stay(folder):
+    recipe = settle(options_of("--quick", "--expert", "2"), folder)
+    assert recipe.config["expert_parallel"] == {"enabled": True, "autoep_size": 2}
+    assert recipe.shape.experts == 4
+    assert recipe.config["gradient_accumulation_steps"] == 2  # every rank has windows of its own
+    recipe.write(folder.recipe)
+    again = settled(options_of("--resume", "--expert", "1"), folder)
+    assert (again.config["expert_parallel"]["autoep_size"], again.shape.experts) == (1, 4)
+    settle(options_of("--quick"), folder).write(folder.recipe)
+    with pytest.raises(RecipeError, match="was started without experts"):
+        settled(options_of("--resume", "--expert", "2"), folder)
+
+
 def test_there_are_ranks_enough_for_a_split():
     assert split_over(options_of("--tensor", "4")) == 4
     assert split_over(options_of()) == 1
