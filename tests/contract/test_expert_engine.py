@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import zckpt
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
+from zengine.features.layer_norms import norms_by_layer
 from zpartition.experts.testing import CLIP, STEPS, Language, batches, train_alone
 
 BOUND = 3e-5  # of a loss or norm near 3, in float32, against float64
@@ -99,6 +101,64 @@ def _around(root: Path) -> tuple[list[list[float]], list[str], int]:
         if not torch.equal(saved[0].tensor(name), other.tensor(name))
     ]
     return curves, wrong, saved[0].tensor("model.blocks.0.moe.experts.stacked.up.weight").shape[0]
+
+
+def _beside(root: Path) -> list[Any]:
+    """What else an engine gives: whole weights, norms by layer, and steps in bf16 with states on the host."""
+    found: list[Any] = []
+    for stage, expert in ((0, 1), (0, 2), (2, 2), (3, 2)):
+        engine = engine_of(stage, expert, 1)
+        train(engine, 1)
+        engine.save_16bit_model(str(root), f"{stage}-{expert}.safetensors")
+        zcomm.barrier()
+        saved = load_file(root / f"{stage}-{expert}.safetensors")
+        state = engine.state_dict()
+        assert all(torch.equal(saved[name], state[name]) for name in saved)
+        engine.load_state_dict({name: 2 * value for name, value in state.items()})
+        engine.backward(engine(batches(2, 1)[0, 0, zcomm.group_rank()]))
+        engine.parts.partition.finish_gradients()
+        by_layer = norms_by_layer(engine.parts.partition)
+        assert sum(norm**2 for norm in by_layer.values()) ** 0.5 == pytest.approx(engine.step().grad_norm, rel=1e-5)
+        found.append(({name: value.double() for name, value in engine.state_dict().items()}, by_layer))
+        engine.close()
+    return found
+
+
+def test_whole_weights_and_norms_by_layer_are_those_of_all_experts(tmp_path: Path) -> None:
+    for whole, *others in run_ranks(_beside, 2, tmp_path, timeout_s=240):
+        for weights, norms in others:
+            assert norms == pytest.approx(whole[1], rel=1e-3)
+            for name, value in weights.items():
+                torch.testing.assert_close(value, whole[0][name], atol=2e-3, rtol=0, msg=name)
+
+
+def _narrow() -> list[list[float]]:
+    """bf16 at stages 1 and 3, with states on the host at one of them; the loss falls, alike on all ranks."""
+    found = []
+    for stage, offload in ((1, {}), (3, {}), (2, {"offload_optimizer": {"device": "cpu"}})):
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
+            "zero_optimization": {"stage": stage, **offload, "stage3_param_persistence_threshold": 20},
+            "expert_parallel": {"enabled": True, "autoep_size": 2},
+        }
+        engine = zengine.initialize(model=Language(), config=config)[0]
+        losses = []
+        for _ in range(8):
+            engine.backward(engine(batches(2, 1)[0, 0, zcomm.group_rank()]))
+            losses.append(engine.step().loss)
+        found.append(losses)
+        engine.close()
+    return found
+
+
+def test_in_bf16_experts_learn_the_same_at_every_stage() -> None:
+    first, second = run_ranks(_narrow, 2, timeout_s=240)
+    assert first == second
+    assert all(losses[-1] < losses[0] - 0.3 for losses in first)
+    for other in first[1:]:
+        assert other == pytest.approx(first[0], abs=0.02)
 
 
 def test_checkpoints_go_between_numbers_of_expert_ranks(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import attrs
 import pytest
 import torch
 
@@ -104,6 +105,20 @@ def test_the_likeliest_byte_is_taken_at_temperature_zero():
     text = generate(model, b"def ", num_bytes=1, temperature=0)
     scores = model.logits(torch.tensor([list(b"def ")]))[0, -1]
     assert text[-1] == scores.argmax().item()
+
+
+def test_experts_cost_a_byte_what_one_mlp_does_and_balance_in_training_alone():
+    shape = attrs.evolve(SMALL, experts=4)
+    model, plain = GPT(shape, seed=3), GPT(SMALL, seed=3)
+    torch.manual_seed(9)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), GPT(shape, seed=3).parameters()))
+    sizes = {name: parameter.shape for name, parameter in model.named_parameters() if "stacked" in name}
+    assert set(sizes.values()) == {(4, 64, 32), (4, 32, 64)}
+    dense = plain.blocks[0].mlp_in.weight.numel()
+    assert 2 * sizes["blocks.0.moe.experts.stacked.up.weight"][1:].numel() == dense  # two experts a byte
+    windows = some_windows(4)
+    added = model(windows).item() - model.eval()(windows).item()
+    assert added > 0.005  # 0.01 x the loss of balance, which is 1 at best; capacity is another in evaluation
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,19 @@ def test_windows_that_cannot_be_shared_out_are_refused_with_the_numbers(folder):
         settled(options_of("--resume", "--sequence", "5"), folder)
 
 
+def test_experts_come_with_their_option_and_stay(folder):
+    recipe = settle(options_of("--quick", "--expert", "2"), folder)
+    assert recipe.config["expert_parallel"] == {"enabled": True, "autoep_size": 2}
+    assert recipe.shape.experts == 4
+    assert recipe.config["gradient_accumulation_steps"] == 2  # every rank has windows of its own
+    recipe.write(folder.recipe)
+    again = settled(options_of("--resume", "--expert", "1"), folder)
+    assert (again.config["expert_parallel"]["autoep_size"], again.shape.experts) == (1, 4)
+    settle(options_of("--quick"), folder).write(folder.recipe)
+    with pytest.raises(RecipeError, match="was started without experts"):
+        settled(options_of("--resume", "--expert", "2"), folder)
+
+
 def test_there_are_ranks_enough_for_a_split():
     assert split_over(options_of("--tensor", "4")) == 4
     assert split_over(options_of("--tensor", "2", "--sequence", "2")) == 4

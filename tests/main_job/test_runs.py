@@ -129,6 +129,24 @@ def test_a_run_goes_on_with_its_model_split_in_another_way(tmp_path):
         assert shared == pytest.approx(alone, abs=2e-4)
 
 
+@pytest.mark.timeout(400)
+def test_a_run_goes_on_with_its_experts_shared_out_in_another_way(tmp_path):
+    same = (*QUICK, "--config", str(without_measuring(tmp_path)))
+    code, output = train(tmp_path, *same, "--ranks", "2", "--expert", "1", "--name", "whole")
+    assert code == 0, output
+    code, output = train(tmp_path, *same, "--expert", "2", "--name", "split", "--die-at", "13")
+    assert code == 128 + signal.SIGKILL, output
+    assert "4 experts a block over 2 ranks; a step is 2 ranks x 2 micro-steps" in output
+
+    code, output = train(tmp_path, "--quick", "--threads", "1", "--ranks", "2", "--resume", "--expert", "1")
+    assert code == 0, output
+    assert "run split resumes after step 10" in output
+    assert "4 experts a block over 1 rank;" in output
+    whole, split = figures(tmp_path / "whole"), figures(tmp_path / "split")
+    for alone, shared in zip(whole, split, strict=True):
+        assert shared == pytest.approx(alone, abs=2e-4)
+
+
 def test_an_interrupted_run_saves_and_says_how_to_go_on(tmp_path):
     started = start(tmp_path, "--quick", "--steps", "1000000", "--threads", "1", "--ranks", "2", "--name", "endless")
     run = tmp_path / "endless"

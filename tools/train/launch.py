@@ -30,6 +30,7 @@ TOOLS = Path(__file__).resolve().parents[1]
 SPLITS = {  # options that split one model over ranks: name -> path of the key in the config, what it is
     "tensor": (("tensor_parallel", "autotp_size"), "ranks that share the layers of one model"),
     "sequence": (("sequence_parallel_size",), "ranks that share the bytes of each window"),
+    "expert": (("expert_parallel", "autoep_size"), "ranks that share the experts of a model that has some"),
 }
 CONTROL = "TRAIN_CONTROL"  # environment variable: set when standard input is the pipe described above
 MISTAKE, DEFEAT = 2, 3  # exit codes
@@ -100,8 +101,8 @@ def choose_name(options: argparse.Namespace) -> str:
 
 
 def split_over(options: argparse.Namespace) -> int:
-    """Ranks that work on one copy of the model, as far as the options say."""
-    return math.prod(getattr(options, name) or 1 for name in SPLITS)
+    """Ranks that work on one window, as far as the options say; those that share experts have their own."""
+    return math.prod(getattr(options, name) or 1 for name in SPLITS if name != "expert")
 
 
 def available_cores() -> int:
@@ -168,7 +169,7 @@ def main(arguments: list[str]) -> int:
         print(f"train: {mistake}", file=sys.stderr)
         return MISTAKE
     line = ControlLine()
-    ranks = options.ranks or max(default_ranks(), split_over(options))
+    ranks = options.ranks or max(default_ranks(), split_over(options) * (options.expert or 1))
     threads = options.threads or max(1, available_cores() // ranks)
     path = os.pathsep.join(filter(None, [str(TOOLS), os.environ.get("PYTHONPATH")]))
     os.environ.update({"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, CONTROL: "1"})

@@ -8,6 +8,7 @@ bit, and an answer to Ctrl-C.  What is said before and after the loop is in tell
     python3 tools/dev.py train --resume     after Ctrl-C, a crash or a power cut
     python3 tools/dev.py train --tensor 2   its layers split over two ranks; --resume --tensor 1 goes on without
     python3 tools/dev.py train --sequence 2 half of the bytes of each window on each of two ranks
+    python3 tools/dev.py train --expert 2   a model with experts, shared out over two ranks
     python3 tools/dev.py train --help       everything else
 """
 
@@ -65,8 +66,7 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     progress.say(introduction(run))
     journal.begin(step=engine.global_steps, samples=engine.global_samples)
 
-    glance = held_out.stacked(recipe.glance_windows)
-    wish = Wish.GO_ON
+    glance, wish = held_out.stacked(recipe.glance_windows), Wish.GO_ON
     for batch in forever(loader):
         if engine.global_steps >= recipe.steps or wish is not Wish.GO_ON:
             break

@@ -17,7 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zpartition.experts import ExpertMLP, MoE
+
 from .text import VOCABULARY
+
+BALANCE = 0.01  # weight of the loss that keeps experts evenly used
 
 
 @attrs.frozen(kw_only=True)
@@ -28,11 +32,12 @@ class Shape:
     width: int = 128  # features of the residual stream
     heads: int = 2  # attention heads; must divide width
     context: int = 256  # longest window, in bytes
+    experts: int = 0  # of each block, two of which a byte goes to; 0: one MLP for all
 
     def __attrs_post_init__(self) -> None:
         for field, value in attrs.asdict(self).items():
-            if value < 1:
-                raise ValueError(f"{field} is {value}; it must be at least 1")
+            if value < (field != "experts"):
+                raise ValueError(f"{field} is {value}; it must be at least {int(field != 'experts')}")
         if self.width % (2 * self.heads):
             raise ValueError(f"width {self.width} is not an even multiple of heads {self.heads}")
 
@@ -91,15 +96,26 @@ class Block(nn.Module):
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.attention_out = nn.Linear(shape.width, shape.width)
         self.mlp_norm = nn.LayerNorm(shape.width)
-        self.mlp_in = nn.Linear(shape.width, 4 * shape.width)
-        self.mlp_out = nn.Linear(4 * shape.width, shape.width)
+        self.moe: MoE | None = None
+        if shape.experts:  # each of half the size, so that a byte costs what it costs without
+            expert = ExpertMLP(shape.width, 2 * shape.width, "gelu")
+            places = {"capacity_factor": 1.25, "eval_capacity_factor": 2.0, "top2_2nd_expert_sampling": False}
+            self.moe = MoE(shape.width, expert, shape.experts, k=2, **places)
+        else:
+            self.mlp_in = nn.Linear(shape.width, 4 * shape.width)
+            self.mlp_out = nn.Linear(4 * shape.width, shape.width)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, part: Part = ALL) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, uneven: list[Tensor], part: Part = ALL) -> Tensor:
+        """`uneven` gets a term of the loss where bytes are shared out among experts."""
         parts = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)  # of the heads that are here, when split over ranks
         query, key, value = (part.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2) for part in parts)
         query, key = rotated(query, cos, sin), rotated(key, cos, sin)
         mixed = part.attend(query, key, value)
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
+        if self.moe is not None:
+            mixture, aux_loss, _ = self.moe(self.mlp_norm(x))
+            uneven.append(aux_loss)
+            return x + mixture
         hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
         output: Tensor = x + self.mlp_out(hidden)
         return output
@@ -129,11 +145,15 @@ class GPT(nn.Module):
             elif parameter.dim() == 1:  # the gains of the norms
                 parameter.fill_(1.0)
             else:
-                writes = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                writes = name.endswith(("attention_out.weight", "mlp_out.weight", "down.weight"))
                 parameter.normal_(0.0, 0.02 / math.sqrt(2 * self.shape.depth if writes else 1), generator=generator)
 
-    def logits(self, tokens: Tensor, part: Part = ALL) -> Tensor:
-        """Scores of the next byte after each position: tokens (batch, time) int64 -> (batch, time, 256)."""
+    def logits(self, tokens: Tensor, part: Part = ALL, uneven: list[Tensor] | None = None) -> Tensor:
+        """Scores of the next byte after each position: tokens (batch, time) int64 -> (batch, time, 256).
+
+        uneven: gets how unevenly each block's experts are used, () float32.
+        """
+        uneven = [] if uneven is None else uneven
         begin = part.begin(tokens.shape[1])
         time = begin + tokens.shape[1]
         if time > self.shape.context:
@@ -141,14 +161,17 @@ class GPT(nn.Module):
         x = self.token_embedding(tokens)
         cos, sin = (turn[begin:] for turn in rotations(time, self.shape.width // self.shape.heads, like=x))
         for block in self.blocks:
-            x = block(x, cos, sin, part)
+            x = block(x, cos, sin, uneven, part)
         scores: Tensor = self.head(self.final_norm(x))
         return scores
 
     def forward(self, windows: Tensor) -> Tensor:
         """Mean loss in nats per byte, () float32; windows (batch, time + 1) of any integer dtype."""
         tokens, part = windows.long(), self.part if torch.is_grad_enabled() else ALL
-        return part.loss(self.logits(part.of(tokens[:, :-1]), part), part.of(tokens[:, 1:]))
+        uneven: list[Tensor] = []
+        scores = self.logits(part.of(tokens[:, :-1]), part, uneven)
+        loss = part.loss(scores, part.of(tokens[:, 1:]))
+        return loss + BALANCE * torch.stack(uneven).mean() if uneven and self.training else loss
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

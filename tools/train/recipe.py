@@ -123,6 +123,7 @@ class Recipe:
 
 
 FULL = {"validate_every": 50, "save_every": 200, "glance_windows": 64, "final_windows": 4096}
+QUICK_SHAPE, NUM_EXPERTS = Shape(depth=2, width=32, heads=2, context=64), 4
 QUICK = {"validate_every": 10, "save_every": 10, "glance_windows": 16, "final_windows": 64}
 
 
@@ -159,7 +160,7 @@ def settle(options: argparse.Namespace, folder: Folder) -> Recipe:
     config["jsonl_monitor"]["enabled"] = True  # the report is made of it
     return Recipe(
         config=config,
-        shape=Shape(depth=2, width=32, heads=2, context=64) if options.quick else Shape(),
+        shape=attrs.evolve(QUICK_SHAPE if options.quick else Shape(), experts=NUM_EXPERTS if options.expert else 0),
         seed=seed,
         steps=steps,
         must_win=bool(planned) and steps >= planned and not options.quick,
@@ -179,6 +180,8 @@ def _split(config: dict[str, Any], options: argparse.Namespace) -> None:
             for key in path[:-1]:
                 section = section.setdefault(key, {})
             section[path[-1]] = degree
+    if options.expert is not None:
+        config["expert_parallel"]["enabled"] = True
     if "train_batch_size" not in config:
         micro_steps = config.get("gradient_accumulation_steps", 1)
         config["gradient_accumulation_steps"] = micro_steps * split_over(options)
@@ -215,5 +218,7 @@ def settled(options: argparse.Namespace, folder: Folder) -> Recipe:
             )
     if options.config is not None:
         raise RecipeError(f"--config: the run {folder.name!r} goes on with its own, in {folder.recipe}")
+    if options.expert is not None and not recipe.shape.experts:
+        raise RecipeError(f"--expert: the run {folder.name!r} was started without experts. Start a new one with it")
     _split(config, options)
     return attrs.evolve(recipe, config=config)

@@ -52,6 +52,9 @@ def introduction(run: Run) -> str:
     engine, corpus = run.engine, run.corpus
     parameters, shared = amount(run.model.numel), ranks_of_a_model(run)
     how = f", a model over {counted(shared, 'rank')}" if shared > 1 else ""
+    if run.recipe.shape.experts:
+        over = counted(engine.plan.parallel.degrees.expert, "rank")
+        how += f", {run.recipe.shape.experts} experts a block over {over}"
     copies = counted(engine.dp_world_size, "replica" if shared > 1 else "rank")
     begins = f"resumes after step {engine.global_steps}" if engine.global_steps else "starts"
     stage, ranks = engine.zero_optimization_stage(), engine.world.world_size

@@ -44,7 +44,9 @@ def norms_by_layer(partition: Partition) -> dict[str, float]:
     layers = {layer_of(name): 0 for name in partition.params}
     index = {layer: position for position, layer in enumerate(layers)}
     squares = torch.zeros(len(layers), dtype=torch.float64, device=partition.device)
-    if partition.rank < partition.layout.num_shards:  # the others keep the same gradients
+    if (
+        partition.rank < partition.layout.num_shards or partition.layout.is_dealt
+    ):  # the others keep the same gradients
         _add_pieces(partition, index, squares)
     zcomm.all_reduce(squares, partition.group, label="gradient norms by layer")
     partition.cell.add_up(squares)
@@ -55,12 +57,10 @@ def _add_pieces(partition: Partition, index: dict[str, int], squares: torch.Tens
     """Add to `squares` (a float64 a layer) those of this rank's pieces."""
     places, norms = [], []
     for storage in partition.storages:
-        if storage.master.grad is None:
+        if storage.master.grad is None or not partition.counts(storage.bucket):  # another rank counts it
             continue
         gradient = storage.master.grad.flatten()
         for piece in storage.pieces(partition.rank):
-            if piece.slot.address.copy > 0:  # another tensor rank counts it
-                continue
             part = gradient[piece.offset : piece.offset + piece.numel]
             norms.append(torch.linalg.vector_norm(part, dtype=torch.float32).to(squares.device))
             places.append(index[layer_of(piece.slot.name)])
