@@ -53,7 +53,8 @@ def split_tensors(
     if is_part and not (wanted.layer_specs or _own_plan(module)):
         raise ValueError(
             "tensor_parallel of a PipelineModule: how its layers are split cannot be seen by running it, since a "
-            "rank has some of them. Write tensor_parallel.partition_config.layer_specs, or split it before initialize()"
+            "rank has some of them. Write tensor_parallel.partition_config.layer_specs, or split it before "
+            "initialize()"
         )
     given = None if is_part else _input(module, sample, device)
     proposal = _proposal(module.to(device), wanted, given)
