@@ -132,9 +132,7 @@ def test_stages_may_be_split_over_tensor_ranks() -> None:
 
 
 def test_how_a_part_of_a_model_is_split_has_to_be_written() -> None:
-    with pytest.raises(
-        RankFailed, match="tensor_parallel of a PipelineModule: how its layers are split"
-    ):
+    with pytest.raises(RankFailed, match="tensor_parallel of a PipelineModule: how its layers are split"):
         run_ranks(with_tensor_ranks, 4, 2, (0,), [])
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from train.model import GPT, Shape
 from train.pipelined import in_stages, next_byte_loss, pair_of
+from train.recipe import RecipeError
 from zcomm.testing import run_ranks
 from zpartition.pipeline import PipelineModule, PipelineRunner
 
@@ -20,7 +22,9 @@ def some_windows(count: int) -> torch.Tensor:
 
 def test_one_stage_is_the_model_itself():
     model = GPT(SMALL)
-    assert in_stages(model, 1) is model
+    assert in_stages(model, {}) is model
+    with pytest.raises(RecipeError, match="--pipeline 2 does not go with --sequence"):
+        in_stages(model, {"pipeline": {"stages": 2}, "sequence_parallel_size": 2})
 
 
 def staged() -> tuple[list[str], float, float]:
@@ -28,7 +32,7 @@ def staged() -> tuple[list[str], float, float]:
     parts = some_windows(8).split((3, 3, 2))
     losses = [next_byte_loss(model.logits(read), guessed) for read, guessed in map(pair_of, parts)]
     expected = float(sum(losses)) / 3
-    stages = in_stages(model, 2)
+    stages = in_stages(model, {"pipeline": {"stages": 2}})
     assert isinstance(stages, PipelineModule)
     loss = PipelineRunner.over(stages).train_batch(map(pair_of, parts), 3)
     return [name for name, _ in stages.named_parameters()], float(loss), expected

@@ -117,7 +117,8 @@ def test_a_run_goes_on_with_its_model_split_in_another_way(tmp_path):
     assert code == 0, output
     assert "run split resumes after step 10" in output
     assert "a model over 2 ranks; a step is 1 replica x 4 micro-steps x 4 windows" in output
-    for alone, shared in zip(figures(tmp_path / "whole"), figures(tmp_path / "split"), strict=True):
+    whole, split = figures(tmp_path / "whole"), figures(tmp_path / "split")
+    for alone, shared in zip(whole, split, strict=True):
         assert shared == pytest.approx(alone, abs=2e-4)  # the same windows, in float32, 16 steps of AdamW
 
     code, output = train(tmp_path, *same, "--sequence", "2", "--name", "pieces", "--die-at", "13")
