@@ -108,14 +108,15 @@ def test_a_run_goes_on_with_its_model_split_in_another_way(tmp_path):
     same = (*QUICK, "--config", str(without_measuring(tmp_path)))
     code, output = train(tmp_path, *same, "--ranks", "2", "--name", "whole")
     assert code == 0, output
-    code, output = train(tmp_path, *same, "--tensor", "2", "--name", "split", "--die-at", "13")
+    code, output = train(tmp_path, *same, "--pipeline", "2", "--name", "split", "--die-at", "13")
     assert code == 128 + signal.SIGKILL, output
     assert "a model over 2 ranks; a step is 1 replica x 4 micro-steps x 4 windows" in output
 
-    code, output = train(tmp_path, "--quick", "--threads", "1", "--ranks", "2", "--resume", "--tensor", "1")
+    others = ("--pipeline", "1", "--tensor", "2")
+    code, output = train(tmp_path, "--quick", "--threads", "1", "--ranks", "2", "--resume", *others)
     assert code == 0, output
     assert "run split resumes after step 10" in output
-    assert "a step is 2 ranks x 2 micro-steps x 4 windows" in output
+    assert "a model over 2 ranks; a step is 1 replica x 4 micro-steps x 4 windows" in output
     whole, split = figures(tmp_path / "whole"), figures(tmp_path / "split")
     for alone, shared in zip(whole, split, strict=True):
         assert shared == pytest.approx(alone, abs=2e-4)  # the same windows, in float32, 16 steps of AdamW

@@ -16,6 +16,7 @@ from torch import Tensor
 import zcomm
 import zengine
 
+from .pipelined import losses_of
 from .text import Corpus, bigram, bits_per_byte, unigram
 
 LN2 = math.log(2)
@@ -30,6 +31,18 @@ def validation_loss(engine: zengine.Engine, windows: Tensor) -> float:
     """
     groups = engine.parts.groups  # ranks that share a model look at the same windows
     rank, world_size = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
+    batches = torch.split(windows[rank::world_size], BATCH)
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    if isinstance(engine, zengine.PipelineEngine):
+        total += sum(loss * len(batch) for loss, batch in zip(losses_of(engine, batches), batches))
+    else:
+        total += _of_whole_models(engine, windows, rank, world_size)
+    zcomm.all_reduce(total, groups.data(), label="validation")
+    return total.item() / len(windows)
+
+
+def _of_whole_models(engine: zengine.Engine, windows: Tensor, rank: int, world_size: int) -> Tensor:
+    """The sum of the losses of this rank's windows, () float64."""
     engine.eval()
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for start in range(0, -(-len(windows) // world_size), BATCH):  # as many on each: they may ask others' experts
@@ -37,8 +50,7 @@ def validation_loss(engine: zengine.Engine, windows: Tensor) -> float:
         loss = engine.module((batch if len(batch) else windows[:1]).to(engine.device))
         total += loss.double() * len(batch)
     engine.train()
-    zcomm.all_reduce(total, groups.data(), label="validation")
-    return total.item() / len(windows)
+    return total
 
 
 @attrs.frozen(kw_only=True)

@@ -31,6 +31,7 @@ SPLITS = {  # options that split one model over ranks: name -> path of the key i
     "tensor": (("tensor_parallel", "autotp_size"), "ranks that share the layers of one model"),
     "sequence": (("sequence_parallel_size",), "ranks that share the bytes of each window"),
     "expert": (("expert_parallel", "autoep_size"), "ranks that share the experts of a model that has some"),
+    "pipeline": (("pipeline", "stages"), "ranks that have some of the layers each, one after the other"),
 }
 CONTROL = "TRAIN_CONTROL"  # environment variable: set when standard input is the pipe described above
 MISTAKE, DEFEAT = 2, 3  # exit codes

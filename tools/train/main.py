@@ -9,6 +9,7 @@ bit, and an answer to Ctrl-C.  What is said before and after the loop is in tell
     python3 tools/dev.py train --tensor 2   its layers split over two ranks; --resume --tensor 1 goes on without
     python3 tools/dev.py train --sequence 2 half of the bytes of each window on each of two ranks
     python3 tools/dev.py train --expert 2   a model with experts, shared out over two ranks
+    python3 tools/dev.py train --pipeline 2 half of the layers on each of two ranks
     python3 tools/dev.py train --help       everything else
 """
 
@@ -17,8 +18,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 import zengine
 from zengine.data import forever
@@ -27,6 +30,7 @@ from .evaluate import final_result, validation_loss
 from .journal import Journal
 from .launch import DEFEAT, MISTAKE, parser
 from .model import GPT, parameter_groups
+from .pipelined import in_stages, whole_batch, writer_of
 from .progress import Progress, memory_bytes
 from .recipe import Folder, Recipe, RecipeError, pinned, settle, settled
 from .shared import share_windows
@@ -41,10 +45,11 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     held_out = Windows(corpus.validation, recipe.shape.context)
     torch.manual_seed(recipe.seed)
     model = GPT(recipe.shape, seed=recipe.seed)
+    trained = in_stages(model, recipe.config)
 
     engine, _optimizer, loader, _scheduler = zengine.initialize(
-        model=model,
-        model_parameters=parameter_groups(model, recipe.weight_decay),
+        model=trained,
+        model_parameters=parameter_groups(trained, recipe.weight_decay),
         training_data=Windows(corpus.train, recipe.shape.context),
         config=recipe.config,
     )
@@ -53,7 +58,8 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     progress = Progress(steps=recipe.steps, speaks=is_first)
     journal = Journal(folder.journal, writes=is_first, bytes_per_sample=recipe.shape.context)
     stopping = Stopping(minutes=options.minutes, die_at=options.die_at)
-    run = Run(folder=folder, recipe=recipe, corpus=corpus, model=share_windows(model, engine), engine=engine)
+    scorer = writer_of(engine, share_windows(model, engine))
+    run = Run(folder=folder, recipe=recipe, corpus=corpus, model=scorer, engine=engine)
 
     def save() -> None:
         engine.save_checkpoint(str(folder.checkpoints), client_state={"fingerprint": corpus.fingerprint})
@@ -67,14 +73,9 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     journal.begin(step=engine.global_steps, samples=engine.global_samples)
 
     glance, wish = held_out.stacked(recipe.glance_windows), Wish.GO_ON
-    for batch in forever(loader):
-        if engine.global_steps >= recipe.steps or wish is not Wish.GO_ON:
-            break
-        loss = engine(batch.to(engine.device))
-        engine.backward(loss)
-        report = engine.step()
-        if report is None:  # gradients are still being accumulated
-            continue
+    batches = forever(loader)
+    while engine.global_steps < recipe.steps and wish is Wish.GO_ON:
+        report = one_step(engine, batches)
         progress.show(journal.add(report, memory_bytes=memory_bytes(engine.device)))
         wish = stopping.agreed(report.step, engine.device)
         with journal.pause():
@@ -95,6 +96,18 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     if is_first:
         progress.say(take_stock(run, result, sample, journal.rows()))
     return DEFEAT if recipe.is_defeat(step=result.step, wins=result.wins) else 0
+
+
+def one_step(engine: zengine.Engine, batches: Iterator[Tensor]) -> zengine.StepReport:
+    """Micro-steps until the optimizer has had its turn; a pipeline takes them all at once."""
+    if isinstance(engine, zengine.PipelineEngine):
+        return whole_batch(engine, batches)
+    report = None
+    while report is None:  # gradients are still being accumulated
+        loss = engine(next(batches).to(engine.device))
+        engine.backward(loss)
+        report = engine.step()
+    return report
 
 
 def main(arguments: list[str] | None = None) -> int:

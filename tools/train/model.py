@@ -11,6 +11,7 @@ forward takes a batch of windows and returns the loss, so the training loop need
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import attrs
 import torch
@@ -86,6 +87,17 @@ class Part:
 ALL = Part()
 
 
+class Scorer(Protocol):
+    """What can be asked for the next byte: the model, or whoever asks its stages."""
+
+    shape: Shape
+    numel: int  # elements of all parameters
+
+    @property
+    def device(self) -> torch.device: ...
+    def logits(self, tokens: Tensor) -> Tensor: ...
+
+
 class Block(nn.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)).  x is (batch, time, width)."""
 
@@ -148,6 +160,11 @@ class GPT(nn.Module):
                 writes = name.endswith(("attention_out.weight", "mlp_out.weight", "down.weight"))
                 parameter.normal_(0.0, 0.02 / math.sqrt(2 * self.shape.depth if writes else 1), generator=generator)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.token_embedding.weight.device
+
     def logits(self, tokens: Tensor, part: Part = ALL, uneven: list[Tensor] | None = None) -> Tensor:
         """Scores of the next byte after each position: tokens (batch, time) int64 -> (batch, time, 256).
 
@@ -184,16 +201,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 
 
 @torch.no_grad()
-def generate(model: GPT, prompt: bytes, *, num_bytes: int, temperature: float = 0.7, seed: int = 0) -> bytes:
+def generate(model: Scorer, prompt: bytes, *, num_bytes: int, temperature: float = 0.7, seed: int = 0) -> bytes:
     """Continue `prompt` by `num_bytes` sampled bytes; temperature 0 takes the likeliest each time.
 
     Draws from a generator of its own, so that writing a sample does not disturb the training's random state.
     """
     generator = torch.Generator().manual_seed(seed)
-    device = model.token_embedding.weight.device
     text = list(prompt)
     for _ in range(num_bytes):
-        tokens = torch.tensor([text[-model.shape.context :]], device=device)
+        tokens = torch.tensor([text[-model.shape.context :]], device=model.device)
         scores = model.logits(tokens)[0, -1].float().cpu()
         if temperature == 0:
             text.append(int(scores.argmax()))

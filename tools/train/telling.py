@@ -17,7 +17,7 @@ from zengine.reporting import Run as Record
 
 from .evaluate import Result
 from .journal import Row
-from .model import GPT, generate
+from .model import Scorer, generate
 from .progress import amount
 from .recipe import Folder, Recipe
 from .report import Story, write_report
@@ -34,7 +34,7 @@ class Run:
     folder: Folder
     recipe: Recipe
     corpus: Corpus
-    model: GPT  # in training: its weights change
+    model: Scorer  # in training: its weights change
     engine: zengine.Engine
 
     @property

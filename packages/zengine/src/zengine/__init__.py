@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zengine.config import ConfigError
     from zengine.engine import Engine
     from zengine.features import Feature
+    from zengine.pipeline_engine import PipelineEngine
     from zengine.verdict import LossScaleExhausted
 
 __version__ = "0.2.0"
@@ -37,6 +38,7 @@ __all__ = [
     "Feature",
     "LossScaleExhausted",
     "MicroStep",
+    "PipelineEngine",
     "RanksDisagree",
     "StepReport",
     "add_config_arguments",
@@ -49,6 +51,7 @@ _HOME_OF = {
     "Engine": "zengine.engine",
     "Feature": "zengine.features",
     "LossScaleExhausted": "zengine.verdict",
+    "PipelineEngine": "zengine.pipeline_engine",
     "RanksDisagree": "zengine.agreement",
 }
 

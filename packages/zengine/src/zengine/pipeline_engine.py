@@ -124,7 +124,12 @@ class PipelineEngine(Engine):
         self.module.eval()
         try:
             with self.parts.telemetry.paused():
-                found = self.pipeline.evaluate(self._pairs(source), count, compute_loss)
+                found = self.pipeline.evaluate(
+                    self._pairs(source),
+                    count,
+                    compute_loss=compute_loss,
+                    keep_outputs=return_logits or not compute_loss,
+                )
         finally:
             self.module.train(training)
         outputs = [output for output, _ in found] if self.is_last_stage() else None

@@ -49,10 +49,18 @@ def split_tensors(
     if plan.parallel.degrees.tensor == 1 or zpartition.cell_of(module).size > 1:
         return
     wanted, group = plan.parallel.tensor, groups.tensor()
-    given = _input(module, sample, device)
+    is_part = zpartition.stages_of(module).size > 1
+    if is_part and not (wanted.layer_specs or _own_plan(module)):
+        raise ValueError(
+            "tensor_parallel of a PipelineModule: how its layers are split cannot be seen by running it, since a "
+            "rank has some of them. Write tensor_parallel.partition_config.layer_specs, or split it before "
+            "initialize()"
+        )
+    given = None if is_part else _input(module, sample, device)
     proposal = _proposal(module.to(device), wanted, given)
     tensor.resolve(proposal, module, zcomm.group_size(group), zcomm.group_rank(group))  # errors before any message
-    compare({"plan": plan_lines(plan), "parameters": parameter_lines(module)}, groups.everybody())
+    compare({"plan": plan_lines(plan)}, groups.everybody())
+    compare({"parameters": parameter_lines(module)}, group)  # those of other stages differ
     tensor.parallelize(module, _verified(proposal, module, wanted, group, given), group)
 
 

@@ -66,7 +66,8 @@ def _whole(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             reason=f"the model is a {type(model).__name__}, of which every rank has all layers",
             suggestion=f"Give a zpartition.pipeline.PipelineModule(layers, num_stages={stages}), or leave it out.",
         )
-    given = [key for key, origin in plan.origins.items() if key.startswith("pipeline.") and origin != "default"]
+    section = {key: origin for key, origin in plan.origins.items() if key.startswith("pipeline.")}
+    given = [key for key, origin in section.items() if origin != "default" and key != "pipeline.stages"]
     if given and stages == 1 and zcomm.detect().rank == 0:
         log.warning("%s: no effect, since the model is no PipelineModule", ", ".join(given))
 

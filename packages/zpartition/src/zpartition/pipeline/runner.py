@@ -139,14 +139,19 @@ class PipelineRunner:
 
     def eval_batch(self, batches: Batches, micro_batches: int, compute_loss: bool = True) -> Any:
         """Forward alone: the mean loss on every rank; or the outputs of the last layer, a list on its rank."""
-        found = self.evaluate(batches, micro_batches, compute_loss)
+        found = self.evaluate(batches, micro_batches, compute_loss=compute_loss, keep_outputs=not compute_loss)
         if compute_loss:
             return self.share([loss for _, loss in found], micro_batches).mean()
         return [output for output, _ in found]
 
     @torch.no_grad()
-    def evaluate(self, batches: Batches, micro_batches: int, compute_loss: bool = True) -> list[tuple[Any, Any]]:
-        """Forward alone: on the last stage's rank (output, loss or None) of each micro-batch; [] on the others."""
+    def evaluate(
+        self, batches: Batches, micro_batches: int, *, compute_loss: bool = True, keep_outputs: bool = True
+    ) -> list[tuple[Any, Any]]:
+        """Forward alone: on the last stage's rank (output, loss) of each micro-batch; [] on the others.
+
+        What is not asked for is None, and not kept.
+        """
         self.post.refuse_lost()
         names = [Action(stage, Kind.FORWARD, m) for m in range(micro_batches) for stage in self.module.my_stages]
         feed, found = _Feed(batches, self.module), list[tuple[Any, Any]]()
@@ -158,7 +163,7 @@ class PipelineRunner:
                 output = self.passes.forward(self.module, action.stage, needed, contextlib.nullcontext)
                 if action.stage == self.module.num_stages - 1:
                     loss = self._loss(output, feed.labels(action.micro)) if compute_loss else None
-                    found.append((output, loss))
+                    found.append((output if keep_outputs else None, loss))
                 else:
                     self.post.give_value(action.stage + 1, action.micro, output)
         except BaseException:
