@@ -77,7 +77,7 @@ def trained(stage: int, section: dict[str, Any] | None) -> tuple[list[float], in
     parallelize(model, PLAN, torch.distributed.group.WORLD)
     engine = zengine.initialize(model=model, config=config)[0]
     with engine, zcomm.traced(log.append):
-        if section is not None:
+        if section is not None and "modules" not in section:
             engine.module.run = engine.activation_checkpointing
         torch.manual_seed(3)
         for _ in range(3):
@@ -99,6 +99,7 @@ def _keeps_parts() -> list[int]:
                 "number_checkpoints": 3,
                 "cpu_checkpointing": True,
             },
+            {"partition_activations": True, "modules": ["blocks.*"]},
         ):
             found, gathers = trained(stage, section)
             assert found == wanted
@@ -107,4 +108,19 @@ def _keeps_parts() -> list[int]:
 
 
 def test_split_models_keep_parts_of_activations_and_train_the_same_at_stages_0_and_3() -> None:
-    assert run_ranks(_keeps_parts, 2) == [[9] * 4] * 2  # three blocks in three steps
+    assert run_ranks(_keeps_parts, 2) == [[9] * 6] * 2  # three blocks in three steps
+
+
+def test_modules_that_are_not_there_are_told_and_those_that_are_become_plain_again() -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    model = Model()
+    with pytest.raises(ValueError, match=r"pattern 'block.\*' of activation checkpoints matches none"):
+        zengine.initialize(model=model, config={**config, "activation_checkpointing": {"modules": ["block.*"]}})
+    plain = type(model.blocks[0])
+    config["activation_checkpointing"] = {"modules": ["blocks.*"]}
+    with zengine.initialize(model=model, config=config)[0] as engine:
+        assert type(model.blocks[0]) is not plain
+        assert engine.config["activation_checkpointing.modules"] == "blocks.*"
+        engine.backward(engine(torch.randint(0, 29, (2, 8))))
+        assert engine.step()
+    assert type(model.blocks[0]) is plain

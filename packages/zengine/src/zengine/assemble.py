@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -47,6 +47,8 @@ from zengine.telemetry import make_telemetry
 from zengine.verdict import Judge, SkipNonFinite, apply_always
 
 log = logging.getLogger("zengine")
+
+MakeCheckpointing: TypeAlias = "Callable[[], zpartition.activations.Checkpointing]"  # imported when asked for
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -100,6 +102,7 @@ def _around(
     slot = NoOptimizer() if optimizer is None else _slot(optimizer)
     if isinstance(slot, ShardOptimizer):  # what it may expect before anything is known: no clipping, and no wait
         partition.run_ahead(slot.scaled, lambda: scaler.factor.float() if divides(plan) else None)
+    checkpointing = functools.cache(lambda: _checkpointing(plan, partition.cell, world.device))
     with ExitStack() as opened:  # closed again if a later part cannot be made
         telemetry = _telemetry(plan, world, groups)
         opened.callback(telemetry.close)
@@ -118,10 +121,10 @@ def _around(
             judge=make_judge(plan, scaler, groups.everybody()),
             exchange=functools.partial(zcomm.exchange, group=partition.group),
             saver=saver,
-            checkpointing=functools.cache(lambda: _checkpointing(plan, partition.cell, world.device)),
+            checkpointing=checkpointing,
             loader=loader,
             client_scheduler=scheduler,
-            runner=make_runner(plan, partition.module, world.device),  # last: it changes the module
+            runner=make_runner(plan, partition.module, world.device, checkpointing),  # last: it changes the module
         )
         opened.pop_all()
     return parts
@@ -219,21 +222,29 @@ def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan
     return zoptim.make_schedule(plan.scheduler.type, optimizer, plan.scheduler.params)
 
 
-def make_runner(plan: Plan, module: nn.Module, device: torch.device) -> Runner:
+def _unsaid() -> zpartition.activations.Checkpointing:
+    raise AssertionError("the plan names blocks, so make_runner needs to know how they are checkpointed")
+
+
+def make_runner(
+    plan: Plan, module: nn.Module, device: torch.device, checkpointing: MakeCheckpointing = _unsaid
+) -> Runner:
     """How a forward is carried out, and what is done to `module` for it."""
     runner: Runner = CastingRunner(plan.precision) if plan.cast_inputs else Sequential()
     if plan.numerics.autocast != torch.float32:
         runner = AutocastRunner(device.type, plan.numerics.autocast)
     held: list[Closable] = []
     with ExitStack() as done:  # undone again if what comes after it fails
-        for change in _changes(plan, module, device):
+        for change in _changes(plan, module, device, checkpointing):
             held.append(change)
             done.callback(change.close)
         done.pop_all()
     return Holding(runner, tuple(held)) if held else runner
 
 
-def _changes(plan: Plan, module: nn.Module, device: torch.device) -> Iterator[Closable]:
+def _changes(
+    plan: Plan, module: nn.Module, device: torch.device, checkpointing: MakeCheckpointing
+) -> Iterator[Closable]:
     """What the plan does to the module itself, one after the other."""
     float8, keep = plan.numerics.float8, plan.precision.keep
     if float8.modules:
@@ -243,6 +254,11 @@ def _changes(plan: Plan, module: nn.Module, device: torch.device) -> Iterator[Cl
         for pattern in keep.unmatched(module):
             log.warning("data_types.keep_in_fp32_modules: %r matches no parameter or buffer of the model", pattern)
         yield zprecision.Islands.install(module, keep, plan.precision.param)
+    if plan.activations.modules:
+        from zpartition.activations import Blocks
+
+        is_a_part = plan.parallel.degrees.pipeline > 1
+        yield Blocks.of(module, plan.activations.modules, checkpointing(), some_may_miss=is_a_part)
 
 
 def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.GradientStats]:

@@ -2,8 +2,8 @@
 
     x = engine.activation_checkpointing(block, x)         # in a loop over blocks, or given to the model
 
-The section says where inputs of checkpointed blocks wait; which blocks are checkpointed says the model.  There is one
-for each engine; `zengine.deepspeed.checkpointing` has the one that DeepSpeed keeps for a whole process.
+The section says where inputs of checkpointed blocks wait; its key `modules`, or the model, says which blocks are.
+There is one for each engine; `zengine.deepspeed.checkpointing` has the one that DeepSpeed keeps for a process.
 """
 
 from __future__ import annotations

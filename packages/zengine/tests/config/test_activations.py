@@ -27,7 +27,9 @@ def test_every_key_is_in_the_table() -> None:
     plan = plan_of(cpu_checkpointing=True, number_checkpoints=None)
     assert plan["activation_checkpointing.cpu_checkpointing"] is True
     assert plan["activation_checkpointing.number_checkpoints"] == 0
-    assert len(plan.get("activation_checkpointing")) == 6
+    assert len(plan.get("activation_checkpointing")) == 7
+    assert plan["activation_checkpointing.modules"] == "(those that the model says)"
+    assert plan_of(modules=["a.*", "b"])["activation_checkpointing.modules"] == "a.*, b"
 
 
 def test_keys_with_nothing_to_do_are_told() -> None:

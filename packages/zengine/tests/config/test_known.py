@@ -67,13 +67,14 @@ def test_keys_beyond_the_reference_list_are_few_and_named() -> None:
         *(f"amp.{key}" for key in AMP),
         *("torch_autocast.loss_scale", "fp8", "fp8.enabled", "fp8.exclude", "fp8.modules"),
         *("autotuning.tuner_early_stopping", "autotuning.tuner_num_trials", "zero_optimization.stage3_unit_size"),
-        *("dataloader_prefetch", "pipeline.schedule"),
+        *("activation_checkpointing.modules", "dataloader_prefetch", "pipeline.schedule"),
     }
 
 
 HONOURED = """
 activation_checkpointing.contiguous_memory_optimization activation_checkpointing.cpu_checkpointing
-activation_checkpointing.number_checkpoints activation_checkpointing.partition_activations
+activation_checkpointing.modules activation_checkpointing.number_checkpoints
+activation_checkpointing.partition_activations
 activation_checkpointing.profile activation_checkpointing.synchronize_checkpoint_boundary
 config_version
 bench_steps

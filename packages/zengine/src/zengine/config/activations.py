@@ -23,7 +23,7 @@ SECTION = "activation_checkpointing"
 def activation_rows(settings: ActivationCheckpointing) -> Iterator[tuple[str, Any]]:
     """Key and value for people."""
     for name, value in attrs.asdict(settings).items():
-        yield f"{SECTION}.{name}", value
+        yield f"{SECTION}.{name}", (", ".join(value) or "(those that the model says)") if name == "modules" else value
 
 
 def one_piece_of_parts_has_a_size(config: Config) -> Problem | None:

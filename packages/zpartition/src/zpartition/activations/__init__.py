@@ -9,6 +9,7 @@ a part, on the host, in one piece of memory made beforehand), and the random num
 
 from __future__ import annotations
 
+from zpartition.activations.blocks import Blocks
 from zpartition.activations.checkpointing import Checkpointing, Variant
 from zpartition.activations.keeping import WHOLE, Keeping, kept_numel
 from zpartition.activations.replay import NO_STREAMS, Streams
@@ -21,6 +22,7 @@ __all__ = [
     "WHOLE",
     "Arena",
     "AsTheyAre",
+    "Blocks",
     "Checkpointing",
     "Keeping",
     "OnHost",

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 import attrs
 from torch import nn
 
+from zpartition.patterns import matches
 from zpartition.tensor.heads import NO_HEADS, Heads, heads_of
 from zpartition.tensor.placing import Cut, kind_of, placed
 from zpartition.tensor.styles import Column, Gather, Row, Scatter, Style, Summed, Vocabulary, Whole
@@ -44,7 +45,7 @@ class Rule:
         """Whether the module of this name is meant."""
         if self.pattern.startswith("re:"):
             return re.match(self.pattern[3:], f"{name}.weight") is not None
-        return re.fullmatch(_expression(self.pattern), name) is not None
+        return matches(self.pattern, name)
 
 
 def _tuple(rules: Iterable[Rule]) -> tuple[Rule, ...]:
@@ -196,11 +197,6 @@ def _refuse_torn(model: nn.Module, cuts: Iterable[Cut]) -> None:
                     "them differently: cover both, an embedding with Vocabulary() and the head tied to it with "
                     "Column(gathers=True), or neither."
                 )
-
-
-def _expression(pattern: str) -> str:
-    parts = re.split(r"(\*\*|\*)", pattern)
-    return "".join({"**": ".*", "*": "[^.]*"}.get(part, re.escape(part)) for part in parts)
 
 
 def _listed(names: list[str]) -> str:

@@ -1,0 +1,75 @@
+"""Blocks that are checkpointed wherever they are called, chosen by their names: the model's code stays as it is.
+
+A block's class is exchanged for one made of it, whose call goes through a `Checkpointing`.  It is the call and not
+`forward`, so that hooks of the block (those which gather its weights, say) run again with it.  Names, parameters and
+state dicts are untouched, and `close` puts the classes back.
+
+Rejected: wrapper modules, which put a component into every name; a `forward` of our own on each module, behind whose
+back hooks and compiled calls would not run again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, final
+
+import attrs
+from torch import nn
+
+from zpartition.activations.checkpointing import Checkpointing
+from zpartition.patterns import matches
+
+__all__ = ["Blocks"]
+
+
+@final
+@attrs.define(eq=False)
+class Blocks:
+    """Modules of one model that are checkpointed, until `close`."""
+
+    modules: dict[str, nn.Module]  # by name
+    plain: dict[nn.Module, type[nn.Module]]  # what their classes were
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, patterns: Sequence[str], run: Checkpointing, *, some_may_miss: bool = False
+    ) -> Blocks:
+        """Checkpoint the modules of `model` that a pattern names; of nested ones the outermost.
+
+        some_may_miss: a pattern may match nothing, as in one stage of a pipeline.
+
+        Raises:
+            ValueError: one does, and must not.
+        """
+        names = [name for name, _ in model.named_modules() if name]
+        for pattern in () if some_may_miss else patterns:
+            if not any(matches(pattern, name) for name in names):
+                shown = ", ".join([name for name in names if name.count(".") < 2][:10])
+                raise ValueError(
+                    f"pattern {pattern!r} of activation checkpoints matches none of the model's {len(names)} modules "
+                    f"({shown}, ...): `*` is one component of a name, `**` any number"
+                )
+        chosen: dict[str, nn.Module] = {}
+        for name, module in model.named_modules():
+            inside = any(name.startswith(f"{outer}.") for outer in chosen)
+            if name and not inside and any(matches(pattern, name) for pattern in patterns):
+                chosen[name] = module
+        blocks = cls(chosen, {module: type(module) for module in chosen.values()})
+        for module, kind in blocks.plain.items():
+            module.__class__ = _checkpointed(kind, run)
+        return blocks
+
+    def close(self) -> None:
+        """Call them plainly again.  May be called again."""
+        for module, kind in self.plain.items():
+            module.__class__ = kind
+        self.modules, self.plain = {}, {}
+
+
+def _checkpointed(kind: type[nn.Module], run: Checkpointing) -> type[nn.Module]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(functools.partial(kind.__call__, self), *args, **kwargs)
+
+    copied = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), {**copied, "__call__": call})
