@@ -64,7 +64,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {"init", "Degrees", "Groups"},
     },
     # sizes of what is split over ranks, and whole tensors of it
-    "features/measuring.py": {"zpartition": {"Joining"}},
+    "features/measuring.py": {"zpartition": {"Joining", "experts.used_shares"}},
     "persistence.py": {"zpartition": {"Joining", "own_parts", "whole_state_dict"}},
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce"}},

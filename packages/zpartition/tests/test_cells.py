@@ -11,7 +11,8 @@ import torch.distributed as dist
 import zcomm
 import zpartition
 from zcomm.testing import run_ranks
-from zpartition.cells import ALONE, Cell, addresses_of, cell_of, replicas_of
+from zpartition.cells import ALONE, Cell, addresses_of, cell_of, deals_of, refuse_misdealt, replicas_of
+from zpartition.experts import ExpertMLP, MoE, distribute
 from zpartition.shard import Address
 from zpartition.tensor import parallelize
 from zpartition.tensor.testing import PLAN, Language
@@ -92,3 +93,20 @@ def test_a_split_model_tells_its_replicas() -> None:
     found = run_ranks(_replicas, 4)
     assert [ranks for ranks, _ in found] == [[0, 2], [1, 3]] * 2
     assert "split over ranks [0, 2] of 4" in found[0][1]
+
+
+def _dealt() -> list[str]:
+    layer = MoE(4, ExpertMLP(4, 4), 2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), layer)
+    assert not deals_of(model)
+    distribute(model, None)
+    assert cell_of(model) is ALONE  # ranks with other experts are no cells: they see other data
+    address = addresses_of(model)["1.experts.stacked.up.weight"]
+    rank = zcomm.group_rank()
+    assert address == Address((2, 4, 4), (((rank, rank + 1), (0, 4), (0, 4)),))
+    refuse_misdealt(model, None)
+    return sorted(deals_of(model))
+
+
+def test_experts_tell_who_has_which() -> None:
+    assert run_ranks(_dealt, 2) == [[f"1.experts.stacked.{name}.weight" for name in ("down", "gate", "up")]] * 2

@@ -10,6 +10,8 @@ import torch
 from zpartition._compat import (
     TO_NUMBER,
     any_requires_grad,
+    grouped_mm,
+    has_grouped_mm,
     is_in_backward,
     outer_saved_tensor_hooks,
     running_node,
@@ -107,3 +109,11 @@ def test_parameters_are_read_through_the_modules_dict() -> None:
 
 def test_item_is_one_operation_that_has_a_name() -> None:
     assert TO_NUMBER(torch.tensor(2.5)) == 2.5
+
+
+def test_one_kernel_multiplies_runs_of_rows() -> None:
+    """As the kernel of GPUs is called; a CPU computes it too, but a loop over experts is as fast there."""
+    x, weight = torch.randn(6, 8), torch.randn(3, 16, 8)
+    assert not has_grouped_mm(x, weight)
+    y = grouped_mm(x, weight.transpose(1, 2), torch.tensor([2, 2, 6], dtype=torch.int32))
+    torch.testing.assert_close(y, torch.cat([x[:2] @ weight[0].t(), x[2:] @ weight[2].t()]))

@@ -105,3 +105,22 @@ def test_a_layout_of_a_70b_model_is_planned_without_memory():
     layout = plan_layout(specs, world_size=64, num_shards=64)
     assert layout.numel == 300 * 8192 * 28672
     assert layout.shard_numel * 64 == layout.padded_numel
+
+
+def test_what_is_dealt_out_has_buckets_of_its_own_cut_over_its_holders() -> None:
+    specs = [ParamSpec("a", (64,), torch.float32), ParamSpec("experts", (4, 64), torch.float32, deal=2)]
+    layout = plan_layout(specs, world_size=4, num_shards=4)
+    assert layout.is_dealt
+    own, shared = (next(b for b in layout.buckets if b.deal == deal) for deal in (2, 1))
+    assert (own.num_shards, shared.num_shards) == (2, 4)
+    assert [own.span(rank)[0] // own.span_numel for rank in range(4)] == [0, 0, 1, 1]  # rank 0 and 2 hold the same
+    assert [shared.span(rank)[0] // shared.span_numel for rank in range(4)] == [0, 1, 2, 3]
+    assert not plan_layout(specs[:1], world_size=4, num_shards=4).is_dealt
+    whole = plan_layout(specs, world_size=4, num_shards=1)
+    assert {bucket.num_shards for bucket in whole.buckets} == {1}
+
+
+def test_ranks_of_one_copy_must_hold_all_experts() -> None:
+    spec = ParamSpec("experts", (4, 64), torch.float32, deal=4)
+    with pytest.raises(ValueError, match="experts is dealt out to runs of 4 ranks, and 2 ranks hold one copy"):
+        plan_layout([spec], world_size=4, num_shards=2)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import zcomm
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy
+from zpartition.layout import ParamSpec, plan_layout
 from zpartition.ranks import Ranks, shard_group_size
 
 
@@ -37,3 +39,26 @@ def test_a_size_that_does_not_fit_is_refused_with_those_that_do() -> None:
         shard_group_size(ZeroPolicy(stage=1, shard_group_size=3), 4)
     with pytest.raises(ValueError, match="stage 0 shards nothing"):
         ZeroPolicy(stage=0, shard_group_size=2)
+
+
+def _holders() -> list[list[int]]:
+    plain = Ranks.of(None, ZeroPolicy(stage=3), deals=[2])
+    hybrid = Ranks.of(None, ZeroPolicy(stage=3, shard_group_size=2), deals=[2])
+    shared = plan_layout([ParamSpec("a", (4,), torch.float32)], world_size=4, num_shards=4).buckets[0]
+    dealt = plan_layout([ParamSpec("b", (4,), torch.float32, deal=2)], world_size=4, num_shards=4).buckets[0]
+    assert plain.having(shared) is plain
+    found = [plain.having(dealt).world, plain.having(dealt).shard, plain.twins().having(dealt).world]
+    found += [hybrid.having(dealt).world, hybrid.having(dealt).shard]
+    return [zcomm.exchange(plain.rank, group) for group in found]
+
+
+def test_what_is_dealt_out_lives_over_one_rank_of_each_run() -> None:
+    """In a hybrid, a run of two holds a copy of the weights, and one rank of it each expert."""
+    for rank, found in enumerate(run_ranks(_holders, 4)):
+        mates = [rank % 2, rank % 2 + 2]
+        assert found == [mates, mates, mates, mates, [rank]]
+
+
+def test_groups_of_neighbours_that_hold_the_same_are_refused_beside_experts() -> None:
+    with pytest.raises(ValueError, match=r"secondary_group_size 2 makes groups of neighbours .* set .* to 0"):
+        Ranks.of(None, ZeroPolicy(stage=3, secondary_group_size=2), deals=[1])

@@ -44,6 +44,10 @@ def test_a_plain_config_is_told_nothing() -> None:
             {"tensor_parallel": {"autotp_size": 4}},
             "4 ranks hold one copy of the model (pipeline 1 x tensor 4), and 2 hold the same parts.",
         ),
+        (
+            {"expert_parallel": {"enabled": True, "autoep_size": 4}},
+            "4 ranks share the experts of each layer out.",
+        ),
         ({"fp16": {"enabled": True}}, "The loss scale starts at 65,536"),
         ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}}, 'optimizer.type "Adam" is AdamW'),
         ({"gradient_accumulation_steps": 4}, "With 4 micro-steps gradients travel 4 times"),

@@ -159,3 +159,30 @@ def _tensor() -> tuple[list[float], list[float]]:
 def test_tensor_ranks_share_each_expert() -> None:
     for expected, found in run_ranks(_tensor, 4):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def _frozen(stage: int) -> bool:
+    """Experts that are not trained stay those of their rank; one parameter and its edit are seen alike."""
+    model = Language()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        param.requires_grad_("blocks.1.moe.experts" not in name)
+    distribute(model, zcomm.run(2))
+    policy = ZeroPolicy(stage=stage, unit_numel=700, persist_numel=20, bucket_numel=700)
+    partition = zpartition.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+    after = whole_state_dict(model)
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    weight = model.blocks[0].moe.experts.get_parameter("stacked.up.weight")
+    own = before["blocks.0.moe.experts.stacked.up.weight"][[0, 1] if zcomm.group_rank() % 2 == 0 else [2, 3]]
+    same &= torch.equal(zpartition.safe_get_full_fp32_param(weight), own)
+    with zpartition.gathered(weight, modifier_rank=2), torch.no_grad():
+        weight.mul_(zcomm.group_rank() // 2 + 1)  # ranks 2 and 3 double theirs
+    name = "blocks.0.moe.experts.stacked.up.weight"
+    same &= torch.equal(whole_state_dict(model)[name], 2 * before[name])
+    partition.close()
+    return same
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_frozen_experts_stay_and_single_ones_are_read_and_edited(stage: int) -> None:
+    assert run_ranks(_frozen, 4, stage) == [True] * 4

@@ -23,6 +23,7 @@ from zengine.telemetry.subject import (
 )
 from zengine.telemetry.work import Formula
 from zpartition import Joining
+from zpartition.experts import used_shares
 
 if TYPE_CHECKING:
     from zengine.clock import MicroStep
@@ -71,10 +72,14 @@ def subject_of(engine: Engine) -> Subject:
     plan = engine.plan
     layers, width = shape_of(engine.module)
     whole = Joining.of(engine.module)  # of a rank's part the formula knows nothing
+    used = used_shares(engine.module)  # a token goes to some experts
     rates = plan.telemetry.rates
     return Subject(
         formula=Formula(
-            num_parameters=sum(math.prod(whole.shape(param)) for param in engine.module.parameters()),
+            num_parameters=sum(
+                round(math.prod(whole.shape(param)) * used.get(id(param), 1.0))
+                for param in engine.module.parameters()
+            ),
             num_layers=rates.num_layers or layers,
             hidden_size=rates.hidden_size or width,
         ),

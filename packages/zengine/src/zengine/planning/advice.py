@@ -54,6 +54,12 @@ def the_parts_of_a_copy(case: Case) -> Iterator[str]:
             f"{parallel.degrees.tensor}), and {parallel.gradient_ranks} hold the same parts. The sizes here are of "
             f"whole layers: those that are split take 1/{parallel.cells} of it on each rank, and send activations too"
         )
+    if parallel.degrees.expert > 1:
+        yield (
+            f"{parallel.degrees.expert} ranks share the experts of each layer out. The sizes here are of all of "
+            f"them: weights, gradients and states of experts take 1/{parallel.degrees.expert} of it on each rank, and "
+            "tokens travel twice each way"
+        )
 
 
 def the_first_updates(case: Case) -> Iterator[str]:

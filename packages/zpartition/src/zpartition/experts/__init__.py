@@ -10,6 +10,7 @@ from zpartition.experts.layer import MoE
 from zpartition.experts.mlp import ExpertMLP
 from zpartition.experts.parameter import ExpertParameter
 from zpartition.experts.router import Router, RoutingRule
+from zpartition.experts.used import used_shares
 
 __all__ = [
     "ExpertMLP",
@@ -29,4 +30,5 @@ __all__ = [
     "top1",
     "top2",
     "topk",
+    "used_shares",
 ]

@@ -26,7 +26,7 @@ from zpartition.experts.parameter import as_experts
 from zpartition.shard import Address
 from zpartition.whole import part_of
 
-__all__ = ["is_foreign", "share_out_foreign"]
+__all__ = ["is_dealt_foreign", "is_foreign", "number_of", "share_out_foreign"]
 
 # What forward takes after the tokens, by the names in use: chosen experts and their weights, (tokens, k).
 _CHOICES = (("top_k_index", "top_k_weights"), ("router_indices", "routing_weights"))
@@ -42,6 +42,16 @@ def is_foreign(module: nn.Module) -> bool:
     if any(param.dim() < 2 or param.shape[0] != number for param in params):
         return False
     return _choice_of(type(module)) in _CHOICES
+
+
+def is_dealt_foreign(module: nn.Module) -> bool:
+    """Whether `module` is such a stack, of which this rank has a part already."""
+    return isinstance(module, _Foreign)
+
+
+def number_of(stack: nn.Module) -> int:
+    """Experts of a stack of any kind, on all ranks."""
+    return int(getattr(stack, "num_global_experts", 0) or getattr(stack, "num_experts", 0))
 
 
 def share_out_foreign(module: nn.Module, deal: Cell) -> None:
