@@ -57,8 +57,8 @@ def the_parts_of_a_copy(case: Case) -> Iterator[str]:
     if parallel.degrees.expert > 1:
         yield (
             f"{parallel.degrees.expert} ranks share the experts of each layer out. The sizes here are of all of "
-            f"them: weights, gradients and states of experts take 1/{parallel.degrees.expert} of it on each rank, and "
-            "tokens travel twice each way"
+            f"them: weights, gradients and states of experts take 1/{parallel.degrees.expert} of it on each rank, "
+            "and tokens travel twice each way"
         )
 
 
