@@ -131,7 +131,10 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "dealing.py": {"zpartition": {"deals_of", "experts"}},
     "features/balancing.py": {"zpartition": {"experts.balance", "experts.balanced_routers"}},
     # splits the module before it is partitioned
-    "splitting.py": {"zcomm": {"group_rank", "group_size"}, "zpartition": {"cell_of", "stages_of", "tensor"}},
+    "splitting.py": {
+        "zcomm": {"exchange", "group_rank", "group_size"},
+        "zpartition": {"cell_of", "stages_of", "tensor"},
+    },
     # so does a pipeline, which is compared with the config, and whose engine is its own
     "staging.py": {
         "zpartition": {

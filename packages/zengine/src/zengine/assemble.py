@@ -44,6 +44,7 @@ from zengine.safe_modules import refuse_unknown_classes
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.staging import is_staged
 from zengine.telemetry import make_telemetry
+from zengine.trainable import named, trainable
 from zengine.verdict import Judge, SkipNonFinite, apply_always
 
 log = logging.getLogger("zengine")
@@ -190,7 +191,7 @@ def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim
     if isinstance(client.optimizer, torch.optim.Optimizer):
         _say_unused("optimizer", plan.optimizer.type)
         return client.optimizer
-    parameters: list[Any] = list(client.parameters) if client.parameters is not None else list(_trainable(module))
+    parameters: list[Any] = list(client.parameters) if client.parameters is not None else list(trainable(module))
     if not parameters and zpartition.stages_of(module).size > 1:
         parameters = [{"params": []}]  # what this stage computes with is another one's, or it has functions alone
     if not parameters and (client.optimizer is not None or plan.optimizer.type):
@@ -200,7 +201,7 @@ def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim
         return _made_by(client.optimizer, parameters)
     if not plan.optimizer.type:
         return None
-    return zoptim.make_optimizer(plan.optimizer.type, _named(module, parameters), plan.optimizer.params)
+    return zoptim.make_optimizer(plan.optimizer.type, named(module, parameters), plan.optimizer.params)
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan: Plan) -> Any:
@@ -330,35 +331,6 @@ def make_training_loader(client: Client, plan: Plan, world: zcomm.World, groups:
 
 def _slot(optimizer: torch.optim.Optimizer) -> ShardOptimizer:
     return ShardOptimizer(optimizer, zoptim.accept_grad_scale(optimizer))
-
-
-def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    """All that can be trained, now or when it is unfrozen."""
-    return [param for param in module.parameters() if param.requires_grad or param.is_floating_point()]
-
-
-def _named(module: nn.Module, parameters: list[Any]) -> list[Any]:
-    """The same parameters or groups with the module's names, by which Muon tells embeddings from other matrices.
-
-    All or none: what is not a parameter of the module has no name, and is refused later on.
-    """
-    names = {id(param): name for name, param in module.named_parameters()}
-    groups = [{**item, "params": _listed(item["params"])} if isinstance(item, dict) else item for item in parameters]
-    members = [param for item in groups for param in (item["params"] if isinstance(item, dict) else [item])]
-    if any(id(param) not in names for param in members):
-        return groups
-
-    def with_names(item: Any) -> Any:
-        if isinstance(item, dict):
-            return {**item, "params": [(names[id(param)], param) for param in item["params"]]}
-        return names[id(item)], item
-
-    return [with_names(item) for item in groups]
-
-
-def _listed(params: Any) -> list[Any]:
-    """The members of a group, which may be a single parameter or a generator."""
-    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _made_by(maker: Callable[[Any], torch.optim.Optimizer], parameters: list[Any]) -> torch.optim.Optimizer:

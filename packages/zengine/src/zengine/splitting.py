@@ -49,18 +49,15 @@ def split_tensors(
     if plan.parallel.degrees.tensor == 1 or zpartition.cell_of(module).size > 1:
         return
     wanted, group = plan.parallel.tensor, groups.tensor()
-    is_part = zpartition.stages_of(module).size > 1
-    if is_part and not (wanted.layer_specs or _own_plan(module)):
-        raise ValueError(
-            "tensor_parallel of a PipelineModule: how its layers are split cannot be seen by running it, since a "
-            "rank has some of them. Write tensor_parallel.partition_config.layer_specs, or split it before "
-            "initialize()"
-        )
-    given = None if is_part else _input(module, sample, device)
-    proposal = _proposal(module.to(device), wanted, given)
+    is_stage = zpartition.stages_of(module).size > 1
+    given = None if is_stage else _input(module, sample, device)
+    proposal = _of_stage(module, wanted) if is_stage else _proposal(module.to(device), wanted, given)
     tensor.resolve(proposal, module, zcomm.group_size(group), zcomm.group_rank(group))  # errors before any message
     compare({"plan": plan_lines(plan)}, groups.everybody())
-    compare({"parameters": parameter_lines(module)}, group)  # those of other stages differ
+    compare({"parameters": parameter_lines(module)}, _same_layers(groups))
+    if is_stage:
+        _refuse_idle(proposal, wanted, groups)
+    module.to(device)
     tensor.parallelize(module, _verified(proposal, module, wanted, group, given), group)
 
 
@@ -91,6 +88,38 @@ def _proposal(module: nn.Module, wanted: TensorPlan, given: Input | None) -> ten
         )
         rules = (*rules, *suggested.rules)
     return tensor.TensorPlan(rules, uncovered, wanted.grain)
+
+
+def _of_stage(module: nn.Module, wanted: TensorPlan) -> tensor.TensorPlan:
+    """What the specs say of the layers that this rank has: a stage alone cannot be run to find out."""
+    own = _own_plan(module)
+    if not wanted.layer_specs and not own:
+        raise ValueError(
+            "tensor_parallel of a PipelineModule: how its layers are split is not inferred, since no rank can run all "
+            "of them. Name them in partition_config.layer_specs, by regular expressions over names of weights, such "
+            f"as {next((name for name, _ in module.named_parameters()), '')!r}."
+        )
+    uncovered = tensor.Uncovered.REFUSE if wanted.is_strict else tensor.Uncovered.KEEP
+    rules = tensor.read_layer_specs({"layer_specs": wanted.layer_specs}, module, is_part=True).rules
+    suggested = tensor.read_tp_plan(own, module).rules if own and (wanted.completes or not rules) else ()
+    return tensor.TensorPlan((*rules, *suggested), uncovered, wanted.grain)
+
+
+def _refuse_idle(proposal: tensor.TensorPlan, wanted: TensorPlan, groups: zcomm.Groups) -> None:
+    """ValueError for a pattern that fits no layer of any stage."""
+    everywhere = zcomm.exchange([rule.pattern for rule in proposal.rules], groups.pipeline())
+    names = [name for stage in everywhere for name in stage]
+    meant = [spec for spec in wanted.layer_specs if not spec["model_types"]]  # whatever the model is
+    for pattern in (each for spec in meant for each in spec["patterns"]):
+        if not any(tensor.Rule(f"re:{pattern}", tensor.Whole()).matches(name) for name in names):
+            raise ValueError(
+                f"tensor_parallel.partition_config.layer_specs: pattern {pattern!r} fits no weight of any stage."
+            )
+
+
+def _same_layers(groups: zcomm.Groups) -> ProcessGroup | None:
+    """Ranks that begin with the same modules: all but those of other stages."""
+    return groups.group(groups.ranks("replicate", "shard", "sequence", "tensor"))
 
 
 def _verified(

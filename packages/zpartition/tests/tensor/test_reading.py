@@ -89,3 +89,11 @@ def test_wrong_layer_specs_say_where(spec: dict[str, object], message: str) -> N
 def test_without_strict_mode_other_layers_stay_whole() -> None:
     plan = read_layer_specs({"layer_specs": [{"patterns": ["0.weight"]}]}, nn.Sequential(nn.Linear(2, 2)))
     assert plan.uncovered is Uncovered.KEEP
+
+
+def test_a_stage_of_a_pipeline_may_lack_layers_that_a_pattern_is_for() -> None:
+    specs = {"layer_specs": [{"patterns": ["elsewhere", r"0\."]}]}
+    stage = nn.Sequential(nn.Linear(4, 4))
+    assert [rule.pattern for rule in read_layer_specs(specs, stage, is_part=True).rules] == ["0"]
+    with pytest.raises(ValueError, match="pattern 'elsewhere' fits no weight of the model"):
+        read_layer_specs(specs, stage)

@@ -62,10 +62,11 @@ def read_tp_plan(plan: Mapping[str, str], model: nn.Module) -> TensorPlan:
     return TensorPlan(rules, uncovered=Uncovered.KEEP)
 
 
-def read_layer_specs(config: Mapping[str, Any], model: nn.Module) -> TensorPlan:
+def read_layer_specs(config: Mapping[str, Any], model: nn.Module, *, is_part: bool = False) -> TensorPlan:
     """DeepSpeed's `tensor_parallel.partition_config`; patterns are regular expressions over names of weights.
 
     Layers that no spec names stay whole, unless `strict_mode` is true: then that is an error of `resolve`.
+    is_part: `model` is a stage of a pipeline, whose other stages may have the layers of a pattern that fits nothing.
 
     Raises:
         ValueError: a spec has an unknown key, type or shape, or fits no module.
@@ -79,17 +80,19 @@ def read_layer_specs(config: Mapping[str, Any], model: nn.Module) -> TensorPlan:
         if spec.get("model_types") and kind not in spec["model_types"]:
             continue
         rules += [
-            rule for pattern in spec.get("patterns", ()) for rule in _rules(where, f"re:{pattern}", spec, model)
+            rule
+            for pattern in spec.get("patterns", ())
+            for rule in _rules(where, f"re:{pattern}", spec, model, is_part=is_part)
         ]
     return TensorPlan(rules, uncovered=Uncovered.REFUSE if config.get("strict_mode") else Uncovered.KEEP)
 
 
-def _rules(where: str, pattern: str, spec: Mapping[str, Any], model: nn.Module) -> list[Rule]:
+def _rules(where: str, pattern: str, spec: Mapping[str, Any], model: nn.Module, *, is_part: bool) -> list[Rule]:
     """One for each module, because blocks depend on its size."""
     found = [
         (name, module) for name, module in model.named_modules() if name and Rule(pattern, Whole()).matches(name)
     ]
-    if not found:
+    if not found and not is_part:
         raise ValueError(f"{where}: pattern {pattern[3:]!r} fits no weight of the model, e.g. {_example(model)!r}.")
     return [Rule(name, _style(where, spec, name, module)) for name, module in found]
 

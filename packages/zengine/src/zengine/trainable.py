@@ -1,0 +1,38 @@
+"""What an optimizer is made over: the parameters of a module, with the names that it has for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["named", "trainable"]
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """All that can be trained, now or when it is unfrozen."""
+    return [param for param in module.parameters() if param.requires_grad or param.is_floating_point()]
+
+
+def named(module: nn.Module, parameters: list[Any]) -> list[Any]:
+    """The same parameters or groups with the module's names, by which Muon tells embeddings from other matrices.
+
+    All or none: what is not a parameter of the module has no name, and is refused later on.
+    """
+    names = {id(param): name for name, param in module.named_parameters()}
+    groups = [{**item, "params": _listed(item["params"])} if isinstance(item, dict) else item for item in parameters]
+    members = [param for item in groups for param in (item["params"] if isinstance(item, dict) else [item])]
+    if any(id(param) not in names for param in members):
+        return groups
+
+    def with_names(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {**item, "params": [(names[id(param)], param) for param in item["params"]]}
+        return names[id(item)], item
+
+    return [with_names(item) for item in groups]
+
+
+def _listed(params: Any) -> list[Any]:
+    """The members of a group, which may be a single parameter or a generator."""
+    return [params] if isinstance(params, Tensor) else list(params)
