@@ -121,7 +121,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
                 "activations.Keeping",
             ),
             *("activations.NO_STREAMS", "activations.OnHost", "activations.Store", "activations.Streams"),
-            "activations.Variant",
+            *("activations.Blocks", "activations.Variant"),
         },
     },
     "deepspeed/runtime/activation_checkpointing/": {

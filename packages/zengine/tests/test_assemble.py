@@ -25,6 +25,7 @@ from zengine.features import Balancing, DumpState, Unfreezing
 from zengine.parts import Numbers
 from zengine.runners import AutocastRunner, CastingRunner, Holding, Sequential
 from zengine.verdict import SkipNonFinite, apply_always
+from zpartition.activations import Checkpointing
 
 CPU = torch.device("cpu")
 
@@ -69,7 +70,7 @@ def test_non_finite_updates_are_left_out_unless_bf16_says_otherwise():
 
 def test_inputs_are_cast_only_when_asked():
     def runner(**config: object) -> object:
-        return make_runner(plan_of(**config), nn.Sequential(nn.Linear(2, 2)), torch.device("cpu"))
+        return make_runner(plan_of(**config), nn.Sequential(nn.Linear(2, 2)), torch.device("cpu"), Checkpointing)
 
     assert isinstance(runner(fp16={"enabled": True}), Sequential)
     assert isinstance(runner(fp16={"enabled": True, "auto_cast": True}), CastingRunner)
@@ -178,9 +179,9 @@ def test_8_bit_layers_are_refused_by_the_device_and_leave_the_module_free(monkey
     )
     layer = nn.Sequential(nn.Linear(16, 16))
     with pytest.raises(ValueError, match="8-bit products need an NVIDIA GPU"):
-        make_runner(plan, layer, torch.device("cpu"))
+        make_runner(plan, layer, torch.device("cpu"), Checkpointing)
     monkeypatch.setattr("zprecision.float8.has_float8", lambda device: True)
-    runner = make_runner(plan, layer, torch.device("cpu"))
+    runner = make_runner(plan, layer, torch.device("cpu"), Checkpointing)
     assert type(layer[0]) is zprecision.Float8Linear
     assert runner.forward(layer, (torch.ones(2, 16),), {}).shape == (
         2,
@@ -226,6 +227,6 @@ def test_what_was_opened_is_closed_when_a_later_part_cannot_be_made(monkeypatch)
 
 def test_a_pattern_that_keeps_nothing_is_told(caplog):
     kept = plan_of(bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["0", "nrom"]})
-    make_runner(kept, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.device("cpu")).close()
+    make_runner(kept, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.device("cpu"), Checkpointing).close()
     assert "'nrom' matches no parameter or buffer" in caplog.text
     assert "'0'" not in caplog.text

@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 import torch
@@ -48,8 +48,6 @@ from zengine.trainable import named, trainable
 from zengine.verdict import Judge, SkipNonFinite, apply_always
 
 log = logging.getLogger("zengine")
-
-MakeCheckpointing: TypeAlias = "Callable[[], zpartition.activations.Checkpointing]"  # imported when asked for
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -223,13 +221,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan
     return zoptim.make_schedule(plan.scheduler.type, optimizer, plan.scheduler.params)
 
 
-def _unsaid() -> zpartition.activations.Checkpointing:
-    raise AssertionError("the plan names blocks, so make_runner needs to know how they are checkpointed")
-
-
-def make_runner(
-    plan: Plan, module: nn.Module, device: torch.device, checkpointing: MakeCheckpointing = _unsaid
-) -> Runner:
+def make_runner(plan: Plan, module: nn.Module, device: torch.device, checkpointing: Callable[[], Any]) -> Runner:
     """How a forward is carried out, and what is done to `module` for it."""
     runner: Runner = CastingRunner(plan.precision) if plan.cast_inputs else Sequential()
     if plan.numerics.autocast != torch.float32:
@@ -244,7 +236,7 @@ def make_runner(
 
 
 def _changes(
-    plan: Plan, module: nn.Module, device: torch.device, checkpointing: MakeCheckpointing
+    plan: Plan, module: nn.Module, device: torch.device, checkpointing: Callable[[], Any]
 ) -> Iterator[Closable]:
     """What the plan does to the module itself, one after the other."""
     float8, keep = plan.numerics.float8, plan.precision.keep
@@ -256,10 +248,9 @@ def _changes(
             log.warning("data_types.keep_in_fp32_modules: %r matches no parameter or buffer of the model", pattern)
         yield zprecision.Islands.install(module, keep, plan.precision.param)
     if plan.activations.modules:
-        from zpartition.activations import Blocks
+        from zengine.recomputing import checkpointed_blocks
 
-        is_a_part = plan.parallel.degrees.pipeline > 1
-        yield Blocks.of(module, plan.activations.modules, checkpointing(), some_may_miss=is_a_part)
+        yield checkpointed_blocks(module, plan, checkpointing())
 
 
 def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.GradientStats]:

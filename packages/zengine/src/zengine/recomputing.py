@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from zpartition import Cell
 from zpartition.activations import (
     NO_STREAMS,
     Arena,
     AsTheyAre,
+    Blocks,
     Checkpointing,
     Keeping,
     OnHost,
@@ -31,6 +33,7 @@ from zpartition.activations import (
 )
 
 if TYPE_CHECKING:
+    from zengine.config import Plan
     from zengine.config.activations import ActivationCheckpointing
 
 log = logging.getLogger("zengine")
@@ -54,6 +57,12 @@ def make_checkpointing(
         asked["span"] = functools.partial(_timed, device)
     keeping = Keeping(cell=cell, store=store) if settings.partition_activations else Keeping(store=store)
     return Checkpointing(keeping=keeping, streams=streams, variant=variant, **asked)  # type: ignore[arg-type]
+
+
+def checkpointed_blocks(module: nn.Module, plan: Plan, run: Checkpointing) -> Blocks:
+    """The blocks that the plan names; in a stage of a pipeline some of the names may be those of other stages."""
+    is_a_stage = plan.parallel.degrees.pipeline > 1
+    return Blocks.of(module, plan.activations.modules, run, some_may_miss=is_a_stage)
 
 
 def _wait(device: torch.device) -> None:
