@@ -24,7 +24,8 @@ import safetensors.torch
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
-from accelerate.utils import DummyOptim, DummyScheduler
+from accelerate.utils import DeepSpeedSequenceParallelConfig, DummyOptim, DummyScheduler, ParallelismConfig
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from transformers import (
     AutoModelForCausalLM,
@@ -37,7 +38,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import deepspeed_sp_compute_loss, is_deepspeed_zero3_enabled
 
 STEPS, SAVED_AT = 4, 2
 
@@ -292,6 +293,49 @@ def kept_in_float32(section: str, stage: int) -> dict[str, Any]:
     return found
 
 
+def with_sequences_shared() -> dict[str, Any]:
+    """Accelerator(parallelism_config=ParallelismConfig(sp_size=2)), against one process with every batch in turn."""
+
+    def llama() -> Any:
+        set_seed(11)
+        size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 8}
+        config = LlamaConfig(vocab_size=32, num_attention_heads=4, num_key_value_heads=2, **size)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+    rows = [{**row, "position_ids": torch.arange(8)} for row in sentences()[:16]]
+    batches = torch.utils.data.DataLoader(rows, batch_size=2)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+    )
+    model = llama()
+    engine, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batches)
+    found = []
+    for piece in loader:
+        total = deepspeed_sp_compute_loss(accelerator, engine, piece, False, accelerator.parallelism_config)
+        accelerator.backward(total)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(total.item())
+    UlyssesSPAttentionHF.unregister()
+    engine.destroy()
+
+    alone, plain = llama(), []
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    for batch in batches:
+        loss = alone(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.append(loss.item())
+    return {"plain": plain, "losses": found}
+
+
 def with_layers_split(folder: Path) -> dict[str, Any]:
     """Trainer with two ranks that share the layers of one model, against two replicas of half the micro-batch."""
 
@@ -336,6 +380,7 @@ def main(folder: Path) -> None:
         "pretrained": lambda: from_pretrained(folder / "pretrained"),
         **{f"kept-{half}": lambda half=half: kept_in_float32(half, 3) for half in ("bf16", "fp16")},
         **{f"accelerate-{s}": lambda s=s: with_accelerate(folder / f"accelerate-{s}", s) for s in (1, 2, 3)},
+        "shared": with_sequences_shared,
         "split": lambda: with_layers_split(folder / "split"),  # last: Accelerate keeps its mesh
     }
     found: dict[str, Any] = {"deepspeed": deepspeed.__name__}

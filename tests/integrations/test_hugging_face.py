@@ -132,6 +132,12 @@ def test_accelerator_trains_saves_and_loads_alike_at_every_stage(found: list[dic
     assert (ours["samples"], ours["skipped"], ours["names"]) == (32, False, 29)
 
 
+def test_accelerator_shares_sequences_out_and_has_the_losses_of_one_process(found: list[dict[str, Any]]):
+    ours = of(found, "shared")
+    assert len(ours["losses"]) == 8
+    assert ours["losses"] == pytest.approx(ours["plain"], rel=2e-4)
+
+
 def test_trainer_splits_layers_over_ranks_and_trains_saves_resumes_and_exports_alike(found: list[dict[str, Any]]):
     ours = of(found, "split")
     assert (ours["tensor"], ours["samples"]) == (2, 16)
