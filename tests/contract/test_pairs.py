@@ -7,13 +7,14 @@ counted twice or in the wrong place shows from 1e-3 on.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 import zcomm
 import zengine
@@ -32,6 +33,10 @@ SPECS = [
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def cross_entropy_of_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 class First(nn.Module):
@@ -94,7 +99,7 @@ def alone(replicas: int, *, has_experts: bool) -> list[float]:
         total = 0.0
         for replica in range(replicas):
             for tokens, labels in samples(step, replica):
-                loss = sequence_cross_entropy(model(tokens), labels) / (ACCUMULATION * replicas)
+                loss = cross_entropy_of_tokens(model(tokens), labels) / (ACCUMULATION * replicas)
                 loss.backward()
                 total += loss.item()
         found += [total, nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()]
@@ -125,7 +130,7 @@ def train(stage: int, degrees: dict[str, int]) -> list[float]:
     groups = zcomm.Groups.of(zcomm.Degrees(**degrees))
     pieces, piece = len(groups.ranks("sequence")), groups.ranks("sequence").index(groups.rank)
     group = groups.sequence() if pieces > 1 else None
-    loss_of = lambda logits, labels: sequence_cross_entropy(logits, labels, group)  # noqa: E731
+    loss_of = partial(sequence_cross_entropy, group=group) if group else cross_entropy_of_tokens
     parts, stages = layers(has_experts="expert" in degrees, group=group), degrees.get("pipeline", 1)
     whole = nn.Sequential(*parts)
     model = PipelineModule(parts, stages, loss_fn=loss_of, partition_method="uniform") if stages > 1 else whole

@@ -23,7 +23,6 @@ from zengine.telemetry.subject import (
 )
 from zengine.telemetry.work import Formula
 from zpartition import Joining
-from zpartition.experts import used_shares
 
 if TYPE_CHECKING:
     from zengine.clock import MicroStep
@@ -69,6 +68,8 @@ class Measuring(Feature):
 
 def subject_of(engine: Engine) -> Subject:
     """The engine as telemetry sees it."""
+    from zpartition.experts import used_shares  # costs tens of milliseconds, where anything is measured
+
     plan = engine.plan
     layers, width = shape_of(engine.module)
     whole = Joining.of(engine.module)  # of a rank's part the formula knows nothing
