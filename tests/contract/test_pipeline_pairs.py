@@ -1,4 +1,4 @@
-"""Two stages and, inside of each, two ranks that share layers, sequences or experts: curves are those of one process."""
+"""Two stages, and in each two ranks that share layers, sequences or experts: curves are those of one process."""
 
 from __future__ import annotations
 
