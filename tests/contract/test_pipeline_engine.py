@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_model import config, data, layers, loss_of, mine, pipelined
+from pipeline_model import data, layers, loss_of, mine, pipelined
 from torch import nn
 
-import zengine
-from zcomm.testing import RankFailed, run_ranks
-from zpartition.pipeline import LayerSpec, PipelineModule
+from zcomm.testing import run_ranks
+from zpartition.pipeline import PipelineModule
 
 STEPS = 3
 BOUND = 1e-5
@@ -87,53 +86,6 @@ def test_where_nothing_is_summed_in_another_order_weights_are_equal_bit_for_bit(
             together.update(part)
         assert together.keys() == expected.keys()
         assert [name for name in expected if not torch.equal(expected[name], together[name])] == []
-
-
-class Mlp(nn.Module):
-    """A layer that tensor ranks may share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(8, 32), nn.Linear(32, 8), nn.LayerNorm(8)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return self.norm(value + self.down(nn.functional.gelu(self.up(value))))  # type: ignore[no-any-return]
-
-
-SPECS = [
-    {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
-    {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
-]
-
-
-def with_tensor_ranks(tensor: int, stages: tuple[int, ...], specs: list[dict[str, Any]]) -> list[list[float]]:
-    """Losses and norms by ZeRO stage, over pipelines of two stages of `tensor` ranks each (a rank alone: of one)."""
-    num_stages, found = min(2, torch.distributed.get_world_size()), []
-    for stage in stages:
-        torch.manual_seed(0)
-        model = PipelineModule([LayerSpec(Mlp) for _ in range(4)], num_stages, loss_fn=nn.functional.mse_loss)
-        section = {"autotp_size": tensor, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
-        with zengine.initialize(model=model, config=config(stage, 4, tensor_parallel=section))[0] as engine:
-            numbers: list[float] = []
-            for step in range(STEPS):
-                generator = torch.Generator().manual_seed(step)
-                pairs = [tuple(torch.randn(2, 8, generator=generator) for _ in "xy") for _ in range(4)]
-                engine.train_batch(iter(pairs))
-                numbers += [engine.last_report.loss, engine.last_report.grad_norm]
-            found.append(numbers)
-    return found
-
-
-def test_stages_may_be_split_over_tensor_ranks() -> None:
-    ((expected,),) = run_ranks(with_tensor_ranks, 1, 1, (0,), SPECS)
-    for found in run_ranks(with_tensor_ranks, 4, 2, (1, 3), SPECS):
-        for numbers in found:
-            assert numbers == pytest.approx(expected, rel=BOUND, abs=BOUND)
-
-
-def test_how_a_part_of_a_model_is_split_has_to_be_written() -> None:
-    with pytest.raises(RankFailed, match="tensor_parallel of a PipelineModule: how its layers are split"):
-        run_ranks(with_tensor_ranks, 4, 2, (0,), [])
 
 
 def _torchs() -> tuple[list[float], list[float]]:

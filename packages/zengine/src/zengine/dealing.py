@@ -15,6 +15,7 @@ import zcomm
 import zpartition
 from zengine.agreement import compare, parameter_lines, plan_lines
 from zengine.lazily import is_imported
+from zengine.staging import stage_axes
 
 if TYPE_CHECKING:
     from zengine.config import Plan
@@ -50,10 +51,17 @@ def deal_experts(module: nn.Module, plan: Plan, groups: zcomm.Groups) -> None:
     if _is_to_do(module, plan):
         from zpartition import experts
 
-        compare({"plan": plan_lines(plan), "parameters": parameter_lines(module)}, groups.everybody())
+        mine = {"plan": plan_lines(plan), "parameters": parameter_lines(module)}
+        compare(mine, groups.gradient())  # other stages of a pipeline have other parameters, and perhaps no experts
         pattern = plan.parallel.expert_layers
         experts.distribute(module, groups.experts(), tensor=groups.tensor(), pattern=pattern)
 
 
 def _is_to_do(module: nn.Module, plan: Plan) -> bool:
-    return plan.parallel.degrees.expert > 1 and not zpartition.deals_of(module)
+    if plan.parallel.degrees.expert == 1 or zpartition.deals_of(module):
+        return False
+    if stage_axes(module).get("pipeline", 1) == 1:
+        return True
+    from zpartition import experts
+
+    return bool(experts.find_experts(module, plan.parallel.expert_layers))  # other stages may have them all
