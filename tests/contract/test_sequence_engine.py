@@ -14,7 +14,6 @@ import zengine
 from zcomm.testing import run_ranks
 from zpartition.sequence import Order, SequenceBatches, Split
 from zpartition.sequence.testing import LENGTH, Reader, mean_over, ring, samples, ulysses
-from zpartition.tensor import Column, Row, Rule, TensorPlan, Uncovered, parallelize
 
 STEPS, CLIP, LR = 4, 0.5, 0.02
 STRICT = {"stage3_unit_size": 600, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
@@ -104,38 +103,6 @@ def test_curves_are_those_of_one_process(ranks: int, cases: list[tuple[int, int,
     for found in run_ranks(_curves, ranks, 2, cases, timeout_s=240):
         for what, curve in found.items():
             assert curve == pytest.approx(expected[int(what.split()[1])], rel=2e-5), what  # float32
-
-
-PLAN = TensorPlan(
-    [Rule(f"blocks.*.{name}", Column()) for name in ("q", "k", "v", "up")]
-    + [Rule(f"blocks.*.{name}", Row()) for name in ("out", "down")],
-    uncovered=Uncovered.KEEP,
-)
-
-
-def _pairs(cases: list[tuple[int, int, str]]) -> dict[str, list[float]]:
-    """Two tensor ranks for each of two sequence ranks; the data ranks are one."""
-    groups = zcomm.Groups.of(zcomm.Degrees(sequence=2, tensor=2))
-    group, found = groups.sequence(), {}
-    for stage, accumulation, kind in cases:
-        attention = ulysses(group) if kind == "ulysses" else ring(group)
-        model = Reader(attention, mean_over(group), num_tiles=2)
-        parallelize(model, PLAN, groups.tensor())
-        engine = zengine.initialize(model=model, config=config(stage, accumulation, 2))[0]
-        order = Order.CONTIGUOUS if kind == "ulysses" else Order.ZIGZAG
-        found[f"{stage} {accumulation} {kind}"] = train(
-            engine, SequenceBatches.over([], group, order=order), 4, accumulation
-        )
-        engine.close()
-    return found
-
-
-def test_curves_are_those_of_one_process_where_layers_are_split_too() -> None:
-    cases = [(0, 1, "ulysses"), (1, 3, "ulysses"), (2, 1, "ring"), (3, 3, "ulysses")]
-    expected = {accumulation: oracle(1, accumulation) for accumulation in (1, 3)}
-    for found in run_ranks(_pairs, 4, cases, timeout_s=240):
-        for what, curve in found.items():
-            assert curve == pytest.approx(expected[int(what.split()[1])], rel=2e-5), what
 
 
 def _weighted() -> list[float]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -202,6 +203,11 @@ def report(given: argparse.Namespace, ranks: list[dict[str, Any]]) -> tuple[str,
         "",
         f"Ulysses sends {sent / 2**20:.1f} MiB a rank and step ({4 * given.layers} all-to-alls). Losses differ by "
         f"{max(rank['difference'] for rank in ranks):.1e}.",
+    ]
+    load = os.getloadavg()[0]
+    lines += [
+        "",
+        f"{os.cpu_count()} cores; load at the end {load:.1f}: with more than {given.ranks}, others' work is in it.",
     ]
     figures = {
         "ms": ms,
