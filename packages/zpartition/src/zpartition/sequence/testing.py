@@ -54,12 +54,17 @@ class Block(nn.Module):
         super().__init__()
         self.attention, self.num_tiles = attention, num_tiles
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.num_heads, self.num_key_value_heads, self.head_dim = 4, 2, WIDTH // 4
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm1(x)).view(*x.shape[:2], 8, WIDTH // 4).transpose(1, 2)
-        y = self.attention(*torch.split(heads, [4, 2, 2], 1))
+        normed = self.norm1(x)
+        q, k, v = (
+            layer(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        y = self.attention(q, k, v)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + torch.cat(tiled(self._mlp, [self.norm2(x)], self.num_tiles), 1)
 
