@@ -1,4 +1,4 @@
-"""Experts shared out in a model whose other layers are split over tensor ranks: 2 x 2 ranks against one process."""
+"""Experts that are shared out and split over tensor ranks too (`enable_expert_tensor_parallelism`), 2 x 2 ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """A gated MLP, then experts: of which tensor ranks have parts, or that each of them has whole."""
+    """A gated MLP, then experts, of each of which tensor ranks have parts."""
 
-    def __init__(self, *, spreads: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = Gated(8)
-        options: dict[str, Any] = {"enable_expert_tensor_parallelism": spreads, "top2_2nd_expert_sampling": False}
+        options: dict[str, Any] = {"enable_expert_tensor_parallelism": True, "top2_2nd_expert_sampling": False}
         self.moe = MoE(WIDTH, ExpertMLP(WIDTH, 8, "gelu", bias=True), 4, 1, 2, **options)
         self.last = nn.LayerNorm(WIDTH)
 
@@ -46,8 +46,8 @@ def rows(step: int, replica: int) -> Tensor:
     return torch.stack([Rows()[6 * replica + index] for index in range(6)]) * (step + 1)
 
 
-def alone(*, spreads: bool) -> list[float]:
-    model = Net(spreads=spreads)
+def alone() -> list[float]:
+    model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(STEPS):
@@ -62,7 +62,7 @@ def alone(*, spreads: bool) -> list[float]:
     return losses
 
 
-def _trained(spreads: bool) -> list[list[float]]:
+def _trained() -> list[list[float]]:
     found = []
     for stage in (0, 1, 3):
         config = {
@@ -73,11 +73,11 @@ def _trained(spreads: bool) -> list[list[float]]:
             "tensor_parallel": {"autotp_size": 2},
             "expert_parallel": {"enabled": True, "autoep_size": 2},
         }
-        model = Net(spreads=spreads)
+        model = Net()
         engine = zengine.initialize(model=model, training_data=Rows(), config=config)[0]
         assert isinstance(model.first.up, ColumnLinear)
         inner = model.moe.experts.get_parameter("stacked.up.weight").shape
-        assert stage == 3 or tuple(inner) == (2, 4 if spreads else 8, WIDTH)
+        assert stage == 3 or tuple(inner) == (2, 4, WIDTH)
         losses = []
         for step in range(STEPS):
             engine.backward(engine(rows(step, engine.parts.groups.get_data_parallel_rank())))
@@ -88,9 +88,9 @@ def _trained(spreads: bool) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("spreads", [False, True], ids=["whole experts", "split experts"])
-def test_experts_and_tensor_ranks_together_are_one_process(spreads: bool) -> None:
-    expected = alone(spreads=spreads)
-    for rank in run_ranks(_trained, 4, spreads, timeout_s=240):
+def test_tensor_ranks_with_parts_of_each_expert_are_one_process() -> None:
+    """Where each of them has whole experts: test_pairs.py."""
+    expected = alone()
+    for rank in run_ranks(_trained, 4, timeout_s=240):
         for losses in rank:
             assert losses == pytest.approx(expected, abs=1e-5)

@@ -59,6 +59,10 @@ def test_what_is_dealt_out_lives_over_one_rank_of_each_run() -> None:
         assert found == [mates, mates, mates, mates, [rank]]
 
 
-def test_groups_of_neighbours_that_hold_the_same_are_refused_beside_experts() -> None:
-    with pytest.raises(ValueError, match=r"secondary_group_size 2 makes groups of neighbours .* set .* to 0"):
-        Ranks.of(None, ZeroPolicy(stage=3, secondary_group_size=2), deals=[1])
+def test_holders_have_no_groups_of_neighbours() -> None:
+    policy = ZeroPolicy(stage=3, weight_bits=8, gradient_bits=4, secondary_group_size=2, gradient_hop_size=2)
+    dealt = plan_layout([ParamSpec("b", (4,), torch.float32, deal=2)], world_size=4, num_shards=4).buckets[0]
+    assert (policy.of(dealt).secondary_group_size, policy.of(dealt).gradient_hop_size) == (0, 0)
+    assert policy.of(dealt).gradient_bits == 4
+    shared = plan_layout([ParamSpec("a", (4,), torch.float32)], world_size=4, num_shards=4).buckets[0]
+    assert policy.of(shared) is policy

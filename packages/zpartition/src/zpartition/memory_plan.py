@@ -130,8 +130,8 @@ def plan(
         states=sum(sizes[b] for b in trained.buckets if b not in away),
         buckets=buffer_bytes(trained, policy, num_backwards) + _message_bytes(trained, policy),
         gathered_units=_gathered_bytes(buckets, policy),
-        secondary_shards=sum(kept_bytes(b, policy, is_trained=True) for b in trained.buckets)
-        + sum(kept_bytes(b, policy, is_trained=False) for b in frozen.buckets),
+        secondary_shards=sum(kept_bytes(b, policy.of(b), is_trained=True) for b in trained.buckets)
+        + sum(kept_bytes(b, policy.of(b), is_trained=False) for b in frozen.buckets),
         padding=sum((_resting_numel(b) - _used(b)) * b.dtype.itemsize for b in buckets),
         staging=_staging([b for b in trained.buckets if b in away], shelved, policy, num_backwards, device),
         elsewhere={

@@ -132,6 +132,10 @@ class ZeroPolicy:
         """What the gradients of `bucket` travel in."""
         return bucket.wire or self.reduce_dtype or bucket.dtype
 
+    def of(self, bucket: Bucket) -> ZeroPolicy:
+        """What holds for `bucket`: hpZ and hops want neighbours that hold the same, which those of experts do not."""
+        return self if bucket.deal == 1 else attrs.evolve(self, secondary_group_size=0, gradient_hop_size=0)
+
     def master_for(self, dtype: torch.dtype) -> torch.dtype:
         """What the optimizer updates for parameters of `dtype`: never narrower than the parameters."""
         return torch.promote_types(dtype, self.master_dtype)

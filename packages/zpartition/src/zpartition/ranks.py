@@ -97,14 +97,9 @@ def shard_group_size(policy: ZeroPolicy, world_size: int) -> int:
 
 
 def _dealt(policy: ZeroPolicy, deal: int) -> ZeroPolicy:
-    """What `policy` asks of the holders, who are fewer.  ValueError for what is laid out for all ranks alike."""
-    for field in ("secondary_group_size", "gradient_hop_size"):
-        if getattr(policy, field) > 1:
-            raise ValueError(
-                f"{field} {getattr(policy, field)} makes groups of neighbours that hold the same, and experts "
-                f"are dealt out to runs of {deal} neighbours: set {field} to 0 in a model with expert parallelism."
-            )
-    return attrs.evolve(policy, shard_group_size=policy.shard_group_size // deal)
+    """What `policy` asks of the holders, who are fewer; see `ZeroPolicy.of`."""
+    size = policy.shard_group_size // deal
+    return attrs.evolve(policy, shard_group_size=size, secondary_group_size=0, gradient_hop_size=0)
 
 
 def _refuse_uneven(field: str, run: int, num_shards: int) -> None:

@@ -131,7 +131,9 @@ class GradientReducer:
             for bucket in layout.buckets
         )
         kinds = {bucket.deal: bucket for bucket in layout.buckets}
-        exchanges = {d: exchange_for(ranks.having(kinds[d]), kinds[d].num_shards, policy) for d in sorted(kinds)}
+        exchanges = {
+            d: exchange_for(ranks.having(kinds[d]), kinds[d].num_shards, policy.of(kinds[d])) for d in sorted(kinds)
+        }
         reducer = cls(layout, policy, ranks, exchanges, gradients, pool, tell)
         reducer.order = reducer._last(range(len(gradients)), frozenset())
         reducer.most_bytes = buffer_bytes(layout, policy, num_backwards=2)

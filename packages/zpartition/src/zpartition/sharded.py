@@ -78,7 +78,7 @@ class ShardedStorage:
         master = Parameter(own.to(policy.master_for(bucket.dtype)) if is_trained else own, requires_grad=is_trained)
         poison = torch.full((), torch.nan, dtype=bucket.dtype, device=own.device)
         hollow = tuple(poison.expand(slot.shape) for slot in bucket.slots)
-        source = source_for(bucket, policy, group, own.device, is_trained=is_trained)
+        source = source_for(bucket, policy.of(bucket), group, own.device, is_trained=is_trained)
         return cls(bucket, params, (lo, hi), OnDevice(own), master, hollow, is_trained, source)
 
     @property

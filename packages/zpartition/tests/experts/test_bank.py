@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from zpartition import Init
 from zpartition.cells import ALONE, Cell, Dealt, addresses_of, deals_of
 from zpartition.experts.bank import Experts
 from zpartition.experts.mlp import ExpertMLP
@@ -99,3 +100,11 @@ def test_a_stack_without_rows_still_takes_part_in_backward() -> None:
     stack(rows, [0, 0, 0, 0]).sum().backward()
     assert rows.grad is not None
     assert all(param.grad is not None and not param.grad.any() for param in stack.parameters())
+
+
+def test_stacks_are_built_on_the_meta_device_and_not_inside_init() -> None:
+    with torch.device("meta"):
+        stack = made()
+    assert stack.get_parameter("stacked.0.weight").is_meta
+    with pytest.raises(ValueError, match=r"built inside zpartition\.Init\(\), which has no numbers yet"), Init():
+        made()

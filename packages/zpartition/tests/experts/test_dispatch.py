@@ -9,7 +9,7 @@ from torch import Tensor
 import zcomm
 from zcomm.testing import run_ranks
 from zpartition.cells import ALONE, Cell
-from zpartition.experts.dispatch import Shipment
+from zpartition.experts.dispatch import Shipment, _order_by_expert
 
 EXPERTS = 4
 
@@ -97,3 +97,9 @@ def _nothing() -> bool:
 
 def test_ranks_without_any_token_take_part() -> None:
     assert run_ranks(_nothing, 2) == [True, True]
+
+
+def test_rows_of_an_expert_come_from_all_sources_in_order() -> None:
+    """Two sources, three experts: rows lie as a0 a0 c0 | a1 b1 c1 c1."""
+    assert _order_by_expert([[2, 0, 1], [1, 1, 2]]).tolist() == [0, 1, 3, 4, 2, 5, 6]
+    assert _order_by_expert([[0, 0], [0, 0]]).tolist() == []

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zcomm
 import zpartition
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy
 from zpartition.experts import ExpertMLP, MoE, distribute, expert_degree, find_experts
-from zpartition.experts.testing import Language
+from zpartition.experts.testing import Language, batches
 from zpartition.tensor import load_whole_state_dict, whole_state_dict
 
 
@@ -186,3 +189,57 @@ def _frozen(stage: int) -> bool:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_frozen_experts_stay_and_single_ones_are_read_and_edited(stage: int) -> None:
     assert run_ranks(_frozen, 4, stage) == [True] * 4
+
+
+def _recomputed(stage: int) -> tuple[list[float], list[float]]:
+    """Gradient norms of blocks that run again in backward, which sends their tokens again; and an evaluation."""
+    found = []
+    for again in (False, True):
+        model = Language()
+        if again:
+            for block in model.blocks:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        distribute(model, None)
+        policy = ZeroPolicy(stage=stage, unit_numel=700, persist_numel=20, bucket_numel=700, max_live_numel=0)
+        partition = zpartition.shard(model, policy=policy)
+        tokens = batches(2, 1)[0, 0, zcomm.group_rank()]
+        with partition.micro_step():
+            model(tokens).backward()
+        partition.finish_gradients()
+        found.append([float(gradient.norm()) for _, gradient in partition.named_gradients()])
+        with torch.no_grad():
+            found[-1].append(float(model.eval()(tokens)))
+        partition.close()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_blocks_that_run_again_give_the_same_gradients(stage: int) -> None:
+    for plain, again in run_ranks(_recomputed, 2, stage):
+        assert again == pytest.approx(plain, rel=1e-12)
+
+
+def _few_bits() -> list[float]:
+    """ZeRO++ beside experts: codes for all, hpZ and hops for what all ranks hold; the loss falls."""
+    model = Language().float()
+    distribute(model, zcomm.run(2))
+    small = {"unit_numel": 700, "persist_numel": 20, "max_live_numel": 0}
+    bits = {"weight_bits": 8, "gradient_bits": 8, "secondary_group_size": 2, "gradient_hop_size": 2}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    partition = zpartition.shard(model, optimizer, policy=ZeroPolicy(stage=3, **small, **bits))
+    losses = []
+    for _ in range(6):
+        with partition.micro_step():
+            loss = model(batches(4, 1)[0, 0, zcomm.group_rank()])
+            loss.backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step)
+        partition.zero_grad()
+        losses.append(float(loss.detach()))
+    partition.close()
+    return losses
+
+
+def test_few_bits_and_experts_go_together() -> None:
+    for losses in run_ranks(_few_bits, 4):
+        assert losses[-1] < losses[0] - 0.3

@@ -28,6 +28,7 @@ from zpartition.experts.grouped import add_rows_bias, runs
 from zpartition.experts.mlp import ExpertMLP
 from zpartition.experts.parameter import ExpertParameter
 from zpartition.shard import Address
+from zpartition.tape import is_meta
 from zpartition.tensor.entrance import Entrance
 from zpartition.tensor.styles import cut_along
 from zpartition.whole import part_of
@@ -51,7 +52,7 @@ class Experts(nn.Module):
         self.num_experts, self.deal = num_experts, deal
         self.entrance = Entrance(ALONE)  # to tensor ranks
         self._addresses: dict[str, Address] = {}
-        seed = int(torch.randint(2**31, ()))
+        seed = _drawn()
         made = [_made(expert, index, seed) for index in self.own]
         _refuse_buffers(made[0])
         self._template = (_on_meta(made[0]),)  # in a tuple: no child of this module
@@ -167,6 +168,18 @@ def _cut_further(address: Address, dim: int, cell: Cell) -> Address:
     inner = cut_along(address.global_shape, dim, size, (cell.rank * share, (cell.rank + 1) * share)).boxes[0]
     box = address.boxes[0]
     return Address(address.global_shape, (tuple(inner[at] if at == dim else side for at, side in enumerate(box)),))
+
+
+def _drawn() -> int:
+    """A number from torch's generator, also where modules are being built on the meta device."""
+    number = torch.randint(2**31, (), device="cpu")
+    if is_meta(number):
+        raise ValueError(
+            "a layer of experts is built inside zpartition.Init(), which has no numbers yet, and each expert is "
+            "initialised under a seed of its own. Build the model plainly, or under torch.device('meta') and load "
+            "its weights afterwards (load_slices)."
+        )
+    return int(number)
 
 
 def _made(expert: nn.Module | Callable[[], nn.Module], index: int, seed: int) -> nn.Module:

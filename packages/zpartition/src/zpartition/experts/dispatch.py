@@ -15,8 +15,6 @@ size of messages, which sends air.
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -95,22 +93,16 @@ class Shipment:
 
     def _by_expert(self, device: torch.device) -> Tensor:
         """Where each row, in the order of experts, lies among those that arrived in the order of their sources."""
-        order = _order_by_expert(tuple(row[self.own] for row in self.table))
-        return torch.tensor(order, dtype=torch.int64, device=device)
+        return _order_by_expert([row[self.own] for row in self.table]).to(device)
 
 
-@functools.lru_cache(maxsize=8)
-def _order_by_expert(table: tuple[tuple[int, ...], ...]) -> list[int]:
-    """table: [source][expert] rows.  Indices into [source, expert] order, by [expert, source]."""
-    lengths = [count for row in table for count in row]
-    starts = list(itertools.accumulate(lengths, initial=0))
-    width = len(table[0])
-    order: list[int] = []
-    for expert in range(width):
-        for source in range(len(table)):
-            at = source * width + expert
-            order.extend(range(starts[at], starts[at + 1]))
-    return order
+def _order_by_expert(table: Sequence[Sequence[int]]) -> Tensor:
+    """table: [source][expert] rows.  Indices into [source, expert] order, by [expert, source]: (rows,) int64."""
+    lengths = torch.tensor(table)
+    starts = lengths.flatten().cumsum(0).view_as(lengths) - lengths
+    run = lengths.t().flatten()
+    shift = starts.t().flatten() - (run.cumsum(0) - run)  # from where a run comes to lie to where it is
+    return torch.arange(int(run.sum())) + shift.repeat_interleave(run)
 
 
 def _apply(function: type[Function], *args: Any) -> Tensor:
