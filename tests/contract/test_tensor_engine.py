@@ -190,6 +190,42 @@ def test_a_run_goes_on_without_a_split_and_with_one_again(tmp_path: Path) -> Non
         assert [loss for part in found for loss in part] == pytest.approx(expected, abs=10 * BOUND)
 
 
+# -- weighted losses, states on disk, saves behind the loop's back ---------------------------------
+
+
+def _variants(root: Path, ranks: int) -> dict[str, list[float]]:
+    on_disk = {"device": "nvme", "nvme_path": str(root)}
+    zero = {"stage": 3, "offload_optimizer": on_disk, "offload_param": on_disk}
+    found = {}
+    for name, given in (
+        ("weights", config(1)),
+        ("disk", config(3, zero_optimization=zero)),
+        ("behind", config(2, checkpoint={"async_save": True})),
+    ):
+        engine, losses = made(Language(), given, ranks), []
+        for step in range(STEPS):
+            for micro in range(2):
+                loss = engine(tokens(step, micro, 0))
+                engine.backward(loss, weight=3.0 + micro if name == "weights" else None)
+                report = engine.step()
+            losses += [report.loss, report.grad_norm]
+            if name == "behind" and step == 0:
+                engine.save_checkpoint(str(root / str(ranks)))
+                engine.backward(engine(tokens(9, 9, 0)))  # of a step that is thrown away
+                engine.restart_step()
+                engine.restore_from_memory()
+        engine.close()
+        found[name] = losses
+    return found
+
+
+def test_weights_tiers_and_background_saves_are_as_on_one_rank(tmp_path: Path) -> None:
+    expected = run_ranks(_variants, 1, tmp_path, 1)[0]
+    for found in run_ranks(_variants, 2, tmp_path, 2):
+        for name, losses in found.items():
+            assert losses == pytest.approx(expected[name], abs=BOUND), name
+
+
 # -- loss scaling and random numbers ---------------------------------------------------------------
 
 

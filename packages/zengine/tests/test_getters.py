@@ -22,6 +22,7 @@ EXPECTED = {
     "train_batch_size": 12,
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 3,
+    "autotp_size": 1,
     "gradient_clipping": 0.5,
     "gradient_predivide_factor": 1.0,
     "prescale_gradients": True,

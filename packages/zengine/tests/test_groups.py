@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zcomm
+import zengine
 from zcomm.testing import end_ranks, run_ranks
 from zengine.groups import laid_out
 from zpartition.tensor import tp_model_init
-from zpartition.tensor.testing import PLAN, Language
+from zpartition.tensor.testing import PLAN, Gated, Language
 
 
 def test_mpu_and_mesh_together_are_refused() -> None:
@@ -61,6 +62,24 @@ def _ways() -> dict[str, tuple[Any, ...]]:
     alone = laid_out(None, mesh["shard"], whole)  # two copies in two halves of the world
     found["half"] = (alone.replicas, alone.num_ranks, tuple(dist.get_process_group_ranks(alone.everybody())))
     return found
+
+
+def _elsewhere() -> str:
+    config = {"train_micro_batch_size_per_gpu": 1}
+    mpu = zcomm.Groups.of(zcomm.Degrees(tensor=2))
+    with pytest.raises(ValueError, match=r"mpu= has 2 tensor ranks, and Gated has no layers") as caught:
+        zengine.initialize(model=Gated(8), mpu=mpu, config=config)
+    given = {"layer_specs": [{"patterns": ["gate.*|up.*"]}, {"patterns": ["down.*"], "partition_type": "row"}]}
+    section = {"autotp_size": 2, "partition_config": given}
+    engine = zengine.initialize(model=Gated(8), mpu=mpu, config={**config, "tensor_parallel": section})[0]
+    assert engine.module.up.out_features == 4
+    engine.close()
+    return str(caught.value)
+
+
+def test_tensor_ranks_of_an_mpu_split_no_model_that_is_not_asked_for() -> None:
+    for message in run_ranks(_elsewhere, 2):
+        assert '"autotp_size": 2' in message
 
 
 def test_all_ways_come_to_the_same_ranks() -> None:

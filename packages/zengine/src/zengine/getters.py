@@ -29,6 +29,7 @@ class EngineGetters:
     train_batch_size = _getter("Samples per optimizer step, over all replicas.", lambda p: p.batch.train_batch_size)
     train_micro_batch_size_per_gpu = _getter("Samples per forward on one rank.", lambda p: p.batch.micro_batch_size)
     gradient_accumulation_steps = _getter("Micro-steps per optimizer step.", lambda p: p.batch.accumulation)
+    autotp_size = _getter("Ranks that share the layers of one model.", lambda p: p.parallel.degrees.tensor)
     gradient_clipping = _getter("Global norm that gradients are clipped to; 0 = off.", lambda p: p.clip_norm)
     gradient_predivide_factor = _getter(
         "What gradients are divided by before they are summed.", lambda p: p.zero.averaging.predivide

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -20,10 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zcomm
 import zpartition
+from zengine.config.parallel import TENSOR_KEYS
 from zengine.dealing import expert_axes
 from zengine.staging import stage_axes
 
-__all__ = ["LaidOut", "laid_out"]
+if TYPE_CHECKING:
+    from zengine.config import Plan
+
+__all__ = ["LaidOut", "laid_out", "refuse_split_elsewhere"]
 
 _AXES = ("pipeline", "replicate", "shard", "sequence", "tensor")
 _SIZES = {  # getters of an mpu, and the axis that each speaks of
@@ -81,6 +85,22 @@ def _laid_out(mpu: Any, mesh: DeviceMesh | None, model: nn.Module) -> LaidOut:
         return zcomm.Groups.of(degrees).split_over(tensor)
 
     return LaidOut(make, zcomm.group_size(), {"tensor": split.size, **stages}, "the model")
+
+
+def refuse_split_elsewhere(model: nn.Module, plan: Plan, ranks: LaidOut) -> None:
+    """ValueError for tensor ranks of an mpu and a model that is whole to us, unless the config wants it split.
+
+    An mpu comes with layers of its own that are split already, and splitting those again is not what was meant.
+    """
+    is_asked = any(plan.origins.get(key, "default") != "default" for key in TENSOR_KEYS)
+    tensor = plan.parallel.degrees.tensor
+    if ranks.by != "mpu=" or tensor == 1 or is_asked or zpartition.cell_of(model).size > 1:
+        return
+    raise ValueError(
+        f"mpu= has {tensor} tensor ranks, and {type(model).__name__} has no layers of zpartition.tensor: if it is "
+        f'whole, write "tensor_parallel": {{"autotp_size": {tensor}}} to have it split; layers that another library '
+        "has split are not known here."
+    )
 
 
 def _ranks_of(split: zpartition.Cell) -> ProcessGroup:

@@ -76,7 +76,7 @@ def initialize(
     with uncollected():
         from zengine.assemble import Client
         from zengine.config import load, resolve
-        from zengine.groups import laid_out
+        from zengine.groups import laid_out, refuse_split_elsewhere
         from zengine.sources import pick_config
     source = pick_config(args, config, config_params)
     if not isinstance(model, nn.Module):
@@ -87,6 +87,7 @@ def initialize(
     world = _make_world(dist_init_required, distributed_port)
     ranks = laid_out(mpu, mesh, model)
     plan = resolve(settings, _facts(settings, world, ranks))
+    refuse_split_elsewhere(model, plan, ranks)
     _announce(plan, world)
     client = Client(
         optimizer=optimizer,

@@ -31,6 +31,10 @@ __all__ = ["first_batch", "split_tensors"]
 
 log = logging.getLogger("zengine")
 
+# Elements of a model up to which a plan that somebody wrote is tried, which takes two more copies and gradients.
+# One that was inferred is always tried.
+TRIED_NUMEL = 2**28
+
 Input = tuple[tuple[Any, ...], Mapping[str, Any]]  # how forward is called
 
 
@@ -134,7 +138,7 @@ def _verified(
     if not wanted.layer_specs and not _own_plan(module):
         fitted = tensor.fitted_plan(module, group, *args, kwargs=kwargs, vocabulary=wanted.splits_vocabulary)
         return attrs.evolve(fitted, uncovered=proposal.uncovered, grain=proposal.grain)
-    if given is not None:
+    if given is not None and sum(param.numel() for param in module.parameters()) <= TRIED_NUMEL:
         tensor.verify(module, proposal, group, *args, kwargs=kwargs)
     return proposal
 

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from zengine.config.plan import Facts
     from zengine.config.schema import Settings
 
-__all__ = ["MODEL_AXES", "ParallelPlan", "TensorPlan", "parallel_notices", "parallel_plan", "parallel_rows"]
+__all__ = [
+    "MODEL_AXES",
+    "TENSOR_KEYS",
+    "ParallelPlan",
+    "TensorPlan",
+    "parallel_notices",
+    "parallel_plan",
+    "parallel_rows",
+]
 
 MODEL_AXES = ("pipeline", "sequence", "tensor")  # ranks along these work on the same samples
 
@@ -39,6 +47,9 @@ _KEYS: Mapping[str, Mapping[str, Callable[[Settings], int]]] = {
         "expert_parallel.autoep_size": lambda s: s.expert_parallel.autoep_size if s.expert_parallel.enabled else 0
     },
 }
+
+
+TENSOR_KEYS = tuple(_KEYS["tensor"])  # that ask for tensor ranks
 
 
 @attrs.frozen(kw_only=True)

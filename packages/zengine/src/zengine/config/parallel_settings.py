@@ -1,8 +1,4 @@
-"""The settings that split a model over ranks: one class a section, and how many ranks each kind of split takes.
-
-A degree that nobody can ask for yet is a plain field here, whose key the table (compat_parallel.py) refuses; the one
-who brings the split makes it a `setting`, and everything behind it is there.
-"""
+"""The settings that split a model over ranks: one class a section, and how many ranks each kind of split takes."""
 
 from __future__ import annotations
 
