@@ -100,8 +100,8 @@ def _of_stage(module: nn.Module, wanted: TensorPlan) -> tensor.TensorPlan:
     if not wanted.layer_specs and not own:
         raise ValueError(
             "tensor_parallel of a PipelineModule: how its layers are split is not inferred, since no rank can run "
-            "all of them. Name them in partition_config.layer_specs, by regular expressions over names of weights, such "
-            f"as {next((name for name, _ in module.named_parameters()), '')!r}."
+            "all of them. Name them in partition_config.layer_specs, by regular expressions over names of weights, "
+            f"such as {next((name for name, _ in module.named_parameters()), '')!r}."
         )
     uncovered = tensor.Uncovered.REFUSE if wanted.is_strict else tensor.Uncovered.KEEP
     rules = tensor.read_layer_specs({"layer_specs": wanted.layer_specs}, module, is_part=True).rules

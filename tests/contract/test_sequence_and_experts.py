@@ -1,4 +1,6 @@
-"""Two ways to split one model at once, 2 x 2 ranks, at every ZeRO stage: curves are those of one process.
+"""Sequences shared out beside experts, 2 x 2 ranks, at every ZeRO stage: curves are those of one process.
+
+The other pairs are in test_tensor_pairs.py and test_pipeline_pairs.py.
 
 [Note: the bound]  Losses near 3 in float32, where sums over tokens, heads and experts are taken in other orders; 3
 clipped steps of AdamW make 1e-6 of that (see test_tensor_engine.py), and 2e-5 is allowed.  A part that is missing,
@@ -7,28 +9,22 @@ counted twice or in the wrong place shows from 1e-3 on.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
 from zpartition.experts import ExpertMLP, MoE
-from zpartition.pipeline import PipelineModule
 from zpartition.sequence import DistributedAttention, sequence_cross_entropy
 
 TOKENS, WIDTH, LENGTH, HEADS = 29, 16, 8, 4
 STEPS, ACCUMULATION, CLIP, BOUND = 3, 2, 0.3, 2e-5
-SPECS = [
-    {"patterns": [r".*\.([qkv]|up)\.weight"]},
-    {"patterns": [r".*\.(out|down)\.weight"], "partition_type": "row"},
-]
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -53,34 +49,31 @@ class First(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, and an MLP or four of them as experts."""
+    """Attention, and four experts."""
 
-    def __init__(self, attend: Any, *, has_experts: bool) -> None:
+    def __init__(self, attend: Any) -> None:
         super().__init__()
         self.attend = attend
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
         options: dict[str, Any] = {"drop_tokens": False, "top2_2nd_expert_sampling": False}
-        self.moe = MoE(WIDTH, ExpertMLP(WIDTH, 8, "gelu"), 4, k=2, **options) if has_experts else None
-        if not has_experts:
-            self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.moe = MoE(WIDTH, ExpertMLP(WIDTH, 8, "gelu"), 4, k=2, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         heads = (layer(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         x = x + self.out(self.attend(*heads).transpose(1, 2).flatten(2))
-        y = self.norm2(x)
-        return x + (self.down(gelu(self.up(y))) if self.moe is None else self.moe(y)[0])
+        mixture: Tensor = self.moe(self.norm2(x))[0]
+        return x + mixture
 
 
-def layers(*, has_experts: bool, group: ProcessGroup | None = None) -> list[nn.Module]:
-    """group: ranks that have parts of each sequence."""
+def model_of(group: ProcessGroup | None = None) -> nn.Sequential:
+    """group: ranks that have parts of each sequence; None for one that has all."""
     torch.manual_seed(3)
     size, rank = (zcomm.group_size(group), zcomm.group_rank(group)) if group else (1, 0)
     attend = DistributedAttention(causal, group, scatter_idx=1, gather_idx=2) if size > 1 else causal
     ends = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False))
-    blocks = [Layer(attend, has_experts=has_experts) for _ in range(2)]
-    return [First(rank * (LENGTH // size)), *blocks, ends]
+    return nn.Sequential(First(rank * (LENGTH // size)), Layer(attend), Layer(attend), ends)
 
 
 def samples(step: int, replica: int) -> list[tuple[Tensor, Tensor]]:
@@ -90,9 +83,9 @@ def samples(step: int, replica: int) -> list[tuple[Tensor, Tensor]]:
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
 
 
-def alone(replicas: int, *, has_experts: bool) -> list[float]:
+def alone(replicas: int) -> list[float]:
     """Losses and norms of a plain loop."""
-    model = nn.Sequential(*layers(has_experts=has_experts))
+    model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
     found = []
     for step in range(STEPS):
@@ -108,66 +101,39 @@ def alone(replicas: int, *, has_experts: bool) -> list[float]:
     return found
 
 
-def config(stage: int, degrees: dict[str, int]) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def config(stage: int) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": ACCUMULATION,
         "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, "stage3_unit_size": 900},
+        "sequence_parallel_size": 2,
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
     }
-    if "tensor" in degrees:
-        specs = {"use_default_specs": False, "layer_specs": SPECS}
-        found["tensor_parallel"] = {"autotp_size": degrees["tensor"], "partition_config": specs}
-    if "sequence" in degrees:
-        found["sequence_parallel_size"] = degrees["sequence"]
-    if "expert" in degrees:
-        found["expert_parallel"] = {"enabled": True, "autoep_size": degrees["expert"]}
-    return found
 
 
-def train(stage: int, degrees: dict[str, int]) -> list[float]:
-    groups = zcomm.Groups.of(zcomm.Degrees(**degrees))
-    pieces, piece = len(groups.ranks("sequence")), groups.ranks("sequence").index(groups.rank)
-    group = groups.sequence() if pieces > 1 else None
-    loss_of = partial(sequence_cross_entropy, group=group) if group else cross_entropy_of_tokens
-    parts, stages = layers(has_experts="expert" in degrees, group=group), degrees.get("pipeline", 1)
-    whole = nn.Sequential(*parts)
-    model = PipelineModule(parts, stages, loss_fn=loss_of, partition_method="uniform") if stages > 1 else whole
+def train(stage: int) -> list[float]:
+    groups = zcomm.Groups.of(zcomm.Degrees(sequence=2, expert=2))
+    group, piece = groups.sequence(), groups.ranks("sequence").index(groups.rank)
     found = []
-    with zengine.initialize(model=model, config=config(stage, degrees))[0] as engine:
+    with zengine.initialize(model=model_of(group), config=config(stage))[0] as engine:
         for step in range(STEPS):
-            mine = samples(step, engine.parts.groups.get_data_parallel_rank())
-            mine = [(tokens.chunk(pieces, 1)[piece], labels.chunk(pieces, 1)[piece]) for tokens, labels in mine]
-            if stages > 1:
-                engine.train_batch(iter(mine))
-            else:
-                for tokens, labels in mine:
-                    engine.backward(loss_of(engine(tokens), labels))
-                    engine.step()
-            found += [engine.last_report.loss, engine.last_report.grad_norm]
+            for tokens, labels in samples(step, engine.parts.groups.get_data_parallel_rank()):
+                logits = engine(tokens.chunk(2, 1)[piece])
+                engine.backward(sequence_cross_entropy(logits, labels.chunk(2, 1)[piece], group))
+                report = engine.step()
+            found += [report.loss, report.grad_norm]
     return found
 
 
-def _curves(degrees: dict[str, int]) -> dict[int, list[float]]:
-    return {stage: train(stage, degrees) for stage in range(4)}
+def _curves() -> dict[int, list[float]]:
+    return {stage: train(stage) for stage in range(4)}
 
 
-PAIRS = [
-    {"tensor": 2, "sequence": 2},
-    {"tensor": 2, "pipeline": 2},
-    {"tensor": 2, "expert": 2},
-    {"sequence": 2, "pipeline": 2},
-    {"sequence": 2, "expert": 2},
-    {"pipeline": 2, "expert": 2},
-]
-
-
-@pytest.mark.parametrize("degrees", PAIRS, ids=[" x ".join(pair) for pair in PAIRS])
-def test_two_splits_at_once_are_one_process(degrees: dict[str, int]) -> None:
-    replicas = 4 // (degrees.get("tensor", 1) * degrees.get("sequence", 1) * degrees.get("pipeline", 1))
-    expected = alone(replicas, has_experts="expert" in degrees)
+def test_two_splits_at_once_are_one_process() -> None:
+    expected = alone(replicas=2)
     assert min(expected[1::2]) > CLIP  # clipping is exercised
-    for found in run_ranks(_curves, 4, degrees, timeout_s=240):
+    for found in run_ranks(_curves, 4, timeout_s=240):
         for stage, curve in found.items():
             assert curve == pytest.approx(expected, rel=BOUND), f"stage {stage}"
