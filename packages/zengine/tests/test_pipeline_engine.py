@@ -139,10 +139,29 @@ def test_evaluation_and_ways_to_give_data() -> None:
     assert first[-2:] == [2 * 2 * MICRO, 2 * MICRO]
 
 
+def outputs_first() -> float:
+    """The mean loss of what follows a batch of which outputs alone were asked for: 0 where pairs stay pairs."""
+    model = PipelineModule([LayerSpec(nn.Identity)] * 2, 2, loss_fn=loss_of, partition_method="uniform")
+    engine = zengine.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1})[0]
+    assert isinstance(engine, PipelineEngine)
+    pairs = iter([(torch.full((1, 1), float(i)),) * 2 for i in range(4)])
+    engine.eval_batch(pairs, compute_loss=False, num_micro_batches=2)
+    loss: float = engine.eval_batch(pairs, num_micro_batches=2).item()
+    engine.close()
+    return loss
+
+
+def test_outputs_alone_read_labels_too_so_that_ranks_stay_alike() -> None:
+    assert run_ranks(outputs_first, 2) == [0.0, 0.0]
+
+
 def own_loader() -> tuple[list[float], list[Any]]:
-    """Three stages: the one between reads nothing, and its loader moves along."""
+    """Three stages: the one between uses nothing, and its loader moves along, however it is handed over."""
     engine = make(data=Data(), num_stages=torch.distributed.get_world_size())
-    losses = [engine.train_batch().item() for _ in range(3)]
+    losses = [engine.train_batch().item()]
+    engine.set_dataloader(engine.training_dataloader)
+    losses.append(engine.train_batch().item())
+    losses.append(engine.train_batch(iter(engine.training_dataloader)).item())
     state = engine.parts.loader.state_dict()
     engine.close()
     return losses, sorted((key, value) for key, value in state.items() if isinstance(value, int))

@@ -10,8 +10,8 @@ micro-batches through all stages, and then does what `step` does at a boundary (
 loss are those of the whole model, the same on all ranks: sums go over the stages too (`zpartition.cells`), and the
 last stage tells its losses to all.
 
-Data is read on the ranks that hold the first and the last stage, alike; the others do not touch the iterator, but
-move along with a loader of the engine's own, so that its position is the same everywhere.
+Data is used on the ranks that hold the first and the last stage, alike.  The others need no iterator; where the engine
+has a loader of its own they move along with what they are given, so that its position is the same everywhere.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class PipelineEngine(Engine):
         super().__init__(module, parts, plan)
         self.pipeline, self.passes = pipeline, passes
         self.batch_fn: BatchFn = lambda batch: batch
-        self.own_batches = () if parts.loader is None else (forever(parts.loader),)  # of training_data
-        self.batches: Iterator[Any] | None = next(iter(self.own_batches), None)
+        self.batches: Iterator[Any] | None = None if parts.loader is None else forever(parts.loader)
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -213,10 +212,10 @@ class PipelineEngine(Engine):
             yield tuple(inputs) if isinstance(inputs, list) else inputs, labels
 
     def _training(self, source: Iterator[Any], count: int) -> Iterator[tuple[Any, Any]]:
-        """The same, as features let a batch begin; ranks between the ends pass over their own loader's."""
+        """The same, as features let a batch begin; ranks between the ends pass over what may be their loader's."""
         if self._reads:
             return (self._begun(pair) for pair in self._pairs(source))
-        for _ in itertools.islice(source, count if source in self.own_batches else 0):
+        for _ in itertools.islice(source, 0 if self.parts.loader is None else count):
             pass
         self._begun(())
         return iter(())

@@ -162,7 +162,8 @@ class PipelineRunner:
                 needed = self._needed(action, feed)
                 output = self.passes.forward(self.module, action.stage, needed, contextlib.nullcontext)
                 if action.stage == self.module.num_stages - 1:
-                    loss = self._loss(output, feed.labels(action.micro)) if compute_loss else None
+                    labels = feed.labels(action.micro)  # read in any case: the ranks' data stay alike
+                    loss = self._loss(output, labels) if compute_loss else None
                     found.append((output if keep_outputs else None, loss))
                 else:
                     self.post.give_value(action.stage + 1, action.micro, output)
