@@ -65,8 +65,8 @@ def _stream(training_data: Any) -> str:
 def feed_of(
     plan: Plan, *, rank: int, device: torch.device, collate_fn: Callable[[list[Any]], Any] | None = None
 ) -> Feed:
-    """The feed of `rank` among the replicas."""
-    data = plan.data
+    """The feed of `rank` among the replicas; ranks that share one of them are given the same samples."""
+    data, is_shared = plan.data, plan.parallel.cells * plan.parallel.degrees.sequence > 1
     return Feed(
         micro_batch_size=plan.batch.micro_batch_size,
         rank=rank,
@@ -80,6 +80,7 @@ def feed_of(
             pin_memory=data.pin_memory,
             device=device,
             prefetch=data.prefetch,
+            shared_by=(rank,) if is_shared else (),
         ),
     )
 
@@ -176,14 +177,15 @@ class EngineData:
         if route not in ("train", "eval", "predict"):
             raise ValueError(f'deepspeed_io(route={route!r}): "train", "eval" or "predict" is needed')
         data = self.plan.data
+        base = feed_of(self.plan, rank=self.parts.groups.get_data_parallel_rank(), device=self.parts.world.device)
         fetching = fetching_of(
             collate_fn=collate_fn or self.collate_fn,
             num_workers=data.num_workers if num_local_io_workers is None else num_local_io_workers,
             pin_memory=pin_memory,
             device=self.parts.world.device,
             prefetch=data.prefetch,
+            shared_by=base.fetching.shared_by,
         )
-        base = feed_of(self.plan, rank=self.parts.groups.get_data_parallel_rank(), device=self.parts.world.device)
         size = base.micro_batch_size if batch_size is None else batch_size
         feed = attrs.evolve(base, micro_batch_size=size, fetching=fetching)
         if data_sampler is not None:

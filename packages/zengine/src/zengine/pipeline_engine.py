@@ -10,8 +10,8 @@ micro-batches through all stages, and then does what `step` does at a boundary (
 loss are those of the whole model, the same on all ranks: sums go over the stages too (`zpartition.cells`), and the
 last stage tells its losses to all.
 
-Data is used on the ranks that hold the first and the last stage, alike.  The others need no iterator; where the engine
-has a loader of its own they move along with what they are given, so that its position is the same everywhere.
+Data is used on the ranks that hold the first and the last stage, alike.  The others need no iterator; where the
+engine has a loader of its own they move along with what they are given, so that its position is the same everywhere.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from torch.distributed import ProcessGroup
 import zcomm
 import zpartition
 from zengine.agreement import compare, parameter_lines, plan_lines
+from zengine.data.draws import generators_untouched, seed_generators
+from zengine.data.feed import is_indexed
 from zengine.data.tree import mapped
 from zpartition import tensor
 
@@ -66,11 +68,14 @@ def split_tensors(
 
 
 def first_batch(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, device: torch.device) -> Any:
-    """One sample as a batch on `device`; None without a dataset that has one."""
-    if dataset is None or not hasattr(dataset, "__getitem__"):
+    """One sample as a batch on `device`, the same on all ranks also if it is drawn; None for a stream, or no data."""
+    if dataset is None or not is_indexed(dataset):
         return None
     collate = collate_fn or torch.utils.data.default_collate
-    return mapped(collate([dataset[0]]), lambda leaf: leaf.to(device))
+    with generators_untouched():
+        seed_generators(0)
+        batch = collate([dataset[0]])
+    return mapped(batch, lambda leaf: leaf.to(device))
 
 
 def _proposal(module: nn.Module, wanted: TensorPlan, given: Input | None) -> tensor.TensorPlan:

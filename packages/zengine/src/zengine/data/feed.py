@@ -144,6 +144,7 @@ def fetching_of(
     pin_memory: bool,
     device: torch.device,
     prefetch: int,
+    shared_by: tuple[int, ...] = (),
 ) -> Fetching:
     """How samples become batches on `device`, `prefetch` of them ahead (0: they stay on the host)."""
     moves = device.type == "cuda" and prefetch > 0
@@ -152,4 +153,5 @@ def fetching_of(
         num_workers=num_workers,
         pin_memory=pin_memory or moves,
         deliver=delivery_to(device, num_ahead=prefetch, num_workers=num_workers),
+        shared_by=shared_by,
     )

@@ -4,21 +4,21 @@ A DataLoader without a generator of its own draws a seed from torch's global RNG
 of passes would change the run; ours has one. In worker processes a dataset's random draws (augmentation)
 would depend on how many batches that worker has made before, which no checkpoint can restore. So a worker is
 seeded afresh for each ticket, from the ticket: the same batch comes out for any number of workers and after
-any interruption. Without workers the draws are the main process's own, whose generators a checkpoint saves.
+any interruption. Without workers the draws are the main process's own, whose generators a checkpoint saves; but where
+several ranks make the same samples, because they share a copy of the model, the draws are a ticket's there too.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from zengine.data.delivery import as_they_come
+from zengine.data.draws import drawn_alike, seed_generators
 from zengine.data.order import Ticket
 
 Collate = Callable[[list[Any]], Any]
@@ -33,10 +33,11 @@ class Fetching:
     num_workers: int = 0  # processes that fetch ahead; 0 fetches in this one
     pin_memory: bool = False  # page-locked batches, for copies that overlap with computation
     deliver: Delivery = as_they_come  # on their way to the caller; see `delivery`
+    shared_by: tuple[int, ...] = ()  # the number of the copy whose ranks make the same samples; (): each its own
 
     def of_tickets(self, dataset: Any, tickets: Iterable[Ticket], seed: int) -> Iterator[Any]:
         """One batch a ticket, in order. `dataset` has `__getitem__` and perhaps `__getitems__`."""
-        view = _TicketView(dataset, seed)
+        view = _TicketView(dataset, seed, bool(self.shared_by))
         return self._open(view, seed, batch_size=None, sampler=tickets, collate_fn=self.collate_fn)
 
     def of_stream(
@@ -52,27 +53,21 @@ class Fetching:
         loader = DataLoader(
             dataset, num_workers=self.num_workers, pin_memory=pin_memory, generator=generator, **options
         )
-        return self.deliver(iter(loader))
+        batches = iter(loader)
+        return self.deliver(drawn_alike(batches, seed, *self.shared_by) if self.shared_by else batches)
 
 
 class _TicketView(Dataset[list[Any]]):
     """A dataset of batches: indexed by a ticket, it yields the ticket's samples."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, is_shared: bool) -> None:
         self._dataset = dataset
         self._seed = seed
+        self._is_shared = is_shared
 
     def __getitem__(self, ticket: Ticket) -> list[Any]:
-        if get_worker_info() is not None:
-            _seed_worker(self._seed, ticket)
+        if self._is_shared or get_worker_info() is not None:
+            seed_generators(self._seed, ticket.epoch, ticket.begin)
         indices = list(ticket.indices)
         many = getattr(self._dataset, "__getitems__", None)  # a dataset may read several samples at once
         return many(indices) if many is not None else [self._dataset[index] for index in indices]
-
-
-def _seed_worker(seed: int, ticket: Ticket) -> None:
-    """Seed every generator that a dataset may draw from, for this ticket alone."""
-    words = np.random.SeedSequence([seed, ticket.epoch, ticket.begin]).generate_state(4)
-    random.seed(int(words[0]))
-    np.random.seed(words[1])
-    torch.manual_seed(int(words[2]) << 32 | int(words[3]))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, final
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from zengine.data.base import Loader, whole_numbers
+from zengine.data.draws import generators_untouched
 from zengine.data.fetch import Fetching
 
 logger = logging.getLogger("zengine.data")
@@ -80,7 +78,7 @@ class StreamLoader(Loader):
             self.consumed_samples = to_drop * self._stride
         seed = self._seed + self.epoch
         batches = self._fetching.of_stream(self.dataset, self.batch_size, drop_last=self._drop_last, seed=seed)
-        with _generators_untouched() if to_drop else nullcontext():
+        with generators_untouched() if to_drop else nullcontext():
             for _ in islice(batches, to_drop):
                 pass
         return batches
@@ -107,15 +105,3 @@ class StreamLoader(Loader):
                 self._to_drop,
             )
         self.epoch, self.consumed_samples = epoch, consumed
-
-
-@contextmanager
-def _generators_untouched() -> Iterator[None]:
-    """What is drawn inside (by a dataset, for batches that are dropped) is not missing afterwards."""
-    python, numpy, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(state)
