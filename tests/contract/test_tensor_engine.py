@@ -326,6 +326,8 @@ def _exported(root: Path) -> dict[str, Any]:
         report = engine.step()
         state = {name: value.clone() for name, value in engine.state_dict().items()}
         engine.save_16bit_model(str(root), f"{stage}.safetensors")
+        with pytest.raises(TypeError, match="split over ranks"):
+            engine.state_dict(prefix="whole.")
         single = engine._consolidated_16bit_state_dict()
         changed = {name: value + 1 for name, value in state.items()}
         engine.load_state_dict(changed)

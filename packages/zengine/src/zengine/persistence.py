@@ -68,9 +68,18 @@ class EnginePersistence:
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's, with its own names: the engine stands in for the module.
 
-        Where it is split over ranks, that of the whole, on every rank; all ranks call.
+        Where it is split over ranks, that of the whole, on every rank; all ranks call, without arguments.
+
+        Raises:
+            TypeError: there are arguments, and the module is split: they are for one rank's part.
         """
         if not zpartition.Joining.of(self.module).is_idle:
+            if args or kwargs:
+                raise TypeError(
+                    "engine.state_dict() of a model that is split over ranks makes the whole one and takes no "
+                    "arguments; rename or filter what it returns, or call engine.module.state_dict() for this "
+                    "rank's part"
+                )
             return zpartition.whole_state_dict(self.module)
         return self.module.state_dict(*args, **kwargs)
 

@@ -122,8 +122,10 @@ def _laid_out(mpu: Any, mesh_param: Any) -> tuple[Any, Any]:
     if not isinstance(mesh_param, (tuple, list)):
         return mpu, mesh_param
     data, sequence = (*mesh_param, 1)[:2]
-    if sequence == 1:
-        return mpu, None  # all ranks are replicas: the default
+    if sequence == 1:  # all ranks are replicas, or what shares the model says who is
+        if data < 1 or get_world_size() % data:
+            raise ValueError(f"mesh_param={tuple(mesh_param)}: {data} copies do not divide {get_world_size()} ranks")
+        return mpu, None
     if mpu is not None:
         raise ValueError("initialize() got both mpu= and mesh_param=: they may disagree about the ranks, keep one")
     init_distributed()
