@@ -8,6 +8,7 @@ has learnt nothing that needs a network.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -31,26 +32,31 @@ def validation_loss(engine: zengine.Engine, windows: Tensor) -> float:
     """
     groups = engine.parts.groups  # ranks that share a model look at the same windows
     rank, world_size = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
-    batches = torch.split(windows[rank::world_size], BATCH)
-    total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    if isinstance(engine, zengine.PipelineEngine):
-        total += sum(loss * len(batch) for loss, batch in zip(losses_of(engine, batches), batches))
-    else:
-        total += _of_whole_models(engine, windows, rank, world_size)
+    batches, counts = shares(windows, rank, world_size)
+    losses = losses_of(engine, batches) if isinstance(engine, zengine.PipelineEngine) else _each(engine, batches)
+    total = sum(loss * count for loss, count in zip(losses, counts, strict=True))
+    total = torch.tensor(total, dtype=torch.float64, device=engine.device)
     zcomm.all_reduce(total, groups.data(), label="validation")
     return total.item() / len(windows)
 
 
-def _of_whole_models(engine: zengine.Engine, windows: Tensor, rank: int, world_size: int) -> Tensor:
-    """The sum of the losses of this rank's windows, () float64."""
+def shares(windows: Tensor, rank: int, world_size: int) -> tuple[list[Tensor], list[int]]:
+    """The batches of a rank, and how many windows of each count.
+
+    There are as many on every rank, since they gather weights and ask others' experts together: one that has no
+    windows left takes one that does not count.
+    """
+    mine = windows[rank::world_size]
+    batches = [mine[start : start + BATCH] for start in range(0, -(-len(windows) // world_size), BATCH)]
+    return [batch if len(batch) else windows[:1] for batch in batches], [len(batch) for batch in batches]
+
+
+def _each(engine: zengine.Engine, batches: Sequence[Tensor]) -> list[float]:
     engine.eval()
-    total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for start in range(0, -(-len(windows) // world_size), BATCH):  # as many on each: they may ask others' experts
-        batch = windows[rank::world_size][start : start + BATCH]
-        loss = engine.module((batch if len(batch) else windows[:1]).to(engine.device))
-        total += loss.double() * len(batch)
+    losses = torch.stack([engine.module(batch.to(engine.device)).double() for batch in batches])
     engine.train()
-    return total
+    found: list[float] = losses.tolist()
+    return found
 
 
 @attrs.frozen(kw_only=True)
