@@ -88,6 +88,9 @@ def refusals() -> list[str]:
         told.append(str(caught.value))
     assert (engine.global_steps, engine.micro_steps) == (0, 0)
     engine.close()
+    with pytest.raises(ValueError, match=r"pattern 'layer\.\*' of activation checkpoints matches none"):
+        make(activation_checkpointing={"modules": ["layers.0", "layer.*"]})  # layers.0 is the first stage's
+    make(activation_checkpointing={"modules": ["layers.0"]}).close()
     return told
 
 

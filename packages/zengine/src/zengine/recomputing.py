@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from zpartition import Cell
+import zcomm
+from zpartition import Cell, stages_of
 from zpartition.activations import (
     NO_STREAMS,
     Arena,
@@ -60,9 +61,13 @@ def make_checkpointing(
 
 
 def checkpointed_blocks(module: nn.Module, plan: Plan, run: Checkpointing) -> Blocks:
-    """The blocks that the plan names; in a stage of a pipeline some of the names may be those of other stages."""
-    is_a_stage = plan.parallel.degrees.pipeline > 1
-    return Blocks.of(module, plan.activations.modules, run, some_may_miss=is_a_stage)
+    """The blocks that the plan names; in a stage of a pipeline some of the names may be those of other stages.
+
+    A collective of the stages.  ValueError, on all of them, for a pattern that names nothing anywhere.
+    """
+    stages, names = stages_of(module), [name for name, _ in module.named_modules() if name]
+    everywhere = zcomm.exchange(names, stages.group) if stages.size > 1 else []
+    return Blocks.of(module, plan.activations.modules, run, elsewhere=[name for each in everywhere for name in each])
 
 
 def _wait(device: torch.device) -> None:

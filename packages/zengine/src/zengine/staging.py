@@ -81,6 +81,14 @@ def _staged(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
     if asked.seeds_layers and not model.seed_layers:
         yield _unlike("pipeline.seed_layers", True, "seed_layers=False")
     yield from unfit_for_pipelines(plan)
+    if asked.schedule == "zero_bubble" and plan.activations.modules:
+        yield Problem(
+            key="activation_checkpointing.modules",
+            given=", ".join(plan.activations.modules),
+            reason='the schedule "zero_bubble" has gradients of weights wait, which blocks that are computed again inside '
+            "of a stage do not know",
+            suggestion="Set pipeline.activation_checkpoint_interval instead, or choose another schedule.",
+        )
     yield from _schedule(model, plan)
 
 

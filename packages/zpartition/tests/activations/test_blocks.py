@@ -66,7 +66,9 @@ def test_a_pattern_without_a_module_is_told_unless_it_may_miss() -> None:
     with pytest.raises(ValueError, match=r"pattern 'layer.\*' of activation checkpoints matches none of .*layers.0"):
         Blocks.of(net, ["layers.1", "layer.*"], Checkpointing())
     assert type(net.layers[1]) is Block
-    assert list(Blocks.of(net, ["layers.1", "layer.*"], Checkpointing(), some_may_miss=True).modules) == ["layers.1"]
+    assert list(Blocks.of(net, ["layers.1", "layer.*"], Checkpointing(), elsewhere=["layer.0"]).modules) == [
+        "layers.1"
+    ]
 
 
 def at_every_stage() -> list[int]:

@@ -33,18 +33,18 @@ class Blocks:
 
     @classmethod
     def of(
-        cls, model: nn.Module, patterns: Sequence[str], run: Checkpointing, *, some_may_miss: bool = False
+        cls, model: nn.Module, patterns: Sequence[str], run: Checkpointing, *, elsewhere: Sequence[str] = ()
     ) -> Blocks:
         """Checkpoint the modules of `model` that a pattern names; of nested ones the outermost.
 
-        some_may_miss: a pattern may match nothing, as in one stage of a pipeline.
+        elsewhere: names of modules that other ranks have, as in one stage of a pipeline.
 
         Raises:
-            ValueError: one does, and must not.
+            ValueError: a pattern names nothing, elsewhere neither.
         """
         names = [name for name, _ in model.named_modules() if name]
-        for pattern in () if some_may_miss else patterns:
-            if not any(matches(pattern, name) for name in names):
+        for pattern in patterns:
+            if not any(matches(pattern, name) for name in (*names, *elsewhere)):
                 shown = ", ".join([name for name in names if name.count(".") < 2][:10])
                 raise ValueError(
                     f"pattern {pattern!r} of activation checkpoints matches none of the model's {len(names)} modules "
