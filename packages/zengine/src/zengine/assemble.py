@@ -170,7 +170,9 @@ def make_engine_around(module: nn.Module, parts: Parts, plan: Plan) -> Engine:
     from zengine.pipeline_passes import EnginePasses
     from zpartition.pipeline import PipelineRunner
 
-    passes = EnginePasses(parts)
+    passes, dtype = EnginePasses(parts), plan.numerics.autocast
+    if dtype != torch.float32:
+        passes.autocast = functools.partial(torch.autocast, parts.world.device.type, dtype=dtype)
     pipeline = PipelineRunner.over(module, plan.pipeline.schedule, device=parts.world.device, passes=passes)
     return PipelineEngine(module, parts, plan, pipeline, passes)
 
