@@ -143,7 +143,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
         "zcomm": {"detect"},
     },
-    "pipeline_engine.py": {"zpartition": {"pipeline.PipelineError"}},
+    "pipeline_engine.py": {"zpartition": {"pipeline.PipelineError", "pipeline.Recorder"}},
     "pipeline_passes.py": {"zpartition": {"gathered", "pipeline.Passes"}},
     # says which kind of scaling the plan holds
     "getters.py": {"zprecision": {"DynamicScaling"}},
