@@ -128,7 +128,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zpartition": {"Cell", "activations.Checkpointing", "activations.RandomStreams", "activations.Variant"},
     },
     # shares its experts out, and moves biases of routers
-    "dealing.py": {"zpartition": {"deals_of", "experts"}},
+    "dealing.py": {"zpartition": {"deals_of", "experts", "stages_of"}, "zcomm": {"exchange"}},
     "features/balancing.py": {"zpartition": {"experts.balance", "experts.balanced_routers"}},
     # splits the module before it is partitioned
     "splitting.py": {
