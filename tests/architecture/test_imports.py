@@ -65,7 +65,11 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # sizes of what is split over ranks, and whole tensors of it
     "features/measuring.py": {"zpartition": {"Joining", "experts.used_shares"}},
-    "persistence.py": {"zpartition": {"Joining", "own_parts", "whole_state_dict"}},
+    "persistence.py": {
+        "zpartition": {"Joining", "load_slices", "own_parts", "whole_state_dict"},
+        "zckpt": {"CheckpointError", "CheckpointReadError", "interchange.read_weights"},
+        "zcomm": {"exchange"},
+    },
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce"}},
     # ranks compare what they waited for
