@@ -22,7 +22,7 @@ from zpartition import ReduceAt
 if TYPE_CHECKING:
     from zpartition.pipeline import PipelineModule
 
-__all__ = ["fitted", "is_staged", "stage_axes"]
+__all__ = ["fitted", "is_staged", "refuse_elsewhere", "stage_axes"]
 
 log = logging.getLogger("zengine")
 
@@ -57,6 +57,18 @@ def fitted(model: nn.Module, plan: Plan) -> Plan:
     return attrs.evolve(plan, zero=attrs.evolve(plan.zero, reduce_at=ReduceAt.BATCH))
 
 
+def refuse_elsewhere(model: nn.Module, groups: zcomm.Groups) -> None:
+    """ValueError if a mesh puts the ranks of a pipeline in other places than its module was cut for."""
+    if not is_staged(model):
+        return
+    own, theirs = model.groups().ranks("pipeline"), groups.ranks("pipeline")
+    if own != theirs:
+        raise ValueError(
+            f"mesh= has rank {groups.rank} in the pipeline of ranks {list(theirs)}, and the PipelineModule was cut "
+            f"for {list(own)}: ranks of one stage are neighbours. Make pipeline the first axis of a mesh of all ranks"
+        )
+
+
 def _whole(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     stages = plan.parallel.degrees.pipeline
     if stages > 1:
@@ -85,8 +97,8 @@ def _staged(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
         yield Problem(
             key="activation_checkpointing.modules",
             given=", ".join(plan.activations.modules),
-            reason='the schedule "zero_bubble" has gradients of weights wait, which blocks that are computed again inside '
-            "of a stage do not know",
+            reason='gradients of weights wait with the schedule "zero_bubble", and not of blocks that are computed '
+            "again inside of a stage",
             suggestion="Set pipeline.activation_checkpoint_interval instead, or choose another schedule.",
         )
     yield from _schedule(model, plan)
