@@ -56,8 +56,9 @@ def _chosen_or(theirs: Any) -> Any:
     return name_of
 
 
-if hasattr(dist.distributed_c10d, "_process_group_name"):
-    dist.distributed_c10d._process_group_name = _chosen_or(dist.distributed_c10d._process_group_name)
+_NAMES_GROUPS = "_process_group_name"
+if hasattr(dist.distributed_c10d, _NAMES_GROUPS):
+    setattr(dist.distributed_c10d, _NAMES_GROUPS, _chosen_or(getattr(dist.distributed_c10d, _NAMES_GROUPS)))
 
 
 @contextlib.contextmanager
