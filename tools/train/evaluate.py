@@ -34,8 +34,8 @@ def validation_loss(engine: zengine.Engine, windows: Tensor) -> float:
     rank, world_size = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
     batches, counts = shares(windows, rank, world_size)
     losses = losses_of(engine, batches) if isinstance(engine, zengine.PipelineEngine) else _each(engine, batches)
-    total = sum(loss * count for loss, count in zip(losses, counts, strict=True))
-    total = torch.tensor(total, dtype=torch.float64, device=engine.device)
+    own = sum(loss * count for loss, count in zip(losses, counts, strict=True))
+    total = torch.tensor(own, dtype=torch.float64, device=engine.device)
     zcomm.all_reduce(total, groups.data(), label="validation")
     return total.item() / len(windows)
 
