@@ -90,9 +90,10 @@ ALL = Part()
 class Scorer(Protocol):
     """What can be asked for the next byte: the model, or whoever asks its stages."""
 
-    shape: Shape
-    numel: int  # elements of all parameters
-
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def numel(self) -> int: ...  # elements of all parameters
     @property
     def device(self) -> torch.device: ...
     def logits(self, tokens: Tensor) -> Tensor: ...
@@ -111,8 +112,15 @@ class Block(nn.Module):
         self.moe: MoE | None = None
         if shape.experts:  # each of half the size, so that a byte costs what it costs without
             expert = ExpertMLP(shape.width, 2 * shape.width, "gelu")
-            places = {"capacity_factor": 1.25, "eval_capacity_factor": 2.0, "top2_2nd_expert_sampling": False}
-            self.moe = MoE(shape.width, expert, shape.experts, k=2, **places)
+            self.moe = MoE(
+                shape.width,
+                expert,
+                shape.experts,
+                k=2,
+                capacity_factor=1.25,
+                eval_capacity_factor=2.0,
+                top2_2nd_expert_sampling=False,
+            )
         else:
             self.mlp_in = nn.Linear(shape.width, 4 * shape.width)
             self.mlp_out = nn.Linear(4 * shape.width, shape.width)
@@ -127,7 +135,8 @@ class Block(nn.Module):
         if self.moe is not None:
             mixture, aux_loss, _ = self.moe(self.mlp_norm(x))
             uneven.append(aux_loss)
-            return x + mixture
+            mixed_in: Tensor = x + mixture
+            return mixed_in
         hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
         output: Tensor = x + self.mlp_out(hidden)
         return output

@@ -71,7 +71,8 @@ def introduction(run: Run) -> str:
 
 def ranks_of_a_model(run: Run) -> int:
     """Ranks that work on the same windows."""
-    return run.engine.world.world_size // run.engine.dp_world_size
+    shared: int = run.engine.world.world_size // run.engine.dp_world_size
+    return shared
 
 
 def counted(number: int, noun: str) -> str:
