@@ -93,12 +93,13 @@ def _details() -> dict[str, Any]:
     rank = zcomm.group_rank()
     q, k, v = (rand(seed, 1, 4, 4, 4) for seed in range(3))
     positions = torch.arange(4 * rank, 4 * rank + 4).unsqueeze(0)
-    layer, log, calls = Layer(1), [], []
+    layers, log, calls = [Layer(1) for _ in range(3)], [], []
+    layer = layers[0]
     shared = ModelAttention.over(ModelAttention.over(core, "sdpa", None), "sdpa", None, disable_in_eval=True)
     assert shared.core is core
     with zcomm.traced(log):
-        for _ in range(3):  # layers of one forward
-            shared(layer, q, k, v, None, position_ids=positions, sinks=calls, s_aux=torch.arange(4))
+        for each in layers:  # of one forward
+            shared(each, q, k, v, None, position_ids=positions, sinks=calls, s_aux=torch.arange(4))
     with pytest.raises(ValueError, match=r"needs position_ids.*SequenceBatches"):
         shared(layer, q, k, v, None)
     with pytest.raises(ValueError, match="position_bias is made for pairs"):
@@ -110,7 +111,7 @@ def _details() -> dict[str, Any]:
         for name in ("flash_attention_2", "flex_attention")
     )
     flash(layer, q, k, v, None, position_ids=positions)
-    flash(layer, q, k, v, torch.tensor([[1, 1, 1, 1 - rank]]), position_ids=positions + 0)
+    flash(layer, q, k, v, torch.tensor([[1, 1, 1, 1 - rank]]), position_ids=positions)  # the next batch, padded
     flex(layer, q, k, v, None, position_ids=positions)
     layer.eval()
     alone, _ = shared(layer, q, k, v, None)
