@@ -117,7 +117,7 @@ def _itself(flat: Tensor) -> Back:
         if version(flat) != before:
             raise RuntimeError(
                 f"an activation of {flat.numel()} elements that a checkpointed block began with was modified in "
-                "place, and the block would run again with other inputs: write x = x + block(x), say, for x += block(x)."
+                "place, and the block would run again with other inputs: write x = x + block(x) for x += block(x)."
             )
         return flat
 
