@@ -65,7 +65,11 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # sizes of what is split over ranks, and whole tensors of it
     "features/measuring.py": {"zpartition": {"Joining", "experts.used_shares"}},
-    "persistence.py": {"zpartition": {"Joining", "own_parts", "whole_state_dict"}},
+    "persistence.py": {
+        "zpartition": {"Joining", "load_slices", "own_parts", "whole_state_dict"},
+        "zckpt": {"CheckpointError", "CheckpointReadError", "interchange.read_weights"},
+        "zcomm": {"exchange"},
+    },
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce"}},
     # ranks compare what they waited for
@@ -128,7 +132,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zpartition": {"Cell", "activations.Checkpointing", "activations.RandomStreams", "activations.Variant"},
     },
     # shares its experts out, and moves biases of routers
-    "dealing.py": {"zpartition": {"deals_of", "experts"}},
+    "dealing.py": {"zpartition": {"deals_of", "experts", "stages_of"}, "zcomm": {"exchange"}},
     "features/balancing.py": {"zpartition": {"experts.balance", "experts.balanced_routers"}},
     # splits the module before it is partitioned
     "splitting.py": {
@@ -143,7 +147,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
         "zcomm": {"detect"},
     },
-    "pipeline_engine.py": {"zpartition": {"pipeline.PipelineError"}},
+    "pipeline_engine.py": {"zpartition": {"pipeline.PipelineError", "pipeline.Recorder"}},
     "pipeline_passes.py": {"zpartition": {"gathered", "pipeline.Passes"}},
     # says which kind of scaling the plan holds
     "getters.py": {"zprecision": {"DynamicScaling"}},

@@ -89,7 +89,7 @@ def _trained() -> list[list[float]]:
 
 
 def test_tensor_ranks_with_parts_of_each_expert_are_one_process() -> None:
-    """Where each of them has whole experts: test_pairs.py."""
+    """Where each of them has whole experts: test_tensor_pairs.py."""
     expected = alone()
     for rank in run_ranks(_trained, 4, timeout_s=240):
         for losses in rank:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 import zengine
 from train.launch import choose_name, parser, split_over
+from train.model import GPT
 from train.recipe import Folder, Recipe, RecipeError, pinned, settle, settled
 
 
@@ -166,3 +168,12 @@ def test_there_are_ranks_enough_for_a_split():
     assert split_over(options_of("--tensor", "4")) == 4
     assert split_over(options_of("--tensor", "2", "--sequence", "2")) == 4
     assert split_over(options_of()) == 1
+
+
+def test_stages_whose_layers_are_split_come_with_names_of_the_layers(folder):
+    recipe = settle(options_of("--quick", "--ranks", "4", "--tensor", "2", "--pipeline", "2", "--stage", "3"), folder)
+    specs = recipe.config["tensor_parallel"]["partition_config"]["layer_specs"]
+    names = [name for name, _ in GPT(recipe.shape).blocks[0].named_parameters(prefix="blocks.0") if "weight" in name]
+    split = [name for name in names if any(re.fullmatch(spec["patterns"][0], name) for spec in specs)]
+    assert [name.split(".")[-2] for name in split] == ["qkv", "attention_out", "mlp_in", "mlp_out"]
+    assert recipe.config["zero_optimization"]["stage"] == 3

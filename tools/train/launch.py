@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     add("--resume", action="store_true", help="continue the run --name, or the newest, from its last checkpoint")
     add("--seed", type=int, metavar="N", help="of the weights and the order of the text (default 0)")
     add("--config", type=Path, metavar="FILE", help="in DeepSpeed's format (default: tools/train/config.json)")
-    add("--stage", type=int, choices=(0, 1, 2), help="ZeRO stage (default: that of the config)")
+    add("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage (default: that of the config)")
     add("--micro-batch", type=positive, metavar="N", help="windows of one rank's forward (default: the config's)")
     for name, (_key, what) in SPLITS.items():
         add(f"--{name}", type=positive, metavar="N", help=f"{what}; may change with --resume")

@@ -37,6 +37,16 @@ class RecipeError(ValueError):
     """The options and the config do not make a run."""
 
 
+OVER_RANKS = {  # how the layers of a stage are split, which cannot be tried out: no rank has the whole model
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*\.qkv\.weight"], "shape": [3, -1]},
+        {"patterns": [r".*\.mlp_in\.weight"]},
+        {"patterns": [r".*\.(attention_out|mlp_out)\.weight"], "partition_type": "row"},
+    ],
+}
+
+
 @attrs.frozen(kw_only=True)
 class Folder:
     """Where the parts of a run lie."""
@@ -182,6 +192,11 @@ def _split(config: dict[str, Any], options: argparse.Namespace) -> None:
             section[path[-1]] = degree
     if options.expert is not None:
         config["expert_parallel"]["enabled"] = True
+    if (
+        config.get("pipeline", {}).get("stages", 1) > 1
+        and config.get("tensor_parallel", {}).get("autotp_size", 1) > 1
+    ):
+        config["tensor_parallel"]["partition_config"] = OVER_RANKS
     if "train_batch_size" not in config:
         micro_steps = config.get("gradient_accumulation_steps", 1)
         config["gradient_accumulation_steps"] = micro_steps * split_over(options)

@@ -97,3 +97,20 @@ def rank_waits_for_a_link(key: str) -> tuple[bool, float]:
 
 def test_a_link_gives_up_connecting_before_it_gives_up_a_message() -> None:
     assert run_ranks(rank_waits_for_a_link, 2, "late") == [(True, 77.0)] * 2
+
+
+def groups_after_uneven_numbers_of_others() -> list[float]:
+    """Ranks 0 and 1 have made two groups of their own, 2 and 3 none; pairs across; then the same pairs again."""
+    rank, sums = dist.get_rank(), []
+    if rank < 2:
+        compat.new_group([0, 1])
+        compat.new_group([0, 1])
+    for _ in range(2):
+        group, number = compat.new_group([rank % 2, rank % 2 + 2]), torch.tensor([float(rank)])
+        dist.all_reduce(number, group=group)
+        sums.append(number.item())
+    return sums
+
+
+def test_ranks_that_have_made_different_groups_before_come_together() -> None:
+    assert run_ranks(groups_after_uneven_numbers_of_others, 4, timeout_s=20) == [[2.0, 2.0], [4.0, 4.0]] * 2

@@ -11,7 +11,8 @@ from torch import nn
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zpartition.experts import ExpertMLP, MoE, distribute
+from zpartition.experts import ExpertMLP, Experts, MoE, distribute
+from zpartition.pipeline import PipelineModule
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 
@@ -86,3 +87,57 @@ def _disagree() -> None:
 
 def test_ranks_with_other_experts_are_told() -> None:
     run_ranks(_disagree, 2)
+
+
+class Mixed(nn.Module):
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.moe = MoE(4, ExpertMLP(4, 6), 4, ep_size, drop_tokens=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.moe(x)[0])
+
+
+def _layers(ep_size: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(4, 4), Mixed(ep_size)]
+
+
+def _stages() -> list[tuple[list[float], int]]:
+    """Only the second of two stages has experts, by its layers' ep_size or by the config."""
+    found = []
+    for ep_size, asked in ((2, {}), (1, {"expert_parallel": {"enabled": True, "autoep_size": 2}})):
+        model = PipelineModule(_layers(ep_size), 2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+        with zengine.initialize(model=model, config={**CONFIG, **asked})[0] as engine:
+            replica = engine.parts.groups.get_data_parallel_rank()
+            losses = []
+            for step in range(2):
+                engine.train_batch(iter([_sample(step, replica)]))
+                losses.append(engine.last_report.loss)
+            sizes = [len(child.own) for child in model.modules() if isinstance(child, Experts)]
+            found.append((losses, sum(sizes)))
+    return found
+
+
+def _sample(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(10 * step + replica))
+    return x, x.flip(0)
+
+
+def test_a_stage_without_experts_goes_with_one_that_has_some() -> None:
+    plain = nn.Sequential(*_layers(1))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    expected = []
+    for step in range(2):
+        losses = [nn.functional.mse_loss(plain(x), y) for x, y in (_sample(step, 0), _sample(step, 1))]
+        mean = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        mean.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        expected.append(mean.item())
+    for rank, found in enumerate(run_ranks(_stages, 4)):
+        for losses, num_experts in found:
+            assert losses == pytest.approx(expected, rel=1e-4)
+            assert num_experts == (0 if rank < 2 else 2)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+import zcomm
 import zengine
-from zcomm.testing import run_ranks
+from zcomm.testing import end_ranks, run_ranks
 from zengine.pipeline_engine import PipelineEngine
-from zpartition.pipeline import LayerSpec, PipelineError, PipelineModule
+from zpartition.pipeline import LayerSpec, PipelineError, PipelineModule, picture, predict_like
 
 WIDTH, MICRO = 4, 3
 
@@ -102,6 +103,42 @@ def test_what_a_pipeline_has_no_use_for_says_what_to_call() -> None:
     assert no_data.startswith("train_batch() has no data: pass an iterator of (inputs, labels), or training_data=")
     assert reduce == "eval_batch(reduce_output='sum'): give \"avg\" or None"
     assert "save_checkpoint" in export
+
+
+def records() -> tuple[Any, str]:
+    engine = make()
+    with engine.recording() as recorder:
+        engine.train_batch(batches(0))
+    engine.train_batch(batches(1))  # not recorded any more
+    measured = recorder.timeline()
+    engine.close()
+    return measured, picture(predict_like(engine.pipeline.schedule(MICRO), measured), measured)
+
+
+def test_a_batch_is_drawn_as_predicted_and_as_measured() -> None:
+    (first, drawn), (second, _) = run_ranks(records, 2)
+    assert first == second
+    assert len(first.bars) == 2 * 2 * MICRO
+    assert drawn.count("<rect") == 2 * len(first.bars)
+
+
+def in_a_mesh() -> list[float]:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    model = PipelineModule(layers(), 2, loss_fn=loss_of)
+    with pytest.raises(ValueError, match="Make pipeline the first axis of a mesh of all ranks"):
+        zengine.initialize(model=model, config=config, mesh=zcomm.make_mesh(shard=2, pipeline=2))
+    engine = zengine.initialize(model=model, config=config, mesh=zcomm.make_mesh(pipeline=2, shard=2))[0]
+    loss = engine.train_batch(batches(engine.parts.groups.get_data_parallel_rank(), 1)).item()
+    engine.close()
+    return [loss]
+
+
+def test_a_mesh_has_to_lay_stages_out_as_the_module_does() -> None:
+    try:
+        found = run_ranks(in_a_mesh, 4)
+        assert all(losses == found[0] for losses in found)
+    finally:
+        end_ranks()  # torch keeps meshes for ever
 
 
 def evaluates() -> list[Any]:

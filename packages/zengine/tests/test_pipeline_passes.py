@@ -62,3 +62,11 @@ def test_losses_are_divided_and_scaled_or_refused() -> None:
     assert passes.share(torch.tensor(2.0, requires_grad=True), 4).item() == 4.0
     with pytest.raises(ValueError, match="without a graph"):
         passes.share(torch.tensor(2.0), 4)
+
+
+def test_the_loss_is_computed_where_forward_is_in_autocast_or_not() -> None:
+    passes = passes_of(Log())
+    output, labels = torch.randn(2, 3, dtype=torch.bfloat16), torch.tensor([0, 1])
+    assert passes.loss(torch.nn.functional.cross_entropy, output, labels).dtype == torch.bfloat16
+    passes.autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    assert passes.loss(torch.nn.functional.cross_entropy, output, labels).dtype == torch.float32

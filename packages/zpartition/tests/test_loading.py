@@ -12,6 +12,7 @@ import zcomm
 import zpartition
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy
+from zpartition.pipeline import LayerSpec, PipelineModule
 from zpartition.shard import Address, Shard, cut
 
 
@@ -159,3 +160,30 @@ def test_a_part_of_a_tensor_reads_its_boxes_and_their_rows_alone() -> None:
         assert torch.equal(table.parts[name], local[2:-1]), name
     assert (rows["rows"].numel_read, rows["blocks"].numel_read) == (24, 24)
     assert table.published == 1
+
+
+def _stages() -> tuple[dict[str, Tensor], list[str]]:
+    layers = [LayerSpec(nn.Linear, 3, 3) for _ in range(4)]
+    module = PipelineModule(layers, 2, loss_fn=nn.functional.mse_loss, names=[f"body.{i}" for i in range(4)])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    partition = zpartition.shard(module, optimizer, group=zpartition.replicas_of(module), policy=ZeroPolicy(stage=0))
+    weights = {f"body.{i}.weight": torch.full((3, 3), float(i)) for i in range(4)}
+    whole = weights | {f"body.{i}.bias": torch.full((3,), 10.0 + i) for i in range(4)}
+    told = []
+    for wrong in ({**whole, "body.9.bias": torch.ones(3)}, weights, {**whole, "body.3.bias": torch.ones(4)}):
+        with pytest.raises(ValueError) as caught:
+            zpartition.load_slices(partition, wrong)
+        told.append(str(caught.value))
+    zpartition.load_slices(partition, whole)
+    return dict(module.state_dict()), told
+
+
+def test_stages_take_their_layers_of_the_whole_and_are_told_of_each_others_mistakes() -> None:
+    (first, told), (last, also_told) = run_ranks(_stages, 2)
+    assert told == also_told
+    assert "unexpected: body.9.bias" in told[0]
+    assert "missing: body.0.bias, body.1.bias; missing: body.2.bias, body.3.bias" in told[1]
+    assert "body.3.bias has shape (4,), the module's (3,)" in told[2]
+    for i, state in enumerate((first, first, last, last)):
+        assert state[f"body.{i}.weight"].eq(i).all()
+        assert state[f"body.{i}.bias"].eq(10 + i).all()

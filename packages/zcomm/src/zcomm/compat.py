@@ -4,13 +4,20 @@ torch 2.13 renames the flat collectives (`all_gather_into_tensor` became `all_ga
 old names; torch 2.6 to 2.12 have only the old ones.  The choice is made once, at import, so that no call pays
 for it and no other file carries a version test.  `group_timeout_s` reads a private attribute; without it the
 answer is the caller's own figure, and a test fails loudly when a new torch moves it.
+
+[Note: names of groups]  The members of a group that not all ranks make find each other by its name.  torch makes that
+of the ranks and of how many groups the process has made before, so members that differ in those wait for ever: a
+stage with two groups of its own, say, and one with three.  Here it is made of the ranks and of how many groups of the
+same ranks there were, which the store counts, since nobody begins the next one before all have come to this one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,22 +46,52 @@ def group_timeout_s(group: Any, device: Any, otherwise: float) -> float:
 _KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
+_chosen = threading.local()  # .name of the group that this thread is making
+
+
+def _chosen_or(theirs: Any) -> Any:
+    def name_of(*args: Any, **kwargs: Any) -> Any:
+        return getattr(_chosen, "name", None) or theirs(*args, **kwargs)
+
+    return name_of
+
+
+_NAMES_GROUPS = "_process_group_name"
+if hasattr(dist.distributed_c10d, _NAMES_GROUPS):
+    setattr(dist.distributed_c10d, _NAMES_GROUPS, _chosen_or(getattr(dist.distributed_c10d, _NAMES_GROUPS)))
+
+
+@contextlib.contextmanager
+def _named_by(ranks: Sequence[int]) -> Iterator[None]:
+    """See [Note: names of groups]; torch's name where it does not tell of its store."""
+    store = default_store()
+    if store is not None:
+        key = hashlib.sha1(" ".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+        _chosen.name = f"{key} {(store.add(f'zcomm groups {key}', 1) - 1) // len(ranks)}"
+    try:
+        yield
+    finally:
+        _chosen.name = None
+
+
 def new_group(ranks: Sequence[int], backend: str | None = None) -> Any:
     """A group of these ranks of the world, in this order: a collective of them alone, of all if they are all.
 
     Raises ValueError for ranks that do not ascend where torch would sort them.
     """
     ordered, size = sorted(ranks), dist.get_world_size()
-    if list(ranks) == ordered:
-        chosen = None if len(ranks) == size else ordered
-        return dist.new_group(chosen, backend=backend, use_local_synchronization=len(ranks) != size)
-    if not _KEEPS_ORDER:
-        raise ValueError(
-            f"a group cannot be made of ranks {list(ranks)} in this order: torch {torch.__version__} sorts them. "
-            "Start from a group whose ranks ascend."
-        )
-    local = len(ranks) != size
-    return dist.new_group(list(ranks), backend=backend, use_local_synchronization=local, sort_ranks=False)
+    options: dict[str, Any] = {}
+    if list(ranks) != ordered:
+        if not _KEEPS_ORDER:
+            raise ValueError(
+                f"a group cannot be made of ranks {list(ranks)} in this order: torch {torch.__version__} sorts them. "
+                "Start from a group whose ranks ascend."
+            )
+        options["sort_ranks"] = False
+    if len(ranks) == size:
+        return dist.new_group(list(ranks) if options else None, backend=backend, **options)
+    with _named_by(ranks):
+        return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, **options)
 
 
 def default_store() -> Any:

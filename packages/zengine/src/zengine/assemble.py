@@ -42,7 +42,7 @@ from zengine.parts import ConstantRate, NoOptimizer, Numbers, Parts, ShardOptimi
 from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
 from zengine.safe_modules import refuse_unknown_classes
 from zengine.saving import SaveBehind, SaveNow, Saver
-from zengine.staging import is_staged
+from zengine.staging import is_staged, refuse_elsewhere
 from zengine.telemetry import make_telemetry
 from zengine.trainable import named, trainable
 from zengine.verdict import Judge, SkipNonFinite, apply_always
@@ -63,7 +63,7 @@ class Client:
 
 def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Parts:
     """Build every part for `plan`; `module` is moved to the device, cast, and partitioned over the gradient ranks."""
-    _meet(plan, groups)
+    _meet(module, plan, groups)
     loader = make_training_loader(client, plan, world, groups)
     refuse_experts(module, plan)
     if plan.parallel.degrees.tensor > 1:
@@ -150,13 +150,14 @@ def _telemetry(plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Telemetr
     )
 
 
-def _meet(plan: Plan, groups: zcomm.Groups) -> None:
-    """Make the groups of ranks that have different layers before any other.
+def _meet(module: nn.Module, plan: Plan, groups: zcomm.Groups) -> None:
+    """Make the groups of ranks that have different layers before any other.  ValueError if a mesh has others.
 
     torch names a group after its ranks and after how many groups this process has made, and stages may go on to make
     different ones: for experts, or for parameters that not every stage has.
     """
     if plan.parallel.degrees.pipeline > 1:
+        refuse_elsewhere(module, groups)
         groups.pipeline()
         if plan.async_save:
             zcomm.host_twin(groups.everybody())
@@ -170,7 +171,9 @@ def make_engine_around(module: nn.Module, parts: Parts, plan: Plan) -> Engine:
     from zengine.pipeline_passes import EnginePasses
     from zpartition.pipeline import PipelineRunner
 
-    passes = EnginePasses(parts)
+    passes, dtype = EnginePasses(parts), plan.numerics.autocast
+    if dtype != torch.float32:
+        passes.autocast = functools.partial(torch.autocast, parts.world.device.type, dtype=dtype)
     pipeline = PipelineRunner.over(module, plan.pipeline.schedule, device=parts.world.device, passes=passes)
     return PipelineEngine(module, parts, plan, pipeline, passes)
 

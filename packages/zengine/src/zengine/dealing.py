@@ -24,13 +24,13 @@ __all__ = ["deal_experts", "expert_axes", "refuse_experts"]
 
 
 def expert_axes(module: nn.Module) -> Mapping[str, int]:
-    """The expert ranks that the module's layers have, or ask for (`ep_size`).  ValueError if they differ."""
-    if not is_imported("zpartition.experts"):
-        return {}
-    from zpartition import experts
+    """The expert ranks that the module's layers have, or ask for (`ep_size`).  A collective of a pipeline's stages.
 
-    dealt = {deal.size for deal in zpartition.deals_of(module).values()}
-    degree = max(dealt, default=0) or experts.expert_degree(module)
+    Raises ValueError if layers differ.
+    """
+    degree, stages = _degree(module), zpartition.stages_of(module)
+    if stages.size > 1:  # other layers are elsewhere
+        degree = max(zcomm.exchange(degree, stages.group))
     return {"expert": degree} if degree > 1 else {}
 
 
@@ -55,6 +55,15 @@ def deal_experts(module: nn.Module, plan: Plan, groups: zcomm.Groups) -> None:
         compare(mine, groups.gradient())  # other stages of a pipeline have other parameters, and perhaps no experts
         pattern = plan.parallel.expert_layers
         experts.distribute(module, groups.experts(), tensor=groups.tensor(), pattern=pattern)
+
+
+def _degree(module: nn.Module) -> int:
+    if not is_imported("zpartition.experts"):
+        return 1
+    from zpartition import experts
+
+    dealt = {deal.size for deal in zpartition.deals_of(module).values()}
+    return max(dealt, default=0) or experts.expert_degree(module)
 
 
 def _is_to_do(module: nn.Module, plan: Plan) -> bool:

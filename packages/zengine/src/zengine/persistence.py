@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+import zcomm
 import zpartition
 from zengine import checkpointing
 
@@ -64,6 +67,33 @@ class EnginePersistence:
             )
         what = checkpointing.What.choose(load_module_only, load_optimizer_states, load_lr_scheduler_states)
         return checkpointing.load(_engine(self), load_dir, tag, what, strict=load_module_strict)
+
+    def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+        """Fill weights and masters from a `.safetensors`, a `.pt`, or a Hugging Face folder; every rank must call it.
+
+        Each rank reads the rows of its own parts alone, however the model is split.  Names are the module's.  Without
+        `strict` what is missing stays as it is, and what the module does not have is left alone.
+
+        Raises, on every rank and with nothing loaded:
+            ValueError: names or shapes do not fit the module.
+            CheckpointError: some rank cannot read the files.
+        """
+        from zckpt import CheckpointError, CheckpointReadError
+        from zckpt.interchange import read_weights
+
+        with ExitStack() as opened:
+            own: CheckpointError | None = None
+            try:
+                weights = opened.enter_context(read_weights(path))
+            except CheckpointError as error:
+                own = error
+            told = zcomm.exchange(str(own or ""), self.parts.groups.everybody())
+            if own is not None:
+                raise own
+            for rank, problem in enumerate(told):
+                if problem:
+                    raise CheckpointReadError(f"rank {rank} cannot read the weights: {problem}", path=str(path))
+            zpartition.load_slices(self.parts.partition, weights, strict=strict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's, with its own names: the engine stands in for the module.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
@@ -26,18 +27,19 @@ from torch import Tensor
 from zengine.data import forever
 from zengine.data.tree import mapped
 from zengine.engine import Engine
-from zpartition.pipeline import PipelineError
+from zpartition.pipeline import PipelineError, Recorder
 
 if TYPE_CHECKING:
     from zengine.clock import MicroStep
     from zengine.config import Plan
     from zengine.parts import Parts
     from zengine.pipeline_passes import EnginePasses
-    from zpartition.pipeline import PipelineModule, PipelineRunner
+    from zpartition.pipeline import Action, PipelineModule, PipelineRunner
 
 __all__ = ["PipelineEngine"]
 
 BatchFn = Callable[[Any], Any]
+Observe = Callable[["Action", float, float], None]
 
 
 @final
@@ -56,6 +58,7 @@ class PipelineEngine(Engine):
         super().__init__(module, parts, plan)
         self.pipeline, self.passes = pipeline, passes
         self.batch_fn: BatchFn = lambda batch: batch
+        self.observe: Observe = lambda action, start, stop: None
         self.own_batches = () if parts.loader is None else (forever(parts.loader),)  # of training_data
         self.batches: Iterator[Any] | None = next(iter(self.own_batches), None)
 
@@ -83,7 +86,7 @@ class PipelineEngine(Engine):
             try:
                 batches = self._training(self._source("train_batch", self.batches), count)
                 self._announce(micro)
-                loss = self.pipeline.train_batch(batches, count)
+                loss = self.pipeline.train_batch(batches, count, self.observe)
             except BaseException:
                 parts.partition.zero_grad()
                 raise
@@ -138,6 +141,22 @@ class PipelineEngine(Engine):
         losses = self._evaluated([loss for _, loss in found], count, is_mean=reduce_output == "avg")
         told = losses if bcast_loss or self.is_last_stage() else None
         return (told, outputs) if return_logits else told
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Around one `train_batch`: the recorder's `timeline()` is what it took, on all ranks.  Collective.
+
+        with engine.recording() as recorder:
+            engine.train_batch()
+        measured = recorder.timeline()
+        svg = picture(predict_like(engine.pipeline.schedule(engine.micro_batches), measured), measured)
+        """
+        before, recorder = self.observe, Recorder(self.module)
+        self.observe = recorder
+        try:
+            yield recorder
+        finally:
+            self.observe = before
 
     def _evaluated(self, losses: list[Tensor], count: int, *, is_mean: bool) -> Tensor:
         told = self.pipeline.share(losses, count)

@@ -9,7 +9,7 @@ in one order because they carry out the same actions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 import attrs
@@ -33,12 +33,18 @@ class EnginePasses(Passes):
     """The passes of one engine."""
 
     parts: Parts
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # around the loss, as around forward
     announce: Callable[[], None] = lambda: None  # called before the first backward of a batch, and forgotten
 
     def forward(self, module: PipelineModule, stage: int, value: Any, around: Any) -> Any:
         """A stage, as the runner carries out a module."""
         with self.parts.telemetry.span("forward"):
             return self.parts.runner.forward(module, (value,), {"stage": stage, "around": around})
+
+    def loss(self, loss_fn: Callable[[Any, Any], Any], output: Any, labels: Any) -> Any:
+        """Inside of autocast, where forward is: losses of narrow outputs are computed in float32 there."""
+        with self.autocast():
+            return loss_fn(output, labels)
 
     def share(self, loss: Tensor, micro_batches: int) -> Tensor:
         """Divided and scaled.  Raises ValueError for a loss without a graph."""

@@ -22,7 +22,7 @@ from zpartition import ReduceAt
 if TYPE_CHECKING:
     from zpartition.pipeline import PipelineModule
 
-__all__ = ["fitted", "is_staged", "stage_axes"]
+__all__ = ["fitted", "is_staged", "refuse_elsewhere", "stage_axes"]
 
 log = logging.getLogger("zengine")
 
@@ -55,6 +55,18 @@ def fitted(model: nn.Module, plan: Plan) -> Plan:
     if plan.pipeline.recompute_interval:
         model.recompute_interval = plan.pipeline.recompute_interval
     return attrs.evolve(plan, zero=attrs.evolve(plan.zero, reduce_at=ReduceAt.BATCH))
+
+
+def refuse_elsewhere(model: nn.Module, groups: zcomm.Groups) -> None:
+    """ValueError if a mesh puts the ranks of a pipeline in other places than its module was cut for."""
+    if not is_staged(model):
+        return
+    own, theirs = model.groups().ranks("pipeline"), groups.ranks("pipeline")
+    if own != theirs:
+        raise ValueError(
+            f"mesh= has rank {groups.rank} in the pipeline of ranks {list(theirs)}, and the PipelineModule was cut "
+            f"for {list(own)}: ranks of one stage are neighbours. Make pipeline the first axis of a mesh of all ranks"
+        )
 
 
 def _whole(model: nn.Module, plan: Plan) -> Iterator[Problem]:

@@ -10,12 +10,14 @@ large tensor is held: not the tensor, and not another rank's part of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+import zcomm
+from zpartition.cells import stages_of
 from zpartition.partition import Partition
 from zpartition.shard import Shard
 
@@ -35,12 +37,20 @@ class Slices(Protocol):
 def load_slices(partition: Partition, tensors: Mapping[str, Slices | Tensor], *, strict: bool = True) -> None:
     """Fill the weights (masters too), frozen parameters and persistent buffers of `partition`; cast as they need it.
 
-    tensors: by the module's own names.  strict: every tensor of the module is there, and no other; without it what is
-    missing stays as it is, and others are left alone.  Every rank must call.
-    Raises ValueError, with nothing loaded, that names what is missing, unexpected or of another shape.
+    tensors: by the module's own names; of all stages, where the module is one of them.  strict: every tensor of the
+    module is there, and no other; without it what is missing stays as it is, and others are left alone.  Every rank
+    must call.
+    Raises ValueError on every rank, with nothing loaded, that names what is missing, unexpected or of another shape.
     """
-    shapes = partition.shapes()
-    _check(partition, tensors, shapes, strict)
+    stages, own = stages_of(partition.module), set(_names(partition))
+    known = own.union(*zcomm.exchange(sorted(own), stages.group)) if stages.size > 1 else own
+    problems = list(_problems(partition, tensors, known, strict))
+    if stages.size > 1:
+        problems = list(
+            dict.fromkeys(problem for found in zcomm.exchange(problems, stages.group) for problem in found)
+        )
+    if problems:
+        raise ValueError(f"these tensors do not fit the module, and nothing was loaded: {'; '.join(problems)}.")
     with torch.no_grad():
         for shard in partition.shards_to_fill():
             if shard.name in tensors:
@@ -74,23 +84,26 @@ def _shape(source: Slices | Tensor) -> tuple[int, ...]:
     return tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
 
 
-def _check(
-    partition: Partition, tensors: Mapping[str, Slices | Tensor], shapes: Mapping[str, tuple[int, ...]], strict: bool
-) -> None:
-    names = set(partition.names())
-    aliases = {name for name, _ in partition.module.named_parameters(remove_duplicate=False)} - names
-    problems: list[str] = []
+def _names(partition: Partition) -> Iterator[str]:
+    """All that its tensors are called; shared ones have several names."""
+    yield from partition.names()
+    yield from (name for name, _ in partition.module.named_parameters(remove_duplicate=False))
+
+
+def _problems(
+    partition: Partition, tensors: Mapping[str, Slices | Tensor], known: Set[str], strict: bool
+) -> Iterator[str]:
+    """known: names that some stage has."""
+    shapes = partition.shapes()
     if strict:
-        problems += _listed("missing", sorted(names - set(tensors)))
-        problems += _listed("unexpected", sorted(set(tensors) - names - aliases))
+        yield from _listed("missing", sorted(set(partition.names()) - set(tensors)))
+        yield from _listed("unexpected", sorted(set(tensors) - known))
     wrong = (
         f"{name} has shape {_shape(tensors[name])}, the module's {shape}"
         for name, shape in sorted(shapes.items())
         if name in tensors and _shape(tensors[name]) != shape
     )
-    problems += _listed("of another shape", list(wrong))
-    if problems:
-        raise ValueError(f"these tensors do not fit the module, and nothing was loaded: {'; '.join(problems)}.")
+    yield from _listed("of another shape", list(wrong))
 
 
 def _listed(what: str, items: list[str]) -> Iterator[str]:

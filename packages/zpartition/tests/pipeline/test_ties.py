@@ -3,7 +3,7 @@ from torch import nn
 
 from zcomm.testing import run_ranks
 from zpartition.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
-from zpartition.pipeline.ties import TiedWeights
+from zpartition.pipeline.ties import TiedWeights, _places, _put
 from zpartition.pipeline.wires import Wires
 
 
@@ -39,3 +39,12 @@ def lends_and_collects() -> list[float]:
 
 def test_a_copy_has_the_owner_s_weights_and_its_gradient_is_one_more_backward_there() -> None:
     assert run_ranks(lends_and_collects, 2) == [[4.0, 12.0], [8.0]]
+
+
+def test_a_copy_that_was_built_without_memory_gets_some() -> None:
+    copy = nn.Linear(2, 2, device="meta")
+    copy.bias.requires_grad_(False)
+    for holder, name in _places(copy):
+        _put(holder, name, torch.ones(getattr(holder, name).shape))
+    assert copy(torch.ones(1, 2)).tolist() == [[3, 3]]
+    assert [param.requires_grad for param in copy.parameters()] == [True, False]

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
 import zcomm
 from zcomm.testing import run_ranks
+from zpartition.cells import Cell
+from zpartition.sequence.masks import Looks, Tokens
 from zpartition.sequence.models import ModelAttention
 
 LENGTH = 8
@@ -93,26 +96,19 @@ def _details() -> dict[str, Any]:
     rank = zcomm.group_rank()
     q, k, v = (rand(seed, 1, 4, 4, 4) for seed in range(3))
     positions = torch.arange(4 * rank, 4 * rank + 4).unsqueeze(0)
-    layers, log, calls = [Layer(1) for _ in range(3)], [], []
-    layer = layers[0]
+    layer, log, calls = Layer(1), [], []
     shared = ModelAttention.over(ModelAttention.over(core, "sdpa", None), "sdpa", None, disable_in_eval=True)
     assert shared.core is core
     with zcomm.traced(log):
-        for each in layers:  # of one forward
-            shared(each, q, k, v, None, position_ids=positions, sinks=calls, s_aux=torch.arange(4))
+        for number in (0, 1, 2, 0, 2):  # layers of one forward, and of another one with the same positions
+            layer.layer_idx = number
+            shared(layer, q, k, v, None, position_ids=positions, sinks=calls, s_aux=torch.arange(4))
     with pytest.raises(ValueError, match=r"needs position_ids.*SequenceBatches"):
         shared(layer, q, k, v, None)
     with pytest.raises(ValueError, match="position_bias is made for pairs"):
         shared(layer, q, k, v, None, position_ids=positions, position_bias=q)
     with pytest.raises(ValueError, match="1 query heads cannot be shared out over 2"):
         shared(layer, q[:, :1], k[:, :1], v[:, :1], None, position_ids=positions)
-    flash, flex = (
-        ModelAttention.over(lambda *a, **_: (a[1].transpose(1, 2), calls.append((a[4], {}))), name, None)
-        for name in ("flash_attention_2", "flex_attention")
-    )
-    flash(layer, q, k, v, None, position_ids=positions)
-    flash(layer, q, k, v, torch.tensor([[1, 1, 1, 1 - rank]]), position_ids=positions)  # the next batch, padded
-    flex(layer, q, k, v, None, position_ids=positions)
     layer.eval()
     alone, _ = shared(layer, q, k, v, None)
     assert torch.equal(alone, core(layer, q, k, v, None)[0])
@@ -120,17 +116,25 @@ def _details() -> dict[str, Any]:
         "gathers": sum(record.op == "all_gather" for record in log),
         "positions": calls[0][1]["position_ids"].tolist(),
         "own sinks": calls[0][1]["s_aux"].tolist(),
-        "flash": [None if mask is None else mask.tolist() for mask, _ in calls[3:5]],
-        "flex": type(calls[5][0]).__name__,
     }
 
 
 def test_positions_are_gathered_once_and_options_are_cut() -> None:
     for rank, found in enumerate(run_ranks(_details, 2)):
         assert found == {
-            "gathers": 1,
+            "gathers": 2,
             "positions": [list(range(8))],
             "own sinks": [2 * rank, 2 * rank + 1],
-            "flash": [None, [[True] * 7 + [False]]],
-            "flex": "BlockMask",
         }
+
+
+def test_each_attention_gets_its_kind_of_mask() -> None:
+    tokens = Tokens.of(torch.arange(4).unsqueeze(0), torch.tensor([[True, True, True, False]]))
+
+    def mask(name: str, looks: Looks) -> Any:
+        return ModelAttention(core, name, Cell(None))._mask(tokens, looks)
+
+    assert mask("sdpa", Looks()) is None
+    assert mask("sdpa", Looks(window=2)).shape == (1, 1, 4, 4)
+    assert mask("kernels/flash-attn3", Looks()).tolist() == [[True, True, True, False]]
+    assert isinstance(mask("flex_attention", Looks()), BlockMask)

@@ -38,6 +38,7 @@ from zengine.config.precision_rules import float8_has_a_device
 from zengine.config.profiling import idle_profiling, profiler_ranks_exist, profiling
 from zengine.config.rules import violations
 from zengine.config.schema import Settings
+from zengine.config.sequence import sequences_are_whole
 from zengine.config.table import Care, walk
 from zengine.config.telemetry import idle_rates, telemetry_plan
 from zengine.config.zeropp import idle_keys, secondary_fits, wire_fields
@@ -61,7 +62,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     problems += _replicas_as_expected(config, parallel, facts)
     problems += _shard_groups_fit(config, parallel)
     problems += secondary_fits(config, parallel) + float8_has_a_device(config, facts)
-    problems += profiler_ranks_exist(config, facts)
+    problems += profiler_ranks_exist(config, facts) + sequences_are_whole(config, parallel)
     if isinstance(batch, Problem) or problems:
         raise ConfigError(config.source, problems)
     settings = config.settings

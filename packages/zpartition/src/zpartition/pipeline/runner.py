@@ -40,6 +40,10 @@ class Passes:
         """The output of one stage."""
         return module(value, stage, around)
 
+    def loss(self, loss_fn: Callable[[Any, Any], Any], output: Any, labels: Any) -> Any:
+        """What `loss_fn` says."""
+        return loss_fn(output, labels)
+
     def share(self, loss: Tensor, micro_batches: int) -> Tensor:
         """What is differentiated of a micro-batch's loss, () or (1,), so that all together are their mean."""
         return loss / micro_batches
@@ -215,7 +219,8 @@ class PipelineRunner:
         return partial(WeightsLater, kept.later) if self.halves else contextlib.nullcontext
 
     def _loss(self, output: Any, labels: Any) -> Tensor:
-        loss = output if self.module.loss_fn is None else self.module.loss_fn(output, labels)
+        loss_fn = self.module.loss_fn
+        loss = output if loss_fn is None else self.passes.loss(loss_fn, output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = "loss_fn" if self.module.loss_fn is not None else "the last layer (there is no loss_fn)"
             raise ValueError(f"{what} returned {type(loss).__name__}; a pipeline trains on a scalar loss")

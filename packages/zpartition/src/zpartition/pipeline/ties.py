@@ -10,7 +10,7 @@ from typing import final
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .module import PipelineModule
 from .wires import Wires
@@ -40,9 +40,8 @@ class TiedWeights:
                     for place, param in enumerate(self._params(self.module.owned[key])):
                         self.wires.send(param.detach(), rank, _EDGE + number * 1000 + place)
             elif key in self.module.borrowed:
-                for place, param in enumerate(self._params(self.module.borrowed[key])):
-                    param.data = self.wires.receive(owner, _EDGE + number * 1000 + place)
-                    param.grad = None
+                for place, (holder, name) in enumerate(_places(self.module.borrowed[key])):
+                    _put(holder, name, self.wires.receive(owner, _EDGE + number * 1000 + place))
 
     def collect(self) -> None:
         """The gradients of copies to the owners."""
@@ -72,3 +71,18 @@ class TiedWeights:
 
     def _params(self, module: nn.Module) -> list[nn.Parameter]:
         return list(module.parameters())
+
+
+def _places(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the parameters of `module` are, in the order of `module.parameters()`."""
+    names = [name for name, _ in module.named_parameters()]
+    return [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+
+
+def _put(holder: nn.Module, name: str, value: Tensor) -> None:
+    """Into the parameter, or in its place where it has no memory yet (it was built inside `Init`)."""
+    param = holder.get_parameter(name)
+    if param.is_meta:
+        setattr(holder, name, nn.Parameter(value.detach(), requires_grad=param.requires_grad))
+        return
+    param.data, param.grad = value, None

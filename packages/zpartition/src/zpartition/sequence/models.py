@@ -35,15 +35,11 @@ _IN, _OUT = Dims(heads=1, tokens=2), Dims(heads=2, tokens=1)
 
 @attrs.frozen(eq=False)
 class _Seen:
-    """Positions of a piece, and all tokens of that batch.
-
-    Positions may be one tensor for all batches, whose padding differs: a forward begins with the layer that asked
-    first.
-    """
+    """Positions of a piece, and all tokens of that batch, as a layer has asked for them."""
 
     positions: weakref.ref[Tensor]
-    asker: weakref.ref[nn.Module]
     tokens: Tokens
+    layer: int  # its number; later ones of the same forward need not ask again
 
 
 @final
@@ -83,7 +79,7 @@ class ModelAttention:
             found: tuple[Tensor, Any] = self.core(module, query, key, value, attention_mask, **kwargs)
             return found
         shares = shares_of(query, key, value, _IN, self.cell)
-        tokens = self._tokens(module, query, attention_mask, kwargs.get("position_ids"))
+        tokens = self._tokens(module, query, attention_mask, kwargs)
         kwargs = {**kwargs, "position_ids": tokens.positions, **self._per_head(shares, kwargs)}
         mask = self._mask(tokens, _looks(module, kwargs))
         q, k, v = tokens_to_heads(query, key, value, shares, _IN, self.cell)
@@ -92,20 +88,23 @@ class ModelAttention:
             out, _weights = self.core(module, q, k, v, mask, **kwargs)
         return heads_to_tokens(out, shares, _OUT, self.cell), None
 
-    def _tokens(self, module: nn.Module, query: Tensor, mask: Any, positions: Tensor | None) -> Tokens:
-        """All tokens of this batch; gathered by the first layer that asks."""
+    def _tokens(self, module: nn.Module, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tokens:
+        """All tokens of this batch; gathered by the first layer of a forward."""
+        positions: Any = kwargs.get("position_ids")
         if positions is None:
             raise ValueError(
                 f"the attention {self.name!r} of pieces of sequences needs position_ids, where each token is in its "
                 "whole sequence: pass those that SequenceBatches (or UlyssesSPDataLoaderAdapter) puts into a batch."
             )
-        seen = self.seen
-        if seen is None or seen.positions() is not positions or seen.asker() is module:
-            shape = query.shape[0], query.shape[2]
-            rows = positions.expand(shape)
-            found = Tokens.gathered(rows, padding_of(mask, rows), self.cell)
-            seen = self.seen = _Seen(weakref.ref(positions), weakref.ref(module), found)
-        return seen.tokens
+        layer, seen = getattr(module, "layer_idx", None), self.seen
+        number = layer if isinstance(layer, int) else -1
+        if seen is not None and seen.positions() is positions and number > seen.layer >= 0:
+            tokens = seen.tokens
+        else:  # another forward, maybe with other padding: every rank sees that alike
+            rows = positions.expand(query.shape[0], query.shape[2])
+            tokens = Tokens.gathered(rows, padding_of(mask, rows), self.cell)
+        self.seen = _Seen(weakref.ref(positions), tokens, number)
+        return tokens
 
     def _mask(self, tokens: Tokens, looks: Looks) -> Any:
         """As `core` takes it, for all tokens."""

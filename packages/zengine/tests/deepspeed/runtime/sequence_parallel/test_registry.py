@@ -1,6 +1,11 @@
-"""Attentions are put into Transformers' registry, and taken out again."""
+"""Attentions are put into Transformers' registry, and taken out again.
+
+Ranks do it: a process that has imported transformers cannot become one whose `deepspeed` is ours (test_as_deepspeed).
+"""
 
 from __future__ import annotations
+
+import importlib.util
 
 import pytest
 
@@ -8,10 +13,10 @@ from zcomm.testing import run_ranks
 from zengine.deepspeed.runtime.sequence_parallel.registry import attentions, put, restore
 from zpartition.sequence import ModelAttention
 
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
 
-def test_what_is_put_is_found_and_restored() -> None:
+def _put() -> None:
     registry = attentions()
     before = registry["sdpa"]
     put("sdpa", None, disable_in_eval=True)
@@ -24,10 +29,18 @@ def test_what_is_put_is_found_and_restored() -> None:
     assert registry["sdpa"] is before
 
 
-@pytest.mark.parametrize("name", ["eager", "nothing"])
-def test_attentions_that_cannot_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"core_attn_implementation='{name}'.*allowed are .*sdpa"):
-        put(name, None, disable_in_eval=False)
+def test_what_is_put_is_found_and_restored() -> None:
+    run_ranks(_put, 1, timeout_s=120)
+
+
+def _refused() -> None:
+    for name in ("eager", "nothing"):
+        with pytest.raises(ValueError, match=rf"core_attn_implementation='{name}'.*allowed are .*sdpa"):
+            put(name, None, disable_in_eval=False)
+
+
+def test_attentions_that_cannot_are_refused() -> None:
+    run_ranks(_refused, 1, timeout_s=120)
 
 
 def _without() -> str:
