@@ -207,3 +207,18 @@ def split_by_tokens() -> str:
 def test_activations_that_differ_are_not_cut() -> None:
     first, second = run_ranks(split_by_tokens, 2)
     assert first == second
+
+
+@pytest.mark.parametrize("way", ["plain", "host", "arena"])
+def test_inputs_that_were_written_over_are_refused_or_were_copied(way: str) -> None:
+    """Without a word the block would run again with other inputs."""
+    leaf = torch.randn(3, 6, requires_grad=True)
+    x = leaf * 1.0
+    x += WAYS[way]()(torch.tanh, x)
+    if way == "arena":
+        x.sum().backward()
+        expected = torch.autograd.grad((leaf + torch.tanh(leaf)).sum(), leaf)[0]
+        torch.testing.assert_close(leaf.grad, expected)
+        return
+    with pytest.raises(RuntimeError, match=r"in.?place"):
+        x.sum().backward()

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from zcomm.testing import run_ranks
 from zpartition import Init
 from zpartition.cells import ALONE, Cell, Dealt, addresses_of, deals_of
 from zpartition.experts.bank import Experts
+from zpartition.experts.dispatch import Shipment
 from zpartition.experts.mlp import ExpertMLP
 
 
@@ -108,3 +110,26 @@ def test_stacks_are_built_on_the_meta_device_and_not_inside_init() -> None:
     assert stack.get_parameter("stacked.0.weight").is_meta
     with pytest.raises(ValueError, match=r"built inside zpartition\.Init\(\), which has no numbers yet"), Init():
         made()
+
+
+def _under_autocast() -> tuple[float, float]:
+    """All tokens go to rank 0's expert; how much output and its gradient differ from those of a whole stack."""
+    whole, stack = made(2), made(2)
+    stack.share_out(Cell.of(None))
+    x, choice = torch.randn(3, 6), torch.zeros(3, 1, dtype=torch.int64)
+    found = []
+    for experts in (whole, stack):
+        with torch.autocast("cpu", torch.bfloat16):
+            shipment = Shipment.plan(choice, torch.ones(3, 1, dtype=torch.bool), 2, experts.deal)
+            y = shipment.fetch(experts(shipment.send(x), shipment.counts), torch.ones(3, 1))
+        y.sum().backward()
+        found.append((y.detach(), experts.get_parameter("stacked.0.weight").grad))
+    (y, _), (z, grad) = found
+    assert grad is not None
+    return float((y - z).abs().max()), float(grad.abs().max())
+
+
+def test_a_rank_without_rows_speaks_the_dtype_of_the_others_under_autocast() -> None:
+    (difference, gradient), (other, none) = run_ranks(_under_autocast, 2)
+    assert difference == other == 0.0
+    assert gradient > none == 0.0

@@ -159,6 +159,23 @@ def _tensor() -> tuple[list[float], list[float]]:
     return [float(norm)], squares.tolist()
 
 
+def _seeded_apart() -> tuple[list[int], bool]:
+    """Parts of experts that were made under other seeds on each rank; and experts where no tensor ranks are named."""
+    torch.manual_seed(zcomm.group_rank())
+    split, whole = (MoE(4, ExpertMLP(4, 6), 2, enable_expert_tensor_parallelism=True) for _ in range(2))
+    before = split.experts.get_parameter("stacked.up.weight").detach().clone()
+    zcomm.broadcast(before, source=0)
+    distribute(split, zcomm.run(1), tensor=torch.distributed.group.WORLD)
+    distribute(whole, zcomm.run(2))
+    half = slice(3 * zcomm.group_rank(), 3 * zcomm.group_rank() + 3)
+    shape = list(whole.experts.get_parameter("stacked.up.weight").shape)
+    return shape, torch.equal(split.experts.get_parameter("stacked.up.weight"), before[:, half])
+
+
+def test_tensor_ranks_have_parts_of_the_same_experts_and_are_only_those_that_are_named() -> None:
+    assert run_ranks(_seeded_apart, 2) == [([1, 6, 4], True)] * 2
+
+
 def test_tensor_ranks_share_each_expert() -> None:
     for expected, found in run_ranks(_tensor, 4):
         assert found == pytest.approx(expected, rel=1e-12)

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 import zcomm
 from zcomm.testing import run_ranks
+from zpartition.cells import ALONE
 from zpartition.experts import distribute, find_experts
-from zpartition.experts.foreign import is_foreign
+from zpartition.experts.foreign import is_foreign, share_out_foreign
 
 HIDDEN = 6
 
@@ -79,3 +80,28 @@ def test_a_split_stack_computes_what_the_whole_did(world_size: int) -> None:
     for errors, difference, name in run_ranks(_split, world_size, world_size):
         assert max(*errors, difference) < 1e-12
         assert name == "ExpertParallelStack"
+
+
+def _unwanted() -> list[bool]:
+    """All tokens go to rank 0's experts, and do not require gradients (what is below is frozen)."""
+    torch.manual_seed(0)
+    model = Sparse()
+    distribute(model, None)
+    x = torch.randn(5, HIDDEN)
+    y = model.experts(x, top_k_index=torch.zeros(5, 1, dtype=torch.int64), top_k_weights=torch.ones(5, 1))
+    y.sum().backward()  # rank 0's exchanges gradients, and so must rank 1's
+    return [param.grad is not None and bool(param.grad.any()) for param in model.experts.parameters()]
+
+
+def test_a_rank_whose_experts_nobody_wants_takes_part_in_backward() -> None:
+    assert run_ranks(_unwanted, 2) == [[True, True], [False, False]]
+
+
+def test_a_further_class_around_a_split_stack_changes_nothing() -> None:
+    model = Sparse()
+    x = torch.randn(5, HIDDEN)
+    expected = model(x)
+    share_out_foreign(model.experts, ALONE)
+    kind = type(model.experts)
+    model.experts.__class__ = type(kind.__name__, (kind,), {})  # as checkpointed blocks get one
+    torch.testing.assert_close(model(x), expected)

@@ -84,3 +84,13 @@ def test_wrong_numbers_are_refused_with_the_numbers() -> None:
         MoE(8, expert, 2, k=3)
     with pytest.raises(ValueError, match="use_tutel"):
         MoE(8, expert, 2, use_tutel=True)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_no_tokens_make_no_loss_and_a_graph_that_ends_in_zeros(k: int) -> None:
+    layer = MoE(8, ExpertMLP(8, 12), 4, k=k)
+    x = torch.empty(2, 0, 8, requires_grad=True)
+    y, aux_loss, counts = layer(x)
+    assert (y.shape, float(aux_loss.detach()), counts.tolist()) == (x.shape, 0.0, [0] * 4)
+    (y.sum() + aux_loss).backward()
+    assert not any(param.grad is None or param.grad.any() for param in layer.parameters())

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 
+import zcomm
 from zcomm.testing import run_ranks
 from zpartition.pipeline.wires import Wires
 
@@ -52,3 +53,17 @@ def test_messages_arrive_as_they_were_sent() -> None:
     assert told[1].endswith("got a list among them")
     assert told[2] == "a pipeline stage returns torch.complex64 of 1 dims: it cannot be sent"
     assert told[3].endswith("got a tuple of 17")
+
+
+def _both_first() -> tuple[list[float], set[tuple[int, int]]]:
+    """Each of two ranks sends before it receives; answers what came, and the ways that had the group of their own."""
+    rank, down = torch.distributed.get_rank(), zcomm.twin(None)
+    wires = Wires(None, torch.device("cpu"), down=down)
+    wires.send(torch.full((2,), float(rank)), 1 - rank, edge=0)
+    got: Any = wires.receive(1 - rank, edge=1)
+    wires.flush()
+    return got.tolist(), {(a, b) for a, b in ((0, 1), (1, 0)) if wires.way(a, b) is down}
+
+
+def test_what_goes_to_lower_ranks_has_queues_of_its_own() -> None:
+    assert run_ranks(_both_first, 2) == [([1.0, 1.0], {(1, 0)}), ([0.0, 0.0], {(1, 0)})]

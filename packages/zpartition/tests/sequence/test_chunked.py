@@ -82,3 +82,17 @@ def test_mistakes_are_told_with_the_numbers() -> None:
         chunked_cross_entropy(hidden, weight, LABELS.masked_fill(LABELS == 2, 50))
     with pytest.raises(ValueError, match="tile_tokens=0"):
         chunked_cross_entropy(hidden, weight, LABELS, tile_tokens=0)
+
+
+def test_under_autocast_it_is_what_a_linear_layer_and_the_loss_would_be() -> None:
+    hidden, weight, bias = make(torch.float32)
+    for narrow in (False, True):  # a layer norm gives float32, a linear layer the dtype of autocast
+        with torch.autocast("cpu", torch.bfloat16):
+            x = hidden.bfloat16() if narrow else hidden
+            plain = cross_entropy(linear(x, weight, bias).flatten(0, 1).float(), LABELS.flatten())
+            ours = chunked_cross_entropy(x, weight, LABELS, bias=bias, tile_tokens=7)
+        assert float((plain - ours).abs().detach()) < 1e-4
+        grads = [torch.autograd.grad(loss, (hidden, weight, bias)) for loss in (plain, ours)]
+        for wanted, found in zip(*grads):
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found, wanted, atol=2e-3, rtol=0.02)

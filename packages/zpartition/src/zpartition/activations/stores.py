@@ -10,6 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from zpartition._compat import version
+
 __all__ = ["Arena", "AsTheyAre", "OnHost", "Store"]
 
 log = logging.getLogger("zpartition")
@@ -30,7 +32,7 @@ class AsTheyAre:
     """The identity: the tensor itself."""
 
     def put(self, flat: Tensor) -> Back:
-        return lambda: flat
+        return _itself(flat)
 
 
 @final
@@ -40,7 +42,7 @@ class OnHost:
 
     def put(self, flat: Tensor) -> Back:
         if flat.device.type == "cpu":
-            return lambda: flat
+            return _itself(flat)
         place, device = _on_host(flat.numel(), flat.dtype), flat.device
         place.copy_(flat)
         return lambda: place.to(device, non_blocking=True)
@@ -105,6 +107,21 @@ class _Slot:
 
     def __del__(self) -> None:
         self.home.append(self.place)
+
+
+def _itself(flat: Tensor) -> Back:
+    """No copy, so it must not change; autograd looks after that for what it keeps itself alone."""
+    before = version(flat)
+
+    def back() -> Tensor:
+        if version(flat) != before:
+            raise RuntimeError(
+                f"an activation of {flat.numel()} elements that a checkpointed block began with was modified in "
+                "place, and the block would run again with other inputs: write x = x + block(x) for x += block(x)."
+            )
+        return flat
+
+    return back
 
 
 def _on_host(numel: int, dtype: torch.dtype) -> Tensor:

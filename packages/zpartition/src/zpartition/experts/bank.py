@@ -16,7 +16,7 @@ Rejected: a ModuleList of experts (see above); one parameter for all weights (op
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -90,11 +90,11 @@ class Experts(nn.Module):
             functional_call(template, {name: parts[index] for name, parts in slices.items()} | buffers, (rows[part],))
             for index, part in runs(counts)
         ]
-        if not outputs:  # nobody came; who did elsewhere waits for this rank's backward, so rows go on
-            return rows + 0 * sum(weight.sum() for weight in weights.values())
+        if not outputs:
+            return with_graph_of(rows, weights.values())
         if isinstance(outputs[0], tuple):
             outputs = [output[0] for output in outputs]
-        return torch.cat(outputs)
+        return torch.cat(outputs).to(rows.dtype)  # not what autocast made of them: a rank without rows cannot know
 
     def _products(
         self, template: ExpertMLP, weights: Mapping[str, Tensor], rows: Tensor, counts: Sequence[int]
@@ -168,6 +168,15 @@ def _cut_further(address: Address, dim: int, cell: Cell) -> Address:
     inner = cut_along(address.global_shape, dim, size, (cell.rank * share, (cell.rank + 1) * share)).boxes[0]
     box = address.boxes[0]
     return Address(address.global_shape, (tuple(inner[at] if at == dim else side for at, side in enumerate(box)),))
+
+
+def with_graph_of(rows: Tensor, weights: Iterable[Tensor]) -> Tensor:
+    """`rows`, of which there are none, for experts that nobody came to.
+
+    Ranks whose experts were wanted have a backward there, in which they exchange gradients with this rank: so it has
+    one, too, even if what came does not require gradients itself.
+    """
+    return rows + sum(weight.reshape(-1)[:0].sum().to(rows.dtype) for weight in weights)
 
 
 def _drawn() -> int:

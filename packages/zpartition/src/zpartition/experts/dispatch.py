@@ -83,7 +83,7 @@ class Shipment:
             y = _apply(_Permuted, y, self._by_expert(y.device).argsort())
             received = tuple(zip(*self._sent()))
             y = _apply(_Exchange, y, received, self.deal)
-        placed = _apply(_Place, y, self.rows, self.num_tokens * self.k).view(self.num_tokens, self.k, -1)
+        placed = _apply(_Place, y, self.rows, self.num_tokens * self.k).view(self.num_tokens, self.k, y.shape[1])
         return torch.bmm(weights.to(y.dtype)[:, None], placed)[:, 0]
 
     def _sent(self) -> tuple[tuple[int, ...], ...]:
@@ -123,7 +123,7 @@ class _Pick(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (rows,) = ctx.saved_tensors
         placed = _placed(grad, rows, ctx.num_tokens * ctx.k)
-        return (placed if ctx.k == 1 else placed.view(ctx.num_tokens, ctx.k, -1).sum(dim=1)), None, None
+        return (placed if ctx.k == 1 else placed.view(ctx.num_tokens, ctx.k, grad.shape[1]).sum(dim=1)), None, None
 
 
 class _Place(Function):

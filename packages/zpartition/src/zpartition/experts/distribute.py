@@ -51,7 +51,8 @@ def distribute(
     Every rank of the group calls it with a whole model, of which rank 0's experts count.  Parameters keep their names
     and identities.  `zpartition.shard` over a group of which `group` is a run of neighbours then sums gradients of
     experts over those ranks that hold the same.  tensor: ranks that see the same data, and compute parts of each
-    expert in layers with `enable_expert_tensor_parallelism`.  A collective.
+    expert in layers with `enable_expert_tensor_parallelism`; None: there are none
+    such (for all ranks give torch.distributed.group.WORLD).  A collective.
 
     Raises:
         ValueError: no experts are found, they do not divide, the model is partitioned, being built, or shared out
@@ -61,9 +62,11 @@ def distribute(
     stacks = fitting_experts(model, size, pattern)
     wide = {id(child.experts) for child in model.modules() if isinstance(child, MoE) and _spreads(child)}
     deal = Cell.of(zcomm.twin(group) if size > 1 else None) if size > 1 else ALONE
-    cell = Cell.of(tensor) if zcomm.group_size(tensor) > 1 else ALONE
+    cell = Cell.of(tensor) if tensor is not None and zcomm.group_size(tensor) > 1 else ALONE
     for path, stack in stacks.items():
         _agree(path, stack, group)
+        if cell.size > 1:
+            _agree(path, stack, tensor)
         if isinstance(stack, Experts):
             stack.share_out(deal, cell if id(stack) in wide else ALONE)
         else:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zpartition.cells import ALONE, Cell
-from zpartition.experts.bank import refuse_uneven
+from zpartition.experts.bank import refuse_uneven, with_graph_of
 from zpartition.experts.dispatch import Shipment
 from zpartition.experts.parameter import as_experts
 from zpartition.shard import Address
@@ -77,7 +77,7 @@ def share_out_foreign(module: nn.Module, deal: Cell) -> None:
         _made[kind] = type(f"ExpertParallel{kind.__name__}", (_Foreign, kind), {})
     module.__class__ = _made[kind]
     numbers.num_global_experts, numbers.num_experts = numbers.num_experts, share
-    numbers.deal, numbers.dealt_addresses = deal, found
+    numbers.deal, numbers.dealt_addresses, numbers.choice = deal, found, _choice_of(kind)
 
 
 def _choice_of(kind: type[nn.Module]) -> tuple[str, ...]:
@@ -92,6 +92,7 @@ class _Foreign(nn.Module):
     deal: Cell
     num_global_experts: int
     dealt_addresses: Mapping[str, Address]
+    choice: tuple[str, ...]  # what the model calls chosen experts and their weights
     cell = ALONE
 
     def addresses(self) -> Mapping[str, Address]:
@@ -100,11 +101,11 @@ class _Foreign(nn.Module):
 
     def forward(self, hidden_states: Tensor, *choice: Tensor, **named: Tensor) -> Tensor:
         """As the module that it was: (tokens, hidden), (tokens, k), (tokens, k) -> (tokens, hidden)."""
-        index, weights = (*choice, *(named[name] for name in _choice_of(type(self).__mro__[2]) if name in named))
+        index, weights = (*choice, *(named[name] for name in self.choice if name in named))
         kept = (index >= 0) & (index < self.num_global_experts)
         shipment = Shipment.plan(index.long(), kept, self.num_global_experts, self.deal)
         rows = shipment.send(hidden_states)
-        y = self._computed(rows, shipment.counts) if rows.shape[0] else rows
+        y = self._computed(rows, shipment.counts) if rows.shape[0] else with_graph_of(rows, self.parameters())
         return shipment.fetch(y, torch.where(kept, weights, 0.0)).to(hidden_states.dtype)
 
     def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
@@ -112,4 +113,4 @@ class _Foreign(nn.Module):
         numbers = torch.repeat_interleave(torch.tensor(counts)).to(rows.device)
         weights = rows.new_ones(rows.shape[0], 1)
         y: Tensor = super().forward(rows, numbers[:, None], weights)
-        return y
+        return y.to(rows.dtype)

@@ -57,7 +57,7 @@ def top1(
     chosen = (gates if noise is None else logits + noise).argmax(dim=1, keepdim=True)
     wanted = _wanted(chosen, used)
     counts, share = _counts(chosen, wanted, logits)
-    aux_loss = (gates.mean(dim=0) * share).sum() * logits.shape[1]
+    aux_loss = _imbalance(gates, share)
     kept = _within(chosen, wanted, capacity, None if priority is None else priority[:, None], logits.shape[1])
     return Routing(chosen, gates.gather(1, chosen) * kept, kept, aux_loss, counts)
 
@@ -77,7 +77,7 @@ def top2(
     wanted = _wanted(chosen, used)
     counts, _ = _counts(chosen, wanted, logits)
     _, share = _counts(first, wanted[:, :1], logits)
-    aux_loss = (gates.mean(dim=0) * share).sum() * logits.shape[1]
+    aux_loss = _imbalance(gates, share)
     kept = _within(chosen, wanted, capacity, None, logits.shape[1])
     return Routing(chosen, _normalised(gates.gather(1, chosen) * kept), kept, aux_loss, counts)
 
@@ -101,7 +101,7 @@ def topk(
     chosen = (logits if bias is None else gates.detach() + bias).topk(k, dim=1).indices
     wanted = _wanted(chosen, used)
     counts, share = _counts(chosen, wanted, logits)
-    aux_loss = (gates.mean(dim=0) * share).sum() * logits.shape[1] / k
+    aux_loss = _imbalance(gates, share) / k
     priority = None if by_position else logits.detach().gather(1, chosen)
     kept = _within(chosen, wanted, capacity, priority, logits.shape[1])
     weights = gates.gather(1, chosen) * kept
@@ -128,6 +128,12 @@ def _counts(chosen: Tensor, wanted: Tensor, logits: Tensor) -> tuple[Tensor, Ten
     counts = torch.zeros(logits.shape[1], dtype=torch.int64, device=logits.device)
     counts.scatter_add_(0, chosen.reshape(-1), wanted.reshape(-1).to(torch.int64))
     return counts, counts.to(logits.dtype) / max(1, logits.shape[0])
+
+
+def _imbalance(gates: Tensor, share: Tensor) -> Tensor:
+    """(): the auxiliary loss of both papers, 1 where tokens are spread evenly; 0 without tokens."""
+    mean = gates.sum(dim=0) / max(1, gates.shape[0])
+    return (mean * share).sum() * gates.shape[1]
 
 
 def _within(

@@ -49,6 +49,11 @@ class Router(nn.Module):
     With a `balance_rate`, counts of tokens gather in `load` until somebody moves `bias` (balancing.py).
     """
 
+    # By these names models say what stays in float32 when the rest becomes float16, or any narrow dtype: steps of a
+    # bias are smaller than the gap between two numbers of bfloat16.
+    _keep_in_fp32_modules = ("bias",)
+    _keep_in_fp32_modules_strict = ("bias",)
+
     bias: Tensor
     load: Tensor
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+import zcomm
+
 from .actions import Kind
 from .module import PipelineError, PipelineModule
 from .schedule import Schedule
@@ -38,8 +40,9 @@ class Post:
 
     @classmethod
     def of(cls, module: PipelineModule, group: ProcessGroup | None, device: torch.device) -> Post:
-        """For the ranks of a pipeline."""
-        wires = Wires(group, device, module.dynamic_shape)
+        """For the ranks of a pipeline; a collective of those."""
+        down = group if device.type == "cpu" else zcomm.twin(group)
+        wires = Wires(group, device, module.dynamic_shape, down)
         return cls(module.place.rank, module.place.num_ranks, wires, num_stages=module.num_stages)
 
     def begin(self, schedule: Schedule) -> None:

@@ -5,7 +5,8 @@ is a tensor or a tuple of tensors, None in between included; what is floating ca
 
 On a CPU a receive is posted before anybody waits for it (`expect`), so that a message is there when it is wanted
 without a question and an answer first.  A GPU's queues carry out what is posted in order, where a receive that is
-early would hold up what is behind it.
+early would hold up what is behind it.  Of two ranks that each send to the other first, both sends would hold up both
+receives: so what goes to lower ranks has a group, and thereby queues, of its own there (`down`).
 
 Shapes travel with the first message of an edge, and with each one if they change (`dynamic_shape`); a change without
 that is an error on the sending rank.
@@ -42,6 +43,9 @@ class Wires:
     group: ProcessGroup | None
     device: torch.device
     dynamic: bool = False
+    down: ProcessGroup | None = attrs.field(
+        default=attrs.Factory(lambda self: self.group, takes_self=True)
+    )  # the same ranks, for what goes to lower ones
     known: dict[tuple[str, int, int], tuple[bool, Meta]] = attrs.field(
         factory=dict
     )  # (way, peer, edge) -> last shapes
@@ -81,11 +85,20 @@ class Wires:
 
     def take(self, source: int, data: Tensor) -> Any:
         """Receive into `data`; to be waited for."""
-        return dist.irecv(data, group=self.group, group_src=source)
+        return dist.irecv(data, group=self.way(source, self.rank), group_src=source)
 
     def _post(self, data: Tensor, to: int) -> None:
         data = data.to(self.device)
-        self.under_way.append((dist.isend(data, group=self.group, group_dst=to), data))
+        self.under_way.append((dist.isend(data, group=self.way(self.rank, to), group_dst=to), data))
+
+    @property
+    def rank(self) -> int:
+        """This process in `group`."""
+        return dist.get_rank(self.group)
+
+    def way(self, source: int, to: int) -> ProcessGroup | None:
+        """The group in which `source` sends to `to`."""
+        return self.group if source < to else self.down
 
     def flush(self) -> None:
         """Until all that was sent has been taken."""

@@ -39,21 +39,23 @@ class _Chunked(Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tiling: Tiling
     ) -> Tensor:
         """(n, width), (V, width), (V,) or None, (n,) -> () the sum."""
+        ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        hidden, weight, bias = _as_autocast(hidden, weight, bias)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         wants = [tiling.differentiates and each for each in ctx.needs_input_grad[:3]]
-        wide = torch.promote_types(weight.dtype, torch.float32)
         made = [
             torch.empty_like(hidden) if wants[0] else None,
             torch.zeros_like(weight, dtype=wide) if wants[1] else None,
             torch.zeros(len(weight), dtype=wide, device=weight.device) if wants[2] else None,
         ]
-        for start in range(0, len(labels), tiling.tokens):
-            here = slice(start, start + tiling.tokens)
-            wrong, loss = _tile(hidden[here], weight, bias, labels[here], tiling.ignored)
-            total += loss
-            _add(made, here, wrong, hidden[here], weight)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(labels), tiling.tokens):
+                here = slice(start, start + tiling.tokens)
+                wrong, loss = _tile(hidden[here], weight, bias, labels[here], tiling.ignored)
+                total += loss
+                _add(made, here, wrong, hidden[here], weight)
         ctx.save_for_backward(*made)
-        ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
         return total.to(wide)
 
     @staticmethod
@@ -62,6 +64,14 @@ class _Chunked(Function):
             None if made is None else (made * grad).to(dtype) for made, dtype in zip(ctx.saved_tensors, ctx.dtypes)
         ]
         return *found, None, None
+
+
+def _as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a linear layer would compute with here: the same, or all in the dtype of autocast."""
+    if not torch.is_autocast_enabled(hidden.device.type):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _tile(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
