@@ -147,7 +147,7 @@ def sleeping(rounds: int, file: str) -> list[Row]:
             theory = predict(make_schedule(schedule, ranks, MICRO, per_rank)).bubble
             rows.append((f"asleep, {ranks} ranks, {schedule}", bubble, theory, seconds))
             if file:
-                Path(file).write_text(drawn)
+                Path(file).write_text(drawn + "\n")
     return rows
 
 
