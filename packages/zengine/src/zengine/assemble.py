@@ -63,7 +63,7 @@ class Client:
 
 def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Parts:
     """Build every part for `plan`; `module` is moved to the device, cast, and partitioned over the gradient ranks."""
-    _meet(module, plan, groups)
+    refuse_elsewhere(module, groups)
     loader = make_training_loader(client, plan, world, groups)
     refuse_experts(module, plan)
     if plan.parallel.degrees.tensor > 1:
@@ -148,19 +148,6 @@ def _telemetry(plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Telemetr
         pieces=plan.parallel.degrees.sequence,
         num_devices=groups.table.numel(),
     )
-
-
-def _meet(module: nn.Module, plan: Plan, groups: zcomm.Groups) -> None:
-    """Make the groups of ranks that have different layers before any other.  ValueError if a mesh has others.
-
-    torch names a group after its ranks and after how many groups this process has made, and stages may go on to make
-    different ones: for experts, or for parameters that not every stage has.
-    """
-    if plan.parallel.degrees.pipeline > 1:
-        refuse_elsewhere(module, groups)
-        groups.pipeline()
-        if plan.async_save:
-            zcomm.host_twin(groups.everybody())
 
 
 def make_engine_around(module: nn.Module, parts: Parts, plan: Plan) -> Engine:
