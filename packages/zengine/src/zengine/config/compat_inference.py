@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zengine.config.table import Entry, refused
 
-_WHY = "a key of the inference config, and init_inference() is not available yet"
+_WHY = "a key of the inference config, which deepspeed.init_inference() takes"
 _REMOVE = "Remove it from the training config."
 _NAMES = (
     "replace_with_kernel_inject enable_cuda_graph use_triton triton_autotune triangular_masking moe "

@@ -24,6 +24,7 @@ from zengine.deepspeed import (
     sequence,
     utils,
 )
+from zengine.deepspeed.absent import NotAvailable, absent
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.comm import init_distributed
 from zengine.deepspeed.inference import (
@@ -32,7 +33,6 @@ from zengine.deepspeed.inference import (
     default_inference_config,
     init_inference,
 )
-from zengine.deepspeed.later import NotAvailable, absent
 from zengine.deepspeed.pipe import PipelineModule
 from zengine.deepspeed.runtime import zero
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zengine.deepspeed.later import absent
+from zengine.deepspeed.absent import absent
 from zengine.deepspeed.runtime.zero import config, partition_parameters, stage3, stage_1_and_2
 from zengine.deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zengine.deepspeed.later import absent
+from zengine.deepspeed.absent import absent
 
 __all__ = ["DataAnalyzer"]
 

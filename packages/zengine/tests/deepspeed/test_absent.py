@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import zengine.deepspeed as deepspeed
-from zengine.deepspeed.later import LATER, NEVER, NotAvailable, absent, refusing
+from zengine.deepspeed.absent import ABSENT, NotAvailable, absent, refusing
 from zengine.deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer
 
 
@@ -29,7 +29,7 @@ def test_making_or_subclassing_an_absent_class_says_what_to_do(cls, told):
 
 
 def test_every_entry_says_a_reason_and_a_way_out():
-    for text in (*LATER.values(), *NEVER.values()):
+    for text in ABSENT.values():
         assert text.count(".") >= 2, text
 
 

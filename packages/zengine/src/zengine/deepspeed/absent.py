@@ -9,18 +9,15 @@ from __future__ import annotations
 import functools
 from typing import Any, NoReturn
 
-__all__ = ["LATER", "NEVER", "NotAvailable", "absent", "refusing"]
+__all__ = ["ABSENT", "NotAvailable", "absent", "refusing"]
 
 
 class NotAvailable(RuntimeError):
     """A part of DeepSpeed's interface that zengine does not have."""
 
 
-# Names that a later version brings: qualified name -> what to say.
-LATER: dict[str, str] = {}
-
 # Names that are left out for good: qualified name -> why.
-NEVER: dict[str, str] = {
+ABSENT: dict[str, str] = {
     "DeepSpeedTransformerLayer": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
     "DeepSpeedTransformerConfig": "a fused BERT layer of 2020 kernels. Use torch.nn.TransformerEncoderLayer.",
     "zero.TiledLinear": "stage 3 gathers one module at a time. Use torch.nn.Linear, or several smaller ones.",
@@ -33,8 +30,8 @@ NEVER: dict[str, str] = {
 
 
 def refusing(name: str) -> NoReturn:
-    """Raise for `name`, an entry of LATER or NEVER."""
-    raise NotAvailable(f"deepspeed.{name}: {LATER.get(name) or NEVER[name]}")
+    """Raise for `name`, an entry of ABSENT."""
+    raise NotAvailable(f"deepspeed.{name}: {ABSENT[name]}")
 
 
 class _Absent(type):
@@ -48,7 +45,7 @@ class _Absent(type):
             raise AttributeError(name)
         return functools.partial(_refuse, cls.qualified)
 
-    qualified: str  # its entry in LATER or NEVER
+    qualified: str  # its entry in ABSENT
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
@@ -57,7 +54,7 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 def absent(name: str) -> Any:
     """A class that can be imported and tested against, and that refuses to be made, subclassed or used."""
-    text = LATER.get(name) or NEVER[name]
+    text = ABSENT[name]
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         refusing(name)
