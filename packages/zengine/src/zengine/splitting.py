@@ -88,15 +88,21 @@ def _proposal(module: nn.Module, wanted: TensorPlan, given: Input | None) -> ten
             "the training data to see how they could be split. Set use_default_specs to false if that is meant"
         )
     elif not rules or wanted.completes:
-        args, kwargs = given or ((), {})
         own = _own_plan(module)
-        suggested = (
-            tensor.read_tp_plan(own, module)
-            if own
-            else tensor.infer_plan(module, *args, kwargs=kwargs, vocabulary=wanted.splits_vocabulary)
-        )
+        suggested = tensor.read_tp_plan(own, module) if own else _inferred(module, wanted, given)
         rules = (*rules, *suggested.rules)
     return tensor.TensorPlan(rules, uncovered, wanted.grain)
+
+
+def _inferred(module: nn.Module, wanted: TensorPlan, given: Input | None) -> tensor.TensorPlan:
+    if given is None:
+        raise ValueError(
+            f"a plan for {type(module).__name__} is inferred from what the model does with a small input, and there "
+            "is none: pass training_data= to initialize(), give the model dummy_inputs (the arguments of its forward "
+            "by name), or name its layers in tensor_parallel.partition_config.layer_specs."
+        )
+    args, kwargs = given
+    return tensor.infer_plan(module, *args, kwargs=kwargs, vocabulary=wanted.splits_vocabulary)
 
 
 def _of_stage(module: nn.Module, wanted: TensorPlan) -> tensor.TensorPlan:
