@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
+import zengine
 from zengine.config import ConfigError, Facts, Plan, load, resolve
-from zengine.staging import fitted, stage_axes
+from zengine.staging import fitted, refuse_unfit, stage_axes
 from zpartition import ReduceAt
 from zpartition.pipeline import PipelineModule
 
@@ -84,3 +85,19 @@ def test_keys_for_a_model_without_stages_say_so(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "zengine"):
         fitted(plain, plan_of(plain, pipeline={"schedule": "gpipe"}))
     assert caplog.messages == ["pipeline.schedule: no effect, since the model is no PipelineModule"]
+
+
+def test_they_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The rules are checked before there are ranks and again with them; words are for once."""
+    config = {"train_micro_batch_size_per_gpu": 2, "pipeline": {"schedule": "gpipe"}}
+    with caplog.at_level(logging.WARNING, "zengine"):
+        zengine.initialize(model=nn.Linear(2, 2), config=config)[0].close()
+    assert [text for text in caplog.messages if text.startswith("pipeline.schedule")] == [
+        "pipeline.schedule: no effect, since the model is no PipelineModule"
+    ]
+
+
+def test_a_check_leaves_the_module_as_it_is() -> None:
+    model = module()
+    refuse_unfit(model, plan_of(model, pipeline={"activation_checkpoint_interval": 2}))
+    assert model.recompute_interval == 0

@@ -104,7 +104,7 @@ def _rehearse(settings: Config, model: nn.Module, training_data: Any) -> None:
     """Resolve against the world that the environment tells of."""
     from zengine.config import Facts, resolve
     from zengine.feeding import require_data
-    from zengine.staging import fitted, stage_axes
+    from zengine.staging import refuse_unfit, stage_axes
 
     num_ranks, axes = zcomm.detect().world_size, stage_axes(model)
     facts = Facts(
@@ -114,7 +114,9 @@ def _rehearse(settings: Config, model: nn.Module, training_data: Any) -> None:
         axes=axes,
         laid_out_by="the model",
     )
-    require_data(fitted(model, resolve(settings, facts)), training_data)
+    plan = resolve(settings, facts)
+    refuse_unfit(model, plan)
+    require_data(plan, training_data)
 
 
 def make_engine(model: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Engine:

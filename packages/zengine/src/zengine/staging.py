@@ -20,9 +20,9 @@ from zengine.lazily import is_imported
 from zpartition import ReduceAt
 
 if TYPE_CHECKING:
-    from zpartition.pipeline import PipelineModule
+    from zpartition.pipeline import PipelineModule, Schedule
 
-__all__ = ["fitted", "is_staged", "refuse_elsewhere", "stage_axes"]
+__all__ = ["fitted", "is_staged", "refuse_elsewhere", "refuse_unfit", "stage_axes"]
 
 log = logging.getLogger("zengine")
 
@@ -41,15 +41,23 @@ def stage_axes(model: nn.Module) -> Mapping[str, int]:
     return {"pipeline": model.place.num_ranks} if is_staged(model) else {}
 
 
-def fitted(model: nn.Module, plan: Plan) -> Plan:
-    """The plan as it is for this model; a pipeline reduces its gradients once a batch.  No collective.
-
-    Raises:
-        ConfigError: keys that do not go with the model, or with pipelines.
-    """
+def refuse_unfit(model: nn.Module, plan: Plan) -> None:
+    """ConfigError for keys that do not go with the model, or with pipelines; nothing is changed or told."""
     problems = list(_staged(model, plan) if is_staged(model) else _whole(model, plan))
     if problems:
         raise ConfigError("initialize()", problems)
+
+
+def fitted(model: nn.Module, plan: Plan) -> Plan:
+    """The plan as it is for this model; a pipeline reduces its gradients once a batch.  No collective.
+
+    Sets the layers that a pipeline recomputes together, and warns of keys without effect and of ranks that wait.
+    Raises ConfigError as `refuse_unfit` does.
+    """
+    refuse_unfit(model, plan)
+    for notice in _few_micro_batches(model, plan) if is_staged(model) else _idle_keys(plan):
+        if zcomm.detect().rank == 0:
+            log.warning("%s", notice)
     if not is_staged(model):
         return plan
     if plan.pipeline.recompute_interval:
@@ -78,10 +86,14 @@ def _whole(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             reason=f"the model is a {type(model).__name__}, of which every rank has all layers",
             suggestion=f"Give a zpartition.pipeline.PipelineModule(layers, num_stages={stages}), or leave it out.",
         )
+
+
+def _idle_keys(plan: Plan) -> Iterator[str]:
+    """What is said of stages to a model that has none."""
     section = {key: origin for key, origin in plan.origins.items() if key.startswith("pipeline.")}
     given = [key for key, origin in section.items() if origin != "default" and key != "pipeline.stages"]
-    if given and stages == 1 and zcomm.detect().rank == 0:
-        log.warning("%s: no effect, since the model is no PipelineModule", ", ".join(given))
+    if given:
+        yield f"{', '.join(given)}: no effect, since the model is no PipelineModule"
 
 
 def _staged(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
@@ -101,36 +113,47 @@ def _staged(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
             "again inside of a stage",
             suggestion="Set pipeline.activation_checkpoint_interval instead, or choose another schedule.",
         )
-    yield from _schedule(model, plan)
+    yield from _unscheduled(model, plan)
 
 
-def _schedule(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
-    """Whether the schedule takes so many micro-batches, and what it costs if they are few."""
-    from zpartition.pipeline import ScheduleError, make_schedule, predict
+def _unscheduled(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
+    """Whether the schedule takes so many micro-batches."""
+    from zpartition.pipeline import ScheduleError
 
-    count, ranks = plan.batch.accumulation, model.place.num_ranks
-    per_rank = model.num_stages // ranks
-    name = "interleaved" if plan.pipeline.schedule == "1f1b" and per_rank > 1 else plan.pipeline.schedule
+    ranks = model.place.num_ranks
     try:
-        schedule = make_schedule(name, ranks, count, per_rank)
+        _schedule(model, plan)
     except ScheduleError as error:
         yield Problem(
             key="pipeline.schedule",
             given=plan.pipeline.schedule,
-            reason=f"{str(error).rstrip('.')} (gradient_accumulation_steps is {count}, the PipelineModule has "
-            f"{ranks} ranks of {per_rank} stages)",
+            reason=f"{str(error).rstrip('.')} (gradient_accumulation_steps is {plan.batch.accumulation}, the "
+            f"PipelineModule has {ranks} ranks of {model.num_stages // ranks} stages)",
             suggestion="Change gradient_accumulation_steps, the schedule, or stages_per_rank of the PipelineModule.",
         )
-        return
-    if count < ranks and zcomm.detect().rank == 0:
-        log.warning(
-            "gradient_accumulation_steps = %d micro-batches on %d stages: ranks wait for %.0f%% of the time; %d or "
-            "more keep all of them busy",
-            count,
-            ranks,
-            100 * (1 - 1 / (1 + predict(schedule).bubble)),
-            4 * ranks,
+
+
+def _few_micro_batches(model: PipelineModule, plan: Plan) -> Iterator[str]:
+    """What it costs if they are fewer than the stages."""
+    from zpartition.pipeline import predict
+
+    count, ranks = plan.batch.accumulation, model.place.num_ranks
+    if count < ranks:
+        waiting = 1 - 1 / (1 + predict(_schedule(model, plan)).bubble)
+        yield (
+            f"gradient_accumulation_steps = {count} micro-batches on {ranks} stages: ranks wait for "
+            f"{100 * waiting:.0f}% of the time; {4 * ranks} or more keep all of them busy"
         )
+
+
+def _schedule(model: PipelineModule, plan: Plan) -> Schedule:
+    """The actions of a batch.  Raises ScheduleError."""
+    from zpartition.pipeline import make_schedule
+
+    ranks = model.place.num_ranks
+    per_rank = model.num_stages // ranks
+    name = "interleaved" if plan.pipeline.schedule == "1f1b" and per_rank > 1 else plan.pipeline.schedule
+    return make_schedule(name, ranks, plan.batch.accumulation, per_rank)
 
 
 def _unlike(key: str, given: object, own: str) -> Problem:
