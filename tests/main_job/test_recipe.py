@@ -8,7 +8,7 @@ import re
 import pytest
 
 import zengine
-from train.launch import choose_name, parser, split_over
+from train.launch import choose_name, parser, ranks_of, saved_config, split_over
 from train.model import GPT
 from train.recipe import Folder, Recipe, RecipeError, pinned, settle, settled
 
@@ -168,6 +168,19 @@ def test_there_are_ranks_enough_for_a_split():
     assert split_over(options_of("--tensor", "4")) == 4
     assert split_over(options_of("--tensor", "2", "--sequence", "2")) == 4
     assert split_over(options_of()) == 1
+    assert ranks_of(options_of("--sequence", "2", "--expert", "3"), {}) == 6
+    assert ranks_of(options_of("--ranks", "2", "--tensor", "4"), {}) == 2  # the engine says what is wrong
+
+
+def test_a_resumed_run_has_ranks_enough_for_the_splits_that_it_was_started_with(folder):
+    settle(options_of("--quick", "--tensor", "2", "--pipeline", "2"), folder).write(folder.recipe)
+    runs = ("--runs", str(folder.path.parent), "--resume")
+    again, other = options_of(*runs), options_of(*runs, "--tensor", "4", "--pipeline", "1")
+    assert ranks_of(again, saved_config(again, folder.name)) == 4
+    assert ranks_of(other, saved_config(other, folder.name)) == 4
+    fewer = options_of(*runs, "--tensor", "1")
+    assert ranks_of(fewer, saved_config(fewer, folder.name)) == 2
+    assert saved_config(options_of(*runs[:2]), folder.name) == {}
 
 
 def test_stages_whose_layers_are_split_come_with_names_of_the_layers(folder):

@@ -17,14 +17,17 @@ Exit code: 0; 2 for a mistake in options or config; 3 when a full-length run did
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 TOOLS = Path(__file__).resolve().parents[1]
 SPLITS = {  # options that split one model over ranks: name -> path of the key in the config, what it is
@@ -106,6 +109,30 @@ def split_over(options: argparse.Namespace) -> int:
     return math.prod(getattr(options, name) or 1 for name in SPLITS if name != "expert")
 
 
+def ranks_of(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
+    """How many ranks to start: those asked for, else enough for the splits; those not given are the config's."""
+    degrees = argparse.Namespace(**{name: getattr(options, name) or degree_of(config, name) for name in SPLITS})
+    found: int = options.ranks or max(default_ranks(), split_over(degrees) * degrees.expert)
+    return found
+
+
+def degree_of(config: Mapping[str, Any], name: str) -> int:
+    """Over how many ranks a config splits the model in the way that an option of this name does."""
+    section: Any = config
+    for key in SPLITS[name][0]:
+        section = section.get(key, {})
+    found: int = section or 1
+    return found
+
+
+def saved_config(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """That of the run to resume, whose splits go on where the options name no others; {} for a new run."""
+    if not options.resume:
+        return {}
+    found: dict[str, Any] = json.loads((options.runs / name / "run.json").read_text())["config"]
+    return found
+
+
 def available_cores() -> int:
     """Cores that this process may use, which a container may limit."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -170,7 +197,7 @@ def main(arguments: list[str]) -> int:
         print(f"train: {mistake}", file=sys.stderr)
         return MISTAKE
     line = ControlLine()
-    ranks = options.ranks or max(default_ranks(), split_over(options) * (options.expert or 1))
+    ranks = ranks_of(options, saved_config(options, name))
     threads = options.threads or max(1, available_cores() // ranks)
     path = os.pathsep.join(filter(None, [str(TOOLS), os.environ.get("PYTHONPATH")]))
     os.environ.update({"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, CONTROL: "1"})

@@ -18,6 +18,7 @@ import zcomm
 import zengine
 from zpartition.pipeline import PipelineModule, TiedLayerSpec
 
+from .launch import degree_of
 from .model import GPT, Block, Scorer, Shape, rotations
 from .recipe import RecipeError
 
@@ -27,10 +28,10 @@ def in_stages(model: GPT, config: Mapping[str, Any]) -> nn.Module:
 
     Raises RecipeError for a config that shares something else out beside: stages hand on one tensor.
     """
-    num_stages = config.get("pipeline", {}).get("stages", 1)
+    num_stages = degree_of(config, "pipeline")
     if num_stages == 1:
         return model
-    if model.shape.experts or config.get("sequence_parallel_size", 1) > 1:
+    if model.shape.experts or degree_of(config, "sequence") > 1:
         other = "--expert" if model.shape.experts else "--sequence"
         raise RecipeError(f"--pipeline {num_stages} does not go with {other} in this job: leave one of them out")
     blocks = [TiedLayerSpec(f"block {i}", _taken(each), forward_fn=_placed) for i, each in enumerate(model.blocks)]

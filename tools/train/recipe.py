@@ -27,7 +27,7 @@ import attrs
 
 import zengine.config
 
-from .launch import SPLITS, split_over
+from .launch import SPLITS, degree_of, split_over
 from .model import Shape
 
 DEFAULT_CONFIG = Path(__file__).with_name("config.json")
@@ -106,8 +106,8 @@ class Recipe:
 
     def __attrs_post_init__(self) -> None:
         """Raise RecipeError, with the numbers, if sequence ranks cannot share out the bytes or heads of a window."""
-        size, shape = self.config.get("sequence_parallel_size", 1), self.shape
-        heads = shape.heads // self.config.get("tensor_parallel", {}).get("autotp_size", 1)
+        size, shape = degree_of(self.config, "sequence"), self.shape
+        heads = shape.heads // degree_of(self.config, "tensor")
         if shape.context % size or heads < size:
             raise RecipeError(
                 f"--sequence {size}: ranks share out the {shape.context} bytes of a window, which {size} has to "
@@ -192,10 +192,7 @@ def _split(config: dict[str, Any], options: argparse.Namespace) -> None:
             section[path[-1]] = degree
     if options.expert is not None:
         config["expert_parallel"]["enabled"] = True
-    if (
-        config.get("pipeline", {}).get("stages", 1) > 1
-        and config.get("tensor_parallel", {}).get("autotp_size", 1) > 1
-    ):
+    if degree_of(config, "pipeline") > 1 and degree_of(config, "tensor") > 1:
         config["tensor_parallel"]["partition_config"] = OVER_RANKS
     if "train_batch_size" not in config:
         micro_steps = config.get("gradient_accumulation_steps", 1)
