@@ -99,6 +99,16 @@ def test_a_link_gives_up_connecting_before_it_gives_up_a_message() -> None:
     assert run_ranks(rank_waits_for_a_link, 2, "late") == [(True, 77.0)] * 2
 
 
+def links_dropped_at_once(key: str) -> int:
+    """How many links were made, of many that each rank drops as soon as it has them."""
+    rank = dist.get_rank()
+    return len([str(compat.gloo_link(f"{key} {n}", rank, 2, connect_s=20.0, timeout_s=20.0)) for n in range(100)])
+
+
+def test_a_link_dropped_at_once_does_not_close_on_a_peer_that_is_still_connecting() -> None:
+    assert run_ranks(links_dropped_at_once, 2, "dropped") == [100, 100]
+
+
 def groups_after_uneven_numbers_of_others() -> list[float]:
     """Ranks 0 and 1 have made two groups of their own, 2 and 3 none; pairs across; then the same pairs again."""
     rank, sums = dist.get_rank(), []

@@ -112,8 +112,10 @@ def clone_store(store: Any) -> Any:
 def gloo_link(key: str, rank: int, size: int, *, connect_s: float, timeout_s: float) -> Any:
     """A Gloo back end that torch's table of groups does not know: it ends with the last reference.
 
-    A collective of `size` processes that meet at `key` in the default group's store.  Raises RuntimeError, if they do
-    not meet, after `connect_s`; messages have `timeout_s`.  A torch that cannot change the limit has the second only.
+    A collective of `size` processes that meet at `key` in the default group's store; it returns when all of them are
+    connected, so that one that drops its link at once does not close it on another that is still connecting.  Raises
+    RuntimeError, if they do not meet, after `connect_s`; messages have `timeout_s`.  A torch that cannot change the
+    limit has the second only.
     """
     store = default_store()
     if store is None:
@@ -121,10 +123,12 @@ def gloo_link(key: str, rank: int, size: int, *, connect_s: float, timeout_s: fl
     make: Any = getattr(dist, "ProcessGroupGloo", None)
     if make is None:
         raise RuntimeError("this version of torch has no Gloo")
-    if not hasattr(make, "set_timeout"):
-        return make(PrefixStore(key, store), rank, size, timeout=timedelta(seconds=timeout_s))
-    link = make(PrefixStore(key, store), rank, size, timeout=timedelta(seconds=connect_s))
-    link.set_timeout(timedelta(seconds=timeout_s))
+    is_changeable = hasattr(make, "set_timeout")
+    limit_s = connect_s if is_changeable else timeout_s
+    link = make(PrefixStore(key, store), rank, size, timeout=timedelta(seconds=limit_s))
+    link_barrier(link).wait()
+    if is_changeable:
+        link.set_timeout(timedelta(seconds=timeout_s))
     return link
 
 
