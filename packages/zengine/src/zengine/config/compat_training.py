@@ -20,7 +20,9 @@ COUNT = whole(0)
 ALWAYS_OFFERED = "every torch optimizer is accepted"
 
 TOP: dict[str, Entry] = {
-    "use_data_before_expert_parallelism": limited(TRUTH, False, why="expert parallelism"),
+    "use_data_before_expert_parallelism": limited(
+        TRUTH, False, why="a layout in which the ranks that share experts out are no neighbours"
+    ),
     "vocabulary_size": no_effect(null_or(COUNT, 0), why="it only asks for advice on padding"),
     "seq_parallel_communication_data_type": no_effect(
         DTYPE, why="gradients of sequence ranks travel with the others', as communication_data_type says"
