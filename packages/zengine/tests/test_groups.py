@@ -39,6 +39,12 @@ def test_an_mpu_of_replicas_gives_its_group() -> None:
     assert (found.replicas, found.by, groups.given) == (1, "mpu=", {(0,): group})
 
 
+def test_experts_of_one_engine_are_not_those_of_whoever_has_the_same_groups() -> None:
+    given = zcomm.Groups.of(zcomm.Degrees(expert=2), 4, 0)
+    made = laid_out(given, None, nn.Module()).make(zcomm.Degrees(shard=4))
+    assert (made.expert, given.expert) == (1, 2)
+
+
 def _ways() -> dict[str, tuple[Any, ...]]:
     """For each way: copies, tensor ranks, gradient ranks, and that everybody is the world."""
     mesh = zcomm.make_mesh(shard=2, tensor=2)

@@ -114,8 +114,7 @@ def _fixed(groups: zcomm.Groups, by: str) -> LaidOut:
     """All axes are settled; experts are shared out as the config says."""
 
     def make(degrees: zcomm.Degrees) -> zcomm.Groups:
-        groups.expert = degrees.expert
-        return groups
+        return attrs.evolve(groups, expert=degrees.expert)  # what was given may be another engine's
 
     degrees = {axis: len(groups.ranks(axis)) for axis in _AXES}
     return LaidOut(make, groups.table.numel(), degrees, by, groups.everybody)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import zengine.deepspeed as deepspeed
+from zcomm.testing import run_ranks
+from zpartition.tensor.testing import PLAN, Language
 
 
 class Generator(nn.Module):
@@ -65,3 +67,16 @@ def test_conflicts_and_other_things_than_modules_are_refused():
         deepspeed.init_inference(Generator(), {"dtype": "fp16"}, dtype="fp32")
     with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, got str"):
         deepspeed.init_inference("gpt2")
+
+
+def _answers() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the whole model, and of one that is split over two ranks."""
+    models = Language(), deepspeed.tp_model_init(Language(), 2, config=PLAN)
+    tokens = torch.arange(8).view(1, 8) % 4
+    whole, split = (deepspeed.init_inference(model, dtype=torch.float32)(tokens) for model in models)
+    return whole, split
+
+
+def test_a_model_that_was_split_before_answers_as_the_whole_one():
+    for whole, split in run_ranks(_answers, 2):
+        torch.testing.assert_close(split, whole, rtol=0, atol=1e-5)

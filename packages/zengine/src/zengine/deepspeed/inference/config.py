@@ -31,12 +31,14 @@ _NO_EFFECT = frozenset(
         *("set_empty_params", "training_mp_size", "min_out_tokens"),
     )
 )
+_SPLIT_BEFORE = "Leave it out, and split the model before: deepspeed.tp_model_init(model, tp_size)."
+
 # Keys whose default is accepted and whose other values are refused: key -> (default, why, what to do).
 _REFUSED: dict[str, tuple[Any, str, str]] = {
     "enable_cuda_graph": (False, "CUDA graphs are not captured", "Use torch.compile(mode='reduce-overhead')."),
     "use_triton": (False, "there are no Triton kernels", "Leave it out; torch.compile makes some."),
     "triton_autotune": (False, "there are no Triton kernels", "Leave it out."),
-    "mpu": (None, "tensor parallelism is not available yet", "Leave it out."),
+    "mpu": (None, "a model is not split here", _SPLIT_BEFORE),
     "moe": ({}, "expert parallelism in inference is not available yet", "Leave it out."),
     "ep_size": (1, "expert parallelism in inference is not available yet", "Leave it at 1."),
     "moe_experts": ([1], "expert parallelism in inference is not available yet", "Leave it out."),
@@ -135,9 +137,7 @@ def _problem(key: str, value: Any) -> Problem | None:
 def _split(key: str, size: Any) -> Problem | None:
     if size == 1:
         return None
-    return Problem(
-        key=key, given=size, reason="tensor parallelism is not available yet", suggestion="Leave its size at 1."
-    )
+    return Problem(key=key, given=size, reason="a model is not split here", suggestion=_SPLIT_BEFORE)
 
 
 def _did_you_mean(close: list[str]) -> str:

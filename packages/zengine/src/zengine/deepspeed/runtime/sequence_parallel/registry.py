@@ -52,8 +52,7 @@ def put(name: str, group: Any, *, disable_in_eval: bool) -> None:
         names = ", ".join(sorted(key for key in registry if key not in _UNFIT))
         raise ValueError(
             f"core_attn_implementation={name!r} cannot work on shared-out sequences: allowed are {names}. Load the "
-            "model "
-            'with one of them, attn_implementation="sdpa" say.'
+            'model with one of them, attn_implementation="sdpa" say.'
         )
     registry[name] = sequence.ModelAttention.over(registry[name], name, group, disable_in_eval=disable_in_eval)
 
