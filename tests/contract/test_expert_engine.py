@@ -16,6 +16,7 @@ import zcomm
 import zengine
 from zcomm.testing import run_ranks
 from zengine.features.layer_norms import norms_by_layer
+from zpartition.experts import ExpertParameter
 from zpartition.experts.testing import CLIP, STEPS, Language, batches, train_alone
 
 BOUND = 3e-5  # of a loss or norm near 3, in float32, against float64
@@ -37,7 +38,13 @@ def engine_of(stage: int, expert: int, accumulation: int) -> zengine.Engine:
         },
         "expert_parallel": {"enabled": expert > 1, "autoep_size": expert},
     }
-    return zengine.initialize(model=Language(), config=config)[0]
+    engine = zengine.initialize(model=Language(), config=config)[0]
+    assert are_shared_out(engine) == (expert > 1)
+    return engine
+
+
+def are_shared_out(engine: zengine.Engine) -> bool:
+    return any(isinstance(param, ExpertParameter) for param in engine.module.parameters())
 
 
 def train(engine: zengine.Engine, accumulation: int) -> tuple[list[float], list[float]]:
@@ -144,6 +151,7 @@ def _narrow() -> list[list[float]]:
             "expert_parallel": {"enabled": True, "autoep_size": 2},
         }
         engine = zengine.initialize(model=Language(), config=config)[0]
+        assert are_shared_out(engine)
         losses = []
         for _ in range(8):
             engine.backward(engine(batches(2, 1)[0, 0, zcomm.group_rank()]))

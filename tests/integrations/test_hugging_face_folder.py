@@ -55,6 +55,7 @@ def _filled(folder: Path) -> dict[str, Any]:
         ("tensor ranks, stage 2", 2, {"tensor_parallel": {"autotp_size": 2}}),
     ):
         with zengine.initialize(model=llama(), config=config(stage, **more))[0] as engine:
+            assert engine.dp_world_size == (1 if more else 2)
             engine.load_weights(folder)
             found[name] = losses(engine)
     with zengine.initialize(model=llama(), config=config(3))[0] as engine:

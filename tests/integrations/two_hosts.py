@@ -37,7 +37,11 @@ def model() -> nn.Module:
 
 def engine_of(run: str) -> zengine.Engine:
     config = {"train_batch_size": BATCH, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
-    return zengine.initialize(model=model(), config=config if zcomm.group_size() == 1 else {**config, **RUNS[run]})[0]
+    given = config if zcomm.group_size() == 1 else {**config, **RUNS[run]}
+    engine = zengine.initialize(model=model(), config=given)[0]
+    split = given.get("tensor_parallel", {}).get("autotp_size", 1)
+    assert engine.dp_world_size * split == zcomm.group_size()  # else a split that did nothing would have these curves
+    return engine
 
 
 def trained(run: str, folder: Path) -> list[float]:
