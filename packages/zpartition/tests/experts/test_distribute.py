@@ -61,6 +61,33 @@ def test_what_cannot_be_shared_out_is_refused_before_a_message() -> None:
     assert "is partitioned already" in owned
 
 
+def _unsplit() -> list[str]:
+    """The second layer cannot be split over tensor ranks: the first one stays whole, and nothing is sent."""
+    found, log = [], list[zcomm.Record]()
+    for second in (ExpertMLP(4, 5), nn.Linear(4, 4)):
+        model = nn.Sequential(
+            *(MoE(4, e, 2, enable_expert_tensor_parallelism=True) for e in (ExpertMLP(4, 6), second))
+        )
+        shapes = [param.shape for param in model.parameters()]
+        with zcomm.traced(log), pytest.raises(ValueError) as raised:
+            distribute(model, zcomm.run(1), tensor=dist.group.WORLD)
+        found.append(str(raised.value))
+        assert [param.shape for param in model.parameters()] == shapes
+    model = nn.Sequential(MoE(4, ExpertMLP(4, 6), 2))
+    distribute(model, None)
+    with zcomm.traced(log), pytest.raises(ValueError) as raised:
+        distribute(model, None)
+    assert not log
+    return [*found, str(raised.value)]
+
+
+def test_experts_that_cannot_be_split_or_are_shared_out_are_refused_before_a_message() -> None:
+    uneven, other, again = run_ranks(_unsplit, 2)[0]
+    assert "1.experts: an inner size of 5 does not divide by 2 tensor ranks" in uneven
+    assert "1.experts: expert tensor parallelism splits zpartition.experts.ExpertMLP, and the expert is a L" in other
+    assert "0.experts: these experts are shared out already" in again
+
+
 def _mates() -> str:
     """Experts that went to ranks which are no neighbours."""
     model = nn.Sequential(MoE(4, ExpertMLP(4, 4), 2))

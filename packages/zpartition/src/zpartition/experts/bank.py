@@ -110,19 +110,10 @@ class Experts(nn.Module):
     def share_out(self, deal: Cell, tensor: Cell = ALONE) -> None:
         """Keep this rank's experts alone, of those that every rank has; and of each this tensor rank's part.
 
-        Parameters keep their names and identities.  Raises ValueError if they do not divide, were shared out before,
-        or `tensor` has several ranks and the expert is no ExpertMLP, before anything is changed.
+        Parameters keep their names and identities.  Raises ValueError as `check_parts`, before anything is changed.
         """
-        if self.deal.size > 1 or self.cell.size > 1:
-            raise ValueError("these experts are shared out already: a layer is told its ranks once.")
-        refuse_uneven(self.num_experts, deal.size)
+        self.check_parts(deal.size, tensor.size)
         (template,) = self._template
-        if tensor.size > 1 and not isinstance(template, ExpertMLP):
-            raise ValueError(
-                f"expert tensor parallelism splits zpartition.experts.ExpertMLP, and the expert is a "
-                f"{type(template).__name__}. Make the layer with an ExpertMLP, or without "
-                "enable_expert_tensor_parallelism (tensor ranks then compute whole experts)."
-            )
         dims = template.split_dims() if isinstance(template, ExpertMLP) and tensor.size > 1 else {}
         whole = dict(self.stacked.named_parameters())
         self.deal, self.entrance = deal, Entrance(tensor)
@@ -131,6 +122,29 @@ class Experts(nn.Module):
             for name, param in whole.items():
                 param.grad = None
                 param.data = part_of(param.data, self._addresses[f"stacked.{name}"])
+
+    def check_parts(self, num_ranks: int, num_tensor: int) -> None:
+        """Raise ValueError if these cannot be shared out among so many ranks, and each among tensor ranks.
+
+        That is if they do not divide, were shared out before, or are split and the expert is no ExpertMLP.
+        """
+        if self.deal.size > 1 or self.cell.size > 1:
+            raise ValueError("these experts are shared out already: a layer is told its ranks once.")
+        refuse_uneven(self.num_experts, num_ranks)
+        (template,) = self._template
+        if num_tensor == 1:
+            return
+        if not isinstance(template, ExpertMLP):
+            raise ValueError(
+                f"expert tensor parallelism splits zpartition.experts.ExpertMLP, and the expert is a "
+                f"{type(template).__name__}. Make the layer with an ExpertMLP, or without "
+                "enable_expert_tensor_parallelism (tensor ranks then compute whole experts)."
+            )
+        if (inner := template.up.out_features) % num_tensor:
+            raise ValueError(
+                f"an inner size of {inner} does not divide by {num_tensor} tensor ranks. Make the experts with a "
+                "multiple of that, or the layer without enable_expert_tensor_parallelism."
+            )
 
     def _note(self, dims: Mapping[str, int]) -> None:
         """Write the addresses down, from the shapes of what there is; `dims`: of an expert's, over tensor ranks."""
@@ -162,8 +176,6 @@ def refuse_uneven(num_experts: int, num_ranks: int) -> None:
 def _cut_further(address: Address, dim: int, cell: Cell) -> Address:
     """The part of the one box of `address` that this rank of `cell` has along `dim`."""
     size = address.global_shape[dim]
-    if size % cell.size:
-        raise ValueError(f"an inner size of {size} does not divide by {cell.size} tensor ranks.")
     share = size // cell.size
     inner = cut_along(address.global_shape, dim, size, (cell.rank * share, (cell.rank + 1) * share)).boxes[0]
     box = address.boxes[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -51,24 +52,27 @@ def distribute(
     Every rank of the group calls it with a whole model, of which rank 0's experts count.  Parameters keep their names
     and identities.  `zpartition.shard` over a group of which `group` is a run of neighbours then sums gradients of
     experts over those ranks that hold the same.  tensor: ranks that see the same data, and compute parts of each
-    expert in layers with `enable_expert_tensor_parallelism`; None: there are none
-    such (for all ranks give torch.distributed.group.WORLD).  A collective.
+    expert in layers with `enable_expert_tensor_parallelism`; None: there are none such (for all ranks give
+    torch.distributed.group.WORLD).  A collective.
 
     Raises:
-        ValueError: no experts are found, they do not divide, the model is partitioned, being built, or shared out
-            already; before anything is sent.
+        ValueError: no experts are found, they or their inner sizes do not divide, an expert cannot be split, or the
+            model is partitioned, being built, or shared out already; before anything is sent or changed.
     """
     size = zcomm.group_size(group)
     stacks = fitting_experts(model, size, pattern)
-    wide = {id(child.experts) for child in model.modules() if isinstance(child, MoE) and _spreads(child)}
-    deal = Cell.of(zcomm.twin(group) if size > 1 else None) if size > 1 else ALONE
+    layers = [child for child in model.modules() if isinstance(child, MoE)]
+    wide = {id(layer.experts) for layer in layers if layer.enable_expert_tensor_parallelism}
     cell = Cell.of(tensor) if tensor is not None and zcomm.group_size(tensor) > 1 else ALONE
+    cells = {path: cell if id(stack) in wide else ALONE for path, stack in stacks.items()}
+    _refuse_parts(stacks, size, cells)
+    deal = Cell.of(zcomm.twin(group)) if size > 1 else ALONE
     for path, stack in stacks.items():
         _agree(path, stack, group)
         if cell.size > 1:
             _agree(path, stack, tensor)
         if isinstance(stack, Experts):
-            stack.share_out(deal, cell if id(stack) in wide else ALONE)
+            stack.share_out(deal, cells[path])
         else:
             share_out_foreign(stack, deal)
     return tuple(stacks)
@@ -100,8 +104,14 @@ def fitting_experts(model: nn.Module, size: int, pattern: str = "") -> dict[str,
     return stacks
 
 
-def _spreads(layer: MoE) -> bool:
-    return layer.enable_expert_tensor_parallelism
+def _refuse_parts(stacks: Mapping[str, Stack], size: int, cells: Mapping[str, Cell]) -> None:
+    """ValueError, with the path, for experts that are shared out already, or cannot be split over their cell."""
+    for path, stack in stacks.items():
+        if isinstance(stack, Experts):
+            try:
+                stack.check_parts(size, cells[path].size)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
 
 
 def _agree(path: str, stack: nn.Module, group: ProcessGroup | None) -> None:
