@@ -16,7 +16,7 @@ import zcomm
 import zengine
 from zcomm.testing import run_ranks
 from zengine.features.layer_norms import norms_by_layer
-from zpartition.experts import ExpertParameter
+from zpartition.cells import deals_of
 from zpartition.experts.testing import CLIP, STEPS, Language, batches, train_alone
 
 BOUND = 3e-5  # of a loss or norm near 3, in float32, against float64
@@ -44,7 +44,7 @@ def engine_of(stage: int, expert: int, accumulation: int) -> zengine.Engine:
 
 
 def are_shared_out(engine: zengine.Engine) -> bool:
-    return any(isinstance(param, ExpertParameter) for param in engine.module.parameters())
+    return bool(deals_of(engine.module))
 
 
 def train(engine: zengine.Engine, accumulation: int) -> tuple[list[float], list[float]]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import zcomm
 import zengine
 from zcomm.testing import RankFailed, run_ranks
-from zpartition.experts import ExpertMLP, ExpertParameter, MoE
+from zpartition.cells import deals_of
+from zpartition.experts import ExpertMLP, MoE
 from zpartition.pipeline import LayerSpec, PipelineModule
 from zpartition.sequence import DistributedAttention, Split, sequence_cross_entropy
 
@@ -116,8 +117,9 @@ def train(pair: Pair, num_stages: int, stages: tuple[int, ...]) -> list[list[flo
         section = pair.section if num_stages > 1 else {}
         engine = zengine.initialize(model=model, config=config(stage, COUNT // replicas, **section))[0]
         with engine:
-            is_dealt = any(isinstance(param, ExpertParameter) for param in model.parameters())
-            assert is_dealt == (num_stages > 1 and any(isinstance(each, Mixture) for each in model.modules()))
+            assert bool(deals_of(model)) == (
+                num_stages > 1 and any(isinstance(part, Mixture) for part in model.modules())
+            )
             each, first = COUNT // replicas, engine.parts.groups.get_data_parallel_rank() * (COUNT // replicas)
 
             def mine(step: int, first: int = first, each: int = each, own: Split = own) -> Any:

@@ -20,7 +20,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zpartition.experts import ExpertMLP, ExpertParameter, MoE
+from zpartition.cells import deals_of
+from zpartition.experts import ExpertMLP, MoE
 from zpartition.sequence import DistributedAttention, sequence_cross_entropy
 
 TOKENS, WIDTH, LENGTH, HEADS = 29, 16, 8, 4
@@ -118,7 +119,7 @@ def train(stage: int) -> list[float]:
     group, piece = groups.sequence(), groups.ranks("sequence").index(groups.rank)
     found = []
     with zengine.initialize(model=model_of(group), config=config(stage))[0] as engine:
-        assert any(isinstance(param, ExpertParameter) for param in engine.module.parameters())  # shared out
+        assert deals_of(engine.module)  # shared out
         for step in range(STEPS):
             for tokens, labels in samples(step, engine.parts.groups.get_data_parallel_rank()):
                 logits = engine(tokens.chunk(2, 1)[piece])
