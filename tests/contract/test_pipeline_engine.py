@@ -63,6 +63,7 @@ def alone(count: int, clip: float = 0.5) -> list[float]:
         (4, 2, 4, {}),
         (4, 2, 8, {"pipeline": {"schedule": "gpipe"}}),
         (4, 4, 4, {}),
+        (2, 2, 4, {"pipeline": {"schedule": "zero_bubble"}, "activation_checkpointing": {"modules": ["blocks.*"]}}),
     ],
 )
 def test_curves_are_those_of_one_process(world: int, num_stages: int, count: int, options: dict[str, Any]) -> None:

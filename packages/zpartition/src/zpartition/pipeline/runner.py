@@ -243,14 +243,12 @@ class PipelineRunner:
         kept = self.kept[stage, micro]
         if action.kind.makes_gradient:
             if stage == self.module.num_stages - 1:
-                torch.autograd.backward(self.passes.share(kept.output.reshape(()), micro_batches))
+                root = self.passes.share(kept.output.reshape(()), micro_batches)
+                pairs = [(root, torch.ones_like(root))]
             else:
-                pairs = [
-                    (part, gradient)
-                    for part, gradient in zip(_tensors(kept.output), _tensors(gradients))
-                    if part is not None and part.requires_grad
-                ]
-                torch.autograd.backward([part for part, _ in pairs], [gradient for _, gradient in pairs])
+                pairs = _wanted(kept.output, gradients)
+            back = kept.later.backward if self.halves else torch.autograd.backward
+            back([part for part, _ in pairs], [gradient for _, gradient in pairs])
             kept.output = None
             if stage:
                 self.post.give_gradient(stage - 1, micro, kept.inputs)
@@ -288,6 +286,12 @@ class _Feed:
                 ) from None
             self.count += 1
         return self.read[micro] if keeps else self.read.pop(micro)
+
+
+def _wanted(output: Any, gradients: Any) -> list[tuple[Tensor, Any]]:
+    """What backward begins with of what a stage has handed on."""
+    pairs = zip(_tensors(output), _tensors(gradients))
+    return [(part, gradient) for part, gradient in pairs if part is not None and part.requires_grad]
 
 
 def _tensors(message: Any) -> tuple[Tensor | None, ...]:
