@@ -33,6 +33,7 @@ from zcomm.shared.registry import transport, transport_reason
 from zcomm.shared.tensors import shared_empty
 from zcomm.slices import exchange_slices
 from zcomm.sparse import gather_rows
+from zcomm.surrender import close_on_failure, failure, give_up, inquire
 from zcomm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from zcomm.trace import Record, traced
 from zcomm.twins import host_twin, run, run_mates, twin
@@ -65,16 +66,20 @@ __all__ = [
     "axis_size",
     "barrier",
     "broadcast",
+    "close_on_failure",
     "collect_runs",
     "context",
     "detect",
     "exchange",
     "exchange_slices",
+    "failure",
     "gather_rows",
+    "give_up",
     "group_rank",
     "group_size",
     "host_twin",
     "init",
+    "inquire",
     "make_mesh",
     "reduce_scatter",
     "reduce_scatter_quantized",

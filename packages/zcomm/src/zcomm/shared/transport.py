@@ -161,7 +161,7 @@ class Transport:
         wait = self.library.lib.zs_wait
         while (outcome := wait(self.handle, ticket, _WAIT_MS)) == 0:
             if doctor.is_condemned():
-                raise SharedMemoryFailed("given up, because a collective has failed on another rank.")
+                raise SharedMemoryFailed("given up, because another rank has failed.")
         with self.lock:
             self._forget()
         if outcome < 0:
