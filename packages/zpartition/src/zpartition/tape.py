@@ -140,6 +140,7 @@ class Tape:
                         content = real.pop(key, None)
                         if content is not None and key in wanted and final[key] == index:
                             deliver(key, content)
+                        del content  # before the next one is made
             final_state = torch.get_rng_state()
         for key in self.storages:
             if key in wanted and key not in final:
