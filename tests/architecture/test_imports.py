@@ -70,6 +70,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zckpt": {"CheckpointError", "CheckpointReadError", "interchange.read_weights"},
         "zcomm": {"exchange"},
     },
+    # parts of files in the place of tensors, for conversions that Transformers knows
+    "converting.py": {"zckpt": {"CheckpointInputError", "interchange.Patchwork"}},
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce"}},
     # ranks compare what they waited for
