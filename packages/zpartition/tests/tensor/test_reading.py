@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from zpartition.tensor import (
     Column,
     Row,
+    Rule,
     Summed,
     Uncovered,
     Vocabulary,
@@ -37,6 +39,23 @@ def test_a_tp_plan_is_read_by_style() -> None:
         Column(), Row(), Column(gathers=True), Summed(), Vocabulary(), Column(gathers=True),
     ]  # fmt: skip
     assert plan.style_of("blocks.2.mlp.down") == Row()
+
+
+class Stack(nn.Module):
+    """Experts as Transformers stacks them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.up = 2, nn.Parameter(torch.ones(2, 3, 3))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        raise AssertionError
+
+
+def test_stacks_of_experts_stay_whole_whatever_a_tp_plan_says_of_them() -> None:
+    model = nn.ModuleDict({"o": nn.Linear(4, 4), "experts": Stack()})
+    given = {"experts.up": "packed_colwise", "experts": "moe_tp_experts", "o": "rowwise"}
+    assert read_tp_plan(given, model).rules == (Rule("o", Row()),)
 
 
 def test_a_tp_plan_that_cannot_be_read_is_refused() -> None:
