@@ -144,8 +144,7 @@ def test_windows_that_cannot_be_shared_out_are_refused_with_the_numbers(folder):
     assert settle(options_of("--quick", "--sequence", "2"), folder).config["sequence_parallel_size"] == 2
     with pytest.raises(RecipeError, match=r"--sequence 3: .* 64 bytes of a window, which 3 has to"):
         settle(options_of("--quick", "--sequence", "3"), folder)
-    with pytest.raises(RecipeError, match="the 1 attention heads of a rank"):
-        settle(options_of("--quick", "--sequence", "2", "--tensor", "2"), folder)
+    settle(options_of("--quick", "--sequence", "4", "--tensor", "2"), folder)  # few heads are no obstacle
     settle(options_of("--quick"), folder).write(folder.recipe)
     with pytest.raises(RecipeError, match="--sequence 5"):
         settled(options_of("--resume", "--sequence", "5"), folder)

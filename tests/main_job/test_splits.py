@@ -87,7 +87,7 @@ def figures(run: Path) -> list[float]:
 
 PLAIN: Cases = {
     "sequences": ((3, "--pipeline 2 --sequence 2"), (6, "--pipeline 1"), (STEPS, "--pipeline 4 --sequence 1")),
-    "tensors": ((3, "--stage 1 --tensor 2 --pipeline 2"), (STEPS, "--tensor 1 --sequence 2")),
+    "tensors": ((3, "--stage 1 --tensor 2 --pipeline 2"), (STEPS, "--pipeline 1 --sequence 2")),
 }
 BACK = ((6, "--pipeline 1"), (STEPS, "--tensor 2 --pipeline 2 --expert 1"))
 EXPERTS: Cases = {

@@ -95,13 +95,12 @@ class Recipe:
     must_win: bool  # a full-length run has to beat the byte tables; a shortened one only reports
 
     def __attrs_post_init__(self) -> None:
-        """Raise RecipeError, with the numbers, if sequence ranks cannot share out the bytes or heads of a window."""
-        size, shape = degree_of(self.config, "sequence"), self.shape
-        heads = shape.heads // degree_of(self.config, "tensor")
-        if shape.context % size or heads < size:
+        """Raise RecipeError, with the numbers, if sequence ranks cannot share out the bytes of a window."""
+        size = degree_of(self.config, "sequence")
+        if self.shape.context % size:
             raise RecipeError(
-                f"--sequence {size}: ranks share out the {shape.context} bytes of a window, which {size} has to "
-                f"divide, and the {heads} attention heads of a rank, of which there must be as many"
+                f"--sequence {size}: ranks share out the {self.shape.context} bytes of a window, which {size} has to "
+                "divide"
             )
 
     @property
