@@ -88,12 +88,18 @@ def figures(run: Path) -> list[float]:
 PLAIN: Cases = {
     "sequences": ((3, "--pipeline 2 --sequence 2"), (6, "--pipeline 1"), (STEPS, "--pipeline 4 --sequence 1")),
     "tensors": ((3, "--stage 1 --tensor 2 --pipeline 2"), (STEPS, "--pipeline 1 --sequence 2")),
+    "one at a time": (
+        (3, "--ranks 4 --sequence 2"),
+        (6, "--sequence 1 --tensor 2"),
+        (STEPS, "--tensor 1 --pipeline 2"),
+    ),
 }
 BACK = ((6, "--pipeline 1"), (STEPS, "--tensor 2 --pipeline 2 --expert 1"))
 EXPERTS: Cases = {
     "stage 0": ((3, "--stage 0 --pipeline 2 --expert 2"), *BACK),
     "stage 3": ((3, "--stage 3 --pipeline 2 --expert 2"), *BACK),
     "tensors": ((3, "--stage 3 --tensor 2 --pipeline 2 --expert 1"), (STEPS, "--tensor 2 --pipeline 1 --expert 2")),
+    "no other": ((3, "--stage 2 --ranks 4 --expert 2"), (STEPS, "--ranks 4 --expert 1")),
 }
 
 
