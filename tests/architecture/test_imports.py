@@ -104,7 +104,9 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
         "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
     },
-    "exporting.py": {"zpartition": {"gathered", "Joining"}},
+    "exporting.py": {"zpartition": {"gathered", "Joining", "stages_of"}},
+    # stages tell the first what they have, and are given as a value
+    "stage_exports.py": {"zcomm": {"exchange"}},
     # tells which kernels run here, and what carries messages between two ranks that it starts
     "commands/env.py": {
         "zoptim": {"kernels"},
