@@ -75,6 +75,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # ranks compare what they waited for
     "telemetry/stragglers.py": {"zcomm": {"exchange", "group_rank"}},
     "features/comms_summary.py": {"zcomm": {"traced"}},
+    # stands between an engine's passes and their runner
+    "features/stage_flops.py": {"zcomm": {"exchange"}, "zpartition": {"pipeline.Passes"}},
     # other people's names for objects of the packages: handing those over is all that is done here
     "deepspeed/": {
         "zoptim": {
