@@ -71,7 +71,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {"exchange"},
     },
     # one number a layer, summed over the ranks
-    "features/layer_norms.py": {"zcomm": {"all_reduce"}},
+    "features/layer_norms.py": {"zcomm": {"all_reduce", "exchange"}, "zpartition": {"stages_of"}},
     # ranks compare what they waited for
     "telemetry/stragglers.py": {"zcomm": {"exchange", "group_rank"}},
     "features/comms_summary.py": {"zcomm": {"traced"}},
