@@ -73,10 +73,12 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # parts of files in the place of tensors, for conversions that Transformers knows
     "converting.py": {"zckpt": {"CheckpointInputError", "interchange.Patchwork"}},
     # one number a layer, summed over the ranks
-    "features/layer_norms.py": {"zcomm": {"all_reduce"}},
+    "features/layer_norms.py": {"zcomm": {"all_reduce", "exchange"}, "zpartition": {"stages_of"}},
     # ranks compare what they waited for
     "telemetry/stragglers.py": {"zcomm": {"exchange", "group_rank"}},
     "features/comms_summary.py": {"zcomm": {"traced"}},
+    # stands between an engine's passes and their runner
+    "features/stage_flops.py": {"zcomm": {"exchange"}, "zpartition": {"pipeline.Passes"}},
     # other people's names for objects of the packages: handing those over is all that is done here
     "deepspeed/": {
         "zoptim": {
@@ -109,7 +111,9 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
         "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
     },
-    "exporting.py": {"zpartition": {"gathered", "Joining"}},
+    "exporting.py": {"zpartition": {"gathered", "Joining", "stages_of"}},
+    # stages tell the first what they have, and are given as a value
+    "stage_exports.py": {"zcomm": {"exchange"}},
     # tells which kernels run here, and what carries messages between two ranks that it starts
     "commands/env.py": {
         "zoptim": {"kernels"},

@@ -88,11 +88,12 @@ UNITS = {  # small ones, gathered again for backward
 
 
 def pipelined(
-    num_stages: int, stage: int, count: int, *, tied: bool = True, seed: int = 0, **others: Any
+    num_stages: int, stage: int, count: int, *, tied: bool = True, seed: int = 0, per_rank: int = 1, **others: Any
 ) -> PipelineEngine:
     """An engine over all ranks; `count` micro-batches a step over all replicas."""
     torch.manual_seed(seed)
-    options = {"names": names()} if tied else {}
+    options: dict[str, Any] = {"names": names()} if tied else {}
+    options["stages_per_rank"] = per_rank
     model = PipelineModule(layers(tied=tied), num_stages, loss_fn=loss_of, **options)
     accumulation = count * num_stages // zcomm.group_size()
     engine = zengine.initialize(model=model, config=config(stage, accumulation, **others))[0]

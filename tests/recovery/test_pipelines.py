@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import zcomm
 import zengine
@@ -88,3 +90,45 @@ def test_shared_weights_are_saved_once_under_the_names_of_the_whole(tmp_path: Pa
     wanted = {f"model.{name}" for name in Plain().state_dict()}
     assert {name for name in zckpt.find(tmp_path).names() if name.startswith("model.")} == wanted
     assert not set(first) & set(second)
+
+
+def exports(num_stages: int, stage: int, root: Path, filename: str, per_rank: int = 1) -> tuple[Any, Any, float]:
+    """What rank 0 gets as a state dict, the trained names of it, and the loss of an evaluation."""
+    from pipeline_model import mine, pipelined
+
+    with pipelined(num_stages, stage, COUNT, per_rank=per_rank) as engine:
+        steps(engine, 0)
+        loss = engine.eval_batch(iter(mine(99, COUNT, engine))).item()
+        for name, param in engine.module.named_parameters():
+            param.requires_grad_(not name.startswith("blocks.2"))
+        assert engine.save_16bit_model(str(root), filename)
+        trained = engine._consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        return engine._consolidated_16bit_state_dict(), None if trained is None else set(trained), loss
+
+
+@pytest.mark.parametrize(
+    ("world", "num_stages", "stage", "filename", "per_rank"),
+    [
+        (4, 2, 3, "pytorch_model.bin", 1),
+        (4, 4, 1, "model.safetensors", 1),
+        (2, 2, 0, "pytorch_model.bin", 2),
+    ],
+)
+def test_one_file_has_the_layers_of_all_stages_under_the_names_of_the_plain_model(
+    tmp_path: Path, world: int, num_stages: int, stage: int, filename: str, per_rank: int
+) -> None:
+    from pipeline_model import Plain, data, loss_of
+
+    first, *others = run_ranks(exports, world, num_stages, stage, tmp_path, filename, per_rank)
+    state, trained, loss = first
+    assert all((each[0], each[1]) == (None, None) for each in others)
+    read = load_file if filename.endswith("safetensors") else torch.load
+    saved = read(tmp_path / filename)
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[name], value) for name, value in state.items())
+    assert state.keys() - trained == {name for name in state if name.startswith("blocks.2")} != set()
+    plain = Plain()
+    plain.load_state_dict(saved)
+    with torch.no_grad():
+        found = [loss_of(plain(inputs), labels).item() for inputs, labels in data(99, COUNT)]
+    assert sum(found) / COUNT == pytest.approx(loss, rel=1e-6)

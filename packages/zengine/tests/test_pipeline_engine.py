@@ -81,7 +81,6 @@ def refusals() -> list[str]:
         lambda: engine.backward(torch.ones(())),
         engine.step,
         lambda: engine.eval_batch(batches(0), reduce_output="sum"),
-        lambda: engine.save_16bit_model("."),
     ):
         with pytest.raises((PipelineError, ValueError)) as caught:
             call()
@@ -95,7 +94,7 @@ def refusals() -> list[str]:
 
 
 def test_what_a_pipeline_has_no_use_for_says_what_to_call() -> None:
-    forward, backward, step, reduce, export = run_ranks(refusals, 2)[0]
+    forward, backward, step, reduce = run_ranks(refusals, 2)[0]
     assert forward.startswith(
         "forward() on a pipeline of 2 stages: micro-batches go through the stages by a schedule."
     )
@@ -103,7 +102,6 @@ def test_what_a_pipeline_has_no_use_for_says_what_to_call() -> None:
     assert "Call train_batch(iterator)." in backward
     assert "ends with the optimizer's step" in step
     assert reduce == "eval_batch(reduce_output='sum'): give \"avg\" or None"
-    assert "save_checkpoint" in export
 
 
 def without_data() -> list[str]:

@@ -165,8 +165,10 @@ def make_engine_around(module: nn.Module, parts: Parts, plan: Plan) -> Engine:
     return PipelineEngine(module, parts, plan, pipeline, passes)
 
 
-def make_features(plan: Plan) -> tuple[Feature, ...]:
+def make_features(plan: Plan, *, in_stages: bool = False) -> tuple[Feature, ...]:
     """What goes beyond the loop, and the optional behaviour that the plan asks for, in the order of its hooks.
+
+    in_stages: for an engine of a pipeline.
 
     A save that has failed is told before anybody counts the step, which then begins again.
     """
@@ -184,7 +186,7 @@ def make_features(plan: Plan) -> tuple[Feature, ...]:
         chosen.append(LayerNorms(plan.telemetry.gradient_histograms))
     if plan.telemetry.is_wanted and plan.telemetry.rates.count_flops_at:
         chosen.append(CountFlops(plan.telemetry.rates.count_flops_at))
-    return (*chosen, *lookers(plan))
+    return (*chosen, *lookers(plan, in_stages=in_stages))
 
 
 def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim.Optimizer | None:

@@ -4,6 +4,8 @@ At stage 3 a weight is whole while its unit is gathered and no longer, so the fi
 module's tensors, one gather after the other: memory holds a unit and a buffer, rank 0 writes the file, and the other
 ranks only take part in the gathers.  No key of the config is needed for that, and nothing is ever left unwritten.
 
+Of a pipeline rank 0 writes all stages, which send it their tensors one at a time (stage_exports.py).
+
 `module.state_dict()` works too, and is what holds everything at once.  State-dict hooks of modules (extra state,
 names that change) are known to it alone; a streamed export has the parameters and persistent buffers by their names.
 """
@@ -17,11 +19,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 import zpartition
 from zengine.consensus import GroupPeers, on_every_rank
+from zengine.stage_exports import from_all_stages
 from zengine.weightfiles import Entry, write_weights
 
 if TYPE_CHECKING:
@@ -53,11 +57,8 @@ class EngineExports:
         """
         self.clock.require_open("save_16bit_model")
         peers = GroupPeers.of(_engine(self))
-        found = _tensors(_engine(self), trained_only=exclude_frozen_parameters)
         problem: list[Exception] = []
-        joining = zpartition.Joining.of(self.module)
-        values = _gathered(found, joining)
-        entries = [Entry(names, joining.shape(tensor), tensor.dtype) for tensor, names in found]
+        entries, values = _streamed(_engine(self), trained_only=exclude_frozen_parameters)
         write = partial(write_weights, os.path.join(save_dir, save_filename), entries, values)
         gather: Callable[[], object] = partial(deque, values, 0)  # to the end, for the ranks that take part
         for work in (write, gather) if peers.rank == 0 else (gather,):
@@ -99,12 +100,12 @@ class EngineExports:
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The weights, in the dtype that they compute in, on rank 0's CPU; None on the others.  All ranks call."""
-        found = _tensors(_engine(self), trained_only=exclude_frozen_parameters)
+        entries, values = _streamed(_engine(self), trained_only=exclude_frozen_parameters)
         is_first = GroupPeers.of(_engine(self)).rank == 0
         state: dict[str, Tensor] = {}
-        for (_, names), value in zip(found, _gathered(found, zpartition.Joining.of(self.module))):
+        for entry, value in zip(entries, values, strict=True):  # strict: to the end on every rank
             if is_first:
-                state.update(dict.fromkeys(names, value.detach().to("cpu", copy=True)))
+                state.update(dict.fromkeys(entry.names, value.detach().to("cpu", copy=True)))
         return state if is_first else None
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
@@ -152,6 +153,20 @@ def _tensors(engine: Engine, *, trained_only: bool) -> list[Named]:
             if prefix + name in saved or id(buffer) in tensors:
                 note(prefix + name, buffer)
     return [(tensor, tuple(names[key])) for key, tensor in tensors.items()]
+
+
+def _streamed(engine: Engine, *, trained_only: bool) -> tuple[list[Entry], Iterator[Tensor]]:
+    """What there is to export, and a value for each, in order: of all stages on rank 0, of its own elsewhere.
+
+    A collective of a pipeline's ranks; going through the values is one where `_gathered` is, and for stages.
+    """
+    found, joining = _tensors(engine, trained_only=trained_only), zpartition.Joining.of(engine.module)
+    entries = [Entry(names, joining.shape(tensor), tensor.dtype) for tensor, names in found]
+    stages = zpartition.stages_of(engine.module)
+    sends = (
+        stages.size > 1 and dist.get_process_group_ranks(stages.group)[0] == engine.parts.groups.table.min().item()
+    )
+    return from_all_stages(stages, entries, _gathered(found, joining), device=engine.device, sends=sends)
 
 
 def _gathered(found: list[Named], joining: zpartition.Joining) -> Iterator[Tensor]:

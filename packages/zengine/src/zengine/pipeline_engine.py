@@ -268,15 +268,6 @@ class PipelineEngine(Engine):
         """Refused: a batch ends with it."""
         self._refuse("step", "train_batch(iterator), which ends with the optimizer's step")
 
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: no rank can gather the layers of another stage."""
-        raise PipelineError(
-            f"save_16bit_model() on a pipeline: each rank has the layers of one of {self.num_stages} stages. Use "
-            "save_checkpoint(), and zengine.deepspeed.utils.zero_to_fp32 makes one file of it."
-        )
-
-    save_fp16_model = _consolidated_16bit_state_dict = save_16bit_model
-
     def _refuse(self, name: str, instead: str) -> NoReturn:
         raise PipelineError(
             f"{name}() on a pipeline of {self.module.num_stages} stages: micro-batches go through the stages by a "

@@ -41,8 +41,8 @@ def test_other_numbers_of_stages_are_refused_with_both() -> None:
 
 def test_what_reads_one_forward_at_a_time_is_named() -> None:
     assert unfit_for_pipelines(plan_of({})) == []
-    problems = unfit_for_pipelines(plan_of({}, flops_profiler={"enabled": True}))
-    assert [problem.key for problem in problems] == ["flops_profiler.enabled"]
+    problems = unfit_for_pipelines(plan_of({}, timers={"throughput": {"count_flops_at": 3}}))
+    assert [problem.key for problem in problems] == ["timers.throughput.count_flops_at"]
 
 
 def test_keys_about_messages_say_that_they_have_no_effect() -> None:

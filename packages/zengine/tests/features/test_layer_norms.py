@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zengine.features.layer_norms import layer_of
+from zengine.features.layer_norms import LayerNorms, layer_of
+from zpartition.pipeline import LayerSpec, PipelineModule
 
 
 @pytest.mark.parametrize(
@@ -100,3 +102,37 @@ def test_every_stage_and_dtype_charts_the_norms_of_one_process(tmp_path):
     assert histogram.step == 2
     assert histogram.histogram_value.num == 3
     assert histogram.histogram_value.max == pytest.approx(max(wanted.values()), rel=1e-5)
+
+
+def norms_of_stages(num_stages, stage):
+    """Norms by layer at the second step, and the report's norm, of the same layers in so many stages."""
+    torch.manual_seed(0)
+    layers = [*(LayerSpec(nn.Linear, 8, 8), torch.tanh) * 3, LayerSpec(nn.Linear, 8, 1)]
+    model = PipelineModule(layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss)
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2 * num_stages // zcomm.group_size(),
+        "zero_optimization": {"stage": stage}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }  # fmt: skip
+    engine, *_ = zengine.initialize(model=model, config=config)
+    feature = LayerNorms(every=2)
+    engine.add_feature(feature)
+    found = []
+    feature.telemetry = SimpleNamespace(layers=found.append)
+    replica = engine.parts.groups.get_data_parallel_rank()
+    for step in range(2):
+        pairs = [(torch.full((2, 8), 1.0 + index + step), torch.ones(2, 1)) for index in range(2)]
+        engine.train_batch(iter(pairs[replica:] if len(pairs) > engine.micro_batches else pairs))
+    norm = engine.last_report.grad_norm
+    engine.close()
+    return found, norm
+
+
+def test_a_pipeline_has_the_norms_of_all_stages_on_every_rank():
+    (expected,), norm = run_ranks(norms_of_stages, 1, 1, 0)[0]
+    assert list(expected) == ["layers.0", "layers.2", "layers.4", "layers.6"]
+    for world, num_stages, stage in ((2, 2, 0), (4, 2, 3), (4, 4, 1)):
+        for (found,), its_norm in run_ranks(norms_of_stages, world, num_stages, stage):
+            assert list(found) == list(expected)
+            assert found == pytest.approx(expected, rel=1e-5)
+            assert math.hypot(*found.values()) == pytest.approx(its_norm, rel=1e-5)
+            assert its_norm == pytest.approx(norm, rel=1e-5)

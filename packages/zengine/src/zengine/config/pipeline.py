@@ -59,9 +59,7 @@ def unfit_for_pipelines(plan: Plan) -> list[Problem]:
     asked = {
         "data_efficiency.data_routing.random_ltd.enabled": bool(plan.data.ltd),
         "data_efficiency.data_sampling.dynamic_batching.enabled": bool(plan.data.packing),
-        "flops_profiler.enabled": plan.profiling.flops.enabled,
         "timers.throughput.count_flops_at": bool(plan.telemetry.rates.count_flops_at),
-        "tensorboard.gradient_histograms": bool(plan.telemetry.gradient_histograms),
     }
     return [
         Problem(

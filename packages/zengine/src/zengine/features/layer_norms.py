@@ -3,23 +3,26 @@
 At every so many steps each rank squares the norms of the pieces it keeps, adds them up by layer, and one all-reduce
 of a number a layer makes them whole; at the others the cost is one comparison.  The unit does not matter (loss
 scale, weights): telemetry brings them to the unit of the report's norm, whose square they make up together.
+The layers of a pipeline are those of all stages, first to last.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, final
 
 import attrs
 import torch
 
 import zcomm
+import zpartition
 from zengine.features.base import Feature
 
 if TYPE_CHECKING:
     from zengine.clock import Clock
     from zengine.engine import Engine
     from zengine.parts import TelemetrySlot
-    from zpartition import Partition
+    from zpartition import Cell, Partition
 
 
 @final
@@ -48,9 +51,19 @@ def norms_by_layer(partition: Partition) -> dict[str, float]:
         partition.rank < partition.layout.num_shards or partition.layout.is_dealt
     ):  # the others keep the same gradients
         _add_pieces(partition, index, squares)
-    zcomm.all_reduce(squares, partition.group, label="gradient norms by layer")
-    partition.cell.add_up(squares)
-    return dict(zip(layers, squares.sqrt().tolist()))
+    if layers:
+        zcomm.all_reduce(squares, partition.group, label="gradient norms by layer")
+        partition.cell.add_up(squares)
+    return _of_all_stages(dict(zip(layers, squares.tolist())), zpartition.stages_of(partition.module))
+
+
+def _of_all_stages(own: dict[str, float], stages: Cell) -> dict[str, float]:
+    """Norms from squares; a layer that two stages have parts of is one."""
+    found: dict[str, float] = {}
+    for squares in [own] if stages.size == 1 else zcomm.exchange(own, stages.group):
+        for layer, square in squares.items():
+            found[layer] = found.get(layer, 0.0) + square
+    return {layer: math.sqrt(square) for layer, square in found.items()}
 
 
 def _add_pieces(partition: Partition, index: dict[str, int], squares: torch.Tensor) -> None:

@@ -60,6 +60,10 @@ class FlopsProfiler:
         self._meter = FlopsMeter(self._model, tuple(ignore_list or ()), *_timing(self._device))
         self._meter.start()
 
+    def resume_profile(self) -> None:
+        """Count on after `stop_profile`."""
+        self._meter.start()
+
     def stop_profile(self) -> None:
         """Count no further; the results stay."""
         self._meter.stop()
