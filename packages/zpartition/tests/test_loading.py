@@ -11,9 +11,10 @@ from torch import Tensor, nn
 import zcomm
 import zpartition
 from zcomm.testing import run_ranks
-from zpartition import ZeroPolicy
+from zpartition import ZeroPolicy, tensor
 from zpartition.pipeline import LayerSpec, PipelineModule
 from zpartition.shard import Address, Shard, cut
+from zpartition.tensor.testing import PLAN, Language
 
 
 class Rows:
@@ -187,3 +188,39 @@ def test_stages_take_their_layers_of_the_whole_and_are_told_of_each_others_mista
     for i, state in enumerate((first, first, last, last)):
         assert state[f"body.{i}.weight"].eq(i).all()
         assert state[f"body.{i}.bias"].eq(10 + i).all()
+
+
+def _own_parts() -> dict[str, tuple[int, int]]:
+    """Elements read of each tensor, and held, by a rank of a split model."""
+    torch.manual_seed(zcomm.group_rank())
+    source, model = Language(), Language()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    tensor.parallelize(model, PLAN)
+    rows = {name: Rows(value) for name, value in source.state_dict().items() if name != "embed.weight"}
+    zpartition.load_own_slices(model, rows)
+    tokens = torch.arange(8).view(1, 8)
+    torch.testing.assert_close(model(tokens), source(tokens))
+    with pytest.raises(ValueError, match=r"head.weight has shape \(3, 3\), the module's \(29, 24\)"):
+        zpartition.refuse_unfit_slices(model, {**rows, "head.weight": torch.ones(3, 3)})
+    held = dict(model.named_parameters(remove_duplicate=False))
+    return {name: (row.numel_read, held[name].numel()) for name, row in rows.items()}
+
+
+def test_a_split_module_without_a_partition_reads_its_own_rows() -> None:
+    for found in run_ranks(_own_parts, 2):
+        for name in ("head.weight", "blocks.0.attention.q_proj.weight", "blocks.1.attention.qkv.weight"):
+            assert found[name][0] == found[name][1], name
+        assert found["head.weight"][1] < 29 * 24
+
+
+def test_a_whole_module_without_a_partition_takes_all_or_nothing() -> None:
+    model = Net()
+    model.body[0].weight.data = torch.zeros(16, 64).t()  # stored the other way round
+    given = {**values(), "gian": torch.zeros(())}
+    with pytest.raises(ValueError, match=r"nothing was loaded: missing: table; unexpected: gian\.$"):
+        zpartition.load_own_slices(model, {name: value for name, value in given.items() if name != "table"})
+    assert not model.body[0].weight.any()
+    zpartition.load_own_slices(model, values())
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in values().items())
