@@ -70,6 +70,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zckpt": {"CheckpointError", "CheckpointReadError", "interchange.read_weights"},
         "zcomm": {"exchange"},
     },
+    # parts of files in the place of tensors, for conversions that Transformers knows
+    "converting.py": {"zckpt": {"CheckpointInputError", "interchange.Patchwork"}},
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce"}},
     # ranks compare what they waited for
@@ -84,7 +86,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zpartition": {
             *("Init", "cell_of", "gathered", "tensor", "sequence", "tensor.TensorPlan"),
             # a model that several ranks answer with
-            *("Cell", "deals_of", "experts", "load_own_slices", "refuse_unfit_slices"),
+            *("Cell", "Joining", "deals_of", "experts", "load_own_slices", "refuse_unfit_slices"),
             *("experts.ExpertParameter", "experts.MoE"),
             *(f"pipeline.{name}" for name in ("LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec")),
             *(

@@ -14,8 +14,9 @@ import torch
 from pipeline_model import data, layers, loss_of, mine, pipelined
 from torch import nn
 
+import zcomm
 from zcomm.testing import run_ranks
-from zpartition.pipeline import PipelineModule
+from zpartition.pipeline import PipelineError, PipelineModule
 
 STEPS = 3
 BOUND = 1e-5
@@ -57,11 +58,13 @@ def alone(count: int, clip: float = 0.5) -> list[float]:
 @pytest.mark.parametrize(
     ("world", "num_stages", "count", "options"),
     [
+        (2, 2, 1, {}),
         (2, 2, 2, {}),
         (2, 2, 4, {"pipeline": {"schedule": "zero_bubble", "activation_checkpoint_interval": 2}}),
         (4, 2, 4, {}),
         (4, 2, 8, {"pipeline": {"schedule": "gpipe"}}),
         (4, 4, 4, {}),
+        (2, 2, 4, {"pipeline": {"schedule": "zero_bubble"}, "activation_checkpointing": {"modules": ["blocks.*"]}}),
     ],
 )
 def test_curves_are_those_of_one_process(world: int, num_stages: int, count: int, options: dict[str, Any]) -> None:
@@ -132,3 +135,32 @@ def test_torch_s_own_1f1b_trains_alike() -> None:
     first, last = run_ranks(_torchs, 2)
     assert last[0] == pytest.approx(first[1], rel=1e-6)
     assert first[1] == last[1]
+
+
+def _failing(stage: int) -> tuple[str, str, str]:
+    """What a rank is told if the loss function of rank 3 raises: of four with two stages, in two copies."""
+    with pipelined(2, stage, 4) as engine:
+        engine.train_batch(iter(mine(0, 4, engine)))
+
+        def loss_fn(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            if torch.distributed.get_rank() == 3:
+                raise ArithmeticError("no loss today")
+            return loss_of(output, labels)
+
+        engine.module.loss_fn = loss_fn
+        with pytest.raises((ArithmeticError, zcomm.CollectiveFailed)) as first:
+            engine.train_batch(iter(mine(1, 4, engine)))
+        with pytest.raises((PipelineError, zcomm.CollectiveFailed)) as second:
+            engine.train_batch(iter(mine(2, 4, engine)))
+        with pytest.raises((PipelineError, zcomm.CollectiveFailed)) as third:
+            engine.eval_batch(iter(mine(2, 4, engine)))
+    return str(first.value), str(second.value), str(third.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_that_raises_is_told_to_all_stages_and_copies(stage: int) -> None:
+    words = "rank 3 (stage 1 of 2) failed in the forward of micro-batch 0 at stage 1 (1F0): ArithmeticError: no loss"
+    *others, failing = run_ranks(_failing, 4, stage)
+    assert failing[0] == "no loss today"
+    for texts in (*others, failing[1:]):
+        assert all(words in text for text in texts)

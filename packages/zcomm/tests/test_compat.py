@@ -80,6 +80,22 @@ def test_a_link_is_gloo_without_a_group_and_can_be_broken() -> None:
         assert "imed out" not in text.replace("Application timeout", ""), "it is broken, nobody waited for a limit"
 
 
+def test_what_a_gpu_s_queue_has_under_way_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        aborted = 0
+
+        def abort(self) -> None:
+            self.aborted += 1
+            raise RuntimeError("aborted before")
+
+    group = Group()
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    compat.close_group(group, 0)
+    assert group.aborted == 1
+    assert hasattr(dist.ProcessGroup, "abort")
+
+
 def test_a_link_without_a_default_group_says_so() -> None:
     with pytest.raises(RuntimeError, match="store cannot be had"):
         compat.gloo_link("test", 0, 2, connect_s=1.0, timeout_s=1.0)

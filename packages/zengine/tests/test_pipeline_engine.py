@@ -80,7 +80,6 @@ def refusals() -> list[str]:
         lambda: engine(torch.ones(1, WIDTH)),
         lambda: engine.backward(torch.ones(())),
         engine.step,
-        engine.train_batch,
         lambda: engine.eval_batch(batches(0), reduce_output="sum"),
         lambda: engine.save_16bit_model("."),
     ):
@@ -96,16 +95,34 @@ def refusals() -> list[str]:
 
 
 def test_what_a_pipeline_has_no_use_for_says_what_to_call() -> None:
-    forward, backward, step, no_data, reduce, export = run_ranks(refusals, 2)[0]
+    forward, backward, step, reduce, export = run_ranks(refusals, 2)[0]
     assert forward.startswith(
         "forward() on a pipeline of 2 stages: micro-batches go through the stages by a schedule."
     )
     assert "Call train_batch(iterator), or eval_batch(iterator) to evaluate." in forward
     assert "Call train_batch(iterator)." in backward
     assert "ends with the optimizer's step" in step
-    assert no_data.startswith("train_batch() has no data: pass an iterator of (inputs, labels), or training_data=")
     assert reduce == "eval_batch(reduce_output='sum'): give \"avg\" or None"
     assert "save_checkpoint" in export
+
+
+def without_data() -> list[str]:
+    """What a rank with an iterator and one without are told, at once and after that."""
+    engine, told = make(), []
+    for _ in range(2):
+        with pytest.raises(PipelineError) as caught:
+            engine.train_batch(batches(0) if zcomm.group_rank() else None)
+        told.append(str(caught.value))
+    engine.close()
+    return told
+
+
+def test_a_rank_without_data_is_told_so_and_the_others_who_it_is() -> None:
+    own, other = run_ranks(without_data, 2)
+    words = "train_batch() has no data: pass an iterator of (inputs, labels), or training_data="
+    assert own[0].startswith(words)
+    assert other[0].startswith(f"rank 0 (stage 0 of 2) failed in train_batch(): PipelineError: {words}")
+    assert all("an earlier batch of this pipeline failed" in each[1] for each in (own, other))
 
 
 def records() -> tuple[Any, str]:

@@ -65,13 +65,6 @@ def test_a_schedule_that_does_not_take_the_micro_batches_is_refused_before_anyth
         fitted(model, plan_of(model, pipeline={"schedule": "gpipe"}))
 
 
-def test_blocks_of_a_stage_are_not_computed_again_where_gradients_of_weights_wait() -> None:
-    model, blocks = module(), {"modules": ["layers.*"]}
-    fitted(model, plan_of(model, activation_checkpointing=blocks))
-    with pytest.raises(ConfigError, match=r"activation_checkpointing\.modules = .*zero_bubble.*checkpoint_interval"):
-        fitted(model, plan_of(model, activation_checkpointing=blocks, pipeline={"schedule": "zero_bubble"}))
-
-
 def test_stages_of_a_model_that_has_none() -> None:
     plain = nn.Linear(2, 2)
     with pytest.raises(

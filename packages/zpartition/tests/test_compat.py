@@ -6,6 +6,8 @@ import weakref
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from zpartition._compat import (
     TO_NUMBER,
@@ -14,6 +16,7 @@ from zpartition._compat import (
     has_grouped_mm,
     is_in_backward,
     outer_saved_tensor_hooks,
+    run_backward,
     running_node,
     swap,
     truncated_normal_through,
@@ -117,3 +120,20 @@ def test_one_kernel_multiplies_runs_of_rows() -> None:
     assert not has_grouped_mm(x, weight)
     y = grouped_mm(x, weight.transpose(1, 2), torch.tensor([2, 2, 6], dtype=torch.int32))
     torch.testing.assert_close(y, torch.cat([x[:2] @ weight[0].t(), x[2:] @ weight[2].t()]))
+
+
+def test_modes_stay_in_force_in_a_backward() -> None:
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    value = torch.ones(2, requires_grad=True)
+    output = checkpoint(torch.tanh, value, use_reentrant=False)
+    with Mode():
+        run_backward([output], [torch.ones(2)])
+    assert torch.tanh in seen  # computed again inside of it
+    assert torch.autograd.backward not in seen
+    assert value.grad is not None

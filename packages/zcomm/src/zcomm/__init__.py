@@ -28,10 +28,12 @@ from zcomm.launch import Launch, detect
 from zcomm.mesh import axis_group, axis_rank, axis_size, make_mesh
 from zcomm.quantized import all_gather_quantized, reduce_scatter_quantized
 from zcomm.rendezvous import RendezvousFailed
+from zcomm.runs import collect_runs, return_runs
 from zcomm.shared.registry import transport, transport_reason
 from zcomm.shared.tensors import shared_empty
 from zcomm.slices import exchange_slices
 from zcomm.sparse import gather_rows
+from zcomm.surrender import close_on_failure, failure, give_up, inquire
 from zcomm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from zcomm.trace import Record, traced
 from zcomm.twins import host_twin, run, run_mates, twin
@@ -64,18 +66,24 @@ __all__ = [
     "axis_size",
     "barrier",
     "broadcast",
+    "close_on_failure",
+    "collect_runs",
     "context",
     "detect",
     "exchange",
     "exchange_slices",
+    "failure",
     "gather_rows",
+    "give_up",
     "group_rank",
     "group_size",
     "host_twin",
     "init",
+    "inquire",
     "make_mesh",
     "reduce_scatter",
     "reduce_scatter_quantized",
+    "return_runs",
     "run",
     "run_mates",
     "shared_empty",

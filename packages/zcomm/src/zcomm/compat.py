@@ -154,6 +154,19 @@ def break_link(link: Any, peer: int) -> None:
         link.recv([tensor], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
+def close_group(group: Any, rank: int) -> None:
+    """End whatever this process waits for in `group`, of which it is `rank`; nothing can be sent over it afterwards.
+
+    Gloo's connections are closed, which the others hear; what a GPU's queue has under way is aborted.
+    """
+    backend, size = str(dist.get_backend(group)), dist.get_world_size(group)
+    if "gloo" in backend and size > 1:
+        break_link(group, (rank + 1) % size)
+    if "nccl" in backend and hasattr(group, "abort"):
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+
+
 _UNUSED_TAG = 1_000_003  # of no message
 
 

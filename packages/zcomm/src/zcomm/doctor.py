@@ -42,6 +42,7 @@ _LOOK_S = 1.0  # between two looks whether somebody called
 _COLLECT_S = 3.0  # for the reports of ranks that could speak
 _VERDICT_S = 4.0  # for the rank that decides to say what it found
 _LINGER_S = 0.8  # for the others to hear it
+_HEARD_S = 2.5  # for them to hear from a rank that gives up, having looked for a call first
 _LIMIT_S = 5.0  # for the whole, however the store behaves
 _NOBODY = " (A peer died, timed out or called another collective; look at the other ranks first.)"
 
@@ -61,6 +62,7 @@ class Doctor:
     agree: Callable[[Fingerprint], None]  # asks the other ranks before a collective, or does nothing
     rings: weakref.WeakKeyDictionary[Any, Ring] = attrs.field(factory=weakref.WeakKeyDictionary)  # by group
     verdict: str = ""  # the diagnosis of the first failure anywhere in the world
+    closing: weakref.WeakSet[Any] = attrs.field(factory=weakref.WeakSet)  # groups whose links a verdict closes
     asking: threading.Lock = attrs.field(factory=threading.Lock)  # threads that fail at once ask once
     leaving: threading.Event = attrs.field(factory=threading.Event)  # ends the thread
     thread: threading.Thread | None = None  # answers calls; None without a line
@@ -85,6 +87,12 @@ class Doctor:
                 self.verdict = _within(_LIMIT_S, self._inquire) or self._alone("the store does not answer")
         return self.verdict
 
+    def give_up(self, reason: str) -> None:
+        """Make `reason` the verdict, unless there is one.  Takes at most `_LIMIT_S` seconds."""
+        with self.asking:
+            if not self.verdict:
+                self.verdict = _within(_LIMIT_S, lambda: self._tell(reason)) or reason
+
     def report(self) -> Report:
         """This rank's own, from any thread, for when something has gone wrong."""
         main = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -108,6 +116,7 @@ class Doctor:
                 if line.is_called():
                     line.publish(self.report())
                     self._condemn(line.verdict(_VERDICT_S) or diagnose(line.collect(0.0)))
+                    self._close_links()
                     return
             if not self.verdict:
                 line.publish(self._farewell())
@@ -138,6 +147,21 @@ class Doctor:
             reason = (str(error).splitlines() or [""])[0]
             return self._alone(f"the store through which they met is gone, and rank 0 perhaps with it ({reason})")
 
+    def _tell(self, reason: str) -> str:
+        """Settle it, and stay until all have heard: who is told by a process that ends is told no more."""
+        if self.line is None:
+            return reason
+        try:
+            decides = self.line.call()
+            self.line.publish(self.report())
+            if not decides:
+                return self.line.verdict(_VERDICT_S) or reason
+            self.line.settle(reason)
+            self.line.await_everybody(_HEARD_S)
+            return reason
+        except RuntimeError:
+            return reason  # the store is gone, and rank 0 with it: they will find out
+
     def _alone(self, reason: str) -> str:
         own = diagnose({self.rank: self.report()})
         return f"{own}\nThe other ranks could not be asked: {reason}.{_NOBODY}"
@@ -145,6 +169,11 @@ class Doctor:
     def _condemn(self, verdict: str) -> None:
         with self.asking:
             self.verdict = self.verdict or verdict
+
+    def _close_links(self) -> None:
+        """End what other threads of this rank wait for in torch; they find the verdict then."""
+        for group in list(self.closing):
+            compat.close_group(group, dist.get_rank(group))
 
 
 _current: Doctor | None = None  # of torch's present default group, or of one that is gone
@@ -164,13 +193,19 @@ def consult(entry: Fingerprint) -> None:
     doctor = _current
     if doctor is not None and entry.ring is not _unwatched:
         if doctor.verdict:
-            raise RuntimeError("not issued, because a collective of this world has failed before.")
+            raise RuntimeError("not issued, because this world has failed before.")
         doctor.agree(entry)
 
 
 def is_condemned() -> bool:
     """Whether a collective has failed somewhere in the present world."""
     return _current is not None and bool(_current.verdict)
+
+
+def present_verdict() -> str:
+    """Why the present world has failed; "" while it works, and outside a world."""
+    doctor = _current
+    return doctor.verdict if doctor is not None and doctor.verdict and doctor.is_present() else ""
 
 
 def explain(entry: Fingerprint) -> str:

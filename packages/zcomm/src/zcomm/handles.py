@@ -283,7 +283,7 @@ def _await(work: Any, entry: Fingerprint) -> None:
             continue
         while not gloo.is_over(part):
             if doctor.is_condemned():
-                raise RuntimeError("given up, because a collective has failed on another rank.")
+                raise RuntimeError("given up, because another rank has failed.")
 
 
 _UNSUPPORTED = {

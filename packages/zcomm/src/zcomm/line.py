@@ -78,20 +78,29 @@ class Line:
     def settle(self, verdict: str) -> None:
         """Decide."""
         self.store.set(self._key("verdict"), verdict)
-        self.store.add(self._key("heard"), 1)
+        self._hear()
 
     def verdict(self, limit_s: float) -> str:
         """What the rank that decides has found; empty if it does not say so in time."""
         if not self._await(lambda: self._has("verdict"), limit_s):
             return ""
         found: str = self.store.get(self._key("verdict")).decode()
-        self.store.add(self._key("heard"), 1)
+        self._hear()
         return found
 
     def linger(self, limit_s: float) -> None:
         """Stay until all who told have heard: the store often lives in rank 0, and dies with it."""
         if self.rank == 0:
             self._await(lambda: bool(self._count("heard") >= self._count("told")), limit_s)
+
+    def await_everybody(self, limit_s: float) -> None:
+        """Stay until every rank has heard, also those that have not noticed yet."""
+        keys = [self._key(f"heard/{rank}") for rank in range(self.world_size)]
+        self._await(lambda: bool(self.store.check(keys)), limit_s)
+
+    def _hear(self) -> None:
+        self.store.add(self._key("heard"), 1)
+        self.store.set(self._key(f"heard/{self.rank}"), "")
 
     def _report_of(self, rank: int, waited_s: float, limit_s: float) -> Report | None:
         """The report of a rank, or why there is none, or None if it may still come."""

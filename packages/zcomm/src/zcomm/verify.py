@@ -67,7 +67,7 @@ class Verifier:
         began_s, pause_s = time.monotonic(), _FIRST_LOOK_S
         while not self.store.check([key]):
             if self.is_condemned():
-                raise RuntimeError("given up, because a collective has failed on another rank.")
+                raise RuntimeError("given up, because another rank has failed.")
             if time.monotonic() - began_s > entry.ring.timeout_s:
                 raise RuntimeError(f"before it began, rank {rank} did not come within {entry.ring.timeout_s:g} s.")
             time.sleep(pause_s)

@@ -74,6 +74,7 @@ class PipelineEngine(Engine):
         Raises:
             PipelineError: there are no data, or a micro-batch is no pair.
             ValueError: the data end within the batch; the loss is not a scalar or has no graph.
+            StageFailed: another rank of the pipeline failed in this batch, and the message says in what.
             LossScaleExhausted: as `step` does.
         """
         if data_iter is not None:
@@ -81,7 +82,7 @@ class PipelineEngine(Engine):
         self.clock.require_open("train_batch")
         parts, count = self.parts, self.clock.accumulation
         self.train()
-        with self.clock.batch() as micro:
+        with self.clock.batch() as micro, self.pipeline.alarm.guarding("train_batch()"):
             try:
                 batches = self._training(self._source("train_batch", self.batches), count)
                 self._announce(micro)
@@ -121,11 +122,11 @@ class PipelineEngine(Engine):
         if reduce_output not in ("avg", None):
             raise ValueError(f'eval_batch(reduce_output={reduce_output!r}): give "avg" or None')
         self.clock.require_open("eval_batch")
-        count = num_micro_batches or self.clock.accumulation
-        source, training = self._source("eval_batch", data_iter), self.module.training
+        count, training = num_micro_batches or self.clock.accumulation, self.module.training
         self.module.eval()
         try:
-            with self.parts.telemetry.paused():
+            with self.parts.telemetry.paused(), self.pipeline.alarm.guarding("eval_batch()"):
+                source = self._source("eval_batch", data_iter)
                 found = self.pipeline.evaluate(
                     self._pairs(source),
                     count,

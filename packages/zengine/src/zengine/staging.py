@@ -105,14 +105,6 @@ def _staged(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
     if asked.seeds_layers and not model.seed_layers:
         yield _unlike("pipeline.seed_layers", True, "seed_layers=False")
     yield from unfit_for_pipelines(plan)
-    if asked.schedule == "zero_bubble" and plan.activations.modules:
-        yield Problem(
-            key="activation_checkpointing.modules",
-            given=", ".join(plan.activations.modules),
-            reason='gradients of weights wait with the schedule "zero_bubble", and not of blocks that are computed '
-            "again inside of a stage",
-            suggestion="Set pipeline.activation_checkpoint_interval instead, or choose another schedule.",
-        )
     yield from _unscheduled(model, plan)
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "has_grouped_mm",
     "is_in_backward",
     "outer_saved_tensor_hooks",
+    "run_backward",
     "running_node",
     "swap",
     "tree_flatten",
@@ -90,6 +91,19 @@ def running_node() -> int | None:
     current = getattr(torch._C, "_current_autograd_node", None)
     node = None if current is None else current()
     return None if node is None else int(node._sequence_nr())
+
+
+def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """torch.autograd.backward, inside of which function modes stay in force: torch hands them the call as a whole.
+
+    With a torch that has no such entrance it is that function, and modes are off in it.
+    """
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        torch.autograd.backward(outputs, gradients)
+        return
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    engine.run_backward(tuple(outputs), tuple(gradients), False, False, (), **options)
 
 
 def outer_saved_tensor_hooks() -> Hooks | None:

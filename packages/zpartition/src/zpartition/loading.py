@@ -1,11 +1,11 @@
-"""Weights from files, straight into the shards: each rank reads the rows that its part lies in, a few at a time.
+"""Weights from files, straight into the shards: each rank reads the boxes that its part covers, a few rows at a time.
 
     with safetensors.safe_open("model.safetensors", "pt") as file:
         zpartition.load_slices(partition, {name: file.get_slice(name) for name in file.keys()})
 
-Anything that has `get_shape()` and gives rows by `[start:stop]` will do; tensors do too.  Nothing of the size of a
-large tensor is held: not the tensor, and not another rank's part of it.  `load_own_slices` is the same for a module
-without a partition: one that answers, whole or split over ranks.
+Anything that has `get_shape()` and gives boxes by `[start:stop, start:stop]` will do; tensors do too.  Nothing of the
+size of a large tensor is held: not the tensor, and not another rank's part of it.  `load_own_slices` is the same for
+a module without a partition: one that answers, whole or split over ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zpartition.shard import Address, Shard, cut
 
 __all__ = ["Slices", "load_own_slices", "load_slices", "refuse_unfit_slices"]
 
-_CHUNK_NUMEL = 1 << 24  # elements read at once, unless a row has more
+_CHUNK_NUMEL = 1 << 24  # elements read at once
 _NAMED = 10  # names that an error lists
 
 
@@ -32,7 +32,7 @@ class Slices(Protocol):
     """A tensor in a file."""
 
     def get_shape(self) -> list[int]: ...
-    def __getitem__(self, rows: slice) -> Tensor: ...
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor: ...
 
 
 def load_slices(partition: Partition, tensors: Mapping[str, Slices | Tensor], *, strict: bool = True) -> None:
@@ -70,12 +70,11 @@ def load_own_slices(module: nn.Module, tensors: Mapping[str, Slices | Tensor]) -
     with torch.no_grad():
         for names, tensor, address in _tensors(module):
             source = next(tensors[name] for name in names if name in tensors)
-            flat = torch.empty_like(tensor, memory_format=torch.contiguous_format).view(-1)
-            flat = tensor.detach().view(-1) if tensor.is_contiguous() else flat
-            for shard in cut(Shard, names[0], address, (0, flat.numel()), flat.__getitem__):
+            values = tensor.detach().contiguous()  # itself, almost always
+            for shard in cut(Shard, names[0], address, (0, values.numel()), values.view(-1).__getitem__):
                 _read(shard, source)
             if not tensor.is_contiguous():
-                tensor.copy_(flat.view(tensor.shape))
+                tensor.copy_(values)
 
 
 def refuse_unfit_slices(module: nn.Module, tensors: Mapping[str, Slices | Tensor]) -> None:
@@ -99,25 +98,36 @@ def _tensors(module: nn.Module) -> Iterator[tuple[list[str], Tensor, Address]]:
 
 
 def _read(shard: Shard, source: Slices | Tensor) -> None:
-    """Rows that cover the span, chunk by chunk."""
+    """The boxes that the span covers, one by one."""
     lo, hi = shard.span
-    if not shard.global_shape:
-        shard.tensor.copy_(_rows(source, slice(None)).reshape(-1)[lo:hi])
+    corner, sizes = [start for start, _ in shard.box], [stop - start for start, stop in shard.box]
+    for at, sides in _boxes(sizes, lo, hi):
+        box = tuple(slice(first + start, first + stop) for first, (start, stop) in zip(corner, sides))
+        found: Any = source[box or ...]  # type: ignore[index]
+        part = found.reshape(-1)
+        shard.tensor[at - lo : at - lo + part.numel()].copy_(part)
+
+
+def _boxes(sizes: Sequence[int], lo: int, hi: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """What the elements `lo` to `hi` of a flattened tensor are in it: (number of the first element, sides), in order.
+
+    Rows of the first dimension where they are whole and not too long, else the same inside of one row.
+    """
+    if not sizes:
+        yield lo, []
         return
-    (top, _), *sides = shard.box
-    row = max(1, math.prod(stop - start for start, stop in sides))
-    step = max(1, _CHUNK_NUMEL // max(row, math.prod(shard.global_shape[1:])))
-    inside = (slice(None), *(slice(start, stop) for start, stop in sides))
-    for first in range(lo // row, -(-hi // row), step):
-        last = min(first + step, -(-hi // row))
-        start, stop = max(lo, first * row), min(hi, last * row)
-        flat = _rows(source, slice(top + first, top + last))[inside].reshape(-1)
-        shard.tensor[start - lo : stop - lo].copy_(flat[start - first * row : stop - first * row])
-
-
-def _rows(source: Any, rows: slice) -> Tensor:
-    found: Tensor = source[rows] if _shape(source) else source[...]
-    return found
+    row, rest = math.prod(sizes[1:]), [(0, size) for size in sizes[1:]]
+    while lo < hi:
+        at, inside = divmod(lo, row)
+        if row > 1 and (inside or hi - lo < row or row > _CHUNK_NUMEL):
+            end = min(row, inside + hi - lo)
+            for first, sides in _boxes(sizes[1:], inside, end):
+                yield at * row + first, [(at, at + 1), *sides]
+            lo = at * row + end
+        else:
+            rows = min(hi - lo, max(row, _CHUNK_NUMEL)) // row
+            yield lo, [(at, at + rows), *rest]
+            lo += rows * row
 
 
 def _shape(source: Slices | Tensor) -> tuple[int, ...]:

@@ -341,13 +341,15 @@ class Partition(GradientFacts, Parking):
     def close(self, *, keep_weights: bool = True) -> None:
         """Remove every hook and buffer; the module keeps its weights in memory of its own. Idempotent.
 
-        At stage 3 the weights have to be gathered for that, by all ranks; without `keep_weights` they read as NaN.
+        At stage 3 the weights have to be gathered for that, by all ranks; without `keep_weights`, or where the world
+        has failed (`zcomm.failure`) and nothing can be gathered, they read as NaN.
         Whatever fails (a drive, say) is raised when everything else has been given back.
         """
-        gather = [functools.partial(self.residence.use, unit, exact=True) for unit in self.residence.units.values()]
+        units = self.residence.units.values() if keep_weights and not zcomm.failure() else ()
+        gather = [functools.partial(self.residence.use, unit, exact=True) for unit in units]
         steps: list[Callable[[], object]] = [
             *(self.reload_states, self.drop_parked, self.ahead.close, self.reducer.close, self.watch.close),
-            *(gather if keep_weights else ()),
+            *gather,
             functools.partial(disclaim, self.owned()),
             *(storage.close for storage in (*self.storages, *self.frozen)),
             *(self.tiers.close, self.residence.close),

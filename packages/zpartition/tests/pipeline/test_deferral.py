@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -37,6 +39,59 @@ def test_weights_wait_and_all_else_comes_at_once(recomputed: bool) -> None:
     assert (len(later.factors), len(arrived)) == (0, 1)  # through autograd: hooks of the parameter see it
     for mine, its in zip(gradients(halves), gradients(whole)):
         torch.testing.assert_close(mine, its)
+
+
+class Checkpointed(nn.Module):
+    """Computes its inside again by itself, as user code does."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inside, self.use_reentrant = model(), use_reentrant
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inside, value, use_reentrant=self.use_reentrant)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_layer_that_checkpoints_itself_finds_in_backward_what_it_found_in_forward(use_reentrant: bool) -> None:
+    data = torch.randn(2, 5, 4)
+    whole, halves, later = model(), Checkpointed(use_reentrant=use_reentrant), LaterProducts()
+    expected, value = data.clone().requires_grad_(), data.clone().requires_grad_()
+    whole(expected).square().sum().backward()
+    with WeightsLater(later):
+        output = halves(value)
+    later.backward([output.square().sum()], [torch.ones(())])
+    assert torch.equal(value.grad, expected.grad)
+    assert len(later.factors) == (0 if use_reentrant else 2)  # re-entrant ones are differentiated at once
+    later.finish()
+    for mine, its in zip(gradients(halves), gradients(whole)):
+        torch.testing.assert_close(mine, its)
+
+
+class Again(torch.autograd.Function):
+    """A node whose backward computes and differentiates by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(value, weight)
+        ctx.weight = weight
+        return nn.functional.linear(value, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            value = ctx.saved_tensors[0].detach().requires_grad_()
+            output = nn.functional.linear(value, ctx.weight)
+        return torch.autograd.grad(output, [value, ctx.weight], given)
+
+
+def test_a_function_that_differentiates_by_itself_gets_its_gradients() -> None:
+    later, weight, data = LaterProducts(), nn.Parameter(torch.ones(2, 3)), torch.randn(4, 3, requires_grad=True)
+    with WeightsLater(later):
+        output = Again.apply(data, weight)
+    later.backward([output], [torch.ones(4, 2)])
+    assert later.factors == []
+    torch.testing.assert_close(weight.grad, data.detach().sum(0).expand(2, 3))
 
 
 def test_what_cannot_wait_does_not() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zcomm.testing import run_ranks
 from zpartition.pipeline import Action, LayerSpec, PipelineModule, PipelineRunner, ScheduleError, TiedLayerSpec
@@ -31,6 +32,17 @@ class Join(nn.Module):
         return value + other * index.unsqueeze(-1).to(value.dtype)
 
 
+class Checkpointed(nn.Module):
+    """Computes a part of itself again, as user code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + checkpoint(self.inside, value, use_reentrant=False)
+
+
 def as_logits(embedding: nn.Module, value: torch.Tensor) -> torch.Tensor:
     return value @ embedding.weight.t()
 
@@ -46,6 +58,7 @@ def layers() -> list[Any]:
         *block,
         LayerSpec(Split),
         LayerSpec(Join),
+        LayerSpec(Checkpointed),
         *block,
         LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False),
         TiedLayerSpec("embedding", nn.Embedding, TOKENS, WIDTH, forward_fn=as_logits),

@@ -103,7 +103,7 @@ class Lane:
             if os.getpid() != self.pid:
                 raise SharedMemoryFailed(forked_from(self.pid))
             if not self._take_turn(lambda: self._is_wanted(task)) and doctor.is_condemned():
-                raise SharedMemoryFailed("given up, because a collective has failed on another rank.")
+                raise SharedMemoryFailed("given up, because another rank has failed.")
 
     def await_thread(self, task: Task, seconds: float) -> bool:
         """Let the thread carry out what is before a task and itself, for that long at most; whether it is over."""

@@ -98,7 +98,7 @@ class Network:
         """Raise SharedMemoryFailed if waiting has become senseless."""
         self._open()
         if doctor.is_condemned():
-            raise SharedMemoryFailed("given up, because a collective has failed on another rank.")
+            raise SharedMemoryFailed("given up, because another rank has failed.")
 
     def failure(self, error: RuntimeError) -> str:
         """What to say of an error of Gloo's."""

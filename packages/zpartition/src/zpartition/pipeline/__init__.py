@@ -1,6 +1,7 @@
 """Pipelines: a model cut into stages, and schedules that say who does what when."""
 
 from .actions import Action, Kind
+from .alarm import Alarm, StageFailed
 from .cutting import CutError, cut, layer_weights
 from .layers import LayerSpec, TiedLayerSpec
 from .module import PipelineError, PipelineModule, Place
@@ -12,6 +13,7 @@ from .timeline import Bar, Timeline, predict
 
 __all__ = [
     "Action",
+    "Alarm",
     "Bar",
     "CutError",
     "Kind",
@@ -24,6 +26,7 @@ __all__ = [
     "Recorder",
     "Schedule",
     "ScheduleError",
+    "StageFailed",
     "TiedLayerSpec",
     "Timeline",
     "cut",

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 import zcomm
 
 from .actions import Kind
-from .module import PipelineError, PipelineModule
+from .module import PipelineModule
 from .schedule import Schedule
 from .wires import Coming, Wires
 
@@ -35,13 +35,15 @@ class Post:
     expected: dict[int, deque[Name]] = attrs.field(factory=dict)  # by sending rank, in its order
     here: dict[Name, Any] = attrs.field(factory=dict)  # arrived, or handed over on this rank
     coming: dict[int, tuple[Name, Coming]] = attrs.field(factory=dict)  # by sending rank, what it sends next
-    is_lost: bool = False  # a batch has failed, and nobody knows which messages are under way
     num_stages: int = 0
 
     @classmethod
     def of(cls, module: PipelineModule, group: ProcessGroup | None, device: torch.device) -> Post:
         """For the ranks of a pipeline; a collective of those."""
         down = group if device.type == "cpu" else zcomm.twin(group)
+        if module.place.num_ranks > 1:
+            zcomm.close_on_failure(group)
+            zcomm.close_on_failure(down)
         wires = Wires(group, device, module.dynamic_shape, down)
         return cls(module.place.rank, module.place.num_ranks, wires, num_stages=module.num_stages)
 
@@ -64,14 +66,6 @@ class Post:
                 self._expect((stage - 1) % self.num_ranks, (stage, micro, False))
         self._look_ahead()
 
-    def refuse_lost(self) -> None:
-        """Raises PipelineError if a batch has failed here before, with messages between ranks under way."""
-        if self.is_lost:
-            raise PipelineError(
-                "an earlier batch of this pipeline failed half way, and messages of it may still be under way "
-                "between the ranks: start the ranks again, and load the last checkpoint"
-            )
-
     def _clear(self) -> None:
         self.here.clear()
         self.wires.forget_shapes()  # batches may differ, whatever micro-batches do
@@ -87,11 +81,10 @@ class Post:
         self.here.clear()
 
     def abandon(self) -> None:
-        """A batch that failed here: what was sent is no longer waited for.  The other ranks must fail, too."""
+        """A batch that failed here or elsewhere: what was sent is no longer waited for.  `Alarm` tells the others."""
         self.wires.under_way.clear()
         self.here.clear()
         self.coming.clear()
-        self.is_lost = self.num_ranks > 1
 
     def give_value(self, stage: int, micro: int, value: Any) -> None:
         """The input of `stage`."""

@@ -17,11 +17,11 @@ from typing import Any, final
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .actions import Action, Kind
+from .alarm import Alarm
 from .deferral import LaterProducts, WeightsLater
 from .module import Around, PipelineModule
 from .post import Post
@@ -77,6 +77,7 @@ class PipelineRunner:
     post: Post
     tied: TiedWeights
     passes: Passes
+    alarm: Alarm = attrs.field(default=attrs.Factory(lambda self: Alarm(self.module), takes_self=True))
     halves: bool = False  # backward comes in two: weights' gradients wait for their own action
     kept: dict[tuple[int, int], _Kept] = attrs.field(factory=dict)
 
@@ -114,32 +115,34 @@ class PipelineRunner:
         observe: told of each action, when it had what it needed and when it was over, by time.perf_counter.
         Gradients are those of the mean over micro-batches.  () float64.
         """
-        self.post.refuse_lost()
+        with self._batch("the beginning of a batch"):
+            losses = self._train(batches, micro_batches, observe)
+            self.post.end()
+            return self.share(losses, micro_batches).sum()
+
+    def _train(self, batches: Batches, micro_batches: int, observe: Observe) -> list[Tensor]:
+        """Carry out the schedule; losses of the last stage, each divided, and none elsewhere."""
         schedule = self.schedule(micro_batches)
         actions = schedule.ranks[self.module.place.rank]
         self.halves = any(action.kind is Kind.WEIGHT for rank in schedule.ranks for action in rank)
         feed, losses = _Feed(batches, self.module), list[Tensor]()
         last = len(actions) - 1 if not self.tied.collects else -1  # every rank's list ends with a backward
-        try:
-            self._lend()
-            self.post.begin(schedule)
-            for number, action in enumerate(actions):
-                needed = self._needed(action, feed)
-                start = time.perf_counter()
-                if action.kind is Kind.FORWARD:
-                    losses += [loss / micro_batches for loss in self._forward(action, needed, feed)]
-                else:
-                    with self.passes.backward(is_last=number == last):
-                        self._backward(action, needed, micro_batches)
-                observe(action, start, time.perf_counter())
-            with self.passes.backward(is_last=True) if self.tied.collects else contextlib.nullcontext():
-                self.tied.collect()
-        except BaseException:
-            self.kept.clear()
-            self.post.abandon()
-            raise
-        self.post.end()
-        return self.share(losses, micro_batches).sum()
+        self._lend()
+        self.post.begin(schedule)
+        for number, action in enumerate(actions):
+            self.alarm.go_on(action)
+            needed = self._needed(action, feed)
+            start = time.perf_counter()
+            if action.kind is Kind.FORWARD:
+                losses += [loss / micro_batches for loss in self._forward(action, needed, feed)]
+            else:
+                with self.passes.backward(is_last=number == last):
+                    self._backward(action, needed, micro_batches)
+            observe(action, start, time.perf_counter())
+        self.alarm.doing = "the end of a batch"
+        with self.passes.backward(is_last=True) if self.tied.collects else contextlib.nullcontext():
+            self.tied.collect()
+        return losses
 
     def eval_batch(self, batches: Batches, micro_batches: int, compute_loss: bool = True) -> Any:
         """Forward alone: the mean loss on every rank; or the outputs of the last layer, a list on its rank."""
@@ -156,13 +159,13 @@ class PipelineRunner:
 
         What is not asked for is None, and not kept.
         """
-        self.post.refuse_lost()
         names = [Action(stage, Kind.FORWARD, m) for m in range(micro_batches) for stage in self.module.my_stages]
         feed, found = _Feed(batches, self.module), list[tuple[Any, Any]]()
-        try:
+        with self._batch("the beginning of an evaluation"):
             self._lend()
             self.post.begin_forward(micro_batches)
             for action in sorted(names, key=lambda each: (each.micro, each.stage)):
+                self.alarm.go_on(action)
                 needed = self._needed(action, feed)
                 output = self.passes.forward(self.module, action.stage, needed, contextlib.nullcontext)
                 if action.stage == self.module.num_stages - 1:
@@ -171,11 +174,19 @@ class PipelineRunner:
                     found.append((output if keep_outputs else None, loss))
                 else:
                     self.post.give_value(action.stage + 1, action.micro, output)
+            self.post.end()
+        return found
+
+    @contextlib.contextmanager
+    def _batch(self, call: str) -> Iterator[None]:
+        """Around a batch: what fails here is told, and leaves nothing behind."""
+        try:
+            with self.alarm.guarding(call):
+                yield
         except BaseException:
+            self.kept.clear()
             self.post.abandon()
             raise
-        self.post.end()
-        return found
 
     def share(self, losses: list[Tensor], micro_batches: int) -> Tensor:
         """The last stage's losses, told to all ranks of the pipeline: (micro_batches,) float64."""
@@ -184,7 +195,7 @@ class PipelineRunner:
             told[micro] = loss.detach().reshape(())
         if self.module.place.num_ranks > 1:
             source = (self.module.num_stages - 1) % self.module.place.num_ranks
-            dist.broadcast(told, group=self.post.wires.group, group_src=source)
+            self.post.wires.broadcast(told, source)
         return told
 
     def _lend(self) -> None:
@@ -232,14 +243,12 @@ class PipelineRunner:
         kept = self.kept[stage, micro]
         if action.kind.makes_gradient:
             if stage == self.module.num_stages - 1:
-                torch.autograd.backward(self.passes.share(kept.output.reshape(()), micro_batches))
+                root = self.passes.share(kept.output.reshape(()), micro_batches)
+                pairs = [(root, torch.ones_like(root))]
             else:
-                pairs = [
-                    (part, gradient)
-                    for part, gradient in zip(_tensors(kept.output), _tensors(gradients))
-                    if part is not None and part.requires_grad
-                ]
-                torch.autograd.backward([part for part, _ in pairs], [gradient for _, gradient in pairs])
+                pairs = _wanted(kept.output, gradients)
+            back = kept.later.backward if self.halves else torch.autograd.backward
+            back([part for part, _ in pairs], [gradient for _, gradient in pairs])
             kept.output = None
             if stage:
                 self.post.give_gradient(stage - 1, micro, kept.inputs)
@@ -277,6 +286,12 @@ class _Feed:
                 ) from None
             self.count += 1
         return self.read[micro] if keeps else self.read.pop(micro)
+
+
+def _wanted(output: Any, gradients: Any) -> list[tuple[Tensor, Any]]:
+    """What backward begins with of what a stage has handed on."""
+    pairs = zip(_tensors(output), _tensors(gradients))
+    return [(part, gradient) for part, gradient in pairs if part is not None and part.requires_grad]
 
 
 def _tensors(message: Any) -> tuple[Tensor | None, ...]:

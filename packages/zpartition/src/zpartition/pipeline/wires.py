@@ -14,7 +14,7 @@ that is an error on the sending rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import attrs
@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+import zcomm
 
 _MAX_DIMS = 8
 _MAX_TENSORS = 16
@@ -85,11 +87,17 @@ class Wires:
 
     def take(self, source: int, data: Tensor) -> Any:
         """Receive into `data`; to be waited for."""
-        return dist.irecv(data, group=self.way(source, self.rank), group_src=source)
+        try:
+            return dist.irecv(data, group=self.way(source, self.rank), group_src=source)
+        except RuntimeError as error:
+            raise _broken(error) from error
 
     def _post(self, data: Tensor, to: int) -> None:
         data = data.to(self.device)
-        self.under_way.append((dist.isend(data, group=self.way(self.rank, to), group_dst=to), data))
+        try:
+            self.under_way.append((dist.isend(data, group=self.way(self.rank, to), group_dst=to), data))
+        except RuntimeError as error:
+            raise _broken(error) from error
 
     @property
     def rank(self) -> int:
@@ -102,9 +110,12 @@ class Wires:
 
     def flush(self) -> None:
         """Until all that was sent has been taken."""
-        for work, _ in self.under_way:
-            work.wait()
+        _finish(work for work, _ in self.under_way)
         self.under_way.clear()
+
+    def broadcast(self, data: Tensor, source: int) -> None:
+        """What rank `source` has in `data`, to all ranks of the group."""
+        _finish([dist.broadcast(data, group=self.group, group_src=source, async_op=True)])
 
     def forget_shapes(self) -> None:
         """The next batch may have other shapes.  All ranks of the pipeline call it."""
@@ -165,9 +176,22 @@ class Coming:
             self.works.append(self.wires.take(self.source, data))
 
     def _settle(self) -> None:
-        for work in self.works:
-            work.wait()
+        _finish(self.works)
         self.works.clear()
+
+
+def _finish(works: Iterable[Any]) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise _broken(error) from error
+
+
+def _broken(error: RuntimeError) -> zcomm.CollectiveFailed:
+    """What to raise for a message that did not arrive: the other ranks are asked why."""
+    first = (str(error).splitlines() or [""])[0]
+    return zcomm.CollectiveFailed(f"a message between stages of a pipeline failed: {first}\n{zcomm.inquire()}")
 
 
 def _parts(message: Message) -> tuple[Sequence[Tensor | None], bool]:

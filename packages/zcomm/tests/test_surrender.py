@@ -1,0 +1,75 @@
+"""A rank gives up: collectives, pending and to come, and torch's own messages end with its reason on all ranks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zcomm
+from zcomm.testing import run_ranks
+
+REASON = "rank 1 cannot go on: it has no data"
+
+
+def gives_up() -> tuple[list[str], float]:
+    """What each rank is told, and after how many seconds; ranks wait in different ways."""
+    rank, told = dist.get_rank(), []
+    zcomm.all_reduce(torch.ones(1))
+    own = zcomm.run(2, None)
+    zcomm.all_reduce(torch.ones(1), own)
+    zcomm.close_on_failure(own)
+    assert zcomm.failure() == ""
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(0.3)
+        zcomm.give_up(REASON)
+        zcomm.give_up("and for another reason")
+    elif rank == 0:
+        with pytest.raises(RuntimeError):
+            dist.recv(torch.ones(1), group=own, group_src=1)
+    elif rank == 2:
+        with pytest.raises(RuntimeError) as caught:
+            zcomm.all_reduce(torch.ones(1))
+        told.append(str(caught.value))
+    else:
+        while not zcomm.failure():
+            time.sleep(0.05)
+    took = time.monotonic() - began
+    with pytest.raises(zcomm.CollectiveFailed) as caught:
+        zcomm.all_reduce(torch.ones(1), label="later")
+    return [zcomm.failure(), zcomm.inquire(), *told, str(caught.value)], took
+
+
+def test_all_ranks_hear_the_first_reason_however_they_wait() -> None:
+    for failure, took in run_ranks(gives_up, 4):
+        assert took < 6
+        assert failure[0] == failure[1] == REASON
+        for text in failure[2:]:
+            assert REASON in text
+        assert "all_reduce 'later'" in failure[-1]
+        assert "because this world has failed before" in failure[-1]
+
+
+def asks() -> str:
+    zcomm.all_reduce(torch.ones(1))
+    zcomm.close_on_failure(None)
+    if dist.get_rank() == 0:
+        return zcomm.inquire()
+    with pytest.raises(RuntimeError):
+        dist.recv(torch.ones(1), src=0)
+    return zcomm.failure()
+
+
+def test_who_asks_ends_the_waits_of_the_others() -> None:
+    first, second = run_ranks(asks, 2)
+    assert first == second != ""
+
+
+def test_alone_nobody_has_to_be_told() -> None:
+    zcomm.give_up(REASON)
+    zcomm.close_on_failure(None)
+    assert zcomm.failure() == ""
+    assert zcomm.inquire() == "the other ranks could not be asked"
