@@ -62,6 +62,7 @@ def _answers() -> dict[str, tuple[float, int]]:
         "policy": (Runnable(), {"mp_size": 2, "injection_policy": policy}),
         "inferred": (Runnable(), {"tensor_parallel": 2}),
         "mpu": (Runnable(), {"mpu": Mpu()}),
+        "groups": (Runnable(), {"mpu": zcomm.Groups.of(zcomm.Degrees(tensor=2)), "mp_size": 2}),
         "group": (Runnable(), {"tensor_parallel": {"tp_group": dist.group.WORLD}}),
     }
     found = {}
@@ -175,6 +176,8 @@ def _experts() -> tuple[float, int]:
     assert zcomm.group_size(zpartition.cell_of(both.module).group) == 2
     own = [engine(TOKENS + (rank // 2 if engine is first else 0)) for engine in (first, both, last)]
     wanted = [Experts()(TOKENS + rank // 2), expected[1], expected[0]]
+    again = zpartition.whole_state_dict(mixed)
+    assert all(torch.equal(again[name], value.float()) for name, value in Experts().state_dict().items())
     with pytest.raises(ValueError, match=r"experts are split over ranks .* already"):
         deepspeed.init_inference(mixed, dtype=torch.float32, ep_size=4)
     return max(float((a - b).abs()) for a, b in zip(own, wanted)), len(next(model.blocks[0].moe.experts.parameters()))
