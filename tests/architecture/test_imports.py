@@ -88,8 +88,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zpartition": {
             *("Init", "cell_of", "gathered", "tensor", "sequence", "tensor.TensorPlan"),
             # a model that several ranks answer with
-            *("Cell", "deals_of", "load_own_slices", "refuse_unfit_slices"),
-            *("experts.distribute", "experts.fitting_experts"),
+            *("Cell", "Joining", "deals_of", "experts", "load_own_slices", "refuse_unfit_slices"),
             *("experts.ExpertParameter", "experts.MoE"),
             *(f"pipeline.{name}" for name in ("LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec")),
             *(

@@ -70,12 +70,11 @@ def load_own_slices(module: nn.Module, tensors: Mapping[str, Slices | Tensor]) -
     with torch.no_grad():
         for names, tensor, address in _tensors(module):
             source = next(tensors[name] for name in names if name in tensors)
-            flat = torch.empty_like(tensor, memory_format=torch.contiguous_format).view(-1)
-            flat = tensor.detach().view(-1) if tensor.is_contiguous() else flat
-            for shard in cut(Shard, names[0], address, (0, flat.numel()), flat.__getitem__):
+            values = tensor.detach().contiguous()  # itself, almost always
+            for shard in cut(Shard, names[0], address, (0, values.numel()), values.view(-1).__getitem__):
                 _read(shard, source)
             if not tensor.is_contiguous():
-                tensor.copy_(flat.view(tensor.shape))
+                tensor.copy_(values)
 
 
 def refuse_unfit_slices(module: nn.Module, tensors: Mapping[str, Slices | Tensor]) -> None:

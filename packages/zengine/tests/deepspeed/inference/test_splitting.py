@@ -62,6 +62,7 @@ def _answers() -> dict[str, tuple[float, int]]:
         "policy": (Runnable(), {"mp_size": 2, "injection_policy": policy}),
         "inferred": (Runnable(), {"tensor_parallel": 2}),
         "mpu": (Runnable(), {"mpu": Mpu()}),
+        "groups": (Runnable(), {"mpu": zcomm.Groups.of(zcomm.Degrees(tensor=2)), "mp_size": 2}),
         "group": (Runnable(), {"tensor_parallel": {"tp_group": dist.group.WORLD}}),
     }
     found = {}
@@ -101,7 +102,7 @@ def _refusals() -> None:
         refused(r"moe_experts = \[8\], and .* has 4 experts", {"ep_size": 2, "moe_experts": 8}, Experts())
         refused(r"and it has no dummy_inputs.*injection_policy=\{Block", {"mp_size": 2}, Language())
         refused("pattern 'nothing' fits no weight", {"tp": {"tp_size": 2, "partition_config": _spec("nothing")}})
-        refused("a Block is called 'wo'; there are q_proj", {"mp_size": 2, "injection_policy": {Block: "wo"}})
+        refused("in a Block is called 'wo'; there are q_proj", {"mp_size": 2, "injection_policy": {Block: "wo"}})
     assert not log
     refused("does not fit Pair", {"tp": {"tp_size": 2, "partition_config": _PAIR}}, Pair())
     with pytest.raises(RanksDisagree, match=r"rank 1 has \[2\.weight"):
@@ -175,6 +176,8 @@ def _experts() -> tuple[float, int]:
     assert zcomm.group_size(zpartition.cell_of(both.module).group) == 2
     own = [engine(TOKENS + (rank // 2 if engine is first else 0)) for engine in (first, both, last)]
     wanted = [Experts()(TOKENS + rank // 2), expected[1], expected[0]]
+    again = zpartition.whole_state_dict(mixed)
+    assert all(torch.equal(again[name], value.float()) for name, value in Experts().state_dict().items())
     with pytest.raises(ValueError, match=r"experts are split over ranks .* already"):
         deepspeed.init_inference(mixed, dtype=torch.float32, ep_size=4)
     return max(float((a - b).abs()) for a, b in zip(own, wanted)), len(next(model.blocks[0].moe.experts.parameters()))
@@ -192,6 +195,5 @@ def test_one_process_is_told_how_many_are_needed(monkeypatch: pytest.MonkeyPatch
     sharing = read_sharing({"mp_size": 2})
     with pytest.raises(ValueError, match=r"does not divide the 1 rank of this run.*torchrun --nproc-per-node 2"):
         splitting.planned(Language(), sharing)  # type: ignore[arg-type]
-    assert (
-        splitting.planned(Language(), read_sharing({"mp_size": 1})) == splitting.Split() or not dist.is_initialized()
-    )
+    whole = read_sharing({"mp_size": 1})
+    assert splitting.planned(Language(), whole).plan is None  # type: ignore[arg-type]

@@ -1,21 +1,23 @@
 """Weights for a model that is to answer: memory where there is none yet (the meta device), and values from files.
 
-Each rank reads the rows of its own parts alone.  Files have parameters and persistent buffers; other buffers (the
-frequencies of rotary positions) are made by whoever makes the model, so on the meta device they are made again: by
-Transformers' `_init_weights` of the model, or by `reset_parameters` of the module.  One that neither makes is refused
-by name, since nobody would notice what is in it.
+Each rank reads its own parts alone, also of what a folder of Transformers has one by one and the model stacked.
+Files have parameters and persistent buffers; other buffers (the frequencies of rotary positions) are made by whoever
+makes the model, so on the meta device they are made again: by Transformers' `_init_weights` of the model, or by
+`reset_parameters` of the module.  One that neither makes is refused by name, since nobody would notice what is in it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import zpartition
+from zengine.converting import as_module_has_them
 
 __all__ = ["is_hollow", "load", "make_real"]
 
@@ -52,21 +54,28 @@ def load(module: nn.Module, path: str) -> None:
 
     Raises ValueError, with nothing loaded, for what is missing, unexpected or of another shape.
     """
-    import zckpt.interchange  # not at the top: it takes longer to import than the rest of this package
-
-    with zckpt.interchange.read_weights(path) as weights:
+    with _opened(module, path) as weights:
         zpartition.load_own_slices(module, weights)
 
 
 def refuse_unfit(module: nn.Module, path: str) -> None:
     """ValueError as `load` raises it, before anything is done with `module`."""
-    import zckpt.interchange
-
-    with zckpt.interchange.read_weights(path) as weights:
+    with _opened(module, path) as weights:
         try:
             zpartition.refuse_unfit_slices(module, weights)
         except ValueError as error:
             raise ValueError(f"{path} does not fit {type(module).__name__}: {error}") from None
+
+
+@contextmanager
+def _opened(module: nn.Module, path: str) -> Iterator[Mapping[str, Any]]:
+    """Slices of files by the module's names, whatever part of it is here."""
+    import zckpt.interchange  # not at the top: it takes longer to import than the rest of this package
+
+    joining, held = zpartition.Joining.of(module), module.state_dict(keep_vars=True)
+    shapes = {name: joining.shape(value) for name, value in held.items() if isinstance(value, Tensor)}
+    with zckpt.interchange.read_weights(path) as weights:
+        yield as_module_has_them(weights, module, shapes)
 
 
 def _own(child: nn.Module) -> Iterator[tuple[str, Tensor]]:
