@@ -32,13 +32,18 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
+    MixtralConfig,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
     set_seed,
 )
-from transformers.integrations.deepspeed import deepspeed_sp_compute_loss, is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import (
+    deepspeed_sp_compute_loss,
+    is_deepspeed_zero3_enabled,
+    unset_hf_deepspeed_config,
+)
 
 STEPS, SAVED_AT = 4, 2
 
@@ -371,6 +376,36 @@ def with_layers_split(folder: Path) -> dict[str, Any]:
     return found
 
 
+def with_experts(folder: Path) -> dict[str, Any]:
+    """Trainer at stage 3, which builds without memory, with experts shared out; drawn, and from a folder."""
+    size = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=4, **size)
+    given = folder / f"given-{os.environ['RANK']}"
+    seen: dict[str, Any] = {}
+
+    def drawn() -> Any:
+        set_seed(11)
+        return AutoModelForCausalLM.from_config(sizes)
+
+    def loaded() -> Any:
+        return AutoModelForCausalLM.from_pretrained(given)
+
+    unset_hf_deepspeed_config()
+    drawn().save_pretrained(given)
+    path = folder / "ds.json"
+    path.write_text(json.dumps({**settings(3), "expert_parallel": {"enabled": True, "autoep_size": 2}}))
+    for name, model, config in (("plain", drawn, None), ("drawn", drawn, str(path)), ("loaded", loaded, str(path))):
+        trainer = trainer_of(folder / name, model, config)
+        trainer.train()
+        seen[name] = losses(trainer)
+        if config is not None:
+            stack = trainer.model.model.layers[0].mlp.experts
+            seen["experts"] = stack.num_experts, stack.num_global_experts
+            trainer.save_model(str(folder / "final"))
+            trainer.model_wrapped.destroy()
+    return seen
+
+
 def main(folder: Path) -> None:
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "plain": lambda: without_deepspeed(folder / "plain"),
@@ -381,6 +416,7 @@ def main(folder: Path) -> None:
         **{f"kept-{half}": lambda half=half: kept_in_float32(half, 3) for half in ("bf16", "fp16")},
         **{f"accelerate-{s}": lambda s=s: with_accelerate(folder / f"accelerate-{s}", s) for s in (1, 2, 3)},
         "shared": with_sequences_shared,
+        "experts": lambda: with_experts(folder / "experts"),
         "split": lambda: with_layers_split(folder / "split"),  # last: Accelerate keeps its mesh
     }
     found: dict[str, Any] = {"deepspeed": deepspeed.__name__}
