@@ -27,16 +27,26 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedSequenceParallelConfig, DummyOptim, DummyScheduler, ParallelismConfig
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from hugging_face_trainer import (
+    SAVED_AT,
+    STEPS,
+    arguments_of,
+    fresh,
+    losses,
+    norms,
+    sentences,
+    settings,
+    tiny,
+    trainer_of,
+)
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     MixtralConfig,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
-    TrainingArguments,
     set_seed,
 )
 from transformers.integrations.deepspeed import (
@@ -45,79 +55,12 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 
-STEPS, SAVED_AT = 4, 2
-
-
-def tiny() -> GPT2Config:
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
-    size = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2Config(**size, **dropout, bos_token_id=0, eos_token_id=0)
-
-
-def sentences() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    rows = torch.randint(0, 32, (64, 8), generator=generator)
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def settings(stage: int) -> dict[str, Any]:
-    """A config as people write it for Trainer; stage 2 leaves the optimizer to Trainer."""
-    auto = dict.fromkeys(
-        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
-    )
-    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    options = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
-    return {
-        **auto,
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        "zero_optimization": {"stage": stage, **dict.fromkeys(sizes, "auto")},
-        **({} if stage == 2 else {"optimizer": {"type": "AdamW", "params": options}}),
-    }
-
-
-def arguments_of(folder: Path, config: str | None, micro_batch: int = 2) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=2,
-        max_steps=STEPS,
-        save_steps=SAVED_AT,
-        logging_steps=1,
-        learning_rate=1e-2,
-        max_grad_norm=0.5,
-        report_to=[],
-        disable_tqdm=True,
-        seed=11,
-        deepspeed=config,
-    )
-
-
-def trainer_of(folder: Path, model: Callable[[], Any], config: str | None) -> Trainer:
-    arguments = arguments_of(folder, config)  # before the model: at stage 3 it tells Transformers so
-    return Trainer(model=model(), args=arguments, train_dataset=sentences())
-
-
-def losses(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def fresh() -> GPT2LMHeadModel:
-    set_seed(11)
-    return GPT2LMHeadModel(tiny())
-
 
 def without_deepspeed(folder: Path) -> dict[str, Any]:
     trainer = trainer_of(folder, fresh, None)
     trainer.train()
     trainer.save_model(str(folder / "final"))
     return {"losses": losses(trainer), "norms": norms(trainer), "type": type(trainer.model_wrapped).__name__}
-
-
-def norms(trainer: Trainer) -> list[float]:
-    return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
 def with_deepspeed(folder: Path, stage: int) -> dict[str, Any]:
@@ -401,8 +344,14 @@ def with_experts(folder: Path) -> dict[str, Any]:
         if config is not None:
             stack = trainer.model.model.layers[0].mlp.experts
             seen["experts"] = stack.num_experts, stack.num_global_experts
-            trainer.save_model(str(folder / "final"))
+            trainer.save_model(str(folder / name))
+            after = trainer.model_wrapped.module_state_dict()
             trainer.model_wrapped.destroy()
+    unset_hf_deepspeed_config()
+    kept = AutoModelForCausalLM.from_pretrained(folder / "loaded").state_dict()
+    seen["kept"] = sorted(kept) == sorted(after) and all(torch.equal(kept[each], after[each]) for each in kept)
+    names = [sorted(safetensors.torch.load_file(at / "model.safetensors")) for at in (given, folder / "loaded")]
+    seen["names"] = names[0] == names[1]
     return seen
 
 
