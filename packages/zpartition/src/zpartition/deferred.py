@@ -265,7 +265,7 @@ def draw_alike(tape: Tape, group: ProcessGroup | None) -> None:
     own = torch.stack([state for state in states if state is not None]).to(wire_device(group))
     together = own.clone()
     zcomm.broadcast(together, group, source=0, label="seeds")
-    tape.is_own = torch.equal(own, together)
+    tape.is_own = tape.is_own and torch.equal(own, together)
     for index, state in zip(seeded, together.cpu()):
         tape.steps[index] = attrs.evolve(tape.steps[index], generator=state.clone())
 

@@ -13,7 +13,7 @@ import zcomm
 import zpartition
 from zcomm.testing import run_ranks
 from zpartition import Init, ZeroPolicy
-from zpartition.experts import ExpertParameter, distribute
+from zpartition.experts import ExpertMLP, ExpertParameter, MoE, distribute
 from zpartition.experts.testing import Language
 from zpartition.tensor import whole_state_dict
 
@@ -123,3 +123,20 @@ def _compared(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_weights_losses_and_what_is_drawn_next_are_those_of_a_plain_build(stage: int) -> None:
     assert run_ranks(_compared, 4, stage) == [[]] * 4
+
+
+def _seeded_apart() -> Tensor:
+    """What all tensor ranks have of experts of which each would have drawn others."""
+    torch.manual_seed(zcomm.group_rank())
+    with Init():
+        layer = MoE(4, ExpertMLP(4, 6), 2, enable_expert_tensor_parallelism=True)
+    distribute(layer, zcomm.run(1), tensor=torch.distributed.group.WORLD)
+    zpartition.shard(layer, group=zcomm.run(1))
+    return whole_state_dict(layer)["experts.stacked.up.weight"]
+
+
+def test_tensor_ranks_have_parts_of_the_same_experts() -> None:
+    torch.manual_seed(0)
+    expected = MoE(4, ExpertMLP(4, 6), 2).experts.get_parameter("stacked.up.weight")
+    for found in run_ranks(_seeded_apart, 2):
+        assert torch.equal(found, expected)

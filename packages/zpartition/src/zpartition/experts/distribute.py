@@ -13,11 +13,12 @@ from torch.distributed import ProcessGroup
 import zcomm
 from zpartition.admission import refuse_hollow, refuse_owned
 from zpartition.cells import ALONE, Cell
-from zpartition.deferred import recording, tape_that_knows
+from zpartition.deferred import draw_alike, recording, tape_that_knows
 from zpartition.experts.bank import Experts, refuse_uneven
 from zpartition.experts.foreign import is_foreign, share_out_foreign
 from zpartition.experts.layer import MoE
 from zpartition.hidden import show
+from zpartition.tape import Tape
 
 __all__ = ["distribute", "expert_degree", "find_experts", "fitting_experts"]
 
@@ -69,6 +70,9 @@ def distribute(
     cells = {path: cell if id(stack) in wide else ALONE for path, stack in stacks.items()}
     _refuse_parts(stacks, size, cells)
     deal = Cell.of(zcomm.twin(group)) if size > 1 else ALONE
+    if cell.size > 1:
+        for tape in _tapes(stacks):
+            draw_alike(tape, tensor)  # over the others `shard` does it
     for path, stack in stacks.items():
         _agree(path, stack, group)
         if cell.size > 1:
@@ -113,10 +117,15 @@ def _refuse_parts(stacks: Mapping[str, Stack], size: int, cells: Mapping[str, Ce
                 raise ValueError(f"{path}: {error}") from None
 
 
+def _tapes(stacks: Mapping[str, Stack]) -> list[Tape]:
+    """Those that know values which the stacks do not have yet."""
+    found = (tape_that_knows(param) for stack in stacks.values() for param in stack.parameters())
+    return list({id(tape): tape for tape in found if tape is not None}.values())
+
+
 def _noting(stack: nn.Module) -> AbstractContextManager[None]:
     """Where the stack has no values yet, what is done to it is put onto the tape that will make them."""
-    is_deferred = any(tape_that_knows(param) is not None for param in stack.parameters())
-    return recording(stack) if is_deferred else nullcontext()
+    return recording(stack) if _tapes({"": stack}) else nullcontext()
 
 
 def _agree(path: str, stack: nn.Module, group: ProcessGroup | None) -> None:
