@@ -152,6 +152,7 @@ class Init(AbstractContextManager["Init"]):
 
     def __exit__(self, *error: Any) -> None:
         self._modes.close()
+        self.tape.marks.rest()
         for key in self.tape.storages:
             _tapes[key] = self.tape
         hide([param for param in self._params if param is not None and is_meta(param)], self._shown_on)
@@ -198,6 +199,7 @@ def recording(module: nn.Module) -> Iterator[None]:
         return
     with _Recorder(tape):
         yield
+    tape.marks.rest()
     for key in tape.storages:
         _tapes[key] = tape
 
