@@ -232,6 +232,7 @@ class Deferred:
                 make_hollow(tensor, device)
         for key in slots:
             _tapes.pop(key, None)
+        _forget_dead(tape)
         return cls(tape, slots, tensors, real, {name: deal.size for name, deal in deals_of(module).items()})
 
     def fill(self, take: Callable[[str, Tensor], None], group: ProcessGroup | None) -> None:
@@ -251,6 +252,13 @@ class Deferred:
             holders = zcomm.run_mates(self.deals[name], group) if name in self.deals else group
             zcomm.broadcast(together, holders, source=0, label=f"weights of {name}")
             take(name, together)
+
+
+def _forget_dead(tape: Tape) -> None:
+    """Storages that no tensor has any more need no tape; then it can go when it is played, with all that it keeps."""
+    for key, storage in tape.storages.items():
+        if _tapes.get(key) is tape and _compat.is_unreferenced(storage):
+            del _tapes[key]
 
 
 def draw_alike(tape: Tape, group: ProcessGroup | None) -> None:
