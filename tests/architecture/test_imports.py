@@ -70,6 +70,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zckpt": {"CheckpointError", "CheckpointReadError", "interchange.read_weights"},
         "zcomm": {"exchange"},
     },
+    # parts of files in the place of tensors, for conversions that Transformers knows
+    "converting.py": {"zckpt": {"CheckpointInputError", "interchange.Patchwork"}},
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce", "exchange"}, "zpartition": {"stages_of"}},
     # ranks compare what they waited for
@@ -84,7 +86,9 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
         },
         "zpartition": {
-            *("Init", "cell_of", "gathered", "tensor", "sequence"),
+            *("Init", "cell_of", "gathered", "tensor", "sequence", "tensor.TensorPlan"),
+            # a model that several ranks answer with
+            *("Cell", "Joining", "deals_of", "experts", "load_own_slices", "refuse_unfit_slices"),
             *("experts.ExpertParameter", "experts.MoE"),
             *(f"pipeline.{name}" for name in ("LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec")),
             *(
@@ -101,7 +105,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {
             *("Degrees", "Groups"),
             *("after", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter"),
-            *("detect", "exchange", "group_rank", "group_size", "init", "make_mesh", "traced"),
+            *("detect", "exchange", "group_rank", "group_size", "init", "make_mesh", "run", "traced"),
             *("PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"),
         },
         "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},

@@ -58,6 +58,7 @@ def alone(count: int, clip: float = 0.5) -> list[float]:
 @pytest.mark.parametrize(
     ("world", "num_stages", "count", "options"),
     [
+        (2, 2, 1, {}),
         (2, 2, 2, {}),
         (2, 2, 4, {"pipeline": {"schedule": "zero_bubble", "activation_checkpoint_interval": 2}}),
         (4, 2, 4, {}),

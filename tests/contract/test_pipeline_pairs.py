@@ -1,4 +1,11 @@
-"""Two stages, and in each two ranks that share layers, sequences or experts: curves are those of one process."""
+"""Two stages, and in each two ranks that share layers, sequences or experts, or two of these: curves are those of one
+process, at every ZeRO stage, with one micro-batch a step and several.
+
+Layers with experts hand on two tensors: what they compute, and their loss of balance on top of those before.  The
+last stage's loss adds it.  (Where experts see parts of a sequence that loss is of each part, so it is left out.)
+
+The embedding's gradients travel as rows in runs of several micro-batches.  The bound: float32 sums in another order.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +25,11 @@ from zpartition.experts import ExpertMLP, MoE
 from zpartition.pipeline import LayerSpec, PipelineModule
 from zpartition.sequence import DistributedAttention, Split, sequence_cross_entropy
 
-WIDTH, TIME, COUNT, STEPS = 16, 8, 4, 3  # COUNT micro-batches a step, over all replicas
+WIDTH, TIME, STEPS, CLIP, BOUND = 16, 8, 3, 0.3, 1e-5
+CELLS = [(stage, accumulation) for stage in range(4) for accumulation in (1, 4)]
+
+
+Handed = tuple[Tensor, ...]  # (batch, time, width) and () the loss of balance so far
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -33,10 +44,11 @@ class Attention(nn.Module):
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.attend = DistributedAttention(causal, group, scatter_idx=1, gather_idx=2) if shared else causal
 
-    def forward(self, value: Tensor) -> Tensor:
+    def forward(self, handed: Handed) -> Handed:
+        value, *balance = handed
         parts = self.qkv(self.norm(value)).chunk(3, -1)
         heads = (part.unflatten(-1, (2, WIDTH // 2)).transpose(1, 2) for part in parts)
-        return value + self.out(self.attend(*heads).transpose(1, 2).flatten(2))
+        return value + self.out(self.attend(*heads).transpose(1, 2).flatten(2)), *balance
 
 
 class Mlp(nn.Module):
@@ -44,8 +56,9 @@ class Mlp(nn.Module):
         super().__init__()
         self.up, self.down, self.norm = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), nn.LayerNorm(WIDTH)
 
-    def forward(self, value: Tensor) -> Tensor:
-        return self.norm(value + self.down(nn.functional.gelu(self.up(value))))  # type: ignore[no-any-return]
+    def forward(self, handed: Handed) -> Handed:
+        value, *balance = handed
+        return self.norm(value + self.down(nn.functional.gelu(self.up(value)))), *balance
 
 
 class Mixture(nn.Module):
@@ -53,8 +66,23 @@ class Mixture(nn.Module):
         super().__init__()
         self.moe = MoE(WIDTH, ExpertMLP(WIDTH, 32, "gelu"), 4, k=1, drop_tokens=False, use_rts=False)
 
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.moe(value)[0]  # type: ignore[no-any-return]
+    def forward(self, handed: Handed) -> Handed:
+        value, balance = handed
+        mixture, aux_loss, _ = self.moe(value)
+        return value + mixture, balance + aux_loss
+
+
+class Words(nn.Embedding):
+    """The first layer: vectors, and no loss of balance yet."""
+
+    def forward(self, tokens: Tensor) -> Handed:
+        return super().forward(tokens), torch.zeros(())
+
+
+class Scores(nn.Linear):
+    def forward(self, handed: Handed) -> Handed:  # type: ignore[override]
+        value, *balance = handed
+        return super().forward(value), *balance
 
 
 @attrs.frozen
@@ -64,12 +92,16 @@ class Pair:
     section: dict[str, Any]  # with two ranks; {} for one
     sequence: int = 1
     has_experts: bool = False
+    replicas: int = 1  # of four ranks
+    balance: float = 0.0  # what a unit of the loss of balance adds to the loss
+    partition: str = "uniform"  # with which both stages have experts, if any has
 
 
 SPECS = [
     {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
     {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
 ]
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 PAIRS = {
     "tensor": Pair(
         {
@@ -80,71 +112,78 @@ PAIRS = {
         }
     ),
     "sequence": Pair({"sequence_parallel_size": 2}, sequence=2),
-    "expert": Pair({"expert_parallel": {"enabled": True, "autoep_size": 2}}, has_experts=True),
+    "expert": Pair(EXPERTS, has_experts=True, replicas=2, balance=0.1),
+    "sequence and expert": Pair(
+        {"sequence_parallel_size": 2, **EXPERTS}, sequence=2, has_experts=True, partition="type:mixture|mlp|scores"
+    ),
 }
 INFERRED = Pair({"tensor_parallel": {"autotp_size": 2}})
 
 
-def model_of(pair: Pair, num_stages: int, groups: zcomm.Groups) -> PipelineModule:
-    """The last stage has no experts."""
+def model_of(pair: Pair, num_stages: int, groups: zcomm.Groups, *, sparse: bool) -> PipelineModule:
     group, shared = groups.sequence(), pair.sequence > 1
     attention = LayerSpec(Attention, group, shared=shared)
     block = [attention, LayerSpec(Mixture) if pair.has_experts else LayerSpec(Mlp)]
     layers = [
-        LayerSpec(nn.Embedding, TOKENS, WIDTH),
+        LayerSpec(Words, TOKENS, WIDTH, sparse=sparse),
         *block,
         *block,
         LayerSpec(Mlp),
-        LayerSpec(nn.Linear, WIDTH, TOKENS),
+        LayerSpec(Scores, WIDTH, TOKENS),
     ]
 
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        if shared:
-            return sequence_cross_entropy(logits, labels, group)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    def loss(handed: Handed, labels: Tensor) -> Tensor:
+        logits, balance = handed
+        return sequence_cross_entropy(logits, labels, group) + pair.balance * balance
 
-    return PipelineModule(layers, num_stages, loss_fn=loss, partition_method="type:mixture|mlp|linear")
+    return PipelineModule(layers, num_stages, loss_fn=loss, partition_method=pair.partition)
 
 
-def train(pair: Pair, num_stages: int, stages: tuple[int, ...]) -> list[list[float]]:
-    """Loss and norm of each step, and of an evaluation, by ZeRO stage."""
-    found = []
-    for stage in stages:
+def mine(step: int, engine: zengine.PipelineEngine, own: Split) -> Any:
+    """Micro-batches of this replica, of each what its rank works on."""
+    groups, generator = engine.parts.groups, torch.Generator().manual_seed(step)
+    each, size = engine.micro_batches, (MICRO_BATCH, TIME)
+    draw = lambda: [torch.randint(TOKENS, size, generator=generator) for _ in "xy"]  # noqa: E731
+    every = [draw() for _ in range(each * groups.get_data_parallel_world_size())]
+    first = each * groups.get_data_parallel_rank()
+    return iter([[own.take(part) for part in both] for both in every[first : first + each]])
+
+
+def train(pair: Pair, num_stages: int, cells: list[tuple[int, int]]) -> dict[tuple[int, int], list[float]]:
+    """Loss and norm of each step, and of an evaluation, by ZeRO stage and accumulation."""
+    found = {}
+    for stage, accumulation in cells:
         groups = zcomm.Groups.of(zcomm.Degrees(pipeline=num_stages, sequence=pair.sequence))
         torch.manual_seed(0)
-        model, own = model_of(pair, num_stages, groups), Split(pair.sequence, groups.get_sequence_parallel_rank())
-        replicas = zcomm.group_size() // num_stages if pair.has_experts else 1
-        section = pair.section if num_stages > 1 else {}
-        engine = zengine.initialize(model=model, config=config(stage, COUNT // replicas, **section))[0]
+        sparse, own = num_stages > 1 < accumulation, Split(pair.sequence, groups.get_sequence_parallel_rank())
+        model = model_of(pair, num_stages, groups, sparse=sparse)
+        section = {**pair.section, "sparse_gradients": sparse} if num_stages > 1 else {}
+        given = config(stage, accumulation, gradient_clipping=CLIP, **section)
+        engine = zengine.initialize(model=model, config=given)[0]
         with engine:
-            assert bool(deals_of(model)) == (
-                num_stages > 1 and any(isinstance(part, Mixture) for part in model.modules())
-            )
-            each, first = COUNT // replicas, engine.parts.groups.get_data_parallel_rank() * (COUNT // replicas)
-
-            def mine(step: int, first: int = first, each: int = each, own: Split = own) -> Any:
-                generator = torch.Generator().manual_seed(step)
-                size = (MICRO_BATCH, TIME)
-                all_of_them = [[torch.randint(TOKENS, size, generator=generator) for _ in "xy"] for _ in range(COUNT)]
-                return iter([[own.take(part) for part in pair] for pair in all_of_them[first : first + each]])
-
+            has_experts = any(isinstance(part, Mixture) for part in model.modules())
+            assert bool(deals_of(model)) == (num_stages > 1 and has_experts)
+            travels_as_rows = any(bucket.is_sparse for bucket in engine.parts.partition.layout.buckets)
+            assert travels_as_rows == (sparse and engine.is_first_stage())
             numbers: list[float] = []
             for step in range(STEPS):
-                engine.train_batch(mine(step))
+                engine.train_batch(mine(step, engine, own))
                 numbers += [engine.last_report.loss, engine.last_report.grad_norm]
-            found.append([*numbers, engine.eval_batch(mine(99)).item()])
+            found[stage, accumulation] = [*numbers, engine.eval_batch(mine(99, engine, own)).item()]
     return found
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_ranks_of_each_stage_share_it(name: str) -> None:
     pair = PAIRS[name]
-    ((expected,),) = run_ranks(train, 1, attrs.evolve(pair, sequence=1), 1, (0,))
-    for found in run_ranks(train, 4, pair, 2, (0, 1, 2, 3), timeout_s=100):
-        for numbers in found:
-            assert numbers == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    (expected,) = run_ranks(train, 1, attrs.evolve(pair, sequence=1), 1, [(0, pair.replicas), (0, 4 * pair.replicas)])
+    assert min(norm for numbers in expected.values() for norm in numbers[1:-1:2]) > CLIP  # clipping is exercised
+    for found in run_ranks(train, 4, pair, 2, CELLS, timeout_s=100):
+        for (stage, accumulation), numbers in found.items():
+            alone = expected[0, pair.replicas * accumulation]
+            assert numbers == pytest.approx(alone, rel=BOUND, abs=BOUND), (stage, accumulation)
 
 
 def test_how_a_part_of_a_model_is_split_has_to_be_written() -> None:
     with pytest.raises(RankFailed, match="tensor_parallel of a PipelineModule: how its layers are split"):
-        run_ranks(train, 4, INFERRED, 2, (0,))
+        run_ranks(train, 4, INFERRED, 2, [(0, 1)])

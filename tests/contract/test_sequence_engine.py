@@ -13,7 +13,7 @@ import zcomm
 import zengine
 from zcomm.testing import run_ranks
 from zpartition.sequence import Order, SequenceBatches, Split
-from zpartition.sequence.testing import LENGTH, Reader, mean_over, ring, samples, ulysses
+from zpartition.sequence.testing import LENGTH, Reader, causal, mean_over, ring, samples, ulysses
 
 STEPS, CLIP, LR = 4, 0.5, 0.02
 STRICT = {"stage3_unit_size": 600, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
@@ -105,10 +105,11 @@ def test_curves_are_those_of_one_process(ranks: int, cases: list[tuple[int, int,
             assert curve == pytest.approx(expected[int(what.split()[1])], rel=2e-5), what  # float32
 
 
-def _weighted() -> list[float]:
+def _weighted(size: int) -> list[float]:
     """A loop that knows nothing of sums over ranks: the mean of its own tokens, and how many they are."""
-    group = zcomm.Groups.of(zcomm.Degrees(sequence=2)).sequence()
-    engine = zengine.initialize(model=Reader(ulysses(group)), config=config(2, 3, 2))[0]
+    group = zcomm.Groups.of(zcomm.Degrees(sequence=size)).sequence()
+    attention = ulysses(group) if size > 1 else causal
+    engine = zengine.initialize(model=Reader(attention), config=config(2 * (size > 1), 3, size))[0]
     cut, found = SequenceBatches.over([], group), []
     for step in batches(1, 3):
         for micro in step:
@@ -120,22 +121,9 @@ def _weighted() -> list[float]:
     return found
 
 
-def _weighted_alone() -> list[float]:
-    engine, cut = zengine.initialize(model=Reader(), config=config(0, 3, 1))[0], SequenceBatches([], Split())
-    found = []
-    for step in batches(1, 3):
-        for micro in step:
-            piece = cut.piece(micro[0])
-            engine.backward(engine(**piece), weight=(piece["shift_labels"] != -100).sum())
-            report = engine.step()
-        found += [report.loss, report.grad_norm]
-    engine.close()
-    return found
-
-
 def test_weights_do_what_sums_over_ranks_do() -> None:
-    expected = run_ranks(_weighted_alone, 1)[0]
-    for found in run_ranks(_weighted, 2):
+    expected = run_ranks(_weighted, 1, 1)[0]
+    for found in run_ranks(_weighted, 2, 2):
         assert found == pytest.approx(expected, rel=2e-5)
 
 

@@ -27,81 +27,33 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedSequenceParallelConfig, DummyOptim, DummyScheduler, ParallelismConfig
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from hugging_face_trainer import (
+    SAVED_AT,
+    STEPS,
+    arguments_of,
+    fresh,
+    losses,
+    norms,
+    sentences,
+    settings,
+    tiny,
+    trainer_of,
+)
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
+    MixtralConfig,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
-    TrainingArguments,
     set_seed,
 )
-from transformers.integrations.deepspeed import deepspeed_sp_compute_loss, is_deepspeed_zero3_enabled
-
-STEPS, SAVED_AT = 4, 2
-
-
-def tiny() -> GPT2Config:
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
-    size = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2Config(**size, **dropout, bos_token_id=0, eos_token_id=0)
-
-
-def sentences() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    rows = torch.randint(0, 32, (64, 8), generator=generator)
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def settings(stage: int) -> dict[str, Any]:
-    """A config as people write it for Trainer; stage 2 leaves the optimizer to Trainer."""
-    auto = dict.fromkeys(
-        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
-    )
-    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    options = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
-    return {
-        **auto,
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        "zero_optimization": {"stage": stage, **dict.fromkeys(sizes, "auto")},
-        **({} if stage == 2 else {"optimizer": {"type": "AdamW", "params": options}}),
-    }
-
-
-def arguments_of(folder: Path, config: str | None, micro_batch: int = 2) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=2,
-        max_steps=STEPS,
-        save_steps=SAVED_AT,
-        logging_steps=1,
-        learning_rate=1e-2,
-        max_grad_norm=0.5,
-        report_to=[],
-        disable_tqdm=True,
-        seed=11,
-        deepspeed=config,
-    )
-
-
-def trainer_of(folder: Path, model: Callable[[], Any], config: str | None) -> Trainer:
-    arguments = arguments_of(folder, config)  # before the model: at stage 3 it tells Transformers so
-    return Trainer(model=model(), args=arguments, train_dataset=sentences())
-
-
-def losses(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def fresh() -> GPT2LMHeadModel:
-    set_seed(11)
-    return GPT2LMHeadModel(tiny())
+from transformers.integrations.deepspeed import (
+    deepspeed_sp_compute_loss,
+    is_deepspeed_zero3_enabled,
+    unset_hf_deepspeed_config,
+)
 
 
 def without_deepspeed(folder: Path) -> dict[str, Any]:
@@ -109,10 +61,6 @@ def without_deepspeed(folder: Path) -> dict[str, Any]:
     trainer.train()
     trainer.save_model(str(folder / "final"))
     return {"losses": losses(trainer), "norms": norms(trainer), "type": type(trainer.model_wrapped).__name__}
-
-
-def norms(trainer: Trainer) -> list[float]:
-    return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
 def with_deepspeed(folder: Path, stage: int) -> dict[str, Any]:
@@ -371,6 +319,44 @@ def with_layers_split(folder: Path) -> dict[str, Any]:
     return found
 
 
+def with_experts(folder: Path) -> dict[str, Any]:
+    """Trainer at stage 3, which builds without memory, with experts shared out; drawn, and from a folder."""
+    size = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=4, **size)
+    given = folder / "given"
+    seen: dict[str, Any] = {}
+
+    def drawn() -> Any:
+        set_seed(11)
+        return AutoModelForCausalLM.from_config(sizes)
+
+    def loaded() -> Any:
+        return AutoModelForCausalLM.from_pretrained(given)
+
+    unset_hf_deepspeed_config()
+    deepspeed.init_distributed()
+    drawn().save_pretrained(given)  # on rank 0
+    deepspeed.comm.barrier()
+    path = folder / "ds.json"
+    path.write_text(json.dumps({**settings(3), "expert_parallel": {"enabled": True, "autoep_size": 2}}))
+    for name, model, config in (("plain", drawn, None), ("drawn", drawn, str(path)), ("loaded", loaded, str(path))):
+        trainer = trainer_of(folder / name, model, config)
+        trainer.train()
+        seen[name] = losses(trainer)
+        if config is not None:
+            stack = trainer.model.model.layers[0].mlp.experts
+            seen["experts"] = stack.num_experts, stack.num_global_experts
+            trainer.save_model(str(folder / name))
+            after = trainer.model_wrapped.module_state_dict()
+            trainer.model_wrapped.destroy()
+    unset_hf_deepspeed_config()
+    kept = AutoModelForCausalLM.from_pretrained(folder / "loaded").state_dict()
+    seen["kept"] = sorted(kept) == sorted(after) and all(torch.equal(kept[each], after[each]) for each in kept)
+    names = [sorted(safetensors.torch.load_file(at / "model.safetensors")) for at in (given, folder / "loaded")]
+    seen["names"] = names[0] == names[1]
+    return seen
+
+
 def main(folder: Path) -> None:
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "plain": lambda: without_deepspeed(folder / "plain"),
@@ -381,6 +367,7 @@ def main(folder: Path) -> None:
         **{f"kept-{half}": lambda half=half: kept_in_float32(half, 3) for half in ("bf16", "fp16")},
         **{f"accelerate-{s}": lambda s=s: with_accelerate(folder / f"accelerate-{s}", s) for s in (1, 2, 3)},
         "shared": with_sequences_shared,
+        "experts": lambda: with_experts(folder / "experts"),
         "split": lambda: with_layers_split(folder / "split"),  # last: Accelerate keeps its mesh
     }
     found: dict[str, Any] = {"deepspeed": deepspeed.__name__}

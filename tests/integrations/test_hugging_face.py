@@ -105,6 +105,16 @@ def test_models_are_loaded_and_drawn_without_their_memory_at_stage_3(found: list
     assert len(ours["drawn"]) == len(ours["resized"]) == 4
 
 
+def test_experts_are_shared_out_of_models_that_are_loaded_and_drawn_without_their_memory(found: list[dict[str, Any]]):
+    """What is drawn there are other numbers, by Transformers' own doing."""
+    ours = of(found, "experts")
+    assert ours["loaded"] == pytest.approx(ours["plain"], abs=1e-4)
+    assert len(ours["drawn"]) == 4
+    assert ours["experts"] == [2, 4]
+    assert ours["kept"]
+    assert ours["names"]
+
+
 def test_a_run_of_stage_1_is_resumed_at_stage_3_with_the_same_losses(found: list[dict[str, Any]]):
     ours = of(found, "across")
     assert ours["stage"] == 3

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import zcomm
 from zcomm.testing import run_ranks
@@ -26,10 +30,10 @@ SIZES = {
 PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]])
 
 
-def make(kind: str, **more: Any) -> nn.Module:
+def make(kind: str, attention: str = "sdpa", **more: Any) -> nn.Module:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SIZES, **more)
-    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="sdpa")
+    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation=attention)
     return model.train()
 
 
@@ -108,28 +112,59 @@ def test_a_llama_with_shared_keys_trains_as_in_one_process(stage: int) -> None:
         assert found == pytest.approx(expected, rel=2e-4)
 
 
-def _windowed() -> float:
-    """A model with windows, and a batch with padding in front."""
+def _windowed(attention: str) -> float:
+    """The largest difference of logits and gradients: a model with windows, and a batch with padding in front."""
     from zengine.deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from zpartition.sequence import SequenceBatches
 
-    model = make("Mistral", sliding_window=4).eval()
+    model = make("Mistral", attention, sliding_window=4).eval()
     mask = torch.ones(2, LENGTH, dtype=torch.int64)
     mask[0, :3] = 0
     batch = {**batches(0)[0], "attention_mask": mask}
-    whole = model(**batch, use_cache=False).logits
-    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 2)
-    assert mpu is not None
-    try:
-        piece = SequenceBatches.over([], mpu.sequence()).piece(batch)
-        piece.pop("shift_labels")
-        logits = model(**piece, use_cache=False).logits
-    finally:
-        UlyssesSPAttentionHF.unregister()
-    there = mask.chunk(2, 1)[mpu.get_sequence_parallel_rank()].bool()
-    expected = whole.chunk(2, 1)[mpu.get_sequence_parallel_rank()]
-    return float((logits - expected)[there].abs().max().detach())
+    with flexible():
+        whole = model(**batch, use_cache=False).logits
+        expected = _gradients(model, whole, mask)
+        mpu = UlyssesSPAttentionHF.register_with_transformers(model, attention, 2, 2)
+        assert mpu is not None
+        try:
+            piece = SequenceBatches.over([], mpu.sequence()).piece(batch)
+            piece.pop("shift_labels")
+            logits = model(**piece, use_cache=False).logits
+            there = mask.chunk(2, 1)[mpu.get_sequence_parallel_rank()]
+            gradients = _gradients(model, logits, there)
+        finally:
+            UlyssesSPAttentionHF.unregister()
+    for gradient in gradients:
+        torch.distributed.all_reduce(gradient)
+    own = whole.chunk(2, 1)[mpu.get_sequence_parallel_rank()]
+    pairs = [(logits[there.bool()], own[there.bool()]), *zip(gradients, expected)]
+    return max(float((a - b).abs().max().detach()) for a, b in pairs)
 
 
-def test_windows_and_padding_reach_over_the_cut() -> None:
-    assert max(run_ranks(_windowed, 2, timeout_s=240)) < 1e-5
+def _gradients(model: nn.Module, logits: Tensor, mask: Tensor) -> list[Tensor]:
+    """Of the weights, for a sum over the logits of all tokens that are no padding."""
+    weights = list(model.parameters())
+    return list(torch.autograd.grad((logits.sin() * mask.unsqueeze(2)).sum(), weights))
+
+
+@contextmanager
+def flexible() -> Iterator[None]:
+    """Inside, Transformers' FlexAttention and masks are not compiled, and can be differentiated on a CPU."""
+
+    def uncompiled(*args: Any, training: bool = False, **kwargs: Any) -> Any:
+        return flex_attention(*args, **kwargs)
+
+    def masks(*, _compile: bool, **kwargs: Any) -> Any:
+        return create_block_mask(**kwargs)
+
+    with (
+        mock.patch("torch.nn.attention.flex_attention._validate_device", return_value=None),
+        mock.patch("transformers.integrations.flex_attention.compile_friendly_flex_attention", uncompiled),
+        mock.patch("transformers.masking_utils.create_block_mask", masks),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+def test_windows_and_padding_reach_over_the_cut(attention: str) -> None:
+    assert max(run_ranks(_windowed, 2, attention, timeout_s=240)) < 1e-5

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 
 from train.model import GPT, Shape
-from train.pipelined import in_stages, next_byte_loss, pair_of
-from train.recipe import RecipeError
+from train.pipelined import in_stages, pair_of
 from zcomm.testing import run_ranks
 from zpartition.pipeline import PipelineModule, PipelineRunner
 
@@ -23,25 +23,36 @@ def some_windows(count: int) -> torch.Tensor:
 def test_one_stage_is_the_model_itself():
     model = GPT(SMALL)
     assert in_stages(model, {}) is model
-    with pytest.raises(RecipeError, match="--pipeline 2 does not go with --sequence"):
-        in_stages(model, {"pipeline": {"stages": 2}, "sequence_parallel_size": 2})
 
 
-def staged() -> tuple[list[str], float, float]:
-    model = GPT(SMALL, seed=1)
+def staged(shape: Shape) -> dict[str, tuple[float, float, torch.Tensor | None]]:
+    """Loss of training and of looking, by stages and expected; the gradient of each parameter of this rank."""
+    whole, model = (GPT(shape, seed=1) for _ in range(2))
     parts = some_windows(8).split((3, 3, 2))
-    losses = [next_byte_loss(model.logits(read), guessed) for read, guessed in map(pair_of, parts)]
-    expected = float(sum(losses)) / 3
+    losses = [whole(part) / 3 for part in parts]
+    sum(losses).backward()
     stages = in_stages(model, {"pipeline": {"stages": 2}})
     assert isinstance(stages, PipelineModule)
-    loss = PipelineRunner.over(stages).train_batch(map(pair_of, parts), 3)
-    return [name for name, _ in stages.named_parameters()], float(loss), expected
+    runner = PipelineRunner.over(stages)
+    trained = runner.train_batch(map(pair_of, parts), 3)
+    with torch.no_grad():
+        looked = sum(whole.eval()(part) for part in parts) / 3
+    stages.eval()
+    seen = runner.eval_batch(map(pair_of, parts), 3)
+    found = {"trained": (float(trained), float(sum(losses))), "seen": (float(seen), float(looked))}
+    expected = dict(whole.named_parameters())
+    for name, param in stages.named_parameters():
+        found[name] = (param.grad, expected[name].grad)
+    return found
 
 
-def test_stages_hold_its_weights_under_its_names_and_find_its_loss():
-    (first, loss, expected), (second, other, _) = run_ranks(staged, 2)
-    names = {name for name, _ in GPT(SMALL).named_parameters()}
-    assert set(first) | set(second) == names
-    assert not set(first) & set(second)
-    assert loss == other
-    assert abs(loss - expected) < 1e-6
+@pytest.mark.parametrize("experts", [0, 4])
+def test_stages_hold_its_weights_under_its_names_and_find_its_losses_and_gradients(experts: int):
+    shape = attrs.evolve(SMALL, experts=experts)
+    ranks = run_ranks(staged, 2, shape)
+    names = [name for found in ranks for name in found if name not in ("trained", "seen")]
+    assert sorted(names) == sorted(name for name, _ in GPT(shape).named_parameters())
+    for found in ranks:
+        for name, (ours, expected) in found.items():
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6, msg=name)
+    assert (ranks[0]["trained"][0] - ranks[0]["seen"][0] > 0.005) == (experts > 0)  # unevenness counts in training

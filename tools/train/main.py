@@ -10,6 +10,7 @@ bit, and an answer to Ctrl-C.  What is said before and after the loop is in tell
     python3 tools/dev.py train --sequence 2 half of the bytes of each window on each of two ranks
     python3 tools/dev.py train --expert 2   a model with experts, shared out over two ranks
     python3 tools/dev.py train --pipeline 2 half of the layers on each of two ranks
+    python3 tools/dev.py train --pipeline 2 --expert 2     two of these together: four ranks
     python3 tools/dev.py train --help       everything else
 """
 

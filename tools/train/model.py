@@ -197,7 +197,12 @@ class GPT(nn.Module):
         uneven: list[Tensor] = []
         scores = self.logits(part.of(tokens[:, :-1]), part, uneven)
         loss = part.loss(scores, part.of(tokens[:, 1:]))
-        return loss + BALANCE * torch.stack(uneven).mean() if uneven and self.training else loss
+        return balanced(loss, uneven, self.shape.depth) if self.training else loss
+
+
+def balanced(loss: Tensor, uneven: list[Tensor], depth: int) -> Tensor:
+    """The loss of training; `uneven` is how unevenly the experts of `depth` blocks are used, () each or their sum."""
+    return loss + BALANCE / depth * torch.stack(uneven).sum() if uneven else loss
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

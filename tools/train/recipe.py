@@ -37,16 +37,6 @@ class RecipeError(ValueError):
     """The options and the config do not make a run."""
 
 
-OVER_RANKS = {  # how the layers of a stage are split, which cannot be tried out: no rank has the whole model
-    "use_default_specs": False,
-    "layer_specs": [
-        {"patterns": [r".*\.qkv\.weight"], "shape": [3, -1]},
-        {"patterns": [r".*\.mlp_in\.weight"]},
-        {"patterns": [r".*\.(attention_out|mlp_out)\.weight"], "partition_type": "row"},
-    ],
-}
-
-
 @attrs.frozen(kw_only=True)
 class Folder:
     """Where the parts of a run lie."""
@@ -105,13 +95,12 @@ class Recipe:
     must_win: bool  # a full-length run has to beat the byte tables; a shortened one only reports
 
     def __attrs_post_init__(self) -> None:
-        """Raise RecipeError, with the numbers, if sequence ranks cannot share out the bytes or heads of a window."""
-        size, shape = degree_of(self.config, "sequence"), self.shape
-        heads = shape.heads // degree_of(self.config, "tensor")
-        if shape.context % size or heads < size:
+        """Raise RecipeError, with the numbers, if sequence ranks cannot share out the bytes of a window."""
+        size = degree_of(self.config, "sequence")
+        if self.shape.context % size:
             raise RecipeError(
-                f"--sequence {size}: ranks share out the {shape.context} bytes of a window, which {size} has to "
-                f"divide, and the {heads} attention heads of a rank, of which there must be as many"
+                f"--sequence {size}: ranks share out the {self.shape.context} bytes of a window, which {size} has to "
+                "divide"
             )
 
     @property
@@ -161,7 +150,7 @@ def settle(options: argparse.Namespace, folder: Folder) -> Recipe:
         config.setdefault("zero_optimization", {})["stage"] = options.stage
     if options.micro_batch:
         config["train_micro_batch_size_per_gpu"] = options.micro_batch
-    _split(config, options)
+    _split(config, options, has_experts=options.expert is not None)
     seed = options.seed or 0
     config.setdefault("data_efficiency", {})["seed"] = seed
     places = {"tensorboard": folder.tensorboard, "csv_monitor": folder.csv, "jsonl_monitor": folder.record}
@@ -178,7 +167,23 @@ def settle(options: argparse.Namespace, folder: Folder) -> Recipe:
     )
 
 
-def _split(config: dict[str, Any], options: argparse.Namespace) -> None:
+def over_ranks(*, has_experts: bool) -> dict[str, Any]:
+    """How tensor ranks of a stage split its layers, which cannot be tried out: no rank has the whole model.
+
+    Experts stay whole.
+    """
+    enter, leave = ([], ["attention_out"]) if has_experts else (["mlp_in"], ["attention_out", "mlp_out"])
+    return {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [r".*\.qkv\.weight"], "shape": [3, -1]},
+            *({"patterns": [rf".*\.{name}\.weight"]} for name in enter),
+            *({"patterns": [rf".*\.{name}\.weight"], "partition_type": "row"} for name in leave),
+        ],
+    }
+
+
+def _split(config: dict[str, Any], options: argparse.Namespace, *, has_experts: bool) -> None:
     """Put the degrees that the options name into the config.
 
     A step has as many windows as without them: the ranks that share a model take the micro-steps of all of them.
@@ -193,7 +198,7 @@ def _split(config: dict[str, Any], options: argparse.Namespace) -> None:
     if options.expert is not None:
         config["expert_parallel"]["enabled"] = True
     if degree_of(config, "pipeline") > 1 and degree_of(config, "tensor") > 1:
-        config["tensor_parallel"]["partition_config"] = OVER_RANKS
+        config["tensor_parallel"]["partition_config"] = over_ranks(has_experts=has_experts)
     if "train_batch_size" not in config:
         micro_steps = config.get("gradient_accumulation_steps", 1)
         config["gradient_accumulation_steps"] = micro_steps * split_over(options)
@@ -232,5 +237,5 @@ def settled(options: argparse.Namespace, folder: Folder) -> Recipe:
         raise RecipeError(f"--config: the run {folder.name!r} goes on with its own, in {folder.recipe}")
     if options.expert is not None and not recipe.shape.experts:
         raise RecipeError(f"--expert: the run {folder.name!r} was started without experts. Start a new one with it")
-    _split(config, options)
+    _split(config, options, has_experts=recipe.shape.experts > 0)
     return attrs.evolve(recipe, config=config)

@@ -1,4 +1,5 @@
-"""--sequence: ranks share the bytes of each window, and exchange heads for bytes around each attention.
+"""--sequence: ranks share the bytes of each window, and exchange heads for bytes around each attention, or send keys
+round where there are fewer heads than ranks.
 
 The loader gives all of them the same windows.  Each takes its run of the bytes to read and of those to guess, which
 were told apart before, so no byte is guessed by nobody.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 import zengine
-from zpartition.sequence import DistributedAttention, Split, sequence_cross_entropy
+from zpartition.sequence import DistributedAttention, Order, Split, ring_attention, sequence_cross_entropy
 
 from .model import GPT, Part, causal
 
@@ -30,6 +31,8 @@ class Share(Part):
         return self._split.rank * time
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if query.shape[1] < self._split.size:  # heads
+            return ring_attention(query, key, value, self._group, is_causal=True, order=Order.CONTIGUOUS)
         attended: Tensor = self._attention(query, key, value)
         return attended
 

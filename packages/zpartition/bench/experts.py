@@ -18,13 +18,12 @@ The goal: ours <= 1.2 x dense + exchange.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
+from turns import medians
 
 import zcomm
 from zcomm.testing import run_ranks
@@ -64,13 +63,6 @@ def one_hot_dispatch(layer: MoE, x: Tensor) -> Tensor:
     return torch.einsum("tec,ecm->tm", combine, packed)
 
 
-def timed(call: Callable[[], object]) -> float:
-    zcomm.barrier()
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
-
-
 def measure(tokens: int, width: int, experts: int, k: int, rounds: int) -> dict[str, float]:
     """The median of each contender on this rank, ms; and how uneven the tokens of the ranks are."""
     torch.set_num_threads(1)
@@ -93,13 +85,7 @@ def measure(tokens: int, width: int, experts: int, k: int, rounds: int) -> dict[
         "exchange": exchanges(tokens, width, k),
         "one-hot": step(lambda x: one_hot_dispatch(alone, x), alone),
     }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for index in range(rounds + 3):
-        for name, call in calls.items():
-            took = timed(call)
-            if index >= 3:  # the first ones warm up
-                times[name].append(took)
-    found = {name: statistics.median(values) for name, values in times.items()}
+    found = medians(calls, rounds)
     counts = shared(x)[2]
     zcomm.all_reduce(counts)
     found["uneven"] = float(counts.view(zcomm.group_size(), -1).sum(1).max() / counts.sum()) * zcomm.group_size()

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
+from turns import take_turns
 
 import zcomm
 from zcomm.testing import run_ranks
@@ -160,12 +161,7 @@ def measure(layers: int, width: int, heads: int, tokens: int, rounds: int) -> di
     """Milliseconds on this rank, bytes kept, and how far apart the losses are."""
     contest = Contest(layers, width, heads, tokens)
     calls = contest.calls()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for index in range(rounds + WARM_UP):
-        for name, call in calls.items():
-            took = timed(call)
-            if index >= WARM_UP:
-                times[name].append(took)
+    times = take_turns(calls, rounds, timed, WARM_UP)
     contiguous, zigzag = (Split(contest.size, contest.rank, order) for order in Order)
     kept = {
         "whole": contest.kept(Split(), causal),

@@ -16,15 +16,13 @@ thread each.  All contenders live at once and take turns, round by round; the me
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import gelu, scaled_dot_product_attention
+from turns import medians
 
 import zcomm
 from zcomm.testing import run_ranks
@@ -80,13 +78,6 @@ def parts(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-def timed(call: Callable[[], object]) -> float:
-    zcomm.barrier()
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
-
-
 def measure(layers: int, width: int, tokens: int, rounds: int) -> dict[str, float]:
     """The median of each contender on this rank, ms; and how far apart the losses are."""
     torch.set_num_threads(1)
@@ -109,13 +100,7 @@ def measure(layers: int, width: int, tokens: int, rounds: int) -> dict[str, floa
             zcomm.all_reduce(message)
 
     calls = {name: (lambda name=name: step(name)) for name in models} | {"all-reduces": messages}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for index in range(rounds + 3):
-        for name, call in calls.items():
-            took = timed(call)
-            if index >= 3:  # the first ones warm up
-                times[name].append(took)
-    found = {name: statistics.median(values) for name, values in times.items()}
+    found = medians(calls, rounds)
     found["difference"] = max(abs(losses[name] - losses["whole"]) for name in ("ours", "dtensor"))
     return found
 

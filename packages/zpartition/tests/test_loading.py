@@ -11,9 +11,10 @@ from torch import Tensor, nn
 import zcomm
 import zpartition
 from zcomm.testing import run_ranks
-from zpartition import ZeroPolicy
+from zpartition import ZeroPolicy, tensor
 from zpartition.pipeline import LayerSpec, PipelineModule
 from zpartition.shard import Address, Shard, cut
+from zpartition.tensor.testing import PLAN, Language
 
 
 class Rows:
@@ -25,8 +26,8 @@ class Rows:
     def get_shape(self) -> list[int]:
         return list(self.tensor.shape)
 
-    def __getitem__(self, rows: slice) -> Tensor:
-        found = self.tensor[rows] if self.tensor.dim() else self.tensor
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
+        found = self.tensor[box]
         self.numel_read += found.numel()
         return found
 
@@ -90,7 +91,11 @@ def test_long_tensors_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
     target, source = torch.zeros(50), Rows(torch.arange(60.0).view(15, 4))
     zpartition.loading._read(Shard("w", (15, 4), ((0, 15), (0, 4)), (3, 53), target), source)
     assert torch.equal(target, torch.arange(3.0, 53.0))
-    assert source.numel_read == 56, "the rows that the span touches"
+    assert source.numel_read == 50
+    target, source = torch.zeros(40), Rows(torch.arange(72.0).view(2, 3, 12))
+    zpartition.loading._read(Shard("w", (2, 3, 12), ((0, 2), (1, 3), (2, 12)), (0, 40), target), source)
+    assert torch.equal(target, torch.arange(72.0).view(2, 3, 12)[:, 1:, 2:].flatten()), "rows longer than a chunk"
+    assert source.numel_read == 40
 
 
 def test_what_does_not_fit_is_refused_by_name_and_nothing_is_loaded() -> None:
@@ -158,7 +163,7 @@ def test_a_part_of_a_tensor_reads_its_boxes_and_their_rows_alone() -> None:
     for name, found in boxes.items():
         local = torch.cat([whole_tensor[tuple(slice(*side) for side in box)] for box in found]).reshape(-1)
         assert torch.equal(table.parts[name], local[2:-1]), name
-    assert (rows["rows"].numel_read, rows["blocks"].numel_read) == (24, 24)
+    assert [each.numel_read for each in rows.values()] == [part.numel() for part in table.parts.values()]
     assert table.published == 1
 
 
@@ -187,3 +192,39 @@ def test_stages_take_their_layers_of_the_whole_and_are_told_of_each_others_mista
     for i, state in enumerate((first, first, last, last)):
         assert state[f"body.{i}.weight"].eq(i).all()
         assert state[f"body.{i}.bias"].eq(10 + i).all()
+
+
+def _own_parts() -> dict[str, tuple[int, int]]:
+    """Elements read of each tensor, and held, by a rank of a split model."""
+    torch.manual_seed(zcomm.group_rank())
+    source, model = Language(), Language()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    tensor.parallelize(model, PLAN)
+    rows = {name: Rows(value) for name, value in source.state_dict().items() if name != "embed.weight"}
+    zpartition.load_own_slices(model, rows)
+    tokens = torch.arange(8).view(1, 8)
+    torch.testing.assert_close(model(tokens), source(tokens))
+    with pytest.raises(ValueError, match=r"head.weight has shape \(3, 3\), the module's \(29, 24\)"):
+        zpartition.refuse_unfit_slices(model, {**rows, "head.weight": torch.ones(3, 3)})
+    held = dict(model.named_parameters(remove_duplicate=False))
+    return {name: (row.numel_read, held[name].numel()) for name, row in rows.items()}
+
+
+def test_a_split_module_without_a_partition_reads_its_own_rows() -> None:
+    for found in run_ranks(_own_parts, 2):
+        for name in ("head.weight", "blocks.0.attention.q_proj.weight", "blocks.1.attention.qkv.weight"):
+            assert found[name][0] == found[name][1], name
+        assert found["head.weight"][1] < 29 * 24
+
+
+def test_a_whole_module_without_a_partition_takes_all_or_nothing() -> None:
+    model = Net()
+    model.body[0].weight.data = torch.zeros(16, 64).t()  # stored the other way round
+    given = {**values(), "gian": torch.zeros(())}
+    with pytest.raises(ValueError, match=r"nothing was loaded: missing: table; unexpected: gian\.$"):
+        zpartition.load_own_slices(model, {name: value for name, value in given.items() if name != "table"})
+    assert not model.body[0].weight.any()
+    zpartition.load_own_slices(model, values())
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in values().items())

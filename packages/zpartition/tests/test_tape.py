@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import unittest.mock
+import weakref
+from typing import Any
+
 import torch
 
 import zpartition
@@ -37,3 +41,49 @@ def test_a_storage_that_no_step_touches_is_delivered_too() -> None:
     delivered = {}
     init.tape.play(lambda key, content: delivered.update({key: content}), wanted=frozenset({key_of(made)}))
     assert delivered[key_of(made)].numel() == 12
+
+
+def test_what_is_noted_last_is_carried_out_when_what_it_works_on_is_there() -> None:
+    with zpartition.Init() as init:
+        layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(5)]
+        narrow = [layer.weight.to(torch.bfloat16) for layer in layers]
+        halves = [weight[:4].clone() for weight in narrow]
+    alive: list[int] = []
+    delivered: list[int] = []
+    made: list[weakref.ref[torch.Tensor]] = []
+    original = torch.empty
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found = original(*args, **kwargs)
+        made.append(weakref.ref(found))
+        alive.append(sum(each.numel() for reference in made if (each := reference()) is not None))
+        return found
+
+    with unittest.mock.patch.object(torch, "empty", counted):
+        wanted = frozenset(map(key_of, halves))
+        init.tape.play(lambda key, content: delivered.append(key), wanted=wanted)
+    assert delivered == [key_of(half) for half in halves]
+    assert max(alive) <= 8 * 8 * (4 + 2), "one layer, cast"
+
+
+def test_a_number_that_was_drawn_seeds_what_is_drawn_inside() -> None:
+    def drawn() -> list[torch.Tensor]:
+        with zpartition.Init() as init:
+            number = torch.randint(1000, ())
+            with init.tape.record_seeded(number, torch.manual_seed):
+                inside = torch.rand(3)
+            after = torch.rand(3)
+        found: dict[int, torch.Tensor] = {}
+        wanted = [number, inside, after]
+        init.tape.play(lambda key, content: found.update({key: content}), wanted=frozenset(map(key_of, wanted)))
+        return [Ref.of(each).seen_in(found[key_of(each)]) for each in wanted]
+
+    torch.manual_seed(4)
+    number, inside, after = drawn()
+    following = torch.rand(3)
+    torch.manual_seed(4)
+    assert torch.equal(number, torch.randint(1000, ()))
+    assert torch.equal(after, torch.rand(3))
+    assert torch.equal(following, torch.rand(3))
+    torch.manual_seed(int(number))
+    assert torch.equal(inside, torch.rand(3))

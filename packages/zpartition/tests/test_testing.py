@@ -1,11 +1,13 @@
-"""The comparison of two runs finds what differs, down to one state of one parameter."""
+"""Comparing two runs finds what differs, down to one state of one parameter; clipping is torch's."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 
 from zpartition.offload import NOTHING
-from zpartition.testing import differing, fingerprint, make, train
+from zpartition.testing import backward, clip, differing, fingerprint, make, train
 
 
 def test_two_runs_are_alike_until_one_number_is_not() -> None:
@@ -18,3 +20,19 @@ def test_two_runs_are_alike_until_one_number_is_not() -> None:
     assert not differing(*found)
     found[0]["exp_avg.last.bias"][0] += 1
     assert differing(*found) == ["exp_avg.last.bias"]
+
+
+def test_clipping_is_torch_s() -> None:
+    model, _optimizer, partition = make(NOTHING, 2, torch.float32)
+    backward(partition, model, 0, 1)
+    norm = clip(partition, 0.01)
+    clipped = torch.cat([storage.master.grad for storage in partition.storages])
+    partition.close()
+    plain, _, other = make(NOTHING, 0, torch.float32)
+    other.close()
+    generator = torch.Generator().manual_seed(0)
+    plain(torch.randn(4, 24, generator=generator), True).backward()
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(plain.parameters(), 0.01)), rel=1e-6)
+    expected = torch.cat([param.grad.flatten() for param in plain.parameters()])
+    assert norm > 0.01
+    assert float(clipped.square().sum()) == pytest.approx(float(expected.square().sum()), rel=1e-5)

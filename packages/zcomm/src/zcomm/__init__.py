@@ -28,6 +28,7 @@ from zcomm.launch import Launch, detect
 from zcomm.mesh import axis_group, axis_rank, axis_size, make_mesh
 from zcomm.quantized import all_gather_quantized, reduce_scatter_quantized
 from zcomm.rendezvous import RendezvousFailed
+from zcomm.runs import collect_runs, return_runs
 from zcomm.shared.registry import transport, transport_reason
 from zcomm.shared.tensors import shared_empty
 from zcomm.slices import exchange_slices
@@ -66,6 +67,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "close_on_failure",
+    "collect_runs",
     "context",
     "detect",
     "exchange",
@@ -81,6 +83,7 @@ __all__ = [
     "make_mesh",
     "reduce_scatter",
     "reduce_scatter_quantized",
+    "return_runs",
     "run",
     "run_mates",
     "shared_empty",

@@ -12,6 +12,7 @@ from torch import nn
 import zcomm
 import zpartition
 from zengine import checkpointing
+from zengine.converting import as_module_has_them
 
 if TYPE_CHECKING:
     from zengine.engine import Engine
@@ -68,15 +69,22 @@ class EnginePersistence:
         what = checkpointing.What.choose(load_module_only, load_optimizer_states, load_lr_scheduler_states)
         return checkpointing.load(_engine(self), load_dir, tag, what, strict=load_module_strict)
 
-    def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+    def load_weights(
+        self, path: str | os.PathLike[str], *, strict: bool = True, like: nn.Module | None = None
+    ) -> None:
         """Fill weights and masters from a `.safetensors`, a `.pt`, or a Hugging Face folder; every rank must call it.
 
-        Each rank reads the rows of its own parts alone, however the model is split.  Names are the module's.  Without
-        `strict` what is missing stays as it is, and what the module does not have is left alone.
+        Each rank reads its own parts alone, however the model is split.  Names are the module's, or those that
+        Transformers' folders of such a model have: experts one by one, say, where the module has them stacked.
+
+        strict: without it what is missing stays as it is, and what the module does not have is left alone.
+        like: a Transformers model whose folder it is, by the names that the module has (one on the meta device will
+            do): for the stages of a pipeline, which are none themselves.
 
         Raises, on every rank and with nothing loaded:
             ValueError: names or shapes do not fit the module.
-            CheckpointError: some rank cannot read the files.
+            CheckpointError: some rank cannot read the files, or Transformers converts them in a way that cannot be
+                carried out part by part.
         """
         from zckpt import CheckpointError, CheckpointReadError
         from zckpt.interchange import read_weights
@@ -84,7 +92,8 @@ class EnginePersistence:
         with ExitStack() as opened:
             own: CheckpointError | None = None
             try:
-                weights = opened.enter_context(read_weights(path))
+                given = opened.enter_context(read_weights(path))
+                weights = as_module_has_them(given, *_told(self.parts.partition, like))
             except CheckpointError as error:
                 own = error
             told = zcomm.exchange(str(own or ""), self.parts.groups.everybody())
@@ -123,6 +132,17 @@ class EnginePersistence:
         self.parts.partition.synchronise()
         self.parts.partition.refine(state_dict)
         return result
+
+
+def _told(partition: zpartition.Partition, like: nn.Module | None) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+    """The model that folders are of, and its shapes by every name; parameters that are shared have several."""
+    if like is not None:
+        return like, {name: tuple(tensor.shape) for name, tensor in like.state_dict().items()}
+    known = partition.shapes()
+    first: dict[int, str] = {}
+    for name, param in partition.module.named_parameters(remove_duplicate=False):
+        known[name] = known[first.setdefault(id(param), name)]
+    return partition.module, known
 
 
 def _engine(mixin: EnginePersistence) -> Engine:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zengine.config import Plan
     from zengine.config.parallel import TensorPlan
 
-__all__ = ["first_batch", "split_tensors"]
+__all__ = ["TRIED_NUMEL", "Input", "first_batch", "own_plan", "small_input", "split_tensors"]
 
 log = logging.getLogger("zengine")
 
@@ -56,7 +56,7 @@ def split_tensors(
         return
     wanted, group = plan.parallel.tensor, groups.tensor()
     is_stage = zpartition.stages_of(module).size > 1
-    given = None if is_stage else _input(module, sample, device)
+    given = None if is_stage else small_input(module, sample, device)
     proposal = _of_stage(module, wanted) if is_stage else _proposal(module.to(device), wanted, given)
     tensor.resolve(proposal, module, zcomm.group_size(group), zcomm.group_rank(group))  # errors before any message
     compare({"plan": plan_lines(plan)}, groups.everybody())
@@ -82,13 +82,13 @@ def _proposal(module: nn.Module, wanted: TensorPlan, given: Input | None) -> ten
     """What becomes of each layer, as far as this rank can tell by itself."""
     uncovered = tensor.Uncovered.REFUSE if wanted.is_strict else tensor.Uncovered.KEEP
     rules = tensor.read_layer_specs({"layer_specs": wanted.layer_specs}, module).rules
-    if rules and wanted.completes and given is None and not _own_plan(module):
+    if rules and wanted.completes and given is None and not own_plan(module):
         log.warning(
             "tensor_parallel.partition_config: layers that its specs leave out stay whole, for want of a sample of "
             "the training data to see how they could be split. Set use_default_specs to false if that is meant"
         )
     elif not rules or wanted.completes:
-        own = _own_plan(module)
+        own = own_plan(module)
         suggested = tensor.read_tp_plan(own, module) if own else _inferred(module, wanted, given)
         rules = (*rules, *suggested.rules)
     return tensor.TensorPlan(rules, uncovered, wanted.grain)
@@ -107,7 +107,7 @@ def _inferred(module: nn.Module, wanted: TensorPlan, given: Input | None) -> ten
 
 def _of_stage(module: nn.Module, wanted: TensorPlan) -> tensor.TensorPlan:
     """What the specs say of the layers that this rank has: a stage alone cannot be run to find out."""
-    own = _own_plan(module)
+    own = own_plan(module)
     if not wanted.layer_specs and not own:
         raise ValueError(
             "tensor_parallel of a PipelineModule: how its layers are split is not inferred, since no rank can run "
@@ -146,7 +146,7 @@ def _verified(
 ) -> tensor.TensorPlan:
     """The proposal, or what has passed the test where it was inferred; what somebody wrote is tested if it can be."""
     args, kwargs = given or ((), {})
-    if not wanted.layer_specs and not _own_plan(module):
+    if not wanted.layer_specs and not own_plan(module):
         fitted = tensor.fitted_plan(module, group, *args, kwargs=kwargs, vocabulary=wanted.splits_vocabulary)
         return attrs.evolve(fitted, uncovered=proposal.uncovered, grain=proposal.grain)
     if given is not None and sum(param.numel() for param in module.parameters()) <= TRIED_NUMEL:
@@ -154,13 +154,13 @@ def _verified(
     return proposal
 
 
-def _own_plan(module: nn.Module) -> Mapping[str, str]:
+def own_plan(module: nn.Module) -> Mapping[str, str]:
     """What the model says about its layers, unless that is about its head alone."""
     own: Mapping[str, str] = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
     return own if any("row" in style and "embedding" not in style for style in own.values()) else {}
 
 
-def _input(module: nn.Module, sample: Callable[[], Any], device: torch.device) -> Input | None:
+def small_input(module: nn.Module, sample: Callable[[], Any], device: torch.device) -> Input | None:
     """A small input, as a loop would give it to the model; None if there is none."""
     batch = getattr(module, "dummy_inputs", None)
     batch = sample() if batch is None else mapped(dict(batch), lambda leaf: leaf.to(device))

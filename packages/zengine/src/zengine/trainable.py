@@ -27,7 +27,8 @@ def named(module: nn.Module, parameters: list[Any]) -> list[Any]:
 
     def with_names(item: Any) -> Any:
         if isinstance(item, dict):
-            return {**item, "params": [(names[id(param)], param) for param in item["params"]]}
+            pairs = [(names[id(param)], param) for param in item["params"]]
+            return {**item, "params": pairs, **({} if pairs else {"param_names": []})}  # torch sees no names in []
         return names[id(item)], item
 
     return [with_names(item) for item in groups]

@@ -26,7 +26,7 @@ from zpartition.cells import Cell, cell_of, deals_of, replicas_of, stages_of
 from zpartition.deferred import Init, recording
 from zpartition.gathered import gathered
 from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
-from zpartition.loading import load_slices
+from zpartition.loading import load_own_slices, load_slices, refuse_unfit_slices
 from zpartition.memory_plan import MemoryPlan, plan
 from zpartition.offload import Offload, Speculation, Tier
 from zpartition.parking import Holding
@@ -67,6 +67,7 @@ __all__ = [
     "cell_of",
     "deals_of",
     "gathered",
+    "load_own_slices",
     "load_slices",
     "make_state",
     "own_parts",
@@ -74,6 +75,7 @@ __all__ = [
     "plan_layout",
     "plan_traffic",
     "recording",
+    "refuse_unfit_slices",
     "replicas_of",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",

@@ -42,10 +42,21 @@ from torch.overrides import TorchFunctionMode
 import zcomm
 from zpartition import _compat
 from zpartition._compat import TorchDispatchMode, tree_flatten
+from zpartition.cells import deals_of
 from zpartition.hidden import hide, make_hollow, show
 from zpartition.tape import Key, Ref, Tape, is_meta, key_of
 
-__all__ = ["Deferred", "Init", "draw_alike", "recording", "tape_of", "tape_that_knows", "tensors_of", "wire_device"]
+__all__ = [
+    "Deferred",
+    "Init",
+    "draw_alike",
+    "recording",
+    "tape_in_progress",
+    "tape_of",
+    "tape_that_knows",
+    "tensors_of",
+    "wire_device",
+]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -55,6 +66,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self.is_paused = False  # while values are made
+
+    def __enter__(self) -> _Recorder:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        _open.append(self.tape)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _open.pop()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -82,6 +102,7 @@ class _NotMeta(TorchFunctionMode):
 # Storage -> the tape that knows it.  Kept until the values are taken: tensors cannot hold it.  A tape is small: meta
 # tensors, and the few real numbers that it was given.
 _tapes: dict[Key, Tape] = {}
+_open: list[Tape] = []  # those that are being recorded, the innermost last
 
 
 class Init(AbstractContextManager["Init"]):
@@ -160,6 +181,11 @@ def tape_of(module: nn.Module) -> Tape | None:
     return None
 
 
+def tape_in_progress() -> Tape | None:
+    """The tape of the innermost block that is open."""
+    return _open[-1] if _open else None
+
+
 @contextmanager
 def recording(module: nn.Module) -> Iterator[None]:
     """Casting a module that was built inside `Init`, or moving it, inside this block is put onto its tape.
@@ -185,6 +211,7 @@ class Deferred:
     slots: dict[Key, list[tuple[str, Ref]]]  # storage -> names of the module's tensors in it
     tensors: dict[str, Tensor]  # those, hollow now, by name
     real: dict[str, Tensor]  # values of the parameters that were made outside of `Init`, by name
+    deals: dict[str, int]  # parameters of which other ranks have other values: over runs of how many
 
     @classmethod
     def of(cls, module: nn.Module, device: torch.device) -> Deferred | None:
@@ -205,7 +232,7 @@ class Deferred:
                 make_hollow(tensor, device)
         for key in slots:
             _tapes.pop(key, None)
-        return cls(tape, slots, tensors, real)
+        return cls(tape, slots, tensors, real, {name: deal.size for name, deal in deals_of(module).items()})
 
     def fill(self, take: Callable[[str, Tensor], None], group: ProcessGroup | None) -> None:
         """`take(name, values)` gets the values of every tensor, on the CPU, in any order.
@@ -221,7 +248,8 @@ class Deferred:
         self.tape.play(deliver, wanted=frozenset(self.slots))
         for name, values in self.real.items():
             together = values.clone(memory_format=torch.contiguous_format)
-            zcomm.broadcast(together, group, source=0, label=f"weights of {name}")
+            holders = zcomm.run_mates(self.deals[name], group) if name in self.deals else group
+            zcomm.broadcast(together, holders, source=0, label=f"weights of {name}")
             take(name, together)
 
 
@@ -237,7 +265,7 @@ def draw_alike(tape: Tape, group: ProcessGroup | None) -> None:
     own = torch.stack([state for state in states if state is not None]).to(wire_device(group))
     together = own.clone()
     zcomm.broadcast(together, group, source=0, label="seeds")
-    tape.is_own = torch.equal(own, together)
+    tape.is_own = tape.is_own and torch.equal(own, together)
     for index, state in zip(seeded, together.cpu()):
         tape.steps[index] = attrs.evolve(tape.steps[index], generator=state.clone())
 

@@ -1,29 +1,30 @@
-"""Weights from files, straight into the shards: each rank reads the rows that its part lies in, a few at a time.
+"""Weights from files, straight into the shards: each rank reads the boxes that its part covers, a few rows at a time.
 
     with safetensors.safe_open("model.safetensors", "pt") as file:
         zpartition.load_slices(partition, {name: file.get_slice(name) for name in file.keys()})
 
-Anything that has `get_shape()` and gives rows by `[start:stop]` will do; tensors do too.  Nothing of the size of a
-large tensor is held: not the tensor, and not another rank's part of it.
+Anything that has `get_shape()` and gives boxes by `[start:stop, start:stop]` will do; tensors do too.  Nothing of the
+size of a large tensor is held: not the tensor, and not another rank's part of it.  `load_own_slices` is the same for
+a module without a partition: one that answers, whole or split over ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zcomm
-from zpartition.cells import stages_of
+from zpartition.cells import addresses_of, stages_of
 from zpartition.partition import Partition
-from zpartition.shard import Shard
+from zpartition.shard import Address, Shard, cut
 
-__all__ = ["Slices", "load_slices"]
+__all__ = ["Slices", "load_own_slices", "load_slices", "refuse_unfit_slices"]
 
-_CHUNK_NUMEL = 1 << 24  # elements read at once, unless a row has more
+_CHUNK_NUMEL = 1 << 24  # elements read at once
 _NAMED = 10  # names that an error lists
 
 
@@ -31,7 +32,7 @@ class Slices(Protocol):
     """A tensor in a file."""
 
     def get_shape(self) -> list[int]: ...
-    def __getitem__(self, rows: slice) -> Tensor: ...
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor: ...
 
 
 def load_slices(partition: Partition, tensors: Mapping[str, Slices | Tensor], *, strict: bool = True) -> None:
@@ -44,13 +45,13 @@ def load_slices(partition: Partition, tensors: Mapping[str, Slices | Tensor], *,
     """
     stages, own = stages_of(partition.module), set(_names(partition))
     known = own.union(*zcomm.exchange(sorted(own), stages.group)) if stages.size > 1 else own
-    problems = list(_problems(partition, tensors, known, strict))
+    found = _problems(partition.names() if strict else None, partition.shapes(), tensors, known)
+    problems = list(found)
     if stages.size > 1:
         problems = list(
             dict.fromkeys(problem for found in zcomm.exchange(problems, stages.group) for problem in found)
         )
-    if problems:
-        raise ValueError(f"these tensors do not fit the module, and nothing was loaded: {'; '.join(problems)}.")
+    _refuse(problems)
     with torch.no_grad():
         for shard in partition.shards_to_fill():
             if shard.name in tensors:
@@ -58,26 +59,75 @@ def load_slices(partition: Partition, tensors: Mapping[str, Slices | Tensor], *,
     partition.publish()
 
 
+def load_own_slices(module: nn.Module, tensors: Mapping[str, Slices | Tensor]) -> None:
+    """Fill a module that no partition holds, whole or split (by `parallelize`, `distribute`), on each rank its parts.
+
+    tensors: by the module's own names, whole; a tied one under any of its names.  The module is on real devices.
+    Asks no other rank.
+    Raises ValueError, with nothing loaded, as `refuse_unfit_slices` does.
+    """
+    refuse_unfit_slices(module, tensors)
+    with torch.no_grad():
+        for names, tensor, address in _tensors(module):
+            source = next(tensors[name] for name in names if name in tensors)
+            values = tensor.detach().contiguous()  # itself, almost always
+            for shard in cut(Shard, names[0], address, (0, values.numel()), values.view(-1).__getitem__):
+                _read(shard, source)
+            if not tensor.is_contiguous():
+                tensor.copy_(values)
+
+
+def refuse_unfit_slices(module: nn.Module, tensors: Mapping[str, Slices | Tensor]) -> None:
+    """ValueError that names what `module` has and `tensors` lack, what it does not have, and other shapes."""
+    held = list(_tensors(module))
+    names = [next((name for name in names if name in tensors), names[0]) for names, *_ in held]
+    shapes = {name: address.global_shape for names, _, address in held for name in names}
+    _refuse(list(_problems(names, shapes, tensors, set(shapes))))
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[list[str], Tensor, Address]]:
+    """Parameters and persistent buffers: all names of each, this rank's part, and where that lies."""
+    addresses = addresses_of(module)
+    found: dict[int, tuple[list[str], Tensor, Address]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        found.setdefault(id(param), ([], param, addresses.get(name) or Address.whole(param.shape)))[0].append(name)
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in found:
+            found[id(tensor)] = ([name], tensor, Address.whole(tensor.shape))
+    yield from found.values()
+
+
 def _read(shard: Shard, source: Slices | Tensor) -> None:
-    """Rows that cover the span, chunk by chunk."""
+    """The boxes that the span covers, one by one."""
     lo, hi = shard.span
-    if not shard.global_shape:
-        shard.tensor.copy_(_rows(source, slice(None)).reshape(-1)[lo:hi])
+    corner, sizes = [start for start, _ in shard.box], [stop - start for start, stop in shard.box]
+    for at, sides in _boxes(sizes, lo, hi):
+        box = tuple(slice(first + start, first + stop) for first, (start, stop) in zip(corner, sides))
+        found: Any = source[box or ...]  # type: ignore[index]
+        part = found.reshape(-1)
+        shard.tensor[at - lo : at - lo + part.numel()].copy_(part)
+
+
+def _boxes(sizes: Sequence[int], lo: int, hi: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """What the elements `lo` to `hi` of a flattened tensor are in it: (number of the first element, sides), in order.
+
+    Rows of the first dimension where they are whole and not too long, else the same inside of one row.
+    """
+    if not sizes:
+        yield lo, []
         return
-    (top, _), *sides = shard.box
-    row = max(1, math.prod(stop - start for start, stop in sides))
-    step = max(1, _CHUNK_NUMEL // max(row, math.prod(shard.global_shape[1:])))
-    inside = (slice(None), *(slice(start, stop) for start, stop in sides))
-    for first in range(lo // row, -(-hi // row), step):
-        last = min(first + step, -(-hi // row))
-        start, stop = max(lo, first * row), min(hi, last * row)
-        flat = _rows(source, slice(top + first, top + last))[inside].reshape(-1)
-        shard.tensor[start - lo : stop - lo].copy_(flat[start - first * row : stop - first * row])
-
-
-def _rows(source: Any, rows: slice) -> Tensor:
-    found: Tensor = source[rows] if _shape(source) else source[...]
-    return found
+    row, rest = math.prod(sizes[1:]), [(0, size) for size in sizes[1:]]
+    while lo < hi:
+        at, inside = divmod(lo, row)
+        if row > 1 and (inside or hi - lo < row or row > _CHUNK_NUMEL):
+            end = min(row, inside + hi - lo)
+            for first, sides in _boxes(sizes[1:], inside, end):
+                yield at * row + first, [(at, at + 1), *sides]
+            lo = at * row + end
+        else:
+            rows = min(hi - lo, max(row, _CHUNK_NUMEL)) // row
+            yield lo, [(at, at + rows), *rest]
+            lo += rows * row
 
 
 def _shape(source: Slices | Tensor) -> tuple[int, ...]:
@@ -91,12 +141,14 @@ def _names(partition: Partition) -> Iterator[str]:
 
 
 def _problems(
-    partition: Partition, tensors: Mapping[str, Slices | Tensor], known: Set[str], strict: bool
+    wanted: Sequence[str] | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, Slices | Tensor],
+    known: Set[str],
 ) -> Iterator[str]:
-    """known: names that some stage has."""
-    shapes = partition.shapes()
-    if strict:
-        yield from _listed("missing", sorted(set(partition.names()) - set(tensors)))
+    """wanted: names that must be there, and no others than `known`; None: whatever is there counts."""
+    if wanted is not None:
+        yield from _listed("missing", sorted(set(wanted) - set(tensors)))
         yield from _listed("unexpected", sorted(set(tensors) - known))
     wrong = (
         f"{name} has shape {_shape(tensors[name])}, the module's {shape}"
@@ -104,6 +156,11 @@ def _problems(
         if name in tensors and _shape(tensors[name]) != shape
     )
     yield from _listed("of another shape", list(wrong))
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise ValueError(f"these tensors do not fit the module, and nothing was loaded: {'; '.join(problems)}.")
 
 
 def _listed(what: str, items: list[str]) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import attrs
@@ -97,6 +98,28 @@ class Tape:
         self.steps.append(Step(run, (Ref.of(tensor), *args), kwargs, (), touched, overwritten, state))
         return tensor
 
+    @contextmanager
+    def record_seeded(self, number: Tensor, seed: Callable[[int], None]) -> Iterator[None]:
+        """What is drawn inside follows `seed(value of number)`, what is drawn afterwards what was drawn before.
+
+        number: (), of integers, on this tape.
+        """
+        kept: list[Tensor] = []
+
+        def begin(value: Tensor) -> None:
+            kept.append(torch.get_rng_state())
+            seed(int(value))
+
+        def end() -> None:
+            torch.set_rng_state(kept.pop())
+
+        state = self.generator
+        self.steps.append(Step(begin, (Ref.of(number),), {}, (), frozenset({key_of(number)}), None, None))
+        with torch.random.fork_rng(devices=[]):
+            yield
+        self.steps.append(Step(end, (), {}, (), frozenset(), None, None))
+        self.generator = state
+
     def play(self, deliver: Callable[[Key, Tensor], None], *, wanted: frozenset[Key]) -> None:
         """Carry out all steps, and hand every storage of `wanted` over when it is finished: (key, flat uint8).
 
@@ -104,10 +127,11 @@ class Tape:
         another rank's.  The order is the same on all ranks that recorded the same steps.
         """
         real = dict(self.constants)
-        last, final = self._last_touches()
+        steps = _early(self.steps)
+        last, final = _last_touches(steps)
         untouched = self.generator is not None and torch.equal(torch.get_rng_state(), self.generator)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for index, step in enumerate(self.steps):
+            for index, step in enumerate(steps):
                 if step.generator is not None:
                     torch.set_rng_state(step.generator)
                 self._run(step, real)
@@ -116,6 +140,7 @@ class Tape:
                         content = real.pop(key, None)
                         if content is not None and key in wanted and final[key] == index:
                             deliver(key, content)
+                        del content  # before the next one is made
             final_state = torch.get_rng_state()
         for key in self.storages:
             if key in wanted and key not in final:
@@ -165,20 +190,6 @@ class Tape:
         self.generator = state
         return state
 
-    def _last_touches(self) -> tuple[set[tuple[int, Key]], dict[Key, int]]:
-        """(step, storage) after which the content is not needed by later steps; the last step of each storage."""
-        found: set[tuple[int, Key]] = set()
-        final: dict[Key, int] = {}
-        needed: dict[Key, bool] = {}  # by the next step that touches the storage
-        for index in range(len(self.steps) - 1, -1, -1):
-            step = self.steps[index]
-            for key in step.touched:
-                if not needed.get(key, False):
-                    found.add((index, key))
-                final.setdefault(key, index)
-                needed[key] = key != step.overwritten
-        return found, final
-
     def _run(self, step: Step, real: dict[Key, Tensor]) -> None:
         def made(ref: Ref) -> Tensor:
             if ref.key not in real:
@@ -201,6 +212,37 @@ def is_meta(tensor: Tensor) -> bool:
 
 def key_of(tensor: Tensor) -> Key:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _early(steps: Sequence[Step]) -> list[Step]:
+    """The steps in an order in which what is worked on is soon finished: each as early as what it works on is there.
+
+    Casts, and parts of what is dealt out, are noted when all else is; carried out then, the whole model would be in
+    memory.  Steps that touch the same storage keep their order, and so do those that draw random numbers.
+    """
+    places: list[tuple[int, int]] = []
+    latest: dict[Key, int] = {}  # the place behind which what touches the storage next has to come
+    for index, step in enumerate(steps):
+        before = [latest[key] for key in step.touched if key in latest]
+        place = index if _is_random(step) or not before else max(before)
+        latest.update(dict.fromkeys(step.touched, place))
+        places.append((place, index))
+    return [steps[index] for _, index in sorted(places)]
+
+
+def _last_touches(steps: Sequence[Step]) -> tuple[set[tuple[int, Key]], dict[Key, int]]:
+    """(step, storage) after which the content is not needed by later steps; the last step of each storage."""
+    found: set[tuple[int, Key]] = set()
+    final: dict[Key, int] = {}
+    needed: dict[Key, bool] = {}  # by the next step that touches the storage
+    for index in range(len(steps) - 1, -1, -1):
+        step = steps[index]
+        for key in step.touched:
+            if not needed.get(key, False):
+                found.add((index, key))
+            final.setdefault(key, index)
+            needed[key] = key != step.overwritten
+    return found, final
 
 
 def _writes(step: Step, keys: set[Key]) -> bool:

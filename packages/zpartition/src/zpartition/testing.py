@@ -14,7 +14,7 @@ from zpartition.partition import Partition
 from zpartition.policy import ZeroPolicy
 from zpartition.sharding import shard
 
-__all__ = ["Net", "backward", "differing", "fingerprint", "make", "train"]
+__all__ = ["Net", "backward", "clip", "differing", "fingerprint", "make", "norm_of", "train"]
 
 
 class Net(nn.Module):
@@ -64,6 +64,24 @@ def train(partition: Partition, model: nn.Module, optimizer: Any, steps: range, 
         partition.finish_gradients()
         partition.apply(optimizer.step, any_unused=step % 2 == 1)
         partition.zero_grad()
+
+
+def norm_of(partition: Partition) -> Tensor:
+    """Finish the gradients of a step; their norm over all ranks, () float64.  Collective."""
+    counted = partition.finish_gradients()
+    squares = torch.stack([torch.zeros((), dtype=torch.float64), *(part.double().square().sum() for part in counted)])
+    total = squares.sum().view(1)
+    partition.sum_over_shards(total)
+    return total.sqrt().view(())
+
+
+def clip(partition: Partition, limit: float) -> float:
+    """Finish the gradients, and scale them down to a norm of `limit`, as torch does; the norm before.  Collective."""
+    norm = float(norm_of(partition))
+    for storage in partition.storages:
+        assert storage.master.grad is not None
+        storage.master.grad.mul_(min(1.0, limit / (norm + 1e-6)))
+    return norm
 
 
 def fingerprint(partition: Partition, model: nn.Module) -> dict[str, Tensor]:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import unittest.mock
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zcomm.testing import run_ranks
-from zpartition import Init
+from zpartition import Init, recording
 from zpartition.cells import ALONE, Cell, Dealt, addresses_of, deals_of
+from zpartition.deferred import Deferred
 from zpartition.experts.bank import Experts
 from zpartition.experts.dispatch import Shipment
 from zpartition.experts.mlp import ExpertMLP
+from zpartition.experts.parameter import ExpertParameter
+from zpartition.tape import key_of
 
 
 def plain() -> nn.Module:
@@ -104,12 +112,65 @@ def test_a_stack_without_rows_still_takes_part_in_backward() -> None:
     assert all(param.grad is not None and not param.grad.any() for param in stack.parameters())
 
 
-def test_stacks_are_built_on_the_meta_device_and_not_inside_init() -> None:
+def test_stacks_are_built_on_the_meta_device() -> None:
     with torch.device("meta"):
         stack = made()
     assert stack.get_parameter("stacked.0.weight").is_meta
-    with pytest.raises(ValueError, match=r"built inside zpartition\.Init\(\), which has no numbers yet"), Init():
-        made()
+
+
+def seeded_expert() -> nn.Module:
+    """Draws what no generator gives twice: by rejection, and after a seed of its own."""
+    expert = plain()
+    nn.init.trunc_normal_(expert[0].weight)
+    torch.manual_seed(int(expert[0].weight.shape[0]))
+    expert[3].reset_parameters()
+    return expert
+
+
+@pytest.mark.parametrize("of", [plain, lambda: seeded_expert], ids=["copies", "made anew"])
+def test_a_stack_that_is_built_inside_init_has_the_values_of_a_plain_one(of: Callable[[], Any]) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(7)
+        return nn.Sequential(nn.Linear(6, 6), Experts(of(), 3), nn.Linear(6, 6))
+
+    expected = build()
+    following = torch.rand(3)
+    with Init():
+        model = build()
+    found: dict[str, Tensor] = {}
+    deferred = Deferred.of(model, torch.device("cpu"))
+    assert deferred is not None
+    deferred.fill(lambda name, values: found.update({name: values.clone()}), None)
+    assert torch.equal(torch.rand(3), following)
+    assert sorted(found) == sorted(expected.state_dict())
+    assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
+    weights = dict(model.named_parameters())
+    assert type(weights["1.stacked.0.weight"]) is ExpertParameter
+
+
+def test_values_of_stacks_that_are_shared_out_need_the_memory_of_one_while_they_are_made() -> None:
+    width, number, layers = 16, 4, 5
+    with Init() as init:
+        model = nn.ModuleList(Experts(nn.Linear(width, width, bias=False), number) for _ in range(layers))
+    for stack in model:
+        with recording(stack):
+            stack.share_out(Cell(object(), 2, 0))
+    wanted = frozenset(key_of(param) for param in model.parameters())
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    original = torch.empty
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        found = original(*args, **kwargs)
+        made.append(weakref.ref(found))
+        alive.append(sum(each.numel() for reference in made if (each := reference()) is not None))
+        return found
+
+    with unittest.mock.patch.object(torch, "empty", counted):
+        init.tape.play(lambda key, content: None, wanted=wanted)
+    expert = width * width * 4
+    assert len(made) > layers * number
+    assert max(alive) <= (number + number // 2) * expert + 100 * layers, "a stack, its part, and a number for each"
 
 
 def _under_autocast() -> tuple[float, float]:

@@ -9,7 +9,7 @@ from torch import Tensor
 import zcomm
 from zcomm.testing import run_ranks
 from zpartition.cells import ALONE, Cell
-from zpartition.experts.dispatch import Shipment, _order_by_expert
+from zpartition.experts.dispatch import Shipment
 
 EXPERTS = 4
 
@@ -99,7 +99,17 @@ def test_ranks_without_any_token_take_part() -> None:
     assert run_ranks(_nothing, 2) == [True, True]
 
 
-def test_rows_of_an_expert_come_from_all_sources_in_order() -> None:
-    """Two sources, three experts: rows lie as a0 a0 c0 | a1 b1 c1 c1."""
-    assert _order_by_expert([[2, 0, 1], [1, 1, 2]]).tolist() == [0, 1, 3, 4, 2, 5, 6]
-    assert _order_by_expert([[0, 0], [0, 0]]).tolist() == []
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_gradients_of_sums_are_those_of_finite_differences(k: int) -> None:
+    """One, two and three choices a token, each a way of its own; some dropped."""
+    generator = torch.Generator().manual_seed(k)
+    x = torch.randn(5, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(5, k, generator=generator, dtype=torch.float64, requires_grad=True)
+    experts = torch.rand(5, EXPERTS, generator=generator).argsort(1)[:, :k]
+    kept = torch.rand(5, k, generator=generator) > 0.3
+
+    def layer(x: Tensor, weights: Tensor) -> Tensor:
+        shipment = Shipment.plan(experts, kept, EXPERTS, ALONE)
+        return shipment.fetch(shipment.send(x).tanh(), weights * kept)
+
+    assert torch.autograd.gradcheck(layer, (x, weights))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 from zpartition.sequence.masks import Looks, Tokens, padding_of
 
@@ -81,6 +82,9 @@ def test_a_mask_is_made_only_where_it_says_more_than_causal() -> None:
 def test_padding_is_read_off_any_mask() -> None:
     like = torch.zeros(1, 3, dtype=torch.int64)
     square = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 0]]).bool().view(1, 1, 3, 3)
-    for mask in (square, torch.tensor([[1, 1, 0]]), torch.zeros(1, 1, 3, 3).masked_fill(~square, -1e9)):
+    flex = create_block_mask(lambda b, _head, i, j: square[b, 0, i, j], 1, None, 3, 3, device="cpu")
+    for mask in (square, torch.tensor([[1, 1, 0]]), torch.zeros(1, 1, 3, 3).masked_fill(~square, -1e9), flex):
         assert padding_of(mask, like).tolist() == [[True, True, False]]
+    causal = create_block_mask(lambda _b, _head, i, j: i >= j, None, None, 3, 3, device="cpu")
+    assert padding_of(causal, like).tolist() == [[True] * 3]  # looks up nothing
     assert padding_of(None, like).tolist() == padding_of("blocks", like).tolist() == [[True] * 3]

@@ -12,6 +12,7 @@ from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy
 from zpartition.tensor import TensorPlan, parallelize, whole_state_dict
 from zpartition.tensor.testing import PLAN, SEQUENCE, Language
+from zpartition.testing import clip
 
 STEPS, CLIP = 3, 0.5
 
@@ -68,17 +69,11 @@ def train(
                 loss = model(micro[replica]) / accumulation
                 loss.backward()
             total += loss.detach() / replicas
-        counted = partition.finish_gradients()
-        squares = torch.stack([total.new_zeros(()), *(g.square().sum() for g in counted)]).sum().view(1)
-        partition.sum_over_shards(squares)
-        norm = float(squares.sqrt())
-        for storage in partition.storages:
-            storage.master.grad.mul_(min(1.0, CLIP / (norm + 1e-6)))
+        norms.append(clip(partition, CLIP))
         partition.apply(optimizer.step)
         partition.zero_grad()
         zcomm.all_reduce(total, data)
         losses.append(float(total))
-        norms.append(norm)
     mark = fingerprint(whole_state_dict(model))  # gathers at stage 3
     partition.close()
     return losses, norms, mark

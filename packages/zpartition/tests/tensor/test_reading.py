@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from zpartition.tensor import (
     Column,
     Row,
+    Rule,
     Summed,
+    TensorPlan,
     Uncovered,
     Vocabulary,
     Whole,
+    read_injection_policy,
     read_layer_specs,
     read_tp_plan,
     resolve,
 )
-from zpartition.tensor.testing import Language
+from zpartition.tensor.testing import Block, Language
 
 
 def test_a_tp_plan_is_read_by_style() -> None:
@@ -37,6 +41,53 @@ def test_a_tp_plan_is_read_by_style() -> None:
         Column(), Row(), Column(gathers=True), Summed(), Vocabulary(), Column(gathers=True),
     ]  # fmt: skip
     assert plan.style_of("blocks.2.mlp.down") == Row()
+
+
+class Stack(nn.Module):
+    """Experts as Transformers stacks them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.up = 2, nn.Parameter(torch.ones(2, 3, 3))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        raise AssertionError
+
+
+def test_stacks_of_experts_stay_whole_whatever_a_tp_plan_says_of_them() -> None:
+    model = nn.ModuleDict({"o": nn.Linear(4, 4), "experts": Stack()})
+    given = {"experts.up": "packed_colwise", "experts": "moe_tp_experts", "o": "rowwise"}
+    assert read_tp_plan(given, model).rules == (Rule("o", Row()),)
+
+
+def test_an_injection_policy_names_the_rows_of_a_kind_of_block() -> None:
+    model = Language()
+    plan = read_injection_policy({Block: ("attention.o_proj", "proj", "dense", "down")}, model)
+    assert plan.uncovered is Uncovered.KEEP
+    rows = [rule.pattern for rule in plan.rules if rule.style == Row()]
+    assert rows == [
+        *("blocks.0.attention.o_proj", "blocks.0.mlp.down", "blocks.1.attention.proj", "blocks.1.mlp.down"),
+        *("blocks.2.attention.dense", "blocks.2.mlp.down"),
+    ]
+    assert plan.style_of("blocks.1.attention.qkv") == plan.style_of("blocks.0.mlp.gate") == Column()
+    assert plan.style_of("head") is None
+
+
+def test_what_a_run_has_shown_completes_an_injection_policy() -> None:
+    fused = Column(units=4, blocks=(24, 24, 24))
+    seen = TensorPlan([Rule("blocks.1.attention.qkv", fused), Rule("blocks.1.mlp.down", Column())])
+    plan = read_injection_policy({Block: ("down", "proj")}, Language(), seen)
+    assert plan.style_of("blocks.1.attention.qkv") == fused
+    assert plan.style_of("blocks.1.mlp.down") == Row(), "the policy says which layers are rows"
+
+
+def test_an_injection_policy_that_fits_nothing_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"no linear layer in a Block is called 'wo'; there are q_proj, k_proj, .*down"
+    ):
+        read_injection_policy({Block: ("down", "wo")}, Language())
+    with pytest.raises(ValueError, match="in a Conv2d is called 'down'; there are none"):
+        read_injection_policy({nn.Conv2d: ("down",)}, Language())
 
 
 def test_a_tp_plan_that_cannot_be_read_is_refused() -> None:

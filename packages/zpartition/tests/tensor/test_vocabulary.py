@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,15 @@ from torch.nn.functional import cross_entropy
 
 import zcomm
 from zcomm.testing import run_ranks
-from zpartition.tensor import Column, Rule, TensorPlan, Vocabulary, parallelize, vocabulary_cross_entropy
+from zpartition.tensor import (
+    Column,
+    Rule,
+    TensorPlan,
+    Vocabulary,
+    parallelize,
+    resolve,
+    vocabulary_cross_entropy,
+)
 
 
 def make(dtype: torch.dtype) -> nn.ModuleDict:
@@ -25,6 +35,45 @@ def split(dtype: torch.dtype) -> nn.ModuleDict:
 
 def gradients(model: nn.ModuleDict) -> list[Tensor]:
     return [p.grad for p in model.parameters()]
+
+
+class Scaled(nn.Embedding):
+    """Gemma's."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * 3.0
+
+
+class Alone(nn.Embedding):
+    """Looks rows up by itself."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.embedding(input, self.weight)
+
+
+def _scaled() -> float:
+    tokens, plan = torch.tensor([0, 5, 6, 3, 3]), TensorPlan([Rule("*", Vocabulary())])
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(7, 4).double())
+    whole = copy.deepcopy(model)
+    expected = whole(tokens)
+    (gradient,) = torch.autograd.grad(expected.square().sum(), whole.parameters())
+    parallelize(model, plan)
+    found = model(tokens)
+    found.square().sum().backward()
+    assert isinstance(model[0], Scaled)
+    rows = slice(0, 4) if zcomm.group_rank() == 0 else slice(4, 7)
+    return float((found - expected).abs().max().detach() + (model[0].weight.grad - gradient[rows]).abs().max())
+
+
+def test_an_embedding_that_scales_what_torchs_returns_still_does() -> None:
+    assert max(run_ranks(_scaled, 2)) < 1e-13
+
+
+def test_an_embedding_with_a_look_up_of_its_own_is_refused() -> None:
+    told = "0 is a Alone, and Vocabulary.. splits torch's Embedding alone, and subclasses that call its forward"
+    with pytest.raises(ValueError, match=told):
+        resolve(TensorPlan([Rule("*", Vocabulary())]), nn.Sequential(Alone(7, 4)), 2, 0)
 
 
 def _compare() -> list[float]:

@@ -13,11 +13,13 @@ from __future__ import annotations
 from .dcp import export_dcp, import_dcp
 from .deepspeed import DeepSpeedCheckpoint, import_deepspeed, read_deepspeed
 from .huggingface import export_huggingface
+from .patchwork import Patchwork
 from .recognising import recognise
 from .weights import Weights, import_weights, read_weights
 
 __all__ = [
     "DeepSpeedCheckpoint",
+    "Patchwork",
     "Weights",
     "export_dcp",
     "export_huggingface",

@@ -11,13 +11,18 @@ typedef struct zs_group zs_group;
 
 /* One collective as this rank wants it.  Operations, data types and reductions are numbered by names.py. */
 typedef struct {
-  int32_t op, dtype, reduction, source; /* reduction -1 and source 0 where there is none */
+  int32_t op, dtype, reduction; /* reduction -1 where there is none */
+  int32_t source;               /* of a broadcast; of an exchange a checksum of its table; else 0 */
   int32_t item_bytes;
   int32_t wake;       /* 1: the group's thread carries it out; 0: the caller waits at once and does so itself */
-  int64_t numel;      /* elements of the tensor (all_reduce, broadcast), else of one rank's slice */
+  int64_t numel;      /* elements of the tensor (all_reduce, broadcast), of the most that one rank sends to another
+                         (exchange), else of one rank's slice */
   int64_t stride;     /* elements from slice to slice of a reduce_scatter's input, an all_gather's output; >= numel */
   const void *input;  /* all_reduce, broadcast: the same as output */
   void *output;
+  int64_t num_runs;          /* exchange: what a rank sends to another is so many runs, one after the other */
+  const int64_t *sends;      /* [target][run]: place in the input and length, elements */
+  const int64_t *receives;   /* [source][run]: place in the output and length, elements */
   char label[64];
 } zs_call;
 
@@ -77,7 +82,7 @@ void zs_stream(void *to, const void *from, int64_t bytes);
 int zs_set_level(int level); /* 0 plain, 1 the best of this processor; returns the level in use */
 /* cdef end */
 
-enum { ZS_ALL_REDUCE, ZS_REDUCE_SCATTER, ZS_ALL_GATHER, ZS_BROADCAST, ZS_ALL_TO_ALL, ZS_BARRIER };
+enum { ZS_ALL_REDUCE, ZS_REDUCE_SCATTER, ZS_ALL_GATHER, ZS_BROADCAST, ZS_ALL_TO_ALL, ZS_EXCHANGE, ZS_BARRIER };
 enum { ZS_FLOAT32, ZS_FLOAT64, ZS_BFLOAT16, ZS_FLOAT16, ZS_INT32, ZS_INT64, ZS_UINT8, ZS_INT8, ZS_BOOL, ZS_REDUCIBLE };
 enum { ZS_SUM, ZS_MAX, ZS_MIN, ZS_REDUCTIONS };
 enum { ZS_FINE, ZS_DIED, ZS_TIMED_OUT, ZS_CLOSED, ZS_DISAGREE, ZS_ELSEWHERE };

@@ -6,6 +6,8 @@
  * Staged: the payload passes in chunks through the control segments, in a pipeline of one barrier a chunk.  In
  * one step a rank stages chunk c, reduces its slice of chunk c - 1 and, for all_reduce, fetches the slices of
  * chunk c - 2 from the others.  Where no rank has its payload in a shared segment, step 0 stages chunk 0 already.
+ * An exchange is always staged: what goes to a rank, runs of bytes from here and there, is one part of a chunk, and
+ * comes out of it into the runs of the receiver, so no rank orders or pads anything before or after.
  * A payload of up to ZS_TINY bytes goes this way always, and then costs a single barrier: even an all_reduce, which
  * every rank then computes in full.
  *
@@ -55,7 +57,8 @@ static int64_t part(const zs_group *g, const zs_call *c, int p, int64_t chunk, i
 }
 
 static int64_t count_chunks(const zs_group *g, const zs_call *c) {
-  int in_parts = c->op == ZS_ALL_REDUCE || c->op == ZS_REDUCE_SCATTER || c->op == ZS_ALL_TO_ALL;
+  int in_parts = c->op == ZS_ALL_REDUCE || c->op == ZS_REDUCE_SCATTER || c->op == ZS_ALL_TO_ALL ||
+                 c->op == ZS_EXCHANGE;
   return in_parts ? divided_up(slice_bytes(g, c), part_bytes(g)) : divided_up(call_bytes(c), ZS_CHUNK);
 }
 
@@ -88,6 +91,33 @@ static void reduce_staged(const zs_group *g, const zs_call *c, const char *own, 
   zs_reduce(c->dtype, c->reduction, g->size, sources, num_outputs, outputs, bytes / c->item_bytes, is_fresh(g, c));
 }
 
+/* Copy what chunk number `chunk` holds of the bytes that two ranks exchange: between their runs in a tensor of this
+ * rank, to or from which they go, and one part of a staging buffer. */
+static void copy_runs(const zs_group *g, const zs_call *c, const int64_t *runs, char *tensor, int to_tensor, char *part,
+                      int64_t chunk) {
+  int64_t from = chunk * part_bytes(g), until = from + part_bytes(g), start = 0; /* in the bytes of all runs */
+  for (int64_t i = 0; i < c->num_runs && start < until; i++) {
+    int64_t place = runs[2 * i] * c->item_bytes, end = start + runs[2 * i + 1] * c->item_bytes;
+    int64_t first = start > from ? start : from, last = smaller(end, until);
+    if (last > first) {
+      char *own = tensor + place + (first - start), *other = part + (first - from);
+      copy(to_tensor ? own : other, to_tensor ? other : own, last - first);
+    }
+    start = end;
+  }
+}
+
+static const int64_t *runs_of(const zs_call *c, const int64_t *table, int p) { return table + 2 * c->num_runs * p; }
+
+/* What this rank keeps of an exchange: the same runs, elsewhere. */
+static void keep_runs(const zs_group *g, const zs_call *c) {
+  const int64_t *from = runs_of(c, c->sends, g->rank), *to = runs_of(c, c->receives, g->rank);
+  for (int64_t i = 0; i < c->num_runs; i++) {
+    const char *source = (const char *)c->input + from[2 * i] * c->item_bytes;
+    copy((char *)c->output + to[2 * i] * c->item_bytes, source, from[2 * i + 1] * c->item_bytes);
+  }
+}
+
 /* First phase of a chunk: this rank's payload, as far as others need it, into its staging buffer. */
 static void stage_in(const zs_group *g, const zs_call *c, int64_t chunk) {
   char *to = staged(g, g->rank, g->count);
@@ -101,6 +131,10 @@ static void stage_in(const zs_group *g, const zs_call *c, int64_t chunk) {
   }
   for (int p = 0; p < g->size; p++) {
     if (p == g->rank) continue;
+    if (c->op == ZS_EXCHANGE) {
+      copy_runs(g, c, runs_of(c, c->sends, p), (char *)c->input, 0, to + p * part_bytes(g), chunk);
+      continue;
+    }
     at = part(g, c, p, chunk, &bytes);
     copy(to + p * part_bytes(g), from + at, bytes);
   }
@@ -153,6 +187,13 @@ static void stage_out(const zs_group *g, const zs_call *c, int64_t chunk) {
         const char *theirs = staged(g, p, g->count - 1) + g->rank * part_bytes(g);
         put(g, c, to + p * call_bytes(c) + chunk * part_bytes(g), p == g->rank ? own + from : theirs, bytes);
       }
+      break;
+    case ZS_EXCHANGE:
+      for (int p = 0; p < g->size; p++) {
+        char *theirs = staged(g, p, g->count - 1) + g->rank * part_bytes(g);
+        if (p != g->rank) copy_runs(g, c, runs_of(c, c->receives, p), to, 1, theirs, chunk);
+      }
+      if (chunk == 0) keep_runs(g, c);
       break;
     default:
       break;
@@ -236,7 +277,7 @@ static void publish(zs_group *g, zs_task *t) {
   const char *place = c->input;
   int in_slices = c->op == ZS_REDUCE_SCATTER || c->op == ZS_ALL_TO_ALL;
   int64_t bytes = call_bytes(c) + (in_slices ? pitch(g, c) * (g->size - 1) : 0);
-  t->segment = is_tiny(g, c) ? NULL : segment_of(g, place, bytes);
+  t->segment = is_tiny(g, c) || c->op == ZS_EXCHANGE ? NULL : segment_of(g, place, bytes);
   if (c->op == ZS_ALL_GATHER && !is_tiny(g, c)) {
     char *own_slice = (char *)c->output + g->rank * pitch(g, c);
     zs_segment *outer = segment_of(g, own_slice, bytes);

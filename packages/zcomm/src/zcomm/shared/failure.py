@@ -49,7 +49,7 @@ class Wish:
     op: int  # as in names.OPS
     dtype: int  # as in names.DTYPES; -1 for a barrier
     reduction: int  # as in names.REDUCTIONS; -1 where there is none
-    source: int
+    source: int  # of a broadcast; of an exchange the checksum of its table
     numel: int  # of the tensor, or of one slice
     label: str
     stride: int = 0  # elements from one slice to the next; 0 where there are none
@@ -57,7 +57,7 @@ class Wish:
     def __str__(self) -> str:
         call, details = named(OPS[self.op], self.label), []
         if self.dtype >= 0:
-            whose = "" if OPS[self.op] in ("all_reduce", "broadcast") else " a rank"
+            whose = {"all_reduce": "", "broadcast": "", "exchange": " at most"}.get(OPS[self.op], " a rank")
             call += f" of {self.numel} {dtype_name(self.dtype)}{whose}"
         if self.stride > self.numel:
             details.append(f"{self.stride} apart")
@@ -65,6 +65,8 @@ class Wish:
             details.append(f"op {REDUCTIONS[self.reduction]!r}")
         if OPS[self.op] == "broadcast":
             details.append(f"source {self.source}")
+        if OPS[self.op] == "exchange":
+            details.append(f"table {self.source:08x}")
         return call + (f" ({', '.join(details)})" if details else "")
 
 

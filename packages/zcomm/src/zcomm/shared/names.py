@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier")
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "exchange", "barrier")
 REDUCTIONS = ("sum", "max", "min")
 NUM_REDUCIBLE = 9
 _DTYPE_NAMES = (

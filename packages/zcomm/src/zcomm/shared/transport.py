@@ -25,10 +25,24 @@ from zcomm.shared.names import DTYPES, OPS, REDUCTIONS
 from zcomm.shared.native import Library
 from zcomm.shared.segment import Memory
 
-__all__ = ["Message", "SharedMemoryFailed", "Transport", "Work"]
+__all__ = ["Message", "Routes", "SharedMemoryFailed", "Transport", "Work"]
 
 _WAIT_MS = 100
 _LABEL_BYTES = 63
+
+
+@attrs.frozen(eq=False)
+class Routes:
+    """What of this rank's input goes where, and where in its output what comes from others.
+
+    A rank sends each other the same number of runs.  sends, receives: (ranks, runs, 2) int64 on the CPU, place and
+    length of each run in elements of the input or output.  The rest is of the whole table, so equal on all ranks.
+    """
+
+    sends: Tensor
+    receives: Tensor
+    longest: int  # elements that a rank sends to another, at most
+    checksum: int  # 31 bits
 
 
 @attrs.frozen(eq=False)
@@ -43,6 +57,7 @@ class Message:
     label: str = ""
     overlap: bool = False  # the caller goes on computing, rather than wait at once
     stride: int = 0  # elements from slice to slice of the larger tensor, if they do not adjoin
+    routes: Routes | None = None  # of an exchange
 
     @property
     def payload(self) -> Tensor | None:
@@ -122,6 +137,8 @@ class Transport:
             call.stride = message.stride or call.numel
             call.input = ffi.cast("void *", message.input.data_ptr())
             call.output = ffi.cast("void *", message.output.data_ptr())
+            if message.routes is not None:
+                self._route(call, message.routes)
         with self.lock:
             self._forget()
             ticket = self.library.lib.zs_issue(self.handle, call)
@@ -129,6 +146,14 @@ class Transport:
                 raise MemoryError("zcomm: no memory for a collective")
             self.in_flight.append((ticket, message))
         return Work(self, ticket)
+
+    def _route(self, call: Any, routes: Routes) -> None:
+        """Fill in what an exchange has of its own.  Whoever keeps the message keeps the tables that C reads."""
+        cast = self.library.ffi.cast
+        call.numel, call.stride, call.source = routes.longest, routes.longest, routes.checksum
+        call.num_runs = routes.sends.shape[1]
+        call.sends = cast("int64_t *", routes.sends.data_ptr())
+        call.receives = cast("int64_t *", routes.receives.data_ptr())
 
     def wait(self, ticket: int) -> None:
         """Return when the collective is done.  Raises SharedMemoryFailed naming the rank that is to blame."""

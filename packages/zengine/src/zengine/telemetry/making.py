@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import zcomm
+from zengine.telemetry.choosing import Scope
 from zengine.telemetry.comms import CommsLog, NoCommsLog
 from zengine.telemetry.countdown import make_countdown
 from zengine.telemetry.devices import Fleet, peak_of
@@ -30,52 +31,36 @@ from zengine.telemetry.throughput import NoThroughput, Rate, Throughput
 from zengine.telemetry.work import Meter
 
 
-def make_telemetry(
-    plan: TelemetryPlanLike,
-    *,
-    device: torch.device,
-    rank: int,
-    micro_batch_size: int,
-    batch_size: int,
-    replicas: int,
-    pieces: int = 1,
-    num_devices: int = 0,
-) -> Telemetry | Silent:
-    """The telemetry that the plan asks for on this rank; or Silent: nothing is asked for, or the rank is not 0.
-
-    batch_size: samples of all ranks a step; micro_batch_size: samples of one rank a micro-step; replicas: ranks that
-    train together; pieces: how many of them share each sample's tokens; num_devices: all ranks, where several share
-    a model's layers (0: replicas).
-    Raises MissingPackageError, on every rank alike, if an enabled monitor's package is not installed.
-    """
+def telemetry_of(plan: TelemetryPlanLike, scope: Scope) -> Telemetry | Silent:
+    """What `choosing.make_telemetry` gives for a plan that asks for something."""
     require_packages(plan)
     countdown = make_countdown(plan.bench_steps, plan.rates.warmup_steps)
-    if rank != 0 or not plan.is_wanted:
+    if scope.rank != 0:
         return Silent(countdown)
-    stopwatch = _make_stopwatch(device) if plan.wall_clock_breakdown else NoStopwatch()
-    marks = MemoryMarks(device) if plan.memory_breakdown else NoMemoryMarks()
+    stopwatch = _make_stopwatch(scope.device) if plan.wall_clock_breakdown else NoStopwatch()
+    marks = MemoryMarks(scope.device) if plan.memory_breakdown else NoMemoryMarks()
     throughput = Throughput(warmup_steps=plan.rates.warmup_steps) if plan.throughput else NoThroughput()
     comms = CommsLog(zcomm.traced, plan.comms_ops) if plan.comms_log else NoCommsLog()
 
     def farewell() -> str:
-        batch = f"batch {batch_size}, micro-batch {micro_batch_size}"
+        batch = f"batch {scope.batch_size}, micro-batch {scope.micro_batch_size}"
         return "\n".join(filter(None, [_mean_rate(plan, throughput.total, batch), comms.table()]))
 
-    fleet = Fleet(num_devices=num_devices or replicas, peak_tflops=plan.rates.peak_tflops or peak_of(device))
+    fleet = Fleet(num_devices=scope.num_devices, peak_tflops=plan.rates.peak_tflops or peak_of(scope.device))
     sinks = _open_monitors(plan, fleet)
     if plan.steps_per_print or plan.comms_log:
         sinks.add("console", lambda: Console(plan.steps_per_print, table=comms.table, farewell=farewell))
     if plan.bench_steps:
         sinks.add("bench summary", lambda: Bench(plan.bench_steps))
     return Telemetry(
-        device=device,
+        device=scope.device,
         sinks=sinks,
         stopwatch=stopwatch,
         throughput=throughput,
         marks=marks,
         comms=comms,
         spans=make_spans((*stopwatch.observers(), *marks.observers())),
-        meter=Meter(replicas=replicas, pieces=pieces, tokens_per_sample=plan.rates.tokens_per_sample),
+        meter=Meter(replicas=scope.replicas, pieces=scope.pieces, tokens_per_sample=plan.rates.tokens_per_sample),
         fleet=fleet,
         owners=Owners(always=plan.memory_breakdown),
         countdown=countdown,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
+from torch import nn
 
 from zengine.config import ConfigError
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, default_inference_config, merged
@@ -34,11 +36,10 @@ def test_keys_about_kernels_are_told_to_have_no_effect():
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        ("mp_size", 2, r"not split here.*tp_model_init\(model, tp_size\)"),
-        ("tensor_parallel", {"tp_size": 4}, r"not split here.*tp_model_init\(model, tp_size\)"),
+        ("mp_size", 0, "must be a whole number of 1 or more"),
+        ("save_mp_checkpoint_path", "here", "weights are whole in a checkpoint, and each rank reads its part"),
         ("enable_cuda_graph", True, "CUDA graphs are not captured. Use torch.compile"),
         ("quant", {"enabled": True}, "quantised weights are not available yet"),
-        ("moe", {"enabled": True}, "expert parallelism"),
         ("use_triton", True, "there are no Triton kernels"),
         ("zero", {"stage": 3}, "engine.eval"),
         ("max_out_tokens", 0, "must be a whole number of 1 or more"),
@@ -55,7 +56,24 @@ def test_what_is_not_there_is_refused_by_name(key, value, told):
 
 def test_harmless_values_of_refused_keys_pass():
     defaults = {"enable_cuda_graph": False, "moe": {}, "ep_size": 1, "quant": None, "tensor_parallel": {"tp_size": 1}}
-    assert DeepSpeedInferenceConfig.of(defaults) == DeepSpeedInferenceConfig()
+    made = DeepSpeedInferenceConfig.of(defaults)
+    assert attrs.evolve(made, ranks={}) == DeepSpeedInferenceConfig()
+    assert made.sharing.is_idle
+    assert DeepSpeedInferenceConfig.of(default_inference_config()).sharing.is_idle
+
+
+def test_an_injection_policy_has_an_effect_where_layers_are_split():
+    policy = {nn.Linear: ("out",)}
+    assert not DeepSpeedInferenceConfig.of({"injection_policy": policy, "mp_size": 2}).notices
+    (notice,) = DeepSpeedInferenceConfig.of({"injection_policy": policy}).notices
+    assert "injection_policy: no effect" in notice
+
+
+def test_a_config_object_keeps_what_it_says_of_ranks():
+    made = DeepSpeedInferenceConfig.of({"tensor_parallel": {"tp_size": 2}})
+    assert DeepSpeedInferenceConfig.of(merged(made, {"dtype": torch.float16})).sharing == made.sharing
+    with pytest.raises(ConfigError, match="tp_size = 0: must be"):
+        _ = DeepSpeedInferenceConfig(ranks={"tensor_parallel": {"tp_size": 0}}).sharing
 
 
 def test_config_and_keywords_are_one_config(tmp_path: Path):

@@ -16,6 +16,7 @@ Rejected: a ModuleList of experts (see above); one parameter for all weights (op
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -27,8 +28,8 @@ from zpartition.cells import ALONE, Cell
 from zpartition.experts.grouped import add_rows_bias, runs
 from zpartition.experts.mlp import ExpertMLP
 from zpartition.experts.parameter import ExpertParameter
+from zpartition.experts.seeding import drawn, seeded
 from zpartition.shard import Address
-from zpartition.tape import is_meta
 from zpartition.tensor.entrance import Entrance
 from zpartition.tensor.styles import cut_along
 from zpartition.whole import part_of
@@ -52,11 +53,12 @@ class Experts(nn.Module):
         self.num_experts, self.deal = num_experts, deal
         self.entrance = Entrance(ALONE)  # to tensor ranks
         self._addresses: dict[str, Address] = {}
-        seed = _drawn()
-        made = [_made(expert, index, seed) for index in self.own]
-        _refuse_buffers(made[0])
-        self._template = (_on_meta(made[0]),)  # in a tuple: no child of this module
-        self.stacked = _stacked(made)
+        seed = drawn()
+        first = _made(expert, self.own.start, seed)
+        _refuse_buffers(first)
+        self._template = (_on_meta(first),)  # in a tuple: no child of this module
+        others = (_made(expert, index, seed) for index in self.own[1:])
+        self.stacked = _stacked(first, others, len(self.own))
         self._note({})
 
     @property
@@ -191,24 +193,9 @@ def with_graph_of(rows: Tensor, weights: Iterable[Tensor]) -> Tensor:
     return rows + sum(weight.reshape(-1)[:0].sum().to(rows.dtype) for weight in weights)
 
 
-def _drawn() -> int:
-    """A number from torch's generator, also where modules are being built on the meta device."""
-    number = torch.randint(2**31, (), device="cpu")
-    if is_meta(number):
-        raise ValueError(
-            "a layer of experts is built inside zpartition.Init(), which has no numbers yet, and each expert is "
-            "initialised under a seed of its own. Build the model plainly, or under torch.device('meta') and load "
-            "its weights afterwards (load_slices)."
-        )
-    return int(number)
-
-
-def _made(expert: nn.Module | Callable[[], nn.Module], index: int, seed: int) -> nn.Module:
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed * 1_000_003 + index)
-        for device in devices:
-            torch.cuda.default_generators[device].manual_seed(seed * 1_000_003 + index)
+def _made(expert: nn.Module | Callable[[], nn.Module], index: int, seed: Tensor) -> nn.Module:
+    """Expert `index`, in memory of its own but for the first."""
+    with seeded(seed, index):
         if not isinstance(expert, nn.Module):
             return expert()
         if index:
@@ -234,21 +221,24 @@ def _on_meta(expert: nn.Module) -> nn.Module:
     return empty.to("meta")
 
 
-def _stacked(made: Sequence[nn.Module]) -> nn.Module:
+def _stacked(first: nn.Module, others: Iterable[nn.Module], num_experts: int) -> nn.Module:
     """A tree of plain modules with the parameters of all, stacked, by the names that they have in one.
 
-    Plain, so that nothing that looks for linear layers takes a stack for one.
+    Plain, so that nothing that looks for linear layers takes a stack for one.  One expert at a time is looked at.
     """
     root = nn.Module()
-    first = made[0]
     tensors: Iterator[tuple[str, Tensor]] = first.named_parameters()
     for name, param in tensors:
-        values = torch.stack([module.get_parameter(name).detach() for module in made])
+        values = torch.empty((num_experts, *param.shape), dtype=param.dtype, device=param.device)
         parent, leaf = _parent(root, name)
         parent.register_parameter(leaf, ExpertParameter(values, requires_grad=param.requires_grad))
     for name, buffer in first.named_buffers():
         parent, leaf = _parent(root, name)
         parent.register_buffer(leaf, buffer, persistent=False)
+    with torch.no_grad():
+        for index, module in enumerate(itertools.chain([first], others)):
+            for name, stack in root.named_parameters():
+                stack[index].copy_(module.get_parameter(name))
     return root
 
 

@@ -1,12 +1,12 @@
 """The way of tokens to their experts and back.
 
 A choice (token, slot) that was kept becomes a row.  Rows are sorted by expert, so what goes to a rank is one slice,
-and `zcomm.exchange_slices` sends slices of uneven length: nothing is padded to a capacity, and what was dropped does
-not travel.  The ranks tell each other their counts first (ranks x experts numbers), after which every rank knows who
-sends what, and forward and backward of the layer need no further word.  What arrives comes by source, each part
-sorted by expert; one copy makes each expert's rows contiguous.
+with a run of rows for each of its experts.  `zcomm.collect_runs` sends runs of uneven length: nothing is padded to a
+capacity, what was dropped does not travel, and what arrives lies by expert whoever sent it.  The ranks tell each
+other their counts first (ranks x experts numbers), after which every rank knows who sends what, and forward and
+backward of the layer need no further word.
 
-Backward goes the same way in the other direction.  Gradients of a token's rows are added up in the order of its
+Backward goes the same way in the other direction.  Rows and gradients of a token are added up in the order of its
 choices: no atomics, so the result is the same every time.
 
 Rejected: one-hot products of shape (tokens, experts, capacity), which cost more than the experts do; capacity as the
@@ -15,7 +15,6 @@ size of messages, which sends air.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, final
 
 import attrs
@@ -27,6 +26,8 @@ import zcomm
 from zpartition.cells import Cell
 
 __all__ = ["Shipment"]
+
+Runs = tuple[tuple[tuple[int, ...], ...], ...]  # [from][to][expert of that rank]: rows
 
 
 @final
@@ -72,37 +73,17 @@ class Shipment:
     def send(self, x: Tensor) -> Tensor:
         """(tokens, width) -> (rows of this rank's experts, width), sorted by expert."""
         rows = _apply(_Pick, x, self.rows, self.k)
-        if self.deal.size == 1:
-            return rows
-        arrived = _apply(_Exchange, rows, self._sent(), self.deal)
-        return _apply(_Permuted, arrived, self._by_expert(arrived.device))
+        return rows if self.deal.size == 1 else _apply(_Collected, rows, self._runs(), self.deal)
 
     def fetch(self, y: Tensor, weights: Tensor) -> Tensor:
         """Rows of this rank's experts, as `send` gave them -> (tokens, width): sums by `weights`, (tokens, k)."""
-        if self.deal.size > 1:
-            y = _apply(_Permuted, y, self._by_expert(y.device).argsort())
-            received = tuple(zip(*self._sent()))
-            y = _apply(_Exchange, y, received, self.deal)
-        placed = _apply(_Place, y, self.rows, self.num_tokens * self.k).view(self.num_tokens, self.k, y.shape[1])
-        return torch.bmm(weights.to(y.dtype)[:, None], placed)[:, 0]
+        y = y if self.deal.size == 1 else _apply(_Returned, y, self._runs(), self.deal)
+        return _apply(_Sum, y, weights.to(y.dtype), self.rows)
 
-    def _sent(self) -> tuple[tuple[int, ...], ...]:
-        """[from][to]: rows."""
-        step, size = self.num_local, self.deal.size
-        return tuple(tuple(sum(row[to * step : (to + 1) * step]) for to in range(size)) for row in self.table)
-
-    def _by_expert(self, device: torch.device) -> Tensor:
-        """Where each row, in the order of experts, lies among those that arrived in the order of their sources."""
-        return _order_by_expert([row[self.own] for row in self.table]).to(device)
-
-
-def _order_by_expert(table: Sequence[Sequence[int]]) -> Tensor:
-    """table: [source][expert] rows.  Indices into [source, expert] order, by [expert, source]: (rows,) int64."""
-    lengths = torch.tensor(table)
-    starts = lengths.flatten().cumsum(0).view_as(lengths) - lengths
-    run = lengths.t().flatten()
-    shift = starts.t().flatten() - (run.cumsum(0) - run)  # from where a run comes to lie to where it is
-    return torch.arange(int(run.sum())) + shift.repeat_interleave(run)
+    def _runs(self) -> Runs:
+        """[from][to][expert of that rank]: rows."""
+        starts = range(0, len(self.table[0]), self.num_local)
+        return tuple(tuple(row[at : at + self.num_local] for at in starts) for row in self.table)
 
 
 def _apply(function: type[Function], *args: Any) -> Tensor:
@@ -126,50 +107,57 @@ class _Pick(Function):
         return (placed if ctx.k == 1 else placed.view(ctx.num_tokens, ctx.k, grad.shape[1]).sum(dim=1)), None, None
 
 
-class _Place(Function):
-    """Rows put where their choices are; zeros for what was dropped."""
+class _Sum(Function):
+    """The weighted sum of each token's rows; nothing of what was dropped."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, rows: Tensor, num_choices: int) -> Tensor:
-        ctx.save_for_backward(rows)
-        return _placed(y, rows, num_choices)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (rows,) = ctx.saved_tensors
-        return grad.index_select(0, rows), None, None
-
-
-class _Permuted(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return x.index_select(0, order)
+    def forward(ctx: Any, y: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weights, rows)
+        placed = _placed(y, rows, weights.numel()).view(*weights.shape, y.shape[1])
+        if weights.shape[1] == 1:
+            return placed[:, 0].mul_(weights)
+        total = placed[:, 0] * weights[:, :1]
+        for slot in range(1, weights.shape[1]):
+            total.addcmul_(placed[:, slot], weights[:, slot : slot + 1])
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (order,) = ctx.saved_tensors
-        return _placed(grad, order, grad.shape[0]), None
+        y, weights, rows = ctx.saved_tensors
+        k = weights.shape[1]
+        grads = grad.index_select(0, rows if k == 1 else rows.div(k, rounding_mode="floor"))
+        grad_weights = None
+        if ctx.needs_input_grad[1]:
+            grad_weights = _placed((grads * y).sum(dim=1, keepdim=True), rows, weights.numel()).view_as(weights)
+        return grads.mul_(weights.reshape(-1, 1)[rows]), grad_weights, None
 
 
-class _Exchange(Function):
-    """Slices of rows to every rank; gradients go back where the rows came from."""
+class _Collected(Function):
+    """Rows at the ranks of their experts, by expert; gradients go back where the rows came from."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, table: Sequence[Sequence[int]], deal: Cell) -> Tensor:
-        ctx.table, ctx.deal = table, deal
-        return _exchanged(rows, table, deal, "tokens to experts")
+    def forward(ctx: Any, rows: Tensor, runs: Runs, deal: Cell) -> Tensor:
+        ctx.runs, ctx.deal = runs, deal
+        return zcomm.collect_runs(rows.contiguous(), runs, deal.group, label="tokens to experts")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _exchanged(grad, tuple(zip(*ctx.table)), ctx.deal, "gradients of tokens"), None, None
+        grad = zcomm.return_runs(grad.contiguous(), ctx.runs, ctx.deal.group, label="gradients of tokens")
+        return grad, None, None
 
 
-def _exchanged(rows: Tensor, table: Sequence[Sequence[int]], deal: Cell, label: str) -> Tensor:
-    width = rows.shape[1]
-    numels = [[count * width for count in row] for row in table]
-    flat = zcomm.exchange_slices(rows.contiguous().view(-1), numels, deal.group, label=label)
-    return flat.view(-1, width)
+class _Returned(Function):
+    """Rows back at the ranks that sent them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, runs: Runs, deal: Cell) -> Tensor:
+        ctx.runs, ctx.deal = runs, deal
+        return zcomm.return_runs(rows.contiguous(), runs, deal.group, label="experts to tokens")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = zcomm.collect_runs(grad.contiguous(), ctx.runs, ctx.deal.group, label="gradients to experts")
+        return grad, None, None
 
 
 def _placed(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:

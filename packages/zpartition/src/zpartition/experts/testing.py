@@ -14,6 +14,7 @@ from zpartition.experts.distribute import distribute
 from zpartition.experts.layer import MoE
 from zpartition.experts.mlp import ExpertMLP
 from zpartition.tensor import whole_state_dict
+from zpartition.testing import clip
 
 __all__ = ["CLIP", "STEPS", "Language", "batches", "train", "train_alone"]
 
@@ -119,18 +120,11 @@ def train(
                 loss = model(micro[replica]) / accumulation
                 loss.backward()
             total += loss.detach() / replicas
-        counted = partition.finish_gradients()
-        squares = torch.stack([total.new_zeros(()), *(g.square().sum() for g in counted)]).sum().view(1)
-        partition.sum_over_shards(squares)
-        norm = float(squares.sqrt())
-        for storage in partition.storages:
-            assert storage.master.grad is not None
-            storage.master.grad.mul_(min(1.0, CLIP / (norm + 1e-6)))
+        norms.append(clip(partition, CLIP))
         partition.apply(optimizer.step)
         partition.zero_grad()
         zcomm.all_reduce(total, data)
         losses.append(float(total))
-        norms.append(norm)
     mark = fingerprint(whole_state_dict(model))  # gathers at stage 3
     partition.close()
     return losses, norms, mark

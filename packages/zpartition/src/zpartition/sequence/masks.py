@@ -9,6 +9,7 @@ all tokens; masks are made of them where an attention cannot do without.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any, final
 
 import attrs
@@ -114,12 +115,32 @@ class Tokens:
 def padding_of(mask: Any, like: Tensor) -> Tensor:
     """(batch, tokens) bool: which of a piece's tokens are none, told by the mask that a model made for the piece.
 
-    mask: None, (batch, tokens) of 0 and 1, or (batch, 1, tokens, tokens), boolean or added to scores, whose diagonal
-    says it: a token that does not even see itself is padding.  like: (batch, tokens).
+    mask: None, (batch, tokens) of 0 and 1, (batch, 1, tokens, tokens), boolean or added to scores, or FlexAttention's
+    BlockMask.  The diagonal of what is made for pairs says it: a token that does not even see itself is padding.
+    like: (batch, tokens).
     """
+    sees = getattr(mask, "mask_mod", None)
+    if sees is not None:
+        return _diagonal(sees, like)
     if not isinstance(mask, Tensor):
         return torch.ones_like(like, dtype=torch.bool)
     if mask.dim() == 2:
         return mask.bool().expand(like.shape)
     own = mask[:, 0].diagonal(dim1=-2, dim2=-1)
     return (own if own.dtype == torch.bool else own == 0).expand(like.shape)
+
+
+def _diagonal(sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], like: Tensor) -> Tensor:
+    """(batch, tokens) bool: what a function of (sample, head, row, column) says of each token and itself.
+
+    Called with one number each, as FlexAttention calls it: it may look up tensors by them.
+    """
+    samples, places = (torch.arange(size, device=like.device) for size in like.shape)
+    first = places.new_zeros(())  # head
+
+    def of(sample: Tensor, at: Tensor) -> Tensor:
+        return sees(sample, first, at, at)
+
+    alone = torch.vmap(of, in_dims=(None, 0))
+    found: Tensor = torch.vmap(alone, in_dims=(0, None))(samples, places)
+    return found.bool().expand(like.shape)

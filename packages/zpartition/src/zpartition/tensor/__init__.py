@@ -12,7 +12,7 @@ from zpartition.tensor.layers import ColumnConv1D, ColumnLinear, RowConv1D, RowL
 from zpartition.tensor.parallelize import parallelize
 from zpartition.tensor.placing import Cut
 from zpartition.tensor.plan import Rule, TensorPlan, Uncovered, resolve
-from zpartition.tensor.reading import read_layer_specs, read_tp_plan
+from zpartition.tensor.reading import read_injection_policy, read_layer_specs, read_tp_plan
 from zpartition.tensor.styles import Column, Gather, Row, Scatter, Style, Summed, Vocabulary, Whole
 from zpartition.tensor.verifying import verify
 from zpartition.tensor.vocabulary import VocabularyEmbedding, vocabulary_cross_entropy
@@ -40,6 +40,7 @@ __all__ = [
     "infer_plan",
     "load_whole_state_dict",
     "parallelize",
+    "read_injection_policy",
     "read_layer_specs",
     "read_tp_plan",
     "resolve",

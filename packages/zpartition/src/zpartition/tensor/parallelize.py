@@ -21,7 +21,7 @@ from zpartition.tensor.layers import Place
 from zpartition.tensor.placing import Cut, kind_of
 from zpartition.tensor.plan import TensorPlan, resolve
 from zpartition.tensor.styles import Column, Gather, Row, Scatter, Summed, Vocabulary
-from zpartition.tensor.vocabulary import VocabularyEmbedding
+from zpartition.tensor.vocabulary import embedding_in_parts
 from zpartition.whole import part_of
 
 __all__ = ["parallelize", "part_of", "split"]
@@ -121,7 +121,9 @@ def _become(module: nn.Module, cut: Cut, entrance: Entrance) -> None:
     elif isinstance(style, Gather):
         regions.gather_behind(module, entrance)
     elif isinstance(style, Vocabulary):
-        _place(module, VocabularyEmbedding, Place(entrance, cut.addresses, cut.sizes, style.scatters))
+        kind_in_parts = embedding_in_parts(module)
+        assert kind_in_parts is not None
+        _place(module, kind_in_parts, Place(entrance, cut.addresses, cut.sizes, style.scatters))
         layer.num_embeddings = layer.weight.shape[0]
     elif isinstance(style, Column | Row):
         kind = kind_of(module)

@@ -11,6 +11,7 @@ from torch import nn
 from zpartition.shard import Address
 from zpartition.tensor.layers import ColumnConv1D, ColumnLinear, Placed, RowConv1D, RowLinear
 from zpartition.tensor.styles import Column, Row, Style, Vocabulary, cut_along, shares
+from zpartition.tensor.vocabulary import embedding_in_parts
 
 __all__ = ["CONV1D", "LINEAR", "Cut", "Kind", "kind_of", "placed"]
 
@@ -97,8 +98,11 @@ def _linear(name: str, module: nn.Module, style: Column | Row, num_ranks: int, r
 
 
 def _embedding(name: str, module: nn.Module, style: Vocabulary, num_ranks: int, rank: int) -> Cut:
-    if type(module) is not nn.Embedding:
-        raise ValueError(f"{name} is a {type(module).__name__}, and Vocabulary() splits torch's Embedding alone.")
+    if not isinstance(module, nn.Embedding) or embedding_in_parts(module) is None:
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, and Vocabulary() splits torch's Embedding alone, and subclasses "
+            "that call its forward."
+        )
     extras = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq, "sparse": module.sparse}
     if wrong := [f"{key}={value}" for key, value in extras.items() if value]:
         raise ValueError(f"{name} was made with {', '.join(wrong)}, which an embedding in parts does not know.")

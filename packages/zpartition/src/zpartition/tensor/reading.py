@@ -1,6 +1,6 @@
-"""Plans that others have written: Hugging Face's `tp_plan` and DeepSpeed's `partition_config`.
+"""Plans that others have written: Hugging Face's `tp_plan`, DeepSpeed's `partition_config` and `injection_policy`.
 
-Both are read for the model they are meant for, and what cannot be done is refused by name; nothing is left out
+All are read for the model they are meant for, and what cannot be done is refused by name; nothing is left out
 silently but patterns of a `tp_plan` that this model has no layers for, which such plans may have.
 """
 
@@ -15,7 +15,7 @@ from zpartition.tensor.placing import kind_of
 from zpartition.tensor.plan import Rule, TensorPlan, Uncovered
 from zpartition.tensor.styles import Column, Row, Style, Summed, Vocabulary, Whole
 
-__all__ = ["read_layer_specs", "read_tp_plan"]
+__all__ = ["read_injection_policy", "read_layer_specs", "read_tp_plan"]
 
 _STYLES: dict[str, Style] = {
     "colwise": Column(),
@@ -37,20 +37,24 @@ _SPEC_KEYS = {
 def read_tp_plan(plan: Mapping[str, str], model: nn.Module) -> TensorPlan:
     """A Hugging Face plan, such as `model.tp_plan`: module pattern -> style.  Layers it does not name stay whole.
 
+    So do stacks of experts: `zpartition.experts.distribute` shares those out, over any ranks.
+
     Raises:
-        ValueError: it has a style that is not known here, or fits no module of `model`.
+        ValueError: it has, for a module, a style that is not known here, or fits no module of `model`.
     """
-    names = [name for name, _ in model.named_modules() if name]
-    modules = dict(model.named_modules())
+    from zpartition.experts.foreign import is_dealt_foreign, is_foreign  # few models need it
+
+    modules = {name: module for name, module in model.named_modules() if name}
+    names = [name for name, module in modules.items() if not (is_foreign(module) or is_dealt_foreign(module))]
     rules = []
     for pattern, style in plan.items():
-        if style not in _STYLES:
+        rule = Rule(pattern, _STYLES.get(style, Whole()))
+        matched = [name for name in names if rule.matches(name)]
+        if matched and style not in _STYLES:
             raise ValueError(
                 f"tp_plan: style {style!r} of {pattern!r} is not known; allowed: {', '.join(sorted(_STYLES))}. Write "
                 "a TensorPlan, or use infer_plan."
             )
-        rule = Rule(pattern, _STYLES[style])
-        matched = [name for name in names if rule.matches(name)]
         if matched and isinstance(modules[matched[0]], nn.Embedding) and isinstance(rule.style, Row | Column):
             rule = Rule(pattern, Vocabulary())
         rules += [rule] if matched else []
@@ -85,6 +89,45 @@ def read_layer_specs(config: Mapping[str, Any], model: nn.Module, *, is_part: bo
             for rule in _rules(where, f"re:{pattern}", spec, model, is_part=is_part)
         ]
     return TensorPlan(rules, uncovered=Uncovered.REFUSE if config.get("strict_mode") else Uncovered.KEEP)
+
+
+def read_injection_policy(
+    policy: Mapping[type[nn.Module], Sequence[str]], model: nn.Module, seen: TensorPlan | None = None
+) -> TensorPlan:
+    """DeepSpeed's for inference: {class of blocks: names of the layers in them whose outputs are summed}.
+
+    In such blocks those linear layers become rows and all others columns; what is outside stays whole.  seen: a plan
+    that was inferred (`infer_plan`), which knows how fused columns hang together; a policy does not say it.
+
+    Raises:
+        ValueError: no block of a class has a linear layer of a name.
+    """
+    rules = []
+    for kind, names in policy.items():
+        layers = _linear_layers(model, kind)
+        rows = {path for path in layers if any(f".{path}".endswith(f".{name}") for name in names)}
+        for name in names:
+            if not any(f".{path}".endswith(f".{name}") for path in rows):
+                raise ValueError(
+                    f"injection_policy: no linear layer in a {kind.__name__} is called {name!r}; there are "
+                    f"{', '.join(dict.fromkeys(path.rpartition('.')[2] for path in layers)) or 'none'}."
+                )
+        for path in layers:
+            style: Style = Row() if path in rows else Column()
+            found = None if seen is None else seen.style_of(path)
+            rules.append(Rule(path, found if found is not None and type(found) is type(style) else style))
+    return TensorPlan(rules, uncovered=Uncovered.KEEP)
+
+
+def _linear_layers(model: nn.Module, kind: type[nn.Module]) -> list[str]:
+    """Paths of those in blocks of a class."""
+    return [
+        path
+        for home, block in model.named_modules()
+        if isinstance(block, kind)
+        for path, child in block.named_modules(prefix=home)
+        if kind_of(child) is not None
+    ]
 
 
 def _rules(where: str, pattern: str, spec: Mapping[str, Any], model: nn.Module, *, is_part: bool) -> list[Rule]:

@@ -1,12 +1,15 @@
 """The two ends of a language model over a vocabulary that is shared out: embedding and cross-entropy.
 
+An embedding that does something to what torch's returns (Gemma's scales it) keeps doing so: its class goes in front
+of ours, whose look-up is what its `super().forward` then calls.
+
 The loss never joins the logits: three numbers a token travel (the maximum; the sum of exponentials and the logit of
 the label, as one message), and the gradient of each rank's logits is local (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +21,11 @@ from zpartition.cells import Cell
 from zpartition.tensor import functions
 from zpartition.tensor.layers import ColumnLinear, Placed
 
-__all__ = ["VocabularyEmbedding", "vocabulary_cross_entropy"]
+__all__ = ["VocabularyEmbedding", "embedding_in_parts", "vocabulary_cross_entropy"]
+
+_made: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-@final
 class VocabularyEmbedding(Placed, nn.Embedding):
     """nn.Embedding of which each rank has some rows; `num_embeddings` is this rank's number."""
 
@@ -53,6 +57,25 @@ class VocabularyEmbedding(Placed, nn.Embedding):
             raise IndexError(
                 f"token {int(lowest if lowest < 0 else highest)} is outside the vocabulary, 0 to {size - 1}."
             )
+
+
+def embedding_in_parts(module: nn.Module) -> type[nn.Module] | None:
+    """What the class of `module` becomes; None where it is no embedding, or one that looks rows up by itself."""
+    kind = type(module)
+    if kind is nn.Embedding:
+        return VocabularyEmbedding
+    if not issubclass(kind, nn.Embedding) or issubclass(kind, Placed) or not _asks_torch(kind):
+        return None
+    if kind not in _made:
+        _made[kind] = type(f"Vocabulary{kind.__name__}", (kind, VocabularyEmbedding), {})
+    return _made[kind]
+
+
+def _asks_torch(kind: type[nn.Embedding]) -> bool:
+    """Whether rows are looked up by nn.Embedding's forward, at the end."""
+    code = getattr(kind.forward, "__code__", None)
+    calls_super = code is not None and "__class__" in code.co_freevars and "embedding" not in code.co_names
+    return kind.forward is nn.Embedding.forward or calls_super
 
 
 class _CrossEntropy(Function):

@@ -14,6 +14,7 @@ import torch
 from zengine.config import ConfigError, Problem
 from zengine.config.source import read
 from zengine.config.suggest import nearest
+from zengine.deepspeed.inference.parallel import KEYS, Sharing, read_sharing
 
 __all__ = ["DeepSpeedInferenceConfig", "default_inference_config", "merged"]
 
@@ -26,28 +27,23 @@ _DTYPES = {
 # Keys that say how DeepSpeed's kernels work: here torch's own do, with the same results.
 _NO_EFFECT = frozenset(
     (
-        *("replace_with_kernel_inject", "kernel_inject", "replace_method", "injection_policy"),
+        *("replace_with_kernel_inject", "kernel_inject", "replace_method"),
         *("injection_policy_tuple", "triangular_masking", "return_tuple", "transposed_mode"),
         *("set_empty_params", "training_mp_size", "min_out_tokens"),
     )
 )
-_SPLIT_BEFORE = "Leave it out, and split the model before: deepspeed.tp_model_init(model, tp_size)."
+_WHOLE = "weights are whole in a checkpoint, and each rank reads its part of them"
 
 # Keys whose default is accepted and whose other values are refused: key -> (default, why, what to do).
 _REFUSED: dict[str, tuple[Any, str, str]] = {
     "enable_cuda_graph": (False, "CUDA graphs are not captured", "Use torch.compile(mode='reduce-overhead')."),
     "use_triton": (False, "there are no Triton kernels", "Leave it out; torch.compile makes some."),
     "triton_autotune": (False, "there are no Triton kernels", "Leave it out."),
-    "mpu": (None, "a model is not split here", _SPLIT_BEFORE),
-    "moe": ({}, "expert parallelism in inference is not available yet", "Leave it out."),
-    "ep_size": (1, "expert parallelism in inference is not available yet", "Leave it at 1."),
-    "moe_experts": ([1], "expert parallelism in inference is not available yet", "Leave it out."),
-    "moe_type": ("standard", "expert parallelism in inference is not available yet", "Leave it out."),
     "quant": ({}, "quantised weights are not available yet", "Leave it out; dtype=torch.bfloat16 halves the bytes."),
     "zero": ({}, "weights are not streamed during inference", "Train-time stage 3 evaluates: engine.eval()."),
     "base_dir": ("", "a checkpoint is one path", "Write the whole path in checkpoint."),
-    "save_mp_checkpoint_path": (None, "there are no tensor-parallel checkpoints", "Use engine.save_16bit_model()."),
-    "checkpoint_config": ({}, "there are no tensor-parallel checkpoints", "Give checkpoint a path."),
+    "save_mp_checkpoint_path": (None, _WHOLE, "Leave it out, and give checkpoint the whole model."),
+    "checkpoint_config": ({}, _WHOLE, "Give checkpoint a path."),
 }
 
 
@@ -59,29 +55,41 @@ class DeepSpeedInferenceConfig:
     max_out_tokens: int = 1024  # prompt and answer together; more is refused
     keep_module_on_host: bool = False  # leave the module where it is
     checkpoint: str | None = None  # file or folder whose weights are loaded first
+    ranks: Mapping[str, Any] = attrs.field(factory=dict)  # keys that say which ranks share the model, as given
     notices: tuple[str, ...] = ()  # keys without effect
+
+    @property
+    def sharing(self) -> Sharing:
+        """What `ranks` comes to.  Raises ConfigError."""
+        found = read_sharing(self.ranks)
+        if isinstance(found, Sharing):
+            return found
+        raise ConfigError("init_inference()", found)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> DeepSpeedInferenceConfig:
         """Raises ConfigError, with every problem, for what is unknown, refused or out of range."""
+        ranks = {key: given[key] for key in KEYS if key in given}
+        sharing = read_sharing(ranks)
         problems = [problem for key, value in given.items() if (problem := _problem(key, value)) is not None]
-        if problems:
-            raise ConfigError("init_inference()", problems)
-        idle = sorted(key for key in given if key in _NO_EFFECT)
+        if problems or not isinstance(sharing, Sharing):
+            raise ConfigError("init_inference()", [*problems, *([] if isinstance(sharing, Sharing) else sharing)])
+        is_read = bool(sharing.policy) and not sharing.is_idle
+        idle = sorted(key for key in given if key in _NO_EFFECT or (key == "injection_policy" and not is_read))
         notices = (
             (f"init_inference: {', '.join(idle)}: no effect here, torch's own kernels are used",) if idle else ()
         )
         own = {key: given[key] for key in ("max_out_tokens", "keep_module_on_host", "checkpoint") if key in given}
         if "max_tokens" in given:  # DeepSpeed's other name of it
             own["max_out_tokens"] = given["max_tokens"]
-        return cls(dtype=_dtype(given.get("dtype", torch.float16)), notices=notices, **own)
+        return cls(dtype=_dtype(given.get("dtype", torch.float16)), ranks=ranks, notices=notices, **own)
 
 
 def default_inference_config() -> dict[str, Any]:
     """The keys that are honoured, with their defaults."""
     fields = attrs.asdict(DeepSpeedInferenceConfig(), recurse=False)
-    fields.pop("notices")
-    return {**fields, "tensor_parallel": {"tp_size": 1}}
+    del fields["notices"], fields["ranks"]
+    return {**fields, "tensor_parallel": {"tp_size": 1}, "moe": {"ep_size": 1}}
 
 
 def merged(config: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +106,9 @@ def _as_dict(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     if isinstance(config, DeepSpeedInferenceConfig):
-        return {key: value for key, value in attrs.asdict(config, recurse=False).items() if key != "notices"}
+        fields = attrs.asdict(config, recurse=False)
+        del fields["notices"]
+        return {**fields.pop("ranks"), **fields}
     if isinstance(config, Mapping):
         return dict(config)
     document = read(config)
@@ -114,13 +124,8 @@ def _dtype(value: Any) -> torch.dtype:
 
 def _problem(key: str, value: Any) -> Problem | None:
     """What is wrong with one key; None if nothing is."""
-    if key in _NO_EFFECT:
+    if key in _NO_EFFECT or key in KEYS:
         return None
-    if key in ("tensor_parallel", "tp"):
-        size = value.get("tp_size", 1) if isinstance(value, Mapping) else value
-        return _split(key, size)
-    if key == "mp_size":
-        return _split(key, value)
     if key in _REFUSED:
         default, reason, advice = _REFUSED[key]
         return (
@@ -128,16 +133,10 @@ def _problem(key: str, value: Any) -> Problem | None:
         )
     check = _CHECKS.get(key)
     if check is None:
-        close = nearest(key, [*_CHECKS, *_REFUSED, *_NO_EFFECT, "tensor_parallel"])
+        close = nearest(key, [*_CHECKS, *_REFUSED, *_NO_EFFECT, *KEYS])
         return Problem(key=key, reason="is no key of the inference config", suggestion=_did_you_mean(close))
     is_good, allowed = check(value)
     return None if is_good else Problem(key=key, given=value, reason=f"must be {allowed}")
-
-
-def _split(key: str, size: Any) -> Problem | None:
-    if size == 1:
-        return None
-    return Problem(key=key, given=size, reason="a model is not split here", suggestion=_SPLIT_BEFORE)
 
 
 def _did_you_mean(close: list[str]) -> str:

@@ -1,4 +1,8 @@
-"""`init_inference`: a model in one dtype, on the device, without gradients."""
+"""`init_inference`: a model in one dtype, on the device, without gradients; shared by several ranks if they are told.
+
+Ranks that share layers (tensor parallel) give the same inputs, make the same calls, and all get the whole outputs.
+Ranks that share experts may have inputs of their own, but call equally often: each call exchanges tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from zengine.deepspeed.accelerator import get_accelerator
+from zengine.deepspeed.inference import splitting, weights
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merged
+from zengine.splitting import TRIED_NUMEL
 
 __all__ = ["InferenceEngine", "init_inference"]
 
@@ -21,12 +27,7 @@ class InferenceEngine(nn.Module):
 
     def __init__(self, module: nn.Module, config: DeepSpeedInferenceConfig) -> None:
         super().__init__()
-        if config.checkpoint is not None:
-            _load(module, config.checkpoint)
-        module = module.to(dtype=config.dtype)
-        if not config.keep_module_on_host:
-            module = module.to(get_accelerator().device_name(None))
-        self.module = module.eval()
+        self.module = _prepared(module, config).eval()
         self._limit = config.max_out_tokens
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,10 +66,17 @@ class InferenceEngine(nn.Module):
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
     """`model`, cast (fp16 unless `dtype` says otherwise), moved and frozen in evaluation; its weights are changed.
 
-    config and keywords are one config: a key that both have must have one value.
+    config and keywords are one config: a key that both have must have one value.  With tensor_parallel={"tp_size": n}
+    runs of n ranks split its layers, with moe={"ep_size": n} they share out its experts, in place; every rank calls
+    with the same model.  With checkpoint= each rank reads its own part, and the model may be on the meta device.
 
-    Raises ValueError (ConfigError for unknown, refused and impossible keys, all at once, by name).
+    Raises:
+        ValueError: ConfigError for unknown, refused and impossible keys, all at once, by name; numbers of ranks,
+            heads or experts that do not go together, and weights that do not fit, before anything is sent.
+        RanksDisagree: ranks came with different models.
     """
+    if isinstance(model, InferenceEngine):
+        raise ValueError("init_inference() got what it made before: give it engine.module, with the new config.")
     if not isinstance(model, nn.Module):
         raise TypeError(f"init_inference() needs a torch.nn.Module, got {type(model).__name__}")
     settings = DeepSpeedInferenceConfig.of(merged(config, kwargs))
@@ -77,18 +85,38 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     return InferenceEngine(model, settings)
 
 
-def _load(module: nn.Module, path: str) -> None:
-    """Weights of a file or a folder, tensor by tensor, mapped."""
-    import zckpt.interchange  # not at the top: it takes longer to import than the rest of this package
+def _prepared(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
+    """`module` with its weights, or this rank's part of them."""
+    host = next((param.device for param in module.parameters() if not param.is_meta), torch.device("cpu"))
+    device = host if config.keep_module_on_host else torch.device(get_accelerator().device_name(None))
+    path, is_hollow = config.checkpoint, weights.is_hollow(module)
+    if path is not None:
+        weights.refuse_unfit(module, path)
+    elif is_hollow:
+        raise ValueError(
+            f"{type(module).__name__} is on the meta device, where it has no weights: give checkpoint= a file of "
+            "them, or a Hugging Face folder."
+        )
+    if is_hollow and _is_to_be_run(module, config):
+        assert path is not None
+        weights.make_real(module, host)
+        weights.load(module, path)
+        path = None
+    split = splitting.planned(module, config.sharing)
+    split.agree(module)
+    if not weights.is_hollow(module):
+        module = module.to(device)  # groups of GPUs send nothing that is on the host
+    split = split.settled(module)
+    module = module.to(dtype=config.dtype)
+    split.carry_out(module)
+    if path is not None:
+        weights.make_real(module, device)
+        weights.load(module, path)
+    return module.to(device)
 
-    with zckpt.interchange.read_weights(path) as weights:
-        state = {name: weights[name].view for name in weights}
-        missing, unexpected = module.load_state_dict(state, strict=False)
-        tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - dict(
-            module.named_parameters()
-        ).keys()
-        if unexpected or set(missing) - tied:
-            raise ValueError(
-                f"{path} does not fit {type(module).__name__}: missing {sorted(set(missing) - tied)[:5]}, unexpected "
-                f"{sorted(unexpected)[:5]}"
-            )
+
+def _is_to_be_run(module: nn.Module, config: DeepSpeedInferenceConfig) -> bool:
+    """Whether a plan has to be found by running the model, and memory for all of it is no question."""
+    sharing = config.sharing
+    is_small = sum(param.numel() for param in module.parameters()) <= TRIED_NUMEL
+    return not sharing.is_idle and is_small and splitting.written_plan(module, sharing) is None

@@ -1,0 +1,268 @@
+"""A tensor that is made of parts of others, and reads what is asked of it: files whose layout is not the module's.
+
+    both = torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)    # gates, ups: lists of `Patchwork.over(slice)`
+    both[0:2, 5:9, :]                                                  # reads two experts' rows of the files
+
+Problem.  Some folders keep each expert of a layer in a tensor of its own, where the module has all in one; others
+keep query, key and value in one.  Converted whole, a layer would pass through the memory of every rank, which wants a
+small part of it.
+
+Design.  A shape, and patches: each lies at a place of the whole and is a box of a source, whose dimensions run along
+dimensions of the whole.  Stacking, joining, cutting and transposing map patches to patches, so any chain of them is
+again a list of patches, and a box reads where it meets one.  These are given as torch's own functions
+(`__torch_function__`), so conversions that somebody wrote for tensors run on it unchanged.  What is arithmetic, or
+folds dimensions, is a TypeError: nothing is read by mistake.
+
+Rejected: a tree of stacks and cuts (each request walks it; the list has no depth); meta tensors whose strides tell
+where elements come from (a stack copies, so they do not); our own names for the operations of other libraries.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, final
+
+import attrs
+import torch
+from torch import Tensor
+
+__all__ = ["Patchwork"]
+
+Shape = tuple[int, ...]
+
+
+class Source(Protocol):
+    """A tensor in a file; tensors are, too."""
+
+    def get_shape(self) -> Sequence[int]: ...
+    def __getitem__(self, box: Any) -> Tensor: ...
+
+
+@final
+@attrs.frozen(eq=False)
+class Patch:
+    """A box of a source, and where it lies in the whole."""
+
+    at: Shape  # in the whole: where it begins
+    shape: Shape  # in the whole: its size
+    source: Source | Tensor
+    start: Shape  # in the source: where it begins
+    dims: tuple[int | None, ...]  # per dimension of the whole, the source's that runs along it; None: none, of size 1
+
+    def read(self, box: Sequence[tuple[int, int]]) -> Tensor:
+        """box: (start, stop) per dimension of the whole, inside of the patch.  A view, where the source gives one."""
+        sides = [(start, start + 1) for start in self.start]
+        for (lo, hi), at, dim in zip(box, self.at, self.dims):
+            if dim is not None:
+                sides[dim] = (self.start[dim] + lo - at, self.start[dim] + hi - at)
+        found: Tensor = self.source[tuple(slice(*side) for side in sides) or ...]
+        kept = [dim for dim in self.dims if dim is not None]
+        order = [*kept, *(dim for dim in range(len(sides)) if dim not in kept)]
+        return found.permute(order).reshape([hi - lo for lo, hi in box])
+
+
+@final
+@attrs.frozen(eq=False)
+class Patchwork:
+    """See the header.  Invariant: patches do not overlap, and cover `shape`."""
+
+    shape: torch.Size
+    patches: tuple[Patch, ...]
+
+    @classmethod
+    def over(cls, source: Source | Tensor) -> Patchwork:
+        """The whole of one source."""
+        shape = torch.Size(source.shape if isinstance(source, Tensor) else source.get_shape())
+        start = (0,) * len(shape)
+        return cls(shape, (Patch(start, shape, source, start, tuple(range(len(shape)))),))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, box: Any) -> Tensor:
+        """The values in a box, read now.
+
+        box: one slice, or a tuple of them, with steps of 1; dimensions that are not named are whole.  Returns a
+            tensor of the sources' dtype (the one that holds all, where they differ).
+        """
+        given = box if isinstance(box, tuple) else (box,)
+        slices = [side for side in given if side is not ...] + [slice(None)] * self.ndim
+        sides = [slice(*side.indices(size)) for side, size in zip(slices, self.shape)]
+        wanted = [(side.start, max(side.start, side.stop)) for side in sides]
+        parts = []
+        for patch in self.patches:
+            ends = (at + size for at, size in zip(patch.at, patch.shape))
+            common = [(max(lo, at), min(hi, end)) for (lo, hi), at, end in zip(wanted, patch.at, ends)]
+            if all(lo < hi for lo, hi in common):
+                parts.append((common, patch.read(common)))
+        if len(parts) == 1 and parts[0][0] == wanted:
+            return parts[0][1]
+        dtypes = [part.dtype for _, part in parts] or [torch.get_default_dtype()]
+        whole = torch.empty([hi - lo for lo, hi in wanted], dtype=functools.reduce(torch.promote_types, dtypes))
+        for common, part in parts:
+            at = tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(common, wanted))
+            whole[at].copy_(part)
+        return whole
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """torch's functions, without reading.  Raises TypeError for those that are not about places alone."""
+        if function not in _PLACING:
+            name = getattr(function, "__name__", str(function))
+            known = ", ".join(sorted(each.__name__ for each in _PLACING))
+            raise TypeError(f"torch.{name} cannot be done on parts of files that are not read yet, only {known}")
+        return _PLACING[function](*args, **dict(kwargs or {}))
+
+    # Methods of tensors, for those who write conversions with them.
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def contiguous(self) -> Patchwork:
+        return self
+
+    def transpose(self, dim0: int, dim1: int) -> Patchwork:
+        return _transpose(self, dim0, dim1)
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[Patchwork, ...]:
+        return _chunk(self, chunks, dim)
+
+    def split(self, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Patchwork, ...]:
+        return _split(self, split_size_or_sections, dim)
+
+    def unbind(self, dim: int = 0) -> tuple[Patchwork, ...]:
+        return _unbind(self, dim)
+
+    def squeeze(self, dim: int) -> Patchwork:
+        return _squeeze(self, dim)
+
+    def unsqueeze(self, dim: int) -> Patchwork:
+        return _unsqueeze(self, dim)
+
+
+def _made(shape: Iterable[int], patches: Iterable[Patch]) -> Patchwork:
+    return Patchwork(torch.Size(shape), tuple(patches))
+
+
+def _with(items: Shape, dim: int, item: int) -> Shape:
+    return (*items[:dim], item, *items[dim + 1 :])
+
+
+def _cat(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
+    first = tensors[0].shape
+    dim %= len(first)
+    if any(_with(each.shape, dim, 0) != _with(first, dim, 0) for each in tensors):
+        raise ValueError(f"shapes {[tuple(each.shape) for each in tensors]} cannot be joined along dimension {dim}")
+    patches, end = [], 0
+    for each in tensors:
+        patches += [attrs.evolve(patch, at=_with(patch.at, dim, patch.at[dim] + end)) for patch in each.patches]
+        end += each.shape[dim]
+    return _made(_with(first, dim, end), patches)
+
+
+def _stack(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
+    return _cat([_unsqueeze(each, dim) for each in tensors], dim % (tensors[0].ndim + 1))
+
+
+def _narrow(tensor: Patchwork, dim: int, start: int, length: int) -> Patchwork:
+    dim %= tensor.ndim
+    patches = []
+    for patch in tensor.patches:
+        first = max(start, patch.at[dim])
+        last = min(start + length, patch.at[dim] + patch.shape[dim])
+        if first < last:
+            begin, along = patch.start, patch.dims[dim]
+            if along is not None:
+                begin = _with(begin, along, begin[along] + first - patch.at[dim])
+            at, shape = _with(patch.at, dim, first - start), _with(patch.shape, dim, last - first)
+            patches.append(attrs.evolve(patch, at=at, shape=shape, start=begin))
+    return _made(_with(tensor.shape, dim, length), patches)
+
+
+def _split(tensor: Patchwork, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Patchwork, ...]:
+    size, given = tensor.shape[dim], split_size_or_sections
+    sizes = [min(given, size - at) for at in range(0, size, given)] if isinstance(given, int) else list(given)
+    if sum(sizes) != size:
+        raise ValueError(f"{sizes} are not the parts of a dimension of {size} (shape {tuple(tensor.shape)})")
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return tuple(_narrow(tensor, dim, start, length) for start, length in zip(starts, sizes))
+
+
+def _chunk(input: Patchwork, chunks: int, dim: int = 0) -> tuple[Patchwork, ...]:
+    return _split(input, max(1, -(-input.shape[dim] // chunks)), dim)
+
+
+def _unbind(input: Patchwork, dim: int = 0) -> tuple[Patchwork, ...]:
+    return tuple(_squeeze(each, dim) for each in _split(input, 1, dim))
+
+
+def _transpose(input: Patchwork, dim0: int, dim1: int) -> Patchwork:
+    order = list(range(input.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+
+    def turned(items: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(items[dim] for dim in order)
+
+    return _made(
+        turned(input.shape),
+        (
+            attrs.evolve(each, at=turned(each.at), shape=turned(each.shape), dims=turned(each.dims))
+            for each in input.patches
+        ),
+    )
+
+
+def _unsqueeze(input: Patchwork, dim: int) -> Patchwork:
+    dim %= input.ndim + 1
+
+    def wider(items: Sequence[Any], item: Any) -> tuple[Any, ...]:
+        return (*items[:dim], item, *items[dim:])
+
+    return _made(
+        wider(input.shape, 1),
+        (
+            attrs.evolve(each, at=wider(each.at, 0), shape=wider(each.shape, 1), dims=wider(each.dims, None))
+            for each in input.patches
+        ),
+    )
+
+
+def _squeeze(input: Patchwork, dim: int) -> Patchwork:
+    dim %= input.ndim
+    if input.shape[dim] != 1:
+        return input
+
+    def narrower(items: Sequence[Any]) -> tuple[Any, ...]:
+        return (*items[:dim], *items[dim + 1 :])
+
+    return _made(
+        narrower(input.shape),
+        (
+            attrs.evolve(each, at=narrower(each.at), shape=narrower(each.shape), dims=narrower(each.dims))
+            for each in input.patches
+        ),
+    )
+
+
+# Arguments are called as torch calls them.
+_PLACING: Mapping[Any, Callable[..., Any]] = {
+    torch.cat: _cat,
+    torch.stack: _stack,
+    torch.narrow: _narrow,
+    torch.split: _split,
+    torch.chunk: _chunk,
+    torch.unbind: _unbind,
+    torch.transpose: _transpose,
+    torch.unsqueeze: _unsqueeze,
+    torch.squeeze: _squeeze,
+}

@@ -1,0 +1,39 @@
+"""A number that was drawn, and what is drawn under seeds that follow from it."""
+
+from __future__ import annotations
+
+import torch
+
+from zpartition import Init
+from zpartition.deferred import tape_in_progress
+from zpartition.experts.seeding import drawn, seeded
+from zpartition.tape import is_meta
+
+
+def test_numbers_inside_follow_from_the_number_and_the_index_and_the_generator_goes_on() -> None:
+    torch.manual_seed(2)
+    number = drawn()
+    found = []
+    for index in (0, 1, 0):
+        with seeded(number, index):
+            found.append(torch.rand(4))
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+    following = torch.rand(4)
+    torch.manual_seed(2)
+    assert torch.equal(number, torch.randint(2**31, ()))
+    assert torch.equal(following, torch.rand(4))
+
+
+def test_there_is_a_number_on_the_meta_device_and_none_inside_init() -> None:
+    with torch.device("meta"):
+        assert int(drawn()) >= 0
+    with Init() as init:
+        number = drawn()
+        assert is_meta(number)
+        assert tape_in_progress() is init.tape
+        before = torch.get_rng_state()
+        with seeded(number, 3):
+            torch.manual_seed(1)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert tape_in_progress() is None

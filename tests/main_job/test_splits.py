@@ -1,0 +1,123 @@
+"""The main job under every pair of splits, and from one into another: its figures are those of one process.
+
+Ranks are warm ones, the text is a few of this repository's files, and a run stops where a test says; else all of it
+is what `dev.py train` runs: options, recipe, loop, validation, checkpoints, the sample.
+
+[Note: the bound]  Losses near 5, norms near 1, in float32, where sums are taken in another order: an ulp or two of a
+step, which ten steps of AdamW make 1e-6 of.  1e-5 is allowed; an unevenness of experts that one stage leaves out
+of the loss is 5e-3 of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import train.main
+import zengine
+from train.stopping import Wish
+from train.telling import written
+from train.text import read_corpus
+from zcomm.testing import run_ranks
+
+TEXT = Path(__file__).parents[2] / "packages" / "zcomm" / "src"
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "train_batch_size": 16,  # windows, on however many replicas
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}},
+}
+STEPS, BOUND = 10, 1e-5
+Leg = tuple[int, str]  # the step to stop after, options
+Cases = dict[str, tuple[Leg, ...]]  # by name of the run
+
+
+class StopsAfter:
+    """In place of Stopping: nobody is asked, and no signal is listened to."""
+
+    last = STEPS
+
+    def __init__(self, *, minutes: float, die_at: int) -> None:
+        pass
+
+    def agreed(self, step: int, device: object) -> Wish:
+        return Wish.INTERRUPTED if step == self.last < STEPS else Wish.GO_ON
+
+
+def run(runs: Path, name: str, legs: tuple[Leg, ...]) -> str:
+    """A run in several legs; the sample of text at its end."""
+    samples, engines = list[str](), list[zengine.Engine]()
+    small = {
+        "read_corpus": lambda: read_corpus(TEXT, minimum_bytes=1000),
+        "Stopping": StopsAfter,
+        "introduction": lambda run: engines.append(run.engine) or "",
+        "written": lambda run: samples.append(written(run)) or "",
+        "take_stock": lambda *_: "",
+    }
+    with mock.patch.multiple(train.main, **small), mock.patch("train.telling.SAMPLE_BYTES", 12):
+        for number, (last, options) in enumerate(legs):
+            given = (
+                ("--resume",) if number else ("--quick", "--steps", f"{STEPS}", "--config", str(runs / "config.json"))
+            )
+            StopsAfter.last = last
+            assert train.main.main([*given, "--runs", str(runs), "--name", name, *options.split()]) == 0
+            degrees = engines[-1].plan.parallel.degrees
+            for option, value in re.findall(r"--(pipeline|sequence|tensor|expert) (\d)", options):
+                assert getattr(degrees, option) == int(value), (name, options)
+    return samples[-1]
+
+
+def runs_of(runs: Path, cases: Cases) -> set[str]:
+    """The samples of all these runs."""
+    return {run(runs, name, legs) for name, legs in cases.items()}
+
+
+def figures(run: Path) -> list[float]:
+    """Of every step its loss and norm, and a look at held-out text."""
+    rows = [json.loads(line) for line in (run / "losses.jsonl").read_text().splitlines()]
+    found = [row[key] for row in rows for key in ("loss", "grad_norm", "validation") if key in row]
+    assert len(found) == 2 * STEPS + 1
+    return found
+
+
+PLAIN: Cases = {
+    "sequences": ((3, "--pipeline 2 --sequence 2"), (6, "--pipeline 1"), (STEPS, "--pipeline 4 --sequence 1")),
+    "tensors": ((3, "--stage 1 --tensor 2 --pipeline 2"), (STEPS, "--pipeline 1 --sequence 2")),
+    "one at a time": (
+        (3, "--ranks 4 --sequence 2"),
+        (6, "--sequence 1 --tensor 2"),
+        (STEPS, "--tensor 1 --pipeline 2"),
+    ),
+}
+BACK = ((6, "--pipeline 1"), (STEPS, "--tensor 2 --pipeline 2 --expert 1"))
+EXPERTS: Cases = {
+    "stage 0": ((3, "--stage 0 --pipeline 2 --expert 2"), *BACK),
+    "stage 3": ((3, "--stage 3 --pipeline 2 --expert 2"), *BACK),
+    "tensors": ((3, "--stage 3 --tensor 2 --pipeline 2 --expert 1"), (STEPS, "--tensor 2 --pipeline 1 --expert 2")),
+    "no other": ((3, "--stage 2 --ranks 4 --expert 2"), (STEPS, "--ranks 4 --expert 1")),
+}
+
+
+@pytest.mark.parametrize(("alone", "cases"), [("--ranks 1", PLAIN), ("--ranks 1 --expert 1", EXPERTS)])
+def test_pairs_of_splits_train_as_one_process_and_go_on_as_others(alone: str, cases: Cases, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (expected,) = run_ranks(runs_of, 1, tmp_path, {"alone": ((STEPS, alone),)})
+    assert run_ranks(runs_of, 4, tmp_path, cases, timeout_s=100) == [expected] * 4
+    for name in cases:
+        assert figures(tmp_path / name) == pytest.approx(figures(tmp_path / "alone"), abs=BOUND), name
+
+
+def test_stages_whose_ranks_share_sequences_and_experts_train_as_such_ranks_do(tmp_path: Path) -> None:
+    """Not as one process: each rank routes its own bytes, so that capacity and balance are those of a part."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    cases = {
+        "pieces": ((STEPS, "--ranks 4 --sequence 2 --expert 1"),),
+        "all": ((3, "--ranks 4 --stage 3 --pipeline 2 --sequence 2 --expert 2"), (STEPS, "--ranks 4 --pipeline 1")),
+    }
+    assert {len(samples) for samples in run_ranks(runs_of, 4, tmp_path, cases)} == {1}
+    assert figures(tmp_path / "all") == pytest.approx(figures(tmp_path / "pieces"), abs=BOUND)
