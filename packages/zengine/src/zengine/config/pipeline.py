@@ -58,7 +58,6 @@ def unfit_for_pipelines(plan: Plan) -> list[Problem]:
     """What looks at one forward at a time, or at the layers of one rank; in a pipeline there are several."""
     asked = {
         "data_efficiency.data_routing.random_ltd.enabled": bool(plan.data.ltd),
-        "data_efficiency.data_sampling.dynamic_batching.enabled": bool(plan.data.packing),
         "timers.throughput.count_flops_at": bool(plan.telemetry.rates.count_flops_at),
     }
     return [
