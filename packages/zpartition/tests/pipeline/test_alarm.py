@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zcomm
-from zcomm.testing import run_ranks
+from zcomm.testing import RankFailed, run_ranks
 from zpartition.pipeline import Alarm, LayerSpec, PipelineError, PipelineModule, PipelineRunner, StageFailed
 
 WIDTH, MICRO = 4, 4
@@ -137,3 +139,25 @@ def test_a_pipeline_of_one_rank_goes_on_after_an_error() -> None:
         raise ArithmeticError
     with alarm.guarding("another"):
         assert alarm.lost == ""
+
+
+def killed() -> str:
+    class Ends(nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return value
+
+    model = PipelineModule([LayerSpec(Breaks), LayerSpec(Ends), LayerSpec(Breaks)], num_stages=3, loss_fn=loss_of)
+    runner = PipelineRunner.over(model)
+    runner.train_batch(batches(), MICRO)
+    return "unreachable"
+
+
+def test_a_process_that_is_gone_is_named() -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(killed, 3, timeout_s=30)
+    text = str(caught.value)
+    assert text.count("StageFailed: Rank 1 is gone: its process has ended (process ") == 2
+    assert "This is rank 0 (stage 0 of 3), which was in" in text
+    assert "This is rank 2 (stage 2 of 3), which was in the forward of micro-batch 0 at stage 2 (2F0)" in text
