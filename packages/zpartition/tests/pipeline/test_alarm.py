@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,7 +52,7 @@ def batches() -> Iterator[Any]:
 
 
 def caught(schedule: str, per_rank: int, layer: dict[str, Any], call: str = "train_batch") -> tuple[Any, ...]:
-    """(class of the error, its text, class and text of what a second batch says, seconds until the first)."""
+    """(class of the error, its text, text of what a second batch says)."""
     stages = dist.get_world_size() * per_rank
     model = PipelineModule(
         [LayerSpec(Breaks, **layer) for _ in range(stages)],
@@ -62,17 +61,15 @@ def caught(schedule: str, per_rank: int, layer: dict[str, Any], call: str = "tra
         loss_fn=loss_of,
     )
     runner = PipelineRunner.over(model, schedule)
-    began = time.monotonic()
     with pytest.raises(Exception) as first:
         getattr(runner, call)(batches(), MICRO)
-    took = time.monotonic() - began
     with pytest.raises(PipelineError) as second:
         runner.train_batch(batches(), MICRO)
     assert not runner.kept
     assert not runner.post.wires.under_way
     with pytest.raises(zcomm.CollectiveFailed):  # a checkpoint, say: told as well, and no wait
         zcomm.all_reduce(torch.ones(1))
-    return type(first.value), str(first.value), str(second.value), took
+    return type(first.value), str(first.value), str(second.value)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +94,7 @@ def test_all_ranks_name_the_one_that_failed(
 ) -> None:
     found = run_ranks(caught, world, schedule, per_rank, {"ranks": (failing,), **layer})
     told = f"rank {failing} (stage "
-    for rank, (kind, text, again, took) in enumerate(found):
-        assert took < 10
+    for rank, (kind, text, again) in enumerate(found):
         assert told in again
         assert where in again
         if rank == failing:
