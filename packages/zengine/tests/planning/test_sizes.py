@@ -51,7 +51,6 @@ def test_a_pipeline_sends_gradients_once_a_batch(stage: int) -> None:
     once = sizes(model(), plan_of(zero_optimization={"stage": stage}), world_size=8, device="cpu")
     each = sizes(model(), plan_of(**given), world_size=8, device="cpu")
     assert staged.traffic.total_bytes == once.traffic.total_bytes < each.traffic.total_bytes
-    assert staged.memory.total_bytes > once.memory.total_bytes  # for the sum of a batch
 
 
 def test_another_stage_drops_what_it_has_no_use_for() -> None:
