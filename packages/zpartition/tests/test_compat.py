@@ -17,6 +17,7 @@ from zpartition._compat import (
     grouped_mm,
     has_grouped_mm,
     is_in_backward,
+    is_unreferenced,
     outer_saved_tensor_hooks,
     run_backward,
     running_node,
@@ -149,3 +150,13 @@ def test_a_number_is_drawn_whatever_modes_are_on() -> None:
         draw_one()
     assert not init.tape.steps
     assert torch.equal(torch.rand(()), expected)
+
+
+def test_a_storage_tells_whether_tensors_have_it() -> None:
+    tensor = torch.empty(4, device="meta")
+    storage = tensor.untyped_storage()
+    view = tensor[1:]
+    del tensor
+    assert not is_unreferenced(storage)
+    del view
+    assert is_unreferenced(storage)

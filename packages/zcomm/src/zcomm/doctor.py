@@ -20,6 +20,7 @@ time-out without a verdict for all (W ranks read W reports, and each tells anoth
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -172,8 +173,9 @@ class Doctor:
 
     def _close_links(self) -> None:
         """End what other threads of this rank wait for in torch; they find the verdict then."""
-        for group in list(self.closing):
-            compat.close_group(group, dist.get_rank(group))
+        with contextlib.suppress(RuntimeError, ValueError):  # the world may be on its way out
+            for group in list(self.closing) if self.is_present() else ():
+                compat.close_group(group, dist.get_rank(group))
 
 
 _current: Doctor | None = None  # of torch's present default group, or of one that is gone

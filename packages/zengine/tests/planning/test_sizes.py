@@ -40,6 +40,19 @@ def test_accumulation_reaches_memory_and_traffic() -> None:
     assert more.memory.buckets > once.memory.buckets
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_pipeline_sends_gradients_once_a_batch(stage: int) -> None:
+    given = {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": stage}}
+    plan = resolve(
+        load({"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, **given}),
+        Facts(world_size=16, replicas=16),
+    )
+    staged = sizes(model(), plan, world_size=8, device="cpu")
+    once = sizes(model(), plan_of(zero_optimization={"stage": stage}), world_size=8, device="cpu")
+    each = sizes(model(), plan_of(**given), world_size=8, device="cpu")
+    assert staged.traffic.total_bytes == once.traffic.total_bytes < each.traffic.total_bytes
+
+
 def test_another_stage_drops_what_it_has_no_use_for() -> None:
     plus = {
         "stage": 3,

@@ -77,6 +77,7 @@ class Marks:
 
     known: dict[bytes, Mark] = attrs.field(factory=dict)  # by hash of the state that stands for what will be there
     last: bytes = b""  # hash of what the step before left
+    mark: Mark | None = None  # of that step
 
     def drawn(self, step: Step, number: int) -> Step:
         """Step `number`, which draws, with where its numbers come from."""
@@ -88,7 +89,7 @@ class Marks:
             step = attrs.evolve(step, follows=mark.step)
         _compat.draw_one()
         self.last = _hash(torch.get_rng_state())
-        self.known[self.last] = Mark(number, state if mark is None else mark.start)
+        self.mark = self.known[self.last] = Mark(number, state if mark is None else mark.start)
         return step
 
     def rest(self) -> None:
@@ -97,8 +98,14 @@ class Marks:
         self.known.clear()
         if mark is not None:
             torch.set_rng_state(mark.start)
-            self.last = _hash(mark.start)
-            self.known[self.last] = mark
+            self.mark = mark
+            self.follow(mark.start)
+
+    def follow(self, start: Tensor) -> None:
+        """Let the generator stand behind the last step once things are carried out, if it is at `start` before."""
+        if self.mark is not None:
+            self.last = _hash(start)
+            self.known = {self.last: attrs.evolve(self.mark, start=start)}
 
     def end(self) -> int | None:
         """The step after which the generator will stand; None where somebody has used it since."""
@@ -164,14 +171,14 @@ class Tape:
         def end() -> None:
             torch.set_rng_state(kept.pop())
 
-        outside = self.marks.last
+        outside = self.marks.last, self.marks.mark
         touched = frozenset({key_of(number)})
         with torch.random.fork_rng(devices=[]):
             step = Step(begin, (Ref.of(number),), {}, (), touched, None, None)
             self.steps.append(self.marks.drawn(step, len(self.steps)))
             yield
         self.steps.append(Step(end, (), {}, (), frozenset(), None, None))
-        self.marks.last = outside
+        self.marks.last, self.marks.mark = outside
 
     def play(self, deliver: Callable[[Key, Tensor], None], *, wanted: frozenset[Key]) -> None:
         """Carry out all steps, and hand every storage of `wanted` over when it is finished: (key, flat uint8).

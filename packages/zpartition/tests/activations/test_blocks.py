@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -98,3 +99,16 @@ def at_every_stage() -> list[int]:
 
 def test_two_ranks_train_the_same_at_stages_0_and_3() -> None:
     assert run_ranks(at_every_stage, 2) == [[3, 6, 3, 6]] * 2
+
+
+def test_what_is_saved_or_copied_is_a_plain_model() -> None:
+    net, file = Net(), io.BytesIO()
+    wanted = gradients(net)
+    Blocks.of(net, ["layers.*"], Checkpointing())
+    torch.save(net, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(net)):
+        assert {type(layer) for layer in other.layers} == {Block}
+        assert all(torch.equal(a, b) for a, b in zip(gradients(other), wanted))
+        assert [layer.calls for layer in other.layers] == [2] * 3  # one of them was the original's
+    assert type(net.layers[0]) is not Block

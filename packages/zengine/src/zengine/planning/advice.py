@@ -17,7 +17,7 @@ from torch import nn
 import zoptim
 import zpartition
 from zengine.config import Config, Facts, Plan
-from zengine.planning.sizes import Sizes, at_stage, sizes
+from zengine.planning.sizes import Sizes, at_stage, sends_once, sizes
 from zengine.planning.tables import gib
 from zprecision import DynamicScaling
 
@@ -114,7 +114,7 @@ def traffic_of_accumulation(case: Case) -> Iterator[str]:
     """Stages 0 and 1 can exchange once a step; stage 3 gathers in every micro-step."""
     plan, here = case.plan, case.sizes
     count = plan.batch.accumulation
-    if count == 1 or not here.traffic.total_bytes or plan.zero.reduce_at.value == "boundary":
+    if count == 1 or not here.traffic.total_bytes or plan.zero.reduce_at.value == "boundary" or sends_once(plan):
         return
     told = f"With {count} micro-steps gradients travel {count} times: {gib(here.traffic.total_bytes)} a step."
     if plan.zero.stage == 3:

@@ -15,7 +15,7 @@ import zoptim
 import zpartition
 from zengine.config import Plan
 
-__all__ = ["Sizes", "at_stage", "optimizer_maker", "sizes"]
+__all__ = ["Sizes", "at_stage", "optimizer_maker", "sends_once", "sizes"]
 
 _USUAL = "AdamW"  # for a config whose optimizer the caller brings
 
@@ -30,10 +30,12 @@ class Sizes:
 
 def sizes(module: nn.Module, plan: Plan, *, world_size: int, device: str) -> Sizes:
     """What `module` (of the plan's dtype, on any device, also meta) needs under `plan`."""
-    make = optimizer_maker(module, plan)
+    make, zero = optimizer_maker(module, plan), plan.zero
+    if sends_once(plan):
+        zero = attrs.evolve(zero, reduce_at=zpartition.ReduceAt.BATCH)
     memory = zpartition.plan(
         module,
-        policy=plan.zero,
+        policy=zero,
         world_size=world_size,
         optimizer=make,
         num_backwards=plan.batch.accumulation,
@@ -41,12 +43,17 @@ def sizes(module: nn.Module, plan: Plan, *, world_size: int, device: str) -> Siz
     )
     traffic = zpartition.plan_traffic(
         module,
-        policy=plan.zero,
+        policy=zero,
         world_size=world_size,
         optimizer=make,
         num_backwards=plan.batch.accumulation,
     )
     return Sizes(memory=memory, traffic=traffic)
+
+
+def sends_once(plan: Plan) -> bool:
+    """Whether a batch is carried out by a pipeline, which reduces gradients at its end whatever `reduce_at` says."""
+    return plan.parallel.degrees.pipeline > 1
 
 
 def at_stage(plan: Plan, stage: int) -> Plan:

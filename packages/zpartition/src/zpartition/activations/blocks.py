@@ -2,7 +2,7 @@
 
 A block's class is exchanged for one made of it, whose call goes through a `Checkpointing`.  It is the call and not
 `forward`, so that hooks of the block (those which gather its weights, say) run again with it.  Names, parameters and
-state dicts are untouched, and `close` puts the classes back.
+state dicts are untouched, `close` puts the classes back, and what is saved or copied is plain.
 
 Rejected: wrapper modules, which put a component into every name; a `forward` of our own on each module, behind whose
 back hooks and compiled calls would not run again.
@@ -71,5 +71,13 @@ def _checkpointed(kind: type[nn.Module], run: Checkpointing) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(functools.partial(kind.__call__, self), *args, **kwargs)
 
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        """For pickle and copy: what is saved or copied is a block of the class that the model's code has."""
+        given: Any = kind.__reduce_ex__(self, protocol)
+        make, arguments, *rest = given
+        if make.__name__ == "__newobj__":  # which may make nothing but the object's own class
+            make = object.__new__
+        return (make, tuple(kind if each is type(self) else each for each in arguments), *rest)
+
     copied = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind,), {**copied, "__call__": call})
+    return type(kind.__name__, (kind,), {**copied, "__call__": call, "__reduce_ex__": reduce})
