@@ -147,7 +147,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # splits the module before it is partitioned
     "splitting.py": {
         "zcomm": {"exchange", "group_rank", "group_size"},
-        "zpartition": {"cell_of", "stages_of", "tensor"},
+        "zpartition": {"cell_of", "is_deferred", "stages_of", "tensor"},
     },
     # so does a pipeline, which is compared with the config, and whose engine is its own
     "staging.py": {

@@ -184,6 +184,30 @@ def test_two_ranks_of_each_stage_share_it(name: str) -> None:
             assert numbers == pytest.approx(alone, rel=BOUND, abs=BOUND), (stage, accumulation)
 
 
+def exported(pair: Pair, num_stages: int, stage: int, accumulation: int) -> dict[str, Tensor] | None:
+    """Rank 0's whole weights after a step."""
+    groups = zcomm.Groups.of(zcomm.Degrees(pipeline=num_stages, sequence=pair.sequence))
+    torch.manual_seed(0)
+    model = model_of(pair, num_stages, groups, sparse=False)
+    section = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **(pair.section if num_stages > 1 else {})}
+    given = config(stage, accumulation, gradient_clipping=CLIP, **section)
+    with zengine.initialize(model=model, config=given)[0] as engine:
+        engine.train_batch(mine(0, engine, Split(1, 0)))
+        return engine._consolidated_16bit_state_dict()
+
+
+@pytest.mark.parametrize("name", ["tensor", "expert"])
+def test_weights_of_split_stages_come_together_on_rank_0(name: str) -> None:
+    pair = PAIRS[name]
+    (expected,) = run_ranks(exported, 1, pair, 1, 0, 2 * pair.replicas)
+    for stage in (0, 3):
+        found, *others = run_ranks(exported, 4, pair, 2, stage, 2)
+        assert others == [None] * 3
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=BOUND, atol=BOUND)
+
+
 def test_how_a_part_of_a_model_is_split_has_to_be_written() -> None:
     with pytest.raises(RankFailed, match="tensor_parallel of a PipelineModule: how its layers are split"):
         run_ranks(train, 4, INFERRED, 2, [(0, 1)])

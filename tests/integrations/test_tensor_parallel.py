@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import zengine
+import zengine.deepspeed as deepspeed
 from zcomm.testing import run_ranks
 from zpartition.tensor import (
     ColumnConv1D,
@@ -98,3 +100,34 @@ def _generate() -> tuple[Any, Any]:
 def test_a_split_model_generates_with_its_own_cache() -> None:
     for expected, found in run_ranks(_generate, 2, timeout_s=240):
         assert found == expected
+
+
+def _without_memory() -> list[list[float]]:
+    """By the model's own plan at stage 3; built as ever, and inside zero.Init."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 20},
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    found = []
+    for is_deferred in (False, True):
+        with deepspeed.zero.Init(enabled=is_deferred):
+            model = make("llama")
+        with zengine.initialize(model=model, config=config)[0] as engine:
+            assert model.model.layers[0].mlp.down_proj.in_features == 24
+            found.append([])
+            for _ in range(3):
+                loss = engine(**TOKENS, labels=TOKENS["input_ids"]).loss
+                engine.backward(loss)
+                engine.step()
+                found[-1].append(loss.item())
+    return found
+
+
+def test_a_model_that_is_built_without_memory_is_split_and_trains_as_any() -> None:
+    expected = losses(make("llama"))
+    for plain, deferred in run_ranks(_without_memory, 2, timeout_s=240):
+        assert deferred == plain
+        assert plain == pytest.approx(expected, abs=2e-5)

@@ -93,3 +93,6 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ValueError, match=r"return_runs: input has shape \[3, 1\]; rank 0 sends \[\[4\]\] rows, so it "
     ):
         zcomm.return_runs(torch.zeros(3, 1), [[[4]]])
+    for trade in (zcomm.collect_runs, zcomm.return_runs):
+        with pytest.raises(ValueError, match=r"_runs 'rows': a count is -1; no rank can send fewer than 0"):
+            trade(torch.zeros(2, 1), [[[-1, 3]]], label="rows")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import zcomm
 import zengine
+import zpartition
 from zcomm.testing import run_ranks
 from zengine.splitting import first_batch
 from zpartition.tensor import ColumnLinear, RowLinear
@@ -63,6 +64,9 @@ def _ways() -> dict[str, Any]:
     found["specs without a sample"] = split(model(), {"partition_config": {"layer_specs": SPECS}})
     plan = {"0.gate": "colwise", "0.up": "colwise", "0.down": "rowwise"}
     found["the model's own"] = split(model(tp_plan=plan), {})
+    with zpartition.Init():
+        empty = model(tp_plan=plan)
+    found["without memory"] = split(empty, {})
     found["coarse"] = split(model(48, tp_plan=plan), {"tp": {"tp_grain_size": 16}})
     found["vocabulary"] = split(Language().float(), {"vocab_parallel_lm_head": True}, Words())[0]
     return found
@@ -75,6 +79,7 @@ def test_every_source_of_a_plan_is_heard() -> None:
     assert one["inferred"] == (mlp + heads, [4, 4, 16, 8, 8])  # 3 groups of heads: 2 here
     assert other["inferred"] == (mlp + heads, [4, 4, 8, 4, 4])
     assert one["specs alone"] == one["specs without a sample"] == one["the model's own"] == (mlp, [4, 4])
+    assert one["without memory"] == one["the model's own"]
     assert one["specs and the rest"] == one["inferred"]
     assert (one["coarse"][1], other["coarse"][1]) == ([32, 32], [16, 16])
     assert {"embed", "head"} < set(one["vocabulary"])
@@ -96,6 +101,12 @@ def _mistakes() -> list[str]:
         with zcomm.traced(log), pytest.raises(ValueError, match=r".") as caught:
             split(module, section)
         found.append(f"{len(log)} messages: {caught.value}")
+    with zpartition.Init():
+        empty = model()
+    with pytest.raises(
+        ValueError, match=r"the Sequential was built inside zero.Init .* name them in tensor_parallel"
+    ):
+        split(empty, {}, Rows())
     with pytest.raises(zengine.RanksDisagree, match=r"0\.gate\.weight \(8, 24\).*0\.gate\.weight \(10, 24\)"):
         split(model(8 + 2 * zcomm.group_rank()), {}, Rows())
     return found

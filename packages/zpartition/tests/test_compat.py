@@ -15,6 +15,7 @@ from zpartition._compat import (
     grouped_mm,
     has_grouped_mm,
     is_in_backward,
+    is_unreferenced,
     outer_saved_tensor_hooks,
     run_backward,
     running_node,
@@ -137,3 +138,13 @@ def test_modes_stay_in_force_in_a_backward() -> None:
     assert torch.tanh in seen  # computed again inside of it
     assert torch.autograd.backward not in seen
     assert value.grad is not None
+
+
+def test_a_storage_tells_whether_tensors_have_it() -> None:
+    tensor = torch.empty(4, device="meta")
+    storage = tensor.untyped_storage()
+    view = tensor[1:]
+    del tensor
+    assert not is_unreferenced(storage)
+    del view
+    assert is_unreferenced(storage)

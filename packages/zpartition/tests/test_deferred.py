@@ -90,6 +90,27 @@ def test_a_seed_inside_the_block_counts() -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+def test_the_same_seed_twice_gives_the_same_numbers_twice() -> None:
+    def build() -> nn.ModuleList:
+        layers = []
+        for seed in (4, 4, 5, 4):
+            torch.manual_seed(seed)
+            layers.append(nn.Linear(3, 3))
+        return nn.ModuleList(layers)
+
+    expected = build().state_dict()
+    following = torch.rand(3)
+    state = torch.get_rng_state()
+    with zpartition.Init():
+        model = build()
+    assert torch.equal(torch.get_rng_state(), torch.manual_seed(4).get_state()), "as if nothing had been drawn"
+    found = values_of(model)
+    assert torch.equal(torch.rand(3), following)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(found["0.weight"], found["3.weight"])
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_a_cast_after_the_block_is_carried_out_too() -> None:
     expected, _ = plain()
     torch.manual_seed(3)

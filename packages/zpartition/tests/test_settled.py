@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -158,3 +161,22 @@ def check_mixed_stages() -> list[bool]:
 
 def test_parameters_that_were_made_outside_keep_their_values_at_every_stage():
     assert run_ranks(check_mixed_stages, 2) == [[True] * 3] * 2
+
+
+def test_what_was_kept_goes_when_the_last_module_has_its_values() -> None:
+    with zpartition.Init() as init:
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    tape = weakref.ref(init.tape)
+    del init
+    with zpartition.gathered(second.weight, modifier_rank=0), torch.no_grad():
+        second.weight.fill_(2.0)
+    for module in (first, second):
+        with zpartition.recording(module):
+            module.to(torch.bfloat16)
+    zpartition.shard(first)
+    gc.collect()
+    assert tape() is not None
+    zpartition.shard(second)
+    assert bool((second.weight == 2).all())
+    gc.collect()
+    assert tape() is None

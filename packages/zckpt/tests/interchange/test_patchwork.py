@@ -54,7 +54,8 @@ def random_step(value: Any, rng: random.Random) -> Any:
         return torch.stack([value, value], dim=dim) if value.ndim < 5 else value
     if kind == "narrow":
         start = rng.randrange(value.shape[dim])
-        return torch.narrow(value, dim, start, rng.randint(1, value.shape[dim] - start))
+        length = rng.randint(1, value.shape[dim] - start)
+        return torch.narrow(value, dim, rng.choice([start, start - value.shape[dim]]), length)
     if kind == "split":
         first = rng.randint(1, value.shape[dim])
         return rng.choice(torch.split(value, [first, value.shape[dim] - first], dim=dim)[:1])
@@ -81,6 +82,7 @@ def test_any_chain_of_functions_gives_what_torch_gives(seed: int) -> None:
     for _ in range(4):
         box = tuple(slice(*sorted(rng.choices(range(size + 1), k=2))) for size in value.shape)
         assert torch.equal(lazy[box], value[box])
+        assert torch.equal(lazy[..., box[-1]], value[..., box[-1]])
 
 
 def test_methods_are_those_of_a_tensor() -> None:
@@ -110,3 +112,14 @@ def test_what_is_not_about_places_is_refused_by_name() -> None:
         torch.cat([lazy, Patchwork.over(torch.ones(2, 4))])
     with pytest.raises(ValueError, match=r"\[1, 4\] are not the parts of a dimension of 3"):
         lazy.split([1, 4], dim=1)
+    with pytest.raises(ValueError, match="2 from 2 are no part of a dimension of 3"):
+        torch.narrow(lazy, 1, 2, 2)
+    for wrong in (torch.unsqueeze, torch.squeeze):
+        with pytest.raises(IndexError, match=r"dimension 3 of [23]"):
+            wrong(lazy, 3)
+
+
+@pytest.mark.parametrize("box", [slice(None, None, 2), (..., 0), (slice(1),) * 3, (..., slice(1), ...)])
+def test_an_index_that_is_no_box_is_refused(box: Any) -> None:
+    with pytest.raises(TypeError, match=r"no box of shape \(2, 3\): give slices of step 1"):
+        Patchwork.over(torch.ones(2, 3))[box]

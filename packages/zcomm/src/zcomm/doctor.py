@@ -182,9 +182,9 @@ class Doctor:
     def _close_links(self) -> None:
         """End what other threads of this rank wait for in torch; they find the verdict then."""
         with self.asking:
-            groups = list(self.closing)
+            groups = list(self.closing) if self.is_present() else []
         for group in groups:
-            with contextlib.suppress(RuntimeError, ValueError):  # destroyed since; the others have to be closed still
+            with contextlib.suppress(RuntimeError, ValueError):  # destroyed since: the others remain
                 compat.close_group(group, dist.get_rank(group))
 
 

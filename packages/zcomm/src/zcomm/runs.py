@@ -62,7 +62,12 @@ def return_runs(input: Tensor, counts: Counts, group: ProcessGroup | None = None
 def trade(
     op: str, label: str, input: Tensor, counts: Counts, group: ProcessGroup | None, *, is_back: bool = False
 ) -> Tensor:
-    """What `collect_runs` delivers, or `return_runs`, of arguments that fit; `op` is how errors call it."""
+    """What `collect_runs` delivers, or `return_runs`, of arguments that fit; `op` is how errors call it.
+
+    Raises ValueError for counts below 0.
+    """
+    if (least := min((n for row in counts for runs in row for n in runs), default=0)) < 0:
+        raise ValueError(f"{named(op, label)}: a count is {least}; no rank can send fewer than 0.")
     size, rank = group_size(group), group_rank(group)
     if size == 1:
         return input.clone()

@@ -4,7 +4,10 @@ The forward of each block is compiled, in place, so names, state dicts and the m
 hooks run around the compiled forward, not inside the graph.  Blocks are the members of the module's lists (the
 layers of a transformer): equal ones are compiled once, and what is between them stays plain.  Rejected: compiling
 the module as a whole by default, which takes minutes where a block takes seconds, for a few per cent; a list that
-holds one block, or a module without lists, is compiled as a whole anyway.
+holds one block, or a module without lists, is compiled as a whole anyway.  A pipeline's blocks are its rank's layers.
+
+Layers that are split over ranks speak to other ranks, which no graph can hold: those run as they are, with nothing
+compiled inside of them, and graphs end before them and begin anew behind.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import torch
 from torch import nn
 
 from zengine.features import Feature
+from zengine.staging import is_staged
 
 if TYPE_CHECKING:
+    from zengine.config import Plan
     from zengine.engine import Engine
     from zengine.parts import Parts
 
@@ -28,6 +33,7 @@ class EngineCompiling:
     if TYPE_CHECKING:
         module: nn.Module
         parts: Parts
+        plan: Plan
         features: tuple[Feature, ...]
         add_feature: Callable[[Feature], None]
 
@@ -41,8 +47,8 @@ class EngineCompiling:
         """Compile the module's blocks with torch.compile(backend=..., **compile_kwargs); undone by `close`.
 
         Raises:
-            ValueError: a schedule or compiled autograd is asked for, which DeepSpeed's compiler has; layers are split
-                over ranks; or the module is compiled already.
+            ValueError: a schedule or compiled autograd is asked for, which DeepSpeed's compiler has; a pipeline's
+                schedule is zero_bubble; or the module is compiled already.
         """
         asked = ["schedule"] * (schedule is not None) + ["compiled_autograd_enabled"] * compiled_autograd_enabled
         if asked:
@@ -50,10 +56,10 @@ class EngineCompiling:
                 f"compile({asked[0]}=...) belongs to DeepCompile, which is not offered: leave it out; backward is "
                 "compiled by the backend, and gathering is scheduled by the partition"
             )
-        if self.parts.partition.cell.size > 1:
+        if is_staged(self.module) and self.plan.pipeline.schedule == "zero_bubble":
             raise ValueError(
-                f"compile() is not available for layers that are split over ranks ({self.parts.partition.cell.size} "
-                "here): torch.compile cannot look into their messages. Leave it out, or use one tensor rank."
+                'compile() with the schedule "zero_bubble": a compiled layer has one backward, which this schedule '
+                'takes in two halves. Use "1f1b", or leave compile() out'
             )
         if self.is_compiled:
             raise ValueError("compile() was called before: the module is compiled already")
@@ -67,7 +73,7 @@ class EngineCompiling:
 
 @final
 class Compiled(Feature):
-    """Blocks with a compiled forward of their own; `close` gives them back the plain one."""
+    """Blocks with a compiled forward of their own, and split layers kept out of it; `close` gives all theirs back."""
 
     def __init__(self, backend: str | Callable[..., Any], options: Mapping[str, Any]) -> None:
         self.backend = backend
@@ -77,9 +83,13 @@ class Compiled(Feature):
 
     def attach(self, engine: Engine) -> None:
         """Compile."""
-        self.blocks = blocks_of(engine.module)
+        blocks = blocks_of(engine.module)
+        talking = [module for module in engine.module.modules() if talks(module)]
+        self.blocks = [*talking, *(block for block in blocks if not talks(block))]
         self.own = [{"forward": vars(block)["forward"]} if "forward" in vars(block) else {} for block in self.blocks]
-        for block in self.blocks:
+        for module in talking:
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
+        for block in self.blocks[len(talking) :]:
             block.forward = torch.compile(block.forward, backend=self.backend, **self.options)
 
     def close(self) -> None:
@@ -90,8 +100,22 @@ class Compiled(Feature):
         self.blocks, self.own = [], []
 
 
+def talks(module: nn.Module) -> bool:
+    """Whether the module's own forward sends messages."""
+    home = type(module).forward.__module__ or ""
+    return home.startswith(_TALKING) and not home.endswith(".testing")
+
+
+_TALKING = ("zpartition.tensor.", "zpartition.experts.", "zpartition.sequence.")
+
+
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists of `module` with at least two; the module itself if there are none."""
+    """The members of the outermost lists of `module` with at least two; the module itself if there are none.
+
+    Of a pipeline the layers that this rank owns.
+    """
+    if is_staged(module):
+        return module.own_layers()
     found: list[nn.Module] = []
     _collect(module, found)
     return found or [module]

@@ -56,14 +56,16 @@ def split_tensors(
         return
     wanted, group = plan.parallel.tensor, groups.tensor()
     is_stage = zpartition.stages_of(module).size > 1
-    given = None if is_stage else small_input(module, sample, device)
-    proposal = _of_stage(module, wanted) if is_stage else _proposal(module.to(device), wanted, given)
+    is_deferred = zpartition.is_deferred(module)  # then there is nothing to run, or to move
+    given = None if is_stage or is_deferred else small_input(module, sample, device)
+    if not is_deferred:
+        module.to(device)
+    proposal = _of_stage(module, wanted) if is_stage else _proposal(module, wanted, given)
     tensor.resolve(proposal, module, zcomm.group_size(group), zcomm.group_rank(group))  # errors before any message
     compare({"plan": plan_lines(plan)}, groups.everybody())
     compare({"parameters": parameter_lines(module)}, _same_layers(groups))
     if is_stage:
         _refuse_idle(proposal, wanted, groups)
-    module.to(device)
     tensor.parallelize(module, _verified(proposal, module, wanted, group, given), group)
 
 
@@ -95,6 +97,12 @@ def _proposal(module: nn.Module, wanted: TensorPlan, given: Input | None) -> ten
 
 
 def _inferred(module: nn.Module, wanted: TensorPlan, given: Input | None) -> tensor.TensorPlan:
+    if given is None and zpartition.is_deferred(module):
+        raise ValueError(
+            f"the {type(module).__name__} was built inside zero.Init and has no values yet, so it cannot be run to "
+            "see how its layers are split: name them in tensor_parallel.partition_config.layer_specs, or build it "
+            "plainly."
+        )
     if given is None:
         raise ValueError(
             f"a plan for {type(module).__name__} is inferred from what the model does with a small input, and there "

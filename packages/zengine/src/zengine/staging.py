@@ -105,6 +105,13 @@ def _staged(model: PipelineModule, plan: Plan) -> Iterator[Problem]:
     if asked.seeds_layers and not model.seed_layers:
         yield _unlike("pipeline.seed_layers", True, "seed_layers=False")
     yield from unfit_for_pipelines(plan)
+    if plan.data.packing and ranks > 1 and not model.dynamic_shape:
+        yield Problem(
+            key="data_efficiency.data_sampling.dynamic_batching.enabled",
+            given=True,
+            reason="micro-batches then have different numbers of samples, and stages hand on one shape",
+            suggestion="Make the PipelineModule with dynamic_shape=True.",
+        )
     yield from _unscheduled(model, plan)
 
 

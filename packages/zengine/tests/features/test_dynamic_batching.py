@@ -15,6 +15,7 @@ import zengine
 from zcomm.testing import run_ranks
 from zengine.features import BackgroundSaves
 from zengine.features.dynamic_batching import lr_factor
+from zpartition.pipeline import PipelineModule
 
 LENGTHS = [1 + (7 * index) % 11 for index in range(64)]
 DATA = [torch.full((length,), 0.1 * index) for index, length in enumerate(LENGTHS)]
@@ -24,7 +25,7 @@ def collate(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([torch.stack((sample.mean(), torch.tensor(float(len(sample))))) for sample in samples])
 
 
-def engine_of(**changes: Any) -> Any:
+def engine_of(model: nn.Module | None = None, **changes: Any) -> Any:
     torch.manual_seed(0)
     batching = {"enabled": True, "max_tokens": 20, "sequence_picking_order": "random", **changes.pop("batching", {})}
     config = {
@@ -36,7 +37,7 @@ def engine_of(**changes: Any) -> Any:
         **changes,
     }
     engine, _, loader, _ = zengine.initialize(
-        model=nn.Linear(2, 1), config=config, training_data=DATA, collate_fn=collate
+        model=model or nn.Linear(2, 1), config=config, training_data=DATA, collate_fn=collate
     )
     return engine, loader
 
@@ -190,3 +191,56 @@ def test_a_step_that_a_failed_save_interrupts_is_counted_once() -> None:
     assert engine.global_samples == loader.samples_handed - lost
     assert engine.global_steps == 4
     engine.close()
+
+
+def labelled(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return collate(samples), torch.ones(len(samples), 1)
+
+
+def in_stages(num_stages: int) -> list[tuple[float, ...]]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 3), torch.tanh, nn.Linear(3, 2), nn.Linear(2, 1)]
+    model = PipelineModule(layers, num_stages, loss_fn=nn.functional.mse_loss, dynamic_shape=True)
+    batching = {"enabled": True, "max_tokens": 20, "sequence_picking_order": "random"}
+    config = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 8 * num_stages // world_size() // 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "dynamic_batching": batching}},
+    }
+    engine, _, loader, _ = zengine.initialize(model=model, config=config, training_data=DATA, collate_fn=labelled)
+    found = []
+    for _ in range(5):
+        engine.train_batch()
+        report = engine.last_report
+        assert report.samples == loader.samples_handed == engine.global_samples
+        found.append((report.loss, report.samples, report.lr[0], report.grad_norm))
+    engine.close()
+    return found
+
+
+def world_size() -> int:
+    return torch.distributed.get_world_size()
+
+
+def test_the_stages_of_a_pipeline_follow_the_batch_alike() -> None:
+    """By one stage, over as many replicas."""
+    for world, num_stages, replicas in ((2, 2, 1), (3, 3, 1), (4, 2, 2)):
+        expected = run_ranks(in_stages, replicas, 1)[0]
+        assert len({samples for _, samples, _, _ in expected}) > 1
+        for found in run_ranks(in_stages, world, num_stages):
+            for ours, its in zip(found, expected, strict=True):
+                assert ours == pytest.approx(its, rel=1e-5)
+
+
+def test_a_pipeline_has_to_be_made_for_changing_shapes() -> None:
+    for text in run_ranks(_fixed_shapes, 2):
+        assert "dynamic_batching.enabled = true: micro-batches then have different numbers of samples" in text
+        assert "dynamic_shape=True" in text
+
+
+def _fixed_shapes() -> str:
+    model = PipelineModule([nn.Linear(2, 2), nn.Linear(2, 1)], 2, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(zengine.ConfigError) as caught:
+        engine_of(model=model)
+    return str(caught.value)

@@ -12,8 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zengine
-from zcomm.testing import run_ranks
+from zcomm.testing import end_ranks, run_ranks
+from zengine.features import random_ltd
 from zengine.features.random_ltd import RandomLtd, find_layers
+from zpartition.pipeline import LayerSpec, PipelineModule
 
 
 class Block(nn.Module):
@@ -303,3 +305,85 @@ def _on_two_ranks() -> tuple[list[float], float]:
 def test_ranks_draw_their_own_tokens_and_step_together_at_stage_3() -> None:
     left, right = run_ranks(_on_two_ranks, 2)
     assert left == right
+
+
+class Plainly(nn.Module):
+    """A layer of a pipeline: one tensor in, one out, no two tokens alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.tanh(self.linear(hidden)).cumsum(1)
+
+
+class Tower(nn.Module):
+    """The same layers as one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Plainly() for _ in range(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().mean()
+
+
+def the_last(self: Any, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Places that depend on nothing, in place of those that are drawn."""
+    return torch.arange(hidden.shape[1])[-num_tokens:].expand(hidden.shape[0], -1)
+
+
+def data(step: int) -> list[torch.Tensor]:
+    return [torch.linspace(0, 1, 60).reshape(3, 10, 2) + step + micro for micro in range(4)]
+
+
+def whole_model(drops: bool) -> list[float]:
+    random_ltd._Cutting.choose = the_last
+    torch.manual_seed(0)
+    engine = engine_of(Tower(), gradient_accumulation_steps=4, **ltd(model_mask_name="", enabled=drops))
+    found = []
+    for step in range(5):
+        for hidden in data(step):
+            engine.backward(engine(hidden))
+            report = engine.step()
+        found += [report.loss, report.grad_norm]
+    return found
+
+
+def in_stages(num_stages: int, **options: Any) -> tuple[list[float], int]:
+    random_ltd._Cutting.choose = the_last
+    torch.manual_seed(0)
+    layers = [torch.clone, *(LayerSpec(Plainly) for _ in range(4)), lambda hidden: hidden.square().mean()]
+    model = PipelineModule(layers, num_stages, **options)
+    engine = engine_of(model, gradient_accumulation_steps=4, **ltd(model_mask_name=""))
+    found = []
+    for step in range(5):
+        engine.train_batch(iter([(hidden, ()) for hidden in data(step)]))
+        found += [engine.last_report.loss, engine.last_report.grad_norm]
+    return found, next(f for f in engine.features if f.name == "random_ltd").state_dict()["layer_tokens"]
+
+
+def test_the_layers_of_a_pipeline_skip_tokens_on_their_stages() -> None:
+    expected, plain = (run_ranks(whole_model, 1, drops)[0] for drops in (True, False))
+    assert [one != pytest.approx(other, rel=1e-3) for one, other in zip(expected, plain)][:6] == [True] * 6
+    seen = 4 * 3 * (4 + 6 + 8 + 10 + 10)  # by each of the two layers: micro-batches, samples, tokens of each step
+    for num_stages, options, tokens in (
+        (2, {"partition_method": "uniform"}, [seen, seen]),
+        (2, {"partition_method": "type:plainly", "activation_checkpoint_interval": 1}, [seen, seen]),
+        (4, {"partition_method": "type:plainly"}, [0, seen, seen, 0]),
+    ):
+        ranks = run_ranks(in_stages, num_stages, num_stages, **options)
+        for losses, _ in ranks:
+            assert losses == pytest.approx(expected, rel=1e-5)
+        assert [layer_tokens for _, layer_tokens in ranks] == tokens
+    end_ranks()  # their layers no longer draw
+
+
+def test_layers_of_a_pipeline_are_told_apart_by_their_class() -> None:
+    model = PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2), torch.tanh, nn.LayerNorm(2)], 1)
+    assert find_layers(model, 2) == ("Linear", {0: model.calls[0], 1: model.calls[1]})
+    with pytest.raises(ValueError, match=r"2 classes of 1 layers.* Linear \(2\), tanh \(1\), LayerNorm \(1\)"):
+        find_layers(model, 1)

@@ -23,7 +23,7 @@ from zpartition.access import (
 )
 from zpartition.addressing import make_state, state_shards
 from zpartition.cells import Cell, cell_of, deals_of, replicas_of, stages_of
-from zpartition.deferred import Init, recording
+from zpartition.deferred import Init, is_deferred, recording
 from zpartition.gathered import gathered
 from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
 from zpartition.loading import load_own_slices, load_slices, refuse_unfit_slices
@@ -67,6 +67,7 @@ __all__ = [
     "cell_of",
     "deals_of",
     "gathered",
+    "is_deferred",
     "load_own_slices",
     "load_slices",
     "make_state",

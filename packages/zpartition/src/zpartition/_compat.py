@@ -22,6 +22,7 @@ __all__ = [
     "grouped_mm",
     "has_grouped_mm",
     "is_in_backward",
+    "is_unreferenced",
     "outer_saved_tensor_hooks",
     "run_backward",
     "running_node",
@@ -44,6 +45,12 @@ def _any_requires_grad(*tensors: torch.Tensor) -> bool:
 
 
 any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _any_requires_grad)
+
+
+def is_unreferenced(storage: torch.UntypedStorage) -> bool:
+    """Whether no tensor has the memory of `storage`; False when this torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return count is not None and bool(count(storage._cdata) == 1)
 
 
 def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ be patched too); FakeTensor (its caches and its dispatch cost more than this who
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
 import attrs
@@ -50,10 +50,14 @@ __all__ = [
     "Deferred",
     "Init",
     "draw_alike",
+    "is_deferred",
+    "noting",
     "recording",
+    "share_random_numbers",
     "tape_in_progress",
     "tape_of",
     "tape_that_knows",
+    "tapes_of",
     "tensors_of",
     "wire_device",
 ]
@@ -73,7 +77,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _open.pop()
+        _open.pop().unmark()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -181,6 +185,26 @@ def tape_of(module: nn.Module) -> Tape | None:
     return None
 
 
+def tapes_of(module: nn.Module) -> list[Tape]:
+    """Those that know values which parameters of `module` do not have yet."""
+    found = map(tape_that_knows, module.parameters())
+    return list({id(tape): tape for tape in found if tape is not None}.values())
+
+
+def is_deferred(module: nn.Module) -> bool:
+    """Whether `module` was built inside `Init`, as a whole or in parts, and nobody has taken its values yet."""
+    show(module.parameters())
+    return bool(tapes_of(module))
+
+
+def noting(module: nn.Module) -> AbstractContextManager[None]:
+    """Where the module has no values yet, what is done to it is put onto the tape that will make them.
+
+    As `recording`, and a module on the meta device that no tape knows is left to itself.
+    """
+    return recording(module) if is_deferred(module) else nullcontext()
+
+
 def tape_in_progress() -> Tape | None:
     """The tape of the innermost block that is open."""
     return _open[-1] if _open else None
@@ -232,6 +256,7 @@ class Deferred:
                 make_hollow(tensor, device)
         for key in slots:
             _tapes.pop(key, None)
+        _forget_dead(tape)
         return cls(tape, slots, tensors, real, {name: deal.size for name, deal in deals_of(module).items()})
 
     def fill(self, take: Callable[[str, Tensor], None], group: ProcessGroup | None) -> None:
@@ -253,6 +278,13 @@ class Deferred:
             take(name, together)
 
 
+def _forget_dead(tape: Tape) -> None:
+    """Storages that no tensor has any more need no tape; then it can go when it is played, with all that it keeps."""
+    for key, storage in tape.storages.items():
+        if _tapes.get(key) is tape and _compat.is_unreferenced(storage):
+            del _tapes[key]
+
+
 def draw_alike(tape: Tape, group: ProcessGroup | None) -> None:
     """Give all ranks rank 0's random numbers.  A collective.  ValueError where they built different modules."""
     seeded = [index for index, step in enumerate(tape.steps) if step.generator is not None]
@@ -268,6 +300,16 @@ def draw_alike(tape: Tape, group: ProcessGroup | None) -> None:
     tape.is_own = tape.is_own and torch.equal(own, together)
     for index, state in zip(seeded, together.cpu()):
         tape.steps[index] = attrs.evolve(tape.steps[index], generator=state.clone())
+
+
+def share_random_numbers(tape: Tape, group: ProcessGroup | None) -> None:
+    """`draw_alike`, for ranks that go on with rank 0's generator: it moves on with the tape, if rank 0's does."""
+    draw_alike(tape, group)
+    if tape.generator is not None and zcomm.group_size(group) > 1:
+        state = tape.generator.to(wire_device(group))
+        zcomm.broadcast(state, group, source=0, label="seeds")
+        tape.generator = state.cpu()
+        tape.is_own = bool(zcomm.exchange(tape.is_own, group)[0])
 
 
 def wire_device(group: ProcessGroup | None) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -63,7 +64,8 @@ class Tape:
     steps: list[Step] = attrs.field(factory=list)
     constants: dict[Key, Tensor] = attrs.field(factory=dict)  # values that were real already
     storages: dict[Key, Any] = attrs.field(factory=dict)  # kept, so that no identity is used twice
-    generator: Tensor | None = None  # its state when the last number was drawn; None before the first
+    generator: Tensor | None = None  # its state when it was seeded last; None before the first number is drawn
+    mark: Tensor | None = None  # the state that it is given then, while the tape is recorded
     is_own: bool = True  # whether those are the numbers that this process would have drawn
     before: Callable[[Key], Tensor | None] = attrs.field(default=lambda _: None)  # content before the first step
 
@@ -113,12 +115,18 @@ class Tape:
         def end() -> None:
             torch.set_rng_state(kept.pop())
 
-        state = self.generator
+        state = self.generator, self.mark
         self.steps.append(Step(begin, (Ref.of(number),), {}, (), frozenset({key_of(number)}), None, None))
         with torch.random.fork_rng(devices=[]):
             yield
         self.steps.append(Step(end, (), {}, (), frozenset(), None, None))
-        self.generator = state
+        self.generator, self.mark = state
+
+    def unmark(self) -> None:
+        """Give the generator back as it would be if nothing had been drawn; for the end of a block."""
+        if self.mark is not None and self.generator is not None and torch.equal(torch.get_rng_state(), self.mark):
+            torch.set_rng_state(self.generator)
+        self.mark = None
 
     def play(self, deliver: Callable[[Key, Tensor], None], *, wanted: frozenset[Key]) -> None:
         """Carry out all steps, and hand every storage of `wanted` over when it is finished: (key, flat uint8).
@@ -183,12 +191,19 @@ class Tape:
         return torch.empty(self.storages[key].nbytes(), dtype=torch.uint8) if found is None else found
 
     def _reseeded(self) -> Tensor | None:
-        """The generator's state, before the first random step and where it was changed since the last one."""
-        state = torch.get_rng_state()
-        if self.generator is not None and torch.equal(state, self.generator):
-            return None
-        self.generator = state
-        return state
+        """The generator's state, before the first random step and where it was changed since the last one.
+
+        It draws nothing meanwhile, so it is marked: the seed that it had is another state than that which it has.
+        """
+        state, known = torch.get_rng_state(), self.generator if self.mark is None else self.mark
+        is_new = known is None or not torch.equal(state, known)
+        if is_new:
+            self.generator = state
+        if is_new or self.mark is None:
+            digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
+            torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
+            self.mark = torch.get_rng_state()
+        return state if is_new else None
 
     def _run(self, step: Step, real: dict[Key, Tensor]) -> None:
         def made(ref: Ref) -> Tensor:

@@ -105,6 +105,13 @@ def test_what_does_not_divide_and_shared_state_are_refused() -> None:
         Experts(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 2)
 
 
+@pytest.mark.parametrize("other", [nn.Linear(4, 1), nn.Linear(4, 3, bias=False)], ids=["size", "names"])
+def test_experts_that_are_not_alike_are_refused(other: nn.Module) -> None:
+    made = iter([nn.Linear(4, 3), other])
+    with pytest.raises(ValueError, match=r"must be alike: one has the parameters .*, the first here .*\[3, 4\]"):
+        Experts(lambda: next(made), 2)
+
+
 def test_a_stack_without_rows_still_takes_part_in_backward() -> None:
     stack, rows = made(), torch.zeros(0, 6, requires_grad=True)
     stack(rows, [0, 0, 0, 0]).sum().backward()

@@ -87,13 +87,12 @@ class Patchwork:
     def __getitem__(self, box: Any) -> Tensor:
         """The values in a box, read now.
 
-        box: one slice, or a tuple of them, with steps of 1; dimensions that are not named are whole.  Returns a
-            tensor of the sources' dtype (the one that holds all, where they differ).
+        box: one slice, or a tuple of them, with steps of 1; dimensions that are not named, or that an `...` stands
+            for, are whole.  Returns a tensor of the sources' dtype (the one that holds all, where they differ).
+
+        Raises TypeError for any other index.
         """
-        given = box if isinstance(box, tuple) else (box,)
-        slices = [side for side in given if side is not ...] + [slice(None)] * self.ndim
-        sides = [slice(*side.indices(size)) for side, size in zip(slices, self.shape)]
-        wanted = [(side.start, max(side.start, side.stop)) for side in sides]
+        wanted = self._sides(box if isinstance(box, tuple) else (box,))
         parts = []
         for patch in self.patches:
             ends = (at + size for at, size in zip(patch.at, patch.shape))
@@ -108,6 +107,19 @@ class Patchwork:
             at = tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(common, wanted))
             whole[at].copy_(part)
         return whole
+
+    def _sides(self, box: tuple[Any, ...]) -> list[tuple[int, int]]:
+        """(start, stop) per dimension."""
+        named = [side for side in box if side is not ...]
+        is_box = all(isinstance(side, slice) and side.step in (None, 1) for side in named)
+        if not is_box or len(named) > self.ndim or len(box) - len(named) > 1:
+            raise TypeError(
+                f"{box} is no box of shape {tuple(self.shape)}: give slices of step 1, and one ... at most"
+            )
+        first = next((at for at, side in enumerate(box) if side is ...), len(box))
+        whole = [slice(None)] * (self.ndim - len(named))
+        sides = [side.indices(size) for side, size in zip([*named[:first], *whole, *named[first:]], self.shape)]
+        return [(start, max(start, stop)) for start, stop, _ in sides]
 
     @classmethod
     def __torch_function__(
@@ -158,9 +170,16 @@ def _with(items: Shape, dim: int, item: int) -> Shape:
     return (*items[:dim], item, *items[dim + 1 :])
 
 
+def _counted(dim: int, ndim: int) -> int:
+    """A dimension that may be counted from the end.  Raises IndexError."""
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"dimension {dim} of {ndim}")
+    return dim % ndim
+
+
 def _cat(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
     first = tensors[0].shape
-    dim %= len(first)
+    dim = _counted(dim, len(first))
     if any(_with(each.shape, dim, 0) != _with(first, dim, 0) for each in tensors):
         raise ValueError(f"shapes {[tuple(each.shape) for each in tensors]} cannot be joined along dimension {dim}")
     patches, end = [], 0
@@ -171,13 +190,17 @@ def _cat(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
 
 
 def _stack(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
-    return _cat([_unsqueeze(each, dim) for each in tensors], dim % (tensors[0].ndim + 1))
+    return _cat([_unsqueeze(each, dim) for each in tensors], _counted(dim, tensors[0].ndim + 1))
 
 
-def _narrow(tensor: Patchwork, dim: int, start: int, length: int) -> Patchwork:
-    dim %= tensor.ndim
+def _narrow(input: Patchwork, dim: int, start: int, length: int) -> Patchwork:
+    dim = _counted(dim, input.ndim)
+    size = input.shape[dim]
+    start += size if start < 0 else 0
+    if not 0 <= start <= start + length <= size:
+        raise ValueError(f"{length} from {start} are no part of a dimension of {size} (shape {tuple(input.shape)})")
     patches = []
-    for patch in tensor.patches:
+    for patch in input.patches:
         first = max(start, patch.at[dim])
         last = min(start + length, patch.at[dim] + patch.shape[dim])
         if first < last:
@@ -186,7 +209,7 @@ def _narrow(tensor: Patchwork, dim: int, start: int, length: int) -> Patchwork:
                 begin = _with(begin, along, begin[along] + first - patch.at[dim])
             at, shape = _with(patch.at, dim, first - start), _with(patch.shape, dim, last - first)
             patches.append(attrs.evolve(patch, at=at, shape=shape, start=begin))
-    return _made(_with(tensor.shape, dim, length), patches)
+    return _made(_with(input.shape, dim, length), patches)
 
 
 def _split(tensor: Patchwork, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Patchwork, ...]:
@@ -223,7 +246,7 @@ def _transpose(input: Patchwork, dim0: int, dim1: int) -> Patchwork:
 
 
 def _unsqueeze(input: Patchwork, dim: int) -> Patchwork:
-    dim %= input.ndim + 1
+    dim = _counted(dim, input.ndim + 1)
 
     def wider(items: Sequence[Any], item: Any) -> tuple[Any, ...]:
         return (*items[:dim], item, *items[dim:])
@@ -238,7 +261,7 @@ def _unsqueeze(input: Patchwork, dim: int) -> Patchwork:
 
 
 def _squeeze(input: Patchwork, dim: int) -> Patchwork:
-    dim %= input.ndim
+    dim = _counted(dim, input.ndim)
     if input.shape[dim] != 1:
         return input
 

@@ -55,20 +55,16 @@ def pipeline_rows(plan: PipelinePlan) -> Iterator[tuple[str, Any]]:
 
 
 def unfit_for_pipelines(plan: Plan) -> list[Problem]:
-    """What looks at one forward at a time, or at the layers of one rank; in a pipeline there are several."""
-    asked = {
-        "data_efficiency.data_routing.random_ltd.enabled": bool(plan.data.ltd),
-        "data_efficiency.data_sampling.dynamic_batching.enabled": bool(plan.data.packing),
-        "timers.throughput.count_flops_at": bool(plan.telemetry.rates.count_flops_at),
-    }
+    """What looks at the layers of one rank; in a pipeline there are several."""
+    if not plan.telemetry.rates.count_flops_at:
+        return []
+    key = "timers.throughput.count_flops_at"
     return [
         Problem(
             key=key,
             given=plan[key],
-            reason="the model is a PipelineModule, whose ranks hold some of the layers and work on several "
-            "micro-batches at a time",
-            suggestion="Leave the key out.",
+            reason="the operations of one rank are counted, and the model is a PipelineModule, whose ranks hold some "
+            "of the layers",
+            suggestion='Leave it out; "flops_profiler" counts a batch on every stage.',
         )
-        for key, is_asked in asked.items()
-        if is_asked
     ]

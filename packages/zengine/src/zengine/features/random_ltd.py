@@ -14,6 +14,7 @@ place of the layer, which renames every parameter of it in checkpoints.
   every axis that has the length of the sequence; other tensors of (batch or 1, sequence, ...), such as rotary
   positions, along that axis.  A layer that works the positions out by itself, from the length, would see others;
   give it the positions.
+- In a pipeline the layers are those of one class, numbered over all stages, and each rank has its own among them.
 - The number of tokens is a function of the engine's step counter.  The tokens that layers worked on are counted,
   and saved.
 """
@@ -22,7 +23,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, final
 
@@ -31,8 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zengine._compat import backward_number
 from zengine.data.tree import mapped
 from zengine.features.base import Feature
+from zengine.staging import is_staged
 
 if TYPE_CHECKING:
     from zengine.clock import Clock
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from zengine.engine import Engine
     from zengine.parts import TelemetrySlot
     from zengine.report import StepReport
+    from zpartition.pipeline import PipelineModule
 
 log = logging.getLogger("zengine")
 
@@ -66,32 +71,23 @@ class RandomLtd(Feature):
         """
         self.clock, self.telemetry = engine.clock, engine.parts.telemetry
         path, blocks = find_layers(engine.module, self.plan.num_layers)
-        check_mask(blocks[self.plan.layer_ids[0]], self.plan.mask_name)
+        mine = [blocks[place] for place in self.plan.layer_ids if place in blocks]
+        for layer in mine[:1]:
+            check_mask(layer, self.plan.mask_name)
         cutting = _Cutting(
             mask_name=self.plan.mask_name, is_causal=self.plan.is_causal, sequence_axis=self.plan.sequence_axis
         )
-        self.layers = [_TokenDrop(blocks[place], cutting) for place in self.plan.layer_ids]
+        self.layers = [_TokenDrop(layer, cutting, lambda: self.num_tokens) for layer in mine]
         if engine.parts.world.rank == 0:
             schedule = self.plan.schedule
             log.info(
                 "random-LTD: %d of the %d layers of %s see %d tokens at first, %d at the end",
-                len(self.layers),
-                len(blocks),
+                len(self.plan.layer_ids),
+                self.plan.num_layers,
                 path,
                 schedule.at(0),
                 schedule.high,
             )
-
-    def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        num_tokens = self.num_tokens
-        for layer in self.layers:
-            layer.num_tokens, layer.counts = num_tokens, True
-        return args, kwargs
-
-    def forward_end(self, output: Any) -> Any:
-        for layer in self.layers:
-            layer.counts = False  # what follows is recomputation
-        return output
 
     @property
     def num_tokens(self) -> int:
@@ -103,13 +99,12 @@ class RandomLtd(Feature):
         self.telemetry.write_events([("data/random_ltd_tokens", self.plan.schedule.at(report.step - 1), report.step)])
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Tokens that all named layers of this rank worked on so far."""
+        """Tokens that all named layers of this rank worked on so far; checkpoints hold rank 0's."""
         return {"layer_tokens": sum(layer.layer_tokens for layer in self.layers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for layer in self.layers:
-            layer.layer_tokens = 0
-        self.layers[0].layer_tokens = int(state["layer_tokens"])
+        for number, layer in enumerate(self.layers):  # a stage of a pipeline may have none
+            layer.layer_tokens = 0 if number else int(state["layer_tokens"])
 
     def close(self) -> None:
         """The layers are as they were."""
@@ -117,24 +112,44 @@ class RandomLtd(Feature):
             layer.remove()
 
 
-def find_layers(module: nn.Module, count: int) -> tuple[str, nn.ModuleList | nn.Sequential]:
-    """(path, list) of the one list of `count` layers in `module`.
+def find_layers(module: nn.Module, count: int) -> tuple[str, dict[int, nn.Module]]:
+    """(path, layers by number) of the one list of `count` layers in `module`; of a pipeline those of this rank.
 
     Raises:
         ValueError: there is none, or more than one.
     """
+    if is_staged(module):
+        return _layers_of_a_pipeline(module, count)
     lists = [
         (name, part) for name, part in module.named_modules() if isinstance(part, (nn.ModuleList, nn.Sequential))
     ]
     of_length = [(name, part) for name, part in lists if len(part) == count]
     fitting = [(name, part) for name, part in of_length if isinstance(part, nn.ModuleList)] or of_length
     if len(fitting) == 1:
-        return fitting[0]
+        path, found = fitting[0]
+        return path, dict(enumerate(found))
     there = ", ".join(f"{name or '(the model)'} ({len(part)})" for name, part in lists) or "none"
     raise ValueError(
         f"random_ltd.total_layer_num = {count}: the model has {len(fitting)} lists of {count} layers, and one is "
         f"needed. Its lists (nn.ModuleList, nn.Sequential) and their lengths: {there}"
     )
+
+
+def _layers_of_a_pipeline(module: PipelineModule, count: int) -> tuple[str, dict[int, nn.Module]]:
+    """Those of the one class of which the whole pipeline has `count` layers."""
+    tally = Counter(module.class_names)
+    fitting = [name for name, number in tally.items() if number == count]
+    if len(fitting) != 1:
+        there = ", ".join(f"{name} ({number})" for name, number in tally.items())
+        raise ValueError(
+            f"random_ltd.total_layer_num = {count}: the pipeline has {len(fitting)} classes of {count} layers, and "
+            f"one is needed. Its classes, and how many layers they have: {there}"
+        )
+    places = [index for index, name in enumerate(module.class_names) if name == fitting[0]]
+    own = module.own_layers()
+    calls = {number: module.calls.get(index) for number, index in enumerate(places)}
+    found = {number: call for number, call in calls.items() if isinstance(call, nn.Module) and call in own}
+    return fitting[0], found
 
 
 def check_mask(layer: nn.Module, name: str) -> None:
@@ -221,10 +236,9 @@ def _taken(tensor: Tensor, axis: int, chosen: Tensor) -> Tensor:
 class _TokenDrop:
     """The two hooks on one layer.  Invariant: `_open` is empty unless the layer is running."""
 
-    def __init__(self, layer: nn.Module, cutting: _Cutting) -> None:
-        self.num_tokens = 0  # that the layer sees; 0: all
-        self.layer_tokens = 0  # that it has worked on
-        self.counts = False  # whether a call adds to them
+    def __init__(self, layer: nn.Module, cutting: _Cutting, num_tokens: Callable[[], int]) -> None:
+        self.num_tokens = num_tokens  # that the layer sees in the step under way
+        self.layer_tokens = 0  # that it has worked on, without what was computed again
         self._cutting = cutting
         self._names = list(inspect.signature(layer.forward).parameters)  # of positional arguments
         self._open: list[tuple[Tensor, Tensor]] = []  # (whole hidden state, chosen tokens) of the call that runs
@@ -248,9 +262,9 @@ class _TokenDrop:
         length = hidden.shape[self._cutting.sequence_axis]
         if not layer.training:
             return None
-        drops = 0 < self.num_tokens < length
-        tokens = self.num_tokens if drops else length
-        self.layer_tokens += self.counts * tokens * hidden.shape[1 - self._cutting.sequence_axis]
+        tokens = min(self.num_tokens(), length)
+        drops = tokens < length
+        self.layer_tokens += (backward_number() == 0) * tokens * hidden.shape[1 - self._cutting.sequence_axis]
         if not drops:
             return None
         chosen = self._cutting.choose(hidden, tokens)

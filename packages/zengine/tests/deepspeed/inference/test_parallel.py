@@ -30,6 +30,7 @@ def test_groups_and_an_mpu_come_as_they_are():
     group, mpu = object(), object()
     assert sharing({"tensor_parallel": {"tp_group": group}}).tensor.group is group
     assert sharing({"mpu": mpu}).tensor.mpu is sharing({"tp": {"mpu": mpu}}).tensor.mpu is mpu
+    assert sharing({"mpu": mpu, "tp": {"mpu": mpu, "tp_size": 2}}).tensor.mpu is mpu
     assert sharing({"moe": {"ep_group": {4: group}}}).experts.group is sharing({"ep_group": group}).experts.group
 
 
@@ -59,6 +60,14 @@ def test_plans_are_kept_and_policies_of_kernels_are_not():
     [
         ({"mp_size": 2, "tensor_parallel": {"tp_size": 4}}, "tensor_parallel.tp_size = 4 and mp_size = 2 differ"),
         ({"ep_size": 2, "moe": {"ep_size": 4}}, "moe.ep_size = 4 and ep_size = 2 differ"),
+        (
+            {"tensor_parallel": {"tp_size": 2}, "tp": {"tp_size": 2, "tp_grain_size": 4}},
+            "parallel and tp are both given",
+        ),
+        ({"tp": {"tp_group": 5}, "mpu": object()}, "tensor_parallel.tp_group and mpu are both given"),
+        ({"moe": {"moe_experts": 4}, "moe_experts": 8}, "moe.moe_experts and moe_experts are both given"),
+        ({"ep_group": object(), "moe": {"ep_group": {8: object()}}}, "moe.ep_group and ep_group are both given"),
+        ({"tp": {"partition_config": {"layer_specs": []}}, "injection_policy": {nn.Linear: "a"}}, "config and injec"),
         ({"tensor_parallel": {"tp_sise": 2}}, "tp_sise: is no key of tensor_parallel. Did you mean tp_size?"),
         ({"tensor_parallel": {"tp_size": True}}, "tp_size = true: must be a whole number"),
         ({"tp": "two"}, 'tp = "two": must be a whole number'),

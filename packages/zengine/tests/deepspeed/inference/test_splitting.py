@@ -190,6 +190,8 @@ def test_experts_are_shared_out_beside_other_engines_and_split_layers():
 
 
 def test_one_process_is_told_how_many_are_needed(monkeypatch: pytest.MonkeyPatch):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
     sharing = read_sharing({"mp_size": 2})

@@ -15,18 +15,20 @@ CPU = torch.device("cpu")
 
 
 class Rotary(nn.Module):
-    """Frequencies and indices that no file has."""
+    """Frequencies, indices and a mask that no file has."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("frequencies", torch.arange(3.0), persistent=False)
         self.register_buffer("indices", torch.arange(3), persistent=False)
+        self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).tril(), persistent=False)
 
 
 class Resetting(Rotary):
     def reset_parameters(self) -> None:
         self.frequencies.copy_(torch.arange(3.0))
         self.indices.copy_(torch.arange(3))
+        self.mask.copy_(torch.ones(3, 3, dtype=torch.bool).tril())
 
 
 class Net(nn.Module):
@@ -77,7 +79,7 @@ def test_a_model_without_memory_gets_it_and_what_no_file_has(kind: type[Net], tm
 
 
 def test_buffers_that_nobody_makes_are_named():
-    told = r"not persistent.*rotary\.frequencies, rotary\.indices.*include_buffers=False"
+    told = r"not persistent.*rotary\.frequencies, rotary\.indices, rotary\.mask.*include_buffers=False"
     with pytest.raises(ValueError, match=told):
         weights.make_real(on_meta(Silent), CPU)
 

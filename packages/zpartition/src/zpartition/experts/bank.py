@@ -46,7 +46,7 @@ class Experts(nn.Module):
         own `reset_parameters`.  Or a callable that makes one, called for each under a seed of its own.
 
         Draws one number from torch's generator, however many experts there are here.  Raises ValueError for an expert
-        with persistent buffers, or if the experts do not divide.
+        with persistent buffers, for experts of different shapes, or if the experts do not divide.
         """
         super().__init__()
         refuse_uneven(num_experts, deal.size)
@@ -225,6 +225,7 @@ def _stacked(first: nn.Module, others: Iterable[nn.Module], num_experts: int) ->
     """A tree of plain modules with the parameters of all, stacked, by the names that they have in one.
 
     Plain, so that nothing that looks for linear layers takes a stack for one.  One expert at a time is looked at.
+    Raises ValueError for experts that differ in more than their numbers.
     """
     root = nn.Module()
     tensors: Iterator[tuple[str, Tensor]] = first.named_parameters()
@@ -237,9 +238,19 @@ def _stacked(first: nn.Module, others: Iterable[nn.Module], num_experts: int) ->
         parent.register_buffer(leaf, buffer, persistent=False)
     with torch.no_grad():
         for index, module in enumerate(itertools.chain([first], others)):
+            _refuse_unlike(first, module)
             for name, stack in root.named_parameters():
                 stack[index].copy_(module.get_parameter(name))
     return root
+
+
+def _refuse_unlike(first: nn.Module, other: nn.Module) -> None:
+    shapes, others = ({name: list(param.shape) for name, param in each.named_parameters()} for each in (first, other))
+    if shapes != others:
+        raise ValueError(
+            f"the experts of a layer must be alike: one has the parameters {others}, the first here {shapes}. Give "
+            "an expert, or a callable that makes the same each time."
+        )
 
 
 def _parent(root: nn.Module, name: str) -> tuple[nn.Module, str]:

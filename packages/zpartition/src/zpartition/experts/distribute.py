@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -13,12 +12,11 @@ from torch.distributed import ProcessGroup
 import zcomm
 from zpartition.admission import refuse_hollow, refuse_owned
 from zpartition.cells import ALONE, Cell
-from zpartition.deferred import draw_alike, recording, tape_that_knows
+from zpartition.deferred import draw_alike, noting, tapes_of
 from zpartition.experts.bank import Experts, refuse_uneven
 from zpartition.experts.foreign import is_foreign, share_out_foreign
 from zpartition.experts.layer import MoE
 from zpartition.hidden import show
-from zpartition.tape import Tape
 
 __all__ = ["distribute", "expert_degree", "find_experts", "fitting_experts"]
 
@@ -71,13 +69,13 @@ def distribute(
     _refuse_parts(stacks, size, cells)
     deal = Cell.of(zcomm.twin(group)) if size > 1 else ALONE
     if cell.size > 1:
-        for tape in _tapes(stacks):
+        for tape in tapes_of(model):
             draw_alike(tape, tensor)  # over the others `shard` does it
     for path, stack in stacks.items():
         _agree(path, stack, group)
         if cell.size > 1:
             _agree(path, stack, tensor)
-        with _noting(stack):
+        with noting(stack):
             if isinstance(stack, Experts):
                 stack.share_out(deal, cells[path])
             else:
@@ -115,17 +113,6 @@ def _refuse_parts(stacks: Mapping[str, Stack], size: int, cells: Mapping[str, Ce
                 stack.check_parts(size, cells[path].size)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
-
-
-def _tapes(stacks: Mapping[str, Stack]) -> list[Tape]:
-    """Those that know values which the stacks do not have yet."""
-    found = (tape_that_knows(param) for stack in stacks.values() for param in stack.parameters())
-    return list({id(tape): tape for tape in found if tape is not None}.values())
-
-
-def _noting(stack: nn.Module) -> AbstractContextManager[None]:
-    """Where the stack has no values yet, what is done to it is put onto the tape that will make them."""
-    return recording(stack) if _tapes({"": stack}) else nullcontext()
 
 
 def _agree(path: str, stack: nn.Module, group: ProcessGroup | None) -> None:

@@ -149,6 +149,12 @@ class PipelineModule(nn.Module):
             forward_fn = spec.forward_fn if isinstance(spec, TiedLayerSpec) else None
             self.calls[index] = module if forward_fn is None else _Bound(forward_fn, module)
 
+    def own_layers(self) -> list[nn.Module]:
+        """The modules among this rank's layers in their order, each once, without those of other ranks."""
+        found = [call for _, call in sorted(self.calls.items()) if isinstance(call, nn.Module)]
+        borrowed = list(self.borrowed.values())
+        return [each for each in dict.fromkeys(found) if not any(each is other for other in borrowed)]
+
     def train(self, mode: bool = True) -> PipelineModule:
         """As any module, with what is borrowed."""
         super().train(mode)

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 import zcomm
 from zpartition.admission import refuse_hollow, refuse_owned
 from zpartition.cells import Cell
-from zpartition.deferred import tape_that_knows
+from zpartition.deferred import noting, share_random_numbers, tapes_of, wire_device
+from zpartition.hidden import show
 from zpartition.tensor import regions
 from zpartition.tensor.draws import agree_on_random_numbers
 from zpartition.tensor.entrance import Entrance
@@ -34,21 +35,25 @@ def parallelize(model: nn.Module, plan: TensorPlan, group: ProcessGroup | None =
     same inputs compute the same outputs together, forward and backward; parameters keep their names and identities,
     and `zpartition.shard` and its checkpoints know where each lies in the whole.  Gradients that were there are gone.
     Every rank goes on with rank 0's random numbers: dropout of whole activations is the same on all ranks, and
-    between column and row layers each rank draws its own (draws.py).
+    between column and row layers each rank draws its own (draws.py).  A model that was built inside `Init` is split
+    before it has values, which `shard` makes.
 
     Raises:
         ValueError: the plan does not fit the model (see `resolve`), before anything is sent or changed; or the model
             is partitioned, split or being built.
     """
+    show(model.parameters())
     for name, param in model.named_parameters():
         refuse_owned(name, param)
         refuse_hollow(name, param)
-        _refuse_deferred(name, param)
     cell = Cell.of(group)
     cuts = resolve(plan, model, cell.size, cell.rank)
     _agree(model, group)
-    agree_on_random_numbers(cell, _device(model))
-    split(model, cuts, Entrance(cell, plan.sequence_dim))
+    for tape in tapes_of(model):
+        share_random_numbers(tape, group)
+    agree_on_random_numbers(cell, _device(model, group))
+    with noting(model):
+        split(model, cuts, Entrance(cell, plan.sequence_dim))
     return cuts
 
 
@@ -80,17 +85,8 @@ def _homes(cuts: Sequence[Cut]) -> list[str]:
     return sorted(found)
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next((param.device for param in model.parameters() if not param.is_meta), torch.device("cpu"))
-
-
-def _refuse_deferred(name: str, param: Tensor) -> None:
-    if tape_that_knows(param) is not None:
-        raise ValueError(
-            f"{name} was built inside zpartition.Init(), and gets its values when it is partitioned, as a whole. "
-            "Build a model to be split plainly; or under torch.device('meta'), and afterwards use to_empty() and "
-            "load_whole_state_dict() or load_slices()."
-        )
+def _device(model: nn.Module, group: ProcessGroup | None) -> torch.device:
+    return next((param.device for param in model.parameters() if not param.is_meta), wire_device(group))
 
 
 def _agree(model: nn.Module, group: ProcessGroup | None) -> None:

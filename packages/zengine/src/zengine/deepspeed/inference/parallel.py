@@ -67,6 +67,7 @@ def read_sharing(given: Mapping[str, Any]) -> Sharing | list[Problem]:
     sizes = _said(given, ("tensor_parallel", "tp"), "mp_size", tensor, "tp_size")
     expert_sizes = _said(given, ("moe",), "ep_size", moe, "ep_size")
     problems = [*_clash(sizes), *_clash(expert_sizes)]
+    problems += [problem for said in _twice(given, tensor, moe) for problem in _clash(said)]
     if problems:
         return problems
     return Sharing(
@@ -110,10 +111,30 @@ def _said(
     return {**found, **({old: given[old]} if given.get(old) else {})}
 
 
-def _clash(sizes: Mapping[str, int]) -> Iterator[Problem]:
-    if len(set(sizes.values())) > 1:
-        both = " and ".join(f"{key} = {size}" for key, size in sizes.items())
-        yield Problem(key=next(iter(sizes)), reason=f"{both} differ", suggestion="Keep one of them.")
+def _twice(
+    given: Mapping[str, Any], tensor: Mapping[str, Any], moe: Mapping[str, Any]
+) -> Iterator[Mapping[str, Any]]:
+    """What has several places, of which one alone is read: values by key, where they are given."""
+    groups = {"tensor_parallel.tp_group": tensor.get("tp_group"), "tensor_parallel.mpu": tensor.get("mpu")}
+    experts = {"moe.moe_experts": moe.get("moe_experts"), "moe.num_experts": moe.get("num_experts")}
+    plans = {"tensor_parallel.partition_config": tensor.get("partition_config")}
+    for said in (
+        {key: given.get(key) for key in ("tensor_parallel", "tp")},
+        {**groups, "mpu": given.get("mpu")},
+        {**plans, "injection_policy": _policy(given.get("injection_policy"))},
+        {"moe.ep_group": _one(moe.get("ep_group")), "ep_group": _one(given.get("ep_group"))},
+        {key: _counts(value) for key, value in {**experts, "moe_experts": given.get("moe_experts")}.items()},
+    ):
+        yield {key: value for key, value in said.items() if value}
+
+
+def _clash(said: Mapping[str, Any]) -> Iterator[Problem]:
+    values = list(said.values())
+    if any(value != values[0] for value in values):
+        are_sizes = all(isinstance(value, int) for value in values)
+        told = " and ".join(f"{key} = {value}" if are_sizes else key for key, value in said.items())
+        reason = f"{told} differ" if are_sizes else f"{told} are both given"
+        yield Problem(key=next(iter(said)), reason=reason, suggestion="Keep one of them.")
 
 
 def _first(sizes: Mapping[str, int]) -> str:

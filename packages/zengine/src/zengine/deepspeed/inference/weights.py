@@ -8,7 +8,6 @@ makes the model, so on the meta device they are made again: by Transformers' `_i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -93,20 +92,10 @@ def _real(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _make_buffers(module: nn.Module, buffers: list[tuple[nn.Module, str]]) -> None:
-    """Values for buffers that no file has."""
-    marks: dict[torch.dtype, Any] = {}
-    for child, name in buffers:
-        buffer = child.get_buffer(name)
-        buffer.fill_(marks.setdefault(buffer.dtype, _mark(buffer.dtype)))
-    make = getattr(module, "_init_weights", None)
-    with torch.no_grad():
-        for child in dict.fromkeys(child for child, _ in buffers):
-            if make is not None:
-                make(child)
-            elif hasattr(child, "reset_parameters"):
-                child.reset_parameters()  # type: ignore[operator]
+    """Values for buffers that no file has.  Made twice, over different numbers: where these show, nobody made any."""
+    first, second = (_made_over(mark, module, buffers) for mark in (0, 1))
     paths = {child: path for path, child in module.named_modules()}
-    lost = [f"{paths[child]}.{name}" for child, name in buffers if _is_marked(child.get_buffer(name))]
+    lost = [f"{paths[child]}.{name}" for (child, name), a, b in zip(buffers, first, second) if not torch.equal(a, b)]
     if lost:
         raise ValueError(
             f"buffers of {type(module).__name__} are on the meta device and not persistent, so no file has them, and "
@@ -115,14 +104,15 @@ def _make_buffers(module: nn.Module, buffers: list[tuple[nn.Module, str]]) -> No
         )
 
 
-def _mark(dtype: torch.dtype) -> Any:
-    """A value that no buffer is full of."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return math.nan
-    return True if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-def _is_marked(buffer: Tensor) -> bool:
-    if buffer.is_floating_point() or buffer.is_complex():
-        return bool(buffer.isnan().any())
-    return bool((buffer == _mark(buffer.dtype)).any())
+def _made_over(mark: int, module: nn.Module, buffers: list[tuple[nn.Module, str]]) -> list[Tensor]:
+    """Copies of what the model, or its modules, put into buffers that are full of `mark` before."""
+    make = getattr(module, "_init_weights", None)
+    with torch.no_grad():
+        for child, name in buffers:
+            child.get_buffer(name).fill_(mark)
+        for child in dict.fromkeys(child for child, _ in buffers):
+            if make is not None:
+                make(child)
+            elif hasattr(child, "reset_parameters"):
+                child.reset_parameters()  # type: ignore[operator]
+        return [child.get_buffer(name).clone() for child, name in buffers]
