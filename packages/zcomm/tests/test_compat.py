@@ -28,6 +28,17 @@ def test_without_an_answer_the_given_timeout_is_returned() -> None:
     assert compat.group_timeout_s(object(), torch.device("cpu"), otherwise=12.0) == 12.0
 
 
+def rank_names_its_back_ends() -> list[str]:
+    return [compat.backend_of(), compat.backend_of(dist.new_group(backend="undefined"))]
+
+
+def test_a_back_end_has_its_name_though_nobody_named_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(rank_names_its_back_ends, 1) == [["gloo", "gloo"]]
+    monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    assert compat.backend_of() == "cpu:gloo,cuda:nccl"
+
+
 def rank_listens_for_warnings() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

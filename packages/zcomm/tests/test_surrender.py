@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -48,6 +49,34 @@ def test_all_ranks_hear_the_first_reason_however_they_wait() -> None:
             assert REASON in text
         assert "all_reduce 'later'" in failure[-1]
         assert "because this world has failed before" in failure[-1]
+
+
+def gives_up_with_other_groups() -> tuple[str, str, str]:
+    """What a rank is told that waits in a group whose back end nobody named; two others have been destroyed.
+
+    And one that says only afterwards that it wants to be told.
+    """
+    groups = [dist.new_group(backend="undefined") for _ in range(4)]
+    for group in groups[:3]:
+        zcomm.all_reduce(torch.ones(1), group)
+        zcomm.close_on_failure(group)
+    for group in groups[1:3]:
+        dist.destroy_process_group(group)
+    if dist.get_rank() == 1:
+        zcomm.give_up(REASON)
+    told = [zcomm.failure()]
+    for group in (groups[0], groups[3]):
+        zcomm.close_on_failure(group)
+        with pytest.raises(RuntimeError) as caught:
+            dist.irecv(torch.ones(1), group=group, group_src=1 - dist.get_rank()).wait(timedelta(seconds=20))
+        told.append(str(caught.value))
+    return told[0], told[1], told[2]
+
+
+def test_groups_end_whoever_made_them_and_whenever_they_are_named() -> None:
+    for failure, *told in run_ranks(gives_up_with_other_groups, 2):
+        assert failure in ("", REASON)
+        assert not any("20000ms" in text for text in told)
 
 
 def asks() -> str:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
 import torch
 
 import zcomm
@@ -39,6 +44,32 @@ def test_copies_of_the_pipeline_keep_to_their_own() -> None:
     for rank, (names, values) in enumerate(run_ranks(gathered, 3, False)):
         assert [name for name, _ in names] == list(VALUES[rank])
         assert len(values) == len(names)
+
+
+def gathered_by_ranks_without_memory(short: int) -> str:
+    """What a rank is told when rank `short` has no memory for its last tensor."""
+    own = VALUES[zcomm.group_rank()]
+
+    def values() -> Iterator[torch.Tensor]:
+        *some, last = own.values()
+        yield from some
+        if zcomm.group_rank() == short:
+            raise MemoryError("no more of it")
+        yield last
+
+    entries = [Entry((name,), tuple(value.shape), value.dtype) for name, value in own.items()]
+    _, found = from_all_stages(Cell.of(None), entries, values(), device=torch.device("cpu"), sends=True)
+    with contextlib.suppress(MemoryError, RuntimeError):
+        deque(found, 0)
+    with pytest.raises(zcomm.CollectiveFailed) as caught:
+        zcomm.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_nobody_waits_for_a_rank_that_cannot_go_on(short: int) -> None:
+    for text in run_ranks(gathered_by_ranks_without_memory, 3, short):
+        assert f"rank {short} failed in an export of all stages: MemoryError: no more of it" in text
 
 
 def test_one_stage_is_the_model() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -159,6 +161,34 @@ def test_after_an_exception_in_backward_the_step_can_be_done_again(stage, fail_a
     expected = train_alone()
     for name, tensor in expected.items():
         torch.testing.assert_close(failed[0][name], tensor, rtol=5e-6, atol=5e-6)
+
+
+def _after_the_world_has_failed(stage: int) -> None:
+    """Rank 1 gives up; rank 0 fails then, too, with buckets on the wire that rank 1 has no part in."""
+    model = Net()
+    policy = ZeroPolicy(stage=stage)
+    partition = zpartition.shard(model, torch.optim.SGD(model.parameters()), policy=policy)
+    zcomm.all_reduce(torch.zeros(1))
+    if zcomm.group_rank() == 1:
+        zcomm.give_up("no more of it")
+        return
+
+    def fail_at_last() -> None:
+        with partition.micro_step(is_last=True):
+            model(batches()[0, 0, 0]).backward()
+            assert partition.reducer.flights
+            while not zcomm.failure():
+                time.sleep(0.02)
+            raise Boom
+
+    with pytest.raises(Boom):
+        fail_at_last()
+    partition.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_that_will_never_come_are_not_waited_for(stage):
+    run_ranks(_after_the_world_has_failed, 2, stage)
 
 
 def _several_backwards(policy: ZeroPolicy) -> dict[str, torch.Tensor]:

@@ -43,6 +43,19 @@ def group_timeout_s(group: Any, device: Any, otherwise: float) -> float:
     return timeout.total_seconds() if isinstance(timeout, timedelta) else otherwise
 
 
+def backend_of(group: Any = None) -> str:
+    """The back end of `group`, or several, as "cpu:gloo,cuda:nccl"; also where nobody has named one.
+
+    torch.distributed.get_backend says "undefined" then.
+    """
+    named = str(dist.get_backend(group))
+    if named != "undefined":
+        return named
+    chosen: str = dist.get_backend_config(group)
+    kinds = {each.partition(":")[2] for each in chosen.split(",")}
+    return kinds.pop() if len(kinds) == 1 else chosen
+
+
 _KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
@@ -159,7 +172,7 @@ def close_group(group: Any, rank: int) -> None:
 
     Gloo's connections are closed, which the others hear; what a GPU's queue has under way is aborted.
     """
-    backend, size = str(dist.get_backend(group)), dist.get_world_size(group)
+    backend, size = backend_of(group), dist.get_world_size(group)
     if "gloo" in backend and size > 1:
         break_link(group, (rank + 1) % size)
     if "nccl" in backend and hasattr(group, "abort"):

@@ -94,6 +94,14 @@ class Doctor:
             if not self.verdict:
                 self.verdict = _within(_LIMIT_S, lambda: self._tell(reason)) or reason
 
+    def close_at_verdict(self, group: Any) -> None:
+        """End what is waited for in `group` when there is a verdict, or now if there is one."""
+        with self.asking:
+            self.closing.add(group)
+            is_late = bool(self.verdict)
+        if is_late:
+            self._close_links()
+
     def report(self) -> Report:
         """This rank's own, from any thread, for when something has gone wrong."""
         main = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -173,8 +181,10 @@ class Doctor:
 
     def _close_links(self) -> None:
         """End what other threads of this rank wait for in torch; they find the verdict then."""
-        with contextlib.suppress(RuntimeError, ValueError):  # the world may be on its way out
-            for group in list(self.closing) if self.is_present() else ():
+        with self.asking:
+            groups = list(self.closing) if self.is_present() else []
+        for group in groups:
+            with contextlib.suppress(RuntimeError, ValueError):  # destroyed since: the others remain
                 compat.close_group(group, dist.get_rank(group))
 
 
@@ -276,7 +286,7 @@ def _ring_of(group: Any) -> Ring:
     timeout_s = compat.group_timeout_s(group, torch.device("cpu"), otherwise=600.0)
     ranks = tuple(dist.get_process_group_ranks(group))
     title = "the default group" if group is dist.group.WORLD else f"the group of ranks {ranges(ranks)}"
-    return Ring(group.group_name, ranks, dist.get_backend(group), timeout_s, title)
+    return Ring(group.group_name, ranks, compat.backend_of(group), timeout_s, title)
 
 
 def _within(limit_s: float, ask: Callable[[], str]) -> str:

@@ -78,7 +78,7 @@ class Ring:
 
     name: str  # torch's name of the group, the same on its ranks
     ranks: tuple[int, ...]  # members, as ranks of the world
-    backend: str = ""  # as torch.distributed.get_backend says it; "" outside a world
+    backend: str = ""  # as compat.backend_of says it; "" outside a world
     timeout_s: float = 0.0  # how long a collective of the group may take
     title: str = ""  # the group in words
     numbers: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))  # one at a time, without a lock

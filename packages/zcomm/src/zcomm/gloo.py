@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from zcomm import compat
+
 
 @final
 @attrs.frozen(eq=False)
@@ -58,7 +60,7 @@ def is_over(work: dist.Work) -> bool:
 
 def carries(tensor: Tensor, group: ProcessGroup | None) -> bool:
     """Whether `tensor` would travel over Gloo."""
-    return tensor.device.type == "cpu" and "gloo" in dist.get_backend(group)
+    return tensor.device.type == "cpu" and "gloo" in compat.backend_of(group)
 
 
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None, *, size: int, rank: int) -> Several:

@@ -66,4 +66,4 @@ def close_on_failure(group: Any) -> None:
     """
     present = doctor.begin()
     if present is not None:
-        present.closing.add(present.world() if group is None else group)
+        present.close_at_verdict(present.world() if group is None else group)

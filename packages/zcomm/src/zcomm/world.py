@@ -190,7 +190,7 @@ def _destroy(group: ProcessGroup | None) -> None:
 
 def _adopted(_: str | None, device: torch.device | None, limit_s: float, env: Mapping[str, str]) -> World:
     """A World around the default group that somebody else made."""
-    rank, world_size, backend, group = dist.get_rank(), dist.get_world_size(), dist.get_backend(), dist.group.WORLD
+    rank, world_size, backend, group = dist.get_rank(), dist.get_world_size(), compat.backend_of(), dist.group.WORLD
     try:
         launch = detect(env)
     except ValueError:  # the environment need not describe a group that was made without it

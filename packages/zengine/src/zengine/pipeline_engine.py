@@ -117,7 +117,7 @@ class PipelineEngine(Engine):
         compute_loss: False gives outputs of the last layer instead, which need no labels: a list, None elsewhere.
         return_logits: (loss, outputs) is returned.
 
-        Raises PipelineError and ValueError as `train_batch`, and ValueError for another `reduce_output`.
+        Raises PipelineError, ValueError and StageFailed as `train_batch`, and ValueError for another `reduce_output`.
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f'eval_batch(reduce_output={reduce_output!r}): give "avg" or None')
@@ -133,12 +133,13 @@ class PipelineEngine(Engine):
                     compute_loss=compute_loss,
                     keep_outputs=return_logits or not compute_loss,
                 )
+                if compute_loss:
+                    losses = self._evaluated([loss for _, loss in found], count, is_mean=reduce_output == "avg")
         finally:
             self.module.train(training)
         outputs = [output for output, _ in found] if self.is_last_stage() else None
         if not compute_loss:
             return outputs
-        losses = self._evaluated([loss for _, loss in found], count, is_mean=reduce_output == "avg")
         told = losses if bcast_loss or self.is_last_stage() else None
         return (told, outputs) if return_logits else told
 

@@ -5,6 +5,9 @@ through its tensors as a model of one stage does; the ranks of the pipeline that
 and rank 0 goes through its own tensors and then through theirs, in the order of the stages' ranks.  Copies of the
 pipeline, and tensor ranks, take part in the gathers of their stage and send nothing.
 
+A rank that cannot go through its tensors (no memory, say) leaves others in a message that never comes, so it gives
+the world up.  A file that cannot be written is not of that kind: the values are gone through all the same.
+
 Rejected: one state dict of each stage, put together at the end (it has to fit); a gather over all stages (each of
 them would have all of it).
 """
@@ -41,12 +44,22 @@ def from_all_stages(
     if stages.size == 1:
         return own, values
     told = zcomm.exchange([_told(entry) for entry in own], stages.group)
+    zcomm.close_on_failure(stages.group)
     if stages.rank:
-        return own, _sent(values, stages, device) if sends else values
+        return own, _telling(_sent(values, stages, device)) if sends else values
     if not sends:
         return own, values
     theirs = [[_entry(*each) for each in stage] for stage in told]
-    return [entry for stage in theirs for entry in stage], _received(values, theirs, stages, device)
+    return [entry for stage in theirs for entry in stage], _telling(_received(values, theirs, stages, device))
+
+
+def _telling(values: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The same; if they end with an error, nobody waits for the rest of them."""
+    try:
+        yield from values
+    except Exception as error:
+        zcomm.give_up(f"rank {dist.get_rank()} failed in an export of all stages: {type(error).__name__}: {error}")
+        raise
 
 
 def _sent(values: Iterator[Tensor], stages: Cell, device: torch.device) -> Iterator[Tensor]:

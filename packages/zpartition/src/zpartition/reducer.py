@@ -179,9 +179,14 @@ class GradientReducer:
             self.order = self._last(self.learnt, {b.index for b, s in self.layout.slots() if s.name in missing})
 
     def reset(self) -> None:
-        """Receive what is on the wire, then forget all gradients: the next of each parameter is a first one."""
+        """Receive what is on the wire, then forget all gradients: the next of each parameter is a first one.
+
+        Where the world has failed nothing comes any more, and who asks for this has said or heard why.
+        """
         while self.flights:
-            self.flights.popleft().handle.wait()
+            handle = self.flights.popleft().handle
+            if not zcomm.failure():
+                handle.wait()
         self.kind = Round.NONE
         self.lookout.step_over()
         for gradient in self.gradients:

@@ -108,9 +108,10 @@ def test_all_ranks_name_the_one_that_failed(
 
 
 def test_an_evaluation_that_fails_is_told_as_well() -> None:
-    first, second = run_ranks(caught, 2, "1f1b", 1, {"ranks": (1,), "micro": 1}, "eval_batch")
-    assert second[0] is ArithmeticError
-    assert "the forward of micro-batch 1 at stage 1 (1F1): ArithmeticError" in first[1]
+    """In its last forward: the other rank is through with its own by then, and waits for the loss."""
+    first, second = run_ranks(caught, 2, "1f1b", 1, {"ranks": (1,), "micro": MICRO - 1}, "eval_batch")
+    assert (first[0], second[0]) == (StageFailed, ArithmeticError)
+    assert "the forward of micro-batch 3 at stage 1 (1F3): ArithmeticError" in first[1]
 
 
 def data_end() -> tuple[str, str]:

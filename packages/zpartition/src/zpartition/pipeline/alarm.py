@@ -73,6 +73,7 @@ class Alarm:
             self.lost = others or self._words(error)
             if not others:
                 zcomm.give_up(self.lost)
+                self.lost = zcomm.failure() or self.lost  # others may have been faster
             elif isinstance(error, Exception):
                 raise StageFailed(self._left(others)) from error
             raise

@@ -146,10 +146,11 @@ class PipelineRunner:
 
     def eval_batch(self, batches: Batches, micro_batches: int, compute_loss: bool = True) -> Any:
         """Forward alone: the mean loss on every rank; or the outputs of the last layer, a list on its rank."""
-        found = self.evaluate(batches, micro_batches, compute_loss=compute_loss, keep_outputs=not compute_loss)
-        if compute_loss:
-            return self.share([loss for _, loss in found], micro_batches).mean()
-        return [output for output, _ in found]
+        with self._batch("the beginning of an evaluation"):
+            found = self.evaluate(batches, micro_batches, compute_loss=compute_loss, keep_outputs=not compute_loss)
+            if compute_loss:
+                return self.share([loss for _, loss in found], micro_batches).mean()
+            return [output for output, _ in found]
 
     @torch.no_grad()
     def evaluate(
@@ -174,6 +175,7 @@ class PipelineRunner:
                     found.append((output if keep_outputs else None, loss))
                 else:
                     self.post.give_value(action.stage + 1, action.micro, output)
+            self.alarm.doing = "the end of an evaluation"
             self.post.end()
         return found
 
