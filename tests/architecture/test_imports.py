@@ -112,7 +112,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     "exporting.py": {"zpartition": {"gathered", "Joining", "stages_of"}},
     # stages tell the first what they have, and are given as a value
-    "stage_exports.py": {"zcomm": {"exchange"}},
+    "stage_exports.py": {"zcomm": {"close_on_failure", "exchange", "give_up"}},
     # tells which kernels run here, and what carries messages between two ranks that it starts
     "commands/env.py": {
         "zoptim": {"kernels"},
