@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unittest.mock
+import warnings
 import weakref
 from typing import Any
 
@@ -210,3 +211,25 @@ def test_a_number_that_needs_no_random_ones_is_there_while_the_module_is_built()
         with pytest.raises(RuntimeError, match="meta"):
             torch.rand(3).sum().item()
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
+
+
+def test_two_models_that_begin_with_the_same_numbers_are_told_of() -> None:
+    torch.manual_seed(5)
+    with zpartition.Init():
+        actor = nn.Linear(3, 3)
+    with (
+        pytest.warns(UserWarning, match="draws the random numbers of one that was built inside Init before"),
+        zpartition.Init(),
+    ):
+        nn.Linear(3, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with zpartition.Init():
+            nn.Embedding.from_pretrained(torch.ones(2, 2))  # draws nothing
+        torch.manual_seed(6)
+        with zpartition.Init():
+            nn.Linear(3, 3)
+        torch.manual_seed(5)
+        values_of(actor)
+        with zpartition.Init():
+            nn.Linear(3, 3)

@@ -23,6 +23,7 @@ be patched too); FakeTensor (its caches and its dispatch cost more than this who
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
@@ -110,6 +111,13 @@ _tapes: dict[Key, Tape] = {}
 _open: list[Tape] = []  # those that are being recorded, the innermost last
 
 
+_SAME_NUMBERS = (
+    "zpartition.Init: this model draws the random numbers of one that was built inside Init before and has not got "
+    "its values yet, so layers of equal shapes start alike. Partition the first model before the second is built, or "
+    "call torch.manual_seed with another number between them; what is loaded afterwards is not concerned."
+)
+
+
 class Init(AbstractContextManager["Init"]):
     """Modules built inside have no memory until `shard` gives each rank its part.
 
@@ -118,7 +126,9 @@ class Init(AbstractContextManager["Init"]):
         are one NaN in the right shape until somebody looks (see hidden.py): for code that puts new modules beside.
     make_buffers: buffers get their values at once, unless these are random: for code that writes into them before
         `shard`, as loaders of checkpoints do.
-    The weights are those that a plain build with the same seed has.  Nothing outlives the block.
+    The weights are those that a plain build with the same seed has.  Nothing outlives the block.  Numbers are drawn
+    when values are taken: a model that is built before another has taken its own begins with the same ones, of which
+    a warning tells.
     """
 
     def __init__(
@@ -131,9 +141,13 @@ class Init(AbstractContextManager["Init"]):
         self._enabled = enabled
         self._make_buffers = make_buffers
         self._recorder = _Recorder(self.tape)
+        self._is_second = False  # of two that begin with the same random numbers
 
     def __enter__(self) -> Init:
         if self._enabled:
+            for tape in {*_tapes.values()}:
+                _forget_dead(tape)
+            self._is_second = any(tape.marks.end() is not None for tape in _tapes.values())
             self._modes.enter_context(self._recorder)
             self._modes.enter_context(_NotMeta())
             self._modes.enter_context(_compat.truncated_normal_through(self.tape.record_filling))
@@ -157,6 +171,8 @@ class Init(AbstractContextManager["Init"]):
 
     def __exit__(self, *error: Any) -> None:
         self._modes.close()
+        if self._is_second and self.tape.marks.end() is not None:
+            warnings.warn(_SAME_NUMBERS, stacklevel=2)
         for key in self.tape.storages:
             _tapes[key] = self.tape
         hide([param for param in self._params if param is not None and is_meta(param)], self._shown_on)
