@@ -9,9 +9,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+import zpartition
 from zpartition._compat import (
     TO_NUMBER,
     any_requires_grad,
+    draw_one,
     grouped_mm,
     has_grouped_mm,
     is_in_backward,
@@ -138,6 +140,16 @@ def test_modes_stay_in_force_in_a_backward() -> None:
     assert torch.tanh in seen  # computed again inside of it
     assert torch.autograd.backward not in seen
     assert value.grad is not None
+
+
+def test_a_number_is_drawn_whatever_modes_are_on() -> None:
+    torch.manual_seed(1)
+    expected = (torch.rand(()), torch.rand(()))[1]
+    torch.manual_seed(1)
+    with zpartition.Init() as init, torch.device("meta"):
+        draw_one()
+    assert not init.tape.steps
+    assert torch.equal(torch.rand(()), expected)
 
 
 def test_a_storage_tells_whether_tensors_have_it() -> None:

@@ -87,3 +87,52 @@ def test_a_number_that_was_drawn_seeds_what_is_drawn_inside() -> None:
     assert torch.equal(following, torch.rand(3))
     torch.manual_seed(int(number))
     assert torch.equal(inside, torch.rand(3))
+
+
+def seeded_again() -> list[torch.Tensor]:
+    """The same seed twice, and what goes on behind a seed that was put back."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        made.append(torch.rand(2))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        made.append(torch.nn.init.trunc_normal_(torch.empty(2)))
+    made.append(torch.rand(2))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        made.append(torch.rand(2))
+    return made
+
+
+def test_seeds_that_are_set_again_or_put_back_give_what_they_give_plainly() -> None:
+    expected, following = seeded_again(), torch.rand(2)
+    torch.manual_seed(8)
+    with zpartition.Init() as init:
+        made = seeded_again()
+    found: dict[int, torch.Tensor] = {}
+    init.tape.play(lambda key, content: found.update({key: content}), wanted=frozenset(map(key_of, made)))
+    for each, value in zip(made, expected, strict=True):
+        assert torch.equal(Ref.of(each).seen_in(found[key_of(each)]), value)
+    assert torch.equal(torch.rand(2), following)
+
+
+def test_recording_leaves_the_generator_and_the_seed_as_they_were() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with zpartition.Init():
+        torch.rand(4)
+        assert torch.initial_seed() == 3
+    assert torch.equal(torch.get_rng_state(), before)
+    own = torch.rand(())
+    with zpartition.Init() as init:
+        module = torch.nn.Linear(2, 2)
+    after = torch.rand(())  # one number on, as recording is after its first
+    with zpartition.recording(module):
+        module.half()
+    following = torch.rand(())
+    torch.manual_seed(3)
+    assert torch.equal(torch.stack([own, after, following]), torch.stack([torch.rand(()) for _ in range(3)]))
+    state = torch.get_rng_state()
+    init.tape.play(lambda key, content: None, wanted=frozenset())
+    assert torch.equal(torch.get_rng_state(), state), "somebody has used it since"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Hooks",
     "TorchDispatchMode",
     "any_requires_grad",
+    "draw_one",
     "fused_attention",
     "fused_attention_backward",
     "grouped_mm",
@@ -80,6 +81,12 @@ def truncated_normal_through(record: Callable[..., torch.Tensor]) -> Iterator[No
         yield
     finally:
         torch.nn.init._no_grad_trunc_normal_ = original
+
+
+def draw_one() -> None:
+    """Move torch's generator on by a number, whatever modes are on: none of them sees it."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        torch.rand((), device="cpu")
 
 
 def version(tensor: torch.Tensor) -> int:

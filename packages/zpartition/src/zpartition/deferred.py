@@ -77,8 +77,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _open.pop().unmark()
+        tape = _open.pop()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        tape.marks.rest()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -305,11 +306,15 @@ def draw_alike(tape: Tape, group: ProcessGroup | None) -> None:
 def share_random_numbers(tape: Tape, group: ProcessGroup | None) -> None:
     """`draw_alike`, for ranks that go on with rank 0's generator: it moves on with the tape, if rank 0's does."""
     draw_alike(tape, group)
-    if tape.generator is not None and zcomm.group_size(group) > 1:
-        state = tape.generator.to(wire_device(group))
+    mark = tape.marks.mark
+    if mark is not None and zcomm.group_size(group) > 1:
+        state = mark.start.to(wire_device(group), copy=True)
         zcomm.broadcast(state, group, source=0, label="seeds")
-        tape.generator = state.cpu()
-        tape.is_own = bool(zcomm.exchange(tape.is_own, group)[0])
+        tape.is_own, has_end = zcomm.exchange([tape.is_own, bool(tape.marks.known)], group)[0]
+        if has_end:
+            tape.marks.follow(state.cpu())
+        else:
+            tape.marks.known.clear()
 
 
 def wire_device(group: ProcessGroup | None) -> torch.device:

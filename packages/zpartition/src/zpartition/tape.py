@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from zpartition import _compat
 from zpartition._compat import tree_flatten, tree_map_only
 
 __all__ = ["Key", "Ref", "Tape", "is_meta", "key_of"]
@@ -53,7 +54,63 @@ class Step:
     outputs: tuple[Ref, ...]
     touched: frozenset[Key]  # storages that it reads or writes
     overwritten: Key | None  # one whose old content does not matter to it
-    generator: Tensor | None  # state of the random generator, where it is not what the step before left
+    generator: Tensor | None  # state of the random generator, where it is not what some step left
+    follows: int | None = None  # number of the step that left it, where that is not the one before
+
+
+@attrs.frozen(eq=False)
+class Mark:
+    """A state of the generator that a step which draws numbers left."""
+
+    step: int  # its number
+    start: Tensor  # the state that somebody set before, from which its numbers follow
+
+
+@final
+@attrs.define(eq=False)
+class Marks:
+    """The random generator while things are recorded: nothing is drawn, and yet somebody may save and restore it.
+
+    After each step that will draw, it is moved on by one number, so that its state tells which step it comes after;
+    a state that is not known was set by somebody.
+    """
+
+    known: dict[bytes, Mark] = attrs.field(factory=dict)  # by hash of the state that stands for what will be there
+    last: bytes = b""  # hash of what the step before left
+    mark: Mark | None = None  # of that step
+
+    def drawn(self, step: Step, number: int) -> Step:
+        """Step `number`, which draws, with where its numbers come from."""
+        state = torch.get_rng_state()
+        key, mark = _hash(state), self.known.get(_hash(state))
+        if mark is None:
+            step = attrs.evolve(step, generator=state)
+        elif key != self.last:
+            step = attrs.evolve(step, follows=mark.step)
+        _compat.draw_one()
+        self.last = _hash(torch.get_rng_state())
+        self.mark = self.known[self.last] = Mark(number, state if mark is None else mark.start)
+        return step
+
+    def rest(self) -> None:
+        """Let the generator be as if nothing had been recorded, until what was is carried out."""
+        mark = self.known.get(_hash(torch.get_rng_state()))
+        self.known.clear()
+        if mark is not None:
+            torch.set_rng_state(mark.start)
+            self.mark = mark
+            self.follow(mark.start)
+
+    def follow(self, start: Tensor) -> None:
+        """Let the generator stand behind the last step once things are carried out, if it is at `start` before."""
+        if self.mark is not None:
+            self.last = _hash(start)
+            self.known = {self.last: attrs.evolve(self.mark, start=start)}
+
+    def end(self) -> int | None:
+        """The step after which the generator will stand; None where somebody has used it since."""
+        mark = self.known.get(_hash(torch.get_rng_state()))
+        return None if mark is None else mark.step
 
 
 @final
@@ -64,8 +121,7 @@ class Tape:
     steps: list[Step] = attrs.field(factory=list)
     constants: dict[Key, Tensor] = attrs.field(factory=dict)  # values that were real already
     storages: dict[Key, Any] = attrs.field(factory=dict)  # kept, so that no identity is used twice
-    generator: Tensor | None = None  # its state when it was seeded last; None before the first number is drawn
-    mark: Tensor | None = None  # the state that it is given then, while the tape is recorded
+    marks: Marks = attrs.field(factory=Marks)
     is_own: bool = True  # whether those are the numbers that this process would have drawn
     before: Callable[[Key], Tensor | None] = attrs.field(default=lambda _: None)  # content before the first step
 
@@ -85,10 +141,10 @@ class Tape:
         if not is_view:
             touched = frozenset(map(key_of, (*given, *made)))
             is_random = torch.Tag.nondeterministic_seeded in func.tags
-            state = self._reseeded() if is_random else None
             overwritten, outputs = _overwritten(func, args, given), tuple(map(Ref.of, made))
             noted_args, noted_kwargs = noted
-            self.steps.append(Step(func, noted_args, noted_kwargs, outputs, touched, overwritten, state))
+            step = Step(func, noted_args, noted_kwargs, outputs, touched, overwritten, None)
+            self.steps.append(self.marks.drawn(step, len(self.steps)) if is_random else step)
         return result
 
     def record_filling(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -96,8 +152,8 @@ class Tape:
         self.storages.setdefault(key_of(tensor), tensor.untyped_storage())
         overwritten = key_of(tensor) if _is_whole(tensor) else None
         touched = frozenset({key_of(tensor)})
-        state = self._reseeded()
-        self.steps.append(Step(run, (Ref.of(tensor), *args), kwargs, (), touched, overwritten, state))
+        step = Step(run, (Ref.of(tensor), *args), kwargs, (), touched, overwritten, None)
+        self.steps.append(self.marks.drawn(step, len(self.steps)))
         return tensor
 
     @contextmanager
@@ -115,18 +171,14 @@ class Tape:
         def end() -> None:
             torch.set_rng_state(kept.pop())
 
-        state = self.generator, self.mark
-        self.steps.append(Step(begin, (Ref.of(number),), {}, (), frozenset({key_of(number)}), None, None))
+        outside = self.marks.last, self.marks.mark
+        touched = frozenset({key_of(number)})
         with torch.random.fork_rng(devices=[]):
+            step = Step(begin, (Ref.of(number),), {}, (), touched, None, None)
+            self.steps.append(self.marks.drawn(step, len(self.steps)))
             yield
         self.steps.append(Step(end, (), {}, (), frozenset(), None, None))
-        self.generator, self.mark = state
-
-    def unmark(self) -> None:
-        """Give the generator back as it would be if nothing had been drawn; for the end of a block."""
-        if self.mark is not None and self.generator is not None and torch.equal(torch.get_rng_state(), self.mark):
-            torch.set_rng_state(self.generator)
-        self.mark = None
+        self.marks.last, self.marks.mark = outside
 
     def play(self, deliver: Callable[[Key, Tensor], None], *, wanted: frozenset[Key]) -> None:
         """Carry out all steps, and hand every storage of `wanted` over when it is finished: (key, flat uint8).
@@ -135,33 +187,36 @@ class Tape:
         another rank's.  The order is the same on all ranks that recorded the same steps.
         """
         real = dict(self.constants)
-        steps = _early(self.steps)
+        order = _early(self.steps)
+        steps = [self.steps[number] for number in order]
         last, final = _last_touches(steps)
-        untouched = self.generator is not None and torch.equal(torch.get_rng_state(), self.generator)
+        ends, states = self.marks.end(), dict[int | None, Tensor]()
+        kept = {step.follows for step in steps} | {ends}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for index, step in enumerate(steps):
-                if step.generator is not None:
-                    torch.set_rng_state(step.generator)
+            for index, (number, step) in enumerate(zip(order, steps)):
+                if step.generator is not None or step.follows is not None:
+                    torch.set_rng_state(states[step.follows] if step.generator is None else step.generator)
                 self._run(step, real)
+                if number in kept:
+                    states[number] = torch.get_rng_state()
                 for key in step.touched:
                     if (index, key) in last:
                         content = real.pop(key, None)
                         if content is not None and key in wanted and final[key] == index:
                             deliver(key, content)
                         del content  # before the next one is made
-            final_state = torch.get_rng_state()
         for key in self.storages:
             if key in wanted and key not in final:
                 deliver(key, real[key] if key in real else self._first(key))
-        if untouched and self.is_own:
-            torch.set_rng_state(final_state)
+        if ends is not None and self.is_own:
+            torch.set_rng_state(states[ends])
 
     def evaluate(self, tensor: Tensor) -> Tensor | None:
         """The value of one tensor now, made for itself; None where that would take random numbers."""
         needed, chosen = {key_of(tensor)}, []
         for step in reversed(self.steps):
             if step.touched & needed and _writes(step, needed):
-                if step.generator is not None or _is_random(step):
+                if _is_random(step):
                     return None
                 needed |= step.touched
                 chosen.append(step)
@@ -190,21 +245,6 @@ class Tape:
         found = self.before(key)
         return torch.empty(self.storages[key].nbytes(), dtype=torch.uint8) if found is None else found
 
-    def _reseeded(self) -> Tensor | None:
-        """The generator's state, before the first random step and where it was changed since the last one.
-
-        It draws nothing meanwhile, so it is marked: the seed that it had is another state than that which it has.
-        """
-        state, known = torch.get_rng_state(), self.generator if self.mark is None else self.mark
-        is_new = known is None or not torch.equal(state, known)
-        if is_new:
-            self.generator = state
-        if is_new or self.mark is None:
-            digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
-            torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
-            self.mark = torch.get_rng_state()
-        return state if is_new else None
-
     def _run(self, step: Step, real: dict[Key, Tensor]) -> None:
         def made(ref: Ref) -> Tensor:
             if ref.key not in real:
@@ -229,8 +269,12 @@ def key_of(tensor: Tensor) -> Key:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _early(steps: Sequence[Step]) -> list[Step]:
-    """The steps in an order in which what is worked on is soon finished: each as early as what it works on is there.
+def _hash(state: Tensor) -> bytes:
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
+
+
+def _early(steps: Sequence[Step]) -> list[int]:
+    """Numbers of the steps, in an order in which what is worked on is soon finished: each as early as that is there.
 
     Casts, and parts of what is dealt out, are noted when all else is; carried out then, the whole model would be in
     memory.  Steps that touch the same storage keep their order, and so do those that draw random numbers.
@@ -242,7 +286,7 @@ def _early(steps: Sequence[Step]) -> list[Step]:
         place = index if _is_random(step) or not before else max(before)
         latest.update(dict.fromkeys(step.touched, place))
         places.append((place, index))
-    return [steps[index] for _, index in sorted(places)]
+    return [index for _, index in sorted(places)]
 
 
 def _last_touches(steps: Sequence[Step]) -> tuple[set[tuple[int, Key]], dict[Key, int]]:
