@@ -46,6 +46,13 @@ engine.destroy()
 """
 
 
+@pytest.fixture(autouse=True)
+def nobody_has_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries that other tests have imported, when there was no deepspeed, are as if they had not."""
+    for name in as_deepspeed._ASK_ONCE:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
 @pytest.fixture
 def installed() -> Iterator[None]:
     as_deepspeed.install()
