@@ -74,6 +74,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "converting.py": {"zckpt": {"CheckpointInputError", "interchange.Patchwork"}},
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce", "exchange"}, "zpartition": {"stages_of"}},
+    # the stages of a pipeline tell each other which of the layers they have
+    "features/random_ltd.py": {"zcomm": {"exchange"}, "zpartition": {"stages_of"}},
     # ranks compare what they waited for
     "telemetry/stragglers.py": {"zcomm": {"exchange", "group_rank"}},
     "features/comms_summary.py": {"zcomm": {"traced"}},
@@ -111,7 +113,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
     },
     "exporting.py": {"zpartition": {"gathered", "Joining", "stages_of"}},
-    # stages tell the first what they have, and are given as a value
+    # stages tell the first what they have, or that nothing will come, and are given as a value
     "stage_exports.py": {"zcomm": {"close_on_failure", "exchange", "give_up"}},
     # tells which kernels run here, and what carries messages between two ranks that it starts
     "commands/env.py": {

@@ -15,7 +15,7 @@ import zengine
 from zcomm.testing import end_ranks, run_ranks
 from zengine.features import random_ltd
 from zengine.features.random_ltd import RandomLtd, find_layers
-from zpartition.pipeline import LayerSpec, PipelineModule
+from zpartition.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 
 
 class Block(nn.Module):
@@ -380,6 +380,17 @@ def test_the_layers_of_a_pipeline_skip_tokens_on_their_stages() -> None:
             assert losses == pytest.approx(expected, rel=1e-5)
         assert [layer_tokens for _, layer_tokens in ranks] == tokens
     end_ranks()  # their layers no longer draw
+
+
+def tied() -> str:
+    specs = [LayerSpec(Plainly), LayerSpec(Plainly), TiedLayerSpec("both", Plainly), TiedLayerSpec("both", Plainly)]
+    with pytest.raises(ValueError) as caught:
+        engine_of(PipelineModule(specs, 2, partition_method="uniform"), **ltd(model_mask_name=""))
+    return str(caught.value)
+
+
+def test_layers_of_a_pipeline_that_several_places_use_are_refused_on_all_ranks() -> None:
+    assert all("names layers [2] of Plainly, which are functions or TiedL" in text for text in run_ranks(tied, 2))
 
 
 def test_layers_of_a_pipeline_are_told_apart_by_their_class() -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, final
 
@@ -33,6 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+import zcomm
+import zpartition
 from zengine._compat import backward_number
 from zengine.data.tree import mapped
 from zengine.features.base import Feature
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from zengine.engine import Engine
     from zengine.parts import TelemetrySlot
     from zengine.report import StepReport
+    from zpartition import Cell
     from zpartition.pipeline import PipelineModule
 
 log = logging.getLogger("zengine")
@@ -67,10 +70,12 @@ class RandomLtd(Feature):
         """Find the layers.
 
         Raises:
-            ValueError: the model has no list of as many layers, or several; or a layer does not take the mask.
+            ValueError: the model has no list of as many layers, or several; a layer does not take the mask; or a
+                layer of a pipeline is a function, or used in several places.
         """
         self.clock, self.telemetry = engine.clock, engine.parts.telemetry
         path, blocks = find_layers(engine.module, self.plan.num_layers)
+        _refuse_absent(path, self.plan.layer_ids, blocks, zpartition.stages_of(engine.module))
         mine = [blocks[place] for place in self.plan.layer_ids if place in blocks]
         for layer in mine[:1]:
             check_mask(layer, self.plan.mask_name)
@@ -146,10 +151,22 @@ def _layers_of_a_pipeline(module: PipelineModule, count: int) -> tuple[str, dict
             f"one is needed. Its classes, and how many layers they have: {there}"
         )
     places = [index for index, name in enumerate(module.class_names) if name == fitting[0]]
-    own = module.own_layers()
+    own = [layer for layer in module.own_layers() if not any(layer is tied for tied in module.owned.values())]
     calls = {number: module.calls.get(index) for number, index in enumerate(places)}
     found = {number: call for number, call in calls.items() if isinstance(call, nn.Module) and call in own}
     return fitting[0], found
+
+
+def _refuse_absent(path: str, wanted: Sequence[int], own: Mapping[int, nn.Module], stages: Cell) -> None:
+    """ValueError, on every rank of a pipeline, if none of them has a module of its own for a layer."""
+    mine = sorted(set(wanted) & set(own))
+    everywhere = [mine] if stages.size == 1 else zcomm.exchange(mine, stages.group)
+    absent = sorted(set(wanted) - {number for some in everywhere for number in some})
+    if absent:
+        raise ValueError(
+            f"random_ltd.random_ltd_layer_id names layers {absent} of {path}, which are functions or TiedLayerSpecs: "
+            "tokens can be left out of a module that is called in one place. Give a LayerSpec for each of them"
+        )
 
 
 def check_mask(layer: nn.Module, name: str) -> None:
