@@ -1,6 +1,6 @@
 """Milliseconds of a forward and backward through a layer of experts that ranks share out, and what it must cost.
 
-    python packages/zpartition/bench/experts.py [--tokens 2048] [--width 256] [--experts 8] [--k 1] [--rounds 15]
+    python packages/zpartition/bench/experts.py [--tokens 2048] [--experts 8] [--k 1] [--rounds 15] [--keep-memory]
 
 Every rank has its own tokens, of which each goes to k experts of an inner size of 4 x width / k, so that a token
 costs as much arithmetic as in the dense layer.  Ranks are processes with one thread each.  All contenders live at
@@ -13,11 +13,16 @@ once and take turns, round by round; the median counts, of the slowest rank.
     one-hot   the dispatch of DeepSpeed's layer in place of ours, alone: masks (tokens, experts, capacity) and einsums
 
 The goal: ours <= 1.2 x dense + exchange.
+
+--keep-memory starts the ranks as `zengine run --keep-memory` does.  Without it glibc hands the gradients of the
+experts back to the system after each step, which gives them out again page by page: the layer has as many times the
+weights of the dense one as experts, and pays that as many times.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 
 import torch
@@ -100,7 +105,10 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--keep-memory", action="store_true")
     given = parser.parse_args()
+    if given.keep_memory:
+        os.environ.update({"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)})  # before ranks start
     numbers = (given.tokens, given.width, given.experts, given.k, given.rounds)
     ranks = run_ranks(measure, given.ranks, *numbers, timeout_s=600)
     slowest = {name: max(rank[name] for rank in ranks) for name in ranks[0]}

@@ -77,7 +77,14 @@ def test_what_is_wrong_is_said_with_status_1(
 
 def asked(**given: object) -> argparse.Namespace:
     texts = dict.fromkeys(("hostfile", "include", "exclude", "master_addr"), "")
-    numbers = {"nproc": 0, "master_port": 29500, "max_restarts": 0, "bind_cores": False, "module": False}
+    numbers = {
+        "nproc": 0,
+        "master_port": 29500,
+        "max_restarts": 0,
+        "bind_cores": False,
+        "keep_memory": False,
+        "module": False,
+    }
     return argparse.Namespace(**{**texts, **numbers, "script": "train.py", "arguments": [], **given})
 
 
@@ -96,3 +103,5 @@ def test_modules_and_threads() -> None:
     assert variables(asked(nproc=1), {}) == {"OMP_NUM_THREADS": str(cores)}
     assert variables(asked(nproc=10 * cores), {}) == {"OMP_NUM_THREADS": "1"}
     assert variables(asked(), {"OMP_NUM_THREADS": "3"}) == {}
+    kept = variables(asked(keep_memory=True), {"OMP_NUM_THREADS": "3", "MALLOC_MMAP_MAX_": "5"})
+    assert list(kept) == ["MALLOC_TRIM_THRESHOLD_"]  # what the user has set stays

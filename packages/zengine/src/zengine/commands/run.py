@@ -7,6 +7,9 @@ the numbers and becomes torchrun (the process is replaced: signals and the exit 
 - `--nproc`: by default the GPUs that CUDA_VISIBLE_DEVICES leaves, else one process; OMP_NUM_THREADS shares out the
 cores.
 - `--bind-cores`: each process keeps to its own cores (commands/bound.py).
+- `--keep-memory`: on CPUs, memory that a step frees waits for the next one, as on a GPU.  glibc hands large pieces
+  back to the system, which gives them out again page by page, filled with zeros: with gradients of many experts a
+  fifth of a step.
 - `--hostfile`: lines "name slots=8", as DeepSpeed has them, with `--include` and `--exclude`.  The command of each
 host is
   printed; the one of this host is started, unless `--dry-run`.  Nothing logs in anywhere: your scheduler, or a
@@ -34,12 +37,15 @@ from zengine.commands.launching import Launch, of_this_machine, slurm_line, torc
 if TYPE_CHECKING:
     from zengine.commands import Subparsers
 
+KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # glibc's; others look away
+
 
 def add_parser(subparsers: Subparsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("run", help="Start a script on all devices, by torchrun; on several hosts, too.")
     parser.add_argument("--nproc", type=positive, default=0, metavar="N", help="processes here; default: one a GPU")
     parser.add_argument("--bind-cores", action="store_true", help="each process keeps to its own cores")
+    parser.add_argument("--keep-memory", action="store_true", help="what a step frees on the CPU waits for the next")
     parser.add_argument("--hostfile", default="", help='lines "name slots=8"')
     parser.add_argument("--include", default="", metavar="HOSTS", help='"a@b:0,2": host a, devices 0 and 2 of b')
     parser.add_argument("--exclude", default="", metavar="HOSTS", help="the same, left out")
@@ -98,10 +104,11 @@ def commands(arguments: argparse.Namespace, environ: Mapping[str, str], here: st
 
 def variables(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
     """What the processes find in their environment beside what was there."""
-    if "OMP_NUM_THREADS" in environ:
-        return {}
     nproc = arguments.nproc or of_this_machine(environ)
-    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc))}
+    wanted = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc))}
+    if arguments.keep_memory:
+        wanted |= KEEPING
+    return {name: value for name, value in wanted.items() if name not in environ}
 
 
 def _hosts(arguments: argparse.Namespace) -> list[Host]:
