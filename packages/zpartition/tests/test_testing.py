@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zpartition.offload import NOTHING
-from zpartition.testing import backward, clip, differing, fingerprint, make, train
+from zpartition.testing import Net, backward, clip, differing, fingerprint, losses_of, make, train
 
 
 def test_two_runs_are_alike_until_one_number_is_not() -> None:
@@ -20,6 +20,23 @@ def test_two_runs_are_alike_until_one_number_is_not() -> None:
     assert not differing(*found)
     found[0]["exp_avg.last.bias"][0] += 1
     assert differing(*found) == ["exp_avg.last.bias"]
+
+
+def test_losses_of_steps_are_those_of_a_plain_loop() -> None:
+    model, _, partition = make(NOTHING, 1, torch.float32)
+    x = torch.arange(48.0).view(2, 24) / 48
+    found = losses_of(partition, lambda: model(x, True), 3)
+    partition.close()
+    plain, expected = Net(torch.float32), []
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = plain(x, True)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert expected[0] > expected[2]
 
 
 def test_clipping_is_torch_s() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from zpartition.partition import Partition
 from zpartition.policy import ZeroPolicy
 from zpartition.sharding import shard
 
-__all__ = ["Net", "backward", "clip", "differing", "fingerprint", "make", "norm_of", "train"]
+__all__ = ["Net", "backward", "clip", "differing", "fingerprint", "losses_of", "make", "norm_of", "train"]
 
 
 class Net(nn.Module):
@@ -64,6 +65,21 @@ def train(partition: Partition, model: nn.Module, optimizer: Any, steps: range, 
         partition.finish_gradients()
         partition.apply(optimizer.step, any_unused=step % 2 == 1)
         partition.zero_grad()
+
+
+def losses_of(partition: Partition, forward: Callable[[], Tensor], num_steps: int) -> list[float]:
+    """The loss, as `forward` computes it, of so many whole steps of one micro-step each."""
+    losses, optimizer = [], partition.optimizer
+    assert optimizer is not None
+    for _ in range(num_steps):
+        with partition.micro_step():
+            loss = forward()
+            torch.autograd.backward(loss)
+        losses.append(loss.item())
+        partition.finish_gradients()
+        partition.apply(optimizer.step)
+        partition.zero_grad()
+    return losses
 
 
 def norm_of(partition: Partition) -> Tensor:

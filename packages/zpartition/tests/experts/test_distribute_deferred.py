@@ -16,6 +16,7 @@ from zpartition import Init, ZeroPolicy
 from zpartition.experts import ExpertMLP, ExpertParameter, MoE, distribute
 from zpartition.experts.testing import Language
 from zpartition.tensor import whole_state_dict
+from zpartition.testing import losses_of
 
 TOKENS = torch.randint(0, 23, (2, 7), generator=torch.Generator().manual_seed(1))
 
@@ -90,15 +91,7 @@ def _trained(how: str, stage: int) -> tuple[dict[str, Tensor], list[float], int]
     following = torch.rand(()).item() if zcomm.group_rank() == 0 else 0.0
     with zpartition.gathered(model):
         state = whole_state_dict(model)
-    losses = []
-    for _ in range(2):
-        with partition.micro_step():
-            loss = model(TOKENS)
-            loss.backward()
-        losses.append(loss.item())
-        partition.finish_gradients()
-        partition.apply(partition.optimizer.step)
-        partition.zero_grad()
+    losses = losses_of(partition, lambda: model(TOKENS), 2)
     partition.close()
     assert losses[0] != losses[1]
     return state, [*losses, following], weight.numel()

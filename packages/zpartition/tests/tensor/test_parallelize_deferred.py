@@ -15,6 +15,7 @@ from zcomm.testing import run_ranks
 from zpartition import Init, ZeroPolicy
 from zpartition.tensor import parallelize, whole_state_dict
 from zpartition.tensor.testing import PLAN, Block, Grouped, Language
+from zpartition.testing import losses_of
 
 TOKENS = torch.randint(0, 29, (2, 8), generator=torch.Generator().manual_seed(0))
 
@@ -46,15 +47,7 @@ def _trained(how: str, stage: int) -> tuple[dict[str, Tensor], list[float], floa
     partition = zpartition.shard(model, optimizer, policy=policy, group=zcomm.run_mates(2))
     following = torch.rand(()).item()
     state = whole_state_dict(model)
-    losses = []
-    for _ in range(2):
-        with partition.micro_step():
-            loss = model(TOKENS)
-            loss.backward()
-        losses.append(loss.item())
-        partition.finish_gradients()
-        partition.apply(optimizer.step)
-        partition.zero_grad()
+    losses = losses_of(partition, lambda: model(TOKENS), 2)
     partition.close()
     assert losses[0] != losses[1]
     return state, losses, following

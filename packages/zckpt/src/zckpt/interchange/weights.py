@@ -141,6 +141,9 @@ def import_weights(
         return save(root, tag, shards=shards, objects=objects, rank_objects=NO_RANK_STATE, step=step)
 
 
+_WHAT_THEY_ARE = "weights are a .safetensors, .pt, .pth, .ckpt or .bin file, or a folder"
+
+
 def _is_torch(file: Path) -> bool:
     return file.suffix in (".pt", ".bin", ".pth", ".ckpt")
 
@@ -149,12 +152,10 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     """The files to read, and the index's table of names."""
     if path.is_file():
         if path.suffix != ".safetensors" and not _is_torch(path):
-            raise CheckpointInputError(
-                f"{path}: weights are a .safetensors, .pt, .pth, .ckpt or .bin file, or a folder"
-            )
+            raise CheckpointInputError(f"{path}: {_WHAT_THEY_ARE}")
         return [path], {}
     if not path.is_dir():
-        raise CheckpointNotFound(f"{path} does not exist", path=str(path))
+        raise CheckpointNotFound(f"{path} does not exist; {_WHAT_THEY_ARE}", path=str(path))
     for name in _INDEXED:
         if (path / name).exists():
             told = _index(path / name)
