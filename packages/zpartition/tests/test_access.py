@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import zcomm
 import zpartition
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy
@@ -110,3 +111,47 @@ def _frozen() -> None:
 
 def test_a_frozen_parameter_has_none() -> None:
     run_ranks(_frozen, 2)
+
+
+def _unsent(stage: int, how: str) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    """(gradients as they are told on the way, the gradient that the step uses)."""
+    model, partition, _ = make(stage, torch.float32)
+    weight, told = model[0].weight, []
+    told.append(zpartition.safe_get_full_grad(weight))
+    for micro in range(2):
+        loss = model(torch.full((2, 30), 1.0 + micro + zcomm.group_rank())).square().mean()
+        if how == "plain":
+            loss.backward()
+        else:
+            with partition.micro_step(is_last=False, is_local=how == "no_sync" or micro == 1):
+                loss.backward()
+        told.append(zpartition.safe_get_full_grad(weight))
+    partition.finish_gradients()
+    used = zpartition.safe_get_full_grad(weight)
+    assert used is not None
+    return told, used
+
+
+@pytest.mark.parametrize("how", ["plain", "no_sync", "no_sync after a reduced one"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_no_rank_has_sent_is_told_as_the_mean_of_all(stage: int, how: str) -> None:
+    for told, used in run_ranks(_unsent, 2, stage, how):
+        assert told[0] is None
+        assert told[1] is not None
+        assert told[2] is not None
+        assert not torch.equal(told[1], told[2])
+        torch.testing.assert_close(told[2], used)
+
+
+def _one_rank_alone_has_a_gradient() -> torch.Tensor | None:
+    model, partition, _ = make(2, torch.float32)
+    with partition.micro_step(is_local=True):
+        model[0 if zcomm.group_rank() else 2](torch.ones(2, 30 if zcomm.group_rank() else 40)).sum().backward()
+    return zpartition.safe_get_full_grad(model[0].weight)
+
+
+def test_a_rank_without_a_gradient_takes_part() -> None:
+    first, second = run_ranks(_one_rank_alone_has_a_gradient, 2)
+    assert first is not None
+    torch.testing.assert_close(first, torch.ones(40, 30))
+    torch.testing.assert_close(first, second)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from zengine.clock import Boundary, CallOrderError, Clock, MicroStep, Sync
+from zprecision import Unscaled
 
 if TYPE_CHECKING:
     from zengine.config import Plan
@@ -128,6 +129,10 @@ class EngineAccumulation:
         self.clock.require_open("allreduce_gradients")
         self.parts.partition.finish_gradients()
 
-    def reducing(self, micro: MicroStep) -> AbstractContextManager[None]:
+    def reducing(self, micro: MicroStep, *, is_weighted: bool = False) -> AbstractContextManager[None]:
         """Around the backward of `micro`: what becomes of its gradients."""
-        return self.parts.partition.micro_step(is_last=micro.is_last, is_local=micro.sync is Sync.LOCAL)
+        return self.parts.partition.micro_step(
+            is_last=micro.is_last,
+            is_local=micro.sync is Sync.LOCAL,
+            is_scaled=is_weighted or not isinstance(self.plan.scaling, Unscaled),
+        )

@@ -38,6 +38,7 @@ from zengine.features import (
 )
 from zengine.features.looking import lookers
 from zengine.feeding import data_features, feed_of, require_data, training_loader
+from zengine.optimizer_calls import OptimizerCalls, OwnStep
 from zengine.parts import ConstantRate, NoOptimizer, Numbers, Parts, ShardOptimizer, TelemetrySlot
 from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
 from zengine.safe_modules import refuse_unknown_classes
@@ -325,8 +326,13 @@ def make_training_loader(client: Client, plan: Plan, world: zcomm.World, groups:
     return training_loader(client.training_data, plan.data, feed)
 
 
+def optimizer_calls(parts: Parts) -> tuple[Feature, ...]:
+    """What leads the methods of the engine's optimizer to the engine; nothing without an optimizer."""
+    return (OptimizerCalls(parts.optimizer.scaled),) if isinstance(parts.optimizer, ShardOptimizer) else ()
+
+
 def _slot(optimizer: torch.optim.Optimizer) -> ShardOptimizer:
-    return ShardOptimizer(optimizer, zoptim.accept_grad_scale(optimizer))
+    return ShardOptimizer(optimizer, OwnStep(zoptim.accept_grad_scale(optimizer)))
 
 
 def _made_by(maker: Callable[[Any], torch.optim.Optimizer], parameters: list[Any]) -> torch.optim.Optimizer:

@@ -93,6 +93,8 @@ class Clock:
     withheld: bool = False  # whether the boundary was, at the last backward
     weight_exponent: int = UNWEIGHTED  # weights of losses are counted in units of two to that; see weighing.py
     index: int = 0  # micro-steps done in the current step
+    forwards: int = 0  # with gradients, since the last micro-step was counted, that no backward has followed
+    pairs: int = 0  # backwards since then that had a forward of their own
     micro_steps: int = 0  # micro-steps ever
     steps: int = 0  # boundaries ever, skipped ones too
     applied_steps: int = 0
@@ -130,6 +132,7 @@ class Clock:
             self._count_micro_step()  # the caller decides about boundaries and calls step() at those only
         if with_grad and self.phase is Phase.IDLE:
             self.phase = Phase.FORWARD
+        self.forwards += with_grad
 
     @contextmanager
     def backward(self) -> Iterator[MicroStep]:
@@ -148,8 +151,10 @@ class Clock:
                 f"{self.accumulation}) were dropped; the step begins again with the next forward().",
             )
             self.phase, self.index = Phase.IDLE, 0
+            self.forwards = self.pairs = 0
             raise
         self.phase = Phase.BACKWARD
+        self._pair()
 
     @contextmanager
     def batch(self) -> Iterator[MicroStep]:
@@ -196,14 +201,31 @@ class Clock:
 
     def restart_step(self) -> None:
         """The gradients of the step so far are dropped; a backward of what was computed last is legal still."""
-        self.index = 0
+        self.index = self.forwards = self.pairs = 0
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.FORWARD
 
     def accept_backward(self) -> None:
         """Gradients have come from a backward that the engine was not told of."""
-        self._require("step", Phase.FORWARD)
+        self._require("step", Phase.IDLE, Phase.FORWARD)
         self.phase = Phase.BACKWARD
+
+    def join_micro_steps(self) -> None:
+        """step() will be called once for all backwards since the last one: for one micro-step, or for all of a step.
+
+        Raises:
+            CallOrderError: they are some other number.
+        """
+        if self.boundary is not Boundary.COUNTED or self.accumulation == 1 or self.pairs <= 1:
+            return
+        if self.index > 0 or self.pairs != self.accumulation:
+            raise CallOrderError(
+                f"optimizer.step() after {self.pairs} micro-steps {self.position}, where gradient_accumulation_steps "
+                f"= {self.accumulation}: call it after every micro-step (the weights change at the last one of a "
+                f"step), or after every {self.accumulation}"
+            )
+        self.index += self.accumulation - 1
+        self.micro_steps += self.accumulation - 1
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -241,11 +263,19 @@ class Clock:
         for name, ours in self.state_dict().items():
             setattr(self, name, int(state.get(name, ours)))
         self.phase, self.index = Phase.IDLE, 0
+        self.forwards = self.pairs = 0
 
     def _count_micro_step(self) -> None:
         self.phase = Phase.IDLE
         self.micro_steps += 1
         self.index += 1
+        self.forwards = self.pairs = 0
+
+    def _pair(self) -> None:
+        """A backward has come to its end, of a forward of its own or of one that had others before."""
+        is_first = self.forwards > 0 or self.pairs == 0
+        self.pairs += is_first
+        self.forwards = max(self.forwards - 1, 0)
 
     def settle(self) -> None:
         """A backward that the caller ran is over."""

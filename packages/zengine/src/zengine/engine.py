@@ -16,7 +16,8 @@ goes to disk is in `persistence`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,6 +31,7 @@ from zengine.config import Plan
 from zengine.facts import EngineFacts
 from zengine.features import Feature
 from zengine.losses import check_loss, check_reached
+from zengine.optimizer_calls import EngineOptimizerCalls
 from zengine.parts import Parts
 from zengine.persistence import EnginePersistence
 from zengine.report import StepReport
@@ -38,7 +40,13 @@ from zengine.weighing import StepLoss, Weight
 
 
 class Engine(  # type: ignore[misc]  # state_dict has one signature here, three overloads in nn.Module
-    EngineFacts, EngineAccumulation, EngineTorchStyle, EngineCompiling, EnginePersistence, nn.Module
+    EngineFacts,
+    EngineAccumulation,
+    EngineTorchStyle,
+    EngineOptimizerCalls,
+    EngineCompiling,
+    EnginePersistence,
+    nn.Module,
 ):
     """Trains `module` as `plan` says; made by `zengine.initialize`.
 
@@ -101,7 +109,8 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
                 backwards of a step have a weight and others none.
         """
         parts = self.parts
-        with self.clock.backward() as micro, parts.telemetry.span("backward"), self.reducing(micro):
+        reducing = functools.partial(self.reducing, is_weighted=weight is not None)
+        with self.clock.backward() as micro, parts.telemetry.span("backward"), reducing(micro):
             check_loss(loss)
             for feature in self.features:
                 loss = feature.backward_begin(micro, loss)
@@ -123,13 +132,17 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
             CallOrderError: no backward came before.
             LossScaleExhausted: fp16 gradients overflow although the scale is at its floor.
         """
+        return self.end_micro_step(functools.partial(self.parts.scheduler.step, **dict(lr_kwargs or {})))
+
+    def end_micro_step(self, advance: Callable[[], object]) -> StepReport | None:
+        """`step`, with `advance` for the learning-rate schedule: called after an update that was applied."""
         parts, report = self.parts, None
         self.take_plain_gradients()
         micro = self.clock.end_micro_step()
         with parts.telemetry.span("step"):
             if micro.is_last:
                 with self.clock.update(), parts.partition.forgetting():
-                    report = self._update(dict(lr_kwargs or {}))
+                    report = self._update(advance)
         parts.telemetry.micro_step_end()
         if report is not None:
             parts.telemetry.step_end(report)
@@ -137,7 +150,7 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
                 feature.step_end(report)
         return report
 
-    def _update(self, lr_kwargs: dict[str, Any]) -> StepReport:
+    def _update(self, advance: Callable[[], object]) -> StepReport:
         """The boundary: inspect once, judge, update, publish, forget the gradients."""
         parts = self.parts
         for feature in self.features:
@@ -152,7 +165,7 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
         if not fault:
             divisor = parts.divisor(numbers)
             parts.optimizer.update(parts.partition, divisor, any_unused=numbers.num_unused > 0)
-            parts.scheduler.step(**lr_kwargs)
+            advance()
         parts.scaler.update(stats.found_inf)
         self.clock.end_step(applied=not fault)
         self.last_report = parts.report(self.clock, numbers, lr, fault)

@@ -122,13 +122,13 @@ def _rehearse(settings: Config, model: nn.Module, training_data: Any) -> None:
 def make_engine(model: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Engine:
     """An engine from a resolved plan, for callers that have no JSON."""
     with uncollected():
-        from zengine.assemble import assemble, make_engine_around, make_features
+        from zengine.assemble import assemble, make_engine_around, make_features, optimizer_calls
         from zengine.staging import fitted, is_staged
     plan = fitted(model, plan)
     parts = assemble(model, client, plan, world, groups)
     engine = make_engine_around(model, parts, plan)
     try:
-        for feature in make_features(plan, in_stages=is_staged(model)):
+        for feature in (*optimizer_calls(parts), *make_features(plan, in_stages=is_staged(model))):
             engine.add_feature(feature)
     except BaseException:
         parts.partition.close(keep_weights=False)  # as in `assemble`: other ranks may not come along

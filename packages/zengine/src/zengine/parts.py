@@ -24,6 +24,7 @@ import zcomm
 import zpartition
 import zprecision
 from zengine.clock import Clock
+from zengine.optimizer_calls import OwnStep
 from zengine.report import StepReport
 from zengine.runners import Runner
 from zengine.saving import Saver
@@ -52,14 +53,6 @@ class ConstantRate:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-class ScaledStep(Protocol):
-    """An optimizer step that divides gradients by `grad_scale` while it updates."""
-
-    grad_scale: Tensor | None
-
-    def step(self) -> object: ...
-
-
 class OptimizerSlot(Protocol):
     """Updates the shards of a partition."""
 
@@ -75,7 +68,7 @@ class ShardOptimizer:
     """Any torch optimizer, rebound onto the shards."""
 
     optimizer: torch.optim.Optimizer
-    scaled: ScaledStep  # the same optimizer, or an adapter that divides for it
+    scaled: OwnStep  # its step, which divides gradients by `grad_scale`
 
     def update(self, partition: zpartition.Partition, divisor: Tensor | None, *, any_unused: bool) -> None:
         """One step with gradients divided by `divisor` (None: by one)."""

@@ -92,7 +92,7 @@ class PipelineEngine(Engine):
                 raise
         self.losses.take(loss.item())
         with parts.telemetry.span("step"), self.clock.update(), parts.partition.forgetting():
-            report = self._update({})
+            report = self._update(parts.scheduler.step)
         parts.telemetry.micro_step_end()
         parts.telemetry.step_end(report)
         for feature in self.features:
@@ -268,6 +268,10 @@ class PipelineEngine(Engine):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> NoReturn:
         """Refused: a batch ends with it."""
         self._refuse("step", "train_batch(iterator), which ends with the optimizer's step")
+
+    def step_without_schedule(self) -> NoReturn:
+        """Refused: `optimizer.step()` likewise."""
+        self._refuse("optimizer.step", "train_batch(iterator), which ends with the optimizer's step")
 
     def _refuse(self, name: str, instead: str) -> NoReturn:
         raise PipelineError(

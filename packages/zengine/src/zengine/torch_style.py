@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, final
 
 import attrs
-from torch import Tensor, nn
+from torch import Tensor
 
 from zengine import _compat
 from zengine.clock import CallOrderError, Phase
@@ -67,12 +67,15 @@ class EngineTorchStyle:
             CallOrderError: there are gradients, and something is missing from them.
         """
         self.clock.settle()
-        if self.clock.phase is not Phase.FORWARD:
+        has_gradients = self.parts.partition.has_plain_gradients
+        if self.clock.phase not in (Phase.IDLE, Phase.FORWARD) or (
+            self.clock.phase is Phase.IDLE and not has_gradients()
+        ):
             return
         accumulation, scale = self.clock.accumulation, self.loss_scale
         missing = [f"the division by gradient_accumulation_steps = {accumulation}"] * (accumulation != 1)
         missing += [f"the loss scale, {scale:g} now"] * (scale != 1)
-        if not _has_gradients(self.module) and (missing or self.parts.partition.is_alone):
+        if not has_gradients() and (missing or self.parts.partition.is_alone):
             return  # `step` was called too early
         if missing:
             raise CallOrderError(
@@ -152,7 +155,3 @@ class OpenBackward:
         self.engine.clock.pending = None
         error = RuntimeError("the backward of engine.scale(loss) failed")
         self.phases.__exit__(RuntimeError, error, None)
-
-
-def _has_gradients(module: nn.Module) -> bool:
-    return any(param.grad is not None for param in module.parameters() if param.requires_grad)

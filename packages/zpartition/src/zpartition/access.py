@@ -7,8 +7,8 @@
 The names are DeepSpeed's.  The `full` getters are collectives wherever something is sharded: every rank must call.
 Setters take the same value on every rank (`local` ones on all ranks that hold the same part, where shard groups are
 smaller than the world) and send nothing; a weight that was set is shown by the module after the
-next step, or after `partition.publish()`, which every rank must call.  Gradients can be had between the backward and
-the step, after `finish_gradients` or inside a step's hooks; they still carry the loss scale.
+next step, or after `partition.publish()`, which every rank must call.  Gradients can be had between a backward and
+the step, or inside a step's hooks; they still carry the loss scale.
 """
 
 from __future__ import annotations
@@ -118,6 +118,25 @@ class _Place:
     def gradient(self) -> Tensor | None:
         return self.partition.reducer.gradients[self.index].kept
 
+    def unsent(self) -> Tensor | None:
+        """The mean over ranks of what none of them has sent yet, whole; None where no rank has any.
+
+        A collective while there is no reduced gradient, or after backwards in `no_sync`.
+        """
+        reducer, ranks = self.partition.reducer, self.partition.ranks
+        gradient = reducer.gradients[self.index]
+        if gradient.kept is not None and reducer.num_unsent == 0:
+            return None
+        own = gradient.unsent(next(i for i, other in enumerate(gradient.params) if other is self.param))
+        wide = torch.promote_types(self.param.dtype, torch.float32)
+        told = torch.zeros(self.param.numel() + 1, dtype=wide, device=self.partition.device)  # and how many ranks
+        if own is not None:
+            told[:-1].copy_(own.reshape(-1))
+            told[-1] = 1.0
+        zcomm.all_reduce(told, ranks.having(self.bucket).world, label="one gradient")
+        factors = reducer.factors[self.index]
+        return told[:-1].view(self.param.shape) * (factors.before * factors.after) if told[-1] else None
+
     def write_gradient(self, part: Tensor) -> None:
         """Set this rank's elements, where the optimizer reads them too.  ValueError before there is a gradient."""
         kept = self.gradient()
@@ -177,10 +196,17 @@ def safe_get_full_fp32_param(param: Parameter) -> Tensor:
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
-    """The reduced gradient, whole; None before one is.  A collective."""
+    """The mean gradient of all that the step's backwards have brought, whole; None before any.  A collective.
+
+    What is of this rank alone as yet (inside and after `no_sync`, after a plain `loss.backward()`) is summed for it,
+    in float32 or wider, and stays where it is.
+    """
     place = _Place.of(param)
-    kept = place.gradient()
-    return None if kept is None else place.whole(place.local(kept))
+    kept, unsent = place.gradient(), place.unsent()
+    if kept is None:
+        return unsent
+    whole = place.whole(place.local(kept))
+    return whole if unsent is None else whole + unsent
 
 
 def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor:

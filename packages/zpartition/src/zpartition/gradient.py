@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from zpartition.ahead import NEVER, Ahead
 from zpartition.buffers import BufferPool
+from zpartition.grad_placeholder import GradPlaceholder
 from zpartition.layout import Bucket
 from zpartition.mover import Mover
 from zpartition.rows import Rows, add_rows
@@ -66,11 +67,13 @@ class BucketGradient:
     awaiting: set[int] = attrs.field(factory=set)  # slots that have not arrived in this round
     late: set[int] = attrs.field(factory=set)  # slots that arrived after the bucket had left
     seen: set[int] = attrs.field(factory=set)  # slots with any gradient since the last `reset`
+    placeholders: dict[int, GradPlaceholder] = attrs.field(factory=dict)  # shown as `.grad`, by slot
     _views: dict[int, list[torch.Tensor]] = attrs.field(factory=dict)  # per buffer address, in slot order
 
     def open_round(self) -> None:
         """A backward begins: every trainable parameter is awaited once."""
         self.awaiting = {index for index, param in enumerate(self.params) if param.requires_grad}
+        self._hide_placeholders()
         if self.phase is Phase.FILLING:
             return  # `.grad` shows what is filled, and autograd adds to it
         self.phase = Phase.IDLE
@@ -178,10 +181,45 @@ class BucketGradient:
             )
         return self.store
 
+    def close_round(self, *, is_scaled: bool) -> None:
+        """A backward is over: `.grad` of what has a gradient shows it, or says where it is.
+
+        is_scaled: gradients carry a factor that nobody outside of the step knows.
+        """
+        reason = "multiplied by the loss scale or by weights of losses" if is_scaled else self._hidden_because()
+        if self.phase is not Phase.FILLING and not reason:
+            self.attach_grads()
+            return
+        for index in self.seen:
+            if self.params[index].grad is None:
+                placeholder = self.placeholders.get(index)
+                if placeholder is None or placeholder.reason != reason:
+                    slot = self.bucket.slots[index]
+                    placeholder = GradPlaceholder(self.params[index], slot.name, reason)
+                    self.placeholders[index] = placeholder
+                self.params[index].grad = placeholder
+
+    def _hidden_because(self) -> str:
+        """Why no parameter can show its reduced gradient; "" if it can."""
+        if self.rows is not None:
+            return "kept as the rows that were looked up"
+        if self.away is not None:
+            return "on the host"
+        if self.kept is None or self.kept.numel() != self.bucket.numel:
+            return f"cut over {self.bucket.num_shards} ranks"
+        dtypes = {self.params[index].dtype for index in self.seen} - {self.kept.dtype}
+        return f"accumulated in {self.kept.dtype}" if dtypes else ""
+
+    def _hide_placeholders(self) -> None:
+        for index, placeholder in self.placeholders.items():
+            if self.params[index].grad is placeholder:
+                self.params[index].grad = None
+
     def attach_grads(self, resting: frozenset[str] | None = None) -> None:
         """Let `param.grad` show the kept (whole) gradient: of the parameters seen here, or of all but `resting`."""
         if self.kept is None or self.kept.numel() != self.bucket.numel or self.away is not None:
             return
+        self._hide_placeholders()
         views = self.views_of(self.kept)
         for index, slot in enumerate(self.bucket.slots):
             shown = index in self.seen if resting is None else slot.name not in resting
@@ -189,8 +227,35 @@ class BucketGradient:
                 self.params[index].grad = views[index]
 
     def shows_kept(self, index: int) -> bool:
-        """Whether `params[index].grad` is the reduced gradient, to which nothing local may be added."""
-        return self.kept is not None and self.params[index].grad is self.views_of(self.kept)[index]
+        """Whether `params[index].grad` is the reduced gradient, or stands for it: nothing local may be added."""
+        grad = self.params[index].grad
+        if grad is None or grad is self.placeholders.get(index):
+            return grad is not None
+        return (
+            self.kept is not None
+            and self.kept.numel() == self.bucket.numel
+            and grad is self.views_of(self.kept)[index]
+        )
+
+    def has_plain(self, index: int) -> bool:
+        """Whether `params[index].grad` has come from a backward outside of every round."""
+        grad = self.params[index].grad
+        return grad is not None and index not in self.filled and not self.shows_kept(index)
+
+    def unsent(self, index: int) -> torch.Tensor | None:
+        """What has come for `params[index]` and is of this rank alone, in its shape, multiplied by `factor`."""
+        if self.rows is not None:
+            return self.rows.dense(self.params[index]) if index in self.filled else None
+        if index in self.filled:
+            return self.views_of(self._local())[index]
+        grad = self.params[index].grad
+        return grad.detach() * self.factor if grad is not None and self.has_plain(index) else None
+
+    def drop_plain(self) -> None:
+        """Forget what such backwards have left."""
+        for index, param in enumerate(self.params):
+            if self.has_plain(index):
+                param.grad = None
 
     def detach_grads(self) -> None:
         """Make autograd start afresh: no parameter of this bucket has a `.grad`."""

@@ -1,4 +1,4 @@
-"""What a training step may ask about its gradients; nothing here changes any."""
+"""What a training step may ask about its gradients, and about those that other backwards have left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 import zcomm
 
@@ -24,6 +25,7 @@ class GradientFacts:
     """Counts, statistics and names of gradients; mixed into `Partition`."""
 
     if TYPE_CHECKING:
+        module: nn.Module
         cell: Cell
         stages: Cell
         layout: Layout
@@ -44,6 +46,19 @@ class GradientFacts:
     def num_arrived(self) -> int:
         """Gradients that the backward in progress (or the last one) has produced on this rank."""
         return self.reducer.num_arrived
+
+    def has_plain_gradients(self) -> bool:
+        """Whether a backward outside of `micro_step` has left gradients in the parameters of this rank."""
+        return any(g.has_plain(i) for g in self.reducer.gradients for i in range(len(g.params)))
+
+    def drop_plain_gradients(self) -> None:
+        """Forget those, and gradients of what is not partitioned; what micro-steps have brought stays."""
+        owned = {id(param) for gradient in self.reducer.gradients for param in gradient.params}
+        for gradient in self.reducer.gradients:
+            gradient.drop_plain()
+        for param in self.module.parameters():
+            if id(param) not in owned:
+                param.grad = None
 
     def sum_over_shards(self, vector: torch.Tensor) -> None:
         """All-reduce (sum) of statistics whose first element is a sum over the kept gradients.

@@ -195,11 +195,13 @@ class Partition(GradientFacts, Parking):
     # -- a step ----------------------------------------------------------------------------------
 
     @contextmanager
-    def micro_step(self, *, is_last: bool = True, is_local: bool = False) -> Iterator[None]:
+    def micro_step(self, *, is_last: bool = True, is_local: bool = False, is_scaled: bool = False) -> Iterator[None]:
         """Around one backward; `is_last` says that a step follows.
 
         is_local: nothing is sent; gradients add up on this rank, whole and in the parameters' dtype at any stage,
             until a later backward or `finish_gradients` sends their sum.  On all ranks alike.
+        is_scaled: the loss carries a factor that the step divides out (a loss scale, say), so `.grad` of parameters
+            will not show their gradients; see grad_placeholder.py.
         """
         self.refuse_parked()
         self.watch.sweep()
@@ -207,7 +209,10 @@ class Partition(GradientFacts, Parking):
         if is_last and not is_local:
             self.ahead.begin()
         try:
-            with self.residence.backward(), self.reducer.round(is_last=is_last, is_local=is_local):
+            with (
+                self.residence.backward(),
+                self.reducer.round(is_last=is_last, is_local=is_local, is_scaled=is_scaled),
+            ):
                 yield
         except BaseException:
             self.watch.reset()

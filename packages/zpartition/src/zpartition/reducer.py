@@ -45,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 import zcomm
 from zpartition.buffers import Arena, BufferPool
 from zpartition.exchange import Exchange, Factors, exchange_for, factors, reduce_at
+from zpartition.grad_placeholder import ADDED, HiddenGradientError
 from zpartition.gradient import BucketGradient, Phase, Round
 from zpartition.layout import Layout
 from zpartition.lookout import Lookout
@@ -97,6 +98,8 @@ class GradientReducer:
     has_learnt: bool = False  # whether the ranks have agreed on that order after a first round
     held: set[int] = attrs.field(factory=set)  # buckets that leave at the end of the round only
     lookout: Lookout = attrs.field(factory=Lookout)
+    num_unsent: int = 0  # rounds since the last sending one
+    is_scaled: bool = False  # whether gradients of the running step carry a factor
     most_bytes: int = 0  # that buffers ought to take at the end of a backward
     factors: tuple[Factors, ...] = ()  # by bucket
     patience_s: float = PATIENCE_S  # how long to wait for a message in the middle of a round; 0 once that was in vain
@@ -146,12 +149,15 @@ class GradientReducer:
         return reducer
 
     @contextmanager
-    def round(self, *, is_last: bool, is_local: bool = False) -> Iterator[None]:
+    def round(self, *, is_last: bool, is_local: bool = False, is_scaled: bool = False) -> Iterator[None]:
         """One backward; on return all its messages have been received.  `is_local`: it sends none.
+
+        is_scaled: its gradients carry a factor, so no parameter shows them.
 
         An exception inside forgets the gradients of the whole step, since what was accumulated before cannot
         be told from what the failed backward added.
         """
+        self.is_scaled |= is_scaled
         sending = not is_local and (is_last or reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP)
         self._open(Round.SENDING if sending else Round.LOCAL)
         try:
@@ -187,15 +193,15 @@ class GradientReducer:
             handle = self.flights.popleft().handle
             if not zcomm.failure():
                 handle.wait()
-        self.kind = Round.NONE
+        self.kind, self.is_scaled, self.num_unsent = Round.NONE, False, 0
         self.lookout.step_over()
         for gradient in self.gradients:
             gradient.reset()
 
     def _take_plain(self) -> None:
         for gradient in self.gradients:
-            for index, param in enumerate(gradient.params):
-                if param.grad is not None and index not in gradient.filled:
+            for index in range(len(gradient.params)):
+                if gradient.has_plain(index):
                     self._provide(gradient)
                     gradient.arrive(index)
 
@@ -219,7 +225,7 @@ class GradientReducer:
         """Autograd has put a gradient into `params[index].grad`."""
         if self.kind is Round.NONE:
             if gradient.shows_kept(index):
-                raise RuntimeError(_MIXED)
+                raise HiddenGradientError(ADDED)
             return
         self.num_arrived += 1
         if gradient.phase in (Phase.IN_FLIGHT, Phase.SETTLED):
@@ -243,6 +249,7 @@ class GradientReducer:
             self._next += 1
 
     def _close_round(self) -> None:
+        self.num_unsent = 0 if self.kind is Round.SENDING else self.num_unsent + 1
         if self.kind is Round.SENDING:
             for index in self.order[self._next :]:
                 self._send(self.gradients[index])
@@ -252,8 +259,8 @@ class GradientReducer:
             self.has_learnt = True
             if self.pool.total_bytes > self.most_bytes:
                 self._clear_pool()  # more buckets were open at a time than there ought to be
-            for gradient in self.gradients:
-                gradient.attach_grads()
+        for gradient in self.gradients:
+            gradient.close_round(is_scaled=self.is_scaled)
         self.kind, self.patience_s = Round.NONE, PATIENCE_S
 
     def _clear_pool(self) -> None:
@@ -374,12 +381,6 @@ def _hook(
             owner._arrived(own, index)
 
     return arrived
-
-
-_MIXED = (
-    "a backward outside micro_step() after the gradients of this step were reduced would mix local and reduced "
-    "values: call zero_grad() first, or run every backward of the step inside micro_step()"
-)
 
 
 def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> int:

@@ -48,6 +48,11 @@ class Rows:
         total.index_add_(0, places, torch.cat(self.values).to(wide))
         return indices, total.to(dtype)
 
+    def dense(self, like: Tensor) -> Tensor:
+        """Their sum as a tensor of the shape of `like`, in float32 or wider."""
+        indices, values = self.packed(torch.promote_types(like.dtype, torch.float32), like.device)
+        return torch.zeros(like.shape, dtype=values.dtype, device=like.device).index_add_(0, indices, values)
+
     def clear(self) -> None:
         self.indices.clear()
         self.values.clear()
