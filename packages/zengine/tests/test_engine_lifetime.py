@@ -121,7 +121,7 @@ WATCHED = {"bench_steps": 3, "timers": {"throughput": {"count_flops_at": 1}}}  #
 
 def test_an_engine_that_closes_in_the_middle_of_its_first_step_looks_no_more():
     engine = make(**WATCHED)
-    (counting,) = (feature for feature in engine.features if isinstance(feature, CountFlops))
+    (counting,) = (feature for feature in engine._features if isinstance(feature, CountFlops))
     engine(torch.ones(2, 3))
     seen = counting.counter.get_total_flops()
     engine.close()

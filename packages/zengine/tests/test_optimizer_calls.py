@@ -312,7 +312,7 @@ def test_the_engine_is_collected_with_its_optimizer_alive():
     engine, optimizer = (lambda made: (weakref.ref(made[0]), made[1]))(initialize())
     gc.collect()
     assert engine() is None
-    with pytest.raises(RuntimeError, match="engine .* is gone"):
+    with pytest.raises(RuntimeError, match=r"engine .* is gone"):
         optimizer.step()
 
 

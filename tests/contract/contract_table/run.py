@@ -169,7 +169,7 @@ def _micro_step(engine: zengine.Engine, scenario: Scenario, tokens: torch.Tensor
     for loss, again in scenario.losses(engine, tokens, step):
         engine.backward(loss, retain_graph=again)
         total += loss.item()
-    engine.step()
+    scenario.end_micro_step(engine)
     return total
 
 

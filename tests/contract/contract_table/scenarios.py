@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import zengine
+
 NUM_STEPS = 4
 VOCABULARY, WIDTH, BATCH, LENGTH = 13, 16, 4, 7
 
@@ -98,6 +100,10 @@ class Scenario:
         """The losses of one micro-step, each with whether its graph is needed again.  `run`: module or engine."""
         yield run(tokens), False
 
+    def end_micro_step(self, engine: zengine.Engine) -> None:
+        """After the backwards of a micro-step, on ranks only."""
+        engine.step()
+
     def incident(self, step: int) -> Incident:
         """What goes wrong in `step`, on ranks only."""
         return Incident()
@@ -174,6 +180,17 @@ class Several(Scenario):
         yield 0.5 * loss, True
         yield 0.25 * loss, False
         yield 0.25 * run(tokens.flip(0)), False
+
+
+class TorchStyle(Scenario):
+    """The optimizer's own methods in place of the engine's step."""
+
+    name = "torch style"
+
+    def end_micro_step(self, engine: zengine.Engine) -> None:
+        assert engine.optimizer is not None
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
 
 
 class WithCheckpoints(Scenario):
@@ -259,6 +276,7 @@ SCENARIOS: dict[str, Scenario] = {
         Toggled(),
         UnfrozenLater(),
         Several(),
+        TorchStyle(),
         Exceptions(),
         WithCheckpoints(),
         WithReentrantCheckpoints(),

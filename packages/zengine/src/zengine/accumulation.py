@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import attrs
 
 from zengine.clock import Boundary, CallOrderError, Clock, MicroStep, Sync
-from zprecision import Unscaled
 
 if TYPE_CHECKING:
     from zengine.config import Plan
@@ -134,5 +133,5 @@ class EngineAccumulation:
         return self.parts.partition.micro_step(
             is_last=micro.is_last,
             is_local=micro.sync is Sync.LOCAL,
-            is_scaled=is_weighted or not isinstance(self.plan.scaling, Unscaled),
+            is_scaled=is_weighted or self.plan.scales_losses,
         )

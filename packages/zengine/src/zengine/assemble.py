@@ -295,7 +295,7 @@ def make_divisor(plan: Plan, device: torch.device) -> Callable[[Numbers], Tensor
 
 def divides(plan: Plan) -> bool:
     """Whether gradients are clipped or carry a loss scale."""
-    return plan.clip_norm != 0 or not isinstance(plan.scaling, zprecision.Unscaled)
+    return plan.clip_norm != 0 or plan.scales_losses
 
 
 def make_judge(plan: Plan, scaler: zprecision.Scaler, group: ProcessGroup | None) -> Judge:

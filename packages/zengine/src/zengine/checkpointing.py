@@ -182,7 +182,7 @@ def _objects(engine: Engine, client_state: Mapping[str, Any]) -> dict[str, Any]:
             "state": encode(parts.scheduler.state_dict(), "the scheduler's state"),
         },
         "scaler": {"kind": type(parts.scaler).__name__, "state": encode(parts.scaler.state_dict())},
-        "features": {f.name: encode(f.state_dict(), f"feature {f.name}") for f in engine.features if f.name},
+        "features": {f.name: encode(f.state_dict(), f"feature {f.name}") for f in engine._features if f.name},
         "plan": engine.plan.describe(),
         "degrees": attrs.asdict(engine.plan.parallel.degrees),
     }

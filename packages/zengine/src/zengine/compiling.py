@@ -34,7 +34,7 @@ class EngineCompiling:
         module: nn.Module
         parts: Parts
         plan: Plan
-        features: tuple[Feature, ...]
+        _features: tuple[Feature, ...]
         add_feature: Callable[[Feature], None]
 
     def compile(
@@ -68,7 +68,7 @@ class EngineCompiling:
     @property
     def is_compiled(self) -> bool:
         """Whether `compile` was called."""
-        return any(isinstance(feature, Compiled) for feature in self.features)
+        return any(isinstance(feature, Compiled) for feature in self._features)
 
 
 @final

@@ -58,13 +58,13 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
         self.module = module
         self.parts = parts
         self.plan = plan
-        self.features = features
+        self._features = features
         self.clock = Clock(
             accumulation=plan.batch.accumulation,
             samples_per_micro_step=plan.batch.micro_batch_size * plan.batch.replicas,
             boundary=Boundary.COUNTED if plan.managed_accumulation else Boundary.FORCED,
         )
-        self.losses = StepLoss(self.clock, parts.world.device, plan.parallel.gradient_ranks, parts.exchange)
+        self._losses = StepLoss(self.clock, parts.world.device, plan.parallel.gradient_ranks, parts.exchange)
         self.last_report: StepReport | None = None
         for feature in features:
             feature.attach(self)
@@ -72,7 +72,7 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
     def add_feature(self, feature: Feature) -> None:
         """Hook `feature` in, after those that are there."""
         feature.attach(self)
-        self.features = (*self.features, feature)
+        self._features = (*self._features, feature)
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -84,10 +84,10 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
         """
         self.clock.forward(with_grad=torch.is_grad_enabled())
         with self.parts.telemetry.span("forward"):
-            for feature in self.features:
+            for feature in self._features:
                 args, kwargs = feature.forward_begin(args, kwargs)
             output = self.parts.runner.forward(self.module, args, kwargs)
-            for feature in self.features:
+            for feature in self._features:
                 output = feature.forward_end(output)
         return output
 
@@ -112,14 +112,14 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
         reducing = functools.partial(self.reducing, is_weighted=weight is not None)
         with self.clock.backward() as micro, parts.telemetry.span("backward"), reducing(micro):
             check_loss(loss)
-            for feature in self.features:
+            for feature in self._features:
                 loss = feature.backward_begin(micro, loss)
-            share = self.losses.share(loss, micro, weight, divides=scale_wrt_gas)
+            share = self._losses.share(loss, micro, weight, divides=scale_wrt_gas)
             torch.autograd.backward(parts.scaler.scale(share), retain_graph=retain_graph)
             check_reached(parts.partition)
         share = share.detach()
-        self.losses.add(share)
-        for feature in self.features:
+        self._losses.add(share)
+        for feature in self._features:
             feature.backward_end(micro)
         return share
 
@@ -146,22 +146,22 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
         parts.telemetry.micro_step_end()
         if report is not None:
             parts.telemetry.step_end(report)
-            for feature in self.features:
+            for feature in self._features:
                 feature.step_end(report)
         return report
 
     def _update(self, advance: Callable[[], object]) -> StepReport:
         """The boundary: inspect once, judge, update, publish, forget the gradients."""
         parts = self.parts
-        for feature in self.features:
+        for feature in self._features:
             feature.step_begin()
         gradients = parts.partition.finish_gradients()
-        for feature in self.features:
+        for feature in self._features:
             feature.gradients_ready(parts.partition)
-        stats = parts.inspect(gradients, extra=self.losses.statistics(parts.partition.num_unused()))
-        numbers = parts.read(stats, self.losses)
+        stats = parts.inspect(gradients, extra=self._losses.statistics(parts.partition.num_unused()))
+        numbers = parts.read(stats, self._losses)
         lr = parts.optimizer.lr()
-        fault = parts.verdict(numbers, self.losses)
+        fault = parts.verdict(numbers, self._losses)
         if not fault:
             divisor = parts.divisor(numbers)
             parts.optimizer.update(parts.partition, divisor, any_unused=numbers.num_unused > 0)
@@ -182,9 +182,9 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
         self.clock.close()
         with ExitStack() as stack:  # whatever fails is told when all is given back; the parts go last
             stack.callback(self.parts.close)
-            while self.features:
-                stack.callback(self.features[0].close)
-                self.features = self.features[1:]
+            while self._features:
+                stack.callback(self._features[0].close)
+                self._features = self._features[1:]
 
     destroy = close
 

@@ -147,7 +147,7 @@ class EngineData:
     if TYPE_CHECKING:
         parts: Parts
         plan: Plan
-        features: tuple[Feature, ...]
+        _features: tuple[Feature, ...]
 
     def deepspeed_io(
         self,
@@ -217,7 +217,7 @@ class EngineData:
         Raises:
             ValueError: no curriculum takes them.
         """
-        takers = [part for part in (*self.features, self.parts.loader) if isinstance(part, TakesLaws)]
+        takers = [part for part in (*self._features, self.parts.loader) if isinstance(part, TakesLaws)]
         if not takers:
             raise ValueError("set_custom_curriculum_learning_schedule() was called, and no curriculum is on")
         for taker in takers:
@@ -226,7 +226,7 @@ class EngineData:
     @property
     def curriculum_seqlen(self) -> int:
         """Tokens of a sequence in the step that is under way, by the section `curriculum_learning`; 0: no limit."""
-        return next((feature.seqlen for feature in self.features if isinstance(feature, SeqlenCurriculum)), 0)
+        return next((feature.seqlen for feature in self._features if isinstance(feature, SeqlenCurriculum)), 0)
 
     def curriculum_enabled_legacy(self) -> bool:
         """Whether the section `curriculum_learning` is on."""

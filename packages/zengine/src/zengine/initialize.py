@@ -77,6 +77,7 @@ def initialize(
         from zengine.assemble import Client
         from zengine.config import load, resolve
         from zengine.groups import laid_out, refuse_split_elsewhere
+        from zengine.hidden_names import told_of_hidden_names
         from zengine.sources import pick_config
     source = pick_config(args, config, config_params)
     if not isinstance(model, nn.Module):
@@ -97,6 +98,8 @@ def initialize(
         collate_fn=collate_fn,
     )
     engine = make_engine(model, client, plan, world, ranks.make(plan.parallel.degrees))
+    if world.rank == 0 and (told := told_of_hidden_names(engine)):
+        log.warning("%s", told)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

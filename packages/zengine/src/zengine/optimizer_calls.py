@@ -1,7 +1,7 @@
 """The optimizer that `initialize` returned, called in torch's way: `optimizer.step()` and `optimizer.zero_grad()`.
 
-Problem.  The optimizer holds flat shards whose gradients exist inside the engine's step alone.  Its own `step`, called
-by somebody with torch's habits (or by Lightning Fabric), would find no gradient and train nothing.
+Problem.  The optimizer holds flat shards whose gradients exist inside the engine's step alone.  Its own `step`,
+called by somebody with torch's habits (or by Lightning Fabric), would find no gradient and train nothing.
 
 Design.  While the engine lives, two methods of that one optimizer lead to the engine: `step` is the engine's (with
 its boundary, loss scale, clipping and publishing) but for the learning-rate schedule, which the caller steps himself,
@@ -88,7 +88,9 @@ class OptimizerCalls(Feature):
     def attach(self, engine: Engine) -> None:
         optimizer = engine.optimizer
         assert optimizer is not None
-        replaced = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
+        replaced: dict[str, Any] = {
+            name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)
+        }
         step = functools.partial(_step, weakref.ref(engine), self.own)
         _replace(optimizer, "step", step)
         _replace(optimizer, "zero_grad", functools.partial(_zero_grad, weakref.ref(engine)))

@@ -90,12 +90,12 @@ class PipelineEngine(Engine):
             except BaseException:
                 parts.partition.zero_grad()
                 raise
-        self.losses.take(loss.item())
+        self._losses.take(loss.item())
         with parts.telemetry.span("step"), self.clock.update(), parts.partition.forgetting():
             report = self._update(parts.scheduler.step)
         parts.telemetry.micro_step_end()
         parts.telemetry.step_end(report)
-        for feature in self.features:
+        for feature in self._features:
             feature.step_end(report)
         return torch.tensor(report.loss, device=self.device)
 
@@ -242,7 +242,7 @@ class PipelineEngine(Engine):
         return iter(())
 
     def _begun(self, pair: tuple[Any, ...]) -> Any:
-        for feature in self.features:
+        for feature in self._features:
             pair, _ = feature.forward_begin(pair, {})
         return pair
 
@@ -250,7 +250,7 @@ class PipelineEngine(Engine):
         """Let features know of the batch's first backward; losses of micro-batches are not theirs to change."""
 
         def first_backward() -> None:
-            for feature in self.features:
+            for feature in self._features:
                 feature.backward_begin(micro, torch.zeros((), device=self.device))
 
         self.passes.announce = first_backward

@@ -230,7 +230,7 @@ def restore_objects(engine: Engine, objects: Mapping[str, Any], what: What) -> N
     if what.run:
         engine.clock.load_state_dict(decode(objects["clock"]))
         parts.telemetry.load_state_dict({})
-        for feature in engine.features:
+        for feature in engine._features:
             if feature.name in objects["features"]:
                 feature.load_state_dict(decode(objects["features"][feature.name]))
 

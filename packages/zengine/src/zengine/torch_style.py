@@ -50,9 +50,9 @@ class EngineTorchStyle:
         self.clock.require_forward("scale")
         check_loss(loss)
         micro = self.clock.micro_step()
-        for feature in self.features:
+        for feature in self._features:
             loss = feature.backward_begin(micro, loss)
-        share = self.losses.share(loss, micro, None, divides=True)
+        share = self._losses.share(loss, micro, None, divides=True)
         scaled = self.parts.scaler.scale(share)
         if scaled is loss:
             scaled = loss.view_as(loss)  # a tensor of our own: the hook shall not hang on the caller's
@@ -82,9 +82,9 @@ class EngineTorchStyle:
                 f"step() {self.clock.position} found gradients of a plain loss.backward(), which miss "
                 f"{' and '.join(missing)}: call engine.backward(loss), or engine.scale(loss).backward()"
             )
-        self.losses.meet(None, self.clock.micro_step())
+        self._losses.meet(None, self.clock.micro_step())
         self.clock.accept_backward()
-        self.losses.forget()
+        self._losses.forget()
 
 
 @final
@@ -141,8 +141,8 @@ class OpenBackward:
         assert micro is not None
         with self.phases:
             check_reached(engine.parts.partition)
-        engine.losses.add(self.share)
-        for feature in engine.features:
+        engine._losses.add(self.share)
+        for feature in engine._features:
             feature.backward_end(micro)
 
     def settle(self) -> None:

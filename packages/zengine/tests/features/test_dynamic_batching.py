@@ -180,7 +180,7 @@ def test_a_step_that_a_failed_save_interrupts_is_counted_once() -> None:
             raise OSError("the disk is full")
 
     engine, loader = engine_of(checkpoint={"async_save": True})
-    (saves,) = (feature for feature in engine.features if isinstance(feature, BackgroundSaves))
+    (saves,) = (feature for feature in engine._features if isinstance(feature, BackgroundSaves))
     batches, healthy = iter(loader), saves.saver
     train(engine, batches, 2)
     saves.saver = Failed()

@@ -159,6 +159,6 @@ def test_a_program_charts_numbers_of_its_own(tmp_path):
 
 def test_without_telemetry_there_is_no_feature():
     engine, *_ = zengine.initialize(model=Model(), config={"train_batch_size": 2})
-    assert "Measuring" not in [type(feature).__name__ for feature in engine.features]
+    assert "Measuring" not in [type(feature).__name__ for feature in engine._features]
     assert not engine.bench_done
     engine.report_tokens(3)

@@ -100,7 +100,7 @@ def test_named_layers_see_as_many_tokens_as_the_schedule_says_and_the_others_all
         lengths = [4, 6, 8, 10, 10] if place in (1, 2) else [10] * 5
         assert block.seen == [(3, length, 2) for length in lengths]
         assert block.masks == [(3, 1, length, length) for length in lengths]
-    state = next(f for f in engine.features if f.name == "random_ltd").state_dict()
+    state = next(f for f in engine._features if f.name == "random_ltd").state_dict()
     assert state == {"layer_tokens": 2 * 3 * (4 + 6 + 8 + 10 + 10)}
     engine.eval()
     engine(torch.zeros(3, 10, 2), MASK)
@@ -148,7 +148,7 @@ def test_a_resumed_run_draws_the_same_tokens(tmp_path: Path) -> None:
     second = engine_of(**ltd())
     second.load_checkpoint(tmp_path)
     assert train(second, 3) == ahead
-    tokens = [next(f for f in e.features if f.name == "random_ltd").state_dict() for e in (first, second)]
+    tokens = [next(f for f in e._features if f.name == "random_ltd").state_dict() for e in (first, second)]
     assert tokens[0] == tokens[1]
 
 
@@ -159,7 +159,7 @@ def test_activation_checkpointing_replays_the_draw() -> None:
     engine = engine_of(Stack(recompute=True), **ltd())
     assert train(engine, 3) == plain
     assert len(engine.module.blocks[1].seen) == 6
-    assert engine.features[-1].state_dict() == {"layer_tokens": 2 * 3 * (4 + 6 + 8)}
+    assert engine._features[-1].state_dict() == {"layer_tokens": 2 * 3 * (4 + 6 + 8)}
 
 
 def test_the_tokens_of_a_step_are_charted(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_arguments_by_position_are_known_by_their_names() -> None:
     engine = engine_of(Torch(), **ltd(model_mask_name="src_mask"))
     causal = torch.triu(torch.ones(10, 10, dtype=torch.bool), 1)
     engine.backward(engine(torch.randn(3, 10, 4), causal))
-    assert engine.features[-1].state_dict() == {"layer_tokens": 2 * 3 * 4}
+    assert engine._features[-1].state_dict() == {"layer_tokens": 2 * 3 * 4}
 
 
 def test_a_mask_is_cut_at_the_tokens_that_were_drawn() -> None:
@@ -298,7 +298,7 @@ def _on_two_ranks() -> tuple[list[float], float]:
     torch.manual_seed(torch.distributed.get_rank())
     engine = engine_of(**ltd(), zero_optimization={"stage": 3})
     losses = train(engine, 3)
-    feature = next(f for f in engine.features if isinstance(f, RandomLtd))
+    feature = next(f for f in engine._features if isinstance(f, RandomLtd))
     return losses, feature.state_dict()["layer_tokens"]
 
 
@@ -363,7 +363,7 @@ def in_stages(num_stages: int, **options: Any) -> tuple[list[float], int]:
     for step in range(5):
         engine.train_batch(iter([(hidden, ()) for hidden in data(step)]))
         found += [engine.last_report.loss, engine.last_report.grad_norm]
-    return found, next(f for f in engine.features if f.name == "random_ltd").state_dict()["layer_tokens"]
+    return found, next(f for f in engine._features if f.name == "random_ltd").state_dict()["layer_tokens"]
 
 
 def test_the_layers_of_a_pipeline_skip_tokens_on_their_stages() -> None:

@@ -144,6 +144,9 @@ def has_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return fits and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
+NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # as `__torch_function__`: operations go to dispatch
+
+
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Rows up to each of `ends`, (runs,) int32, times its matrix of `weight`, (runs, in, out)."""
     return torch._grouped_mm(x, weight, offs=ends)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zpartition import _compat
+
 __all__ = ["ADDED", "GradPlaceholder", "HiddenGradientError"]
 
 
@@ -34,18 +36,20 @@ class GradPlaceholder(Tensor):
     owner: str  # name of the parameter
     reason: str  # why `.grad` cannot show the gradient
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = _compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, param: Parameter, owner: str, reason: str) -> GradPlaceholder:
-        made: GradPlaceholder = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: GradPlaceholder = Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device, layout=param.layout
         )
         made.owner, made.reason = owner, reason
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         found = next(each for each in _flat((*args, *(kwargs or {}).values())) if isinstance(each, cls))
         raise HiddenGradientError(ADDED if func is torch.ops.aten.add_.Tensor else found.explanation)
 
@@ -57,7 +61,7 @@ class GradPlaceholder(Tensor):
             "safe_get_full_grad(parameter) on every rank"
         )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradPlaceholder({self.owner}, {self.reason})"
 
 

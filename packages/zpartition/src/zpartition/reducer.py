@@ -99,7 +99,7 @@ class GradientReducer:
     held: set[int] = attrs.field(factory=set)  # buckets that leave at the end of the round only
     lookout: Lookout = attrs.field(factory=Lookout)
     num_unsent: int = 0  # rounds since the last sending one
-    is_scaled: bool = False  # whether gradients of the running step carry a factor
+    num_scaled: int = 0  # rounds of the running step whose gradients carry a factor
     most_bytes: int = 0  # that buffers ought to take at the end of a backward
     factors: tuple[Factors, ...] = ()  # by bucket
     patience_s: float = PATIENCE_S  # how long to wait for a message in the middle of a round; 0 once that was in vain
@@ -157,7 +157,7 @@ class GradientReducer:
         An exception inside forgets the gradients of the whole step, since what was accumulated before cannot
         be told from what the failed backward added.
         """
-        self.is_scaled |= is_scaled
+        self.num_scaled += is_scaled
         sending = not is_local and (is_last or reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP)
         self._open(Round.SENDING if sending else Round.LOCAL)
         try:
@@ -193,7 +193,7 @@ class GradientReducer:
             handle = self.flights.popleft().handle
             if not zcomm.failure():
                 handle.wait()
-        self.kind, self.is_scaled, self.num_unsent = Round.NONE, False, 0
+        self.kind, self.num_scaled, self.num_unsent = Round.NONE, 0, 0
         self.lookout.step_over()
         for gradient in self.gradients:
             gradient.reset()
@@ -260,7 +260,7 @@ class GradientReducer:
             if self.pool.total_bytes > self.most_bytes:
                 self._clear_pool()  # more buckets were open at a time than there ought to be
         for gradient in self.gradients:
-            gradient.close_round(is_scaled=self.is_scaled)
+            gradient.close_round(is_scaled=self.num_scaled > 0)
         self.kind, self.patience_s = Round.NONE, PATIENCE_S
 
     def _clear_pool(self) -> None:

@@ -119,6 +119,11 @@ class Plan:
     notices: tuple[str, ...] = ()  # accepted keys without effect here, old names that were translated
     given: Mapping[str, Any] = attrs.field(factory=dict)  # the config as it was written
 
+    @property
+    def scales_losses(self) -> bool:
+        """Whether losses, and so gradients, are multiplied by a loss scale."""
+        return not isinstance(self.scaling, Unscaled)
+
     def describe(self) -> str:
         """A table of every value with its origin, and the notices; for people."""
         return table(self)

@@ -1,0 +1,104 @@
+"""What the module and the engine both have: the module's where nobody expects the engine's, else it is told."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zengine.engine import Engine
+from zengine.hidden_names import OWN, hidden_names
+from zengine.pipeline_engine import PipelineEngine
+from zengine.testing import Regression, rank_batch, small_engine
+
+# Public names of DeepSpeed 0.19.8's engine, methods and instance attributes, as far as this one has them.
+_DEEPSPEEDS = (
+    "allreduce_gradients autotp_size backward bf16_master_weights_and_gradients bf16_optimizer_states "
+    "bfloat16_enabled checkpoint_tag_validation_enabled checkpoint_tag_validation_fail coalesce_grad_reduction "
+    "collate_fn collect_python_gc communication_data_type compile config curriculum_learning_enabled "
+    "dataloader_drop_last deepspeed_io destroy device dp_world_size dump_state dynamic_loss_scale "
+    "empty_partition_cache eval_batch fp16_auto_cast fp16_enabled fp16_master_weights_and_gradients forward "
+    "get_batch_info get_data_types get_global_grad_norm get_lr get_mom get_sequence_parallel_group get_type "
+    "global_rank global_samples global_steps gradient_accumulation_steps gradient_clipping "
+    "gradient_predivide_factor is_compiled is_first_stage is_gradient_accumulation_boundary is_last_stage "
+    "load_checkpoint load_module_state_dict local_rank loss_scale lr_scheduler memory_breakdown micro_batches "
+    "micro_steps module module_state_dict monitor no_sync num_stages offload_states optimizer optimizer_name "
+    "optimizer_params random_ltd_enabled recording reload_states reset_activation_shape save_16bit_model "
+    "save_checkpoint save_fp16_model scale scheduler_name scheduler_params seq_parallel_group "
+    "sequence_parallel_size set_batch_fn set_custom_curriculum_learning_schedule set_data_post_process_func "
+    "set_dataiterator set_dataloader set_gradient_accumulation_boundary set_train_batch_size "
+    "set_train_micro_batch_size skipped_steps stage_id step steps_per_print torch_autocast_dtype "
+    "torch_autocast_enabled torch_autocast_lower_precision_safe_modules train_batch train_batch_size "
+    "train_micro_batch_size_per_gpu training_dataloader wall_clock_breakdown was_step_applied world_size "
+    "zero_cpu_offload zero_gather_16bit_weights_on_model_save zero_ignore_unused_parameters "
+    "zero_max_live_parameters zero_max_reuse_distance zero_model_persistence_threshold zero_offload_optimizer "
+    "zero_offload_param zero_optimization zero_optimization_partition_gradients zero_optimization_partition_weights "
+    "zero_optimization_stage zero_overlap_comm zero_param_persistence_threshold zero_prefetch_bucket_size "
+    "zero_reduce_bucket_size"
+)
+DEEPSPEEDS = frozenset(_DEEPSPEEDS.split())
+PIPELINES = {"batch_fn", "batches", "observe", "passes", "pipeline", "recording"}
+
+
+class Vgg(Regression):
+    """A model with the attributes that image models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.losses, self.transitions = nn.Identity(), [1.0], 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.features(x))
+
+
+def test_features_and_losses_of_the_module_are_reached_through_the_engine(caplog):
+    model = Vgg()
+    with caplog.at_level(logging.WARNING, "zengine"):
+        engine = small_engine(model)
+    assert engine.features is model.features
+    assert engine.losses is model.losses
+    assert engine.transitions == 3
+    assert "hide" not in caplog.text
+    engine.backward(engine(rank_batch(0)))
+    assert engine.step()
+
+
+class Planner(Regression):
+    """A model with names of the engine's: an instance attribute, a submodule, a buffer, a method, a property."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan, self.parts = "mine", nn.Identity()
+        self.register_buffer("clock", torch.zeros(1))
+
+    def span(self) -> int:
+        return 3
+
+    @property
+    def world(self) -> str:
+        raise AssertionError("looking for names runs no code of the model")
+
+
+def test_what_stays_hidden_is_told_with_the_way_to_reach_it(caplog):
+    with caplog.at_level(logging.WARNING, "zengine"):
+        engine = small_engine(Planner())
+    assert hidden_names(engine) == ["clock", "parts", "plan", "span", "world"]
+    assert (
+        "Planner has attributes that the engine's own of the same name hide: clock, parts, plan, span" in caplog.text
+    )
+    assert "engine.module.plan" in caplog.text
+    engine.backward(engine(rank_batch(0)))
+    assert engine.step()
+    assert engine.module.plan == "mine"
+
+
+@pytest.mark.parametrize("kind", [Engine, PipelineEngine])
+def test_every_public_name_is_deepspeeds_or_in_the_table(kind):
+    public = {name for name in dir(kind) if not name.startswith("_")} - set(dir(nn.Module))
+    assert public - DEEPSPEEDS - PIPELINES <= OWN
+    engine = small_engine()
+    own = {name for name in vars(engine) if not name.startswith("_")} - set(vars(nn.Module()))
+    assert own <= OWN | DEEPSPEEDS
+    assert public | own | set(dir(PipelineEngine)) | PIPELINES >= OWN
