@@ -1,8 +1,8 @@
 """Random training programs, carried out by plain torch in one process and by engines on ranks.
 
-A `Program` is drawn from a seed: dtype, optimizer and its groups, which blocks of the model are used when and on which
-rank, accumulation, clipping, ZeRO stage, the style of the loop, a checkpoint in the middle that another stage loads.
-`torch_weights` is the oracle and knows neither stages nor ranks; `engine_weights` runs on each rank.
+A `Program` is drawn from a seed: dtype, optimizer and its groups, which blocks of the model are used when and on
+which rank, accumulation, clipping, ZeRO stage, the style of the loop, a checkpoint in the middle that another stage
+loads.  `torch_weights` is the oracle and knows neither stages nor ranks; `engine_weights` runs on each rank.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def make_engine(program: Program, stage: int) -> Any:
     """(engine, optimizer) of this rank."""
     model = Blocks(program)
     groups = groups_of(program, model)
-    kind, options = OPTIMIZERS[program.optimizer]
+    options = OPTIMIZERS[program.optimizer][1]
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": program.accumulation,
