@@ -16,6 +16,7 @@ MAKERS = {
     "OneCycle": lambda o: OneCycle(o, 0.01, 0.1, 0.5, 3, decay_step_size=2, decay_mom_rate=0.01),
     "LRRangeTest": lambda o: LRRangeTest(o, 0.01, 3),
 }
+pytestmark = pytest.mark.filterwarnings("ignore:OneCycle sets betas")
 every = pytest.mark.parametrize("name", MAKERS)
 
 
