@@ -224,6 +224,23 @@ def test_loading_keeps_the_weights_that_follow_a_master() -> None:
     assert torch.equal(weight.detach(), master.detach().bfloat16())
 
 
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]
+)
+def test_a_duplicate_has_weights_of_its_own_that_follow_its_masters(duplicate: Any) -> None:
+    master = torch.ones(8, requires_grad=True)
+    weight = torch.ones(8, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = zoptim.AdamW([master], lr=0.1)
+    optimizer.mirror(master, weight)
+    twin, own_weight = duplicate((optimizer, weight))
+    own_weight.grad = torch.ones_like(weight)
+    twin.step()
+    (own_master,) = twin.param_groups[0]["params"]
+    assert torch.equal(own_weight.detach(), own_master.detach().bfloat16())
+    assert not torch.equal(own_master, master)
+    assert torch.equal(weight.detach().float(), torch.ones(8))
+
+
 # Refusals ---------------------------------------------------------------------------------------------
 
 
@@ -251,6 +268,10 @@ def spoil_an_option(state: dict[str, Any]) -> None:
     state["param_groups"][0]["eps"] = -1.0
 
 
+def ask_for_a_graph(state: dict[str, Any]) -> None:
+    state["param_groups"][0]["differentiable"] = True
+
+
 def forget_a_parameter(state: dict[str, Any]) -> None:
     del state["state"][state["param_groups"][0]["params"].pop()]
 
@@ -264,6 +285,7 @@ def forget_a_parameter(state: dict[str, Any]) -> None:
         (forget_the_step, r"parameter 1 of group 0 lacks step; it has exp_avg"),
         (forget_an_option, r"loaded group 0 lacks the options betas of AdamW; it has .*eps.*another optimizer"),
         (spoil_an_option, r"eps is -1\.0; it must be a number in \[0, inf\)"),
+        (ask_for_a_graph, r"the loaded group 0 has differentiable=True, and AdamW's steps have no gradients"),
         (forget_a_parameter, r"parameter group that doesn't match the size"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -244,7 +244,20 @@ def test_state_under_keys_that_no_group_lists_is_refused(keys: str, lab: Any) ->
     assert not target.state
 
 
-@pytest.mark.parametrize("spoiled", [{}, {"state": {}}, {"param_groups": []}, {"state": [], "param_groups": []}, None])
+NO_STATE_DICTS: list[Any] = [
+    {},
+    {"state": {}},
+    {"param_groups": []},
+    {"state": [], "param_groups": []},
+    {"state": {}, "param_groups": [0]},
+    {"state": {}, "param_groups": [{"lr": 1.0}]},
+    {"state": {0: [1.0]}, "param_groups": [{"params": [0]}]},
+    {"compact": 3},
+    None,
+]
+
+
+@pytest.mark.parametrize("spoiled", NO_STATE_DICTS)
 def test_what_is_no_state_dict_is_refused_by_name(spoiled: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=r"AdamW.load_state_dict"):
         zoptim.AdamW([torch.zeros(3)]).load_state_dict(spoiled)

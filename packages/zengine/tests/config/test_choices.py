@@ -101,9 +101,7 @@ def test_an_optimizer_without_state_formats_says_so() -> None:
 @pytest.mark.parametrize("name", ["Adam", "Lion", "Adagrad"])
 def test_the_format_of_states_may_be_said_in_deepspeeds_spelling(name: str) -> None:
     assert load({"optimizer": {"type": name, "params": {"fp32_optimizer_states": False}}}).settings
-    (problem,) = problems(
-        optimizer={"type": name, "params": {"fp32_optimizer_states": False, "state_dtype": "8bit"}}
-    )
+    (problem,) = problems(optimizer={"type": name, "params": {"fp32_optimizer_states": False, "state_dtype": "8bit"}})
     assert "which say different things. Remove one" in problem
 
 

@@ -123,8 +123,8 @@ def test_what_narrow_masters_cost_is_said() -> None:
     follows = {"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}}
     for section in ({}, {"bf16": ON}):
         assert plan_of({**section, **follows}).notices == (
-            "dict: optimizer.params.fp32_optimizer_states = false has no effect here: states then have the dtype of the "
-            'masters, which is float32. For smaller ones write "state_dtype": "bf16"',
+            "dict: optimizer.params.fp32_optimizer_states = false has no effect here: states then have the dtype of "
+            'the masters, which is float32. For smaller ones write "state_dtype": "bf16"',
         )
     narrow = {"bf16": {**ON, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
     assert plan_of({**narrow, **follows}).notices == ()

@@ -114,7 +114,7 @@ class Adafactor(torch.optim.Adafactor):
         return portable.compacted(found) if compact else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` wrote, or torch's.  Raises ValueError, with nothing adopted, for what does not fit."""
+        """Load what `state_dict` wrote, or torch's.  Raises ValueError, with nothing adopted, if it does not fit."""
         super().load_state_dict(portable.expanded(state_dict, type(self).__name__))
 
     def portable_state(self, param: Tensor) -> dict[str, Any]:

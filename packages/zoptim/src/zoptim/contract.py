@@ -1,8 +1,8 @@
 """torch's contract of an optimizer: groups that are checked when they are given, state that is checked when loaded.
 
-A state dict is numbers (see portable.py).  What is remembered of a parameter, and in which format, is this optimizer's decision and not the checkpoint's:
-`load_state_dict` keeps `state_dtype` and `split_master` as they were constructed and converts what it is given, so
-state moves between torch.optim, fp32, bf16 and 8-bit optimizers.
+A state dict is numbers (see portable.py).  What is remembered of a parameter, and in which format, is this
+optimizer's decision and not the checkpoint's: `load_state_dict` keeps `state_dtype` and `split_master` as they were
+constructed and converts what it is given, so state moves between torch.optim, fp32, bf16 and 8-bit optimizers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Contract(torch.optim.Optimizer):
         """
         if compact:
             return portable.compacted(super().state_dict())
-        hook = self.register_state_dict_post_hook(type(self)._to_numbers, prepend=True)  # hooks of others come after it
+        hook = self.register_state_dict_post_hook(
+            lambda _, found: self._to_numbers(found), prepend=True
+        )  # before others'
         try:
             return super().state_dict()
         finally:
@@ -108,13 +110,14 @@ class Contract(torch.optim.Optimizer):
     def _set_up(self) -> None:
         """Make what is neither option nor state: at construction, and after loading or unpickling."""
 
-    def _to_numbers(self, found: dict[str, Any]) -> None:
-        """Replace state as it is kept by what torch would keep, in a state dict of this optimizer."""
+    def _to_numbers(self, found: dict[str, Any]) -> dict[str, Any]:
+        """`found`, a state dict of this optimizer, with state as torch would keep it."""
         for packed, group in zip(found["param_groups"], self.param_groups):
             memory = self._memory(group)
             for index, param in zip(packed["params"], group["params"]):
                 if index in found["state"]:
                     found["state"][index] = portable.numbers(found["state"][index], param, memory)
+        return found
 
     # Checking -------------------------------------------------------------------------------------
 
@@ -220,6 +223,11 @@ class Contract(torch.optim.Optimizer):
             raise ValueError(
                 f"the loaded group {index} lacks the options {', '.join(missing)} of {type(self).__name__}; "
                 f"it has {', '.join(sorted(set(group) - {'params'}))}. It was written by another optimizer."
+            )
+        if group.get("differentiable"):
+            raise ValueError(
+                f"the loaded group {index} has differentiable=True, and {type(self).__name__}'s steps have no gradients "
+                "of their own. Set it to False in the state dict, or keep torch's optimizer."
             )
         self._check_options(group)
 

@@ -99,8 +99,8 @@ def _refuse_cast_codes(moments: Mapping[str, Tensor], given: Mapping[str, Any], 
     for name, value in moments.items():
         if scale_key(name) in given and value.dtype is not torch.uint8:
             raise ValueError(
-                f"{name} of {who} has a scale beside it, but is {value.dtype}: 8-bit codes that another optimizer took "
-                "for numbers. Load the state dict that zoptim wrote."
+                f"{name} of {who} has a scale beside it, but is {value.dtype}: 8-bit codes that another optimizer "
+                "took for numbers. Load the state dict that zoptim wrote."
             )
 
 

@@ -15,7 +15,7 @@ Rejected: codes in torch's form with a mark beside them, since torch ignores wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
@@ -110,26 +110,40 @@ def expanded(state_dict: Any, who: str) -> dict[str, Any]:
     Raises TypeError or ValueError for anything else.
     """
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"{who}.load_state_dict was given a {type(state_dict).__name__}; give it what state_dict() returns.")
+        raise TypeError(
+            f"{who}.load_state_dict was given a {type(state_dict).__name__}; give it what state_dict() returns."
+        )
     found = state_dict.get("compact", state_dict)
+    if not _is_state_dict(found):
+        raise ValueError(
+            f"{who}.load_state_dict was given a dict with {', '.join(map(repr, state_dict)) or 'nothing'}; it needs "
+            "'state', a dict of dicts, and 'param_groups', a list of dicts with 'params': what state_dict() returns."
+        )
     if found is not state_dict and found.get("version") != _VERSION:
         raise ValueError(
             f"{who}.load_state_dict was given a compact state dict of version {found.get('version')!r}; this zoptim "
             f"reads version {_VERSION}. Write state_dict() without compact=True where it was made."
         )
-    if not isinstance(found.get("state"), Mapping) or not isinstance(found.get("param_groups"), (list, tuple)):
-        raise ValueError(
-            f"{who}.load_state_dict was given a dict with {', '.join(map(repr, state_dict)) or 'nothing'}; it needs a "
-            "dict 'state' and a list 'param_groups', as state_dict() returns them."
-        )
-    listed = {index for group in found["param_groups"] for index in group.get("params", ())}
+    listed = {index for group in found["param_groups"] for index in group["params"]}
     if strangers := [key for key in found["state"] if key not in listed]:
         more = f" and {len(strangers) - 1} more" if strangers[1:] else ""
         raise ValueError(
-            f"{who}.load_state_dict was given the state of {strangers[0]!r}{more}, which no parameter group lists; it "
-            f"lists {', '.join(map(repr, list(listed)[:4])) or 'nothing'}. Number the states as state_dict() does."
+            f"{who}.load_state_dict was given the state of {strangers[0]!r}{more}, which no parameter group lists; "
+            f"they list {', '.join(map(repr, list(listed)[:4])) or 'nothing'}. Number them as state_dict() does."
         )
-    return cast("dict[str, Any]", {"state": found["state"], "param_groups": found["param_groups"]})
+    return dict(found)
+
+
+def _is_state_dict(found: Any) -> bool:
+    if not isinstance(found, Mapping):
+        return False
+    state, groups = found.get("state"), found.get("param_groups")
+    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
+        return False
+    has_params = all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+    )
+    return has_params and all(isinstance(entry, Mapping) for entry in state.values())
 
 
 def convert(memory: Memory, given: Mapping[str, Any], state: dict[str, Any], name: str) -> None:

@@ -88,8 +88,8 @@ def test_a_stair_is_the_highest_one_below_the_straight_line(first: int, second: 
     for t in range(-1, first + second + 2):
         straight, k = laws.triangle(t, first, second), t + 1
         count = stairs[0] if k <= first else stairs[1]
-        found = laws.triangle(t, first, second, stairs)
-        assert found == (max(n / count for n in range(count + 1) if n / count <= straight + 1e-12) if count else straight)
+        below = [n / count for n in range(count + 1) if n / count <= straight + 1e-12] if count else [straight]
+        assert laws.triangle(t, first, second, stairs) == max(below)
 
 
 def test_a_fall_of_no_length_ends_the_cycle_where_its_peak_would_be() -> None:

@@ -257,8 +257,8 @@ def _states_notices(config: Config) -> list[str]:
     if params.get("fp32_optimizer_states") is not False or params.get("state_dtype") is not None:
         return []
     return [
-        f"{config.origin(key)}: {key} = false has no effect here: states then have the dtype of the masters, which is "
-        'float32. For smaller ones write "state_dtype": "bf16"'
+        f"{config.origin(key)}: {key} = false has no effect here: states then have the dtype of the masters, which "
+        'is float32. For smaller ones write "state_dtype": "bf16"'
     ]
 
 

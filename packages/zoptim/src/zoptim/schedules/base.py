@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..checks import integer, number
 
-__all__ = ["Rate", "Schedule"]
+__all__ = ["Rate", "Schedule", "checked"]
 
 Rate = float | Sequence[float]  # one for all groups, or one for each
 
@@ -31,9 +31,7 @@ class Schedule:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer.")
-        self.optimizer = optimizer
+        self.optimizer = checked(optimizer)
         # Each group's own lr.  `initial_lr` is torch's name for it, and survives in optimizer checkpoints.
         self.base_lrs = [float(g.setdefault("initial_lr", float(g["lr"]))) for g in optimizer.param_groups]
         # -1 before the first applied update, 0 after it.
@@ -95,3 +93,10 @@ class Schedule:
                 "give one number for all, or one for each."
             )
         return [number(f"{name}[{position}]", each, 0, high) for position, each in enumerate(value)]
+
+
+def checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """`optimizer`, or TypeError for anything else."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer.")
+    return optimizer

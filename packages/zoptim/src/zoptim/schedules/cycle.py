@@ -8,7 +8,7 @@ import torch
 
 from ..checks import flag, integer, number
 from . import laws
-from .base import Rate, Schedule
+from .base import Rate, Schedule, checked
 
 __all__ = ["LRRangeTest", "OneCycle"]
 
@@ -22,8 +22,8 @@ class OneCycle(Schedule):
     so many stairs (0: a straight line; second None: as the first).  After the cycle, k updates later, the
     lr is cycle_min_lr / (1 + decay_lr_rate * k / decay_step_size); a decay_step_size of 0 means no decay.
     With cycle_momentum, betas[0] of every group that has betas runs the mirrored triangle between
-    cycle_max_mom and cycle_min_mom, and then grows with decay_mom_rate.  Rates and momenta: one number for all groups,
-    or one for each.
+    cycle_max_mom and cycle_min_mom, and then grows with decay_mom_rate.  Rates and momenta are
+    one number for all groups, or one for each.
 
     As in DeepSpeed betas[0] begins at cycle_min_mom, and betas[1] becomes 0.99, which a warning says where it was
     something else; `exact_peak=True` begins at cycle_max_mom and leaves betas[1]: see [Note: exact peak] in laws.py.
@@ -50,6 +50,7 @@ class OneCycle(Schedule):
         *,
         exact_peak: bool = False,
     ) -> None:
+        checked(optimizer)
         first = integer("cycle_first_step_size", cycle_first_step_size, 1)
         second = first if cycle_second_step_size is None else cycle_second_step_size
         stairs = integer("cycle_first_stair_count", cycle_first_stair_count)
@@ -155,7 +156,7 @@ def _say_second(optimizer: torch.optim.Optimizer) -> None:
     found = {group["betas"][1] for group in optimizer.param_groups if "betas" in group} - {_SECOND}
     if found:
         warnings.warn(
-            f"OneCycle sets betas[1] to {_SECOND}, as in DeepSpeed; the optimizer's, {', '.join(map(str, found))}, has no "
-            "effect. exact_peak=True leaves it, cycle_momentum=False leaves both betas.",
+            f"OneCycle sets betas[1] to {_SECOND}, as in DeepSpeed; the optimizer's, {', '.join(map(str, found))}, "
+            "has no effect. exact_peak=True leaves it, cycle_momentum=False leaves both betas.",
             stacklevel=3,
         )

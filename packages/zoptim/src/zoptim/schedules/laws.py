@@ -7,9 +7,9 @@ and the parameters: nothing accumulates, and a resumed run cannot drift.
 [Note: exact peak] The compatible laws have four oddities: the first *two* updates run at the minimum
 (t = -1 and t = 0; with a minimum of 0 two batches are wasted; the cosine's first runs at 0 whatever its minimum);
 the cosine starts one notch below the peak and never touches it; OneCycle's momentum begins at its minimum and then
-jumps up to where the mirrored triangle is; and it sets betas[1] to 0.99.  The functions called `exact_*` are the same curves without them, counting the
-coming update k = t + 1 from zero: update k of an n-update warm-up has the fraction (k + 1) / n, so the
-first one moves and update n - 1 runs at the peak itself; decay and cosine start there.
+jumps up to where the mirrored triangle is; and it sets betas[1] to 0.99.  The functions called `exact_*` are the same
+curves without them, counting the coming update k = t + 1 from zero: update k of an n-update warm-up has the fraction
+(k + 1) / n, so the first one moves and update n - 1 runs at the peak itself; decay and cosine start there.
 """
 
 from __future__ import annotations

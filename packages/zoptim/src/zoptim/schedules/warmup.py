@@ -13,6 +13,7 @@ from .base import Rate, Schedule
 
 __all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 
+
 class _NotGiven(float):
     """A default that overrides what the optimizer says, which its user hears of."""
 
@@ -88,8 +89,9 @@ class WarmupDecayLR(WarmupLR):
         )
         if isinstance(warmup_max_lr, _NotGiven) and (other := [lr for lr in self.base_lrs if lr != _MAX_LR]):
             warnings.warn(
-                f"WarmupDecayLR was given no warmup_max_lr and rises to {_MAX_LR:g}, as in DeepSpeed; the optimizer's lr, "
-                f"{', '.join(f'{lr:g}' for lr in other)}, has no effect. Give warmup_max_lr; None takes the optimizer's.",
+                f"WarmupDecayLR was given no warmup_max_lr and rises to {_MAX_LR:g}, as in DeepSpeed; the "
+                f"optimizer's lr, {', '.join(f'{lr:g}' for lr in other)}, has no effect. Give warmup_max_lr; "
+                "None takes the optimizer's.",
                 stacklevel=2,
             )
 
@@ -101,7 +103,8 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(Schedule):
     """Each group's own lr times a ratio: warmup_min_ratio to 1, then along half a cosine to cos_min_ratio.
 
-    As in DeepSpeed the ratio is 0 for the first update and never reaches 1; `exact_peak=True` mends both: see [Note: exact peak] in laws.py.
+    As in DeepSpeed the ratio is 0 for the first update and never reaches 1; `exact_peak=True` mends both: see
+    [Note: exact peak] in laws.py.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ class FusedAdam(_Named):
 class DeepSpeedCPUAdam(_Named):
     """Adam, or with `adamw_mode` AdamW, which is the default.
 
-    fp32_optimizer_states: moments are float32, or with False of the parameter's dtype.  `ds_adam_cpu_cores_perc` belongs to a process of
-    DeepSpeed's that is not needed, and is accepted.
+    fp32_optimizer_states: moments are float32, or with False of the parameter's dtype.  `ds_adam_cpu_cores_perc`
+    belongs to a process of DeepSpeed's that is not needed, and is accepted.
     """
 
     def __init__(
