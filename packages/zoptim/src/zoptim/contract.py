@@ -226,8 +226,8 @@ class Contract(torch.optim.Optimizer):
             )
         if group.get("differentiable"):
             raise ValueError(
-                f"the loaded group {index} has differentiable=True, and {type(self).__name__}'s steps have no gradients "
-                "of their own. Set it to False in the state dict, or keep torch's optimizer."
+                f"the loaded group {index} has differentiable=True, and {type(self).__name__}'s steps have no "
+                "gradients of their own. Set it to False in the state dict, or keep torch's optimizer."
             )
         self._check_options(group)
 
