@@ -110,11 +110,15 @@ def test_groups_and_generators_are_taken_as_torch_takes_them() -> None:
             r"torch_adam=True and state_dtype='bf16'.*honours state_dtype",
         ),
         ("Adam", {"torch_adam": True, "split_master": True}, r"torch_adam=True and split_master=True"),
-        ("Adam", {"torch_adam": True, "fp32_optimizer_states": False}, r"torch_adam=True and state_dtype='bf16'"),
         (
             "AdamW",
             {"fp32_optimizer_states": False, "state_dtype": "8bit"},
-            r"fp32_optimizer_states=False, which means bf16 states, and state_dtype='8bit'\. Remove one",
+            r"fp32_optimizer_states=False and state_dtype='8bit', which say different things\. Remove one",
+        ),
+        (
+            "Lion",
+            {"fp32_optimizer_states": True, "state_dtype": "bf16"},
+            r"Lion was given fp32_optimizer_states=True and state_dtype='bf16', which say different things",
         ),
         (
             "AdamW",
@@ -179,16 +183,30 @@ def test_optimizers_that_deepspeed_has_and_we_do_not_yet_are_called_so(name: str
         make(name)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_deepspeeds_switch_for_states_below_float32_means_bf16(name: str) -> None:
-    optimizer = make(name, fp32_optimizer_states=False)
-    assert optimizer.param_groups[0]["state_dtype"] == "bf16"
-    assert make(name, fp32_optimizer_states=True).param_groups[0]["state_dtype"] is None
-    assert make(name, fp32_optimizer_states=False, state_dtype="bf16").param_groups[0]["state_dtype"] == "bf16"
-    params = optimizer.param_groups[0]["params"]
-    params[0].grad = torch.ones(4)
-    optimizer.step()
-    assert optimizer.state[params[0]]["exp_avg"].dtype is torch.bfloat16
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Lion", "Adagrad"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deepspeeds_switch_for_float32_states(name: str, dtype: torch.dtype) -> None:
+    """True is float32 whatever the weights are, False is the parameter's dtype."""
+    for switch, wanted in ((True, torch.float32), (False, dtype)):
+        param = torch.ones(300, dtype=dtype, requires_grad=True)
+        optimizer = make_optimizer(name, [param], {"fp32_optimizer_states": switch})
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert {v.dtype for key, v in optimizer.state[param].items() if key != "step"} == {wanted}
+
+
+@pytest.mark.parametrize("name", ["Adam", "Lion"])
+def test_the_switch_and_a_format_may_say_the_same(name: str) -> None:
+    for switch, state_dtype in ((True, "fp32"), (False, "bf16")):
+        made = make(name, fp32_optimizer_states=switch, state_dtype=state_dtype)
+        assert made.param_groups[0]["state_dtype"] == state_dtype
+    assert make(name, fp32_optimizer_states=False).param_groups[0]["state_dtype"] is None
+
+
+def test_torchs_adam_has_states_as_its_parameters_whatever_the_switch_says() -> None:
+    """As in DeepSpeed, which takes the switch for its own class alone."""
+    for switch in (True, False):
+        assert type(make("Adam", torch_adam=True, fp32_optimizer_states=switch)) is torch.optim.AdamW
 
 
 def test_lion_has_the_defaults_of_deepspeed_and_keeps_what_is_given() -> None:

@@ -224,11 +224,28 @@ def test_loading_keeps_the_weights_that_follow_a_master() -> None:
     assert torch.equal(weight.detach(), master.detach().bfloat16())
 
 
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]
+)
+def test_a_duplicate_has_weights_of_its_own_that_follow_its_masters(duplicate: Any) -> None:
+    master = torch.ones(8, requires_grad=True)
+    weight = torch.ones(8, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = zoptim.AdamW([master], lr=0.1)
+    optimizer.mirror(master, weight)
+    twin, own_weight = duplicate((optimizer, weight))
+    own_weight.grad = torch.ones_like(weight)
+    twin.step()
+    (own_master,) = twin.param_groups[0]["params"]
+    assert torch.equal(own_weight.detach(), own_master.detach().bfloat16())
+    assert not torch.equal(own_master, master)
+    assert torch.equal(weight.detach().float(), torch.ones(8))
+
+
 # Refusals ---------------------------------------------------------------------------------------------
 
 
 def spoil_a_shape(state: dict[str, Any]) -> None:
-    state["state"][1]["exp_avg_sq"] = torch.ones(3)
+    state["state"][1]["exp_avg_sq"] = torch.ones(3, dtype=torch.uint8)
 
 
 def spoil_a_scale(state: dict[str, Any]) -> None:
@@ -251,8 +268,12 @@ def spoil_an_option(state: dict[str, Any]) -> None:
     state["param_groups"][0]["eps"] = -1.0
 
 
+def ask_for_a_graph(state: dict[str, Any]) -> None:
+    state["param_groups"][0]["differentiable"] = True
+
+
 def forget_a_parameter(state: dict[str, Any]) -> None:
-    state["param_groups"][0]["params"].pop()
+    del state["state"][state["param_groups"][0]["params"].pop()]
 
 
 @pytest.mark.parametrize(
@@ -264,6 +285,7 @@ def forget_a_parameter(state: dict[str, Any]) -> None:
         (forget_the_step, r"parameter 1 of group 0 lacks step; it has exp_avg"),
         (forget_an_option, r"loaded group 0 lacks the options betas of AdamW; it has .*eps.*another optimizer"),
         (spoil_an_option, r"eps is -1\.0; it must be a number in \[0, inf\)"),
+        (ask_for_a_graph, r"the loaded group 0 has differentiable=True, and AdamW's steps have no gradients"),
         (forget_a_parameter, r"parameter group that doesn't match the size"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -274,8 +296,8 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_adopted(spoil: Any,
     lab.run(source, params, range(2), SHAPES)
     lab.run(target, others, range(1), SHAPES)
     before, options = lab.snapshot(target, others), copy.deepcopy({**target.param_groups[0], "params": None})
-    state = copy.deepcopy(source.state_dict())
-    spoil(state)
+    state = copy.deepcopy(source.state_dict(compact=True))
+    spoil(state["compact"])
     with pytest.raises(ValueError, match=message):
         target.load_state_dict(state)
     lab.assert_bitwise(lab.snapshot(target, others), before)
@@ -287,8 +309,8 @@ def test_8bit_codes_without_their_scales_are_refused(lab: Any) -> None:
     params, others = lab.make_params(SHAPES), lab.make_params(SHAPES)
     source, target = zoptim.AdamW(params, state_dtype="8bit"), zoptim.AdamW(others)
     lab.run(source, params, range(2), SHAPES)
-    state = copy.deepcopy(source.state_dict())
-    del state["state"][0]["exp_avg_scale"]
+    state = copy.deepcopy(source.state_dict(compact=True))
+    del state["compact"]["state"][0]["exp_avg_scale"]
     with pytest.raises(ValueError, match=r"parameter 0 of group 0 lacks exp_avg_scale"):
         target.load_state_dict(state)
 

@@ -98,12 +98,11 @@ def test_an_optimizer_without_state_formats_says_so() -> None:
     )
 
 
-def test_bf16_states_are_honoured_in_deepspeeds_spelling() -> None:
-    assert load({"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}}).settings
-    (problem,) = problems(
-        optimizer={"type": "Adam", "params": {"fp32_optimizer_states": False, "state_dtype": "8bit"}}
-    )
-    assert "which means bf16 states" in problem
+@pytest.mark.parametrize("name", ["Adam", "Lion", "Adagrad"])
+def test_the_format_of_states_may_be_said_in_deepspeeds_spelling(name: str) -> None:
+    assert load({"optimizer": {"type": name, "params": {"fp32_optimizer_states": False}}}).settings
+    (problem,) = problems(optimizer={"type": name, "params": {"fp32_optimizer_states": False, "state_dtype": "8bit"}})
+    assert "which say different things. Remove one" in problem
 
 
 def test_what_the_engine_does_itself_is_refused_with_the_reason() -> None:

@@ -120,6 +120,14 @@ def test_what_narrow_masters_cost_is_said() -> None:
     keeps, rounded = notices("RMSprop", "bf16")
     assert keeps == "RMSprop keeps its states in the dtype of the masters, bfloat16: it has no state_dtype"
     assert "an update below 1/256 of its weight is lost" in rounded
+    follows = {"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}}
+    for section in ({}, {"bf16": ON}):
+        assert plan_of({**section, **follows}).notices == (
+            "dict: optimizer.params.fp32_optimizer_states = false has no effect here: states then have the dtype of "
+            'the masters, which is float32. For smaller ones write "state_dtype": "bf16"',
+        )
+    narrow = {"bf16": {**ON, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    assert plan_of({**narrow, **follows}).notices == ()
     auto = plan_of({"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}}).notices
     assert "dict: bf16.bf16_master_weights_and_grads has no effect here: training in float32" in auto
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from . import _compat
+from . import _compat, portable
 from ._compat import AdafactorLists, Signals
 from .adafactor_ranks import AdafactorShards, ShardPart
 from .checks import check_adafactor
@@ -107,6 +107,15 @@ class Adafactor(torch.optim.Adafactor):
             return None
         found = list(_parts(state, self._segments[shard]))
         return [{**part, "variance": part["variance"].view(-1)} if "variance" in part else part for part in found]
+
+    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
+        """torch's; `compact` as in FlatOptimizer, the same numbers in a form that torch refuses."""
+        found = super().state_dict()
+        return portable.compacted(found) if compact else found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` wrote, or torch's.  Raises ValueError, with nothing adopted, if it does not fit."""
+        super().load_state_dict(portable.expanded(state_dict, type(self).__name__))
 
     def portable_state(self, param: Tensor) -> dict[str, Any]:
         """What is remembered of `param`; {} before the first update."""

@@ -10,7 +10,8 @@ What DeepSpeed's spelling means, and is kept:
 * weight_decay is 0 unless given, also for "AdamW" (torch's AdamW class has 0.01); "Lion" has lr 1e-3, betas (0.9,
 0.999).
 * `torch_adam` takes torch's class instead of ours.
-* `fp32_optimizer_states: false` keeps moments in bf16; it is `state_dtype: "bf16"`.
+* `fp32_optimizer_states` (of Adam, AdamW, Lion, Adagrad): true keeps moments in float32 whatever the parameters are,
+false in the parameters' dtype, float32 included.  `state_dtype` says more.
 * `max_grad_norm` never clipped anything here: gradient_clipping does.
 """
 
@@ -27,10 +28,12 @@ from .adam import Adam, AdamW
 from .checks import flag
 from .contract import Params
 from .errors import NotAvailableYetError, UnknownNameError, did_you_mean, refuse_unknown_options
+from .formats import StateFormat
 
 __all__ = ["make_optimizer"]
 
-_DEEPSPEED_ADAM_OPTIONS = ("adam_w_mode", "torch_adam", "fp32_optimizer_states")
+_STATES = "fp32_optimizer_states"
+_DEEPSPEED_ADAM_OPTIONS = ("adam_w_mode", "torch_adam", _STATES)
 # Options of a class that its name in a config does not take.
 _NOT_IN_CONFIGS = frozenset({"params", "decoupled_weight_decay", "use_muon"})
 
@@ -74,12 +77,7 @@ def _make_adam(name: str, params: Params, options: dict[str, Any]) -> torch.opti
     refuse_unknown_options(name, options, (*_options_of(AdamW), *_DEEPSPEED_ADAM_OPTIONS))
     decoupled = flag("adam_w_mode", options.pop("adam_w_mode", True))
     use_torch = flag("torch_adam", options.pop("torch_adam", False))
-    keeps_fp32 = flag("fp32_optimizer_states", options.pop("fp32_optimizer_states", True))
-    if not keeps_fp32 and options.setdefault("state_dtype", "bf16") != "bf16":
-        raise ValueError(
-            f"{name} was given fp32_optimizer_states=False, which means bf16 states, and "
-            f"state_dtype={options['state_dtype']!r}. Remove one of the two."
-        )
+    states = _states(name, options)
     if name.lower() == "adamw" and not decoupled:
         raise ValueError(
             f"{name} was given adam_w_mode=False, which contradicts its name. "
@@ -88,7 +86,26 @@ def _make_adam(name: str, params: Params, options: dict[str, Any]) -> torch.opti
     options.setdefault("weight_decay", 0.0)
     if use_torch:
         return _make_torch_adam(name, params, options, decoupled)
-    return AdamW(params, **options) if decoupled else Adam(params, **options)
+    return AdamW(params, **options, **states) if decoupled else Adam(params, **options, **states)
+
+
+def _states(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The format that DeepSpeed's switch asks for, which is taken out of `options`; {} where they have their own.
+
+    Raises ValueError where both are given and say different things.
+    """
+    if _STATES not in options:
+        return {}
+    in_fp32, given = flag(_STATES, options.pop(_STATES)), StateFormat.parse(options.get("state_dtype"))
+    if given is None:
+        options.pop("state_dtype", None)
+        return {"state_dtype": "fp32" if in_fp32 else None}
+    if given is not (StateFormat.FP32 if in_fp32 else StateFormat.BF16):
+        raise ValueError(
+            f"{name} was given {_STATES}={in_fp32} and state_dtype={options['state_dtype']!r}, which say different "
+            "things. Remove one of the two."
+        )
+    return {}
 
 
 def _make_torch_adam(name: str, params: Params, options: dict[str, Any], decoupled: bool) -> torch.optim.Optimizer:
@@ -102,13 +119,16 @@ def _make_torch_adam(name: str, params: Params, options: dict[str, Any], decoupl
     return torch.optim.AdamW(params, **options) if decoupled else torch.optim.Adam(params, **options)
 
 
-def _maker(module: str, class_name: str, **defaults: Any) -> Callable[..., torch.optim.Optimizer]:
-    """What makes a class, which is imported then, from options that are its own arguments."""
+def _maker(
+    module: str, class_name: str, also: tuple[str, ...] = (), **defaults: Any
+) -> Callable[..., torch.optim.Optimizer]:
+    """What makes a class, which is imported then, from options that are its own arguments; `also` are DeepSpeed's."""
 
     def make(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
         cls: type[torch.optim.Optimizer] = getattr(importlib.import_module(f".{module}", __package__), class_name)
-        refuse_unknown_options(name, options, _options_of(cls))
-        return cls(params, **{**defaults, **options})
+        refuse_unknown_options(name, options, (*_options_of(cls), *also))
+        states = _states(name, options) if also else {}
+        return cls(params, **{**defaults, **options, **states})
 
     return make
 
@@ -148,9 +168,9 @@ _OURS: dict[str, Callable[[str, Params, dict[str, Any]], torch.optim.Optimizer]]
     "adam": _make_adam,
     "adamw": _make_adam,
     "sgd": _maker("sgd", "SGD"),
-    "adagrad": _maker("adagrad", "Adagrad"),
+    "adagrad": _maker("adagrad", "Adagrad", (_STATES,)),
     "lamb": _maker("lamb", "LAMB"),
-    "lion": _maker("lion", "Lion", lr=1e-3, betas=(0.9, 0.999)),
+    "lion": _maker("lion", "Lion", (_STATES,), lr=1e-3, betas=(0.9, 0.999)),
     "muon": _maker("muon", "Muon"),
     "adafactor": _maker("adafactor", "Adafactor"),
 }

@@ -1,8 +1,8 @@
 """torch's contract of an optimizer: groups that are checked when they are given, state that is checked when loaded.
 
-What is remembered of a parameter, and in which format, is this optimizer's decision and not the checkpoint's:
-`load_state_dict` keeps `state_dtype` and `split_master` as they were constructed and converts what it is given, so
-state moves between torch.optim, fp32, bf16 and 8-bit optimizers.
+A state dict is numbers (see portable.py).  What is remembered of a parameter, and in which format, is this
+optimizer's decision and not the checkpoint's: `load_state_dict` keeps `state_dtype` and `split_master` as they were
+constructed and converts what it is given, so state moves between torch.optim, fp32, bf16 and 8-bit optimizers.
 """
 
 from __future__ import annotations
@@ -54,12 +54,32 @@ class Contract(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
+        """torch's state dict, in numbers that its optimizers read as they are meant: no codes, no scales.
+
+        compact: the state as it is kept, without a copy, in a form that zoptim reads and torch refuses; see
+        [Note: state dicts] in portable.py.
+        """
+        if compact:
+            return portable.compacted(super().state_dict())
+        hook = self.register_state_dict_post_hook(
+            lambda _, found: self._to_numbers(found), prepend=True
+        )  # before others'
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state of torch.optim or of zoptim, in any state format, as torch does.
 
         Raises ValueError, with nothing adopted, for groups or state that do not fit.
         """
-        super().load_state_dict({**state_dict, "state": loading.boxed(state_dict["state"])})
+        hook = self.register_load_state_dict_pre_hook(_box)
+        try:
+            super().load_state_dict(portable.expanded(state_dict, type(self).__name__))
+        finally:
+            hook.remove()
 
     def portable_state(self, param: Tensor) -> dict[str, Any]:
         """What is remembered of `param`, as whoever saves or reshards it should see it; {} before the first update.
@@ -89,6 +109,15 @@ class Contract(torch.optim.Optimizer):
 
     def _set_up(self) -> None:
         """Make what is neither option nor state: at construction, and after loading or unpickling."""
+
+    def _to_numbers(self, found: dict[str, Any]) -> dict[str, Any]:
+        """`found`, a state dict of this optimizer, with state as torch would keep it."""
+        for packed, group in zip(found["param_groups"], self.param_groups):
+            memory = self._memory(group)
+            for index, param in zip(packed["params"], group["params"]):
+                if index in found["state"]:
+                    found["state"][index] = portable.numbers(found["state"][index], param, memory)
+        return found
 
     # Checking -------------------------------------------------------------------------------------
 
@@ -195,4 +224,13 @@ class Contract(torch.optim.Optimizer):
                 f"the loaded group {index} lacks the options {', '.join(missing)} of {type(self).__name__}; "
                 f"it has {', '.join(sorted(set(group) - {'params'}))}. It was written by another optimizer."
             )
+        if group.get("differentiable"):
+            raise ValueError(
+                f"the loaded group {index} has differentiable=True, and {type(self).__name__}'s steps have no "
+                "gradients of their own. Set it to False in the state dict, or keep torch's optimizer."
+            )
         self._check_options(group)
+
+
+def _box(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {**state_dict, "state": loading.boxed(state_dict["state"])}

@@ -150,6 +150,10 @@ class FlatOptimizer(Contract):
 
     # Planning -------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: torch's three, and the weights that follow masters."""
+        return {**super().__getstate__(), "_mirrors": self._mirrors}
+
     def _set_up(self) -> None:
         # master -> the low-precision weight that follows it; loading state cuts no tie
         self._mirrors: dict[Tensor, Tensor] = getattr(self, "_mirrors", {})

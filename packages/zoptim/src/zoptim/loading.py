@@ -51,6 +51,7 @@ def adopt(loaded: Mapping[str, Any], param: Tensor, memory: Memory, who: str) ->
     moments = {name: given[name] for name in memory.names if isinstance(given.get(name), Tensor)}
     missing = [name for name in memory.names if name not in moments and name not in memory.lazy]
     missing += [STEP] * (memory.counts and STEP not in given)
+    _refuse_cast_codes(moments, given, who)
     scales = [scale_key(name) for name, value in moments.items() if value.dtype is torch.uint8]
     missing += [scale for scale in scales if scale not in given]
     if given and missing:
@@ -73,7 +74,8 @@ def _fill(state: dict[str, Any], key: str, given: dict[str, Any], param: Tensor,
     if key == STEP:
         state[key] = torch.as_tensor(given.get(key, 0.0), dtype=torch.float32).to(param.device).reshape(()).clone()
     elif key == REMAINDER:
-        if key in given:
+        # Another dtype: it went through an optimizer that moved the weights without it.  They are the truth then.
+        if key in given and given[key].dtype is state[key].dtype:
             state[key].copy_(given[key])
     elif key in memory.names:
         value = {name: _on(param, tensor) for name, tensor in given.items() if isinstance(tensor, Tensor)}
@@ -91,6 +93,15 @@ def _fill(state: dict[str, Any], key: str, given: dict[str, Any], param: Tensor,
 def _on(param: Tensor, tensor: Tensor) -> Tensor:
     """Beside the parameter, and without holes."""
     return dense(tensor.detach().to(param.device))
+
+
+def _refuse_cast_codes(moments: Mapping[str, Tensor], given: Mapping[str, Any], who: str) -> None:
+    for name, value in moments.items():
+        if scale_key(name) in given and value.dtype is not torch.uint8:
+            raise ValueError(
+                f"{name} of {who} has a scale beside it, but is {value.dtype}: 8-bit codes that another optimizer "
+                "took for numbers. Load the state dict that zoptim wrote."
+            )
 
 
 def _check_shapes(given: Mapping[str, Any], param: Tensor, memory: Memory, who: str) -> None:

@@ -175,13 +175,12 @@ class Muon(Adam):
             rate = {} if (lr := self._rates[wanted]) is None else {"lr": lr}
             super().add_param_group({**rate, **param_group, "params": chosen, "use_muon": wanted})
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's; groups of matrices have the options of torch.optim.Muon too, which may load it."""
-        found = super().state_dict()
+    def _to_numbers(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Groups of matrices have the options of torch.optim.Muon too, which may load them."""
         for group in found["param_groups"]:
             if group["use_muon"]:
                 group.update(ns_coefficients=COEFFICIENTS, adjust_lr_fn=group["adjust_lr"])
-        return found
+        return super()._to_numbers(found)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:

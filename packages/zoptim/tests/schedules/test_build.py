@@ -11,7 +11,7 @@ from zoptim import UnknownNameError, make_schedule
 
 OWN: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0, "warmup_max_lr": 0.1, "warmup_num_steps": 4},
-    "WarmupDecayLR": {"total_num_steps": 8, "warmup_num_steps": 4},
+    "WarmupDecayLR": {"total_num_steps": 8, "warmup_num_steps": 4, "warmup_max_lr": 0.1},
     "WarmupCosineLR": {"total_num_steps": 8, "warmup_num_steps": 4, "exact_peak": True},
     "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1},
     "LRRangeTest": {},
@@ -36,12 +36,18 @@ def make_optimizer() -> torch.optim.Optimizer:
     return zoptim.AdamW([torch.ones(2, requires_grad=True)], lr=0.01)
 
 
+@pytest.mark.filterwarnings("ignore:OneCycle sets betas")
 @pytest.mark.parametrize("name", OWN)
 def test_our_own_schedules_are_built_by_name(name: str) -> None:
     schedule = make_schedule(name, make_optimizer(), OWN[name])
     assert type(schedule) is getattr(zoptim, name)
     schedule.step()
     assert len(schedule.get_last_lr()) == 1
+
+
+def test_the_maximum_that_a_config_leaves_out_is_told() -> None:
+    with pytest.warns(UserWarning, match="WarmupDecayLR was given no warmup_max_lr and rises to 0.001"):
+        make_schedule("WarmupDecayLR", make_optimizer(), {"total_num_steps": 8, "warmup_num_steps": 4})
 
 
 @pytest.mark.parametrize("name", TORCH)

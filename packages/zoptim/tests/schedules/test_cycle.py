@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ CYCLE: dict[str, Any] = {
 }
 
 
-def make_optimizer(cls: Any = zoptim.AdamW) -> torch.optim.Optimizer:
-    return cls([torch.ones(2, requires_grad=True)], lr=0.01)
+pytestmark = pytest.mark.filterwarnings("ignore:OneCycle sets betas")
+
+
+def make_optimizer(cls: Any = zoptim.AdamW, groups: int = 1, **more: Any) -> torch.optim.Optimizer:
+    return cls([{"params": [torch.ones(2, requires_grad=True)]} for _ in range(groups)], lr=0.01, **more)
 
 
 def curve(cls: Any, count: int, **params: Any) -> tuple[list[float], list[float]]:
@@ -67,7 +71,7 @@ def test_the_two_halves_may_differ_and_the_decay_may_be_absent() -> None:
 
 def test_stairs_cut_both_halves_unless_told_apart() -> None:
     lrs, _ = curve(OneCycle, 9, cycle_min_lr=0, cycle_max_lr=1, cycle_first_step_size=4, cycle_first_stair_count=2)
-    assert lrs == pytest.approx([0, 0, 0.5, 0.5, 1, 1, 0.5, 0.5, 0])
+    assert lrs == pytest.approx([0, 0, 0.5, 0.5, 1, 0.5, 0.5, 0, 0])
 
 
 def test_momentum_grows_after_the_cycle_with_its_own_rate() -> None:
@@ -75,13 +79,65 @@ def test_momentum_grows_after_the_cycle_with_its_own_rate() -> None:
     assert momenta[6:] == pytest.approx([0.9, 0.9 * 1.01, 0.9 * 1.02])
 
 
-def test_momentum_is_left_alone_when_told_and_the_second_beta_always() -> None:
+def test_a_momentum_that_grows_to_1_is_refused_and_nothing_is_set() -> None:
+    optimizer = make_optimizer()
+    schedule = OneCycle(optimizer, **CYCLE, decay_mom_rate=0.1)
+    schedule.step(6)
+    before = dict(optimizer.param_groups[0])
+    assert before["betas"] == pytest.approx((0.99, 0.99))
+    with pytest.raises(ValueError, match=r"after 8 updates decay_mom_rate 0\.1 has brought betas\[0\] to 1\.08"):
+        schedule.step(7)
+    assert optimizer.param_groups[0] == before
+    OneCycle(make_optimizer(zoptim.SGD), **CYCLE, decay_mom_rate=0.1, cycle_momentum=False).step(7)
+
+
+def test_momentum_is_left_alone_when_told() -> None:
     assert set(curve(OneCycle, 5, **CYCLE, cycle_momentum=False)[1]) == {0.9}
     optimizer = make_optimizer()
-    schedule = OneCycle(optimizer, **CYCLE)
+    assert OneCycle(optimizer, **CYCLE, cycle_momentum=False).get_mom() is None
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_the_second_beta_is_deepspeeds_which_is_said_or_the_optimizers_own() -> None:
+    optimizer = make_optimizer()
+    told = r"OneCycle sets betas\[1\] to 0\.99, as in DeepSpeed; the optimizer's, 0\.999, has no effect"
+    with pytest.warns(UserWarning, match=told):
+        schedule = OneCycle(optimizer, **CYCLE)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
     schedule.step()
-    assert optimizer.param_groups[0]["betas"] == (schedule.momentum(0), 0.999)
-    assert schedule.get_mom() == [(schedule.momentum(0), 0.999)]
+    assert optimizer.param_groups[0]["betas"] == (*schedule.momenta(0), 0.99)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        OneCycle(make_optimizer(betas=(0.9, 0.99)), **CYCLE)
+        exact = OneCycle(own := make_optimizer(), **CYCLE, exact_peak=True)
+    exact.step()
+    assert own.param_groups[0]["betas"] == (*exact.momenta(0), 0.999)
+    assert exact.get_mom() == [own.param_groups[0]["betas"]]
+
+
+def test_before_the_first_update_the_law_is_answered_and_the_minimum_is_set() -> None:
+    schedule = OneCycle(optimizer := make_optimizer(), **CYCLE)
+    assert schedule.get_mom() == [(0.9, 0.99)]
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+
+
+def test_every_limit_may_differ_by_group() -> None:
+    limits = {"cycle_min_lr": [0.01, 0.1], "cycle_max_lr": [0.1, 0.5], "cycle_min_mom": [0.7, 0.5]}
+    schedule = OneCycle(optimizer := make_optimizer(groups=2), **{**CYCLE, **limits})
+    schedule.step(2)  # the peak
+    assert schedule.get_lr() == [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    assert [group["betas"][0] for group in optimizer.param_groups] == pytest.approx([0.7, 0.5])
+
+
+def test_what_is_refused_leaves_the_optimizer_as_it_was() -> None:
+    for bad in ({"cycle_max_lr": [1, 2, 3]}, {"cycle_max_mom": [0.9, 2]}):
+        optimizer = make_optimizer(groups=2)
+        before = [dict(group) for group in optimizer.param_groups]
+        with pytest.raises(ValueError, match="cycle_max_"):
+            OneCycle(optimizer, **{**CYCLE, **bad})
+        assert [{**group, "initial_lr": 0} for group in before] == [
+            {**group, "initial_lr": 0} for group in optimizer.param_groups
+        ]
 
 
 def test_an_optimizer_without_betas_is_warned_about_and_its_lr_cycles() -> None:
@@ -95,11 +151,11 @@ def test_an_optimizer_without_betas_is_warned_about_and_its_lr_cycles() -> None:
 
 def test_a_step_runs_with_cycled_momentum() -> None:
     optimizer = make_optimizer()
-    schedule = OneCycle(optimizer, **CYCLE)
+    OneCycle(optimizer, **CYCLE)
     (param,) = optimizer.param_groups[0]["params"]
     param.grad = torch.ones(2)
     optimizer.step()
-    assert optimizer.state[param]["exp_avg"][0].item() == pytest.approx(1 - schedule.momentum(-1))
+    assert optimizer.state[param]["exp_avg"][0].item() == pytest.approx(1 - 0.8)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +166,8 @@ def test_a_step_runs_with_cycled_momentum() -> None:
             {**CYCLE, "cycle_first_step_size": 0},
             r"cycle_first_step_size is 0; it must be a whole number >= 1",
         ),
-        (OneCycle, {**CYCLE, "cycle_second_step_size": 0}, r"cycle_second_step_size is 0"),
+        (OneCycle, {**CYCLE, "cycle_second_step_size": -1}, r"cycle_second_step_size is -1"),
+        (OneCycle, {**CYCLE, "cycle_max_mom": [0.9, 0.8]}, r"cycle_max_mom has 2 values for 1 parameter groups"),
         (OneCycle, {**CYCLE, "cycle_first_stair_count": -1}, r"cycle_first_stair_count is -1"),
         (OneCycle, {**CYCLE, "cycle_max_lr": "0.1"}, r"cycle_max_lr is '0\.1' \(str\)"),
         (OneCycle, {**CYCLE, "cycle_min_mom": 1.0}, r"cycle_min_mom is 1\.0; it must be a number in \[0, 1\)"),

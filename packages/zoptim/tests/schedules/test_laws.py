@@ -79,8 +79,22 @@ def test_the_triangle_peaks_once_and_ends_at_zero(first: int, second: int) -> No
 
 def test_stairs_are_flat_between_their_edges() -> None:
     assert curve(laws.triangle, 13, 6, 6, (2, 3)) == pytest.approx(
-        [0, 0, 0, 0.5, 0.5, 0.5, 1, 1, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0]
+        [0, 0, 0, 0.5, 0.5, 0.5, 1, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0, 0]
     )
+
+
+@given(first=st.integers(1, 30), second=st.integers(0, 30), stairs=st.tuples(st.integers(0, 5), st.integers(0, 5)))
+def test_a_stair_is_the_highest_one_below_the_straight_line(first: int, second: int, stairs: tuple[int, int]) -> None:
+    for t in range(-1, first + second + 2):
+        straight, k = laws.triangle(t, first, second), t + 1
+        count = stairs[0] if k <= first else stairs[1]
+        below = [n / count for n in range(count + 1) if n / count <= straight + 1e-12] if count else [straight]
+        assert laws.triangle(t, first, second, stairs) == max(below)
+
+
+def test_a_fall_of_no_length_ends_the_cycle_where_its_peak_would_be() -> None:
+    assert curve(laws.triangle, 6, 4, 0) == [0, 0.25, 0.5, 0.75, 0, 0]
+    assert curve(laws.triangle, 3, 1, 0) == [0, 0, 0]
 
 
 def test_inverse_decay_without_an_interval_is_none() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -70,9 +71,21 @@ def test_the_maximum_is_each_groups_own_rate_unless_given() -> None:
     schedule = WarmupLR(optimizer, warmup_num_steps=2)
     schedule.step(10)
     assert schedule.get_lr() == [0.5, 0.25]
-    decay = WarmupDecayLR(make_optimizer(0.5, 0.25), 1000, warmup_num_steps=2)
+    decay = WarmupDecayLR(make_optimizer(0.5, 0.25), 1000, warmup_max_lr=None, warmup_num_steps=2)
     decay.step(2)
-    assert decay.get_lr() == [0.001, 0.001], "DeepSpeed's default here"
+    assert decay.get_lr() == [0.5, 0.25]
+
+
+def test_the_decay_says_that_deepspeeds_maximum_overrides_the_optimizers_lr() -> None:
+    told = r"no warmup_max_lr and rises to 0\.001, as in DeepSpeed; the optimizer's lr, 0\.5, 0\.25, has no effect"
+    with pytest.warns(UserWarning, match=told):
+        decay = WarmupDecayLR(make_optimizer(0.5, 0.001, 0.25), 1000, warmup_num_steps=2)
+    decay.step(2)
+    assert decay.get_lr() == [0.001] * 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        WarmupDecayLR(make_optimizer(0.001), 1000, warmup_num_steps=2)
+        WarmupDecayLR(make_optimizer(0.5), 1000, warmup_max_lr=0.001, warmup_num_steps=2)
 
 
 def test_limits_may_differ_by_group() -> None:
@@ -84,11 +97,14 @@ def test_limits_may_differ_by_group() -> None:
 
 def test_the_cosine_scales_each_groups_own_rate_from_the_least_ratio() -> None:
     schedule = WarmupCosineLR(make_optimizer(0.5, 0.25), 20, warmup_min_ratio=0.2, warmup_num_steps=10)
+    assert schedule.get_lr() == [0.0, 0.0], "as in DeepSpeed: the least ratio holds from the first step() on"
+    schedule.step()
     assert schedule.get_lr() == pytest.approx([0.1, 0.05])
     schedule.step(9)
     assert schedule.get_lr() == pytest.approx([0.5, 0.25])
 
 
+@pytest.mark.filterwarnings("ignore:WarmupDecayLR was given no")
 @pytest.mark.parametrize("cls", [WarmupDecayLR, WarmupCosineLR])
 def test_a_total_below_the_warmup_warns(cls: Any) -> None:
     with pytest.warns(UserWarning, match="total_num_steps 5 is less than warmup_num_steps 10"):

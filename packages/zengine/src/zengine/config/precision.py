@@ -232,7 +232,9 @@ def _master_notices(config: Config, dtypes: Precision) -> list[str]:
         and dtypes.master.itemsize == 4
     ):
         return [f"{config.origin(asked)}: {asked} has no effect here: training in float32"]
-    if dtypes.master.itemsize == 4 or not name:
+    if dtypes.master.itemsize == 4:
+        return _states_notices(config)
+    if not name:
         return []
     notices = []
     chosen = optimizer_plan(settings, dtypes).params
@@ -246,6 +248,18 @@ def _master_notices(config: Config, dtypes: Precision) -> list[str]:
             "AdamW and its kin of this package round bf16 masters stochastically"
         )
     return notices
+
+
+def _states_notices(config: Config) -> list[str]:
+    """The switch that DeepSpeed reads as "in the dtype of what is optimized", beside float32 masters."""
+    key = "optimizer.params.fp32_optimizer_states"
+    params = config.settings.optimizer.params
+    if params.get("fp32_optimizer_states") is not False or params.get("state_dtype") is not None:
+        return []
+    return [
+        f"{config.origin(key)}: {key} = false has no effect here: states then have the dtype of the masters, which "
+        'is float32. For smaller ones write "state_dtype": "bf16"'
+    ]
 
 
 def _keep_notices(config: Config, dtypes: Precision) -> list[str]:

@@ -18,9 +18,9 @@ def test_the_momentum_is_in_float32(make, dtype):
     assert optimizer.state[weight]["exp_avg"].dtype == dtype
 
 
-def test_or_in_bfloat16_when_asked():
-    weight = torch.nn.Parameter(torch.ones(4))
+def test_or_in_the_parameters_dtype_when_asked():
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = DeepSpeedCPULion([weight], fp32_optimizer_states=False)
-    weight.grad = torch.ones(4)
+    weight.grad = torch.ones_like(weight)
     optimizer.step()
     assert optimizer.state[weight]["exp_avg"].dtype == torch.bfloat16

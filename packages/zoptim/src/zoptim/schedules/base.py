@@ -7,6 +7,7 @@ recurrences and keeps a dozen attributes in its state, where these laws are clos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from ..checks import integer, number
 
-__all__ = ["Schedule"]
+__all__ = ["Rate", "Schedule", "checked"]
+
+Rate = float | Sequence[float]  # one for all groups, or one for each
 
 
 class Schedule:
@@ -28,9 +31,7 @@ class Schedule:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer.")
-        self.optimizer = optimizer
+        self.optimizer = checked(optimizer)
         # Each group's own lr.  `initial_lr` is torch's name for it, and survives in optimizer checkpoints.
         self.base_lrs = [float(g.setdefault("initial_lr", float(g["lr"]))) for g in optimizer.param_groups]
         # -1 before the first applied update, 0 after it.
@@ -82,13 +83,20 @@ class Schedule:
             else:
                 group["lr"] = lr
 
-    def _per_group(self, name: str, value: float | Sequence[float]) -> list[float]:
-        """One number >= 0 per group, from one number for all or a sequence of one each."""
+    def _per_group(self, name: str, value: Rate, high: float = math.inf) -> list[float]:
+        """One number in [0, high) per group, from one number for all or a sequence of one each."""
         if not isinstance(value, (list, tuple)):
-            return [number(name, value, 0)] * len(self.base_lrs)
+            return [number(name, value, 0, high)] * len(self.base_lrs)
         if len(value) != len(self.base_lrs):
             raise ValueError(
                 f"{name} has {len(value)} values for {len(self.base_lrs)} parameter groups; "
                 "give one number for all, or one for each."
             )
-        return [number(f"{name}[{position}]", lr, 0) for position, lr in enumerate(value)]
+        return [number(f"{name}[{position}]", each, 0, high) for position, each in enumerate(value)]
+
+
+def checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """`optimizer`, or TypeError for anything else."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer.")
+    return optimizer

@@ -8,9 +8,11 @@ import torch
 
 from ..checks import flag, integer, number
 from . import laws
-from .base import Schedule
+from .base import Rate, Schedule, checked
 
 __all__ = ["LRRangeTest", "OneCycle"]
+
+_SECOND = 0.99  # betas[1], where momentum is cycled as in DeepSpeed
 
 
 class OneCycle(Schedule):
@@ -20,15 +22,20 @@ class OneCycle(Schedule):
     so many stairs (0: a straight line; second None: as the first).  After the cycle, k updates later, the
     lr is cycle_min_lr / (1 + decay_lr_rate * k / decay_step_size); a decay_step_size of 0 means no decay.
     With cycle_momentum, betas[0] of every group that has betas runs the mirrored triangle between
-    cycle_max_mom and cycle_min_mom, and then grows with decay_mom_rate.  As in DeepSpeed it begins at
-    cycle_min_mom; `exact_peak=True` begins at cycle_max_mom: see [Note: exact peak] in laws.py.
+    cycle_max_mom and cycle_min_mom, and then grows with decay_mom_rate.  Rates and momenta are
+    one number for all groups, or one for each.
+
+    As in DeepSpeed betas[0] begins at cycle_min_mom, and betas[1] becomes 0.99, which a warning says where it was
+    something else; `exact_peak=True` begins at cycle_max_mom and leaves betas[1]: see [Note: exact peak] in laws.py.
+
+    Raises ValueError where decay_mom_rate brings a momentum to 1, from which Adam diverges.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        cycle_min_lr: float,
-        cycle_max_lr: float,
+        cycle_min_lr: Rate,
+        cycle_max_lr: Rate,
         decay_lr_rate: float = 0.0,
         cycle_first_step_size: int = 2000,
         cycle_second_step_size: int | None = None,
@@ -36,59 +43,76 @@ class OneCycle(Schedule):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: Rate = 0.8,
+        cycle_max_mom: Rate = 0.9,
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
         *,
         exact_peak: bool = False,
     ) -> None:
+        checked(optimizer)
         first = integer("cycle_first_step_size", cycle_first_step_size, 1)
         second = first if cycle_second_step_size is None else cycle_second_step_size
         stairs = integer("cycle_first_stair_count", cycle_first_stair_count)
         second_stairs = stairs if cycle_second_stair_count is None else cycle_second_stair_count
-        self.sizes = (first, integer("cycle_second_step_size", second, 1))
+        self.sizes = (first, integer("cycle_second_step_size", second))
         self.stairs = (stairs, integer("cycle_second_stair_count", second_stairs))
-        self.lr_range = (number("cycle_min_lr", cycle_min_lr, 0), number("cycle_max_lr", cycle_max_lr, 0))
-        self.momentum_range = (
-            number("cycle_min_mom", cycle_min_mom, 0, 1),
-            number("cycle_max_mom", cycle_max_mom, 0, 1),
-        )
+        self._lr_range, self._momentum_range = (cycle_min_lr, cycle_max_lr), (cycle_min_mom, cycle_max_mom)
         self.decay_rates = (number("decay_lr_rate", decay_lr_rate, 0), number("decay_mom_rate", decay_mom_rate, 0))
         self.decay_step_size = integer("decay_step_size", decay_step_size)
-        # betas[0] before the first update.
-        self.first_momentum = self.momentum_range[1 if flag("exact_peak", exact_peak) else 0]
+        self.exact_peak = flag("exact_peak", exact_peak)
         self.cycles_momentum = flag("cycle_momentum", cycle_momentum) and _has_betas(optimizer)
+        if self.cycles_momentum and not exact_peak:
+            _say_second(optimizer)
         super().__init__(optimizer, last_batch_iteration)
 
     def lrs(self, t: int) -> list[float]:
-        low, high = self.lr_range
-        height = laws.triangle(t, *self.sizes, self.stairs)
-        lr = (low + (high - low) * height) / self._decay(t, self.decay_rates[0])
-        return [lr] * len(self.base_lrs)
+        height, decay = laws.triangle(t, *self.sizes, self.stairs), self._decay(t, self.decay_rates[0])
+        lows, highs = map(self._per_group, ("cycle_min_lr", "cycle_max_lr"), self._lr_range)
+        return [(low + (high - low) * height) / decay for low, high in zip(lows, highs)]
 
-    def momentum(self, t: int) -> float:
-        """The law of betas[0].  Pure."""
-        if t < 0:
-            return self.first_momentum
-        low, high = self.momentum_range
-        height = laws.triangle(t, *self.sizes, self.stairs)
-        return (high - (high - low) * height) * self._decay(t, self.decay_rates[1])
+    def momenta(self, t: int) -> list[float]:
+        """The law of betas[0], one per group.  Pure."""
+        height, decay = laws.triangle(t, *self.sizes, self.stairs), self._decay(t, self.decay_rates[1])
+        lows, highs = self._momentum_limits()
+        return [(high - (high - low) * height) * decay for low, high in zip(lows, highs)]
 
-    def get_mom(self) -> list[tuple[float, ...]]:
-        """betas of every group that has them, as they are now."""
-        return [tuple(group["betas"]) for group in self.optimizer.param_groups if "betas" in group]
+    def get_mom(self) -> list[tuple[float, ...]] | None:
+        """The law's betas of every group; None where momentum is left alone.
+
+        Before the first update the optimizer has others, see [Note: exact peak] in laws.py.
+        """
+        return self._betas(self.momenta(self.last_batch_iteration)) if self.cycles_momentum else None
 
     def _decay(self, t: int, rate: float) -> float:
         return laws.inverse_decay(max(0, t + 1 - sum(self.sizes)), rate, self.decay_step_size)
 
+    def _momentum_limits(self) -> tuple[list[float], list[float]]:
+        low, high = self._momentum_range
+        return self._per_group("cycle_min_mom", low, 1), self._per_group("cycle_max_mom", high, 1)
+
+    def _betas(self, momenta: list[float]) -> list[tuple[float, ...]]:
+        rest = [tuple(group.get("betas", ())[1:]) for group in self.optimizer.param_groups]
+        return [(first, *(second if self.exact_peak else (_SECOND,))) for first, second in zip(momenta, rest)]
+
     def _apply(self) -> None:
+        """Decide first, so that what is refused leaves the optimizer as it was."""
+        t = self.last_batch_iteration
+        begins = t < 0 and not self.exact_peak
+        momenta = self._momentum_limits()[0] if begins else self.momenta(t)
+        self._refuse_growth(momenta)
         super()._apply()
-        if not self.cycles_momentum:
-            return
-        for group in self.optimizer.param_groups:
-            if "betas" in group:
-                group["betas"] = (self.momentum(self.last_batch_iteration), *group["betas"][1:])
+        if self.cycles_momentum:
+            for group, betas in zip(self.optimizer.param_groups, self._betas(momenta)):
+                if "betas" in group:
+                    group["betas"] = betas
+
+    def _refuse_growth(self, momenta: list[float]) -> None:
+        if self.cycles_momentum and max(momenta, default=0.0) >= 1:
+            raise ValueError(
+                f"after {self.last_batch_iteration + 1} updates decay_mom_rate {self.decay_rates[1]:g} has brought "
+                f"betas[0] to {max(momenta):g}; it must stay below 1. Give a smaller decay_mom_rate, or 0."
+            )
 
 
 class LRRangeTest(Schedule):
@@ -101,7 +125,7 @@ class LRRangeTest(Schedule):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        lr_range_test_min_lr: float | list[float] = 1e-3,
+        lr_range_test_min_lr: Rate = 1e-3,
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,
         lr_range_test_staircase: bool = False,
@@ -126,3 +150,13 @@ def _has_betas(optimizer: torch.optim.Optimizer) -> bool:
         stacklevel=3,
     )
     return False
+
+
+def _say_second(optimizer: torch.optim.Optimizer) -> None:
+    found = {group["betas"][1] for group in optimizer.param_groups if "betas" in group} - {_SECOND}
+    if found:
+        warnings.warn(
+            f"OneCycle sets betas[1] to {_SECOND}, as in DeepSpeed; the optimizer's, {', '.join(map(str, found))}, "
+            "has no effect. exact_peak=True leaves it, cycle_momentum=False leaves both betas.",
+            stacklevel=3,
+        )

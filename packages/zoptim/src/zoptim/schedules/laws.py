@@ -4,12 +4,12 @@
 that comes next runs with the value at t, so a run is fully described by the number of applied updates
 and the parameters: nothing accumulates, and a resumed run cannot drift.
 
-[Note: exact peak] The compatible laws have three oddities: the first *two* updates run at the minimum
-(t = -1 and t = 0; with a minimum of 0 two batches are wasted); the cosine starts one notch below the
-peak and never touches it; OneCycle's momentum begins at its minimum and then jumps up to where the
-mirrored triangle is.  The functions called `exact_*` are the same curves without them, counting the
-coming update k = t + 1 from zero: update k of an n-update warm-up has the fraction (k + 1) / n, so the
-first one moves and update n - 1 runs at the peak itself; decay and cosine start there.
+[Note: exact peak] The compatible laws have four oddities: the first *two* updates run at the minimum
+(t = -1 and t = 0; with a minimum of 0 two batches are wasted; the cosine's first runs at 0 whatever its minimum);
+the cosine starts one notch below the peak and never touches it; OneCycle's momentum begins at its minimum and then
+jumps up to where the mirrored triangle is; and it sets betas[1] to 0.99.  The functions called `exact_*` are the same
+curves without them, counting the coming update k = t + 1 from zero: update k of an n-update warm-up has the fraction
+(k + 1) / n, so the first one moves and update n - 1 runs at the peak itself; decay and cosine start there.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ def exact_decay_fraction(t: int, num_steps: int, total: int, kind: str) -> float
 
 
 def cosine_ratio(t: int, num_steps: int, total: int, kind: str, lows: tuple[float, float]) -> float:
-    """Warm-up from lows[0] to 1, then half a cosine down to lows[1] at t = total - 1."""
+    """0 at t = -1, warm-up from lows[0] to 1, then half a cosine down to lows[1] at t = total - 1."""
     warm_low, cosine_low = lows
+    if t < 0:
+        return 0.0
     if t < num_steps:
         return warm_low + (1 - warm_low) * warmup_fraction(t, num_steps, kind)
     return _half_cosine((t - num_steps + 1) / max(1, total - num_steps), cosine_low)
@@ -84,12 +86,13 @@ def exact_cosine_ratio(t: int, num_steps: int, total: int, kind: str, lows: tupl
 def triangle(t: int, first: int, second: int, stairs: tuple[int, int] = (0, 0)) -> float:
     """0 at t = -1, up to 1 after `first` updates, down to 0 after `second` more, and 0 from there on.
 
-    stairs: steps into which the rise and the fall are cut; 0 is a straight line.
+    Where `second` is 0 the peak is not reached: the cycle is over there.  stairs: steps into which the rise and the
+    fall are cut, each at the height of its lower end; 0 is a straight line.
     """
     k = t + 1
-    if k <= first:
-        return _stepped(k / first, stairs[0])
-    return 1.0 - _stepped(min(1.0, (k - first) / second), stairs[1])
+    if k >= first + second:
+        return 0.0
+    return _stepped(k, first, stairs[0]) if k <= first else _stepped(first + second - k, second, stairs[1])
 
 
 def inverse_decay(k: int, rate: float, interval: int) -> float:
@@ -108,6 +111,6 @@ def _half_cosine(progress: float, low: float) -> float:
     return low + (1 - low) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
-def _stepped(progress: float, stairs: int) -> float:
-    """progress cut into equal stairs, each at the height of its beginning."""
-    return math.floor(progress * stairs + 1e-9) / stairs if stairs else progress
+def _stepped(k: int, size: int, stairs: int) -> float:
+    """k / size, cut down to a whole number of equal stairs."""
+    return k * stairs // size / stairs if stairs else k / size

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 
 import torch
 
 from ..checks import flag, integer, number
 from ..errors import UnknownNameError, did_you_mean
 from . import laws
-from .base import Schedule
+from .base import Rate, Schedule
 
 __all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 
-Rate = float | Sequence[float]  # one for all groups, or one for each
+
+class _NotGiven(float):
+    """A default that overrides what the optimizer says, which its user hears of."""
+
+
+_MAX_LR = _NotGiven(0.001)  # DeepSpeed's
 
 
 class WarmupLR(Schedule):
@@ -57,7 +61,8 @@ class WarmupLR(Schedule):
 class WarmupDecayLR(WarmupLR):
     """WarmupLR, then a straight line down to warmup_min_lr at total_num_steps.
 
-    As in DeepSpeed, warmup_max_lr is 0.001 unless given.
+    As in DeepSpeed, warmup_max_lr is 0.001 unless given, whatever the optimizer's lr is, which a warning says; None
+    means each group's own lr.
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class WarmupDecayLR(WarmupLR):
         optimizer: torch.optim.Optimizer,
         total_num_steps: int,
         warmup_min_lr: Rate = 0.0,
-        warmup_max_lr: Rate | None = 0.001,
+        warmup_max_lr: Rate | None = _MAX_LR,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
@@ -82,6 +87,13 @@ class WarmupDecayLR(WarmupLR):
             last_batch_iteration,
             exact_peak=exact_peak,
         )
+        if isinstance(warmup_max_lr, _NotGiven) and (other := [lr for lr in self.base_lrs if lr != _MAX_LR]):
+            warnings.warn(
+                f"WarmupDecayLR was given no warmup_max_lr and rises to {_MAX_LR:g}, as in DeepSpeed; the "
+                f"optimizer's lr, {', '.join(f'{lr:g}' for lr in other)}, has no effect. Give warmup_max_lr; "
+                "None takes the optimizer's.",
+                stacklevel=2,
+            )
 
     def fraction(self, t: int) -> float:
         law = laws.exact_decay_fraction if self.exact_peak else laws.decay_fraction
@@ -91,7 +103,8 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(Schedule):
     """Each group's own lr times a ratio: warmup_min_ratio to 1, then along half a cosine to cos_min_ratio.
 
-    As in DeepSpeed the ratio never reaches 1; `exact_peak=True` makes it: see [Note: exact peak] in laws.py.
+    As in DeepSpeed the ratio is 0 for the first update and never reaches 1; `exact_peak=True` mends both: see
+    [Note: exact peak] in laws.py.
     """
 
     def __init__(

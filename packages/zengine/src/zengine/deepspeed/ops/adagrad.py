@@ -10,7 +10,10 @@ __all__ = ["DeepSpeedCPUAdagrad"]
 
 
 class DeepSpeedCPUAdagrad(zoptim.Adagrad):
-    """Adagrad.  amsgrad is refused: Adagrad has none."""
+    """Adagrad.  amsgrad is refused: Adagrad has none.
+
+    fp32_optimizer_states: the sums of squares are float32, or with False of the parameter's dtype.
+    """
 
     checkpoint_kind = "Adagrad"  # its state is that class's
 
@@ -30,5 +33,5 @@ class DeepSpeedCPUAdagrad(zoptim.Adagrad):
             lr,
             weight_decay=weight_decay,
             eps=eps,
-            state_dtype=None if fp32_optimizer_states else "bf16",
+            state_dtype="fp32" if fp32_optimizer_states else None,
         )

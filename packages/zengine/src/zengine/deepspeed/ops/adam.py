@@ -14,7 +14,12 @@ __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
 class _Named(zoptim.Adam):
-    """Checkpoints know it as what it does, so that a run may change between these classes, zoptim's and torch's."""
+    """Checkpoints know it as what it does, so that a run may change between these classes, zoptim's and torch's.
+
+    The mode belongs to the object, as in DeepSpeed, whose state dicts do not have it: loading leaves it alone.
+    """
+
+    kept_options = (*zoptim.Adam.kept_options, "decoupled_weight_decay")
 
     @property
     def checkpoint_kind(self) -> str:
@@ -47,8 +52,8 @@ class FusedAdam(_Named):
 class DeepSpeedCPUAdam(_Named):
     """Adam, or with `adamw_mode` AdamW, which is the default.
 
-    fp32_optimizer_states: False keeps the moments in bfloat16.  `ds_adam_cpu_cores_perc` belongs to a process of
-    DeepSpeed's that is not needed, and is accepted.
+    fp32_optimizer_states: moments are float32, or with False of the parameter's dtype.  `ds_adam_cpu_cores_perc`
+    belongs to a process of DeepSpeed's that is not needed, and is accepted.
     """
 
     def __init__(
@@ -73,5 +78,5 @@ class DeepSpeedCPUAdam(_Named):
             amsgrad,
             decoupled_weight_decay=adamw_mode,
             bias_correction=bias_correction,
-            state_dtype=None if fp32_optimizer_states else "bf16",
+            state_dtype="fp32" if fp32_optimizer_states else None,
         )

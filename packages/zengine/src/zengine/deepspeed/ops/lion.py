@@ -26,7 +26,7 @@ class FusedLion(zoptim.Lion):
 
 
 class DeepSpeedCPULion(zoptim.Lion):
-    """The same; fp32_optimizer_states=False keeps the momentum in bfloat16."""
+    """The same; the momentum is float32, or with fp32_optimizer_states=False of the parameter's dtype."""
 
     checkpoint_kind = "Lion"  # its state is that class's
 
@@ -38,5 +38,5 @@ class DeepSpeedCPULion(zoptim.Lion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        dtype = None if fp32_optimizer_states else "bf16"
+        dtype = "fp32" if fp32_optimizer_states else None
         super().__init__(model_params, lr, betas, weight_decay, state_dtype=dtype)
