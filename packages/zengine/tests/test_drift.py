@@ -15,6 +15,7 @@ import zengine
 from zcomm.testing import run_ranks
 from zengine.drift import coefficient
 from zengine.testing import Regression, rank_batch, small_engine
+from zpartition.pipeline import LayerSpec, PipelineModule
 
 Change = Callable[[zengine.Engine], object]
 
@@ -284,6 +285,35 @@ def test_what_one_rank_alone_unfreezes_is_told_in_forward() -> None:
     first, second = run_ranks(unfrozen, 2)
     assert "rank 0, none" in first
     assert "rank 1, body.weight" in second
+
+
+def stages() -> tuple[list[bool], str, bool]:
+    """Two stages of two replicas: each stage has a rate of its own, then one rank of the second has another."""
+    torch.manual_seed(0)
+    layers = [LayerSpec(nn.Linear, 3, 3), torch.tanh, LayerSpec(nn.Linear, 3, 1)]
+    model = PipelineModule(layers, 2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + model.place.rank))
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    engine, applied = zengine.initialize(model=model, optimizer=optimizer, config=config)[0], []
+
+    def batch() -> bool:
+        engine.train_batch(iter([(rank_batch(index), torch.ones(2, 1)) for index in range(2)]))
+        return bool(engine.last_report)
+
+    applied += [batch(), batch()]
+    rate = options(engine)["lr"]
+    options(engine)["lr"] = 0.7 if zcomm.group_rank() == 3 else rate
+    with pytest.raises(zengine.RanksDisagree) as caught:
+        batch()
+    options(engine)["lr"] = rate
+    return applied, str(caught.value), batch()
+
+
+def test_stages_may_have_rates_of_their_own_and_ranks_of_one_may_not() -> None:
+    for applied, message, goes_on in run_ranks(stages, 4):
+        assert applied == [True, True]
+        assert "param_groups[0]['lr'] is 0.2 on rank 2 and 0.7 on rank 3. " in message
+        assert goes_on
 
 
 def messages() -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = ["code", "fingerprint", "is_fixed", "mixed", "plain"]
 
-SAMPLE_NUMEL = 2**14  # elements that a fingerprint looks at; of larger tensors every n-th, where n is odd
+SAMPLE_NUMEL = 2**14  # elements that a fingerprint looks at; of a larger tensor one in each of so many runs
 
 _WORD = 2**64 - 1
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
@@ -70,17 +70,26 @@ def fingerprint(tensor: Tensor, name: str) -> Tensor:
         return torch.tensor(salt)
     with torch.no_grad():
         bits = _bits(_sample(tensor.detach()))
-        bits = bits + torch.arange(bits.numel(), device=bits.device).mul_(_signed(_STEP)).add_(salt)
-        bits = (bits ^ (bits >> 30)).mul_(_signed(_FIRST))
-        bits = (bits ^ (bits >> 27)).mul_(_signed(_SECOND))
-        return (bits ^ (bits >> 31)).sum() + salt
+        places = torch.arange(bits.numel(), device=bits.device)
+        return _scattered(places.mul_(_signed(_STEP)).add_(salt).add_(bits)).sum() + salt
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """1-D: all elements, or every n-th."""
+    """1-D: all elements, or one of each run, at a place that looks drawn: a fixed one could be a column of padding."""
     flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.flatten()
-    every = math.ceil(flat.numel() / SAMPLE_NUMEL)
-    return flat[:: every | 1] if every > 1 else flat
+    run = math.ceil(flat.numel() / SAMPLE_NUMEL)
+    if run <= 1:
+        return flat
+    begins = torch.arange(0, flat.numel(), run, device=flat.device)
+    within = (_scattered(begins) & 0x7FFFFFFF) % run
+    return flat[(begins + within).clamp_(max=flat.numel() - 1)]
+
+
+def _scattered(words: Tensor) -> Tensor:
+    """`mixed` of (n,) int64, but for the sign of what is shifted."""
+    bits = (words ^ (words >> 30)).mul_(_signed(_FIRST))
+    bits = (bits ^ (bits >> 27)).mul_(_signed(_SECOND))
+    return bits ^ (bits >> 31)
 
 
 def _bits(flat: Tensor) -> Tensor:
