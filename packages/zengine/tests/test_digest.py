@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,8 @@ from zengine.digest import SAMPLE_NUMEL, code, fingerprint, is_fixed, mixed, pla
         (float("nan"), -float("nan")),
         ((0.9, 1), [0.9, 1.0]),
         (torch.tensor(0.5), 0.5),
+        (np.float32(0.5), 0.5),
+        (np.arange(2), [0, 1]),
         ({"a": 1, "b": (2,)}, {"b": [2], "a": 1.0}),
         (object(), object()),
         (None, None),
@@ -33,6 +36,8 @@ def test_equal_values_have_one_code(one: object, other: object) -> None:
         (0.1, 0.1 + 2**-55),
         (-1, -2),
         (0.1, torch.tensor(0.1)),
+        (np.float32(0.1), np.float32(0.2)),
+        (torch.bfloat16, torch.float16),
         (None, 0),
         ("a", "b"),
         ((0.9, 0.999), (0.999, 0.9)),
@@ -64,7 +69,16 @@ def found(tensor: torch.Tensor, name: str = "x") -> int:
     return int(fingerprint(tensor, name))
 
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64, torch.float8_e4m3fn])

@@ -120,7 +120,9 @@ def _around(
             telemetry=telemetry,
             inspect=make_inspect(partition),
             divisor=make_divisor(plan, world.device),
-            drift=make_drift(partition, optimizer, groups, world.device),
+            drift=make_drift(
+                partition, optimizer, groups, functools.partial(zcomm.exchange, group=groups.everybody())
+            ),
             judge=make_judge(plan, scaler, groups.everybody()),
             exchange=functools.partial(zcomm.exchange, group=partition.group),
             saver=saver,
@@ -269,7 +271,9 @@ def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.Gr
     Offload may leave some gradients on the device and others on the host: then each place is looked at by itself, and
     the results are joined on the device.
     """
-    look = functools.partial(zprecision.inspect, all_reduce=functools.partial(partition.sum_over_shards, num_of_model=2))
+    look = functools.partial(
+        zprecision.inspect, all_reduce=functools.partial(partition.sum_over_shards, num_of_model=2)
+    )
 
     def inspect(grads: Sequence[Tensor], *, extra: Tensor) -> zprecision.GradientStats:
         places = list(dict.fromkeys(grad.device for grad in grads)) or [partition.device]

@@ -1,8 +1,8 @@
-"""Numbers that stand for values, equal on ranks whose values are equal: of options on the host, of tensors where they lie.
+"""Digests of values, for ranks to compare: of options on the host, of tensors where they lie.
 
-`code` is of Python's values, and takes numbers by what they are worth: 1, 1.0 and a tensor of it are one, so are 0.0
-and -0.0, and all NaN.  `fingerprint` is of what a tensor holds and waits for no device: whole numbers that wrap around
-have one sum in any order, so the digest is the same on CPUs and GPUs.
+`code` hashes Python values and compares numbers by value: 1, 1.0 and a tensor of 1 have one code, so have 0.0 and
+-0.0, and so have all NaN.  `fingerprint` hashes the contents of a tensor without a wait for its device.  Its sums wrap
+around, so their order has no say, and CPUs and GPUs get the same one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import zlib
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ _FIXED = (float, int, bool, str, type(None))
 
 
 def plain(value: Any, *, waits: bool = False) -> Any:
-    """`value` as None, text, floats and lists, so that what is equal looks equal; what is none of these is its class.
+    """`value` as None, text, floats and lists, so that what is equal looks equal; other objects count as their class.
 
     waits: tensors on a device are read; else they count as their class.
     """
@@ -37,9 +38,11 @@ def plain(value: Any, *, waits: bool = False) -> Any:
         return [plain(each, waits=waits) for each in value]
     if isinstance(value, dict):
         return [[str(key), plain(value[key], waits=waits)] for key in sorted(value, key=str)]
-    if isinstance(value, Tensor) and (waits or value.device.type == "cpu"):
+    if isinstance(value, Tensor) and value.device.type != "cpu" and not waits:
+        return type(value).__name__
+    if isinstance(value, (Tensor, np.generic, np.ndarray)):
         return plain(value.tolist())
-    return type(value).__name__
+    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
 
 def code(name: str, value: Any) -> int:
@@ -75,7 +78,7 @@ def fingerprint(tensor: Tensor, name: str) -> Tensor:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """1-D: all elements, or one of each run, at a place that looks drawn: a fixed one could be a column of padding."""
+    """1-D: all elements, or one of each run, at a scattered place: a fixed one may be a column of padding."""
     flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.flatten()
     run = math.ceil(flat.numel() / SAMPLE_NUMEL)
     if run <= 1:

@@ -1,45 +1,56 @@
 """One number on the message of each boundary tells whether ranks still agree.
 
 Problem.  `agreement` compares what ranks were given, once.  Later a schedule that rank 0 alone steps, a
-ReduceLROnPlateau that sees each rank's own loss, or `requires_grad_` under `if rank == 0` lets ranks update the same
-weights in different ways, and nothing fails: the losses are worse, or shards of one tensor have two learning rates.
+ReduceLROnPlateau that sees each rank's own loss, or a `requires_grad_` under `if rank == 0` makes ranks update the
+same weights in different ways.  Nothing fails: parts of one tensor have different learning rates, or copies drift.
 
 Design.  Each rank reduces what must be alike to a digest of 18 bits, and adds coefficient * digest to the all-reduce
-of the gradient statistics.  The coefficients of ranks that must agree add up to 0.  So the sum over all ranks is 0
-where digests are equal, and otherwise not, but for one case in 2^18; digests depend on the step, so the next step
-tells then.  All terms are whole numbers, and up to 2^14 ranks their sums stay below 2^53: exact in float64, in any
-order, on any backend.  All ranks see the same sum, so all raise, or none, and before the update: no weight moves.
+of the gradient statistics.  The coefficients of ranks that must agree add up to 0.  So the sum over all ranks is 0 if
+digests are equal, and otherwise is not, except once in 2^18 times; digests depend on the step, so the next step finds
+those.  All terms are whole numbers, and their sums stay below 2^53 for up to 2^14 ranks: float64 is exact, in any
+order, on any backend.  All ranks see the same sum, so all raise or none, and before the update: no weight moves.
 
 Several groups share the number: options are compared among all ranks of a pipeline stage (other stages have other
 parameters, and may have other rates), batches among tensor ranks (other replicas have other data).
 
-A sum that is not 0 makes the ranks exchange what they have, in words, and those decide.  So what looks different and
-is not (a parameter that was frozen in the middle of a step) costs a message and no run.
+If the sum is not 0, ranks exchange what they have, in words, and those decide.  So a difference of digests alone (a
+parameter that was frozen in the middle of a step) costs a message, and stops no run.
 
-Rejected: comparing n * sum(x^2) with sum(x)^2, which is a test of one group, whose verdict the others would have to be
-told; minimum and maximum (a second message); a hash of the weights (a pass over memory).
+Rejected: comparing n * sum(x^2) with sum(x)^2, which tests one group, whose verdict others would have to be told;
+minimum and maximum (a second message); a hash of the weights (a pass over memory).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import attrs
 import torch
 from torch import Tensor
 
-import zcomm
 from zengine.agreement import RanksDisagree
 from zengine.digest import code, fingerprint, is_fixed, mixed, plain
-from zpartition import Partition
+
+if TYPE_CHECKING:
+    from zcomm import Groups
+    from zpartition import Partition
 
 __all__ = ["Drift", "Options", "Topic", "Trained", "coefficient", "make_drift"]
 
 BITS = 18
 _MASK = 2**BITS - 1
-_KIN = ("replicate", "shard", "sequence", "tensor")  # axes along which ranks hold the same parameters, or parts of them
-_OF_RANKS = ("params", "param_names", "initial_lr")  # keys of a group that no update reads, or that ranks may differ in
+_KIN = (
+    "replicate",
+    "shard",
+    "sequence",
+    "tensor",
+)  # axes along which ranks hold the same parameters, or parts of them
+_OF_RANKS = (
+    "params",
+    "param_names",
+    "initial_lr",
+)  # keys of a group that no update reads, or that ranks may differ in
 
 Facts = dict[str, tuple[Any, str]]  # by what it is about: a JSON value to compare, and how it reads
 
@@ -54,7 +65,10 @@ class Topic(Protocol):
         """Those that must agree with this one, itself among them; of the world."""
 
     def digest(self, *, any_unused: bool) -> int | Tensor:
-        """A number, or () int64 on the device; its low bits count.  any_unused: a gradient is missing on this rank."""
+        """A number, or () int64 on the device, of which the low bits count.
+
+        any_unused: some parameter got no gradient on this rank.
+        """
 
     def facts(self) -> Facts:
         """What the digest is of, in words; may wait for the device."""
@@ -65,8 +79,9 @@ class Topic(Protocol):
 class Drift:
     """What ranks are compared in at each boundary.  A rank that has nobody to agree with has no topics."""
 
-    groups: zcomm.Groups
+    groups: Groups
     device: torch.device
+    exchange: Callable[[Any], list[Any]]  # a value of each rank of `groups`, to all
     topics: list[tuple[Topic, int]] = attrs.field(factory=list)  # with this rank's coefficients
 
     def add(self, topic: Topic) -> None:
@@ -94,7 +109,7 @@ class Drift:
         if total == 0:
             return
         mine = [[topic.ranks, topic.facts()] for topic, _ in self.topics]
-        everyone = zcomm.exchange(mine, self.groups.everybody())
+        everyone = self.exchange(mine)
         numbers = sorted(self.groups.table.reshape(-1).tolist())
         for index, (topic, _) in enumerate(self.topics):
             found = {rank: theirs[index] for rank, theirs in zip(numbers, everyone)}
@@ -105,10 +120,13 @@ class Drift:
 
 
 def make_drift(
-    partition: Partition, optimizer: torch.optim.Optimizer | None, groups: zcomm.Groups, device: torch.device
+    partition: Partition,
+    optimizer: torch.optim.Optimizer | None,
+    groups: Groups,
+    exchange: Callable[[Any], list[Any]],
 ) -> Drift:
     """Compares options and what is trained."""
-    drift, kin = Drift(groups, device), groups.ranks(*_KIN)
+    drift, kin = Drift(groups, partition.device, exchange), groups.ranks(*_KIN)
     drift.add(Options(kin, lambda: [] if optimizer is None else optimizer.param_groups))
     drift.add(Trained(kin, partition))
     return drift
@@ -220,7 +238,7 @@ def _shown(value: Any) -> str:
 
 def _scattered(rank: int) -> int:
     """`BITS` bits, others for each rank: odd factors and shifts lose none."""
-    bits = (rank + 1) * 0x2545F & _MASK
+    bits: int = (rank + 1) * 0x2545F & _MASK
     bits = (bits ^ (bits >> 9)) * 0x1B873 & _MASK
     return bits ^ (bits >> 7)
 

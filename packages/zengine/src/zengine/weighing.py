@@ -125,7 +125,9 @@ class StepLoss:
         return self.kind is Kind.UNSEEN or math.isfinite(self.loss)
 
     def statistics(self, num_unused: int, drift: float | Tensor) -> Tensor:
-        """(5,) float64 on the device, to be summed over ranks: drift, unused parameters, mean loss, weight, who weighs."""
+        """(5,) float64 on the device, to be summed over ranks: drift, unused parameters, mean loss, weight, who
+        weighs.
+        """
         is_weighted = self.kind is Kind.WEIGHTED
         values = (drift, num_unused, self.loss / self.replicas, self.weight, float(is_weighted))
         row = torch.tensor([0.0 if isinstance(each, Tensor) else each for each in values], dtype=torch.float64)

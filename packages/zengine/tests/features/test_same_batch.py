@@ -101,7 +101,10 @@ def told(*cases: str) -> list[str]:
         elif case == "missing" and rank:
             batches[1] = ((x,), {})
         elif case == "zeros and NaN":
-            batches[0] = ((x, torch.tensor([-0.0, float("nan")]) if rank else -torch.tensor([-0.0, float("nan")])), {})
+            batches[0] = (
+                (x, torch.tensor([-0.0, float("nan")]) if rank else -torch.tensor([-0.0, float("nan")])),
+                {},
+            )
         elif case == "not contiguous":
             batches[0] = ((x, x.t().contiguous().t() if rank else x), {})
         elif case == "no tensors":

@@ -1,8 +1,8 @@
 """Ranks that share the layers of one model are compared in the batches they run.
 
-With other batches on two tensor ranks nothing fails: each layer adds up halves of different activations, and the model
-trains on noise.  Which batch comes next is the data's business, so the first steps are compared, where mistakes of a
-script show, and one in `EVERY` later (a second epoch that ranks shuffle in different ways).
+Tensor ranks with different batches do not fail: each layer adds up parts of different activations, and the model
+trains on noise.  The first steps are compared, where the mistakes of a script show, and every `EVERY`-th after them
+(ranks may shuffle a second epoch in different ways).  The comparison costs no message, see `zengine.drift`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class SameBatch(Feature):
     """
 
     cure = (
-        "These ranks share the layers of one model, so they need the same batches: choose them by "
-        "engine.parts.groups.get_data_parallel_rank(), which is the same on all of them, not by the rank of the world."
+        "These ranks share the layers of one model, so they need the same batches: choose them by the data-parallel "
+        "rank, engine.parts.groups.get_data_parallel_rank(), which is the same on all of them."
     )
 
     def __init__(self, names: Sequence[str] = ()) -> None:
@@ -75,7 +75,7 @@ class SameBatch(Feature):
     def _note(self, what: str, tensor: Tensor) -> None:
         found = fingerprint(tensor, what) & 0xFFFFFFFF
         shown = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        self.found[what] = shown, found.item() if found.device.type == "cpu" else found
+        self.found[what] = shown, int(found) if found.device.type == "cpu" else found
 
 
 def _positional(module: torch.nn.Module) -> tuple[str, ...]:
