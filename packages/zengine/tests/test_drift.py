@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,44 @@ def test_what_changed_on_one_rank_is_named_on_all_before_the_weights_move(stage:
             assert expected in message
             assert stayed, message
             assert goes_on, message
+
+
+def goes_on(stage: int, drive: str) -> tuple[list[float], list[float]]:
+    """Weights after five steps, the third of which was refused, and after the other four."""
+    more = {"offload_optimizer": {"device": "nvme", "nvme_path": drive}} if drive else {}
+    found = []
+    for refused in (2, None):
+        engine = engine_of(stage, zero_optimization={"stage": stage, **more})
+        for step in range(5):
+            options(engine)["lr"] = 0.2 if step == refused and zcomm.group_rank() else 0.1
+            if step == refused:
+                with pytest.raises(zengine.RanksDisagree):
+                    one_step(engine, step)
+            elif step != 2:
+                one_step(engine, step)
+        found.append(weights(engine))
+        engine.close()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("stage", "on_disk"), [(0, False), (1, False), (2, False), (3, False), (2, True)])
+def test_nothing_is_left_of_a_step_that_was_refused(stage: int, on_disk: bool, tmp_path: Path) -> None:
+    for refused, without in run_ranks(goes_on, 2, stage, str(tmp_path) if on_disk else ""):
+        assert refused == without
+
+
+def of_three() -> str:
+    """Rank 2 has another rate."""
+    engine = small_engine()
+    options(engine)["lr"] = 0.2 if zcomm.group_rank() == 2 else 0.1
+    with pytest.raises(zengine.RanksDisagree) as caught:
+        one_step(engine)
+    return str(caught.value)
+
+
+def test_all_ranks_of_a_value_are_named() -> None:
+    for message in run_ranks(of_three, 3):
+        assert "param_groups[0]['lr'] is 0.1 on ranks 0, 1 and 0.2 on rank 2. " in message
 
 
 def plateau(metric: str) -> tuple[int, str, float]:
@@ -285,24 +324,6 @@ def test_skipped_steps_are_no_alarm() -> None:
         assert applied[-1]
 
 
-def unfrozen() -> str:
-    """A parameter that was frozen from the start is unfrozen on one of two tensor-less ranks: told as it was."""
-    model = Regression()
-    model.body.requires_grad_(False)
-    engine = small_engine(model)
-    one_step(engine)
-    model.body.requires_grad_(zcomm.group_rank() == 1)
-    with pytest.raises(ValueError, match="unfrozen") as caught:
-        one_step(engine)
-    return str(caught.value)
-
-
-def test_what_one_rank_alone_unfreezes_is_told_in_forward() -> None:
-    first, second = run_ranks(unfrozen, 2)
-    assert "rank 0, none" in first
-    assert "rank 1, body.weight" in second
-
-
 def stages() -> tuple[list[bool], str, bool]:
     """Two stages of two replicas: each stage has a rate of its own, then one rank of the second has another."""
     torch.manual_seed(0)
@@ -351,13 +372,6 @@ def test_a_world_of_one_has_nobody_to_disagree_with() -> None:
     one_step(engine)
     options(engine)["lr"] = 0.2
     assert one_step(engine)
-
-
-def test_an_engine_without_an_optimizer_still_says_so() -> None:
-    engine = zengine.initialize(model=nn.Linear(3, 1), config={"train_batch_size": 2})[0]
-    engine.backward(engine(torch.ones(2, 3)).sum())
-    with pytest.raises(ValueError, match="needs an optimizer"):
-        engine.step()
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (4, 9), (0, 2, 4, 6), tuple(range(100))])

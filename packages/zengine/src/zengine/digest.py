@@ -1,7 +1,7 @@
 """Digests of values, for ranks to compare: of options on the host, of tensors where they lie.
 
 `code` hashes Python values and compares numbers by value: 1, 1.0 and a tensor of 1 have one code, so have 0.0 and
--0.0, and so have all NaN.  `fingerprint` hashes the contents of a tensor without a wait for its device.  Its sum wraps
+-0.0, and so have all NaN.  `fingerprint` hashes the contents of a tensor without a wait for its device.  Sums wrap
 around, so the order of terms has no say, and CPUs and GPUs get the same one.
 """
 
