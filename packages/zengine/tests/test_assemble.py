@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 def numbers(scale: float = 4.0, remainder: float = 1.0) -> Numbers:
     """Of gradients whose norm is 8, scale and all."""
-    return Numbers(is_finite=True, norm=8.0, scale=scale, num_unused=0, loss=0.0, remainder=remainder)
+    return Numbers(is_finite=True, norm=8.0, scale=scale, drift=0.0, num_unused=0, loss=0.0, remainder=remainder)
 
 
 def plan_of(**config: object) -> Plan:

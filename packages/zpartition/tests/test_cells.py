@@ -64,6 +64,9 @@ def _facts() -> tuple[dict[str, Address], list[tuple[int, set[int]]], float]:
     vector = torch.tensor([1.0 + zcomm.group_rank(), 5.0])
     partition.sum_over_shards(vector)
     assert vector[1] == 5.0  # what is alike in both cells is not counted twice
+    pair = torch.tensor([1.0 + zcomm.group_rank(), 5.0, 5.0])
+    partition.sum_over_shards(pair, num_of_model=2)
+    assert pair.tolist() == [3.0, 10.0, 5.0]
     return addresses_of(model), copies, float(vector[0])
 
 

@@ -24,6 +24,7 @@ import zprecision
 from zengine.agreement import check_agreement
 from zengine.config import Plan
 from zengine.dealing import deal_experts, refuse_experts
+from zengine.drift import make_drift
 from zengine.engine import Engine
 from zengine.features import (
     BackgroundSaves,
@@ -34,6 +35,7 @@ from zengine.features import (
     LayerNorms,
     Measuring,
     PythonGC,
+    SameBatch,
     Unfreezing,
 )
 from zengine.features.looking import lookers
@@ -119,6 +121,9 @@ def _around(
             telemetry=telemetry,
             inspect=make_inspect(partition),
             divisor=make_divisor(plan, world.device),
+            drift=make_drift(
+                partition, optimizer, groups, functools.partial(zcomm.exchange, group=groups.everybody())
+            ),
             judge=make_judge(plan, scaler, groups.everybody()),
             exchange=functools.partial(zcomm.exchange, group=partition.group),
             saver=saver,
@@ -174,6 +179,8 @@ def make_features(plan: Plan, *, in_stages: bool = False) -> tuple[Feature, ...]
     A save that has failed is told before anybody counts the step, which then begins again.
     """
     chosen: list[Feature] = [Unfreezing(), Balancing()]
+    if plan.parallel.degrees.tensor > 1:
+        chosen.insert(0, SameBatch(("inputs", "labels") if in_stages else ()))
     if plan.async_save:
         chosen.append(BackgroundSaves())
     chosen += data_features(plan.data)
@@ -265,7 +272,9 @@ def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.Gr
     Offload may leave some gradients on the device and others on the host: then each place is looked at by itself, and
     the results are joined on the device.
     """
-    look = functools.partial(zprecision.inspect, all_reduce=partition.sum_over_shards)
+    look = functools.partial(
+        zprecision.inspect, all_reduce=functools.partial(partition.sum_over_shards, num_of_model=2)
+    )
 
     def inspect(grads: Sequence[Tensor], *, extra: Tensor) -> zprecision.GradientStats:
         places = list(dict.fromkeys(grad.device for grad in grads)) or [partition.device]

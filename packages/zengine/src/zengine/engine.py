@@ -131,6 +131,7 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
         Raises:
             CallOrderError: no backward came before.
             LossScaleExhausted: fp16 gradients overflow although the scale is at its floor.
+            RanksDisagree: options, what is trained or batches differ between ranks that must have them alike.
         """
         return self.end_micro_step(functools.partial(self.parts.scheduler.step, **dict(lr_kwargs or {})))
 
@@ -158,8 +159,11 @@ class Engine(  # type: ignore[misc]  # state_dict has one signature here, three 
         gradients = parts.partition.finish_gradients()
         for feature in self._features:
             feature.gradients_ready(parts.partition)
-        stats = parts.inspect(gradients, extra=self._losses.statistics(parts.partition.num_unused()))
+        num_unused = parts.partition.num_unused()
+        drift = parts.drift.number(self.clock.steps, any_unused=num_unused > 0)
+        stats = parts.inspect(gradients, extra=self._losses.statistics(num_unused, drift))
         numbers = parts.read(stats, self._losses)
+        parts.drift.check(numbers.drift)
         lr = parts.optimizer.lr()
         fault = parts.verdict(numbers, self._losses)
         if not fault:

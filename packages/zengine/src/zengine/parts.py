@@ -24,6 +24,7 @@ import zcomm
 import zpartition
 import zprecision
 from zengine.clock import Clock
+from zengine.drift import Drift
 from zengine.optimizer_calls import OwnStep
 from zengine.report import StepReport
 from zengine.runners import Runner
@@ -130,6 +131,7 @@ class Numbers:
     is_finite: bool
     norm: float  # still scaled
     scale: float  # the loss scale that the gradients carry
+    drift: float  # 0 where ranks agree on what must be alike
     num_unused: int  # parameters without gradient, summed over ranks
     loss: float  # mean over micro-steps and ranks
     remainder: float  # what weights of losses leave to divide by; 1 without weights, 0 if nothing weighed anything
@@ -155,6 +157,7 @@ class Parts:
     telemetry: TelemetrySlot
     inspect: Inspect
     divisor: Callable[[Numbers], Tensor | None]  # what gradients are divided by
+    drift: Drift  # what ranks are compared in
     judge: Judge
     exchange: Callable[[Any], list[Any]]  # a value of each rank, to all
     saver: Saver
@@ -164,12 +167,13 @@ class Parts:
 
     def read(self, stats: zprecision.GradientStats, losses: StepLoss) -> Numbers:
         """What one boundary needs on the host, before anything moves."""
-        norm, unused, loss, weight, num_weighted = stats.numbers
+        norm, drift, unused, loss, weight, num_weighted = stats.numbers
         remainder = losses.remainder(weight, num_weighted)
         return Numbers(
             is_finite=stats.finite,
             norm=norm,
             scale=float(self.scaler.factor),
+            drift=drift,
             num_unused=int(unused),
             loss=loss / remainder if remainder else 0.0,
             remainder=remainder,

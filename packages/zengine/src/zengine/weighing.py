@@ -124,10 +124,12 @@ class StepLoss:
         """Whether the losses of this rank are numbers, or unknown.  Waits for the device."""
         return self.kind is Kind.UNSEEN or math.isfinite(self.loss)
 
-    def statistics(self, num_unused: int) -> Tensor:
-        """(4,) float64 on the device, to be summed over ranks: unused parameters, mean loss, weight, who weighs."""
+    def statistics(self, num_unused: int, drift: float | Tensor) -> Tensor:
+        """(5,) float64 on the device, to be summed over ranks: drift, unused parameters, mean loss, weight, who
+        weighs.
+        """
         is_weighted = self.kind is Kind.WEIGHTED
-        values = (num_unused, self.loss / self.replicas, self.weight, float(is_weighted))
+        values = (drift, num_unused, self.loss / self.replicas, self.weight, float(is_weighted))
         row = torch.tensor([0.0 if isinstance(each, Tensor) else each for each in values], dtype=torch.float64)
         row = row.to(self.device)
         for index, value in enumerate(values):

@@ -6,7 +6,7 @@ from collections import UserDict, namedtuple
 
 import torch
 
-from zengine.data.tree import mapped, tensors
+from zengine.data.tree import mapped, named_tensors, tensors
 
 Pair = namedtuple("Pair", "left right")
 
@@ -20,3 +20,11 @@ def test_every_kind_of_nest_keeps_its_kind() -> None:
     assert type(twice["c"]) is UserDict
     assert len(list(tensors(nest))) == 4
     assert nest["c"]["d"] is one
+
+
+def test_tensors_of_a_nest_have_names() -> None:
+    one = torch.ones(1)
+    nest = {"a": [one, (one, "text")], "b": Pair(one, None), "c": UserDict(d=one)}
+    assert [name for name, _ in named_tensors(nest, "x")] == ["x['a'][0]", "x['a'][1][0]", "x['b'][0]", "x['c']['d']"]
+    assert list(named_tensors(one, "x")) == [("x", one)]
+    assert not list(named_tensors("text", "x"))

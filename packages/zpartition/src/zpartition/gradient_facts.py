@@ -60,18 +60,19 @@ class GradientFacts:
             if id(param) not in owned:
                 param.grad = None
 
-    def sum_over_shards(self, vector: torch.Tensor) -> None:
+    def sum_over_shards(self, vector: torch.Tensor, *, num_of_model: int = 1) -> None:
         """All-reduce (sum) of statistics whose first element is a sum over the kept gradients.
 
         Where several ranks keep the same gradients, the first element of one of them counts.  It is summed over
-        cells and stages too (cells.py); the rest, which is the same in all of them, is not.
+        cells and stages too (cells.py), as are all of the first `num_of_model`; the rest, which is the same in all of
+        them, is not.
         """
         if self.rank >= self.layout.num_shards and not self.layout.is_dealt:
             vector[0] = 0.0
         reduced = vector.to(self.device)  # gradients may be on the host, whose tensors a group may not take
         zcomm.all_reduce(reduced, self.group, label="gradient statistics")
-        self.cell.add_up(reduced[:1])
-        self.stages.add_up(reduced[:1])
+        self.cell.add_up(reduced[:num_of_model])
+        self.stages.add_up(reduced[:num_of_model])
         if reduced is not vector:
             vector.copy_(reduced)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -34,3 +34,15 @@ def tensors(tree: Any) -> Iterator[Tensor]:
 
     mapped(tree, note)
     yield from found
+
+
+def named_tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a nest that is called `name`, each as one would write it: batch['input_ids'], batch[0]."""
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, (tuple, list)):
+        for index, member in enumerate(tree):
+            yield from named_tensors(member, f"{name}[{index}]")
+    elif isinstance(tree, Mapping):
+        for key, member in tree.items():
+            yield from named_tensors(member, f"{name}[{key!r}]")

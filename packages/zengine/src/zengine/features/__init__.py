@@ -15,6 +15,7 @@ from zengine.features.layer_norms import LayerNorms
 from zengine.features.measuring import Measuring
 from zengine.features.python_gc import PythonGC
 from zengine.features.random_ltd import RandomLtd
+from zengine.features.same_batch import SameBatch
 from zengine.features.unfreezing import Unfreezing
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Measuring",
     "PythonGC",
     "RandomLtd",
+    "SameBatch",
     "SampleDifficulty",
     "SeqlenCurriculum",
     "Unfreezing",
