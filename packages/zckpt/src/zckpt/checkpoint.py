@@ -97,7 +97,7 @@ class Checkpoint:
         is touched.  An error in the copy leaves the wanted tensors partly filled, and says so.
         Raises CheckpointInputError, CheckpointMismatch, CheckpointCorrupt, CheckpointReadError.
         """
-        reading = Reading(wanted, strict, verify, cast, tuple(ignore), readers)
+        reading = Reading(wanted, "refuse" if strict else "leave", verify, cast, tuple(ignore), readers)
         return self.prepare_read(reading, peers)()
 
     def prepare_read(self, reading: Reading, peers: Peers = ALONE) -> Callable[[], LoadReport]:
@@ -111,7 +111,7 @@ class Checkpoint:
 
         answers = team.together("checking", check)
         report, problems = merge(answers, self.manifest, reading.ignore)
-        refuse(problems, strict=reading.strict, where=f"checkpoint {self.path}")
+        refuse(problems, strict=reading.misfits == "refuse", where=f"checkpoint {self.path}")
         once = reading.verify != "first" and is_disjoint(answers, self.manifest)
         items = plans[0].items
         fetch = Fetch(self.path, self.storage, self.verifier, reading.readers, once=once)

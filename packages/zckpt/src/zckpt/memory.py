@@ -111,7 +111,9 @@ class MemoryCheckpoint:
 
         Raises CheckpointInputError, CheckpointMismatch; no tensor is touched then.
         """
-        return self.prepare_read(Reading(wanted, strict, verify, cast, tuple(ignore), readers), peers)()
+        return self.prepare_read(
+            Reading(wanted, "refuse" if strict else "leave", verify, cast, tuple(ignore), readers), peers
+        )()
 
     def prepare_read(self, reading: Reading, peers: Peers = ALONE) -> Callable[[], LoadReport]:
         """The phases of `read` before a tensor is touched; what is returned does the copy.  All ranks call."""
@@ -129,7 +131,7 @@ class MemoryCheckpoint:
             return plans[0].as_json()
 
         report, problems = merge(team.together("checking", check), self.manifest, reading.ignore)
-        refuse(problems, strict=reading.strict, where=self.path)
+        refuse(problems, strict=reading.misfits == "refuse", where=self.path)
 
         def copy() -> LoadReport:
             with torch.no_grad():

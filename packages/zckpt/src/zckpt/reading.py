@@ -40,7 +40,7 @@ class Reading:
     """What is to be read and how, as `Checkpoint.read` takes it."""
 
     wanted: Iterable[ShardLike]  # gone through once
-    strict: bool = True
+    misfits: Literal["refuse", "leave"] = "refuse"  # names that are missing or extra; `strict`
     verify: bool | Literal["first"] = True
     cast: bool = False
     ignore: tuple[str, ...] = ()

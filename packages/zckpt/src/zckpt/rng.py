@@ -56,8 +56,7 @@ def prepare(state: Mapping[str, JSON]) -> Callable[[], tuple[str, ...]]:
     try:
         python, numpy, torch_state, cuda = top.fields(*_KEYS)
         python_state, numpy_state = _python_state(python), _numpy_state(numpy)
-        cpu = _bytes(torch_state)
-        torch.Generator().set_state(cpu)
+        cpu = _cpu_state(torch_state)
         devices = [_cuda_state(each) for each in cuda.items()]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointInputError(f"not a random state that capture() made here: {error}") from error
@@ -75,15 +74,20 @@ def _python_state(node: Node) -> tuple[Any, ...]:
     version, words, gauss = node.fields("version", "words", "gauss")
     numbers = tuple(word.integer(0, 2**32 - 1) for word in words.items())
     made = version.integer(), numbers, None if gauss.value is None else gauss.number()
-    random.Random().setstate(made)
+    try:
+        random.Random().setstate(made)
+    except ValueError as error:
+        node.fail(f"version and words: {error}")
     return made
 
 
 def _numpy_state(node: Node) -> dict[str, Any]:
     """What fits the state of the generator that is there, member by member."""
     made = _like(node, np.random.get_state(legacy=False))
-    if not 0 <= made["has_gauss"] <= 1 or made["state"].get("pos", 0) > _MT19937_WORDS:
-        node.fail("its position lies outside of it")  # NumPy would read there
+    if made["has_gauss"] > 1:
+        node.fail(f"has_gauss must be 0 or 1, is {made['has_gauss']}")
+    if made["state"].get("pos", 0) > _MT19937_WORDS:
+        node.fail("state.pos lies outside of it")  # NumPy would read there
     assert isinstance(made, dict)
     return made
 
@@ -104,6 +108,15 @@ def _like(node: Node, ours: Any) -> Any:
             node.fail(f"must be {ours!r}, the generator of this process")
         return ours
     return node.number() if isinstance(ours, float) else node.integer(0, 2**128)
+
+
+def _cpu_state(node: Node) -> Tensor:
+    state = _bytes(node)
+    try:
+        torch.Generator().set_state(state)
+    except (TypeError, RuntimeError) as error:
+        node.fail(f"is no state of torch's generator: {error}")
+    return state
 
 
 def _cuda_state(node: Node) -> Tensor:
@@ -133,7 +146,7 @@ def _encode(state: Tensor) -> str:
 
 
 def _bytes(node: Node) -> Tensor:
-    return torch.frombuffer(bytearray(_raw(node)), dtype=torch.uint8)
+    return torch.tensor(list(_raw(node)), dtype=torch.uint8)
 
 
 def _raw(node: Node) -> bytes:

@@ -141,7 +141,7 @@ def _take(
     prepared = on_every_rank(lambda: prepare(engine, checkpoint, what), peers, NOTHING_LOADED)
     checkpoint.read(prepared.state.numbers, strict=False, verify="first", cast=True, peers=peers)
     on_every_rank(prepared.state.share_numbers, peers, NOTHING_LOADED)
-    tensors = zckpt.Reading([*wanted, *prepared.state.shards], strict=False, verify="first", cast=True)
+    tensors = zckpt.Reading([*wanted, *prepared.state.shards], "leave", verify="first", cast=True)
     fill = checkpoint.prepare_read(tensors, peers)
     with engine.clock.loading(f"the load of checkpoint {checkpoint.path}"):
         partition.zero_grad()

@@ -14,12 +14,13 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
+import zpartition
 from zengine.rehearsing import rehearsed
 
 __all__ = [
@@ -73,21 +74,27 @@ def check_options(optimizer: torch.optim.Optimizer, groups: list[Any], *, comple
                 own(index, {key: value for key, value in given.items() if key not in kept})
 
 
-def check_states(optimizer: torch.optim.Optimizer, held: Iterable[tuple[torch.Tensor, Collection[str]]]) -> None:
-    """ValueError unless a class of torch's can go on with its groups as they are and states of these names.
+def check_states(optimizer: torch.optim.Optimizer, staged: zpartition.StagedState) -> None:
+    """ValueError unless the optimizer can go on with its groups as they are and what is staged.
 
-    The class is asked: it updates one small matrix with the options of each group, and what it keeps of that it needs.
+    A class of torch's is asked too: it updates a small matrix with the options of each group, and needs what it
+    keeps of that.
     """
+    try:
+        staged.check()
+    except ValueError as error:
+        options = "; ".join(map(_options_of, optimizer.param_groups))
+        raise ValueError(f"groups with {options}: {error}") from error
     if not type(optimizer).__module__.startswith("torch.optim") or type(optimizer).__name__ in _NOT_TRIED:
         return
     needed = [_kept_of_a_matrix(optimizer, index) for index in range(len(optimizer.param_groups))]
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    for tensor, names in held:
-        index = group_of[id(tensor)]
-        if missing := sorted(needed[index] - set(names)):
+    for holder, state in staged.held:
+        index = group_of[id(holder.tensor)]
+        if missing := sorted(needed[index] - set(state)):
             raise ValueError(
-                f"groups[{index}]: with {_options_of(optimizer.param_groups[index])} {type(optimizer).__name__} keeps "
-                f"{missing[0]} of a parameter, which is not in the checkpoint"
+                f"groups[{index}]: {type(optimizer).__name__} with {_options_of(optimizer.param_groups[index])} "
+                f"keeps {missing[0]} of a parameter, which is not in the checkpoint"
             )
 
 
@@ -211,7 +218,9 @@ def _check(where: str, saved: Any, ours: Any, *, bounded: bool) -> None:
         raise TypeError(f"{where} must be {'a' if isinstance(ours, str) else 'no'} string, is {saved!r}")
     elif isinstance(ours, bool) and not (saved is None or isinstance(saved, bool)):
         raise TypeError(f"{where} must be True or False, is {saved!r}")
-    elif ours is None and saved is not None and not isinstance(saved, bool) and bounded:
+    elif ours is None and bounded and not (saved is None or isinstance(saved, bool)):
+        if not where.endswith("]"):  # of several values any may be left out
+            raise TypeError(f"{where} must be None, True or False, is {saved!r}")
         _check_number(where, saved, 0.0, bounded)
 
 

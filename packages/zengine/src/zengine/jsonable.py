@@ -80,7 +80,7 @@ def _decode_float(text: str, where: str) -> float:
 def _decode_tensor(told: list[Any], where: str) -> torch.Tensor:
     number, dtype, shape = _checked(told, list)
     if any(size != 1 for size in shape):
-        raise ValueError(f"one number has the shape {shape}")
+        raise ValueError(f"a checkpoint gives one number the shape {shape}")
     return torch.full(tuple(shape), decode(number, where), dtype=_dtype(dtype))
 
 

@@ -182,8 +182,7 @@ def _optimizer(engine: Engine, optimizer: torch.optim.Optimizer, checkpoint: Sou
         set_options(optimizer, options)
         staged = zpartition.make_state(optimizer, engine.parts.partition.holders, lambda name: kinds.get(name, {}))
         with named(node):
-            staged.check()
-            check_states(optimizer, [(holder.tensor, state) for holder, state in staged.held])
+            check_states(optimizer, staged)
     restored = RestoredState(hand_over=staged.hand_over)
     for key, shard in staged.shards():
         if key in kinds.get(shard.name, {}):

@@ -36,7 +36,8 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
     allowed = _interval(low, high)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); it must be a number in {allowed}.")
-    if not max(low, -sys.float_info.max) <= value <= sys.float_info.max or not value < high:  # NaN too
+    exact: Any = value  # an int may be beyond every float
+    if not max(low, -sys.float_info.max) <= exact <= sys.float_info.max or not exact < high:  # NaN neither
         raise ValueError(f"{name} is {value!r}; it must be a number in {allowed}.")
     return float(value)
 
@@ -45,9 +46,10 @@ def integer(name: str, value: Any, low: int = 0) -> int:
     """`value` as an int if it is whole (1000.0, as JSON writes 1e3, counts) and >= low."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); it must be a whole number >= {low}.")
-    if value % 1 != 0 or value < low:  # NaN and infinity too
+    exact: Any = value
+    if exact % 1 != 0 or exact < low:  # NaN and infinity too
         raise ValueError(f"{name} is {value!r}; it must be a whole number >= {low}.")
-    return int(value)
+    return int(exact)
 
 
 def flag(name: str, value: Any) -> bool:

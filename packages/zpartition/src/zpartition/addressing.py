@@ -75,8 +75,8 @@ class StagedState:
         Raises:
             ValueError: it finds that something is missing.
         """
-        refuse = getattr(self.optimizer, "check_portable_state", None)
-        for holder, state in self.held if refuse is not None else ():
+        refuse = getattr(self.optimizer, "check_portable_state", lambda tensor, state: None)
+        for holder, state in self.held:
             refuse(holder.tensor, state)
 
     def hand_over(self) -> None:

@@ -185,7 +185,7 @@ class DynamicScaler:
         floor = checks.as_float32(self.rule.floor)
         return functools.partial(
             self._hold,
-            checks.read_number(self, state, "factor", low=floor, high=checks.FLOAT32_MAX),
+            float(checks.read_number(self, state, "factor", low=floor, high=checks.FLOAT32_MAX)),
             checks.read_count(self, state, "clean_steps", low=0, high=self.rule.window),
             checks.read_count(self, state, "hysteresis_left", low=1, high=self.rule.hysteresis),
         )

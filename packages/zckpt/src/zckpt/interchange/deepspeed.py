@@ -18,7 +18,7 @@ from typing import final
 import attrs
 
 from ..canonical import JSON
-from ..errors import CheckpointMismatch
+from ..errors import CheckpointCorrupt, CheckpointMismatch
 from ..saving import save
 from ..shard import Shard
 from .deepspeed_files import Files, choose_folder, open_files
@@ -47,8 +47,14 @@ class DeepSpeedCheckpoint:
         return steps
 
     def objects(self) -> dict[str, JSON]:
-        """Counters, optimizer options, schedule, loss scale, the caller's state."""
-        return run_objects(self.files, self.kinds)
+        """Counters, optimizer options, schedule, loss scale, the caller's state; CheckpointCorrupt for nonsense."""
+        try:
+            return run_objects(self.files, self.kinds)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+            raise CheckpointCorrupt(
+                f"{self.files.folder}: what it says of the run makes no sense: {type(error).__name__}: {error}",
+                path=str(self.files.folder),
+            ) from error
 
     def shards(self) -> Iterator[Shard]:
         """model.<name> for masters, frozen parameters and buffers; optimizer.<state>.<name> for the states."""

@@ -104,8 +104,8 @@ class CurriculumLoader(Loader):
         seed, epoch, place, step, micro_step, consumed, num_samples = whole_numbers(state, *names)
         if num_samples != self._walk.order.num_samples:
             raise ValueError(
-                f"loader state: the position was saved in a dataset of {num_samples} samples, this one has "
-                f"{self._walk.order.num_samples}, so the same place would be another sample. Use the same dataset"
+                f"loader state: num_samples: the position was saved in a dataset of {num_samples} samples, this one "
+                f"has {self._walk.order.num_samples}, so the same place would be another sample. Use the same dataset"
             )
         check_below("place", place, num_samples, "samples of a pass")
         walk = attrs.evolve(self._walk, order=attrs.evolve(self._walk.order, seed=seed))

@@ -81,8 +81,8 @@ class MapLoader(Loader):
         (num_samples,) = whole_numbers(state, "num_samples")
         if num_samples != self._order.num_samples:
             raise ValueError(
-                f"loader state: the position was saved in a dataset of {num_samples} samples, this one has "
-                f"{self._order.num_samples}, so the same place would be another sample. Use the same dataset, or "
+                f"loader state: num_samples: the position was saved in a dataset of {num_samples} samples, this one "
+                f"has {self._order.num_samples}, so the same place would be another sample. Use the same dataset, or "
                 f"do not load the loader's state and begin a new epoch"
             )
         shuffle = state.get("shuffle", True)

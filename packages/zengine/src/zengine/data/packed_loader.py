@@ -100,8 +100,8 @@ class PackedLoader(Loader):
         seed, epoch, consumed, micro_batches, per_step, num_samples = whole_numbers(state, *names)
         if num_samples != self._order.num_samples:
             raise ValueError(
-                f"loader state: the position was saved in a dataset of {num_samples} samples, this one has "
-                f"{self._order.num_samples}, so the same place would be another sample. Use the same dataset"
+                f"loader state: num_samples: the position was saved in a dataset of {num_samples} samples, this one "
+                f"has {self._order.num_samples}, so the same place would be another sample. Use the same dataset"
             )
         moved = per_step != self._order.per_step
         if (moved and self._order.packing.picking is Picking.SEQLEN) or micro_batches % self._order.replicas:
