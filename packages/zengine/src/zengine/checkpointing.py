@@ -134,18 +134,18 @@ def _take(
     partition, names = engine.parts.partition, frozenset(checkpoint.names())
     left_out, client_state = on_every_rank(lambda: _checked(engine, checkpoint, what), peers, NOTHING_LOADED)
     compare_names(partition, names | left_out, str(checkpoint.path), peers, strict=strict)
-    if engine.clock.is_between_steps:
-        partition.admit_unfrozen()
+    partition.admit_unfrozen()
     wanted = [shard for shard in _named(partition.shards_to_fill()) if shard.name in names]
     say_rounded(wanted, checkpoint, peers.rank)
     prepared = on_every_rank(lambda: prepare(engine, checkpoint, what), peers, NOTHING_LOADED)
     checkpoint.read(prepared.state.numbers, strict=False, verify="first", cast=True, peers=peers)
     on_every_rank(prepared.state.share_numbers, peers, NOTHING_LOADED)
-    tensors = zckpt.Reading([*wanted, *prepared.state.shards], "leave", verify="first", cast=True)
-    fill = checkpoint.prepare_read(tensors, peers)
+    everything = zckpt.Reading([*wanted, *prepared.state.shards], "leave", verify="first", cast=True)
+    fill = checkpoint.prepare_read(everything, peers)
     with engine.clock.loading(f"the load of checkpoint {checkpoint.path}"):
         partition.zero_grad()
         fill()
+        del fill, everything  # staged tensors are freed one by one as the optimizer takes them
         on_every_rank(prepared.commit, peers, "the load was not completed")
         partition.publish()
     engine.clock.begin_step()

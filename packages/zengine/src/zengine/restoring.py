@@ -74,6 +74,7 @@ class RestoredState:
     numbers: list[zpartition.Shard] = attrs.field(factory=list)  # to be read before
     staged: list[torch.Tensor] = attrs.field(factory=list)  # where each of them goes
     hand_over: Callable[[], None] = lambda: None  # gives the optimizer what was read
+    origin: str = "the checkpoint"  # for errors
 
     def add(self, name: str, shard: zpartition.Shard) -> None:
         """Read into the staged tensor; a number, which several parameters share, through a tensor of its own."""
@@ -100,12 +101,12 @@ class RestoredState:
                     "unfrozen during the run, keep it frozen until initialize() has returned"
                 )
             if name.startswith(f"{OPTIMIZER}step.") and not 0 <= read.item() <= _MOST_STEPS:
-                raise zckpt.CheckpointStateError(f"the checkpoint has {name} = {read.item()}, which counts no steps")
+                raise zckpt.CheckpointStateError(f"{self.origin}: {name} = {read.item()}, which counts no steps")
             staged.copy_(read)
 
     def commit(self) -> None:
         """Give the optimizer its state."""
-        self.shards.clear()  # staged tensors are freed one by one as the optimizer takes them
+        self.shards.clear()
         self.staged.clear()
         self.hand_over()
 
@@ -183,7 +184,7 @@ def _optimizer(engine: Engine, optimizer: torch.optim.Optimizer, checkpoint: Sou
         staged = zpartition.make_state(optimizer, engine.parts.partition.holders, lambda name: kinds.get(name, {}))
         with named(node):
             check_states(optimizer, staged)
-    restored = RestoredState(hand_over=staged.hand_over)
+    restored = RestoredState(hand_over=staged.hand_over, origin=checkpoint.origin)
     for key, shard in staged.shards():
         if key in kinds.get(shard.name, {}):
             restored.add(f"{OPTIMIZER}{key}.{shard.name}", shard)
