@@ -65,11 +65,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     },
     # sizes of what is split over ranks, and whole tensors of it
     "features/measuring.py": {"zpartition": {"Joining", "experts.used_shares"}},
-    "persistence.py": {
-        "zpartition": {"Joining", "load_slices", "own_parts", "whole_state_dict"},
-        "zckpt": {"CheckpointError", "CheckpointReadError", "interchange.read_weights"},
-        "zcomm": {"exchange"},
-    },
+    "persistence.py": {"zpartition": {"Joining", "own_parts", "whole_state_dict"}},
+    "weight_loading.py": {"zpartition": {"load_slices"}, "zckpt": {"interchange.read_weights"}},
     # parts of files in the place of tensors, for conversions that Transformers knows
     "converting.py": {"zckpt": {"CheckpointInputError", "interchange.Patchwork"}},
     # one number a layer, summed over the ranks
@@ -167,12 +164,12 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "agreement.py": {"zcomm": {"exchange"}},
     "verdict.py": {"zcomm": {"exchange"}, "zprecision": {"first_nonfinite"}},
     "measure.py": {"zcomm": {"exchange", "group_rank"}, "zprecision": {"measure_bf16_speedup"}},
-    "checkpointing.py": {"zckpt": {"rng"}, "zpartition": {"state_shards"}},
-    "restoring.py": {"zckpt": {"rng"}, "zpartition": {"make_state"}},
+    "checkpointing.py": {"zckpt": {"Reading", "rng"}, "zpartition": {"state_shards"}},
+    "restoring.py": {"zckpt": {"CheckpointStateError", "Node", "rng"}, "zpartition": {"make_state"}},
     "consensus.py": {
         "zckpt": {
             *("find", "Checkpoint", "MemoryCheckpoint"),
-            *("CheckpointError", "CheckpointMismatch", "CheckpointNotFound"),
+            *("CheckpointError", "CheckpointMismatch", "CheckpointNotFound", "CheckpointStateError", "Node"),
         },
         "zcomm": {"exchange", "group_rank", "group_size"},
     },

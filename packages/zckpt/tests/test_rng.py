@@ -1,3 +1,4 @@
+import base64
 import random
 from collections.abc import Iterator
 
@@ -49,9 +50,7 @@ def test_capturing_changes_nothing() -> None:
 
 def test_devices_that_are_gone_are_reported() -> None:
     state = rng.capture()
-    state["cuda"] = [state["torch"]] * (torch.cuda.device_count() + 2)
-    if torch.cuda.is_available():
-        pytest.skip("a CPU state is no CUDA state")
+    state["cuda"] = [base64.b64encode(bytes(16)).decode()] * (torch.cuda.device_count() + 2)
     assert rng.restore(state) == ("random states of 2 CUDA devices were saved that this process does not have",)
 
 
@@ -67,6 +66,16 @@ def test_devices_that_are_gone_are_reported() -> None:
         lambda state: state.update(numpy={"bit_generator": "Other", "state": {}}),
         lambda state: state["numpy"]["state"].update(key={"dtype": "|O", "base64": ""}),
         lambda state: state.update(cuda=[1]),
+        lambda state: state.update(cuda=[state["torch"]]),
+        lambda state: state["python"]["words"].__setitem__(3, -1),
+        lambda state: state["python"]["words"].__setitem__(3, 2**64),
+        lambda state: state["python"]["words"].__setitem__(624, 700),
+        lambda state: state["python"].update(gauss="x"),
+        lambda state: state["numpy"]["state"].update(pos=700),
+        lambda state: state["numpy"]["state"].update(pos=-7),
+        lambda state: state["numpy"].update(has_gauss=2),
+        lambda state: state["numpy"].update(gauss="x"),
+        lambda state: state["numpy"]["state"]["key"].update(base64="AAAA"),
     ],
 )
 def test_what_is_no_state_is_refused_and_nothing_is_changed(spoil) -> None:
@@ -79,5 +88,5 @@ def test_what_is_no_state_is_refused_and_nothing_is_changed(spoil) -> None:
 
 
 def test_a_state_is_a_mapping() -> None:
-    with pytest.raises(CheckpointInputError, match="given list"):
+    with pytest.raises(CheckpointInputError, match="must be an object, is list"):
         rng.restore([])  # type: ignore[arg-type]

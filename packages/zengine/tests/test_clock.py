@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zengine.clock import Boundary, CallOrderError, Clock, Phase
+from zengine.clock import Boundary, CallOrderError, Clock, HalfLoaded, Phase
 
 
 def one_micro_step(clock: Clock) -> bool:
@@ -109,3 +109,66 @@ def test_counters_survive_a_round_trip():
     other.load_state_dict(clock.state_dict())
     assert other.state_dict() == clock.state_dict()
     assert other.is_between_steps
+
+
+COUNTERS = {"micro_steps": 6, "steps": 3, "applied_steps": 2, "skipped_steps": 1, "samples": 12, "weight_exponent": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": -7}, "steps = -7 must be a whole number"),
+        ({"steps": 3.0}, "steps = 3.0 must be"),
+        ({"samples": None}, "samples = None must be"),
+        ({"samples": 2**60}, "samples = .* must be"),
+        ({"micro_steps": True}, "micro_steps = True must be"),
+        ({"steps": 4}, r"steps = 4 is not applied_steps \+ skipped_steps = 2 \+ 1"),
+        ({"weight_exponent": 5000}, "weight_exponent = 5000 is no exponent"),
+        ({"weight_exponent": "x"}, "weight_exponent = 'x' is no exponent"),
+    ],
+)
+def test_a_counter_that_cannot_be_is_refused_and_nothing_has_moved(change, message):
+    clock = Clock(accumulation=1, samples_per_micro_step=2)
+    before = clock.state_dict()
+    with pytest.raises(ValueError, match=message):
+        clock.prepare_load({**COUNTERS, **change})
+    commit = clock.prepare_load({key: value for key, value in COUNTERS.items() if key != "weight_exponent"})
+    assert clock.state_dict() == before
+    commit()
+    assert clock.state_dict() == {**COUNTERS, "weight_exponent": before["weight_exponent"]}
+
+
+def test_after_half_a_load_nothing_is_legal_but_another():
+    clock = Clock(accumulation=2, samples_per_micro_step=1)
+    clock.forward(with_grad=True)
+    with pytest.raises(OSError, match="disk"), clock.loading("the load of x"):
+        raise OSError("disk")
+    refused = r"is refused: the load of x failed \(OSError: disk\) after tensors had been touched"
+    calls = [
+        lambda: clock.forward(with_grad=False),
+        lambda: clock.backward().__enter__(),
+        lambda: clock.batch().__enter__(),
+        clock.end_micro_step,
+        lambda: clock.require_open("save_checkpoint"),
+    ]
+    for call in calls:
+        with pytest.raises(HalfLoaded, match=refused):
+            call()
+    clock.require_loadable("load_checkpoint")
+    with clock.loading("the load of y"):
+        pass
+    assert one_micro_step(clock) is False
+    clock.close()
+    with pytest.raises(CallOrderError, match="closed"):
+        clock.require_loadable("load_checkpoint")
+
+
+def test_a_load_that_succeeds_leaves_the_position():
+    clock = Clock(accumulation=2, samples_per_micro_step=1)
+    one_micro_step(clock)
+    clock.forward(with_grad=True)
+    with clock.loading("weights"):
+        assert clock.phase is Phase.HALF_LOADED
+    assert (clock.phase, clock.index) == (Phase.FORWARD, 1)
+    clock.begin_step()
+    assert (clock.phase, clock.index) == (Phase.IDLE, 0)

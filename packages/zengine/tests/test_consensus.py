@@ -12,7 +12,7 @@ import zckpt
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zengine.consensus import GroupPeers, common_tag, find, on_every_rank
+from zengine.consensus import GroupPeers, common_tag, find, named, on_every_rank
 
 
 def _peers() -> GroupPeers:
@@ -96,3 +96,28 @@ def test_an_engine_that_only_runs_forward_loads_a_trained_checkpoint(tmp_path):
     assert torch.equal(forward_only.module.weight, model.weight)
     with pytest.raises(zckpt.CheckpointNotFound):
         forward_only.load_checkpoint(tmp_path, tag="global_step9")
+
+
+def _fails_on_rank_0(name: str) -> str:
+    def work() -> None:
+        if zcomm.group_rank() == 0:
+            raise getattr(zckpt, name, OSError)("of rank 0")
+
+    try:
+        on_every_rank(work, _peers())
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_an_error_of_zckpts_is_of_its_class_on_every_rank():
+    assert run_ranks(_fails_on_rank_0, 2, "CheckpointStateError") == ["CheckpointStateError"] * 2
+    assert run_ranks(_fails_on_rank_0, 2, "no class of zckpt's") == ["OSError", "ValueError"]
+
+
+@pytest.mark.parametrize("error", [KeyError("key"), TypeError("no number"), AttributeError("items"), IndexError()])
+def test_whatever_an_owner_trips_over_names_file_and_key(error):
+    node = zckpt.Node(5, "runs/a/manifest.json: objects['clock']", zckpt.CheckpointStateError)
+    with pytest.raises(zckpt.CheckpointStateError) as told, named(node):
+        raise error
+    assert str(told.value).startswith("runs/a/manifest.json: objects['clock']: ")

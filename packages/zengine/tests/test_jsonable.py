@@ -67,3 +67,26 @@ def test_a_forged_shape_does_not_ask_for_memory():
     (key,) = encode(torch.ones(()))
     with pytest.raises(ValueError, match="gives one number the shape"):
         decode({key: [0.0, "float32", [10**13]]})
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"$tuple": 5},
+        {"$pairs": [[[], 1]]},
+        {"$pairs": {"a": 1}},
+        {"$pairs": [1]},
+        {"$float": []},
+        {"$float": "much"},
+        {"$tensor": [1]},
+        {"$tensor": ["x", "float32", [1]]},
+        {"$tensor": [1, "junk", []]},
+        {"$tensor": [1, 5, []]},
+        {"$tensor": [10**30, "int8", []]},
+        {"$tensor": [1, "float32", "x"]},
+    ],
+    ids=str,
+)
+def test_what_was_never_encoded_is_refused_with_its_place(forged):
+    with pytest.raises(ValueError, match=r"^state\.a\[1\] is no \$"):
+        decode({"a": [0, forged]}, "state")

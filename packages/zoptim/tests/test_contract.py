@@ -217,3 +217,21 @@ def test_a_weight_that_cannot_follow_its_master_is_refused(
     optimizer = zoptim.AdamW([master.requires_grad_()])
     with pytest.raises(error, match=message):
         optimizer.mirror(master, weight)
+
+
+@pytest.mark.parametrize("kind", [zoptim.AdamW, zoptim.Adafactor, zoptim.SGD])
+def test_an_optimizer_says_which_options_and_state_it_would_take(kind: Any) -> None:
+    param = torch.ones(3, requires_grad=True)
+    optimizer = kind([param], lr=0.1)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.check_loaded_options(0, {"lr": 0.5})
+    for options in ({"lr": []}, {"weight_decay": -1.0}, {"lr": float("nan")}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+            optimizer.check_loaded_options(0, options)
+    optimizer.check_portable_state(param, optimizer.portable_state(param))
+    if optimizer.portable_state(param):
+        with pytest.raises(ValueError, match="lacks"):
+            optimizer.check_portable_state(param, {"step": torch.tensor(1.0)})
+    assert str(optimizer.state_dict()) == str(before)

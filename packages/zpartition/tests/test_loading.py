@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -228,3 +230,22 @@ def test_a_whole_module_without_a_partition_takes_all_or_nothing() -> None:
     assert not model.body[0].weight.any()
     zpartition.load_own_slices(model, values())
     assert all(torch.equal(model.state_dict()[name], value) for name, value in values().items())
+
+
+def test_whoever_wants_to_know_is_told_when_tensors_are_touched() -> None:
+    net = Net()
+    partition = zpartition.shard(net)
+    values = {name: torch.full_like(value, 3.0) for name, value in net.state_dict().items()}
+    seen: list[str] = []
+
+    @contextmanager
+    def touching() -> Iterator[None]:
+        seen.append("first")
+        yield
+        seen.append("last")
+
+    with pytest.raises(ValueError, match="missing"):
+        zpartition.load_slices(partition, {}, touching=touching)
+    assert not seen
+    zpartition.load_slices(partition, values, touching=touching)
+    assert seen == ["first", "last"]

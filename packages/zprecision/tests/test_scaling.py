@@ -293,3 +293,18 @@ def test_a_missing_key_is_named() -> None:
 def test_what_is_not_a_mapping_is_refused() -> None:
     with pytest.raises(TypeError, match="got a list; give what state_dict"):
         DynamicScaler().load_state_dict([1, 2])
+
+
+def test_a_state_is_prepared_without_a_change_and_takes_effect_later() -> None:
+    scaler = DynamicScaler(DynamicScaling(initial=8.0))
+    before = scaler.state_dict()
+    commit = scaler.prepare_load({**before, "factor": 10**30})  # an int that float32 can have, beside the limit
+    with pytest.raises(ValueError, match="factor"):
+        scaler.prepare_load({**before, "factor": 10**400})
+    assert scaler.state_dict() == before
+    commit()
+    assert float(scaler.factor) == pytest.approx(1e30)
+    for other in (NoScaling(), StaticScaler(StaticScaling(4.0))):
+        other.prepare_load(other.state_dict())()
+        with pytest.raises((TypeError, ValueError)):
+            other.prepare_load({"factor": 1.0})

@@ -103,6 +103,7 @@ def _run_case(case: Case) -> Outcome:
     losses, log = [], []
     for step, data in enumerate(batches(zcomm.group_size(), case.accumulation)):
         scenario.prepare(model, step)
+        scenario.before(engine, step)
         log.clear()
         with zcomm.traced(log):
             losses.append(_step(engine, scenario, data[:, zcomm.group_rank()], step))

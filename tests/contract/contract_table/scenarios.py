@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zengine
+from contract_table.loads import try_to_load
 
 NUM_STEPS = 4
 VOCABULARY, WIDTH, BATCH, LENGTH = 13, 16, 4, 7
@@ -107,6 +108,9 @@ class Scenario:
     def incident(self, step: int) -> Incident:
         """What goes wrong in `step`, on ranks only."""
         return Incident()
+
+    def before(self, engine: Any, step: int) -> None:
+        """What ranks try before `step`, which must leave no trace."""
 
 
 @attrs.frozen
@@ -229,6 +233,17 @@ class UnfrozenLater(Frozen):
             model.requires_grad_(True)
 
 
+class RefusedLoad(Scenario):
+    """Loads of a checkpoint that is damaged, and of one that says what cannot be."""
+
+    name = "refused load"
+    is_planned = False  # to be saved, states that are on disk pass through a buffer more
+
+    def before(self, engine: Any, step: int) -> None:
+        if step == 2:
+            try_to_load(engine)
+
+
 class OnPurpose(Exception):
     """Raised by an incident."""
 
@@ -280,6 +295,7 @@ SCENARIOS: dict[str, Scenario] = {
         Exceptions(),
         WithCheckpoints(),
         WithReentrantCheckpoints(),
+        RefusedLoad(),
     )
 }
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         CheckpointMismatch,
         CheckpointNotFound,
         CheckpointReadError,
+        CheckpointStateError,
         CheckpointWarning,
         CheckpointWriteError,
     )
@@ -38,10 +39,11 @@ if TYPE_CHECKING:
     from .loading import Loaded, load
     from .locating import remote
     from .memory import MemoryCheckpoint
+    from .nodes import Node
     from .opening import open_checkpoint
     from .peers import ALONE, Peers
     from .pruning import Pruned, prune
-    from .reading import LoadReport
+    from .reading import LoadReport, Reading
     from .retention import EVERYTHING, Best, Candidate, Keep, Retention
     from .saving import save
     from .shard import Shard, ShardLike, whole
@@ -66,6 +68,7 @@ __all__ = [
     "CheckpointMismatch",
     "CheckpointNotFound",
     "CheckpointReadError",
+    "CheckpointStateError",
     "CheckpointWarning",
     "CheckpointWriteError",
     "Keep",
@@ -74,8 +77,10 @@ __all__ = [
     "Loaded",
     "LocalStorage",
     "MemoryCheckpoint",
+    "Node",
     "Peers",
     "Pruned",
+    "Reading",
     "Retention",
     "SaveHandle",
     "Seen",
@@ -103,17 +108,18 @@ _HOMES = {
     "background": "AsyncSaver Busy SaveHandle save_async",
     "checkpoint": "Checkpoint",
     "errors": "CheckpointCorrupt CheckpointError CheckpointExists CheckpointInputError CheckpointMismatch "
-    "CheckpointNotFound CheckpointReadError CheckpointWarning CheckpointWriteError",
+    "CheckpointNotFound CheckpointReadError CheckpointStateError CheckpointWarning CheckpointWriteError",
     "finding": "Seen committed find",
     "groups": "group_peers",
     "leasing": "Leasing",
     "loading": "Loaded load",
     "locating": "remote",
     "memory": "MemoryCheckpoint",
+    "nodes": "Node",
     "opening": "open_checkpoint",
     "peers": "ALONE Peers",
     "pruning": "Pruned prune",
-    "reading": "LoadReport",
+    "reading": "LoadReport Reading",
     "retention": "EVERYTHING Best Candidate Keep Retention",
     "saving": "save",
     "shard": "Shard ShardLike whole",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, final
@@ -16,9 +16,9 @@ from .canonical import JSON
 from .crew import work_through
 from .errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointReadError
 from .fetching import Fetch
-from .manifest import Manifest
+from .manifest import FILE_NAME, Manifest
 from .peers import ALONE, Peers
-from .reading import Item, LoadReport, is_disjoint, merge, plan_read, refuse, stored
+from .reading import Item, LoadReport, Reading, is_disjoint, merge, plan_read, refuse, stored
 from .shard import ShardLike, whole
 from .storage import Storage
 from .team import Team, os_error_text
@@ -51,6 +51,11 @@ class Checkpoint:
     def objects(self) -> dict[str, JSON]:
         """The run's JSON values."""
         return self.manifest.objects
+
+    @property
+    def origin(self) -> str:
+        """Where the objects come from, for errors."""
+        return str(self.path / FILE_NAME)
 
     def rank_objects(self, rank: int) -> dict[str, JSON]:
         """The JSON values that this rank saved; CheckpointMismatch if fewer ranks saved."""
@@ -92,23 +97,33 @@ class Checkpoint:
         is touched.  An error in the copy leaves the wanted tensors partly filled, and says so.
         Raises CheckpointInputError, CheckpointMismatch, CheckpointCorrupt, CheckpointReadError.
         """
+        reading = Reading(wanted, "refuse" if strict else "leave", verify, cast, tuple(ignore), readers)
+        return self.prepare_read(reading, peers)()
+
+    def prepare_read(self, reading: Reading, peers: Peers = ALONE) -> Callable[[], LoadReport]:
+        """The phases of `read` before a tensor is touched; what is returned does the copy.  All ranks call both."""
         team = Team(peers, f"load of {self.path}", CheckpointReadError)
         plans = []  # this rank's, out of the closure that the team runs
 
         def check() -> JSON:
-            plans.append(plan_read(self.manifest, wanted, cast=cast))
+            plans.append(plan_read(self.manifest, reading.wanted, cast=reading.cast))
             return plans[0].as_json()
 
         answers = team.together("checking", check)
-        report, problems = merge(answers, self.manifest, ignore)
-        refuse(problems, strict=strict, where=f"checkpoint {self.path}")
-        once = verify != "first" and is_disjoint(answers, self.manifest)
-        items, fetch = plans[0].items, Fetch(self.path, self.storage, self.verifier, readers, once=once)
-        if verify == "first":
+        report, problems = merge(answers, self.manifest, reading.ignore)
+        refuse(problems, strict=reading.misfits == "refuse", where=f"checkpoint {self.path}")
+        once = reading.verify != "first" and is_disjoint(answers, self.manifest)
+        items = plans[0].items
+        fetch = Fetch(self.path, self.storage, self.verifier, reading.readers, once=once)
+        if reading.verify == "first":
             team.together("verifying", lambda: fetch.prove(items))
-        with _half_done():
-            read_nbytes = team.together("copying", lambda: fetch.fill(items, bool(verify)))
-        return attrs.evolve(report, read_nbytes=read_nbytes[peers.rank])
+
+        def copy() -> LoadReport:
+            with _half_done():
+                read_nbytes = team.together("copying", lambda: fetch.fill(items, bool(reading.verify)))
+            return attrs.evolve(report, read_nbytes=read_nbytes[peers.rank])
+
+        return copy
 
     def tensor(self, name: str, verify: bool = True) -> Tensor:
         """One tensor whole, on the CPU, in its stored dtype and global shape."""

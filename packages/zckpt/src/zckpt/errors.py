@@ -30,6 +30,13 @@ class CheckpointMismatch(CheckpointError, ValueError):
     """The checkpoint is sound, but does not hold what is wanted: missing, extra, reshaped, re-typed tensors."""
 
 
+class CheckpointStateError(CheckpointError, ValueError):
+    """A value beside the tensors (a counter, an option, a schedule, a position) is damaged, or not of this run.
+
+    The message names the file and the key; nothing was loaded.
+    """
+
+
 class CheckpointNotFound(CheckpointError, LookupError):
     """No committed checkpoint of that name; the message offers those that exist."""
 
@@ -60,6 +67,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
         CheckpointError,
         CheckpointInputError,
         CheckpointMismatch,
+        CheckpointStateError,
         CheckpointNotFound,
         CheckpointCorrupt,
         CheckpointReadError,

@@ -10,7 +10,7 @@ on another rank, is what the checkpoint on disk is for, and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, final
 
 import attrs
@@ -21,7 +21,7 @@ from .dtypes import dtype_name, dtype_of
 from .errors import CheckpointMismatch, CheckpointReadError
 from .manifest import Manifest, TensorEntry
 from .peers import ALONE, Peers
-from .reading import LoadReport, merge, plan_read, refuse
+from .reading import LoadReport, Reading, merge, plan_read, refuse
 from .regions import Region
 from .shard import ShardLike, region_of
 from .team import Team
@@ -83,6 +83,11 @@ class MemoryCheckpoint:
         """The run's JSON values."""
         return self.manifest.objects
 
+    @property
+    def origin(self) -> str:
+        """Where the objects come from, for errors."""
+        return self.path
+
     def rank_objects(self, rank: int) -> dict[str, JSON]:
         """The JSON values that this rank saved."""
         return self.manifest.rank_objects[rank]
@@ -106,11 +111,17 @@ class MemoryCheckpoint:
 
         Raises CheckpointInputError, CheckpointMismatch; no tensor is touched then.
         """
+        return self.prepare_read(
+            Reading(wanted, "refuse" if strict else "leave", verify, cast, tuple(ignore), readers), peers
+        )()
+
+    def prepare_read(self, reading: Reading, peers: Peers = ALONE) -> Callable[[], LoadReport]:
+        """The phases of `read` before a tensor is touched; what is returned does the copy.  All ranks call."""
         team = Team(peers, f"restoring of the {self.path}", CheckpointReadError)
         plans = []
 
         def check() -> JSON:
-            plans.append(plan_read(self.manifest, wanted, cast=cast))
+            plans.append(plan_read(self.manifest, reading.wanted, cast=reading.cast))
             for item in plans[0].items:
                 if (item.shard.name, item.region) not in self.kept:
                     raise CheckpointMismatch(
@@ -119,12 +130,16 @@ class MemoryCheckpoint:
                     )
             return plans[0].as_json()
 
-        report, problems = merge(team.together("checking", check), self.manifest, ignore)
-        refuse(problems, strict=strict, where=self.path)
-        with torch.no_grad():
-            for item in plans[0].items:
-                item.shard.tensor.copy_(self.kept[item.shard.name, item.region].view_as(item.shard.tensor))
-        return report
+        report, problems = merge(team.together("checking", check), self.manifest, reading.ignore)
+        refuse(problems, strict=reading.misfits == "refuse", where=self.path)
+
+        def copy() -> LoadReport:
+            with torch.no_grad():
+                for item in plans[0].items:
+                    item.shard.tensor.copy_(self.kept[item.shard.name, item.region].view_as(item.shard.tensor))
+            return report
+
+        return copy
 
 
 def _entry(told: JSON) -> TensorEntry:

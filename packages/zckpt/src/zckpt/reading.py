@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import attrs
 import torch
@@ -32,6 +33,18 @@ class LoadReport:
     read_nbytes: (
         int  # of tensor data, by this rank, whole chunks around what it wants; not a pass that verifies first
     )
+
+
+@attrs.frozen
+class Reading:
+    """What is to be read and how, as `Checkpoint.read` takes it."""
+
+    wanted: Iterable[ShardLike]  # gone through once
+    misfits: Literal["refuse", "leave"] = "refuse"  # names that are missing or extra; `strict`
+    verify: bool | Literal["first"] = True
+    cast: bool = False
+    ignore: tuple[str, ...] = ()
+    readers: int = 4
 
 
 @attrs.frozen

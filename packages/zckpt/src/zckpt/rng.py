@@ -10,7 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,11 @@ from torch import Tensor
 
 from .canonical import JSON
 from .errors import CheckpointInputError
+from .nodes import Node
 
 _KEYS = ("python", "numpy", "torch", "cuda")
+_MT19937_WORDS = 624
+_CUDA_NBYTES = 16
 
 
 def capture() -> dict[str, JSON]:
@@ -38,24 +42,89 @@ def restore(state: Mapping[str, JSON]) -> tuple[str, ...]:
     """Put back what `capture` returned, so that every later draw is bit-identical.
 
     Returns what could not be put back, in words: () unless the number of CUDA devices has changed.
-    CheckpointInputError if it is no such state; nothing is changed then, as far as that can be told beforehand.
+    CheckpointInputError if it is no such state; nothing is changed then.
     """
-    if not isinstance(state, Mapping) or set(state) != set(_KEYS):
-        raise CheckpointInputError(f"a random state has the keys {_KEYS}, given {_keys(state)}")
+    return prepare(state)()
+
+
+def prepare(state: Mapping[str, JSON]) -> Callable[[], tuple[str, ...]]:
+    """Decode what `capture` returned; the result puts it back, as `restore` does, and cannot fail.
+
+    CheckpointInputError if it is no such state, or one of another NumPy generator than this process has.
+    """
+    top = Node(dict(state) if isinstance(state, Mapping) else state, "", CheckpointInputError)
     try:
-        python = state["python"]
-        python_state = (python["version"], tuple(python["words"]), python["gauss"])
-        numpy_state = _unpack(state["numpy"])
-        torch_state = _decode(state["torch"])
-        cuda_states = [_decode(each) for each in state["cuda"]]
-        random.Random().setstate(python_state)
-        torch.Generator().set_state(torch_state)
-        np.random.set_state(numpy_state)
-    except (TypeError, ValueError, KeyError, RuntimeError, binascii.Error) as error:
+        python, numpy, torch_state, cuda = top.fields(*_KEYS)
+        python_state, numpy_state = _python_state(python), _numpy_state(numpy)
+        cpu = _cpu_state(torch_state)
+        devices = [_cuda_state(each) for each in cuda.items()]
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointInputError(f"not a random state that capture() made here: {error}") from error
-    random.setstate(python_state)
-    torch.set_rng_state(torch_state)
-    return _restore_cuda(cuda_states)
+
+    def put_back() -> tuple[str, ...]:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(cpu)
+        return _restore_cuda(devices)
+
+    return put_back
+
+
+def _python_state(node: Node) -> tuple[Any, ...]:
+    version, words, gauss = node.fields("version", "words", "gauss")
+    numbers = tuple(word.integer(0, 2**32 - 1) for word in words.items())
+    made = version.integer(), numbers, None if gauss.value is None else gauss.number()
+    try:
+        random.Random().setstate(made)
+    except ValueError as error:
+        node.fail(f"version and words: {error}")
+    return made
+
+
+def _numpy_state(node: Node) -> dict[str, Any]:
+    """What fits the state of the generator that is there, member by member."""
+    made = _like(node, np.random.get_state(legacy=False))
+    if made["has_gauss"] > 1:
+        node.fail(f"has_gauss must be 0 or 1, is {made['has_gauss']}")
+    if made["state"].get("pos", 0) > _MT19937_WORDS:
+        node.fail("state.pos lies outside of it")  # NumPy would read there
+    assert isinstance(made, dict)
+    return made
+
+
+def _like(node: Node, ours: Any) -> Any:
+    if isinstance(ours, dict):
+        return {key: _like(part, ours[key]) for key, part in zip(ours, node.fields(*ours))}
+    if isinstance(ours, np.ndarray):
+        dtype, data = node.fields("dtype", "base64")
+        if dtype.value != ours.dtype.str:
+            dtype.fail(f"must be {ours.dtype.str!r}")
+        found = np.frombuffer(_raw(data), dtype=ours.dtype).copy()
+        if found.shape != ours.shape:
+            data.fail(f"holds {found.size} numbers, and {ours.size} are needed")
+        return found
+    if isinstance(ours, str):
+        if node.value != ours:
+            node.fail(f"must be {ours!r}, the generator of this process")
+        return ours
+    return node.number() if isinstance(ours, float) else node.integer(0, 2**128)
+
+
+def _cpu_state(node: Node) -> Tensor:
+    state = _bytes(node)
+    try:
+        torch.Generator().set_state(state)
+    except (TypeError, RuntimeError) as error:
+        node.fail(f"is no state of torch's generator: {error}")
+    return state
+
+
+def _cuda_state(node: Node) -> Tensor:
+    """Seed and offset, of which the second is a multiple of 4."""
+    state = _bytes(node)
+    if state.numel() != _CUDA_NBYTES or int(state.view(torch.int64)[1]) % 4:
+        node.fail("is no state of a CUDA generator")
+    return state
 
 
 def _cuda_is_used() -> bool:
@@ -72,16 +141,19 @@ def _restore_cuda(states: list[Tensor]) -> tuple[str, ...]:
     return (f"random states of {len(states) - count} CUDA devices were saved that this process does not have",)
 
 
-def _keys(state: object) -> object:
-    return sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-
-
 def _encode(state: Tensor) -> str:
     return base64.b64encode(state.cpu().numpy().tobytes()).decode()
 
 
-def _decode(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+def _bytes(node: Node) -> Tensor:
+    return torch.tensor(list(_raw(node)), dtype=torch.uint8)
+
+
+def _raw(node: Node) -> bytes:
+    try:
+        return base64.b64decode(node.text(), validate=True)
+    except binascii.Error as error:
+        node.fail(f"is no base64: {error}")
 
 
 def _pack(value: JSON) -> JSON:
@@ -92,12 +164,3 @@ def _pack(value: JSON) -> JSON:
         data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
         return {"dtype": value.dtype.str, "base64": data}
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _unpack(value: JSON) -> JSON:
-    if isinstance(value, dict) and value.keys() == {"dtype", "base64"}:
-        dtype = np.dtype(value["dtype"])
-        if dtype.hasobject:
-            raise ValueError(f"dtype {dtype}")
-        return np.frombuffer(base64.b64decode(value["base64"], validate=True), dtype=dtype).copy()
-    return {key: _unpack(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import attrs
 
@@ -22,11 +21,11 @@ from .coverage import tiling_problem
 from .dtypes import dtype_of
 from .errors import CheckpointCorrupt, CheckpointInputError
 from .manifest import FORMAT, TAIL, TAIL_NBYTES, VERSION, FileEntry, Manifest, Piece, TensorEntry, checksum
+from .nodes import MAX_INTEGER, Node
 from .places import tag_problem
 from .regions import Region, box_numel, region_problem, whole_box
 from .shard import name_problem
 
-_MAX = 2**62
 _CHUNKS = [1 << power for power in range(10, 24)]  # bounds the work and the memory that a manifest can ask for
 _MAX_DIMS = 64
 _HASH = re.compile(r"[0-9a-f]{32}")
@@ -35,65 +34,6 @@ _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 _FILE = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors"
 )  # a plain name: no folder, no "..", no link's target
-
-
-@attrs.define(eq=False)
-class Node:
-    """A JSON value and where it stands, with the demands one can make on it."""
-
-    value: JSON
-    where: str  # 'tensors["w"].pieces[0].span'
-
-    def fail(self, reason: str) -> NoReturn:
-        raise CheckpointCorrupt(f"{self.where or 'top level'}: {reason}")
-
-    def members(self) -> dict[str, Node]:
-        if not isinstance(self.value, dict):
-            self.fail(f"must be an object, is {_kind(self.value)}")
-        return {key: Node(value, f"{self.where}[{key[:80]!r}]") for key, value in self.value.items()}
-
-    def fields(self, *names: str) -> list[Node]:
-        """The members of these names in this order; no other may be there."""
-        if not isinstance(self.value, dict):
-            self.fail(f"must be an object, is {_kind(self.value)}")
-        if self.value.keys() != set(names):
-            missing = [name for name in names if name not in self.value]
-            unknown = [str(key)[:80] for key in self.value if key not in names]
-            self.fail(
-                "; ".join(
-                    f"{what} {keys[:10]}" for what, keys in (("missing", missing), ("unknown", unknown)) if keys
-                )
-            )
-        dot = f"{self.where}." if self.where else ""
-        return [Node(self.value[name], dot + name) for name in names]
-
-    def items(self) -> list[Node]:
-        if not isinstance(self.value, list):
-            self.fail(f"must be an array, is {_kind(self.value)}")
-        return [Node(value, f"{self.where}[{i}]") for i, value in enumerate(self.value)]
-
-    def integer(self, low: int = 0, high: int = _MAX) -> int:
-        if type(self.value) is not int or not low <= self.value <= high:
-            self.fail(f"must be an integer from {low} to {high}, is {_kind(self.value)}")
-        return self.value
-
-    def pair(self) -> tuple[int, int]:
-        items = self.items()
-        if len(items) != 2:
-            self.fail(f"must be a pair, has {len(items)} items")
-        return items[0].integer(), items[1].integer()
-
-    def text(self, problem: Callable[[str], str] = lambda _: "") -> str:
-        if not isinstance(self.value, str):
-            self.fail(f"must be a string, is {_kind(self.value)}")
-        if trouble := problem(self.value):
-            self.fail(f"{self.value[:80]!r}: {trouble}")
-        return self.value
-
-
-def _kind(value: JSON) -> str:
-    text = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _matches(pattern: re.Pattern[str], what: str) -> Callable[[str], str]:
@@ -217,7 +157,7 @@ def _tensor(node: Node) -> TensorEntry:
     if len(sizes) > _MAX_DIMS:
         shape_node.fail(f"has {len(sizes)} dims, at most {_MAX_DIMS}")
     shape = tuple(size.integer() for size in sizes)
-    if box_numel(whole_box(shape)) > _MAX:
+    if box_numel(whole_box(shape)) > MAX_INTEGER:
         shape_node.fail("has more than 2**62 elements")
     pieces = tuple(_piece(piece, shape, dtype.itemsize) for piece in pieces_node.items())
     try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zengine.arguments import add_config_arguments
-from zengine.clock import CallOrderError, MicroStep
+from zengine.clock import CallOrderError, HalfLoaded, MicroStep
 from zengine.initialize import initialize
 from zengine.lazily import importing
 from zengine.report import Culprit, StepReport
@@ -36,6 +36,7 @@ __all__ = [
     "Culprit",
     "Engine",
     "Feature",
+    "HalfLoaded",
     "LossScaleExhausted",
     "MicroStep",
     "PipelineEngine",

@@ -29,28 +29,25 @@ from zengine.consensus import (
     compare_kinds,
     compare_names,
     find,
+    named,
     on_every_rank,
     optimizer_kind,
     require_run,
     say_rounded,
+    small_state,
 )
+from zengine.foreign_state import travelling_options
 from zengine.jsonable import decode, encode
-from zengine.restoring import (
-    EVERYTHING,
-    OPTIMIZER,
-    What,
-    prepare,
-    restore_objects,
-    restore_rank,
-    travelling_options,
-    undone_on_error,
-)
+from zengine.restoring import EVERYTHING, OPTIMIZER, What, prepare
 from zengine.saving import Content
 
 if TYPE_CHECKING:
     from zengine.engine import Engine
 
 __all__ = ["What", "load", "restore", "save"]
+
+
+NOTHING_LOADED = "nothing was loaded"
 
 
 def save(
@@ -82,6 +79,7 @@ def save(
     peers = GroupPeers.of(engine)
     common = common_tag(f"global_step{clock.steps}" if tag is None else str(tag), engine.plan.tag_validation, peers)
     objects, rank_objects = on_every_rank(lambda: (_objects(engine, client_state), _rank_objects(engine)), peers)
+    objects["features"] = peers.exchange(objects["features"])[0]  # counts of ranks may differ
     objects["left_out"] = sorted(left_out)
     telemetry = engine.parts.telemetry
     with telemetry.paused(), telemetry.span("checkpoint"):
@@ -99,16 +97,17 @@ def save(
 def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool) -> tuple[str, dict[str, Any]]:
     """Restore `what` from the checkpoint `tag` of `root` (None: the newest); returns (folder, client state).
 
-    Phases: find (all ranks the same one), compare names and kinds, restore what may refuse, read, publish, restore
-    the rest.
+    Phases: find (all ranks the same one), compare names and kinds, decode and prove everything, fill tensors, let the
+    rest count, publish.
 
     Raises:
-        zckpt.CheckpointError: on every rank; nothing there, damaged, or not this model. No weight has changed then.
-        ValueError: on every rank; scaler, schedule or loader refuses its state (no weight has changed); or
-            parameters that share a step count on one rank were saved with different ones (weights have been read:
-            load again or start over).
+        zckpt.CheckpointError: on every rank; nothing there, damaged, or not of this run: the engine is as it was.  If
+            the medium fails after all was proven, the error says so, and the engine refuses to go on (`HalfLoaded`)
+            until a load succeeds.
+        ValueError: on every rank; parameters that share a step count were saved with different ones.  The engine is
+            as it was.
     """
-    engine.clock.require_open("load_checkpoint")
+    engine.clock.require_loadable("load_checkpoint")
     engine.parts.saver.wait()
     peers = GroupPeers.of(engine)
     return _take(engine, find(root, tag, peers), what, peers, strict=strict)
@@ -123,7 +122,7 @@ def restore(engine: Engine) -> dict[str, Any]:
         ValueError: on every rank; nothing was saved with "async_save" yet.
         zckpt.CheckpointError: on every rank; the copy is not of this engine as it is now. Nothing has changed then.
     """
-    engine.clock.require_open("restore_from_memory")
+    engine.clock.require_loadable("restore_from_memory")
     peers = GroupPeers.of(engine)
     return _take(engine, engine.parts.saver.newest(peers), EVERYTHING, peers, strict=True)[1]
 
@@ -131,26 +130,39 @@ def restore(engine: Engine) -> dict[str, Any]:
 def _take(
     engine: Engine, checkpoint: Source, what: What, peers: GroupPeers, *, strict: bool
 ) -> tuple[str, dict[str, Any]]:
-    names = frozenset(checkpoint.names())
-    partition = engine.parts.partition
-    left_out = {MODEL + name for name in checkpoint.objects.get("left_out", ())}
+    """Decode and prove everything on all ranks, touching nothing; then fill tensors, then let the rest count."""
+    partition, names = engine.parts.partition, frozenset(checkpoint.names())
+    left_out, client_state = on_every_rank(lambda: _checked(engine, checkpoint, what), peers, NOTHING_LOADED)
     compare_names(partition, names | left_out, str(checkpoint.path), peers, strict=strict)
-    if what.run:
-        require_run(checkpoint)
-    compare_kinds(engine, checkpoint, optimizer=what.optimizer, scheduler=what.scheduler)
-    partition.zero_grad()
     partition.admit_unfrozen()
     wanted = [shard for shard in _named(partition.shards_to_fill()) if shard.name in names]
     say_rounded(wanted, checkpoint, peers.rank)
-    with undone_on_error(engine):
-        restored = on_every_rank(lambda: prepare(engine, checkpoint, what), peers, "nothing was loaded")
-        checkpoint.read([*wanted, *restored.shards], strict=False, cast=True, verify="first", peers=peers)
-        on_every_rank(restored.commit, peers, "the optimizer's state was not taken")
-    partition.publish()
-    restore_objects(engine, checkpoint.objects, what)
+    prepared = on_every_rank(lambda: prepare(engine, checkpoint, what), peers, NOTHING_LOADED)
+    checkpoint.read(prepared.state.numbers, strict=False, verify="first", cast=True, peers=peers)
+    on_every_rank(prepared.state.share_numbers, peers, NOTHING_LOADED)
+    everything = zckpt.Reading([*wanted, *prepared.state.shards], "leave", verify="first", cast=True)
+    fill = checkpoint.prepare_read(everything, peers)
+    with engine.clock.loading(f"the load of checkpoint {checkpoint.path}"):
+        partition.zero_grad()
+        fill()
+        del fill, everything  # staged tensors are freed one by one as the optimizer takes them
+        on_every_rank(prepared.commit, peers, "the load was not completed")
+        partition.publish()
+    engine.clock.begin_step()
+    return str(checkpoint.path), client_state
+
+
+def _checked(engine: Engine, checkpoint: Source, what: What) -> tuple[frozenset[str], dict[str, Any]]:
+    """What is not compared, and the caller's state; after kinds were found to be this engine's."""
+    objects = small_state(checkpoint)
     if what.run:
-        restore_rank(engine, checkpoint, peers)
-    return str(checkpoint.path), decode(checkpoint.objects.get("client_state", {}))
+        require_run(checkpoint)
+    left_out = frozenset(MODEL + name.text() for name in objects.member("left_out", []).items())
+    compare_kinds(engine, checkpoint, optimizer=what.optimizer, scheduler=what.scheduler)
+    client_state = objects.member("client_state", {})
+    client_state.members()
+    with named(client_state):
+        return left_out, decode(client_state.value, client_state.where)
 
 
 # -- what is saved -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ saves one object and a chart has one x axis.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, final
 
@@ -24,6 +24,7 @@ class Phase(enum.Enum):
     IDLE = "IDLE"  # nothing yet; legal: forward
     FORWARD = "FORWARD"  # a forward with gradients; legal: forward, backward
     BACKWARD = "BACKWARD"  # gradients are there; legal: forward, backward, step
+    HALF_LOADED = "HALF LOADED"  # a load failed after it had touched tensors; legal: another load
     CLOSED = "CLOSED"  # closed; legal: nothing
 
 
@@ -31,6 +32,7 @@ _LEGAL = {
     Phase.IDLE: "forward()",
     Phase.FORWARD: "forward(), backward()",
     Phase.BACKWARD: "forward(), backward(), step()",
+    Phase.HALF_LOADED: "load_checkpoint()",
     Phase.CLOSED: "nothing: the engine is closed",
 }
 
@@ -54,6 +56,10 @@ class CallOrderError(RuntimeError):
     """forward, backward and step were called in an order that makes no sense."""
 
 
+class HalfLoaded(CallOrderError):
+    """A load has failed after it had touched tensors, and none has succeeded since: the engine holds a mixture."""
+
+
 class Pending(Protocol):
     """A backward that somebody else runs."""
 
@@ -61,6 +67,9 @@ class Pending(Protocol):
         """It has ended, whether or not that was told; afterwards the clock has no pending one."""
 
 
+_COUNTERS = ("micro_steps", "steps", "applied_steps", "skipped_steps", "samples")
+_MAX_COUNT = 2**53  # exact as a float, too
+_MAX_EXPONENT = 1000  # two to that is a float
 UNWEIGHTED = -(2**31)  # as an exponent of weights: no loss has had a weight yet
 
 
@@ -101,6 +110,7 @@ class Clock:
     skipped_steps: int = 0
     samples: int = 0  # samples of all steps that are complete
     step_samples: int | None = None  # samples of the step at whose boundary we are, if a feature knows better
+    failed_load: str = ""  # which load has left the engine HALF_LOADED, and why
 
     def micro_step(self) -> MicroStep:
         """The micro-step that is running."""
@@ -253,17 +263,63 @@ class Clock:
         """Nothing is legal any more."""
         self.phase = Phase.CLOSED
 
+    def require_loadable(self, call: str) -> None:
+        """Refuse `call` after close() alone: a load may follow one that has failed."""
+        self._require(call, Phase.IDLE, Phase.FORWARD, Phase.BACKWARD, Phase.HALF_LOADED)
+
+    @contextmanager
+    def loading(self, what: str) -> Iterator[None]:
+        """Around the part of a load that touches tensors: after an error nothing is legal but a load that succeeds.
+
+        what: the load in words, for the error of whoever goes on all the same.
+        """
+        self.settle()
+        after = Phase.IDLE if self.phase is Phase.HALF_LOADED else self.phase
+        self.phase, self.failed_load = Phase.HALF_LOADED, f"{what} was interrupted"
+        try:
+            yield
+        except BaseException as error:
+            self.failed_load = f"{what} failed ({type(error).__name__}: {error})"
+            _add_note(error, f"engine: {self._half_loaded}")
+            raise
+        self.phase, self.failed_load = after, ""
+
+    def begin_step(self) -> None:
+        """Whatever was under way is forgotten."""
+        self.phase, self.index = Phase.IDLE, 0
+        self.forwards = self.pairs = 0
+
     def state_dict(self) -> dict[str, int]:
         """The counters; a clock is saved between steps only."""
-        names = ("micro_steps", "steps", "applied_steps", "skipped_steps", "samples", "weight_exponent")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*_COUNTERS, "weight_exponent")}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the counters; the phase becomes IDLE."""
-        for name, ours in self.state_dict().items():
-            setattr(self, name, int(state.get(name, ours)))
-        self.phase, self.index = Phase.IDLE, 0
-        self.forwards = self.pairs = 0
+        self.prepare_load(state)()
+        self.begin_step()
+
+    def prepare_load(self, state: Mapping[str, int]) -> Callable[[], None]:
+        """Check what `state_dict` returned; the result restores the counters.
+
+        Raises:
+            ValueError: a counter is missing, or cannot be one.
+        """
+        counters = {name: _counter(state, name) for name in _COUNTERS}
+        if counters["steps"] != counters["applied_steps"] + counters["skipped_steps"]:
+            raise ValueError(
+                f"steps = {counters['steps']} is not applied_steps + skipped_steps = "
+                f"{counters['applied_steps']} + {counters['skipped_steps']}"
+            )
+        exponent = state.get("weight_exponent", self.weight_exponent)
+        is_power = type(exponent) is int and (exponent == UNWEIGHTED or abs(exponent) <= _MAX_EXPONENT)
+        if not is_power:
+            raise ValueError(f"weight_exponent = {exponent!r} is no exponent of a power of two")
+
+        def commit() -> None:
+            for name, value in (*counters.items(), ("weight_exponent", exponent)):
+                setattr(self, name, value)
+
+        return commit
 
     def _count_micro_step(self) -> None:
         self.phase = Phase.IDLE
@@ -285,9 +341,25 @@ class Clock:
     def _require(self, call: str, *legal: Phase) -> None:
         self.settle()
         if self.phase not in legal:
+            if self.phase is Phase.HALF_LOADED:
+                raise HalfLoaded(f"{call}() is refused: {self._half_loaded}")
             raise CallOrderError(
                 f"{call}() called in phase {self.phase.value}; legal here: {_LEGAL[self.phase]}. {self.position}"
             )
+
+    @property
+    def _half_loaded(self) -> str:
+        return (
+            f"{self.failed_load} after tensors had been touched, so this engine holds parts of two states. Load a "
+            "checkpoint that is whole: engine.load_checkpoint(...)."
+        )
+
+
+def _counter(state: Mapping[str, int], name: str) -> int:
+    value = state.get(name) if isinstance(state, Mapping) else None
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        raise ValueError(f"{name} = {value!r} must be a whole number from 0 to {_MAX_COUNT}")
+    return value
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -7,7 +7,8 @@ never completes, or in another checkpoint.  Each decision here is either made by
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import attrs
@@ -69,13 +70,38 @@ def on_every_rank(work: Callable[[], T], peers: GroupPeers, otherwise: str = "no
         result.append(work())
     except Exception as error:  # whatever it is: the others wait for word of it
         problem = error
-    texts = peers.exchange("" if problem is None else str(problem) or type(problem).__name__)
+    told = ("", "") if problem is None else (type(problem).__name__, str(problem) or type(problem).__name__)
+    everybody = peers.exchange(told)
     if problem is not None:
         raise problem
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-    if failed:
-        raise ValueError(f"{otherwise}, because of {failed[0]}")
+    for rank, (kind, text) in enumerate(everybody):
+        if kind:
+            raise _error_class(kind)(f"{otherwise}, because of rank {rank}: {text}")
     return result[0]
+
+
+def _error_class(name: str) -> type[Exception]:
+    """The class of another rank's error, if it is one of zckpt's; else ValueError."""
+    found = getattr(zckpt, name, None)
+    return found if isinstance(found, type) and issubclass(found, zckpt.CheckpointError) else ValueError
+
+
+def small_state(checkpoint: Source) -> zckpt.Node:
+    """What the run saved beside tensors, to be taken apart; errors name file and key."""
+    return zckpt.Node(checkpoint.objects, f"{checkpoint.origin}: objects", zckpt.CheckpointStateError)
+
+
+@contextmanager
+def named(node: zckpt.Node) -> Iterator[None]:
+    """Whatever the owner of a value has against it, or trips over in it, names the file and the key."""
+    try:
+        yield
+    except zckpt.CheckpointStateError:
+        raise
+    except Exception as error:  # of classes that are not ours, too
+        is_plain = isinstance(error, (ValueError, TypeError)) and str(error)
+        text = str(error) if is_plain else f"{type(error).__name__}: {error}"
+        raise zckpt.CheckpointStateError(f"{node.where}: {text}. Nothing was loaded.") from error
 
 
 def find(root: str, tag: str | None, peers: GroupPeers) -> zckpt.Checkpoint:
@@ -105,7 +131,7 @@ def find(root: str, tag: str | None, peers: GroupPeers) -> zckpt.Checkpoint:
 
 def require_run(checkpoint: Source) -> None:
     """Refuse to go on with a run that is not there: only an engine saves one."""
-    if "clock" not in checkpoint.objects:
+    if "clock" not in small_state(checkpoint).members():
         raise zckpt.CheckpointMismatch(
             f"checkpoint {checkpoint.path} was not saved by an engine: it holds no run to continue. Load its weights "
             "with load_module_only=True"
@@ -117,10 +143,10 @@ def compare_kinds(engine: Engine, checkpoint: Source, *, optimizer: bool, schedu
     if optimizer and engine.optimizer is not None:
         _compare_optimizers(checkpoint, engine.optimizer)
     kind = type(engine.parts.scheduler).__name__
-    saved: Any = checkpoint.objects["scheduler"] if scheduler else {"kind": kind}
-    if engine.optimizer is not None and saved["kind"] != kind:
+    saved = small_state(checkpoint).member("scheduler").member("kind").text() if scheduler else kind
+    if engine.optimizer is not None and saved != kind:
         raise zckpt.CheckpointMismatch(
-            f"checkpoint {checkpoint.path} holds the schedule {saved['kind']}, and this engine has {kind}. To start "
+            f"checkpoint {checkpoint.path} holds the schedule {saved}, and this engine has {kind}. To start "
             "the present schedule afresh, load with load_lr_scheduler_states=False"
         )
 
@@ -132,15 +158,15 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
 
 def _compare_optimizers(checkpoint: Source, optimizer: torch.optim.Optimizer) -> None:
     """Refuse the state of another optimizer before anything is read."""
-    saved: Any = checkpoint.objects.get("optimizer")
+    saved = small_state(checkpoint).member("optimizer", None)
     kind, num_groups = optimizer_kind(optimizer), len(optimizer.param_groups)
     problem = ""
-    if saved is None:
+    if saved.value is None:
         problem = f"holds no optimizer state, and this engine has an optimizer ({kind})"
-    elif saved["kind"] != kind:
-        problem = f"holds the state of {saved['kind']}, and this engine's optimizer is {kind}"
-    elif len(saved["groups"]) != num_groups:
-        problem = f"has {len(saved['groups'])} parameter groups, and this engine's optimizer has {num_groups}"
+    elif (other := saved.member("kind").text()) != kind:
+        problem = f"holds the state of {other}, and this engine's optimizer is {kind}"
+    elif (count := len(saved.member("groups").items())) != num_groups:
+        problem = f"has {count} parameter groups, and this engine's optimizer has {num_groups}"
     if problem:
         raise zckpt.CheckpointMismatch(
             f"checkpoint {checkpoint.path} {problem}. To go on with fresh optimizer state, load with "

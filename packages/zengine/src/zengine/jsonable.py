@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,24 +41,61 @@ def encode(value: Any, where: str = "value") -> Any:
     )
 
 
-def decode(value: Any) -> Any:
-    """The inverse of `encode`; lists stay lists."""
+def decode(value: Any, where: str = "value") -> Any:
+    """The inverse of `encode`; lists stay lists.
+
+    Raises:
+        ValueError: a reserved key beside what `encode` never puts there; says where.
+    """
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    if _TUPLE in value:
-        return tuple(decode(item) for item in value[_TUPLE])
-    if _PAIRS in value:
-        return {decode(key): decode(item) for key, item in value[_PAIRS]}
-    if _FLOAT in value:
-        return float(value[_FLOAT])
-    if _TENSOR in value:
-        number, dtype, shape = value[_TENSOR]
-        if any(size != 1 for size in shape):
-            raise ValueError(f"a checkpoint gives one number the shape {shape}")
-        return torch.full(tuple(shape), decode(number), dtype=_dtype(dtype))
-    return {key: decode(item) for key, item in value.items()}
+    for mark in _RESERVED.intersection(value):
+        try:
+            return _DECODERS[mark](value[mark], where)
+        except (TypeError, ValueError, KeyError, OverflowError, RuntimeError) as error:  # torch's, of a shape
+            known = isinstance(error, _Undecodable)
+            raise error if known else _Undecodable(f"{where} is no {mark} as it is saved: {error}") from None
+    return {key: decode(item, f"{where}.{key}") for key, item in value.items()}
+
+
+class _Undecodable(ValueError):
+    """It says where already."""
+
+
+def _decode_tuple(items: list[Any], where: str) -> tuple[Any, ...]:
+    return tuple(decode(_checked(items, list), where))
+
+
+def _decode_pairs(items: list[Any], where: str) -> dict[Any, Any]:
+    pairs = [(decode(key, where), item) for key, item in _checked(items, list)]
+    return {key: decode(item, f"{where}[{key!r}]") for key, item in pairs}
+
+
+def _decode_float(text: str, where: str) -> float:
+    return float(_checked(text, str))
+
+
+def _decode_tensor(told: list[Any], where: str) -> torch.Tensor:
+    number, dtype, shape = _checked(told, list)
+    if any(size != 1 for size in shape):
+        raise ValueError(f"a checkpoint gives one number the shape {shape}")
+    return torch.full(tuple(shape), decode(number, where), dtype=_dtype(dtype))
+
+
+_DECODERS: dict[str, Callable[[Any, str], Any]] = {
+    _TUPLE: _decode_tuple,
+    _PAIRS: _decode_pairs,
+    _FLOAT: _decode_float,
+    _TENSOR: _decode_tensor,
+}
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"a {kind.__name__} is needed, not {value!r}")
+    return value
 
 
 def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
@@ -68,7 +105,7 @@ def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, _checked(name, str), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"a checkpoint names the dtype {name!r}, which this torch does not have")
     return dtype

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-import zcomm
 import zpartition
 from zengine import checkpointing
-from zengine.converting import as_module_has_them
+from zengine.consensus import GroupPeers, on_every_rank
+from zengine.weight_loading import load_weights
 
 if TYPE_CHECKING:
     from zengine.engine import Engine
@@ -83,26 +82,10 @@ class EnginePersistence:
 
         Raises, on every rank and with nothing loaded:
             ValueError: names or shapes do not fit the module.
-            CheckpointError: some rank cannot read the files, or Transformers converts them in a way that cannot be
-                carried out part by part.
+            CheckpointError: some rank cannot read the files, a checksum that they have differs, or Transformers
+                converts them in a way that cannot be carried out part by part.
         """
-        from zckpt import CheckpointError, CheckpointReadError
-        from zckpt.interchange import read_weights
-
-        with ExitStack() as opened:
-            own: CheckpointError | None = None
-            try:
-                given = opened.enter_context(read_weights(path))
-                weights = as_module_has_them(given, *_told(self.parts.partition, like))
-            except CheckpointError as error:
-                own = error
-            told = zcomm.exchange(str(own or ""), self.parts.groups.everybody())
-            if own is not None:
-                raise own
-            for rank, problem in enumerate(told):
-                if problem:
-                    raise CheckpointReadError(f"rank {rank} cannot read the weights: {problem}", path=str(path))
-            zpartition.load_slices(self.parts.partition, weights, strict=strict)
+        load_weights(_engine(self), path, strict=strict, like=like)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's, with its own names: the engine stands in for the module.
@@ -127,22 +110,15 @@ class EnginePersistence:
 
         All ranks call; rank 0's values count.  Where the module is split, each rank takes its parts of the whole.
         """
+        engine, partition = _engine(self), self.parts.partition
         state_dict = zpartition.own_parts(self.module, state_dict)
-        result = self.module.load_state_dict(state_dict, strict=strict, assign=False)
-        self.parts.partition.synchronise()
-        self.parts.partition.refine(state_dict)
+        with engine.clock.loading("engine.load_state_dict()"):  # torch copies what fits before it refuses the rest
+            result = on_every_rank(
+                lambda: self.module.load_state_dict(state_dict, strict=strict, assign=False), GroupPeers.of(engine)
+            )
+            partition.synchronise()
+            partition.refine(state_dict)
         return result
-
-
-def _told(partition: zpartition.Partition, like: nn.Module | None) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
-    """The model that folders are of, and its shapes by every name; parameters that are shared have several."""
-    if like is not None:
-        return like, {name: tuple(tensor.shape) for name, tensor in like.state_dict().items()}
-    known = partition.shapes()
-    first: dict[int, str] = {}
-    for name, param in partition.module.named_parameters(remove_duplicate=False):
-        known[name] = known[first.setdefault(id(param), name)]
-    return partition.module, known
 
 
 def _engine(mixin: EnginePersistence) -> Engine:

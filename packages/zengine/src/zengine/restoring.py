@@ -1,16 +1,18 @@
-"""What a checkpoint gives back to an engine, in the order in which it can still be refused.
+"""What a checkpoint gives back to an engine: everything is decoded and proven, on all ranks, before anything changes.
 
-The optimizer's state is staged first, where it is known what there is to read; scaler, schedule and the loader's
-position, which may refuse, come before any weight moves, and are put back if the load fails; counters, features and
-random state, which cannot refuse, come last.
+Phases: each owner of small state (scaler, schedule, clock, features, loader, random state) checks what is saved and
+returns a commit that cannot fail; the optimizer's state is staged beside what it has; its few numbers are read and
+compared; all bytes are proven.  Then the ranks have voted, and tensors are filled, then commits are made.
+
+Rejected: loading each part as it comes and undoing it after an error (a part that cannot undo, as a loader whose
+iteration has ended, is changed by a load that fails; and random state has to come last, when it is too late).
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -19,7 +21,15 @@ import torch
 import zckpt
 import zpartition
 from zengine.config.parallel import MODEL_AXES
-from zengine.consensus import MODEL, GroupPeers, Source
+from zengine.consensus import MODEL, GroupPeers, Source, named, small_state
+from zengine.foreign_state import (
+    check_options,
+    check_states,
+    options_put_back,
+    prepare_schedule,
+    set_option,
+    set_options,
+)
 from zengine.jsonable import decode
 
 if TYPE_CHECKING:
@@ -27,6 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zengine")
 
+Commit = Callable[[], object]  # lets one part of a load count; cannot fail
+
+_MOST_STEPS = 2**53
 OPTIMIZER = "optimizer."  # prefix of tensor names: "optimizer.<state key>.<parameter>"
 
 # For each parameter and state key: dtype, and shape, or None for a number beside the parameter.
@@ -50,37 +63,36 @@ class What:
 EVERYTHING = What(optimizer=True, scheduler=True, run=True)
 
 
-def travelling_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The hyperparameters of each group, without the options that belong to the object, such as its state format."""
-    left = {"params", "param_names", *getattr(optimizer, "kept_options", ())}
-    return [{key: value for key, value in group.items() if key not in left} for group in optimizer.param_groups]
-
-
 @attrs.define(eq=False)
 class RestoredState:
-    """Optimizer state on its way in: where to read, and scalars to be shared out after the read."""
+    """Optimizer state on its way in: where to read, and numbers to be shared out.
+
+    Numbers are few, and are read and looked at first; the rest is read with the weights.
+    """
 
     shards: list[zpartition.Shard] = attrs.field(factory=list)
-    scalars: list[tuple[str, torch.Tensor, torch.Tensor]] = attrs.field(factory=list)  # (name, read, staged)
+    numbers: list[zpartition.Shard] = attrs.field(factory=list)  # to be read before
+    staged: list[torch.Tensor] = attrs.field(factory=list)  # where each of them goes
     hand_over: Callable[[], None] = lambda: None  # gives the optimizer what was read
+    origin: str = "the checkpoint"  # for errors
 
     def add(self, name: str, shard: zpartition.Shard) -> None:
-        """Read into the staged tensor; a scalar, which several parameters share, through a tensor of its own."""
+        """Read into the staged tensor; a number, which several parameters share, through a tensor of its own."""
         if shard.global_shape == () and shard.tensor.numel() == 1:
-            own = shard.tensor.clone()
-            self.scalars.append((name, own, shard.tensor))
-            shard = attrs.evolve(shard, tensor=own)
-        self.shards.append(attrs.evolve(shard, name=name))
+            self.numbers.append(attrs.evolve(shard, name=name, tensor=shard.tensor.clone()))
+            self.staged.append(shard.tensor)
+        else:
+            self.shards.append(attrs.evolve(shard, name=name))
 
-    def commit(self) -> None:
-        """Give every shared scalar its value, and the optimizer its state.
+    def share_numbers(self) -> None:
+        """Give every staged number the value that was read.
 
         Raises:
-            ValueError: parameters that share a shard here were saved with different values; or the optimizer finds
-                that something is missing.
+            ValueError: parameters that share a shard here were saved with different values, or a step count is none.
         """
         first: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, read, staged in self.scalars:
+        for number, staged in zip(self.numbers, self.staged):
+            name, read = number.name, number.tensor
             other_name, other = first.setdefault(staged.data_ptr(), (name, read))
             if not torch.equal(other, read):
                 raise ValueError(
@@ -88,39 +100,116 @@ class RestoredState:
                     "parameters are updated together; put them into parameter groups of their own, or, if one was "
                     "unfrozen during the run, keep it frozen until initialize() has returned"
                 )
+            if name.startswith(f"{OPTIMIZER}step.") and not 0 <= read.item() <= _MOST_STEPS:
+                raise zckpt.CheckpointStateError(f"{self.origin}: {name} = {read.item()}, which counts no steps")
             staged.copy_(read)
-        self.shards.clear()  # staged tensors are freed one by one as the optimizer takes them
-        self.scalars.clear()
+
+    def commit(self) -> None:
+        """Give the optimizer its state."""
+        self.shards.clear()
+        self.staged.clear()
         self.hand_over()
 
 
-def prepare(engine: Engine, checkpoint: Source, what: What) -> RestoredState:
-    """What may refuse, or find no memory, on one rank alone."""
-    _restore_small(engine, checkpoint.objects, what)
-    position = _rank_objects(checkpoint, GroupPeers.of(engine).rank).get("loader") if what.run else None
-    if engine.parts.loader is not None and position is not None:
-        engine.parts.loader.load_state_dict(decode(position))
-    return _prepare_optimizer(engine, checkpoint) if what.optimizer else RestoredState()
+@attrs.frozen(eq=False)
+class Prepared:
+    """A checkpoint's small state, decoded and checked, and the optimizer's, staged."""
+
+    state: RestoredState
+    commits: tuple[Commit, ...]  # in the order in which they count
+
+    def commit(self) -> None:
+        """Let everything of it count."""
+        for commit in self.commits:
+            commit()
 
 
-def _prepare_optimizer(engine: Engine, checkpoint: Source) -> RestoredState:
-    """Stage state for the optimizer as the checkpoint has it, and say where to read it into.
+def prepare(engine: Engine, checkpoint: Source, what: What) -> Prepared:
+    """Decode all that is restored beside tensors, and stage the optimizer's state; nothing of the engine changes.
 
-    The options come first: they say which state the optimizer will ask for.
+    Raises:
+        CheckpointStateError: a value is damaged, or is refused by whoever it belongs to; says file and key.
     """
-    optimizer = engine.optimizer
-    if optimizer is None:
-        return RestoredState()
-    options: Any = checkpoint.objects["optimizer"]
-    _set_options(optimizer, decode(options["groups"]))
+    objects, parts = small_state(checkpoint), engine.parts
+    commits: list[Commit] = []
+    state = RestoredState()
+    if what.optimizer:
+        commits += _scaler(engine, objects)
+    if what.scheduler and objects.member("scheduler").member("kind").value == type(parts.scheduler).__name__:
+        member = objects.member("scheduler").member("state")
+        commits.append(_taken(functools.partial(prepare_schedule, parts.scheduler, engine.optimizer), member))
+    if what.optimizer and engine.optimizer is not None:
+        options, state = _optimizer(engine, engine.optimizer, checkpoint)
+        commits += [options, state.commit]
+    elif what.scheduler and engine.optimizer is not None and parts.client_scheduler is not None:
+        commits.append(functools.partial(_follow, engine.optimizer, parts.client_scheduler))
+    if what.run:
+        commits += _run(engine, checkpoint, objects)
+    return Prepared(state, tuple(commits))
+
+
+def _taken(prepare: Callable[[Any], Commit], node: zckpt.Node) -> Commit:
+    """What the owner of a value makes of it; whatever it has against it names the place."""
+    with named(node):
+        return prepare(decode(node.value, node.where))
+
+
+def _scaler(engine: Engine, objects: zckpt.Node) -> Iterator[Commit]:
+    saved, scaler = objects.member("scaler"), engine.parts.scaler
+    kind = saved.member("kind").text()
+    if kind == type(scaler).__name__:
+        yield _taken(scaler.prepare_load, saved.member("state"))
+        return
+    log.warning(
+        "the checkpoint was trained with %s, this engine has %s: the loss scale starts afresh",
+        kind,
+        type(scaler).__name__,
+    )
+
+
+def _optimizer(engine: Engine, optimizer: torch.optim.Optimizer, checkpoint: Source) -> tuple[Commit, RestoredState]:
+    """What sets the options, and the state staged as the checkpoint has it.
+
+    While it is staged the options are in place: they say which state the optimizer will ask for.
+    """
+    objects = small_state(checkpoint)
+    node = objects.member("optimizer").member("groups")
+    with named(node):
+        options = [decode(group.value, group.where) for group in node.items()]
+        check_options(optimizer, options, complete="imported" not in objects.members())
     kinds = _following(_state_kinds(checkpoint), checkpoint, engine)
     _say_untrained(engine, frozenset(kinds))
-    staged = zpartition.make_state(optimizer, engine.parts.partition.holders, lambda name: kinds.get(name, {}))
-    restored = RestoredState(hand_over=staged.hand_over)
+    with options_put_back(optimizer):
+        set_options(optimizer, options)
+        staged = zpartition.make_state(optimizer, engine.parts.partition.holders, lambda name: kinds.get(name, {}))
+        with named(node):
+            check_states(optimizer, staged)
+    restored = RestoredState(hand_over=staged.hand_over, origin=checkpoint.origin)
     for key, shard in staged.shards():
         if key in kinds.get(shard.name, {}):
             restored.add(f"{OPTIMIZER}{key}.{shard.name}", shard)
-    return restored
+    return functools.partial(set_options, optimizer, options), restored
+
+
+def _follow(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+    """The rates of a schedule that goes on where the optimizer begins."""
+    for group, lr in zip(optimizer.param_groups, schedule.get_last_lr()):
+        set_option(group, "lr", lr)
+
+
+def _run(engine: Engine, checkpoint: Source, objects: zckpt.Node) -> Iterator[Commit]:
+    """Counters, features, the loader's position, random state."""
+    yield _taken(engine.clock.prepare_load, objects.member("clock"))
+    yield functools.partial(engine.parts.telemetry.load_state_dict, {})
+    saved = objects.member("features").members()
+    for feature in engine._features:
+        if feature.name in saved:
+            yield _taken(feature.prepare_load, saved[feature.name])
+    mine = _rank_state(engine, checkpoint)
+    position = mine.member("loader", None)
+    if engine.parts.loader is not None and position.value is not None:
+        yield _taken(engine.parts.loader.prepare_load, position)
+    yield from _random_state(engine, checkpoint, mine)
 
 
 def _say_untrained(engine: Engine, saved: frozenset[str]) -> None:
@@ -185,87 +274,22 @@ def _state_kinds(checkpoint: Source) -> Kinds:
     return kinds
 
 
-@contextmanager
-def undone_on_error(engine: Engine) -> Iterator[None]:
-    """Put back the optimizer's state, scaler, schedule and position if the load fails before any weight has moved."""
-    parts, optimizer = engine.parts, engine.optimizer
-    state = {} if optimizer is None else dict(optimizer.state)
-    scaler, scheduler = parts.scaler.state_dict(), copy.deepcopy(parts.scheduler.state_dict())
-    options = [] if optimizer is None else copy.deepcopy(travelling_options(optimizer))
-    position = None if parts.loader is None else parts.loader.state_dict()
-    try:
-        yield
-    except BaseException:
-        if parts.loader is not None and parts.loader.state_dict() != position:
-            parts.loader.load_state_dict(position)
-        parts.scaler.load_state_dict(scaler)
-        parts.scheduler.load_state_dict(scheduler)
-        if optimizer is not None:
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            _set_options(optimizer, options)
-        raise
+def _rank_state(engine: Engine, checkpoint: Source) -> zckpt.Node:
+    """What this rank saved; one that the saved run did not have takes rank 0's, whose position is everybody's."""
+    rank = GroupPeers.of(engine).rank
+    saved_by = rank if rank < checkpoint.manifest.world_size else 0
+    where = f"{checkpoint.origin}: rank_objects[{saved_by}]"
+    return zckpt.Node(checkpoint.rank_objects(saved_by), where, zckpt.CheckpointStateError)
 
 
-def _restore_small(engine: Engine, objects: Mapping[str, Any], what: What) -> None:
-    """Scaler and schedule, which may refuse: before any weight moves."""
-    parts = engine.parts
-    if what.optimizer and objects["scaler"]["kind"] == type(parts.scaler).__name__:
-        parts.scaler.load_state_dict(decode(objects["scaler"]["state"]))
-    elif what.optimizer:
-        log.warning(
-            "the checkpoint was trained with %s, this engine has %s: the loss scale starts afresh",
-            objects["scaler"]["kind"],
-            type(parts.scaler).__name__,
-        )
-    if what.scheduler and objects["scheduler"]["kind"] == type(parts.scheduler).__name__:
-        parts.scheduler.load_state_dict(decode(objects["scheduler"]["state"]))
-
-
-def restore_objects(engine: Engine, objects: Mapping[str, Any], what: What) -> None:
-    parts, optimizer = engine.parts, engine.optimizer
-    if what.scheduler and not what.optimizer and optimizer is not None and parts.client_scheduler is not None:
-        for group, lr in zip(optimizer.param_groups, parts.client_scheduler.get_last_lr()):
-            _set_option(group, "lr", lr)
-    if what.run:
-        engine.clock.load_state_dict(decode(objects["clock"]))
-        parts.telemetry.load_state_dict({})
-        for feature in engine._features:
-            if feature.name in objects["features"]:
-                feature.load_state_dict(decode(objects["features"][feature.name]))
-
-
-def _set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    """Put `options`, one dict for each group, in the place of what is there."""
-    kept = getattr(optimizer, "kept_options", ())
-    for group, values in zip(optimizer.param_groups, options):
-        for key, value in values.items():
-            if key not in kept:
-                _set_option(group, key, value)
-
-
-def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """Into the tensor that is there (a captured graph may hold it), else in its place."""
-    if isinstance(group.get(key), torch.Tensor):
-        group[key].copy_(torch.as_tensor(value))
-    else:
-        group[key] = value
-
-
-def _rank_objects(checkpoint: Source, rank: int) -> Mapping[str, Any]:
-    """What `rank` saved; one that the saved run did not have takes rank 0's, of which the position is everybody's."""
-    return checkpoint.rank_objects(rank if rank < checkpoint.manifest.world_size else 0)
-
-
-def restore_rank(engine: Engine, checkpoint: Source, peers: GroupPeers) -> None:
+def _random_state(engine: Engine, checkpoint: Source, mine: zckpt.Node) -> Iterator[Commit]:
     """Random state.  A checkpoint that was imported from another engine has none, nor a position, and says so.
 
     Ranks that shared a copy of the model drew alike; where they are replicas now they must not, so each goes on with
     the state that it has.
     """
-    saved_world = checkpoint.manifest.world_size
-    mine = _rank_objects(checkpoint, peers.rank)
-    if mine["rng"] is None:
+    peers, saved_world, saved = GroupPeers.of(engine), checkpoint.manifest.world_size, mine.member("rng", None)
+    if saved.value is None:
         if peers.rank == 0:
             log.warning(
                 "checkpoint %s was imported: it has no random states and no position of the data loader; "
@@ -273,12 +297,11 @@ def restore_rank(engine: Engine, checkpoint: Source, peers: GroupPeers) -> None:
                 checkpoint.path,
             )
         return
-    is_split_alike = _copies_split(checkpoint.objects.get("degrees", {})) == _copies_split(
-        attrs.asdict(engine.plan.parallel.degrees)
-    )
+    with named(saved):
+        put_back = zckpt.rng.prepare(saved.value)
+    is_split_alike = _copies_split(small_state(checkpoint)) == _copies_split_here(engine)
     if peers.rank < saved_world and is_split_alike:
-        for note in zckpt.rng.restore(mine["rng"]):
-            log.warning("%s", note)
+        yield functools.partial(_tell_what_is_left, put_back)
     if (saved_world != peers.world_size or not is_split_alike) and peers.rank == 0:
         log.warning(
             "checkpoint %s was saved by %d ranks%s and is loaded by %d: weights, optimizer and the order of data "
@@ -290,6 +313,17 @@ def restore_rank(engine: Engine, checkpoint: Source, peers: GroupPeers) -> None:
         )
 
 
-def _copies_split(degrees: Mapping[str, int]) -> tuple[int, ...]:
-    """Ranks that work on the same samples, by axis."""
+def _tell_what_is_left(put_back: Callable[[], tuple[str, ...]]) -> None:
+    for note in put_back():
+        log.warning("%s", note)
+
+
+def _copies_split(objects: zckpt.Node) -> tuple[int, ...]:
+    """Ranks that worked on the same samples, by axis."""
+    degrees = objects.member("degrees", {}).members()
+    return tuple(degrees[axis].integer(1) if axis in degrees else 1 for axis in MODEL_AXES)
+
+
+def _copies_split_here(engine: Engine) -> tuple[int, ...]:
+    degrees = attrs.asdict(engine.plan.parallel.degrees)
     return tuple(degrees.get(axis, 1) for axis in MODEL_AXES)

@@ -97,3 +97,17 @@ def test_another_dataset_is_refused():
     state = {**loader_of().state_dict(), "num_samples": 41}
     with pytest.raises(ValueError, match="a dataset of 41 samples, this one has 40"):
         loader_of().load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["seed", "epoch", "place", "step", "micro_step", "consumed_samples", "num_samples"])
+@pytest.mark.parametrize("junk", [None, "x", -7, 1.5, [], {}, True, 10**30], ids=str)
+def test_a_number_that_cannot_be_is_refused_by_name_and_nothing_has_moved(name, junk):
+    loader = loader_of()
+    take(loader, 3)
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match=f"loader state: {name} "):
+        loader.prepare_load({**before, name: junk})
+    with pytest.raises(ValueError, match="loader state: place is 40, which is not below the 40 samples of a pass"):
+        loader.prepare_load({**before, "place": 40})
+    loader.prepare_load({**before, "epoch": 5})
+    assert loader.state_dict() == before

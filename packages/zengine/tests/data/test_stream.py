@@ -135,3 +135,19 @@ def test_the_length_is_that_of_the_dataset_if_it_has_one():
     assert len(loader_of(Sized(), drop_last=True)) == 2
     with pytest.raises(TypeError):
         len(loader_of(Stream()))
+
+
+def test_a_position_that_the_dataset_refuses_changes_nothing_and_names_it():
+    dataset = Remembering()
+    loader = loader_of(dataset)
+    batches = iter(loader)
+    next(batches)
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match=r"loader state: dataset: Remembering\.load_state_dict refuses it: KeyError"):
+        loader.load_state_dict({**before, "dataset": {"place": 4}})
+    assert loader.state_dict() == before
+    commit = loader.prepare_load({**before, "epoch": 1, "dataset": {"position": 6}})
+    assert loader.state_dict() == before
+    assert next(batches).tolist() == [4, 5, 6, 7]  # the iteration goes on
+    commit()
+    assert loader.state_dict() == {**before, "epoch": 1, "dataset": {"position": 6}}

@@ -121,10 +121,18 @@ class Adafactor(torch.optim.Adafactor):
         """What is remembered of `param`; {} before the first update."""
         return dict(self.state.get(param, {}))
 
-    def take_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Remember `state`, in the parameter's dtype.  Raises ValueError, with nothing adopted, for another's."""
+    def check_loaded_options(self, index: int, options: Mapping[str, Any]) -> None:
+        """Raise ValueError or TypeError if group `index` could not go on with `options` in place of its own."""
+        _check_group({**self.param_groups[index], **options}, index, self.defaults)
+
+    def check_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
+        """Raise the ValueError that `take_portable_state` would, whatever the values are."""
         names = [self._name(*place) for place, other in self._parameters() if other is param]
         _check_state(state, param, self._segments.get(param), *names)
+
+    def take_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
+        """Remember `state`, in the parameter's dtype.  Raises ValueError, with nothing adopted, for another's."""
+        self.check_portable_state(param, state)
         kinds = {key: torch.float32 if key == "step" else param.dtype for key in state}
         self.state[param] = {key: torch.as_tensor(value).to(kinds[key]) for key, value in state.items()}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,20 +36,20 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
     allowed = _interval(low, high)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); it must be a number in {allowed}.")
-    real = float(value)
-    if not math.isfinite(real) or not low <= real < high:
+    exact: Any = value  # an int may be beyond every float
+    if not max(low, -sys.float_info.max) <= exact <= sys.float_info.max or not exact < high:  # NaN neither
         raise ValueError(f"{name} is {value!r}; it must be a number in {allowed}.")
-    return real
+    return float(value)
 
 
 def integer(name: str, value: Any, low: int = 0) -> int:
     """`value` as an int if it is whole (1000.0, as JSON writes 1e3, counts) and >= low."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); it must be a whole number >= {low}.")
-    whole = float(value)
-    if not whole.is_integer() or whole < low:
+    exact: Any = value
+    if exact % 1 != 0 or exact < low:  # NaN and infinity too
         raise ValueError(f"{name} is {value!r}; it must be a whole number >= {low}.")
-    return int(whole)
+    return int(exact)
 
 
 def flag(name: str, value: Any) -> bool:

@@ -7,7 +7,8 @@ constructed and converts what it is given, so state moves between torch.optim, f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -81,6 +82,13 @@ class Contract(torch.optim.Optimizer):
         finally:
             hook.remove()
 
+    def check_loaded_options(self, index: int, options: Mapping[str, Any]) -> None:
+        """Raise ValueError or TypeError if group `index` could not go on with `options` in place of its own."""
+        group = {**self.param_groups[index], **options}
+        for option, value in self._absent_options.items():
+            group.setdefault(option, value)
+        self._check_loaded_group(index, group)
+
     def portable_state(self, param: Tensor) -> dict[str, Any]:
         """What is remembered of `param`, as whoever saves or reshards it should see it; {} before the first update.
 
@@ -96,6 +104,12 @@ class Contract(torch.optim.Optimizer):
         Raises ValueError, with nothing adopted, for state that lacks a moment or is of another size.
         """
         self.state[param] = self._adopt(*self._place(param), state)
+
+    def check_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
+        """Raise the ValueError that `take_portable_state` would, whatever the values are."""
+        index, position = self._place(param)
+        with self._naming_loads():
+            loading.check(state, param, self._memory(self.param_groups[index]), self._name(index, position))
 
     # What a subclass says -------------------------------------------------------------------------
 
@@ -198,7 +212,7 @@ class Contract(torch.optim.Optimizer):
                 for option, value in self._absent_options.items():
                     group.setdefault(option, value)
                 group.update(kept[index] if kept else {})
-                self._check_loaded_group(index)
+                self._check_loaded_group(index, group)
                 for position, param in enumerate(group["params"]):
                     if self.state.get(param):
                         loaded = loading.unboxed(self.state[param])
@@ -210,13 +224,17 @@ class Contract(torch.optim.Optimizer):
     def _adopt(self, index: int, position: int, loaded: Mapping[str, Any]) -> dict[str, Any]:
         group = self.param_groups[index]
         who = self._name(index, position)
-        try:
+        with self._naming_loads():
             return loading.adopt(loaded, group["params"][position], self._memory(group), who)
+
+    @contextmanager
+    def _naming_loads(self) -> Iterator[None]:
+        try:
+            yield
         except ValueError as failure:
             raise ValueError(f"{type(self).__name__} cannot load this state: {failure}") from None
 
-    def _check_loaded_group(self, index: int) -> None:
-        group = self.param_groups[index]
+    def _check_loaded_group(self, index: int, group: Mapping[str, Any]) -> None:
         # torch itself adds "differentiable" to the defaults whenever it loads.
         missing = [option for option in self.defaults if option not in group and option != "differentiable"]
         if missing:

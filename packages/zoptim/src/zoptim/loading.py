@@ -47,6 +47,21 @@ def adopt(loaded: Mapping[str, Any], param: Tensor, memory: Memory, who: str) ->
 
     Raises ValueError for state that lacks a moment or is of another size.
     """
+    given, moments = check(loaded, param, memory, who)
+    state = memory.make(param) if given else {}
+    for name in set(memory.names) - set(moments):  # the first update makes it
+        state.pop(name, None)
+        state.pop(scale_key(name), None)
+    with torch.no_grad():
+        for key in state:
+            _fill(state, key, given, param, memory)
+    return state
+
+
+def check(
+    loaded: Mapping[str, Any], param: Tensor, memory: Memory, who: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What is there of `loaded`, and the moments of it; ValueError as of `adopt`."""
     given = {key: value for key, value in loaded.items() if value is not None}
     moments = {name: given[name] for name in memory.names if isinstance(given.get(name), Tensor)}
     missing = [name for name in memory.names if name not in moments and name not in memory.lazy]
@@ -60,14 +75,7 @@ def adopt(loaded: Mapping[str, Any], param: Tensor, memory: Memory, who: str) ->
             "another optimizer, or by one with other options."
         )
     _check_shapes(given, param, memory, who)
-    state = memory.make(param) if given else {}
-    for name in set(memory.names) - set(moments):  # the first update makes it
-        state.pop(name, None)
-        state.pop(scale_key(name), None)
-    with torch.no_grad():
-        for key in state:
-            _fill(state, key, given, param, memory)
-    return state
+    return given, moments
 
 
 def _fill(state: dict[str, Any], key: str, given: dict[str, Any], param: Tensor, memory: Memory) -> None:

@@ -134,3 +134,19 @@ def test_any_torch_optimizer_is_driven(name: str) -> None:
     schedule = MAKERS[name](optimizer)
     schedule.step()
     assert [optimizer.param_groups[0]["lr"]] == schedule.get_lr()
+
+
+@every
+@pytest.mark.parametrize("junk", [None, "x", -7, 1.5, [], float("nan"), float("inf"), 2**60, 10**400], ids=str)
+def test_a_count_that_cannot_be_is_refused_and_a_good_one_waits(name: str, junk: Any) -> None:
+    optimizer = make_optimizer()
+    schedule = MAKERS[name](optimizer)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    with pytest.raises((TypeError, ValueError), match="last_batch_iteration"):
+        schedule.prepare_load({"last_batch_iteration": junk})
+    with pytest.raises(ValueError, match="last_batch_iteration"):
+        schedule.prepare_load(junk)
+    commit = schedule.prepare_load({"last_batch_iteration": 4})
+    assert (schedule.last_batch_iteration, [group["lr"] for group in optimizer.param_groups]) == (-1, rates)
+    commit()
+    assert (schedule.last_batch_iteration, schedule.get_lr()) == (4, schedule.lrs(4))

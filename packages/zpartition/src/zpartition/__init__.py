@@ -21,7 +21,7 @@ from zpartition.access import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from zpartition.addressing import make_state, state_shards
+from zpartition.addressing import StagedState, make_state, state_shards
 from zpartition.cells import Cell, cell_of, deals_of, replicas_of, stages_of
 from zpartition.deferred import Init, is_deferred, recording
 from zpartition.gathered import gathered
@@ -61,6 +61,7 @@ __all__ = [
     "Slot",
     "SparseGradients",
     "Speculation",
+    "StagedState",
     "Tier",
     "TrafficPlan",
     "ZeroPolicy",

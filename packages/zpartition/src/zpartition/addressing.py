@@ -69,12 +69,18 @@ class StagedState:
                     assert isinstance(shard, Shard)
                     yield key, shard
 
-    def hand_over(self) -> None:
-        """Let the optimizer keep what was read, in place of what it had.  Once.
+    def check(self) -> None:
+        """Ask the optimizer whether it can take what will be read, if it has a method to be asked.
 
         Raises:
-            ValueError: the optimizer finds that something is missing.
+            ValueError: it finds that something is missing.
         """
+        refuse = getattr(self.optimizer, "check_portable_state", lambda tensor, state: None)
+        for holder, state in self.held:
+            refuse(holder.tensor, state)
+
+    def hand_over(self) -> None:
+        """Let the optimizer keep what was read, in place of what it had.  Once."""
         self.optimizer.state.clear()
         for holder in self.bare:
             holder.clear(self.optimizer)

@@ -11,7 +11,8 @@ a module without a partition: one that answers, whole or split over ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -35,12 +36,19 @@ class Slices(Protocol):
     def __getitem__(self, box: tuple[slice, ...]) -> Tensor: ...
 
 
-def load_slices(partition: Partition, tensors: Mapping[str, Slices | Tensor], *, strict: bool = True) -> None:
+def load_slices(
+    partition: Partition,
+    tensors: Mapping[str, Slices | Tensor],
+    *,
+    strict: bool = True,
+    touching: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> None:
     """Fill the weights (masters too), frozen parameters and persistent buffers of `partition`; cast as they need it.
 
     tensors: by the module's own names; of all stages, where the module is one of them.  strict: every tensor of the
     module is there, and no other; without it what is missing stays as it is, and others are left alone.  Every rank
-    must call.
+    must call.  touching: entered before the first tensor is touched and left when the last one is filled; there ranks
+    may tell each other whether all could be read, since weights are then gathered.
     Raises ValueError on every rank, with nothing loaded, that names what is missing, unexpected or of another shape.
     """
     stages, own = stages_of(partition.module), set(_names(partition))
@@ -52,7 +60,7 @@ def load_slices(partition: Partition, tensors: Mapping[str, Slices | Tensor], *,
             dict.fromkeys(problem for found in zcomm.exchange(problems, stages.group) for problem in found)
         )
     _refuse(problems)
-    with torch.no_grad():
+    with touching(), torch.no_grad():
         for shard in partition.shards_to_fill():
             if shard.name in tensors:
                 _read(shard, tensors[shard.name])

@@ -25,7 +25,8 @@ the decision is one value that every rank shares; and it has neither hysteresis 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Protocol, final
 
 import attrs
@@ -61,6 +62,9 @@ class Scaler(Protocol):
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Restores `state_dict()`; refuses a foreign or impossible state by name and then changes nothing."""
 
+    def prepare_load(self, state: Mapping[str, float | int]) -> Callable[[], None]:
+        """Checks as `load_state_dict` does and changes nothing; the result restores the state and cannot fail."""
+
 
 @final
 @attrs.define(eq=False)
@@ -87,7 +91,11 @@ class NoScaling:
         return {}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        self.prepare_load(state)()
+
+    def prepare_load(self, state: Mapping[str, float | int]) -> Callable[[], None]:
         checks.check_keys(self, state, ())
+        return _nothing_to_do
 
 
 @final
@@ -117,9 +125,13 @@ class StaticScaler:
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """The rule alone decides the factor; a state saved under another one is refused."""
+        self.prepare_load(state)()
+
+    def prepare_load(self, state: Mapping[str, float | int]) -> Callable[[], None]:
         checks.check_keys(self, state, ("static_factor",))
         only = checks.as_float32(self.rule.factor)
         checks.read_number(self, state, "static_factor", low=only, high=only)
+        return _nothing_to_do
 
 
 @final
@@ -166,10 +178,14 @@ class DynamicScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        self.prepare_load(state)()
+
+    def prepare_load(self, state: Mapping[str, float | int]) -> Callable[[], None]:
         checks.check_keys(self, state, ("factor", "clean_steps", "hysteresis_left"))
         floor = checks.as_float32(self.rule.floor)
-        self._hold(
-            checks.read_number(self, state, "factor", low=floor, high=checks.FLOAT32_MAX),
+        return functools.partial(
+            self._hold,
+            float(checks.read_number(self, state, "factor", low=floor, high=checks.FLOAT32_MAX)),
             checks.read_count(self, state, "clean_steps", low=0, high=self.rule.window),
             checks.read_count(self, state, "hysteresis_left", low=1, high=self.rule.hysteresis),
         )
@@ -189,6 +205,9 @@ def make_scaler(rule: Scaling, device: torch.device | str) -> Scaler:
     if isinstance(rule, Unscaled):
         return NoScaling(device)
     raise TypeError(f"make_scaler got {rule!r}; give Unscaled(), StaticScaling(factor) or DynamicScaling(...)")
+
+
+def _nothing_to_do() -> None: ...
 
 
 def _scaled(loss: Tensor, factor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import final
 import attrs
 
 from ..canonical import JSON
-from ..errors import CheckpointMismatch
+from ..errors import CheckpointCorrupt, CheckpointMismatch
 from ..saving import save
 from ..shard import Shard
 from .deepspeed_files import Files, choose_folder, open_files
@@ -47,8 +47,14 @@ class DeepSpeedCheckpoint:
         return steps
 
     def objects(self) -> dict[str, JSON]:
-        """Counters, optimizer options, schedule, loss scale, the caller's state."""
-        return run_objects(self.files, self.kinds)
+        """Counters, optimizer options, schedule, loss scale, the caller's state; CheckpointCorrupt for nonsense."""
+        try:
+            return run_objects(self.files, self.kinds)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+            raise CheckpointCorrupt(
+                f"{self.files.folder}: what it says of the run makes no sense: {type(error).__name__}: {error}",
+                path=str(self.files.folder),
+            ) from error
 
     def shards(self) -> Iterator[Shard]:
         """model.<name> for masters, frozen parameters and buffers; optimizer.<state>.<name> for the states."""
@@ -58,7 +64,7 @@ class DeepSpeedCheckpoint:
             yield attrs.evolve(shard, name=prefix + shard.name)
 
     def verify(self) -> None:
-        """Compare the checksums of the zip files, which torch writes and does not read."""
+        """Compare the checksums of the zip files once more, as was done at opening."""
         self.files.verify()
 
     def close(self) -> None:
@@ -87,6 +93,7 @@ def read_deepspeed(
     tensor_parallel: glob pattern of names -> the dim along which tensor-parallel ranks are joined; the first match
         decides, tensors without one must be equal on all ranks.  Needed if there are several such ranks.
     optimizer, scheduler: names of classes, where DeepSpeed's config does not name them.
+    Every byte is compared with the checksums of the zip files, which torch writes and does not read.
     Raises CheckpointNotFound, CheckpointCorrupt, CheckpointReadError, CheckpointInputError.
     """
     found = open_files(choose_folder(Path(folder), tag))
@@ -104,13 +111,12 @@ def import_deepspeed(
 ) -> Path:
     """Write a DeepSpeed checkpoint into `root` as one of ours, under the same tag; returns its folder.
 
-    The arguments are those of `read_deepspeed`.  Every byte is compared with its checksum first.  Raises what
-    `read_deepspeed` and `zckpt.save` do, and CheckpointMismatch if masters and weights do not belong together.
+    The arguments are those of `read_deepspeed`.  Raises what that and `zckpt.save` do, and CheckpointMismatch if
+    masters and weights do not belong together.
     """
     with read_deepspeed(
         folder, tag, tensor_parallel=tensor_parallel, optimizer=optimizer, scheduler=scheduler
     ) as found:
-        found.verify()
         objects, shards = found.objects(), list(found.shards())
         if not shards:
             raise CheckpointMismatch(f"{folder} holds no tensors", path=str(folder))

@@ -132,6 +132,7 @@ def open_files(folder: Path) -> Files:
         def read(name: str, key: str) -> dict[str, Any]:
             opened.append(open_torch_file(folder / name))
             stack.callback(opened[-1].close)
+            opened[-1].verify()
             return _expect(opened[-1].value, key, folder / name)
 
         cells = tuple(

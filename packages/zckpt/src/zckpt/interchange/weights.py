@@ -3,8 +3,9 @@
     with zckpt.interchange.read_weights("bert-base") as weights:
         zpartition.load_slices(partition, weights)         # each rank reads only the rows of its part
 
-Files are mapped, so opening costs their headers, and a slice costs its own bytes.  `.pt` files go through machine.py
-and run nothing; an index may name files of its own folder only.
+Files are mapped: a slice costs its own bytes.  Checksums, which `.pt` files have and safetensors do not, are compared
+when a file is opened, so nothing is taken of a damaged one.  `.pt` files go through machine.py and run nothing; an
+index may name files of its own folder only.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Weights(Mapping[str, Slice]):
                 yield whole(prefix + name, view.contiguous())
 
     def verify(self) -> None:
-        """Compare what checksums the files have (`.pt` has, safetensors has none); CheckpointCorrupt."""
+        """Compare the checksums once more, as was done at opening; CheckpointCorrupt."""
         for check in self.checks:
             check()
 
@@ -98,7 +99,7 @@ class Weights(Mapping[str, Slice]):
 
 
 def read_weights(path: str | os.PathLike[str]) -> Weights:
-    """Open a file of weights or a Hugging Face folder.
+    """Open a file of weights or a Hugging Face folder, and compare the checksums that its files have.
 
     Raises CheckpointNotFound, CheckpointCorrupt (damaged, or not admitted: named), CheckpointInputError (neither).
     """
@@ -135,7 +136,6 @@ def import_weights(
     (`load_checkpoint(..., load_module_only=True)`).  Raises what `read_weights` and `zckpt.save` do.
     """
     with read_weights(path) as weights:
-        weights.verify()
         objects = engine_objects({}, {"from": "weights", "path": weights.path.name})
         shards = list(weights.shards(prefix))
         return save(root, tag, shards=shards, objects=objects, rank_objects=NO_RANK_STATE, step=step)
@@ -223,6 +223,7 @@ def _open_torch(
     file: Path, stack: contextlib.ExitStack, checks: list[Callable[[], None]]
 ) -> dict[str, Callable[[], Tensor]]:
     opened = stack.enter_context(open_torch_file(file))
+    opened.verify()
     checks.append(opened.verify)
     value = opened.value
     for key in _NESTED:

@@ -10,6 +10,7 @@ Rejected: torch's own reader, which unpickles; and `zipfile`'s streams, which co
 
 from __future__ import annotations
 
+import functools
 import itertools
 import mmap
 import os
@@ -25,11 +26,13 @@ import attrs
 import torch
 from torch import Tensor
 
+from ..crew import work_through
 from ..errors import CheckpointCorrupt, CheckpointReadError
 
 _MAX_MEMBERS = 4_000_000
 _LOCAL_HEADER = struct.Struct("<4s5HLLL2H")  # signature, ..., length of the name, length of the extra field
 _CHUNK_NBYTES = 1 << 24  # of a checksum pass
+_THREADS = 4  # of one
 _NOTHING = mmap.mmap(-1, 1)
 
 
@@ -103,14 +106,16 @@ class ZipMap:
 
     def verify(self) -> None:
         """Read every member and compare its checksum (torch writes them, and does not compare them)."""
+        work_through((functools.partial(self._verify, each) for each in self.members.values()), _THREADS)
+
+    def _verify(self, member: Member) -> None:
+        found, end = 0, member.start + member.nbytes
         with memoryview(self.mapping) as view:
-            for member in self.members.values():
-                found = 0
-                for start in range(member.start, member.start + member.nbytes, _CHUNK_NBYTES):
-                    with view[start : min(start + _CHUNK_NBYTES, member.start + member.nbytes)] as chunk:
-                        found = zlib.crc32(chunk, found)
-                if found != member.crc32:
-                    raise self._corrupt(f"member {member.name!r}: its checksum differs")
+            for start in range(member.start, end, _CHUNK_NBYTES):
+                with view[start : min(start + _CHUNK_NBYTES, end)] as chunk:
+                    found = zlib.crc32(chunk, found)
+        if found != member.crc32:
+            raise self._corrupt(f"member {member.name!r}: its checksum differs")
 
     def close(self) -> None:
         """Let the mapping go; it ends with the last tensor.  (Closing it would pull the memory from under them.)"""

@@ -19,8 +19,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from zengine.data.fetch import Fetching
+from zengine.rehearsing import rehearsed
 
 _END = object()
+_MOST = 2**62
 PostProcess = Callable[[Any, Mapping[str, Any]], Any]
 
 
@@ -93,15 +95,25 @@ class Loader(ABC):
 
         ValueError if the state does not fit; nothing has changed then.
         """
-        self._load(state)
-        self._alive = None
+        self.prepare_load(state)()
+
+    def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a position and change nothing; the result goes there, as `load_state_dict` does, and cannot fail."""
+        move = self._prepare(state)
+
+        def commit() -> None:
+            move()
+            self._alive = None
+
+        return commit
 
     @abstractmethod
     def _open(self) -> Iterator[Any]:
         """The batches from the position to the end of the epoch."""
 
     @abstractmethod
-    def _load(self, state: Mapping[str, Any]) -> None: ...
+    def _prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """What goes to the position; ValueError if the state does not fit."""
 
     @abstractmethod
     def _handed(self) -> None:
@@ -113,19 +125,40 @@ class Loader(ABC):
 
 
 def whole_numbers(state: Mapping[str, Any], *names: str) -> list[int]:
-    """The named numbers of a saved state; ValueError says which is missing or not a whole number >= 0."""
+    """The named numbers of a saved state; ValueError says which is missing or not a whole number from 0 to 2**62."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"loader state: {type(state).__name__} is no state; load_state_dict takes a dict of numbers")
     missing = [name for name in names if name not in state]
     if missing:
         raise ValueError(
-            f"loader state: {missing[0]} is missing; the state has {', '.join(state) or 'nothing'}. If it was saved "
-            "by another kind of loader, keep the config's data sections as they were, or load the weights alone "
-            "(load_module_only=True)"
+            f"loader state: {missing[0]} is missing; the state has {', '.join(map(str, state)) or 'nothing'}. If it "
+            "was saved by another kind of loader, keep the config's data sections as they were, or load the weights "
+            "alone (load_module_only=True)"
         )
     for name in names:
         value = state[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
             raise ValueError(
-                f"loader state: {name} must be a whole number of at least 0, got {value!r}; "
-                f"the state has {', '.join(state)}"
+                f"loader state: {name} must be a whole number of at least 0 and at most 2**62, got {value!r}; "
+                f"the state has {', '.join(map(str, state))}"
             )
     return [state[name] for name in names]
+
+
+def check_below(name: str, value: int, limit: int, what: str) -> None:
+    """ValueError unless a number of a saved state is below `limit`."""
+    if value >= limit:
+        raise ValueError(f"loader state: {name} is {value}, which is not below the {limit} {what}")
+
+
+def nothing_to_do() -> None:
+    """The commit of what has no state."""
+
+
+def named_rehearsal(holder: Any, state: Any, name: str) -> Callable[[], None]:
+    """`rehearsed`, for what the caller brings; ValueError names it and what it said."""
+    try:
+        return rehearsed(holder, state)
+    except Exception as error:  # of the caller's code
+        refusal = f"{type(holder).__name__}.load_state_dict refuses it: {type(error).__name__}: {error}"
+        raise ValueError(f"loader state: {name}: {refusal}") from error

@@ -9,7 +9,7 @@ from typing import Any, final
 import attrs
 
 from zengine.data.arrays import digest
-from zengine.data.base import Loader, whole_numbers
+from zengine.data.base import Loader, check_below, whole_numbers
 from zengine.data.curriculum import CurriculumWalk, Permutations, Position, replaced
 from zengine.data.fetch import Fetching
 from zengine.data.order import Ticket
@@ -98,16 +98,22 @@ class CurriculumLoader(Loader):
 
     def _ended(self) -> None: ...
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """The saved seed is kept; with another batch the walk goes on at the same sample."""
         names = ("seed", "epoch", "place", "step", "micro_step", "consumed_samples", "num_samples")
         seed, epoch, place, step, micro_step, consumed, num_samples = whole_numbers(state, *names)
         if num_samples != self._walk.order.num_samples:
             raise ValueError(
-                f"loader state: the position was saved in a dataset of {num_samples} samples, this one has "
-                f"{self._walk.order.num_samples}, so the same place would be another sample. Use the same dataset"
+                f"loader state: num_samples: the position was saved in a dataset of {num_samples} samples, this one "
+                f"has {self._walk.order.num_samples}, so the same place would be another sample. Use the same dataset"
             )
-        self._walk = attrs.evolve(self._walk, order=attrs.evolve(self._walk.order, seed=seed))
-        self._at = Position(epoch=epoch, place=place, step=step, micro_step=micro_step % self._walk.accumulation)
-        self._handed_step = max(step - (micro_step == 0), 0)
-        self.epoch, self.consumed_samples = epoch, consumed
+        check_below("place", place, num_samples, "samples of a pass")
+        walk = attrs.evolve(self._walk, order=attrs.evolve(self._walk.order, seed=seed))
+        at = Position(epoch=epoch, place=place, step=step, micro_step=micro_step % walk.accumulation)
+
+        def move() -> None:
+            self._walk, self._at = walk, at
+            self._handed_step = max(step - (micro_step == 0), 0)
+            self.epoch, self.consumed_samples = epoch, consumed
+
+        return move

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import attrs
 
-from zengine.data.base import Loader, whole_numbers
+from zengine.data.base import Loader, check_below, whole_numbers
 from zengine.data.fetch import Fetching
 from zengine.data.order import Order
 
@@ -60,7 +60,7 @@ class MapLoader(Loader):
         if self._order.num_batches(drop_last=self._drop_last, consumed=self.consumed_samples) <= 0:
             self.epoch, self.consumed_samples = self.epoch + 1, 0
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """The saved seed is kept, since it made the order that the position is a place in.
 
         With other ranks or another micro-batch size the epoch goes on at the same sample. If it has fewer
@@ -68,24 +68,27 @@ class MapLoader(Loader):
         """
         seed, epoch, consumed = whole_numbers(state, "seed", "epoch", "consumed_samples")
         self._check_same_data(state)
-        if consumed >= self._order.num_samples:
-            raise ValueError(
-                f"loader state: consumed_samples is {consumed}, which is not below the {self._order.num_samples} "
-                f"samples of an epoch"
-            )
-        self._order = attrs.evolve(self._order, seed=seed)
-        self.epoch, self.consumed_samples = epoch, consumed
-        self._enter_next_epoch_if_done()
+        check_below("consumed_samples", consumed, self._order.num_samples, "samples of an epoch")
+
+        def move() -> None:
+            self._order = attrs.evolve(self._order, seed=seed)
+            self.epoch, self.consumed_samples = epoch, consumed
+            self._enter_next_epoch_if_done()
+
+        return move
 
     def _check_same_data(self, state: Mapping[str, Any]) -> None:
         (num_samples,) = whole_numbers(state, "num_samples")
         if num_samples != self._order.num_samples:
             raise ValueError(
-                f"loader state: the position was saved in a dataset of {num_samples} samples, this one has "
-                f"{self._order.num_samples}, so the same place would be another sample. Use the same dataset, or "
+                f"loader state: num_samples: the position was saved in a dataset of {num_samples} samples, this one "
+                f"has {self._order.num_samples}, so the same place would be another sample. Use the same dataset, or "
                 f"do not load the loader's state and begin a new epoch"
             )
-        if bool(state.get("shuffle", True)) != self._order.shuffle:
+        shuffle = state.get("shuffle", True)
+        if not isinstance(shuffle, bool):
+            raise ValueError(f"loader state: shuffle must be True or False, got {shuffle!r}")
+        if shuffle != self._order.shuffle:
             raise ValueError(
                 f"loader state: the position was saved with shuffle={not self._order.shuffle}, this loader has "
                 f"shuffle={self._order.shuffle}. Build the loader as it was"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import attrs
 
 from zengine.data.arrays import digest
-from zengine.data.base import Loader, whole_numbers
+from zengine.data.base import Loader, check_below, whole_numbers
 from zengine.data.fetch import Fetching
 from zengine.data.order import Ticket
 from zengine.data.packing import PackedOrder, Picking
@@ -94,14 +94,14 @@ class PackedLoader(Loader):
 
     def _ended(self) -> None: ...
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """The saved seed is kept. With other ranks the same micro-batches follow where a step has as many of them."""
         names = ("seed", "epoch", "consumed_samples", "micro_batches", "per_step", "num_samples")
         seed, epoch, consumed, micro_batches, per_step, num_samples = whole_numbers(state, *names)
         if num_samples != self._order.num_samples:
             raise ValueError(
-                f"loader state: the position was saved in a dataset of {num_samples} samples, this one has "
-                f"{self._order.num_samples}, so the same place would be another sample. Use the same dataset"
+                f"loader state: num_samples: the position was saved in a dataset of {num_samples} samples, this one "
+                f"has {self._order.num_samples}, so the same place would be another sample. Use the same dataset"
             )
         moved = per_step != self._order.per_step
         if (moved and self._order.packing.picking is Picking.SEQLEN) or micro_batches % self._order.replicas:
@@ -110,9 +110,17 @@ class PackedLoader(Loader):
                 f"step, and this run has {self._order.per_step} a step on {self._order.replicas} ranks, which makes "
                 "another order. Keep train_batch_size and the micro-batch, or do not load the loader's state"
             )
-        self._order = attrs.evolve(self._order, seed=seed)
-        self.epoch, self.consumed_samples = epoch, consumed
-        self._micro_step = micro_batches // self._order.replicas
-        self._planned = epoch, self._order.micro_batches(epoch)
-        if self._micro_step >= len(self):
-            self.epoch, self.consumed_samples, self._micro_step = epoch + 1, 0, 0
+        order = attrs.evolve(self._order, seed=seed)
+        planned = order.micro_batches(epoch)
+        most = num_samples + per_step  # each has a sample, but for those that fill the last step
+        check_below("micro_batches", micro_batches, most + 1, "that an epoch can have")
+        check_below("consumed_samples", consumed, most * order.packing.max_tokens + 1, "that an epoch can have")
+
+        def move() -> None:
+            self._order, self._planned = order, (epoch, planned)
+            self.epoch, self.consumed_samples = epoch, consumed
+            self._micro_step = micro_batches // order.replicas
+            if self._micro_step >= len(self):
+                self.epoch, self.consumed_samples, self._micro_step = epoch + 1, 0, 0
+
+        return move

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, final
 
-from zengine.data.base import Loader, whole_numbers
+from zengine.data.base import Loader, named_rehearsal, nothing_to_do, whole_numbers
 from zengine.data.fetch import Fetching
 from zengine.data.order import Ticket
 
@@ -80,9 +80,15 @@ class SampledLoader(Loader):
     def _ended(self) -> None:
         self.epoch, self.consumed_samples = self.epoch + 1, 0
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
         epoch, consumed = whole_numbers(state, "epoch", "consumed_samples")
         saved = state.get("sampler", {})
+        place: Callable[[], None] = nothing_to_do
         if saved and self._has_position():
-            self.sampler.load_state_dict(saved)  # type: ignore[attr-defined]
-        self.epoch, self.consumed_samples = epoch, consumed
+            place = named_rehearsal(self.sampler, saved, "sampler")
+
+        def move() -> None:
+            place()
+            self.epoch, self.consumed_samples = epoch, consumed
+
+        return move

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any, final
 
 from torch.utils.data import IterableDataset
 
-from zengine.data.base import Loader, whole_numbers
+from zengine.data.base import Loader, named_rehearsal, nothing_to_do, whole_numbers
 from zengine.data.draws import generators_untouched
 from zengine.data.fetch import Fetching
 
@@ -89,19 +89,28 @@ class StreamLoader(Loader):
     def _ended(self) -> None:
         self.epoch, self.consumed_samples = self.epoch + 1, 0
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
         epoch, consumed = whole_numbers(state, "epoch", "consumed_samples")
-        saved = state.get("dataset", {})
-        self._to_drop = 0
+        saved, to_drop = state.get("dataset", {}), 0
+        place: Callable[[], None] = nothing_to_do
         if saved and self._has_position():
-            self.dataset.load_state_dict(saved)
+            place = named_rehearsal(self.dataset, saved, "dataset")
         elif consumed:
-            self._to_drop = consumed // self._stride
-            logger.warning(
-                "%s has no position that could be restored: it is read from its beginning and %d batches are "
-                "dropped, which is exact if it yields the same again. With state_dict and load_state_dict, and "
-                "num_workers=0, it goes on at once",
-                type(self.dataset).__name__,
-                self._to_drop,
-            )
-        self.epoch, self.consumed_samples = epoch, consumed
+            to_drop = consumed // self._stride
+
+        def move() -> None:
+            place()
+            self._to_drop, self.epoch, self.consumed_samples = to_drop, epoch, consumed
+            if to_drop:
+                self._say_dropped(to_drop)
+
+        return move
+
+    def _say_dropped(self, count: int) -> None:
+        logger.warning(
+            "%s has no position that could be restored: it is read from its beginning and %d batches are "
+            "dropped, which is exact if it yields the same again. With state_dict and load_state_dict, and "
+            "num_workers=0, it goes on at once",
+            type(self.dataset).__name__,
+            count,
+        )

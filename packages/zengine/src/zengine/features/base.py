@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from zengine.rehearsing import rehearsed
 
 if TYPE_CHECKING:
     from zengine.clock import MicroStep
@@ -65,3 +67,10 @@ class Feature:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+
+    def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a state and change nothing; the result restores it and cannot fail.
+
+        This one tries `load_state_dict` and puts back what was there.
+        """
+        return rehearsed(self, state)

@@ -15,7 +15,7 @@ samples; a loss that is weighted when it is given to `backward` is the exact mea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -96,7 +96,7 @@ class DynamicBatching(Feature):
         self.loader, self.clock, self.telemetry = engine.parts.loader, engine.clock, engine.parts.telemetry
         self.reference = engine.plan.batch.train_batch_size
         self.rate = ScaledRate(engine.parts.optimizer)
-        self.load_state_dict({})
+        self._begin()
         engine.parts = attrs.evolve(engine.parts, optimizer=self.rate)
 
     def backward_begin(self, micro: MicroStep, loss: Tensor) -> Tensor:
@@ -117,9 +117,12 @@ class DynamicBatching(Feature):
             self.clock.step_samples = batch_size
 
     def step_end(self, report: StepReport) -> None:
-        self.mark, self.has_begun, self.rate.factor = self.loader.samples_handed, False, 1.0
+        self._begin()
         self.telemetry.write_events([("data/batch_size", self.batch_size, report.step)])
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The loader's position follows; what it handed before is of another run."""
+    def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """There is nothing in it; the loader's position follows, and what it handed before is of another run."""
+        return self._begin
+
+    def _begin(self) -> None:
         self.mark, self.has_begun, self.rate.factor = self.loader.samples_handed, False, 1.0

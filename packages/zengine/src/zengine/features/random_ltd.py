@@ -108,8 +108,19 @@ class RandomLtd(Feature):
         return {"layer_tokens": sum(layer.layer_tokens for layer in self.layers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for number, layer in enumerate(self.layers):  # a stage of a pipeline may have none
-            layer.layer_tokens = 0 if number else int(state["layer_tokens"])
+        self.prepare_load(state)()
+
+    def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """ValueError unless there is a count."""
+        count = state.get("layer_tokens") if isinstance(state, Mapping) else None
+        if type(count) is not int or count < 0:
+            raise ValueError(f"layer_tokens = {count!r} must be a whole number of at least 0")
+
+        def commit() -> None:
+            for number, layer in enumerate(self.layers):  # a stage of a pipeline may have none
+                layer.layer_tokens = 0 if number else count
+
+        return commit
 
     def close(self) -> None:
         """The layers are as they were."""

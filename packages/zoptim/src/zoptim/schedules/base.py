@@ -7,8 +7,9 @@ recurrences and keeps a dozen attributes in its state, where these laws are clos
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from ..checks import integer, number
 __all__ = ["Rate", "Schedule", "checked"]
 
 Rate = float | Sequence[float]  # one for all groups, or one for each
+
+_MOST_UPDATES = 2**53  # exact as a float
 
 
 class Schedule:
@@ -62,12 +65,17 @@ class Schedule:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counter and set the learning rates.  Raises ValueError for another schedule's state."""
-        if "last_batch_iteration" not in state:
-            raise ValueError(
-                f"the state of a {type(self).__name__} needs last_batch_iteration; "
-                f"it has {', '.join(map(str, state)) or 'nothing'}."
-            )
-        self.step(state["last_batch_iteration"])
+        self.prepare_load(state)()
+
+    def prepare_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a state and change nothing; the result restores it, as `load_state_dict` does, and cannot fail."""
+        if not isinstance(state, Mapping) or "last_batch_iteration" not in state:
+            has = ", ".join(map(str, state)) or "nothing" if isinstance(state, Mapping) else "no keys at all"
+            raise ValueError(f"the state of a {type(self).__name__} needs last_batch_iteration; it has {has}.")
+        t = integer("last_batch_iteration", state["last_batch_iteration"], -1)
+        if t > _MOST_UPDATES:
+            raise ValueError(f"last_batch_iteration is {t}; it must be at most {_MOST_UPDATES}.")
+        return functools.partial(self.step, t)
 
     def _apply(self) -> None:
         groups = self.optimizer.param_groups

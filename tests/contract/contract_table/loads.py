@@ -1,0 +1,51 @@
+"""Loads that are refused: the engine saves, the files are damaged, and it is asked to go back."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+import zckpt
+import zcomm
+
+
+def try_to_load(engine: Any) -> None:
+    """One with a counter that cannot be, one with a byte that was flipped; each is refused on every rank."""
+    root = zcomm.exchange(tempfile.mkdtemp())[0]
+    folder = Path(engine.save_checkpoint(root, "damaged"))
+    alone = zcomm.group_rank() == 0
+    try:
+        for damage, message in ((_count_backwards, "steps = -2 must be"), (_flip, "damaged")):
+            if alone:
+                damage(folder)
+            zcomm.barrier()
+            with pytest.raises(zckpt.CheckpointError, match=message):
+                engine.load_checkpoint(root, "damaged")
+            zcomm.barrier()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _count_backwards(folder: Path) -> None:
+    _rewrite(folder / "manifest.json", b'"steps":2,', b'"steps":-2,')
+
+
+def _flip(folder: Path) -> None:
+    """The counter is right again, and a tensor of each file is not."""
+    _rewrite(folder / "manifest.json", b'"steps":-2,', b'"steps":2,')
+    for file in folder.glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+
+
+def _rewrite(manifest: Path, old: bytes, new: bytes) -> None:
+    """With a checksum that is right."""
+    content = manifest.read_bytes()
+    body = content[: content.rindex(b',"checksum"')].replace(old, new)
+    manifest.write_bytes(body + b',"checksum":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode())

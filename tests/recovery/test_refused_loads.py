@@ -1,0 +1,264 @@
+"""A load that cannot succeed changes nothing on any rank; after one whose medium failed half-way nothing goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from everything import KINDS, digest, seed_all, train
+from forging import write_forged
+
+import zckpt
+import zcomm
+import zengine
+import zpartition
+from zcomm.testing import run_ranks
+from zengine.clock import HalfLoaded
+
+NUM_MORE = 2  # steps after what was tried
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a flipped byte": lambda folder: flip(max(folder.glob("*.safetensors"))),
+    "a truncated file": lambda folder: truncate(max(folder.glob("*.safetensors"))),
+    "a missing file": lambda folder: max(folder.glob("*.safetensors")).unlink(),
+    "a flipped byte of the manifest": lambda folder: flip(folder / "manifest.json"),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+}
+
+
+def steps_after(engine: Any, randomness: dict[str, Any], batches: Any) -> list[Any]:
+    zckpt.rng.restore(randomness)
+    return train(engine, batches, NUM_MORE)
+
+
+def twin_of(kind: str, stage: int, root: str) -> Any:
+    """An engine in the state of `victim` that never tried anything."""
+    engine = KINDS[kind](stage)
+    engine.load_checkpoint(root, "victim")
+    return engine
+
+
+def prepared(root: str, kind: str, stage: int) -> tuple[Any, Any]:
+    """An engine that was loaded from its own checkpoint `victim`, and batches; beside it a later one, `good`."""
+    seed_all(1)
+    engine = KINDS[kind](stage)
+    batches = iter(engine.training_dataloader)
+    train(engine, batches, 1)
+    engine.save_checkpoint(root, "victim")
+    train(engine, batches, 2)
+    engine.save_checkpoint(root, "good")
+    engine.load_checkpoint(root, "victim")
+    return engine, iter(engine.training_dataloader)
+
+
+def damaged_on_one_rank(root: str, kind: str, stage: int) -> list[str]:
+    """The last rank alone sees the damage; what is wrong afterwards."""
+    engine, batches = prepared(root, kind, stage)
+    before, randomness, wrong = digest(engine), zckpt.rng.capture(), []
+    is_last = zcomm.group_rank() == zcomm.group_size() - 1
+    for number, (name, damage) in enumerate(DAMAGES.items()):
+        other = Path(root, f"copy{number}")
+        if is_last:
+            shutil.copytree(Path(root, "good"), other / "good")
+            damage(other / "good")
+        try:
+            engine.load_checkpoint(str(other if is_last else root), "good")
+            wrong.append(f"{name}: loaded")
+        except zckpt.CheckpointError:
+            after = digest(engine)
+            wrong += [f"{name}: {thing} changed" for thing in before if after[thing] != before[thing]]
+    mine = steps_after(engine, randomness, batches)
+    twin = twin_of(kind, stage, root)
+    if mine != steps_after(twin, randomness, iter(twin.training_dataloader)):
+        wrong.append("the steps that follow are not those of a run that never tried")
+    return wrong
+
+
+@pytest.mark.parametrize(("kind", "world_size", "stage"), [("ours", 1, 1), ("torch", 2, 1), ("ours", 2, 3)])
+def test_damage_that_one_rank_sees_is_refused_by_all(tmp_path: Path, kind: str, world_size: int, stage: int) -> None:
+    assert run_ranks(damaged_on_one_rank, world_size, str(tmp_path), kind, stage) == [[]] * world_size
+
+
+def refused_half_way_through_a_step(root: str) -> list[str]:
+    """The gradients of the first micro-step still count."""
+    engine, batches = prepared(root, "torch", 1)
+    randomness, good = zckpt.rng.capture(), Path(root, "good")
+    if zcomm.group_rank() == 0:
+        write_forged(good, "forged", with_steps(-7))
+    zcomm.barrier()
+    reports = []
+    for tries in (True, False):
+        zckpt.rng.restore(randomness)
+        for _ in range(2):
+            engine.backward(engine(next(batches)))
+            if tries and engine.clock.index == 0:
+                engine.step()
+                with pytest.raises(
+                    zckpt.CheckpointStateError, match=r"manifest\.json: objects\['clock'\]: steps = -7"
+                ):
+                    engine.load_checkpoint(root, "forged")
+            else:
+                reports.append(engine.step())
+        engine.load_checkpoint(root, "victim")
+        batches = iter(engine.training_dataloader)
+    reports = [report for report in reports if report is not None]
+    return [] if len(reports) == 2 and reports[0] == reports[1] else [f"{reports}"]
+
+
+def with_steps(count: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def change(manifest: dict[str, Any]) -> dict[str, Any]:
+        manifest["objects"]["clock"]["steps"] = count
+        return manifest
+
+    return change
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_refused_load_in_the_middle_of_a_step_keeps_its_gradients(tmp_path: Path, world_size: int) -> None:
+    assert run_ranks(refused_half_way_through_a_step, world_size, str(tmp_path)) == [[]] * world_size
+
+
+# -- the medium fails after everything was proven ------------------------------------------------
+
+
+@contextlib.contextmanager
+def failing_copies() -> Iterator[None]:
+    """The disk of the first rank gives up after two stretches that were copied."""
+    copy, seen = zckpt.fetching.fill, []
+
+    def fill(*args: Any) -> int:
+        seen.extend(args[0].shape[:1] if args[0].numel() > 1 else ())
+        if zcomm.group_rank() == 0 and len(seen) > 2:
+            raise OSError(errno.EIO, "Input/output error", "a disk")
+        return copy(*args)
+
+    with mock.patch.object(zckpt.fetching, "fill", fill):
+        yield
+
+
+@contextlib.contextmanager
+def failing_commit() -> Iterator[None]:
+    """The optimizer of the last rank cannot keep what was read."""
+    hand_over = zpartition.addressing.StagedState.hand_over
+
+    def fail(staged: Any) -> None:
+        if zcomm.group_rank() == zcomm.group_size() - 1:
+            raise MemoryError("no memory")
+        hand_over(staged)
+
+    with mock.patch.object(zpartition.addressing.StagedState, "hand_over", fail):
+        yield
+
+
+FAILURES = {
+    "copies": (failing_copies, zckpt.CheckpointReadError),
+    "commit": (failing_commit, (MemoryError, ValueError)),
+}
+
+
+def half_loaded(root: str, failure: str, kind: str, stage: int) -> list[str]:
+    """What an engine lets happen that holds parts of two states, and whether a load mends it."""
+    engine, batches = prepared(root, kind, stage)
+    batch = next(batches)
+    loss = engine(batch)
+    break_down, error = FAILURES[failure]
+    with break_down(), pytest.raises(error):
+        engine.load_checkpoint(root, "good")
+    calls: dict[str, Callable[[], Any]] = {
+        "forward": lambda: engine(batch),
+        "backward": lambda: engine.backward(loss),
+        "step": engine.step,
+        "save_checkpoint": lambda: engine.save_checkpoint(root, "never"),
+        "save_16bit_model": lambda: engine.save_16bit_model(root),
+    }
+    wrong = []
+    expected = rf"checkpoint {root}/good failed .*Load a checkpoint that is whole: engine\.load_checkpoint"
+    for name, call in calls.items():
+        with pytest.raises(HalfLoaded, match=rf"^{name}\(\) is refused: the load of {expected}"):
+            call()
+    with pytest.raises(zckpt.CheckpointNotFound):
+        engine.load_checkpoint(root, "absent")
+    with pytest.raises(HalfLoaded, match=expected):  # a load that is refused mends nothing
+        engine(batch)
+    engine.load_checkpoint(root, "good")
+    twin = KINDS[kind](stage)
+    twin.load_checkpoint(root, "good")
+    randomness = zckpt.rng.capture()
+    ours = steps_after(engine, randomness, iter(engine.training_dataloader))
+    if ours != steps_after(twin, randomness, iter(twin.training_dataloader)):
+        wrong.append("a whole load after a half one goes on otherwise")
+    engine.close()
+    return wrong
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(("kind", "world_size", "stage"), [("ours", 1, 1), ("torch", 2, 3)])
+def test_an_engine_that_is_half_loaded_refuses_to_go_on(
+    tmp_path: Path, failure: str, kind: str, world_size: int, stage: int
+) -> None:
+    assert run_ranks(half_loaded, world_size, str(tmp_path), failure, kind, stage) == [[]] * world_size
+
+
+# -- what is not asked for is not looked at ------------------------------------------------------
+
+
+def ruined(*keys: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def change(manifest: dict[str, Any]) -> dict[str, Any]:
+        return manifest | {"objects": manifest["objects"] | dict.fromkeys(keys, 5) | {"of a later version": 1}}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("keys", "flags"),
+    [
+        (("clock", "features", "optimizer", "scheduler", "scaler"), {"load_module_only": True}),
+        (("optimizer", "scaler"), {"load_optimizer_states": False}),
+        (("scheduler",), {"load_lr_scheduler_states": False}),
+    ],
+)
+def test_what_is_not_asked_for_may_be_ruined(tmp_path: Path, keys: tuple[str, ...], flags: dict[str, bool]) -> None:
+    engine, _ = prepared(str(tmp_path), "ours", 1)
+    write_forged(tmp_path / "good", "ruined", ruined(*keys))
+    with pytest.raises(zckpt.CheckpointStateError, match=r"ruined/manifest\.json: objects\['"):
+        engine.load_checkpoint(tmp_path, "ruined")
+    engine.load_checkpoint(tmp_path, "ruined", **flags)
+    engine.close()
+
+
+def test_the_copy_in_memory_is_looked_at_in_the_same_way(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 1)
+    config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "checkpoint": {"async_save": True}}
+    engine = zengine.initialize(model=model, config=config)[0]
+    engine.save_checkpoint(str(tmp_path), "a")
+    engine.wait_for_checkpoint()
+    objects = json.loads(json.dumps(engine.parts.saver.newest(zckpt.ALONE).objects))
+    objects["clock"]["steps"] = -7
+    before = {name: value.clone() for name, value in engine.state_dict().items()}
+    with (
+        mock.patch.object(zckpt.MemoryCheckpoint, "objects", objects),
+        pytest.raises(zckpt.CheckpointStateError, match=r"memory copy of a: objects\['clock'\]: steps = -7"),
+    ):
+        engine.restore_from_memory()
+    assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+    engine.restore_from_memory()
+    engine.close()
