@@ -21,7 +21,7 @@ from zengine.config.source import read
 from zengine.deepspeed.comm import get_world_size, init_distributed
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.utils import groups
-from zengine.deepspeed.utils.leaves import leaf_names
+from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
 from zengine.features import Feature
 from zengine.initialize import Initialized
 from zengine.initialize import initialize as make_engine
@@ -91,6 +91,7 @@ def initialize(
     groups.mpu = mpu
     groups.use(found[0])
     found[0].add_feature(OverflowFlag())
+    mark_configured(found[0].module, found[0].plan.leaf_modules)
     checkpointing.follow(found[0].plan.activations, found[0].parts.partition.cell)
     return found
 
