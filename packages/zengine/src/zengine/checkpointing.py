@@ -34,6 +34,7 @@ from zengine.consensus import (
     require_run,
     say_rounded,
 )
+from zengine.exporting import tied_names
 from zengine.jsonable import decode, encode
 from zengine.restoring import (
     EVERYTHING,
@@ -83,6 +84,7 @@ def save(
     common = common_tag(f"global_step{clock.steps}" if tag is None else str(tag), engine.plan.tag_validation, peers)
     objects, rank_objects = on_every_rank(lambda: (_objects(engine, client_state), _rank_objects(engine)), peers)
     objects["left_out"] = sorted(left_out)
+    objects["tied"] = tied_names(engine)
     telemetry = engine.parts.telemetry
     with telemetry.paused(), telemetry.span("checkpoint"):
         content = Content(

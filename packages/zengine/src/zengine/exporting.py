@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+import zcomm
 import zpartition
 from zengine.consensus import GroupPeers, on_every_rank
 from zengine.stage_exports import from_all_stages
@@ -153,6 +154,14 @@ def _tensors(engine: Engine, *, trained_only: bool) -> list[Named]:
             if prefix + name in saved or id(buffer) in tensors:
                 note(prefix + name, buffer)
     return [(tensor, tuple(names[key])) for key, tensor in tensors.items()]
+
+
+def tied_names(engine: Engine) -> dict[str, str]:
+    """Further names of tied weights -> the name that checkpoints have, of all stages.  A collective of a pipeline."""
+    own = {alias: names[0] for _, names in _tensors(engine, trained_only=False) for alias in names[1:]}
+    stages = zpartition.stages_of(engine.module)
+    of_stages = [own] if stages.size == 1 else zcomm.exchange(own, stages.group)
+    return {alias: name for each in of_stages for alias, name in each.items()}
 
 
 def _streamed(engine: Engine, *, trained_only: bool) -> tuple[list[Entry], Iterator[Tensor]]:
