@@ -1,4 +1,4 @@
-"""A tied weight by each of its names in everything that comes out, at every stage: a plain model takes it strictly."""
+"""A tied weight by each of its names in all that comes out, at every stage: a plain model takes it strictly."""
 
 from __future__ import annotations
 

@@ -23,10 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-import zcomm
 import zpartition
 from zengine.consensus import GroupPeers, on_every_rank
-from zengine.stage_exports import from_all_stages
+from zengine.stage_exports import from_all_stages, of_all_stages
 from zengine.weightfiles import Entry, write_weights
 
 if TYPE_CHECKING:
@@ -159,9 +158,7 @@ def _tensors(engine: Engine, *, trained_only: bool) -> list[Named]:
 def tied_names(engine: Engine) -> dict[str, str]:
     """Further names of tied weights -> the name that checkpoints have, of all stages.  A collective of a pipeline."""
     own = {alias: names[0] for _, names in _tensors(engine, trained_only=False) for alias in names[1:]}
-    stages = zpartition.stages_of(engine.module)
-    of_stages = [own] if stages.size == 1 else zcomm.exchange(own, stages.group)
-    return {alias: name for each in of_stages for alias, name in each.items()}
+    return of_all_stages(zpartition.stages_of(engine.module), own)
 
 
 def _streamed(engine: Engine, *, trained_only: bool) -> tuple[list[Entry], Iterator[Tensor]]:
