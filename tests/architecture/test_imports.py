@@ -89,6 +89,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             # a model that several ranks answer with
             *("Cell", "Joining", "deals_of", "experts", "load_own_slices", "refuse_unfit_slices"),
             *("experts.ExpertParameter", "experts.MoE"),
+            *("is_gathered", "local_weight"),  # what marks on parameters tell
             *(f"pipeline.{name}" for name in ("LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec")),
             *(
                 f"safe_{verb}_full_{what}"

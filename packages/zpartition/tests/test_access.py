@@ -155,3 +155,32 @@ def test_a_rank_without_a_gradient_takes_part() -> None:
     assert first is not None
     torch.testing.assert_close(first, torch.ones(40, 30))
     torch.testing.assert_close(first, second)
+
+
+def _parts(tier: zpartition.Tier, persist_numel: int, freezes: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).bfloat16()
+    model[1].requires_grad_(not freezes)
+    offload = zpartition.Offload(weights=tier)
+    policy = zpartition.ZeroPolicy(stage=3, unit_numel=50, persist_numel=persist_numel, offload=offload)
+    partition = zpartition.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+    assert bool(partition.frozen) == freezes
+    assert all(zpartition.local_weight(param).dtype == torch.bfloat16 for param in model.parameters())
+    return zpartition.local_weight(model[0].weight).clone(), zpartition.local_weight(model[1].weight).clone()
+
+
+@pytest.mark.parametrize(("world", "persist_numel", "freezes"), [(1, 0, False), (2, 100, False), (2, 0, True)])
+@pytest.mark.parametrize("tier", [zpartition.Tier.DEVICE, zpartition.Tier.HOST])
+def test_parts_of_weights_of_all_ranks_are_the_weight(
+    tier: zpartition.Tier, world: int, persist_numel: int, freezes: bool
+) -> None:
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).bfloat16()
+    parts = run_ranks(_parts, world, tier, persist_numel, freezes)
+    for index, layer in enumerate(plain):
+        assert torch.equal(torch.cat([each[index] for each in parts]), layer.weight.detach().flatten())
+
+
+def test_a_parameter_of_nobody_has_no_part() -> None:
+    with pytest.raises(ValueError, match="belongs to no partition"):
+        zpartition.local_weight(nn.Parameter(torch.ones(2)))

@@ -19,6 +19,17 @@ def test_the_smallest_fitting_buffer_is_reused():
     assert pool.take(40, torch.float32) is None
 
 
+def test_a_buffer_of_which_somebody_has_a_view_is_the_pools_no_more():
+    pool = BufferPool(torch.device("cpu"))
+    seen, unseen = pool.make(100, torch.float32), pool.make(50, torch.float32)
+    view = seen[3:7]
+    pool.recover(seen)
+    pool.recover(unseen)
+    assert pool.free == [unseen]
+    assert (pool.num_made, pool.total_bytes) == (1, 200)
+    assert view.sum() == 0
+
+
 def test_another_dtype_does_not_fit():
     pool = BufferPool(torch.device("cpu"))
     pool.give_back(pool.make(100, torch.float32))

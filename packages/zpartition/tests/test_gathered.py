@@ -74,6 +74,143 @@ def test_edits_without_a_modifier_are_refused_on_every_rank_and_undone() -> None
     assert all(torch.equal(found, reference()["0.weight"]) for found in run_ranks(_writes_without_leave, 2))
 
 
+def _agrees(dtype: torch.dtype, rests: str) -> tuple[float, bool, bool]:
+    """Every rank writes the same, into one of two weights that share a unit or stay whole (dtypes below float32 have
+    masters with more digits)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)).to(dtype)
+    policy = ZeroPolicy(stage=3, unit_numel=1000, persist_numel=0 if rests == "units" else 1000, max_live_numel=0)
+    partition = zpartition.shard(model, torch.optim.SGD(model.parameters(), lr=1e-3), policy=policy)
+    model(torch.ones(1, 10, dtype=dtype)).float().square().sum().backward()
+    partition.finish_gradients()
+    partition.apply(partition.optimizer.step)
+    partition.zero_grad()
+    weight, other = model[0].weight, model[1].weight
+    before = zpartition.safe_get_full_fp32_param(other)
+    with zpartition.gathered([weight, other]), torch.no_grad():
+        weight.copy_(torch.lerp(torch.full_like(weight, 2.0), weight, 0.0))
+    partition.publish()
+    with zpartition.gathered([weight, other]):
+        shown = float(weight.detach().float().mean())
+    master = zpartition.safe_get_full_fp32_param(weight)
+    return shown, bool((master == 2.0).all()), torch.equal(before, zpartition.safe_get_full_fp32_param(other))
+
+
+@pytest.mark.parametrize("rests", ["units", "whole"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_all_ranks_write_alike_counts_without_a_modifier(world: int, dtype: torch.dtype, rests: str) -> None:
+    assert run_ranks(_agrees, world, dtype, rests) == [(2.0, True, True)] * world
+
+
+def _disagrees_whole() -> float:
+    torch.manual_seed(0)
+    model = nn.Linear(10, 10)
+    policy = ZeroPolicy(stage=3, persist_numel=1000)
+    partition = zpartition.shard(model, torch.optim.SGD(model.parameters(), lr=1e-3), policy=policy)
+    assert partition.whole
+    before = float(model.weight.detach().sum())
+    refused = pytest.raises(ValueError, match="without modifier_rank")
+    with refused, zpartition.gathered(model), torch.no_grad():
+        model.weight[0, zcomm.group_rank()] = 5.0
+    return float(model.weight.detach().sum()) - before
+
+
+def test_small_weights_that_ranks_write_differently_are_refused_and_put_back() -> None:
+    assert run_ranks(_disagrees_whole, 2) == [0.0, 0.0]
+
+
+def _keeps_digits(stage: int) -> tuple[bool, bool]:
+    model, partition = make(stage, torch.bfloat16)
+    model(torch.ones(2, 10, dtype=torch.bfloat16)).float().square().sum().backward()
+    partition.finish_gradients()
+    partition.apply(partition.optimizer.step)
+    partition.zero_grad()
+    before = zpartition.safe_get_full_fp32_param(model[0].weight)
+    assert not torch.equal(before, before.bfloat16().float())
+    with zpartition.gathered(model[0], modifier_rank=0), torch.no_grad():
+        pass  # looked at, with leave to write
+    untouched = torch.equal(zpartition.safe_get_full_fp32_param(model[0].weight), before)
+    with zpartition.gathered(model[0], modifier_rank=0), torch.no_grad():
+        model[0].weight[3] = 0.25
+    after = zpartition.safe_get_full_fp32_param(model[0].weight)
+    rest = torch.arange(20) != 3
+    return untouched, torch.equal(after[rest], before[rest]) and bool((after[3] == 0.25).all())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_masters_keep_the_digits_of_what_was_not_written(world: int, stage: int) -> None:
+    assert run_ranks(_keeps_digits, world, stage) == [(True, True)] * world
+
+
+def _keeps_views() -> tuple[bool, int]:
+    model, partition = make()
+    with zpartition.gathered(model[0].weight):
+        kept = model[0].weight.data  # as `.cpu()` returns it on a CPU
+    with zpartition.gathered(model[2].weight):
+        other = model[2].weight.data
+    with zpartition.gathered(model):
+        pass
+    plain = reference()
+    same = torch.equal(kept, plain["0.weight"]) and torch.equal(other, plain["2.weight"])
+    return same, partition.residence.pool.num_made
+
+
+def test_what_somebody_keeps_of_a_block_is_not_written_over() -> None:
+    for same, num_made in run_ranks(_keeps_views, 2):
+        assert same
+        assert num_made <= 2  # those of the last block: what is kept is no longer the pool's
+
+
+def _crosses() -> bool:
+    """Blocks that end in the order in which they began."""
+    model, partition = make()
+    first, second = zpartition.gathered(model[0]), zpartition.gathered(model[2], modifier_rank=0)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    with torch.no_grad():
+        model[2].weight.fill_(3.0)
+    second.__exit__(None, None, None)
+    assert not partition.watch.blocks
+    with zpartition.gathered(model[2]):
+        return bool((model[2].weight == 3.0).all())
+
+
+def test_blocks_may_end_in_any_order() -> None:
+    assert run_ranks(_crosses, 2) == [True, True]
+
+
+def _tells() -> list[list[bool]]:
+    model, _ = make()
+    names = [model[0].weight, model[0].bias, model[2].weight, model[3].weight]  # the last stays whole
+    seen = []
+
+    def look() -> None:
+        seen.append([zpartition.is_gathered(param) for param in names])
+
+    handle = model[0].register_forward_pre_hook(lambda *_: look())
+    look()
+    with zpartition.gathered(model[0].weight):
+        look()
+    with zpartition.gathered(model[3].weight):
+        look()
+    with torch.no_grad():
+        model(torch.ones(1, 10))
+    look()
+    handle.remove()
+    return seen
+
+
+def test_who_asks_is_told_what_is_gathered() -> None:
+    none = [False] * 4
+    inside = [True, True, False, False]
+    for seen in run_ranks(_tells, 2):
+        assert seen == [none, inside, [False, False, False, True], inside, none]
+    assert not zpartition.is_gathered(nn.Parameter(torch.ones(2)))
+
+
 def _saves() -> dict[str, torch.Tensor]:
     model, _ = make()
     state: dict[str, Any] = model.state_dict()
@@ -133,7 +270,7 @@ def _nests() -> list[tuple[float, float]]:
         zpartition.gathered(model[2]),
         torch.no_grad(),
     ):
-        model[2].weight.fill_(9.0)
+        model[2].weight.fill_(9.0 + rank)
     seen.append(look())
     return seen
 
@@ -176,7 +313,7 @@ def _gives_up() -> None:
         raise KeyError
     refused = pytest.raises(ValueError, match="without modifier_rank")
     with refused, zpartition.gathered(model), torch.no_grad():
-        model[0].weight.fill_(9.0)
+        model[0].weight.fill_(9.0 + zcomm.group_rank())
         with zpartition.gathered(model[0], modifier_rank=1):
             pytest.fail("what was written around it is nobody's")
 

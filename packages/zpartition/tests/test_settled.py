@@ -111,6 +111,18 @@ def test_edits_that_nobody_may_make_are_undone_on_all_ranks():
     assert run_ranks(check_refusal, 2) == [True, True]
 
 
+def check_agreement() -> bool:
+    net = built()
+    with zpartition.gathered(net.last), torch.no_grad():
+        net.last.weight.fill_(2.0)
+    return bool((state_of(net)["last.weight"] == 2).all())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_all_ranks_write_alike_counts(world: int):
+    assert run_ranks(check_agreement, world) == [True] * world
+
+
 def check_memory() -> tuple[int, int]:
     net = built()
     with zpartition.gathered(net.norm.weight):

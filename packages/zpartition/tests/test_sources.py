@@ -187,8 +187,13 @@ def _changes(policy: ZeroPolicy) -> None:
     assert agrees()
     torch.testing.assert_close(output().mean(), torch.tensor(3.0), atol=0.5, rtol=0)
     with pytest.raises(ValueError, match="edited inside gathered"), zpartition.gathered(model), torch.no_grad():
-        model.frozen.bias.fill_(9.0)
+        model.frozen.bias.fill_(9.0 + zcomm.group_rank())
     assert agrees()
+    with zpartition.gathered(model), torch.no_grad():
+        model.frozen.bias[3] = 9.0  # in the part of one rank, and written by all
+    assert agrees()
+    with zpartition.gathered(model):
+        assert float(model.frozen.bias[3]) == 9.0
     state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     model.load_state_dict(state)
     assert torch.equal(output(), torch.zeros(2, 16)), "zeros are exact"

@@ -91,6 +91,16 @@ def test_leaves_are_never_cut(leaf: str) -> None:
     assert {unit for name, unit in units.items() if name.startswith("blocks.1.")} == {"blocks.1"}
 
 
+@pytest.mark.parametrize("leaf", ["", "Model", f"{__name__}.Model", "*"])
+def test_the_module_itself_as_a_leaf_is_one_unit(leaf: str) -> None:
+    assert set(plan_units(Model(), policy(unit_numel=100, leaves=(leaf,))).values()) == {""}
+
+
+def test_a_module_that_itself_holds_experts_is_one_unit() -> None:
+    model = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), "out": nn.Linear(64, 4)})
+    assert set(plan_units(model, policy(unit_numel=100)).values()) == {""}
+
+
 def test_a_leaf_that_names_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"leaves names 'Blok', but no module .* embed, blocks, head"):
         plan_units(Model(), policy(leaves=("Blok",)))

@@ -44,6 +44,20 @@ def test_there_and_back_is_the_same_checkpoint(tmp_path: Path, checkpoint: Any) 
     assert found.objects["client_state"] == {"a": [1, None]}
 
 
+def test_a_tied_weight_is_exported_by_each_name_and_comes_back_once(tmp_path: Path) -> None:
+    shards = [zckpt.whole("model.embed", torch.arange(6.0))]
+    zckpt.save(tmp_path / "run", "t", shards=shards, objects={"tied": {"head": "embed"}})
+    folder = export_dcp(zckpt.find(tmp_path / "run"), tmp_path / "out")
+    wanted = {"model.embed": torch.zeros(6), "model.head": torch.zeros(6)}
+    torch_checkpoint.load(wanted, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(wanted["model.embed"], torch.arange(6.0))
+    assert torch.equal(wanted["model.head"], torch.arange(6.0))
+    import_dcp(folder, tmp_path / "back")
+    found = zckpt.find(tmp_path / "back")
+    assert found.names() == ("model.embed",)
+    assert found.objects["tied"] == {"head": "embed"}
+
+
 def test_a_tensor_is_read_when_the_writer_asks_for_it(tmp_path: Path, monkeypatch: Any) -> None:
     """And let go after it is written: when one is asked for, the writer holds the one before at most."""
     shards = [zckpt.whole(f"w{n}", torch.full((100,), float(n))) for n in range(8)]

@@ -29,6 +29,7 @@ def test_an_imported_checkpoint_is_one_of_ours(tmp_path: Path, case: str) -> Non
     assert found.objects["client_state"] == {"epoch": 2, "note": "odd sizes"}
     assert found.objects["imported"]["stage"] == int(case[4])
     assert found.rank_objects(0) == {"rng": None, "loader": None}
+    assert found.objects["tied"] == {"head.weight": "embed.weight"}
     with read_deepspeed(FIXTURES / case) as opened:
         for shard in opened.shards():
             part = torch.empty_like(shard.tensor)

@@ -3,7 +3,7 @@ import math
 
 import torch
 
-from zckpt.interchange.engine_state import engine_objects, spell
+from zckpt.interchange.engine_state import engine_objects, spell, tied_weights
 from zckpt.interchange.machine import Record
 
 
@@ -49,3 +49,11 @@ def test_objects_have_every_key_of_an_engine() -> None:
     }
     assert made["client_state"] == {"a": 1}
     assert made["optimizer"] is None
+
+
+def test_ties_are_told_with_whole_names_and_forged_ones_are_none() -> None:
+    stored = {"model.embed", "optimizer.step.embed"}
+    assert tied_weights({"tied": {"head": "embed", "out": "gone", "bad": 3, "embed": "embed"}}, stored) == {
+        "model.head": "model.embed"
+    }
+    assert tied_weights({}, stored) == tied_weights({"tied": ["head", "embed"]}, stored) == {}

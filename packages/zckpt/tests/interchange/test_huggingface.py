@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, load_model
 
 import zckpt
 from zckpt import (
@@ -16,7 +16,7 @@ from zckpt import (
     CheckpointWarning,
     CheckpointWriteError,
 )
-from zckpt.interchange import export_huggingface, huggingface, read_weights
+from zckpt.interchange import export_huggingface, huggingface, import_weights, read_weights
 from zckpt.storage import LocalStorage
 
 TENSORS = {
@@ -155,3 +155,30 @@ def test_a_save_does_not_sweep_an_export_beside_it(tmp_path: Path, checkpoint: A
     monkeypatch.setattr(huggingface, "byte_view", saving)
     folder = export_huggingface(checkpoint, tmp_path / "run" / "out")
     assert torch.equal(load_file(folder / "model.safetensors")["bias"], TENSORS["model.bias"])
+
+
+def test_names_of_tied_weights_are_told_where_safetensors_looks_for_them(tmp_path: Path) -> None:
+    model = Tied()
+    zckpt.save(
+        tmp_path / "run",
+        "t",
+        shards=[zckpt.whole("model.embed.weight", model.embed.weight.detach())],
+        objects={"tied": {"head.weight": "embed.weight"}},
+    )
+    folder = export_huggingface(zckpt.find(tmp_path / "run"), tmp_path / "out")
+    with safe_open(folder / "model.safetensors", framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+        assert list(opened.keys()) == ["embed.weight"]
+    fresh = Tied()
+    assert load_model(fresh, folder / "model.safetensors") == (set(), [])  # strict
+    assert torch.equal(fresh.head.weight, model.embed.weight)
+    import_weights(folder, tmp_path / "again")
+    assert zckpt.find(tmp_path / "again").objects["tied"] == {"head.weight": "embed.weight"}
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight

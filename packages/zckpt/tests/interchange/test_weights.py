@@ -67,6 +67,18 @@ def test_a_tied_weight_is_taken_once(tmp_path: Path) -> None:
     torch.save({"embed": weight, "head": weight, "part": weight[:1], "turned": weight.t()}, tmp_path / "w.pt")
     import_weights(tmp_path / "w.pt", tmp_path / "ours", prefix="")
     assert zckpt.find(tmp_path / "ours").names() == ("embed", "part", "turned")
+    import_weights(tmp_path / "w.pt", tmp_path / "named")
+    assert zckpt.find(tmp_path / "named").objects["tied"] == {"head": "embed"}
+
+
+@pytest.mark.parametrize("written", ["first name alone", "each name"])
+def test_a_tied_weight_of_safetensors_is_what_the_header_says(tmp_path: Path, written: str) -> None:
+    tensors = {"embed": torch.ones(2), "head": torch.ones(2)} if written == "each name" else {"embed": torch.ones(2)}
+    save_file(tensors, tmp_path / "w.safetensors", metadata={"format": "pt", "head": "embed", "other": "gone"})
+    import_weights(tmp_path / "w.safetensors", tmp_path / "ours")
+    found = zckpt.find(tmp_path / "ours")
+    assert found.names() == ("model.embed",)
+    assert found.objects["tied"] == {"head": "embed"}
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from zengine.consensus import (
     say_rounded,
     small_state,
 )
+from zengine.exporting import tied_names
 from zengine.foreign_state import travelling_options
 from zengine.jsonable import decode, encode
 from zengine.restoring import EVERYTHING, OPTIMIZER, What, prepare
@@ -81,6 +82,7 @@ def save(
     objects, rank_objects = on_every_rank(lambda: (_objects(engine, client_state), _rank_objects(engine)), peers)
     objects["features"] = peers.exchange(objects["features"])[0]  # counts of ranks may differ
     objects["left_out"] = sorted(left_out)
+    objects["tied"] = tied_names(engine)
     telemetry = engine.parts.telemetry
     with telemetry.paused(), telemetry.span("checkpoint"):
         content = Content(

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 import zpartition
 from zengine.consensus import GroupPeers, on_every_rank
-from zengine.stage_exports import from_all_stages
+from zengine.stage_exports import from_all_stages, of_all_stages
 from zengine.weightfiles import Entry, write_weights
 
 if TYPE_CHECKING:
@@ -153,6 +153,12 @@ def _tensors(engine: Engine, *, trained_only: bool) -> list[Named]:
             if prefix + name in saved or id(buffer) in tensors:
                 note(prefix + name, buffer)
     return [(tensor, tuple(names[key])) for key, tensor in tensors.items()]
+
+
+def tied_names(engine: Engine) -> dict[str, str]:
+    """Further names of tied weights -> the name that checkpoints have, of all stages.  A collective of a pipeline."""
+    own = {alias: names[0] for _, names in _tensors(engine, trained_only=False) for alias in names[1:]}
+    return of_all_stages(zpartition.stages_of(engine.module), own)
 
 
 def _streamed(engine: Engine, *, trained_only: bool) -> tuple[list[Entry], Iterator[Tensor]]:

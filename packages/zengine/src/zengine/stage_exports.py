@@ -27,7 +27,7 @@ from zengine.weightfiles import Entry
 if TYPE_CHECKING:
     from zpartition import Cell
 
-__all__ = ["from_all_stages"]
+__all__ = ["from_all_stages", "of_all_stages"]
 
 
 def from_all_stages(
@@ -51,6 +51,12 @@ def from_all_stages(
         return own, values
     theirs = [[_entry(*each) for each in stage] for stage in told]
     return [entry for stage in theirs for entry in stage], _telling(_received(values, theirs, stages, device))
+
+
+def of_all_stages(stages: Cell, own: dict[str, str]) -> dict[str, str]:
+    """What every stage says of its own names, together, on every rank.  A collective of the pipeline."""
+    told = [own] if stages.size == 1 else zcomm.exchange(own, stages.group)
+    return {name: said for each in told for name, said in each.items()}
 
 
 def _telling(values: Iterator[Tensor]) -> Iterator[Tensor]:

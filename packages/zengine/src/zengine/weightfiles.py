@@ -17,8 +17,9 @@ import json
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import attrs
@@ -63,11 +64,18 @@ class Entry:
         return self.numel * self.dtype.itemsize
 
 
-def write_weights(path: str | os.PathLike[str], entries: Sequence[Entry], values: Iterable[Tensor]) -> None:
+def write_weights(
+    path: str | os.PathLike[str],
+    entries: Sequence[Entry],
+    values: Iterable[Tensor],
+    tied: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Write the file that `path` names: safetensors by that ending, torch's format by any other.
 
     values: a tensor for each entry, in order, of its shape and dtype; taken one at a time.
-    A tied weight has its first name alone in safetensors, which knows no other; all of them in torch's files.
+    A tied weight has all of its names in torch's files; in safetensors its first alone, and the others are in the
+    header, where safetensors.torch.save_model puts them.
+    tied: what the header of safetensors says besides, of names that are written with values of their own.
 
     Raises TypeError, before anything is written, for a dtype that the format has no word for.
     """
@@ -77,10 +85,12 @@ def write_weights(path: str | os.PathLike[str], entries: Sequence[Entry], values
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
     making = final.with_name(f".tmp-{final.name}")
-    write = _write_safetensors if final.suffix == ".safetensors" else _write_torch
     try:
         with open(making, "wb") as file:
-            write(file, entries, iter(values))
+            if final.suffix == ".safetensors":
+                _write_safetensors(file, entries, iter(values), tied)
+            else:
+                _write_torch(file, entries, iter(values))
             file.flush()
             os.fsync(file.fileno())
         os.replace(making, final)
@@ -88,8 +98,11 @@ def write_weights(path: str | os.PathLike[str], entries: Sequence[Entry], values
         making.unlink(missing_ok=True)
 
 
-def _write_safetensors(file: IO[bytes], entries: Sequence[Entry], values: Iterator[Tensor]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _write_safetensors(
+    file: IO[bytes], entries: Sequence[Entry], values: Iterator[Tensor], tied: Mapping[str, str]
+) -> None:
+    left_out = {alias: entry.names[0] for entry in entries for alias in entry.names[1:]}
+    header: dict[str, object] = {"__metadata__": {**tied, **left_out, "format": "pt"}}
     offset = 0
     for entry in entries:
         place = [offset, offset + entry.nbytes]

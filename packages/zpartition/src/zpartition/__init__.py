@@ -8,6 +8,7 @@ under one `ZeroPolicy`).  Everything above (engines, checkpoints) talks in these
 from __future__ import annotations
 
 from zpartition.access import (
+    local_weight,
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -24,7 +25,7 @@ from zpartition.access import (
 from zpartition.addressing import StagedState, make_state, state_shards
 from zpartition.cells import Cell, cell_of, deals_of, replicas_of, stages_of
 from zpartition.deferred import Init, is_deferred, recording
-from zpartition.gathered import gathered
+from zpartition.gathered import gathered, is_gathered
 from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
 from zpartition.loading import load_own_slices, load_slices, refuse_unfit_slices
 from zpartition.memory_plan import MemoryPlan, plan
@@ -69,8 +70,10 @@ __all__ = [
     "deals_of",
     "gathered",
     "is_deferred",
+    "is_gathered",
     "load_own_slices",
     "load_slices",
+    "local_weight",
     "make_state",
     "own_parts",
     "plan",

@@ -22,6 +22,7 @@ __all__ = [
     "fused_attention_backward",
     "grouped_mm",
     "has_grouped_mm",
+    "has_other_views",
     "is_in_backward",
     "is_unreferenced",
     "outer_saved_tensor_hooks",
@@ -52,6 +53,13 @@ def is_unreferenced(storage: torch.UntypedStorage) -> bool:
     """Whether no tensor has the memory of `storage`; False when this torch does not tell."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return count is not None and bool(count(storage._cdata) == 1)
+
+
+def has_other_views(tensor: torch.Tensor) -> bool:
+    """Whether any other tensor has memory of `tensor`'s storage; False when this torch does not tell."""
+    storage = tensor.untyped_storage()  # which counts itself
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return count is not None and bool(count(storage._cdata) > 2)
 
 
 def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:

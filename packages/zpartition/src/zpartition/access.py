@@ -21,13 +21,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import zcomm
-from zpartition.admission import owner_of
+from zpartition.admission import claimant_of, owner_of
 from zpartition.layout import Bucket, Piece
 from zpartition.offload import Tier
 from zpartition.partition import Partition
+from zpartition.sharded import ShardedStorage
 from zpartition.state import StateHome, elements, is_coded
 
 __all__ = [
+    "local_weight",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -220,6 +222,30 @@ def safe_get_local_fp32_param(param: Parameter) -> Tensor:
     place = _Place.of(param)
     on_disk = place.partition.storages[place.index].home.tier is Tier.DISK
     return place.local(place.master()).clone() if on_disk else place.local(place.master())
+
+
+def local_weight(param: Parameter) -> Tensor:
+    """This rank's elements of the weight as modules compute with it, flat, of frozen parameters too.
+
+    A view of the shard, or a copy of one that rests elsewhere.  Raises ValueError for a parameter that nobody
+    partitioned.
+    """
+    owner = claimant_of(param)
+    if owner is None:
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} belongs to no partition.")
+    owner.refuse_parked()
+    owner.ahead.retract_all()
+    unit = owner.watch.unit_of.get(id(param))
+    storages = (*owner.storages, *owner.frozen) if unit is None else unit.storages
+    storage, place = next((s, i) for s in storages for i, other in enumerate(s.params) if other is param)
+    slot = storage.bucket.slots[place]
+    pieces = [piece for piece in storage.pieces(owner.rank) if piece.slot is slot]
+    own = storage.own_span
+    part = own[pieces[0].offset : pieces[0].offset + pieces[0].numel] if pieces else own[:0]
+    if isinstance(storage, ShardedStorage) and storage.shelf.tier is not Tier.DEVICE:
+        storage.shelf.drop()
+        return part.clone()
+    return part.detach()
 
 
 def safe_get_local_grad(param: Parameter) -> Tensor | None:

@@ -67,6 +67,12 @@ def owner_of(param: Parameter) -> Partition | None:
     return owner if owner is not None and owner.owns(param) else None
 
 
+def claimant_of(param: Parameter) -> Partition | None:
+    """The living partition that has claimed `param`: `owner_of` at once, for those who go through many."""
+    found = _owners.get(id(param))
+    return None if found is None else found()
+
+
 def refuse_owned(name: str, param: Parameter) -> None:
     """ValueError if a living partition owns the memory of `param`."""
     if owner_of(param) is not None:

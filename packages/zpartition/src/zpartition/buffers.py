@@ -16,6 +16,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 import zcomm
+from zpartition import _compat
 
 _LINE_BYTES = 64
 
@@ -97,6 +98,17 @@ class BufferPool:
     def give_back(self, buffer: torch.Tensor) -> None:
         """Return a buffer that came from this pool."""
         self.free.append(buffer)
+
+    def recover(self, buffer: torch.Tensor) -> None:
+        """`give_back` for a buffer that people have seen: one that somebody has a view of is theirs from now on.
+
+        It must have memory of its own, not an arena's.
+        """
+        if not _compat.has_other_views(buffer):
+            self.give_back(buffer)
+            return
+        self.total_bytes -= buffer.nbytes
+        self.num_made -= 1
 
     def clear(self, dtype: torch.dtype | None = None) -> None:
         """Drop every free buffer, or those of `dtype`."""

@@ -6,11 +6,15 @@
         if rank == 0:
             model.embed.weight[0] = 0.0
 
-Both are collectives: every rank comes along.  What was written without `modifier_rank` is refused when the block
-ends, because the ranks would disagree about it (where weights are whole anyway, nobody looks).  Blocks may be nested:
-one without `modifier_rank` leaves what a block around it holds to that one; one with it begins by settling what was
-written around it so far, and so each block has edits of its own.  They work at every stage: where weights are whole,
-`modifier_rank` makes the ranks and the masters agree.
+Both are collectives: every rank comes along.  Without `modifier_rank` all ranks have to write the same (an average of
+two models, say), bit for bit: anything else is refused when the block ends, because nobody knows whose edits count.
+At stages 0 to 2, where weights are whole anyway, nobody looks.  What was not written keeps its master, with all the
+digits that the weight lacks.
+
+Blocks may be nested, and may end in any order: one without `modifier_rank` leaves what a block around it holds to
+that one; one with it begins by settling what was written around it so far, and so each block has edits of its own.
+They work at every stage: where weights are whole, `modifier_rank` makes the ranks and the masters agree.  A view that
+somebody keeps of a weight goes on showing what it was when the block ended.
 
 `module.state_dict()` and `module.load_state_dict()` gather by themselves, one module at a time; they are collectives
 too, and what is loaded on rank 0 counts.
@@ -18,25 +22,28 @@ too, and what is loaded on rank 0 counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 import zcomm
-from zpartition.admission import owner_of
+from zpartition.admission import claimant_of, owner_of
 from zpartition.calls import Calls, Hook
+from zpartition.homes import same_bits
 from zpartition.residence import Residence, Unit
 from zpartition.settled import early_weights
+from zpartition.sharded import ShardedStorage
 
 if TYPE_CHECKING:
     from zpartition.partition import Partition
 
-__all__ = ["Block", "gathered", "hook_state"]
+__all__ = ["Block", "gathered", "hook_state", "is_gathered"]
 
 
 @final
@@ -46,7 +53,17 @@ class Block:
 
     units: list[Unit]  # that it holds
     params: list[Parameter]
-    modifier_rank: int | None  # whose edits count
+    modifier_rank: int | None  # whose edits count; None: those that all make
+    before: list[tuple[Parameter, Tensor]]  # parameters that are whole in any case, and what they were, if it is None
+
+    @classmethod
+    def of(cls, partition: Partition, params: list[Parameter], modifier_rank: int | None) -> Block:
+        """Copies what the block will have to answer for and no gather brings again."""
+        looks = modifier_rank is None and partition.policy.shards_weights
+        others = {id(param) for block in partition.watch.blocks for param in block.params}
+        mine = {id(param) for param in params} - others if looks else set()
+        whole = [param for storage in partition.whole for param in storage.params if id(param) in mine]
+        return cls(partition.watch.units_of(params), params, modifier_rank, [(p, p.detach().clone()) for p in whole])
 
 
 @contextmanager
@@ -55,23 +72,23 @@ def gathered(
 ) -> Iterator[None]:
     """The parameters of `what` whole inside the block; every rank must enter it.
 
-    modifier_rank: whose edits count (within the partition's group); None refuses edits.  Of experts, those of the
-        ranks that share them out with it: each shows its own.
+    modifier_rank: whose edits count (within the partition's group); None: those that all ranks make alike.  Of
+        experts, those of the ranks that share them out with it: each shows its own.
     Of a module that was built inside `Init` and is not partitioned yet: see settled.py.
-    Raises ValueError on every rank, leaving the weights as they were, for edits that nobody may make.
+    Raises ValueError on every rank, leaving the weights as they were, for edits that ranks do not agree about.
     """
     params = _parameters(what)
     partitions = {id(owner): owner for param in params if (owner := owner_of(param)) is not None}
     with ExitStack() as stack:
         stack.enter_context(early_weights(params, modifier_rank))
-        opened = [(p, Block(p.watch.units_of(params), params, modifier_rank)) for p in partitions.values()]
+        opened = [(p, Block.of(p, params, modifier_rank)) for p in partitions.values()]
         for partition, block in opened:
             partition.refuse_without_weights() if modifier_rank is None else partition.refuse_parked()
             partition.watch.sweep()
             stack.enter_context(partition.residence.held(block.units))
             if modifier_rank is not None:
                 _settle(partition, block)
-            stack.callback(partition.watch.blocks.pop)
+            stack.callback(partition.watch.blocks.remove, block)
             partition.watch.blocks.append(block)
             if block.units:
                 stack.enter_context(partition.watch.saving())
@@ -85,14 +102,28 @@ def gathered(
         for partition, block in opened:
             _refuse_dropped(block)
             if modifier_rank is None:
-                _refuse_edits(partition, _unshared(partition, block))
+                _take_agreed(partition, _unshared(partition, block), block.before)
             else:
                 _take_edits(partition, block.units, params, modifier_rank)
 
 
+def is_gathered(param: Parameter) -> bool:
+    """Whether a block of `gathered` holds `param`, or a module runs that needs it; False between, and of nobody's.
+
+    Weights that are whole in any case are not gathered unless a block holds them.
+    """
+    partition = claimant_of(param)
+    if partition is None:
+        return False
+    unit = partition.watch.unit_of.get(id(param))
+    if unit is not None:
+        return unit.is_used
+    return any(param is other for block in partition.watch.blocks for other in block.params)
+
+
 def _unshared(partition: Partition, block: Block) -> list[Unit]:
-    """What no block around the innermost holds; they answer for the rest."""
-    around = {id(unit) for other in partition.watch.blocks[:-1] for unit in other.units}
+    """What no other block holds; they answer for the rest."""
+    around = {id(unit) for other in partition.watch.blocks if other is not block for unit in other.units}
     return [unit for unit in block.units if id(unit) not in around]
 
 
@@ -109,7 +140,7 @@ def _settle(partition: Partition, block: Block) -> None:
         _take_edits(partition, units, params, other.modifier_rank)
     looked_at = {id(unit): unit for other in around for unit in other.units if id(unit) in mine - edited}
     if looked_at:
-        _refuse_edits(partition, list(looked_at.values()))
+        _take_agreed(partition, list(looked_at.values()), [])
 
 
 def _refuse_dropped(block: Block) -> None:
@@ -148,7 +179,7 @@ def hook_state(module: nn.Module, units: Mapping[str, Unit], dicts: Calls) -> li
         call = dicts.innermost(owner)
         for unit in call.units if call is not None else ():
             if unit.depth == 1:
-                _spread(unit, dicts.residence, source=0)
+                _spread(unit, dicts.residence, 0, ShardedStorage.absorb)
                 dicts.residence.version += 1  # a graph made before must not see what was loaded
         if call is not None:
             dicts.end()
@@ -172,42 +203,69 @@ _KEPT = (
 )
 
 
-def _spread(unit: Unit, residence: Residence, *, source: int) -> None:
-    """What rank `source` shows of a whole unit becomes the truth on all ranks."""
+def _spread(unit: Unit, residence: Residence, source: int, take: Callable[[ShardedStorage], None]) -> None:
+    """What rank `source` shows of a whole unit becomes the truth on all ranks; `take` makes it that of one."""
     for storage in unit.storages:
         assert storage.full is not None
         whole = storage.full[: storage.bucket.numel]
         holders = residence.ranks.having(storage.bucket).world
         zcomm.broadcast(whole, holders, source=source // storage.bucket.deal, label=f"edits of unit {unit.name!r}")
-        storage.absorb()
+        take(storage)
 
 
 def _take_edits(partition: Partition, units: list[Unit], params: list[Parameter], source: int) -> None:
     for unit in units:
-        _spread(unit, partition.residence, source=source)
+        _spread(unit, partition.residence, source, ShardedStorage.absorb_edits)
     wanted = {id(param) for param in params}
     for storage in partition.whole:
         if any(id(param) in wanted for param in storage.params):
             holders = partition.ranks.having(storage.bucket).world
             zcomm.broadcast(storage.flat, holders, source=source // storage.bucket.deal, label="edits")
-            storage.refresh_master()
+            storage.absorb_edits()
     partition.residence.version += 1  # a graph made before must not see the edits
 
 
-def _refuse_edits(partition: Partition, units: list[Unit]) -> None:
+def _take_agreed(partition: Partition, units: list[Unit], before: list[tuple[Parameter, Tensor]]) -> None:
+    """What was written without a modifier_rank: taken if all ranks have written the same, else undone and refused."""
     storages = [(unit.name, storage) for unit in units for storage in unit.storages]
-    looks = [(name, storage.is_edited(partition.ranks.having(storage.bucket).shard)) for name, storage in storages]
-    edited = sorted({name for name, is_edited in looks if is_edited})
-    found = torch.tensor(float(bool(edited)), device=partition.device)
+    having = partition.ranks.having
+    looks = [(name, storage.is_edited(having(storage.bucket).shard)) for name, storage in storages]
+    edited = sorted({f"unit {name!r}" for name, is_edited in looks if is_edited})
+    changed = {id(param) for param, was in before if not bool(same_bits(param.detach(), was).all())}
+    looked_at = {id(param) for param, _ in before}
+    whole = [storage for storage in partition.whole if any(id(param) in looked_at for param in storage.params)]
+    if not _any_rank(partition, bool(edited or changed)):
+        return
+    shown = [(storage.full, storage) for _, storage in storages] + [(storage.flat, storage) for storage in whole]
+    differ = [_differs(flat, storage.bucket.numel, having(storage.bucket).world) for flat, storage in shown]
+    if not _any_rank(partition, any(differ)):
+        for _, storage in shown:
+            storage.absorb_edits()
+        partition.residence.version += 1  # a graph made before must not see the edits
+        return
+    for unit in units:
+        partition.residence.forget(unit)
+    for param, was in before:
+        param.data.copy_(was)
+    where = f" ({', '.join(edited)})" if edited else ""
+    raise ValueError(
+        f"parameters were edited inside gathered(...){where}, differently on the ranks, and without modifier_rank "
+        "nobody knows whose edits count; they are undone. Pass modifier_rank=0 and edit on that rank."
+    )
+
+
+def _differs(flat: Tensor | None, numel: int, group: ProcessGroup | None) -> bool:
+    """Whether this rank shows other bits than the first of the group."""
+    assert flat is not None
+    first = flat[:numel].clone()
+    zcomm.broadcast(first, group, source=0, label="edits")
+    return not bool(same_bits(first, flat[:numel]).all())
+
+
+def _any_rank(partition: Partition, here: bool) -> bool:
+    found = torch.tensor(float(here), device=partition.device)
     zcomm.all_reduce(found, partition.group, op="max", label="edits")
-    if found.item():
-        for unit in units:
-            partition.residence.forget(unit)
-        where = f" (unit {', '.join(map(repr, edited))})" if edited else ""
-        raise ValueError(
-            f"parameters were edited inside gathered(...){where}, and without modifier_rank nobody knows whose edits "
-            "count; they are undone. Pass modifier_rank=0 and edit on that rank."
-        )
+    return bool(found.item())
 
 
 def _parameters(what: nn.Module | Parameter | Iterable[Parameter]) -> list[Parameter]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol, final
 
 import attrs
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -42,6 +43,18 @@ class Home(StateHome, Protocol):
 
     def write(self, master: Parameter, start: int, part: Tensor) -> None:
         """master[start:...] = part."""
+
+
+def same_bits(first: Tensor, second: Tensor) -> Tensor:
+    """Element by element, NaN like any other number; both of one dtype."""
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    return first.view(kind) == second.view(kind)
+
+
+def take_edits(home: Home, master: Parameter, weights: Tensor, unchanged: Tensor) -> None:
+    """master = weights, (span numel,), but for what is `unchanged`: that keeps the digits that weights lack."""
+    values = home.values(master)
+    home.refresh(master, torch.where(unchanged.to(values.device), values, weights.to(values)))
 
 
 class InPlace(InOptimizer):

@@ -259,6 +259,8 @@ class Partition(GradientFacts, Parking):
 
     def owns(self, param: Parameter) -> bool:
         """Whether `param` lives in this partition's memory."""
+        if id(param) in self.watch.unit_of:
+            return True
         return any(param is other for other in self.owned())
 
     @property

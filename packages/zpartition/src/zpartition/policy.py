@@ -104,7 +104,7 @@ class ZeroPolicy:
     frozen_weight_bits: int = attrs.field(default=0, validator=in_((0, 4, 8)))  # the same, of those not trained
     secondary_group_size: int = attrs.field(default=0, validator=ge(0))  # ranks that keep a copy to gather again
     offload: Offload = NOTHING
-    leaves: tuple[str, ...] = ()  # modules that are never cut into units: classes, paths, or "*end" of paths
+    leaves: tuple[str, ...] = ()  # modules never cut into units: classes, paths ("": the root), or "*end" of paths
 
     @property
     def keeps_whole(self) -> bool:

@@ -90,7 +90,7 @@ def settle(tape: Tape, group: ProcessGroup | None) -> Settled:
 def early_weights(tensors: Iterable[Tensor], modifier_rank: int | None) -> Iterator[None]:
     """Those of `tensors` that a tape knows, real inside the block; others are left alone.  A collective.
 
-    Raises ValueError on every rank, leaving the weights as they were, for edits without a modifier_rank.
+    Raises ValueError on every rank, leaving the weights as they were, for edits that differ without a modifier_rank.
     """
     tensors = list(tensors)
     hidden = show(tensors)
@@ -108,7 +108,7 @@ def early_weights(tensors: Iterable[Tensor], modifier_rank: int | None) -> Itera
         for param, device in hidden:
             hide([param], device)
     for block in blocks:
-        block.refuse_edits() if modifier_rank is None else block.spread(modifier_rank)
+        block.take_agreed() if modifier_rank is None else block.spread(modifier_rank)
 
 
 @final
@@ -156,12 +156,25 @@ class _Block:
             zcomm.broadcast(moved, self.settled.group, source=source, label="early weights")
             self.settled.put(key, moved.cpu())
 
-    def refuse_edits(self) -> None:
-        edited = any(self.settled.differs(key, content) for key, content in self.contents.items())
-        found = torch.tensor(float(edited), device=wire_device(self.settled.group))
-        zcomm.all_reduce(found, self.settled.group, op="max", label="early edits")
-        if found.item():
+    def take_agreed(self) -> None:
+        """Keep what all ranks have written alike.  ValueError for anything else."""
+        if not self._any_rank(any(self.settled.differs(key, content) for key, content in self.contents.items())):
+            return
+        differ = False
+        for content in self.contents.values():
+            first = content.to(wire_device(self.settled.group), copy=True)
+            zcomm.broadcast(first, self.settled.group, source=0, label="early edits")
+            differ = differ or not torch.equal(first, content.to(first.device))
+        if self._any_rank(differ):
             raise ValueError(
-                "parameters were edited inside gathered(...) before they were partitioned, and without modifier_rank "
-                "nobody knows whose edits count; they are undone. Pass modifier_rank=0 and edit on that rank."
+                "parameters were edited inside gathered(...) before they were partitioned, differently on the ranks, "
+                "and without modifier_rank nobody knows whose edits count; they are undone. Pass modifier_rank=0 and "
+                "edit on that rank."
             )
+        for key, content in self.contents.items():
+            self.settled.put(key, content.cpu())
+
+    def _any_rank(self, here: bool) -> bool:
+        found = torch.tensor(float(here), device=wire_device(self.settled.group))
+        zcomm.all_reduce(found, self.settled.group, op="max", label="early edits")
+        return bool(found.item())

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 import zcomm
 from zpartition.buffers import BufferPool, flat_zeros
-from zpartition.homes import IN_PLACE, Home
+from zpartition.homes import IN_PLACE, Home, same_bits, take_edits
 from zpartition.layout import Bucket, Piece, Slot
 from zpartition.offload import Tier
 from zpartition.policy import ZeroPolicy
@@ -172,9 +172,9 @@ class ShardedStorage:
             self.handle = zcomm.DONE
             self.shelf.drop()
         if self.full is not None:
-            pool.give_back(self.full)
+            self._point(self.hollow)
+            pool.recover(self.full)
             self.full = None
-        self._point(self.hollow)
         self.presence = Presence.RESTING
 
     def absorb(self) -> None:
@@ -184,6 +184,20 @@ class ShardedStorage:
         self.shelf.put()
         self.source.stale()
         self.refresh_master()
+
+    def absorb_edits(self) -> None:
+        """`absorb`, where what shows the old weight keeps its master as it was."""
+        assert self.full is not None
+        fresh = self.full[self.span[0] : self.span[1]]
+        unchanged = same_bits(fresh, self.own_span)
+        self.source.stale()  # whatever this rank's part is: all ranks have to gather the same way next
+        if not bool(unchanged.all()):
+            shares = self.shares_master
+            self.own_span.copy_(fresh)
+            self.shelf.put()
+            if not shares:
+                take_edits(self.home, self.master, fresh, unchanged)
+        self.shelf.drop()
 
     def is_edited(self, group: ProcessGroup | None) -> bool:
         """Whether the PRESENT parameters differ in any bit from the truth of all ranks.  A collective."""

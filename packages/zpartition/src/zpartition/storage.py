@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch.nn import Parameter
 
-from zpartition.homes import IN_PLACE, Home
+from zpartition.homes import IN_PLACE, Home, same_bits, take_edits
 from zpartition.layout import Bucket, Piece
 from zpartition.policy import ZeroPolicy
 
@@ -59,6 +59,12 @@ class BucketStorage:
     def refresh_master(self) -> None:
         """Take the module's weights as the truth (after a broadcast or an edit)."""
         self.home.refresh(self.master, self.own_span)
+
+    def absorb_edits(self) -> None:
+        """`refresh_master`, where what shows the master as it is keeps it."""
+        if not self.shares_master:
+            shown = self.home.values(self.master).to(self.flat.dtype).to(self.flat.device)
+            take_edits(self.home, self.master, self.own_span, same_bits(self.own_span, shown))
 
     def publish(self) -> None:
         """Cast the master into this rank's span of the module's weights."""

@@ -77,7 +77,7 @@ def _units_of_modules(root: nn.Module, limit: int, leaves: Iterable[str]) -> dic
     def visit(path: str, module: nn.Module, enclosing: str) -> None:
         called = path == "" or not isinstance(module, _NEVER_CALLED)
         own = path if called else enclosing
-        if called and path and (_is_leaf(path, module, wanted) or _numel(module) <= limit):
+        if called and (_is_leaf(path, module, wanted) or (path and _numel(module) <= limit)):
             for below, _ in module.named_modules(remove_duplicate=False):
                 unit_of[_join(path, below)] = path
             return
@@ -143,7 +143,7 @@ def _persistent(params: Mapping[str, Parameter], policy: ZeroPolicy) -> frozense
 
 
 def _refuse_unknown_leaves(module: nn.Module, leaves: Iterable[str]) -> None:
-    modules = [(path, child) for path, child in module.named_modules() if path]
+    modules = list(module.named_modules())
     for leaf in leaves:
         if not any(_names(leaf, path, child) for path, child in modules):
             raise ValueError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from .dcp import export_dcp, import_dcp
 from .deepspeed import DeepSpeedCheckpoint, import_deepspeed, read_deepspeed
+from .engine_state import tied_weights
 from .huggingface import export_huggingface
 from .patchwork import Patchwork
 from .recognising import recognise
@@ -29,4 +30,5 @@ __all__ = [
     "read_deepspeed",
     "read_weights",
     "recognise",
+    "tied_weights",
 ]

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -48,7 +48,7 @@ from ..errors import (
 from ..regions import Box, Region, Span, box_numel, region_problem, whole_box
 from ..saving import save
 from ..storage import LOCAL, read_all
-from .engine_state import MODEL, NO_RANK_STATE, engine_objects
+from .engine_state import MODEL, NO_RANK_STATE, engine_objects, tied_weights
 from .machine import Machine, Maker, Record
 
 METADATA = ".metadata"
@@ -75,8 +75,9 @@ _ADMITTED = frozenset(
 
 
 def export_dcp(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
-    """Write every tensor by its stored name, and the objects as JSON bytes under "zckpt.objects"; returns the folder.
+    """Write every tensor by its stored name, tied weights by each of theirs; returns the folder.
 
+    The objects are JSON bytes under "zckpt.objects".
     `torch.distributed.checkpoint.load` reads it at any world size.  `folder` must be absent or empty.
     Raises CheckpointInputError, CheckpointCorrupt (a checksum of ours differs), CheckpointWriteError, OSError.
     """
@@ -86,9 +87,11 @@ def export_dcp(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(prefix=f".tmp-{target.name}-", dir=target.parent))
     try:
+        tensors = checkpoint.manifest.tensors
+        tied = tied_weights(checkpoint.objects, tensors)
         state: dict[str, Any] = {
-            name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-            for name, entry in checkpoint.manifest.tensors.items()
+            name: torch.empty(tensors[stored].shape, dtype=tensors[stored].dtype, device="meta")
+            for name, stored in {**dict(zip(tensors, tensors)), **tied}.items()
         }
         objects = torch.tensor(list(_objects(checkpoint)), dtype=torch.uint8)
         state[OBJECTS] = torch.empty_like(objects, device="meta")
@@ -97,7 +100,7 @@ def export_dcp(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
             save_dcp(
                 state,
                 storage_writer=FileSystemWriter(making, single_file_per_rank=False),
-                planner=_OneAtATime(checkpoint, objects),
+                planner=_OneAtATime(checkpoint, objects, tied),
                 no_dist=True,
             )
         making.rename(target)
@@ -136,6 +139,8 @@ def import_dcp(
     if ours:
         objects = _our_objects(path, loader.load(OBJECTS, tensors.pop(OBJECTS)).flatten().tolist())
         step = step or objects["exported"]["step"]
+        tied = tied_weights(objects, tensors)
+        tensors = {name: each for name, each in tensors.items() if name not in tied}
     if not tensors:
         raise CheckpointMismatch(f"{path} holds no tensors", path=str(path))
     shards = [_Stored("" if ours else prefix, name, each, loader) for name, each in sorted(tensors.items())]
@@ -227,12 +232,12 @@ def _objects(checkpoint: Checkpoint) -> bytes:
 class _OneAtATime(DefaultSavePlanner):
     """Gives the writer each tensor when it asks."""
 
-    def __init__(self, checkpoint: Checkpoint, objects: Tensor) -> None:
+    def __init__(self, checkpoint: Checkpoint, objects: Tensor, tied: Mapping[str, str]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.checkpoint, self.objects = checkpoint, objects
+        self.checkpoint, self.objects, self.tied = checkpoint, objects, tied
 
     def lookup_object(self, index: Any) -> Tensor:
-        return self.objects if index.fqn == OBJECTS else self.checkpoint.tensor(index.fqn)
+        return self.objects if index.fqn == OBJECTS else self.checkpoint.tensor(self.tied.get(index.fqn, index.fqn))
 
 
 @final

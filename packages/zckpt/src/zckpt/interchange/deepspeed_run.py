@@ -10,8 +10,8 @@ import attrs
 
 from ..canonical import JSON
 from .deepspeed_files import Cell, Files
-from .deepspeed_tensors import STEP
-from .engine_state import engine_objects, spell
+from .deepspeed_tensors import STEP, aliases
+from .engine_state import TIED, engine_objects, spell
 from .machine import Record
 
 _OPTIONS = (
@@ -61,6 +61,7 @@ def run_objects(files: Files, kinds: Kinds) -> dict[str, JSON]:
         "optimizer": _optimizer(cell, config, kinds.optimizer),
         "scheduler": _scheduler(cell.model, config, kinds.scheduler),
         "scaler": _scaler(cell),
+        TIED: {alias: name for cell in files.cells for alias, name in aliases(cell).items()},
     }
     source = {
         "from": "DeepSpeed",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -59,7 +59,7 @@ def parts_of(cell: Cell) -> list[Part]:
     """Everything that one tensor-parallel rank saved: masters and states, frozen parameters, buffers."""
     moved = list(_moved(cell)) if cell.shards else list(_moved_without_zero(cell))
     masters = {part.name for part in moved if part.key == MASTER}
-    rest = list(_frozen_parts(cell)) if cell.stage == 3 else list(_weights(cell, _aliases(cell), masters))
+    rest = list(_frozen_parts(cell)) if cell.stage == 3 else list(_weights(cell, aliases(cell), masters))
     if cell.shards and cell.stage < 3:
         _compare(moved, cell.model["module"])
     return moved + rest
@@ -195,7 +195,7 @@ def _moved_without_zero(cell: Cell) -> Iterator[Part]:
     told = cell.model.get("optimizer")
     if not isinstance(told, dict) or not isinstance(told.get("state"), dict):
         return
-    module, names = _tensors_of(cell.model), _aliases(cell)
+    module, names = _tensors_of(cell.model), aliases(cell)
     candidates = {name: tuple(t.shape) for name, t in module.items() if name not in names}
     for name in _buffer_names(cell):
         candidates.pop(name, None)
@@ -249,23 +249,24 @@ def _buffer_names(cell: Cell) -> list[str]:
     return [str(name) for name in cell.model.get("buffer_names") or ()]
 
 
-def _aliases(cell: Cell) -> set[str]:
-    """Names of tied weights beside their first."""
+def aliases(cell: Cell) -> dict[str, str]:
+    """Further names of tied weights -> their first."""
     told = cell.model.get("shared_params")
     if isinstance(told, dict):
-        return {str(name) for name in told}
+        return {str(name): str(first) for name, first in told.items()}
     seen: dict[tuple[Any, ...], str] = {}
-    return {
-        name
+    found = {
+        name: seen.setdefault((each.data_ptr(), each.shape, each.stride(), each.dtype), name)
         for name, each in _tensors_of(cell.model).items()
-        if each.numel() and seen.setdefault((each.data_ptr(), each.shape, each.stride(), each.dtype), name) != name
+        if each.numel()
     }
+    return {name: first for name, first in found.items() if name != first}
 
 
-def _weights(cell: Cell, aliases: set[str], masters: set[str]) -> Iterator[Part]:
+def _weights(cell: Cell, tied: Container[str], masters: set[str]) -> Iterator[Part]:
     """Whole tensors of the model that no optimizer shard has."""
     for name, value in _tensors_of(cell.model).items():
-        if name not in aliases and name not in masters:
+        if name not in tied and name not in masters:
             yield _whole(name, value)
 
 

@@ -7,6 +7,7 @@ with them, so a change there shows.
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Mapping
 from typing import Any, final
 
 import attrs
@@ -15,6 +16,7 @@ from torch import Tensor
 from ..canonical import JSON, MAX_DEPTH
 
 MODEL, OPTIMIZER = "model.", "optimizer."  # prefixes of tensor names: model.<name>, optimizer.<state>.<name>
+TIED = "tied"  # in the objects: further names of tied weights -> the name that is stored, both without MODEL
 _MAX_VALUES = 1_000_000
 NO_RANK_STATE: dict[str, JSON] = {"rng": None, "loader": None}  # others save neither random states nor positions
 
@@ -32,6 +34,14 @@ def engine_objects(told: dict[str, JSON], source: dict[str, JSON]) -> dict[str, 
         **told,
         "imported": source,
     }
+
+
+def tied_weights(objects: Mapping[str, JSON], stored: Container[str]) -> dict[str, str]:
+    """Further names of tied weights -> names of `stored` tensors, whole names both; {} where nothing says so."""
+    told = objects.get(TIED)
+    pairs = told.items() if isinstance(told, dict) else ()
+    named = {MODEL + alias: MODEL + name for alias, name in pairs if isinstance(name, str) and alias != name}
+    return {alias: name for alias, name in named.items() if name in stored}
 
 
 def spell(value: Any, left: set[str] | None = None, where: str = "") -> JSON:

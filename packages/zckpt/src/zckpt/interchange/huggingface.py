@@ -3,8 +3,9 @@
     zckpt.interchange.export_huggingface(zckpt.find("runs/gpt"), "gpt-bf16", dtype=torch.bfloat16)
 
 A tensor is read from the checkpoint, cast and written in stretches of a fixed size, so the memory it needs does
-not depend on the model.  A tied weight is one tensor of a checkpoint, and is written once.  The folder appears by
-one rename when everything in it is on disk.
+not depend on the model.  A tied weight is one tensor of a checkpoint, and is written once; its other names are in the
+header, where safetensors.torch.save_model puts them: Transformers ties weights again by itself.  The folder appears
+by one rename when everything in it is on disk.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..regions import whole_box
 from ..safefile import byte_view
 from ..shard import Shard
 from ..storage import LOCAL, Storage, Writer
-from .engine_state import MODEL
+from .engine_state import MODEL, tied_weights
 
 _STRETCH_NUMEL = 1 << 22  # elements read, cast and written at once: at most 2 x 32 MiB
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,6 +46,7 @@ class Entry:
     shape: tuple[int, ...]
     source: torch.dtype
     dtype: torch.dtype
+    aliases: tuple[str, ...]  # its other names, where weights are tied
 
     @property
     def numel(self) -> int:
@@ -89,11 +91,14 @@ def _entries(checkpoint: Checkpoint, dtype: torch.dtype | None, prefix: str) -> 
     names = [name for name in checkpoint.names() if name.startswith(prefix) and name != prefix]
     if not names:
         raise CheckpointMismatch(f"checkpoint {checkpoint.path} has no tensor whose name begins with {prefix!r}")
+    aliases: dict[str, list[str]] = {}
+    for alias, name in tied_weights(checkpoint.objects, tensors).items():
+        aliases.setdefault(name, []).append(alias.removeprefix(prefix))
     made = []
     for name in names:
         source, shape = tensors[name].dtype, tensors[name].shape
         target = dtype if dtype is not None and source.is_floating_point else source
-        made.append(Entry(name.removeprefix(prefix), name, shape, source, target))
+        made.append(Entry(name.removeprefix(prefix), name, shape, source, target, tuple(aliases.get(name, ()))))
     return made
 
 
@@ -118,7 +123,8 @@ def _index(files: dict[str, list[Entry]]) -> bytes:
 
 
 def _write(checkpoint: Checkpoint, entries: list[Entry], writer: Writer) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    tied = {alias: entry.name for entry in entries for alias in entry.aliases}
+    header: dict[str, object] = {"__metadata__": {**tied, "format": "pt"}}
     offset = 0
     for entry in entries:
         place = [offset, offset + entry.nbytes]

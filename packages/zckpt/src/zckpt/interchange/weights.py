@@ -23,11 +23,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .. import canonical
+from ..canonical import JSON
 from ..errors import CheckpointCorrupt, CheckpointInputError, CheckpointNotFound, CheckpointReadError
 from ..saving import save
 from ..shard import Shard, whole
 from ..storage import LOCAL, read_all
-from .engine_state import MODEL, NO_RANK_STATE, engine_objects
+from .engine_state import MODEL, NO_RANK_STATE, TIED, engine_objects
 from .torchfile import open_torch_file
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -62,6 +63,9 @@ class Weights(Mapping[str, Slice]):
     tensors: dict[str, Callable[[], Tensor]]
     closing: contextlib.ExitStack
     checks: tuple[Callable[[], None], ...] = ()
+    said: dict[str, str] = attrs.field(
+        factory=dict
+    )  # what safetensors say of tied weights: further names -> the first
 
     def __getitem__(self, name: str) -> Slice:
         return Slice(self.tensors[name]())
@@ -73,13 +77,22 @@ class Weights(Mapping[str, Slice]):
         return len(self.tensors)
 
     def shards(self, prefix: str = "") -> Iterator[Shard]:
-        """Every tensor as a whole shard, views of the files; the second name of a tied weight is left out."""
+        """Every tensor as a whole shard, views of the files; further names of tied weights are left out."""
+        tied = self.tied()
+        for name in self:
+            if name not in tied:
+                yield whole(prefix + name, self[name].view.contiguous())
+
+    def tied(self) -> dict[str, str]:
+        """Further names of tied weights -> the first."""
+        found = dict(self.said)
         seen: dict[tuple[Any, ...], str] = {}
         for name in self:
             view = self[name].view
             where = (view.data_ptr(), view.shape, view.stride(), view.dtype)
-            if not view.numel() or seen.setdefault(where, name) == name:
-                yield whole(prefix + name, view.contiguous())
+            if name not in found and view.numel() and (first := seen.setdefault(where, name)) != name:
+                found[name] = first
+        return found
 
     def verify(self) -> None:
         """Compare the checksums once more, as was done at opening; CheckpointCorrupt."""
@@ -106,10 +119,11 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
     path = Path(path)
     files, told = _files(path)
     tensors: dict[str, Callable[[], Tensor]] = {}
+    said: dict[str, str] = {}
     checks: list[Callable[[], None]] = []
     with contextlib.ExitStack() as stack:
         for file in files:
-            mine = _open_torch(file, stack, checks) if _is_torch(file) else _open_safetensors(file, stack)
+            mine = _open_torch(file, stack, checks) if _is_torch(file) else _open_safetensors(file, stack, said)
             if twice := sorted(set(mine) & set(tensors)):
                 raise CheckpointCorrupt(f"{path}: {twice[0]!r} is in two of its files", path=str(path))
             if strays := [name for name in sorted(mine) if told.get(name, file.name) != file.name]:
@@ -119,7 +133,8 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
                 )
             tensors.update(mine)
         _compare_index(path, told, tensors)
-        return Weights(path, tensors, stack.pop_all(), tuple(checks))
+        ties = {alias: name for alias, name in said.items() if name in tensors and name not in said}
+        return Weights(path, tensors, stack.pop_all(), tuple(checks), ties)
 
 
 def import_weights(
@@ -136,7 +151,8 @@ def import_weights(
     (`load_checkpoint(..., load_module_only=True)`).  Raises what `read_weights` and `zckpt.save` do.
     """
     with read_weights(path) as weights:
-        objects = engine_objects({}, {"from": "weights", "path": weights.path.name})
+        told: dict[str, JSON] = {TIED: dict(weights.tied())} if prefix == MODEL else {}
+        objects = engine_objects(told, {"from": "weights", "path": weights.path.name})
         shards = list(weights.shards(prefix))
         return save(root, tag, shards=shards, objects=objects, rank_objects=NO_RANK_STATE, step=step)
 
@@ -209,9 +225,13 @@ def _compare_index(path: Path, told: Mapping[str, str], tensors: Mapping[str, An
         )
 
 
-def _open_safetensors(file: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Tensor]]:
+def _open_safetensors(
+    file: Path, stack: contextlib.ExitStack, said: dict[str, str]
+) -> dict[str, Callable[[], Tensor]]:
+    """said: gets the header's remarks, among which are the names that safetensors.torch.save_model has left out."""
     try:
         opened: Any = stack.enter_context(safe_open(file, framework="pt"))
+        said.update(opened.metadata() or {})
         return {name: functools.partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118 - no dict
     except (SafetensorError, ValueError) as error:
         raise CheckpointCorrupt(f"{file} is no sound safetensors file: {error}", path=str(file)) from None

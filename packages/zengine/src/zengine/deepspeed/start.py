@@ -1,7 +1,8 @@
 """`deepspeed.initialize`: zengine's, with DeepSpeed's arguments and with what was said about the model before.
 
-Besides the names of arguments, three things come in here: modules that `set_z3_leaf_modules` was told of, an
-`overflow` flag on the optimizer (Accelerate asks it whether a step was skipped), and DeepSpeed's mesh tuple.
+Besides the names of arguments, four things come in here: modules that `set_z3_leaf_modules` was told of, an
+`overflow` flag on the optimizer (Accelerate asks it whether a step was skipped), the marks of parameters at stage 3
+(marks.py), and DeepSpeed's mesh tuple.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import zpartition
 from zengine.config.resolve import BATCH_KEYS
 from zengine.config.source import read
 from zengine.deepspeed.comm import get_world_size, init_distributed
+from zengine.deepspeed.marks import ZeroMarks
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.utils import groups
-from zengine.deepspeed.utils.leaves import leaf_names
+from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
 from zengine.features import Feature
 from zengine.initialize import Initialized
 from zengine.initialize import initialize as make_engine
@@ -90,7 +92,9 @@ def initialize(
     )
     groups.mpu = mpu
     groups.use(found[0])
+    mark_configured(found[0].module, found[0].plan.leaf_modules)
     found[0].add_feature(OverflowFlag())
+    found[0].add_feature(ZeroMarks())
     checkpointing.follow(found[0].plan.activations, found[0].parts.partition.cell)
     return found
 

@@ -13,6 +13,7 @@ from zengine.deepspeed.utils.leaves import (
     set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
+    z3_leaf_parameter,
 )
 from zengine.deepspeed.utils.logging import log_dist, logger, set_log_level
 from zengine.deepspeed.utils.on_device import OnDevice
@@ -60,4 +61,5 @@ __all__ = [
     "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
+    "z3_leaf_parameter",
 ]

@@ -1,26 +1,32 @@
 """`set_z3_leaf_modules` and its family: modules that stage 3 shall gather as one, said before `initialize`.
 
 DeepSpeed writes a flag onto the modules; here it is a table beside them, which `deepspeed.initialize` turns into the
-config's `zero_optimization.leaf_module.names`.
+config's `zero_optimization.leaf_module.names`.  What the config names is in the table afterwards.  One thing differs:
+where a name is not found and that is an error, nothing has been marked.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
+from torch.nn import Parameter
 
 __all__ = [
     "get_z3_leaf_modules",
     "leaf_names",
+    "mark_configured",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
+    "z3_leaf_parameter",
 ]
+
+Named = Mapping[str, nn.Module]
 
 _leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -28,6 +34,11 @@ _leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def z3_leaf_module(model: nn.Module) -> bool:
     """Whether `model` was marked."""
     return model in _leaves
+
+
+def z3_leaf_parameter(model: Parameter) -> bool:
+    """Whether a parameter belongs to a marked module of a stage-3 engine."""
+    return hasattr(model, "ds_z3_leaf_module")
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -43,59 +54,96 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark every module of these classes (or names of classes); returns them.  ValueError if there is none."""
-    wanted = list(leaf_module_classes)
-    classes = tuple(each for each in wanted if isinstance(each, type))
-    names = {each for each in wanted if isinstance(each, str)}
+    """Mark every module of these classes, or of classes of exactly these names; returns them, inner ones first.
 
-    def fits(_: str, module: nn.Module) -> bool:
-        own = {
-            name for cls in type(module).__mro__ for name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
-        }
-        return isinstance(module, classes) or bool(names & own)
-
-    return _marked(model, fits, f"of the classes {wanted}", raise_if_not_found)
-
-
-def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark modules by their qualified names; returns them."""
-    wanted = set(module_names)
-    return _marked(model, lambda name, _: name in wanted, f"named {sorted(wanted)}", raise_if_not_found)
-
-
-def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark modules whose qualified names end so; returns them."""
-    ends = tuple(module_name_suffixes)
-    return _marked(model, lambda name, _: name.endswith(ends), f"whose names end in {ends}", raise_if_not_found)
+    Raises ValueError if there is none, TypeError for what is neither a class nor a name.
+    """
+    return _flag_classes(model, list(leaf_module_classes), True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Unmark modules of these classes; returns them."""
-    found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
-    for module in found:
-        _leaves.discard(module)
-    return found
+    """Unmark modules of these classes; returns them.  Raises as `set_z3_leaf_modules` does."""
+    return _flag_classes(model, list(leaf_module_classes), False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules (flag=False: unmark) by their names in `named_modules`; returns (matched, missing names).
+
+    Raises ValueError if any name is missing.
+    """
+
+    def named(modules: Named, name: str) -> list[nn.Module]:
+        return [modules[name]] if name in modules else []
+
+    return _flag_names(model, list(module_names), named, "named", flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """The same for every module whose name ends so; returns (matched, suffixes without a match)."""
+
+    def ending(modules: Named, suffix: str) -> list[nn.Module]:
+        return [module for name, module in modules.items() if name.endswith(suffix)]
+
+    return _flag_names(model, list(module_name_suffixes), ending, "whose names end in", flag, raise_if_not_found)
 
 
 def leaf_names(model: nn.Module | None) -> tuple[str, ...]:
-    """Qualified names of the marked modules within `model`, outermost first."""
-    if model is None:
-        return ()
-    return tuple(name for name, module in model.named_modules() if name and module in _leaves)
+    """Qualified names of the marked modules within `model`, outermost first; "" is `model` itself."""
+    return () if model is None else tuple(name for name, module in model.named_modules() if module in _leaves)
 
 
-def _marked(
-    model: nn.Module, fits: Callable[[str, nn.Module], bool], wanted: str, raise_if_not_found: bool
-) -> list[nn.Module]:
-    found = [module for name, module in model.named_modules() if fits(name, module)]
-    if not found and raise_if_not_found:
-        inside = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
-        raise ValueError(f"{type(model).__name__} has no modules {wanted}. It is made of: {inside}.")
-    _leaves.update(found)
+def mark_configured(model: nn.Module, leaf_modules: Mapping[str, Sequence[str]]) -> None:
+    """Mark what a config names: by "classes", "names" and "name_suffixes"."""
+    set_z3_leaf_modules(model, leaf_modules["classes"], raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, leaf_modules["names"], raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, leaf_modules["name_suffixes"], raise_if_not_found=False)
+
+
+def _flag_classes(model: nn.Module, wanted: list[type | str], flag: bool, raises: bool) -> list[nn.Module]:
+    if strange := [each for each in wanted if not isinstance(each, (type, str))]:
+        raise TypeError(f"leaf_module_classes holds classes or names of classes, not {strange[0]!r}")
+    classes = tuple(each for each in wanted if isinstance(each, type))
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        kind = type(module)
+        if isinstance(module, classes) or {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"} & {*wanted}:
+            found.append(module)
+
+    model.apply(look)  # whose order DeepSpeed's list has
+    if not found and raises:
+        raise _not_found(model, f"of the classes {wanted}")
+    for module in found:
+        set_z3_leaf_module(module, flag)
     return found
+
+
+def _flag_names(
+    model: nn.Module,
+    wanted: list[str],
+    matching: Callable[[Named, str], list[nn.Module]],
+    how: str,
+    flag: bool,
+    raises: bool,
+) -> tuple[list[nn.Module], list[str]]:
+    modules = dict(model.named_modules())
+    matches = {each: matching(modules, each) for each in wanted}
+    missing = [each for each in wanted if not matches[each]]
+    if missing and raises:
+        raise _not_found(model, f"{how} {missing}")
+    found = (module for each in wanted for module in matches[each])
+    flagged = list(dict.fromkeys(found))  # several suffixes may match one
+    for module in flagged:
+        set_z3_leaf_module(module, flag)
+    return flagged, missing
+
+
+def _not_found(model: nn.Module, wanted: str) -> ValueError:
+    inside = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+    return ValueError(f"{type(model).__name__} has no modules {wanted}. It is made of: {inside}.")

@@ -40,7 +40,7 @@ _UNITS = {"KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4, "KIB": 2**10,
 class _Weight:
     """One tensor of a checkpoint, read when it is asked for."""
 
-    name: str
+    names: tuple[str, ...]  # more than one where weights are tied
     shape: tuple[int, ...]
     dtype: torch.dtype  # of the file's
     is_trained: bool  # whether the optimizer kept a state of it
@@ -53,7 +53,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """The weights by name, floating ones in float32, on the CPU.
+    """The weights by name, floating ones in float32, on the CPU; names of tied weights share one tensor.
 
     checkpoint_dir: what was given to `save_checkpoint`.  tag: None takes what `latest` says.
     exclude_frozen_parameters: leave out what the optimizer has no state of, buffers too.
@@ -63,7 +63,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     with ExitStack() as stack:
         weights = _weights(checkpoint_dir, tag, exclude_frozen_parameters, stack)
-        return {weight.name: weight.read().to(weight.dtype) for weight in weights}
+        state: dict[str, Tensor] = {}
+        for weight in weights:
+            state.update(dict.fromkeys(weight.names, weight.read().to(weight.dtype)))
+        return state
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -74,16 +77,24 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write them as `pytorch_model.bin` (or model.safetensors), in numbered files of at most max_shard_size."""
+    """Write them as `pytorch_model.bin` (or model.safetensors), in numbered files of at most max_shard_size.
+
+    Every name of a tied weight can be loaded: safetensors, which share nothing, hold its values once for each.
+    """
     with ExitStack() as stack:
         weights = _weights(checkpoint_dir, tag, exclude_frozen_parameters, stack)
+        tied = {alias: weight.names[0] for weight in weights for alias in weight.names[1:]}
         stem, ending = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
+        if safe_serialization:
+            weights = [attrs.evolve(weight, names=(name,)) for weight in weights for name in weight.names]
         files = _files(weights, _size(max_shard_size), stem, ending)
         table: dict[str, str] = {}
         for name, members in files.items():
-            entries = [Entry((each.name,), each.shape, each.dtype) for each in members]
-            write_weights(Path(output_dir) / name, entries, (each.read().to(each.dtype) for each in members))
-            table.update({each.name: name for each in members})
+            entries = [Entry(each.names, each.shape, each.dtype) for each in members]
+            here = {alias: tied[alias] for each in members for alias in each.names if alias in tied}
+            values = (each.read().to(each.dtype) for each in members)
+            write_weights(Path(output_dir) / name, entries, values, here)
+            table.update({alias: name for each in members for alias in each.names})
         if len(files) > 1:
             total = sum(4 * torch.Size(each.shape).numel() for each in weights)
             index = {"metadata": {"total_size": total}, "weight_map": table}
@@ -93,7 +104,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load them into `model`, which no engine may hold; returns it.  Tied weights may be named once."""
+    """Load them into `model`, which no engine may hold; returns it.
+
+    Checkpoints that were saved before names of tied weights were, have them by one name.
+    """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     missing, unexpected = model.load_state_dict(state, strict=False)
     first = dict(model.named_parameters())
@@ -140,24 +154,37 @@ def _is_deepspeed(folder: str | os.PathLike[str]) -> bool:
 def _of_ours(folder: str | os.PathLike[str], tag: str | None) -> Iterator[_Weight]:
     checkpoint = zckpt.find(folder, tag)
     stateful = {name.partition(".")[2].partition(".")[2] for name in checkpoint.names() if not name.startswith(MODEL)}
-    for name in checkpoint.names():
-        if name.startswith(MODEL):
-            plain, shape = name.removeprefix(MODEL), tuple(checkpoint.manifest.tensors[name].shape)
-            dtype = _fp32_of(checkpoint.manifest.tensors[name].dtype)
-            yield _Weight(plain, shape, dtype, plain in stateful, functools.partial(checkpoint.tensor, name))
+    names_of = _names_of([name for name in checkpoint.names() if name.startswith(MODEL)], checkpoint.objects)
+    for name, names in names_of.items():
+        shape, dtype = (
+            tuple(checkpoint.manifest.tensors[name].shape),
+            _fp32_of(checkpoint.manifest.tensors[name].dtype),
+        )
+        yield _Weight(names, shape, dtype, names[0] in stateful, functools.partial(checkpoint.tensor, name))
 
 
 def _of_deepspeed(folder: str | os.PathLike[str], tag: str | None, stack: ExitStack) -> Iterator[_Weight]:
     parts: dict[str, list[Any]] = {}
     stateful: set[str] = set()
-    for shard in stack.enter_context(zckpt.interchange.read_deepspeed(folder, tag)).shards():
+    opened = stack.enter_context(zckpt.interchange.read_deepspeed(folder, tag))
+    for shard in opened.shards():
         if shard.name.startswith(MODEL):
-            parts.setdefault(shard.name.removeprefix(MODEL), []).append(shard)
+            parts.setdefault(shard.name, []).append(shard)
         else:
             stateful.add(shard.name.partition(".")[2].partition(".")[2])
-    for name, shards in parts.items():
-        shape, dtype = tuple(shards[0].global_shape), _fp32_of(shards[0].tensor.dtype)
-        yield _Weight(name, shape, dtype, name in stateful, functools.partial(_joined, shards))
+    for name, names in _names_of(list(parts), opened.objects()).items():
+        shape, dtype = tuple(parts[name][0].global_shape), _fp32_of(parts[name][0].tensor.dtype)
+        yield _Weight(names, shape, dtype, names[0] in stateful, functools.partial(_joined, parts[name]))
+
+
+def _names_of(stored: Sequence[str], objects: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Name of each stored weight -> its names in the model, those of tied weights included."""
+    tied = zckpt.interchange.tied_weights(objects, frozenset(stored))
+    found = {name: [name.removeprefix(MODEL)] for name in stored if name not in tied}
+    for alias, name in tied.items():
+        if name in found:
+            found[name].append(alias.removeprefix(MODEL))
+    return {name: tuple(names) for name, names in found.items()}
 
 
 def _joined(shards: Sequence[Any]) -> Tensor:

@@ -1,14 +1,14 @@
 """`zero.Init`, `zero.GatheredParameters` and the names around them, on zpartition's `Init` and `gathered`.
 
 What differs.  A model built inside `Init` has the weights of a plain build with the same seed, and they are made when
-`initialize` takes them, each rank its own part; nothing is patched, and nothing outlives the block.  Edits without
-`modifier_rank` are refused where DeepSpeed loses them.  Parameters that are used outside their module are found by
-themselves, so that registering them changes nothing.
+`initialize` takes them, each rank its own part; nothing is patched, and nothing outlives the block but the marks
+(`ds_id` and its family, see marks.py).  Edits without `modifier_rank` count if all ranks make the same, and are
+refused else, where DeepSpeed loses them.  Parameters that are used outside their module are found by themselves, so
+that registering them changes nothing.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, final
@@ -16,14 +16,25 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.nn import Parameter
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import zpartition
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.comm.world import init_distributed
+from zengine.deepspeed.marks import (
+    PartitionedParamStatus,
+    ZeroParamStatus,
+    ZeroParamType,
+    external_parameters,
+    holding,
+    mark,
+    marked,
+)
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "PartitionedParamStatus",
     "ZeroParamStatus",
     "ZeroParamType",
     "get_accelerator",
@@ -32,29 +43,13 @@ __all__ = [
 ]
 
 
-class ZeroParamType(enum.Enum):
-    """How DeepSpeed tells parameters apart."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
-
-
-class ZeroParamStatus(enum.Enum):
-    """Whether a weight is whole."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
 @final
 class Init(AbstractContextManager["Init"]):
     """Modules built inside get their memory in `deepspeed.initialize`, each rank its part.
 
     enabled: False makes the block do nothing.  dtype: of floating tensors made inside, torch's default otherwise;
     bf16 or fp16 in `config_dict_or_path` come in with `initialize`, which casts before there is memory.
-    module: one that exists already is left as it is: `initialize` splits it.
+    module: one that exists already is marked, and otherwise left as it is: `initialize` splits it.
     The other arguments tune DeepSpeed's buffers, or say what the config says again, and are accepted.
     """
 
@@ -79,10 +74,17 @@ class Init(AbstractContextManager["Init"]):
         self._enabled = enabled and module is None
         self._dtype = dtype
         self._undo = ExitStack()
+        self._made: list[Parameter] = []  # in the order in which modules take them
+        if enabled and module is not None:
+            self._made.extend(module.parameters())
+            self._mark()
 
     def __enter__(self) -> Init:
         if self._enabled:
             init_distributed()  # as DeepSpeed does: edits before `initialize` have to reach all ranks
+            self._undo.callback(self._mark)
+            note: Any = lambda _module, _name, param: self._made.append(param)  # noqa: E731
+            self._undo.callback(register_module_parameter_registration_hook(note).remove)
             device = get_accelerator().current_device_name()  # new layers go beside: a larger embedding, an adapter
             self._undo.enter_context(zpartition.Init(make_buffers=True, shown_on=device))
             if self._dtype is not None:
@@ -93,13 +95,20 @@ class Init(AbstractContextManager["Init"]):
     def __exit__(self, *error: Any) -> None:
         self._undo.close()
 
+    def _mark(self) -> None:
+        for param in self._made:
+            if param is not None:
+                mark(param)
+        self._made.clear()
+
 
 @final
 class GatheredParameters(AbstractContextManager[None]):
     """The parameters whole inside the block; every rank must enter it.
 
-    modifier_rank: the rank whose edits count; None refuses edits.  Parameters that nobody has split are left alone.
-    fwd_module: accepted; a parameter that is used elsewhere is found by itself.
+    modifier_rank: the rank whose edits count; None: those that all ranks make alike.  Parameters that nobody has
+        split are left alone.
+    fwd_module: gets them as external parameters; that one is used elsewhere is found out anyway.
     """
 
     def __init__(
@@ -112,28 +121,41 @@ class GatheredParameters(AbstractContextManager[None]):
         self._params = _listed(params) if enabled else []
         self._modifier_rank = modifier_rank
         self._open = ExitStack()
+        if fwd_module is not None:
+            for param in filter(marked, self._params):
+                register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
-        self._open.enter_context(zpartition.gathered(self._params, modifier_rank=self._modifier_rank))
+        with ExitStack() as opening:
+            opening.enter_context(holding(self._params))
+            opening.enter_context(zpartition.gathered(self._params, modifier_rank=self._modifier_rank))
+            self._open = opening.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
 
 
 def register_external_parameter(module: nn.Module, parameter: Parameter) -> None:
-    """Accepted: a parameter that a running module reads is gathered, whoever owns it.
+    """List it in `module.ds_external_parameters()`: a parameter that a running module reads is gathered anyway.
 
     Raises RuntimeError for what is no parameter.
     """
-    if not isinstance(parameter, Parameter):
-        raise RuntimeError(
-            f"register_external_parameter() takes a torch.nn.Parameter, not {type(parameter).__name__}"
-        )
+    _refuse_other("register_external_parameter", parameter)
+    external_parameters(module)[id(parameter)] = parameter
 
 
 def unregister_external_parameter(module: nn.Module, parameter: Parameter) -> None:
-    """Accepted, like `register_external_parameter`."""
-    register_external_parameter(module, parameter)
+    """Take it off that list.  RuntimeError for what is no parameter, or was not registered."""
+    _refuse_other("unregister_external_parameter", parameter)
+    if external_parameters(module).pop(id(parameter), None) is None:
+        raise RuntimeError(
+            f"unregister_external_parameter(): this parameter was not registered with {type(module).__name__}"
+        )
+
+
+def _refuse_other(function: str, parameter: object) -> None:
+    if not isinstance(parameter, Parameter):
+        raise RuntimeError(f"{function}() takes a torch.nn.Parameter, not {type(parameter).__name__}")
 
 
 def zero_wrapper_for_fp_tensor_constructor(
