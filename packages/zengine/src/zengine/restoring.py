@@ -93,6 +93,8 @@ class RestoredState:
         first: dict[int, tuple[str, torch.Tensor]] = {}
         for number, staged in zip(self.numbers, self.staged):
             name, read = number.name, number.tensor
+            if name.startswith(f"{OPTIMIZER}step.") and not 0 <= read.item() <= _MOST_STEPS:
+                raise zckpt.CheckpointStateError(f"{self.origin}: {name} = {read.item()}, which counts no steps")
             other_name, other = first.setdefault(staged.data_ptr(), (name, read))
             if not torch.equal(other, read):
                 raise ValueError(
@@ -100,8 +102,6 @@ class RestoredState:
                     "parameters are updated together; put them into parameter groups of their own, or, if one was "
                     "unfrozen during the run, keep it frozen until initialize() has returned"
                 )
-            if name.startswith(f"{OPTIMIZER}step.") and not 0 <= read.item() <= _MOST_STEPS:
-                raise zckpt.CheckpointStateError(f"{self.origin}: {name} = {read.item()}, which counts no steps")
             staged.copy_(read)
 
     def commit(self) -> None:
