@@ -63,7 +63,7 @@ class Telemetry:
         self.meter.formula = subject.formula
         self.owners.ledger = subject.ledger
         if subject.recomputes:
-            self.recomputes()
+            self.recomputes(1.0)
         if not subject.formula.num_layers * subject.formula.hidden_size:
             self.remarks.append(NO_ATTENTION)
         self.sinks.begin(subject.record)
@@ -92,9 +92,9 @@ class Telemetry:
         """Tokens of this rank in this step; they count in place of those that forward was seen to get."""
         self.meter.tell(num_tokens)
 
-    def recomputes(self) -> None:
-        """Backward was found to compute activations again."""
-        self.meter.coefficient = 4
+    def recomputes(self, share: float) -> None:
+        """That share of the layers is computed again in backward."""
+        self.meter.coefficient = 3 + share
 
     def counted(self, flops_per_sample: float) -> None:
         """The operations of a step were counted."""
