@@ -1,8 +1,8 @@
 """How much of a forward pass the backward pass computes again: seen, not asked.
 
 Activation checkpointing has many doors (torch's function, a model's flag, a wrapper of a block), but all of them run
-modules during backward.  So for one step the modules of the model's layers tell when autograd runs them.  The share of
-the layers that runs again, by the elements of their matrices (a multiply-add each, for each token), is what the
+modules during backward.  So for one step the modules of the model's layers tell when autograd runs them.  The share
+of the layers that runs again, by the elements of their matrices (a multiply-add each, for each token), is what the
 formula's coefficient has above 3: 4 where every layer is checkpointed, 3.5 for half of them.
 
 What counts are the *layers*: members of lists of modules.  An embedding is a lookup without FLOPs, and nobody

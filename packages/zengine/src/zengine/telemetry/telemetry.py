@@ -24,7 +24,7 @@ from zengine.telemetry.countdown import Countdown
 from zengine.telemetry.devices import Fleet
 from zengine.telemetry.memory import MemoryMarks, NoMemoryMarks, Owners, read_memory
 from zengine.telemetry.sinks import Events, Sinks
-from zengine.telemetry.snapshot import Snapshot
+from zengine.telemetry.snapshot import RecentLoss, Snapshot
 from zengine.telemetry.spans import NoStopwatch, Stopwatch
 from zengine.telemetry.subject import Subject
 from zengine.telemetry.throughput import NoThroughput, Throughput
@@ -52,6 +52,7 @@ class Telemetry:
     meter: Meter  # tokens and FLOPs of a step
     fleet: Fleet  # the devices that train together
     owners: Owners  # memory by owner
+    recent_loss: RecentLoss  # over as many steps as a console line stands for
     countdown: Countdown  # until the figures of a bench run are complete
     subject: tuple[Subject, ...] = ()  # the engine, from `begin` on
     layer_norms: dict[str, float] = attrs.field(factory=dict)  # of the boundary under way; mostly empty
@@ -127,6 +128,7 @@ class Telemetry:
             memory={**read_memory(self.device), **self.marks.read(), **self.owners.step_end()},
             comms=self.comms.step_end(),
             layer_norms=in_units_of(report.grad_norm, self.layer_norms),
+            mean_loss=self.recent_loss.add(report),
         )
         self.stopwatch.step_end()
         self.layer_norms = {}
@@ -141,6 +143,7 @@ class Telemetry:
         """Start measuring afresh, warm-up included: the counters have jumped."""
         self.stopwatch.reset()
         self.throughput.reset()
+        self.recent_loss.clear()
         self.countdown.reset()
 
     def close(self) -> None:
