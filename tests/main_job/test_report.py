@@ -130,3 +130,20 @@ def test_every_chart_carries_its_points_for_the_cursor():
 
 def test_a_run_without_a_record_leaves_its_charts_out():
     assert checked(page(make_story(record=Run(name="", folder=Path("record"))))).tags.count("figure") == 4
+
+
+def test_every_tile_says_what_its_figure_is():
+    def tiles(story: Story) -> dict[str, str]:
+        return {
+            name: value
+            for value, name in re.findall(r"<div class=tile><b>([^<]*)</b><span>([^<]*)</span>", page(story))
+        }
+
+    assert tiles(make_story()) == {
+        "bits per byte, held out": "2.500",
+        "better than byte pairs by": "29%",
+        "tokens per second, mean of all steps": "1k",
+        "training time": "0:04",
+    }
+    beaten = Result(unigram=4.6, bigram=3.5, model=4.2, step=40, guesses=512, fingerprint="")
+    assert tiles(make_story(result=beaten))["worse than byte pairs by"] == "20%"

@@ -95,10 +95,11 @@ def tiles(story: Story) -> str:
     steps = [row for row in story.rows if "loss" in row]
     seconds = sum(row["ms"] for row in steps) / 1e3
     total_bytes = sum(row["bytes_per_s"] * row["ms"] / 1e3 for row in steps)
+    gain = 1 - story.result.model / story.result.bigram
     figures = {
         "bits per byte, held out": f"{story.result.model:.3f}",
-        "better than byte pairs by": f"{1 - story.result.model / story.result.bigram:.0%}",
-        "tokens per second": amount(total_bytes / seconds) if seconds else "-",
+        f"{'better' if gain >= 0 else 'worse'} than byte pairs by": f"{abs(gain):.0%}",
+        "tokens per second, mean of all steps": amount(total_bytes / seconds) if seconds else "-",
         "training time": duration(seconds),
     }
     return as_tiles(figures)

@@ -15,6 +15,28 @@ from zpartition import TrafficPlan, ZeroPolicy
 SHARDED = ZeroPolicy(stage=3, persist_numel=0, max_live_numel=0, unit_numel=70_000)
 
 
+WIDTH = 256
+
+
+class Language(nn.Module):
+    """An embedding, blocks, and a head that may be tied to the embedding."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(320, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(6))
+        self.head = nn.Linear(WIDTH, 320, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x[:, 0].abs().long())
+        for block in self.blocks:
+            x = block(x).tanh()
+        y: torch.Tensor = self.head(x)
+        return y.square().mean()
+
+
 class Net(nn.Module):
     """Blocks whose backward needs all their weights."""
 
@@ -75,12 +97,50 @@ def test_copies_add_the_sums_of_their_spans() -> None:
     assert flows["sums of copies, all-reduce"].num_bytes == pytest.approx(2 * scattered / 8)
 
 
-def _sent(policies: list[ZeroPolicy]) -> list[tuple[int, int]]:
+BLOCK, HEAD = WIDTH * WIDTH, 320 * WIDTH  # elements
+PER_ELEMENT = 4 / 2  # bytes: float32, through one of two ranks
+
+
+@pytest.mark.parametrize(
+    ("max_live", "twice"),
+    [
+        (0, 6 * BLOCK + HEAD),  # the lookup of an embedding needs no weights in backward
+        (HEAD + 3 * BLOCK, 3 * BLOCK + HEAD),  # the embedding and three blocks stay
+        (2 * HEAD + 6 * BLOCK, 0),
+    ],
+)
+def test_only_what_may_not_stay_is_gathered_twice(max_live: int, twice: int) -> None:
+    policy = attrs.evolve(SHARDED, unit_numel=100_000, max_live_numel=max_live, prefetch_numel=0)
+    with torch.device("meta"):
+        model = Language(tied=False)
+    flows = {flow.what: flow for flow in zpartition.plan_traffic(model, policy=policy, world_size=2).flows}
+    gathered = flows["weights of units, all-gather"]
+    assert gathered.num_bytes == PER_ELEMENT * (2 * HEAD + 6 * BLOCK + twice)
+
+
+def test_what_is_used_again_too_late_does_not_stay() -> None:
+    near, far = (
+        planned(attrs.evolve(SHARDED, max_live_numel=10**9, max_reuse_numel=numel), 2) for numel in (10**9, 2 * BLOCK)
+    )
+    assert far.total_bytes - near.total_bytes == 2 * BLOCK * PER_ELEMENT  # the first two of four
+
+
+def test_gradients_that_travel_narrow_count_narrow() -> None:
+    policy = ZeroPolicy(stage=2, narrow_classes=("Linear",), narrow_dtype=torch.bfloat16)
+    flows = {flow.what: flow for flow in planned(policy, 2).flows}
+    assert flows["gradients, reduce-scatter"].num_bytes == 4 * BLOCK * PER_ELEMENT / 2
+    assert flows["updated weights, all-gather"].num_bytes == 4 * BLOCK * PER_ELEMENT
+
+
+MODELS = {"net": Net, "untied": lambda: Language(tied=False), "tied": lambda: Language(tied=True)}
+
+
+def _sent(policies: list[ZeroPolicy], kind: str = "net") -> list[tuple[int, int]]:
     """(messages, bytes through a rank) of the second step under each policy."""
     found = []
     for policy in policies:
         torch.manual_seed(0)
-        model = Net()
+        model = MODELS[kind]()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         partition = zpartition.shard(model, optimizer, policy=policy)
         for _ in range(2):
@@ -94,8 +154,9 @@ def _sent(policies: list[ZeroPolicy]) -> list[tuple[int, int]]:
                 partition.zero_grad()
         partition.close()
         ours = [each for each in records if each.label.startswith(("gradients", "weights"))]
-        size = zcomm.group_size()
-        through = sum((2 if r.op == "all_reduce" else 1) * r.nbytes * (size - 1) // size for r in ours)
+        through = sum(
+            (2 if r.op == "all_reduce" else 1) * r.nbytes * (r.group_size - 1) // r.group_size for r in ours
+        )
         found.append((len(ours), through))
     return found
 
@@ -107,3 +168,20 @@ def test_a_live_step_sends_what_the_plan_says() -> None:
             plan = planned(policy, 2, num_backwards=2)
             assert num_messages == sum(flow.num_messages for flow in plan.flows), policy.stage
             assert num_bytes == plan.total_bytes, policy.stage
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_live_step_gathers_again_what_could_not_stay(kind: str, world_size: int) -> None:
+    base = attrs.evolve(SHARDED, unit_numel=100_000)
+    policies = [
+        attrs.evolve(base, max_live_numel=max_live, max_reuse_numel=max_reuse, prefetch_numel=prefetch)
+        for max_live, max_reuse in ((0, 10**9), (200_000, 10**9), (330_000, 10**9), (10**9, 10**9), (10**9, 300_000))
+        for prefetch in (0, 150_000)
+    ]
+    policies += [attrs.evolve(policy, secondary_group_size=2) for policy in policies[:4] if world_size > 2]
+    with torch.device("meta"):
+        model = MODELS[kind]()
+    for policy, (num_messages, num_bytes) in zip(policies, run_ranks(_sent, world_size, policies, kind)[0]):
+        plan = zpartition.plan_traffic(model, policy=policy, world_size=world_size, num_backwards=2)
+        assert (num_messages, num_bytes) == (sum(flow.num_messages for flow in plan.flows), plan.total_bytes), policy

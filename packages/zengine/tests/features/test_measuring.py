@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -97,6 +98,44 @@ def test_recomputation_is_seen_in_the_first_step_and_leaves_the_mfu_as_it_is(tmp
     assert told.parts.telemetry.meter.coefficient == 4
     _, denied = run(tmp_path / "denied", again=True, steps=1, timers={"throughput": {"recomputation": False}})
     assert denied.parts.telemetry.meter.coefficient == 3
+
+
+class Deep(nn.Module):
+    """An embedding that is larger than all layers, of which the first few are checkpointed."""
+
+    def __init__(self, num_again: int) -> None:
+        super().__init__()
+        self.config = {"n_layer": 4, "n_embd": 8}
+        self.embedding = nn.Embedding(1000, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4))
+        self.num_again = num_again
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if index < self.num_again else layer(x)
+        return nn.functional.cross_entropy((x @ self.embedding.weight.T).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("style", ["engine.backward", "engine.scale", "plain"])
+@pytest.mark.parametrize("num_again", [0, 2, 4])
+def test_the_coefficient_follows_the_layers_however_large_the_embedding_is(tmp_path, num_again, style):
+    model = Deep(num_again)
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "jsonl_monitor": monitor}
+    engine, *_ = zengine.initialize(model=model, config=config)
+    for _ in range(3):
+        loss = engine(torch.zeros(2, 6, dtype=torch.int64))
+        if style == "engine.backward":
+            engine.backward(loss)
+        else:
+            (engine.scale(loss) if style == "engine.scale" else loss).backward()
+        engine.step()
+    engine.close()
+    last = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])["values"]
+    per_sequence = 2 * sum(param.numel() for param in model.parameters()) * 6 + 4 * 4 * 8 * 6**2
+    flops = last["perf/tflops"] * 1e12 * last["perf/step_time_ms"] / 1e3
+    assert flops == pytest.approx(2 * (3 + num_again / 4) * per_sequence)
 
 
 def test_a_save_is_a_phase_of_its_own_and_not_part_of_the_step(tmp_path):

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
+import pytest
 import torch
 
 from zengine.config import Facts, load, resolve
+from zengine.planning.advice import edited
 from zengine.planning.batches import token_ids
 from zengine.planning.forecast import Forecast, forecast, usable
 from zengine.planning.models import Shape, Transformer
 from zengine.planning.peaks import Subject
 
 
-def made(room_bytes: int) -> Forecast:
-    config, facts = load({"train_batch_size": 8}), Facts(world_size=1, replicas=1)
+def made(room_bytes: int, world_size: int = 1, device: str = "cpu", **source: Any) -> Forecast:
+    config = load({"train_batch_size": 8, **source})
+    facts = Facts(world_size=world_size, replicas=world_size, device_type=device)
     with torch.device("meta"):
         model = Transformer(Shape(layers=1, width=64, vocabulary=100))
-    subject = Subject(module=model, batch=token_ids(8), device="cpu")
+    subject = Subject(module=model, batch=token_ids(8), device=device)
     return forecast(config, resolve(config, facts), facts, subject, room_bytes=room_bytes)
 
 
@@ -33,3 +38,32 @@ def test_a_measurement_is_held_against_the_plan() -> None:
     found = attrs.evolve(made(10**9), measured=(2 * 2**30, 2**30))
     assert "2.00 GiB at the peak of a step, 1.00 GiB planned (50%)" in found.text()
     assert found.as_json()["measured"] == {"peak_bytes": 2 * 2**30, "planned_bytes": 2**30}
+
+
+SHARDED = {
+    "stage": 3,
+    "offload_param": {"device": "cpu"},
+    "zero_hpz_partition_size": 2,
+    "zero_quantized_weights": True,
+}
+
+
+@pytest.mark.parametrize("room_bytes", [2 * 10**6, 4 * 10**6, 10**9])
+@pytest.mark.parametrize(
+    "zero",
+    [{"stage": 0}, {"stage": 1, "reduce_at": "boundary"}, SHARDED, {"stage": 2, "shard_group_size": 2}],
+    ids=["plain", "boundary", "sharded", "copies"],
+)
+def test_what_is_said_to_be_best_can_be_written_and_is_what_was_said(zero: dict[str, Any], room_bytes: int) -> None:
+    given = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "zero_optimization": zero}
+    found = made(room_bytes, 4, "cuda", **given)
+    assert found.best is not None
+    stage, best = found.best
+    again = made(room_bytes, 4, "cuda", **edited(given, found.best_changes()))
+    assert again.own.plan.zero.stage == stage
+    assert (again.own.total, again.own.sizes) == (best.total, best.sizes)
+    assert again.own_fits
+    text = " ".join(found.text().split())
+    assert f'"stage": {stage}' in text
+    for key, value in found.best_changes().items():
+        assert value is not None or f"leave out {key}" in text

@@ -130,6 +130,57 @@ def test_the_figures_are_on_the_page(page: str) -> None:
         assert figure in text, figure
 
 
+def test_every_tile_says_what_its_figure_is(page: str) -> None:
+    tiles = dict(re.findall(r"<div class=tile><b>([^<]*)</b><span>([^<]*)</span>", page))
+    assert tiles == {
+        "39": "steps applied",
+        "1": "steps skipped",
+        "3.5": "loss, last step",
+        "12.3k": "tokens per second, median",
+        "50": "ms per step, median",
+        "1.5": "TFLOPS per device, median",
+        "41.5%": "of the device&#x27;s peak (MFU), median",
+        "4 GiB": "memory of rank 0, peak",
+    }
+
+
+def test_medians_say_which_steps_they_are_of(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=12)
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    for line in lines[:3]:  # warm-up: nothing is measured
+        line["values"] = {tag: value for tag, value in line["values"].items() if not tag.startswith("perf/")}
+    for line, ms in zip(lines[3:], (10, 20, 30, 40, 90, 91, 92, 93, 94)):
+        line["values"]["perf/step_time_ms"] = float(ms)
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = page_of(folder)
+    assert "Medians are those of steps 4 to 12, which were measured." in text
+    assert "<b>90</b><span>ms per step, median</span>" in text
+    assert "Medians" not in page_of(make_bare(tmp_path / "bare"))
+
+
+def make_bare(folder: Path) -> Path:
+    """A run whose speed was not measured."""
+    folder.mkdir()
+    event = {"step": 1, "samples": 4, "time_s": 0.1, "values": {"train/loss": 2.5}}
+    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    return folder
+
+
+def test_the_sentence_and_the_tile_tell_the_same_last_loss(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=2500)  # so long that a smoothed curve is thinned first
+    text = page_of(folder)
+    told = re.search(r"the loss went from \S+ to (\S+),", text)
+    assert told is not None
+    assert f"<b>{told[1]}</b><span>loss, last step</span>" in text
+
+
+def test_curves_are_of_each_step_where_ours_is_a_mean(tmp_path: Path) -> None:
+    folder = make_bare(tmp_path / "run")
+    event = {"step": 1, "samples": 4, "time_s": 0.1, "values": {"train/loss": 2.5, "Train/Samples/train_loss": 1.25}}
+    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert "<b>1.25</b><span>loss, last step</span>" in page_of(folder)
+
+
 def test_every_quantity_has_its_chart(page: str) -> None:
     titles = re.findall(r"<figcaption><b>([^<]*)</b>", page)
     assert titles == [
@@ -188,7 +239,7 @@ def test_several_runs_lie_over_each_other(tmp_path: Path) -> None:
     (second / "run.json").write_text(json.dumps(record))
     text = page_of(first, second)
     assert checked(text).tags.count("figure") == 5
-    assert "run (1)" in text
+    assert "<h1>x / y</h1>" in text
     differences = text[text.index("Where their configs differ") : text.index("Where their environments")]
     assert "zero_optimization.stage" in differences
     assert "dump_state" not in differences

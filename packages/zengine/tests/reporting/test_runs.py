@@ -12,6 +12,17 @@ import pytest
 from zengine.reporting.runs import NoRunError, read_run
 
 
+@pytest.mark.parametrize(
+    ("place", "name"), [("a", "a"), ("a/run", "a"), ("a/record", "a"), ("a/DeepSpeedJobName", "a")]
+)
+def test_a_run_is_called_by_the_folder_that_has_a_name_of_its_own(tmp_path: Path, place: str, name: str) -> None:
+    (tmp_path / place).mkdir(parents=True)
+    event = {"step": 1, "samples": 4, "time_s": 0.1, "values": {"train/loss": 2.5}}
+    (tmp_path / place / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert read_run(tmp_path / place).name == name
+    assert read_run(tmp_path / "a").name == "a"
+
+
 def line(step: int, time_s: float = 0.0, **values: Any) -> str:
     return json.dumps({"step": step, "samples": step * 4, "time_s": time_s, "values": values}) + "\n"
 

@@ -17,7 +17,7 @@ def test_it_takes_every_call_of_the_slot_and_writes_nothing(capsys, tmp_path, mo
     with silent.paused(), silent.span("forward"), silent.span("forward"):
         silent.forward((), {})
     silent.report_tokens(3)
-    silent.recomputes()
+    silent.recomputes(1.0)
     silent.counted(1.0)
     silent.layers({"head": 1.0})
     silent.write_events([("a", 1.0, 1)])

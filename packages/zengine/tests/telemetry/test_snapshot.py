@@ -5,7 +5,7 @@ import math
 from zengine.report import StepReport
 from zengine.telemetry.comms import Tally
 from zengine.telemetry.devices import Fleet
-from zengine.telemetry.snapshot import Snapshot
+from zengine.telemetry.snapshot import RecentLoss, Snapshot
 from zengine.telemetry.throughput import Rate
 
 
@@ -84,3 +84,12 @@ def test_a_skipped_step_keeps_its_non_finite_numbers():
     scalars = Snapshot(report=report(applied=False, reason="overflow", grad_norm=math.inf, skipped_steps=1)).scalars()
     assert scalars["Train/Samples/grad_norm"] == math.inf
     assert scalars["Train/Samples/skipped_steps"] == 1
+
+
+def test_the_recent_loss_is_the_mean_of_the_last_steps_that_were_applied():
+    recent = RecentLoss(3)
+    losses = [(1.0, True), (3.0, True), (math.inf, False), (5.0, True), (math.nan, False), (math.inf, False)]
+    assert [recent.add(report(loss=loss, applied=applied)) for loss, applied in losses] == [1, 2, 2, 4, 5, 5]
+    assert recent.add(report(loss=7.0, applied=False)) == 7.0  # all were skipped
+    recent.clear()
+    assert recent.add(report(loss=8.0)) == 8.0

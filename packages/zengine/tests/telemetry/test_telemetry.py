@@ -95,6 +95,29 @@ def test_both_families_of_timers_reach_tensorboard_at_the_number_of_samples(tmp_
     assert events["memory/process_bytes"] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("steps_per_print", "ours"), [(0, [1.0, 1 / 2, 1 / 3, 1 / 4]), (2, [1.0, 3 / 4, 5 / 12, 7 / 24])]
+)
+def test_our_loss_is_the_mean_of_the_interval_and_deepspeeds_that_of_the_step(tmp_path, steps_per_print, ours):
+    monitor = Monitor(enabled=True, output_path=str(tmp_path), job_name="job")
+    telemetry = make(Plan(csv_monitor=monitor, steps_per_print=steps_per_print))
+    train(telemetry, 4)
+    telemetry.close()
+    for name, expected in (("train_loss", ours), ("Train_Samples_train_loss", [1.0, 1 / 2, 1 / 3, 1 / 4])):
+        with open(tmp_path / "job" / f"{name}.csv", newline="") as file:
+            assert [float(value) for _, value in list(csv.reader(file))[1:]] == pytest.approx(expected), name
+
+
+def test_a_resumed_run_begins_its_interval_afresh(tmp_path):
+    telemetry = make(Plan(csv_monitor=Monitor(enabled=True, output_path=str(tmp_path)), steps_per_print=8))
+    train(telemetry, 2)
+    telemetry.load_state_dict({})
+    telemetry.step_end(report(5))
+    telemetry.close()
+    with open(tmp_path / "train_loss.csv", newline="") as file:
+        assert list(csv.reader(file))[1:] == [["1", "1.0"], ["2", "0.75"], ["5", "0.2"]]
+
+
 def test_without_the_breakdown_no_phase_is_timed(tmp_path):
     telemetry = make(Plan(tensorboard=Monitor(enabled=True, output_path=str(tmp_path)), throughput=False))
     train(telemetry, 4)

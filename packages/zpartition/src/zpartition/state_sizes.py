@@ -53,6 +53,7 @@ class StateSizes:
 
     policy: ZeroPolicy
     make: Make | None = None  # None: there is no optimizer
+    _samples: dict[tuple[Any, ...], list[torch.Tensor]] = attrs.field(factory=dict, init=False)  # by shape and dtype
 
     def of(self, bucket: Bucket) -> int:
         """Of the shard of `bucket`, on the rank that has most."""
@@ -100,6 +101,12 @@ class StateSizes:
 
     def _sampled(self, *shape: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """The tensors that the optimizer keeps of a parameter of this shape; no counts."""
+        if (shape, dtype) not in self._samples:
+            self._samples[shape, dtype] = self._stepped(*shape, dtype=dtype)
+        return self._samples[shape, dtype]
+
+    def _stepped(self, *shape: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The same, from a step."""
         assert self.make is not None
         sample = Parameter(torch.zeros(shape, dtype=dtype))
         sample.grad = torch.ones_like(sample)

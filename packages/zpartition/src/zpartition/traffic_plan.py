@@ -5,14 +5,14 @@ reduce-scatter or an all-gather.  In units of one all-reduce of all gradients ("
 stages 0, 1 and 2 send 1x and stage 3 at most 1.5x (Rajbhandari et al. 2020, section 7); accumulation multiplies what
 travels in every micro-step, ZeRO++ divides it (Wang et al. 2023).
 
-Counted from the layout that a partition would have, message by message.  What depends on the order of a run is its
-most: each unit is gathered again for backward unless the policy lets all of them stay.  Of two hops each is counted
-where it goes, because the links differ.  Buffers, the verdict and other small values are left out.
+Counted from the layout that a partition would have, message by message.  At stage 3 units are gathered for forward,
+and again for backward where they could not stay (gathers.py).  Of two hops each is counted where it goes, because the
+links differ.  Buffers, the verdict and other small values are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import attrs
 import torch
@@ -22,6 +22,7 @@ from torch.nn import Parameter
 import zcomm
 from zpartition.admission import named_groups
 from zpartition.exchange import GRADIENT_BLOCK, reduce_at
+from zpartition.gathers import count_gathers, lookups
 from zpartition.layout import Bucket, Layout
 from zpartition.layouts import plan_layouts
 from zpartition.policy import ReduceAt, ZeroPolicy
@@ -73,12 +74,12 @@ def plan_traffic(
     params = [param for param in module.parameters() if param.requires_grad]
     made = None if optimizer is None or not params else optimizer(params)
     trained, frozen = plan_layouts(module, named_groups(module, made), policy, world_size)
-    gradients = sum(bucket.numel * _wire(bucket, policy) for bucket in trained.buckets)
+    gradients = sum(bucket.numel * policy.wire_for(bucket).itemsize for bucket in trained.buckets)
     rounds = 1 if reduce_at(policy, trained) is ReduceAt.BOUNDARY else num_backwards
     flows = [
         *_gradient_flows(trained, policy, rounds),
         *_update_flows(trained),
-        *_unit_flows((*trained.buckets, *frozen.buckets), set(trained.buckets), policy, num_backwards),
+        *_unit_flows(module, trained, frozen, policy, num_backwards),
     ]
     return TrafficPlan(
         tuple(flow for flow in flows if flow.num_bytes), round(_all_reduced(gradients, trained.world_size))
@@ -89,7 +90,7 @@ def _gradient_flows(layout: Layout, policy: ZeroPolicy, rounds: int) -> list[Flo
     """Sums over ranks."""
     shards, copies = layout.num_shards, layout.world_size // layout.num_shards
     count = rounds * len(layout.buckets)
-    payload = rounds * sum(bucket.numel * _wire(bucket, policy) for bucket in layout.buckets)
+    payload = rounds * sum(bucket.numel * policy.wire_for(bucket).itemsize for bucket in layout.buckets)
     if shards == 1:
         return [
             Flow("gradients, all-reduce", layout.world_size, count, round(_all_reduced(payload, layout.world_size)))
@@ -127,23 +128,38 @@ def _update_flows(layout: Layout) -> list[Flow]:
     ]
 
 
-def _unit_flows(buckets: tuple[Bucket, ...], trained: set[Bucket], policy: ZeroPolicy, times: int) -> list[Flow]:
-    """Stage 3: weights for each forward, and again for each backward unless they may stay."""
-    units = [bucket for bucket in buckets if bucket.unit is not None]
-    if not units:
+def _unit_flows(module: nn.Module, trained: Layout, frozen: Layout, policy: ZeroPolicy, times: int) -> list[Flow]:
+    """Stage 3: weights for each forward, and again for each backward where they could not stay."""
+    buckets = [bucket for bucket in (*trained.buckets, *frozen.buckets) if bucket.unit is not None]
+    if not buckets:
         return []
-    stays = sum(b.numel for b in units) <= min(policy.max_live_numel, policy.max_reuse_numel)
-    gathers = times * (1 if stays else 2)
-    shards, node = units[0].num_shards, policy.secondary_group_size
-    primary = sum(_weight_bytes(bucket, bucket in trained, policy) for bucket in units)
+    gathers = _gathers(module, buckets, policy)
+    sizes = {bucket: _weight_bytes(bucket, bucket in trained.buckets, policy) for bucket in buckets}
+    counts = {bucket: times * gathers[bucket.unit or ""] for bucket in buckets}
+    shards, node = buckets[0].num_shards, policy.secondary_group_size
     if not policy.keeps_secondary(shards):
-        what = "weights of units, all-gather"
-        return [Flow(what, shards, gathers * len(units), round(_gathered(gathers * primary, shards)))]
-    again = (gathers - 1) * sum(bucket.numel * bucket.dtype.itemsize for bucket in units)
+        payload = sum(counts[bucket] * size for bucket, size in sizes.items())
+        return [Flow("weights of units, all-gather", shards, sum(counts.values()), round(_gathered(payload, shards)))]
+    first, again = sum(sizes.values()), sum((counts[b] - 1) * b.numel * b.dtype.itemsize for b in buckets)
     return [
-        Flow("weights of units, first all-gather", shards, len(units), round(_gathered(primary, shards))),
-        Flow("weights of units, again in a node", node, (gathers - 1) * len(units), round(_gathered(again, node))),
+        Flow("weights of units, first all-gather", shards, len(buckets), round(_gathered(first, shards))),
+        Flow(
+            "weights of units, again in a node",
+            node,
+            sum(counts.values()) - len(buckets),
+            round(_gathered(again, node)),
+        ),
     ]
+
+
+def _gathers(module: nn.Module, buckets: list[Bucket], policy: ZeroPolicy) -> Mapping[str, int]:
+    """How often each unit is gathered in a micro-step, by name."""
+    numels: dict[str, int] = {}
+    for bucket in buckets:
+        numels[bucket.unit or ""] = numels.get(bucket.unit or "", 0) + bucket.numel
+    in_order = {name: numels[name] for name, _ in module.named_modules() if name in numels}
+    once = lookups(module, {slot.name: bucket.unit or "" for bucket in buckets for slot in bucket.slots})
+    return count_gathers(in_order, policy, once)
 
 
 def _weight_bytes(bucket: Bucket, is_trained: bool, policy: ZeroPolicy) -> int:
@@ -151,11 +167,6 @@ def _weight_bytes(bucket: Bucket, is_trained: bool, policy: ZeroPolicy) -> int:
     if not bits:
         return bucket.numel * bucket.dtype.itemsize
     return bucket.num_shards * zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK).num_bytes(bucket.span_numel)
-
-
-def _wire(bucket: Bucket, policy: ZeroPolicy) -> int:
-    """Bytes of an element on its way."""
-    return (policy.reduce_dtype or bucket.dtype).itemsize
 
 
 def _gathered(num_bytes: float, num_ranks: int) -> float:

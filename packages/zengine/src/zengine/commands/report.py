@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-PAGE = "report.html"  # in the folder of the first run
-
 
 def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
@@ -27,16 +25,20 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
         metavar="RUN",
         help="folder of a run, the one with events.jsonl in it; several are compared",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the page; default: {PAGE} in the first folder")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the page; default: report.html beside the first run's events.jsonl, which replaces no page but its own",
+    )
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page and say where it is. Raises CommandError where there is no run, or no place for the page."""
     folders: list[Path] = arguments.run_folder
-    out: Path = arguments.out or folders[0] / PAGE
     try:
-        write_report(folders, out)
+        out = write_report(folders, arguments.out)
     except (NoRunError, OSError) as error:
         raise CommandError(f"zengine report: {error}") from error
     print(out)

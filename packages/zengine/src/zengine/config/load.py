@@ -31,6 +31,7 @@ class Config:
     pinned: Mapping[str, str]  # keys that were not written and are as in another release -> its name
     notices: tuple[str, ...]  # one line for each thing that a person should hear about once
     document: Mapping[str, Any] = attrs.field(factory=dict)  # the source as it was given
+    filled: Mapping[str, Any] = attrs.field(factory=dict)  # what the caller had for keys that are "auto"
 
     def origin(self, key: str) -> str:
         """`config.json:4`, "dict", "auto", the release of `config_version`, or "default"."""
@@ -74,6 +75,7 @@ def load(source: Source, *, auto: Mapping[str, Any] | None = None) -> Config:
         document=dict(document.data) if isinstance(document.data, Mapping) else {},
         given={key: place for key, place in given.items() if key not in pinning.pinned},
         autos=settled.autos,
+        filled=dict(auto or {}),
         pinned=pinning.pinned,
         notices=(*reading.notices, *settled.notices, *pinning.notices),
     )

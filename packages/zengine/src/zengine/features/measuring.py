@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor
 
 from zengine.config.describe import rows
 from zengine.features.base import Feature
@@ -25,7 +24,6 @@ from zengine.telemetry.work import Formula
 from zpartition import Joining
 
 if TYPE_CHECKING:
-    from zengine.clock import MicroStep
     from zengine.config import Plan
     from zengine.data import Loader
     from zengine.engine import Engine
@@ -37,7 +35,7 @@ class Measuring(Feature):
     """Present where anything is measured; on ranks that are silent its calls end in identities."""
 
     telemetry: TelemetrySlot
-    probe: Probe  # looks in the first step whether activations are computed again
+    probe: Probe  # looks in the first step how much is computed again
 
     def attach(self, engine: Engine) -> None:
         self.telemetry = engine.parts.telemetry
@@ -53,13 +51,9 @@ class Measuring(Feature):
             self.probe.forward_begin()
         return args, kwargs
 
-    def backward_begin(self, micro: MicroStep, loss: Tensor) -> Tensor:
-        self.probe.backward_begin()
-        return loss
-
     def step_begin(self) -> None:
-        if self.probe.finish():
-            self.telemetry.recomputes()
+        for share in self.probe.finish():
+            self.telemetry.recomputes(share)
 
     def close(self) -> None:
         """The module has no hooks of this, whatever the first step came to."""

@@ -106,7 +106,11 @@ class Explanation:
             for flow in traffic.flows
         ]
         return columns(
-            [*table, ("total", "", f"{traffic.share:.2f} x one all-reduce", gib(traffic.total_bytes))], right=3
+            [
+                *table,
+                ("total", "", f"{traffic.share:.2f} x one all-reduce of the gradients", gib(traffic.total_bytes)),
+            ],
+            right=3,
         )
 
     def _stage_lines(self) -> list[str]:

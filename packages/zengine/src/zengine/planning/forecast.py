@@ -6,7 +6,8 @@ from typing import Any
 
 import attrs
 
-from zengine.config import Config, Facts, Plan
+from zengine.config import Config, ConfigError, Facts, Plan, load, resolve
+from zengine.planning.advice import edited
 from zengine.planning.peaks import Peak, StageFit, Subject, best_of, peak, stages
 from zengine.planning.tables import columns, gib, ranks, section
 
@@ -113,11 +114,38 @@ class Forecast:
             return ["not even one sample fits at any stage: more ranks, offload, or activation checkpointing"]
         stage, each = self.best
         batch = each.plan.batch
+        idle = [f"leave out {key}" for key, value in self.best_changes().items() if value is None]
         return [
-            f"a step of {batch.train_batch_size} samples sends least at stage {stage}; write",
+            f"of those a step of {batch.train_batch_size} samples sends least at stage {stage}; write",
             f'"zero_optimization": {{"stage": {stage}}}, "train_micro_batch_size_per_gpu": {batch.micro_batch_size}, '
             f'"gradient_accumulation_steps": {batch.accumulation}',
+            *idle,
         ]
+
+    def best_changes(self) -> dict[str, Any]:
+        """What to write for the best, by key; None: the key is left out, which that stage would refuse."""
+        if self.best is None:
+            return {}
+        stage, each = self.best
+        changes: dict[str, Any] = {
+            "zero_optimization.stage": stage,
+            "train_micro_batch_size_per_gpu": each.plan.batch.micro_batch_size,
+            "gradient_accumulation_steps": each.plan.batch.accumulation,
+        }
+        for key in self.config.given:
+            without = {**changes, key: None}
+            if key.startswith("zero_optimization.") and key not in changes:
+                changes = without if self._num_problems(without) < self._num_problems(changes) else changes
+        return changes
+
+    def _num_problems(self, changes: dict[str, Any]) -> int:
+        """Reasons for which the config is refused with `changes`."""
+        try:
+            filled = {key: value for key, value in self.config.filled.items() if key not in changes}
+            resolve(load(edited(self.config.document, changes), auto=filled), self.facts)
+        except ConfigError as error:
+            return len(error.problems)
+        return 0
 
 
 def forecast(config: Config, plan: Plan, facts: Facts, subject: Subject, *, room_bytes: int) -> Forecast:

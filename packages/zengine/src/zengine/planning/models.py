@@ -127,11 +127,13 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(shape.vocabulary, shape.width)
         self.layers = nn.ModuleList(Layer(shape.width) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """() loss."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        logits = functional.linear(self.norm(x), self.embed.weight)
+        logits = self.head(self.norm(x))
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())

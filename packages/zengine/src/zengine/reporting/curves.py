@@ -1,7 +1,7 @@
 """Which curves a run has: from its events to charts.
 
-Tags are looked up by our names first and by DeepSpeed's after, so that any events of either kind draw.  What was not
-recorded has no chart.
+Tags are looked up by our names and by DeepSpeed's, so that any events of either kind draw; the loss by DeepSpeed's
+first, which is that of each step, where ours is a mean of several.  What was not recorded has no chart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zengine.reporting.runs import Points, Run
 
 __all__ = ["charts", "memory_owners", "peak_bytes", "skipped_steps", "smooth", "step_parts", "time_layers", "typical"]
 
-LOSS = ("train/loss", "Train/Samples/train_loss")
+LOSS = ("Train/Samples/train_loss", "train/loss")
 RATE = ("train/learning_rate", "Train/Samples/lr")
 NORM = ("train/grad_norm", "Train/Samples/grad_norm")
 SCALE = ("train/loss_scale", "Train/Samples/loss_scale")
@@ -61,8 +61,10 @@ def charts(run: Run) -> Iterator[str]:
     yield from memory_charts(run)
     rate = smooth(run.points(*TFLOPS))
     factor, unit = flops_unit(peak_of(rate))
-    yield line_chart("Compute", f"{unit} per device", [Line(unit, scaled(rate, factor))])
-    yield line_chart("Model FLOPs utilisation", "% of peak", [Line("MFU", scaled(smooth(run.points(*MFU)), 100))])
+    yield line_chart("Compute", f"{unit} per device, smoothed", [Line(unit, scaled(rate, factor))])
+    yield line_chart(
+        "Model FLOPs utilisation", "% of peak, smoothed", [Line("MFU", scaled(smooth(run.points(*MFU)), 100))]
+    )
     scale = run.points(*SCALE)
     if len({value for _, value in scale}) > 1:
         yield line_chart("Loss scale", "log2", [Line("scale", log2(scale))], events=skipped, low=math.nan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,18 +20,36 @@ from zengine.reporting.tables import comms_section, config_sections, flops_secti
 
 __all__ = ["compare_page", "figures", "run_page", "write_report"]
 
+PAGE, BESIDE = "report.html", "zengine-report.html"  # the second where somebody else's page has the first
+_RATES = {"tokens per second": curves.TOKENS, "samples per second": curves.SAMPLES, "ms per step": curves.STEP_MS}
+_OURS = re.compile(rb"<title>[^<]*: run (report|comparison)</title>")
+_HEAD_BYTES = 1 << 16  # of a page, in which the title is
 
-def write_report(folders: Sequence[Path], out: Path) -> None:
-    """Read runs and write their page to `out`, whole or not at all.
+
+def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Read runs and write their page to `out`, whole or not at all; where it is.
+
+    out: by default beside the record of the first run, where no page is overwritten but an earlier one of ours.
 
     Raises NoRunError if a folder holds no run, OSError if the page cannot be written.
     """
     runs = [read_run(folder) for folder in folders]
+    out = out or default_place(runs[0].folder)
     text = run_page(runs[0]) if len(runs) == 1 else compare_page(runs)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f"{out.name}.part")
     part.write_text(text, encoding="utf-8", errors="replace")
     part.replace(out)
+    return out
+
+
+def default_place(folder: Path) -> Path:
+    """Where the page of the run in `folder` goes; other programs write pages of that name, too."""
+    page = folder / PAGE
+    if not page.exists():
+        return page
+    with page.open("rb") as file:
+        return page if _OURS.search(file.read(_HEAD_BYTES)) else folder / BESIDE
 
 
 def run_page(run: Run) -> str:
@@ -39,7 +58,8 @@ def run_page(run: Run) -> str:
     environment = dict(run.environment) | ({"started": run.started} if run.started else {})
     traces = {name: "open in chrome://tracing or ui.perfetto.dev" for name in run.traces if name.startswith("trace")}
     sections = [
-        f"<h1>{html.escape(run.name)}</h1><p class='lead'>{html.escape(verdict(run))}</p>{tiles(figures(run))}",
+        f"<h1>{html.escape(run.name)}</h1><p class='lead'>{html.escape(verdict(run))}</p>{tiles(figures(run))}"
+        f"{measured(run)}",
         remarks(run),
         f"<section class='charts'>{drawn}</section>" if drawn else "",
         skipped_section(run),
@@ -67,7 +87,7 @@ def verdict(run: Run) -> str:
     text = f"{steps:,} {'step' if steps == 1 else 'steps'}, {_count(skipped)} skipped"
     if loss:
         text += f"; the loss went from {loss[0]:.4g} to {loss[-1]:.4g}"
-    text += f", in {duration(run.seconds)}." if run.seconds > 0 else "."
+    text += f", in {duration(run.seconds)} {'min' if run.seconds < 3600 else 'h'}." if run.seconds > 0 else "."
     if loss and not math.isfinite(loss[-1]):
         text += " The last loss is not finite."
     return text
@@ -77,8 +97,18 @@ def _count(number: int) -> str:
     return f"{number:,}" if number else "none"
 
 
+def measured(run: Run) -> str:
+    """The steps that the medians are of, as a note; "" where there are none."""
+    steps = [step for tags in _RATES.values() for step, value in run.points(*tags) if math.isfinite(value)]
+    if not steps:
+        return ""
+    return (
+        f"<p class='note'>Medians are those of steps {min(steps):,.0f} to {max(steps):,.0f}, which were measured.</p>"
+    )
+
+
 def figures(run: Run) -> dict[str, str]:
-    """The figures to take home; what was not measured is absent."""
+    """The figures to take home, each with what it is; what was not measured is absent."""
     found: dict[str, str] = {}
     if run.events:
         steps, skipped = run.events[-1].step, len(curves.skipped_steps(run))
@@ -86,26 +116,22 @@ def figures(run: Run) -> dict[str, str]:
         found["steps skipped"] = f"{skipped:,}"
     loss = run.points(*curves.LOSS)
     if loss:
-        found["final loss"] = f"{curves.smooth(loss)[-1][1]:.4g}"
-    rates = {
-        "tokens per second": curves.TOKENS,
-        "samples per second": curves.SAMPLES,
-        "ms per step": curves.STEP_MS,
-    }
-    medians = {name: curves.typical(run.points(*tags)) for name, tags in rates.items()}
+        found["loss, last step"] = f"{loss[-1][1]:.4g}"
+    medians = {name: curves.typical(run.points(*tags)) for name, tags in _RATES.items()}
     if math.isfinite(medians["tokens per second"]):
         del medians["samples per second"]
-    found |= {name: label(float(f"{value:.3g}")) for name, value in medians.items() if math.isfinite(value)}
+    finite = {name: value for name, value in medians.items() if math.isfinite(value)}
+    found |= {f"{name}, median": label(float(f"{value:.3g}")) for name, value in finite.items()}
     compute = curves.typical(run.points(*curves.TFLOPS))
     if math.isfinite(compute):
         factor, unit = curves.flops_unit(compute)
-        found[f"{unit} per device"] = f"{compute * factor:.3g}"
+        found[f"{unit} per device, median"] = f"{compute * factor:.3g}"
     utilisation, peak = curves.typical(run.points(*curves.MFU)), curves.peak_bytes(run)
     if math.isfinite(utilisation):
-        found["of the device's peak"] = f"{utilisation:.1%}"
+        found["of the device's peak (MFU), median"] = f"{utilisation:.1%}"
     if peak:
         factor, unit = curves.bytes_unit(peak)
-        found["peak memory, rank 0"] = f"{peak * factor:.3g} {unit}"
+        found["memory of rank 0, peak"] = f"{peak * factor:.3g} {unit}"
     return found
 
 
@@ -146,10 +172,10 @@ def _overlays(runs: Mapping[str, Run]) -> list[str]:
     factor, unit = curves.flops_unit(fastest)
     wanted = [
         ("Loss", "smoothed", curves.LOSS, 1.0, math.nan),
-        ("Throughput", "tokens per second, all ranks", curves.TOKENS, 1.0, 0.0),
-        ("Step time", "ms", curves.STEP_MS, 1.0, 0.0),
+        ("Throughput", "tokens per second, all ranks, smoothed", curves.TOKENS, 1.0, 0.0),
+        ("Step time", "ms, smoothed", curves.STEP_MS, 1.0, 0.0),
         ("Gradient norm", "before clipping, smoothed", curves.NORM, 1.0, 0.0),
-        ("Compute", f"{unit} per device", curves.TFLOPS, factor, 0.0),
+        ("Compute", f"{unit} per device, smoothed", curves.TFLOPS, factor, 0.0),
     ]
     drawn = []
     for title, measure, tags, scale, low in wanted:

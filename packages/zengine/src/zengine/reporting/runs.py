@@ -32,6 +32,8 @@ __all__ = ["Event", "NoRunError", "PlanRow", "Points", "Run", "read_run"]
 
 RECORD, EVENTS, FLOPS, COMMS, TRACES = "run.json", "events.jsonl", "flops.json", "comms.rank*.json", "profile/*"
 
+NAMELESS = ("record", "run", "DeepSpeedJobName")  # folders that a job has inside of its own
+
 MAX_STEP = 2**53  # beyond it a float cannot tell steps apart
 
 Points = list[tuple[float, float]]  # (step, value), by step
@@ -104,7 +106,7 @@ def read_run(folder: Path) -> Run:
     """Read `folder`, or the one run inside of it.  Raises NoRunError if there is none, or more than one."""
     if not folder.is_dir():
         raise NoRunError(f"{folder}: there is no such folder. Give the folder of a run, the one with {EVENTS} in it")
-    name, folder = folder.resolve().name, _inside(folder)
+    name, folder = _name(folder.resolve()), _inside(folder)
     reader = _Reader(folder)
     events, seconds = reader.events()
     record = reader.object(RECORD, "config and environment are unknown")
@@ -128,6 +130,11 @@ def read_run(folder: Path) -> Run:
             'says "jsonl_monitor": {"enabled": true, "output_path": "runs", "job_name": "name"}'
         )
     return run
+
+
+def _name(folder: Path) -> str:
+    """What people call the run in a folder."""
+    return folder.parent.name if folder.name in NAMELESS and folder.parent.name else folder.name
 
 
 def _inside(folder: Path) -> Path:

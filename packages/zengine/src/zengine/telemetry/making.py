@@ -25,6 +25,7 @@ from zengine.telemetry.sinks import (
     folder_of,
     require_packages,
 )
+from zengine.telemetry.snapshot import RecentLoss
 from zengine.telemetry.spans import NoStopwatch, Stopwatch, make_spans
 from zengine.telemetry.telemetry import Telemetry
 from zengine.telemetry.throughput import NoThroughput, Rate, Throughput
@@ -63,6 +64,7 @@ def telemetry_of(plan: TelemetryPlanLike, scope: Scope) -> Telemetry | Silent:
         meter=Meter(replicas=scope.replicas, pieces=scope.pieces, tokens_per_sample=plan.rates.tokens_per_sample),
         fleet=fleet,
         owners=Owners(always=plan.memory_breakdown),
+        recent_loss=RecentLoss(max(1, plan.steps_per_print)),
         countdown=countdown,
     )
 

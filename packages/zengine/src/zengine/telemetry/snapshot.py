@@ -6,7 +6,9 @@ of the step.  What was not measured is absent, never zero.
 
 | tag | unit |
 |---|---|
-| `train/loss`, `train/grad_norm`, `train/learning_rate` | mean over ranks; before clipping; of the first group |
+| `train/loss` | mean over ranks and over the last `steps_per_print` steps: at a console line, what the line says |
+| `train/grad_norm`, `train/learning_rate` | of this step: before clipping; of the first group |
+| `Train/Samples/train_loss` | of this step, mean over its micro-steps and ranks, as DeepSpeed's pipelines write it |
 | `train/global_step`, `train/epoch` | boundaries; passes over the data, with fractions (our loader alone knows) |
 | `perf/step_time_ms`, `perf/samples_per_second`, `perf/tokens_per_second` | of all ranks together |
 | `perf/tflops`, `perf/tflops_counted` | of one device: by the formula, and by counted operations |
@@ -18,8 +20,10 @@ of the step.  What was not measured is absent, never zero.
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Mapping
+from typing import final
 
 import attrs
 
@@ -38,6 +42,31 @@ COMMUNICATION = "communication/"
 GRADIENTS = "gradients/"
 
 
+@final
+class RecentLoss:
+    """The mean loss of the last `span` steps.
+
+    Steps whose update was skipped are left out of it: a loss that overflowed changed no weights, and its step has a
+    line of its own on the console.  A loss that is not finite and did change them makes the mean NaN or infinite.
+    """
+
+    def __init__(self, span: int) -> None:
+        self._losses: collections.deque[float] = collections.deque(maxlen=span)  # 0 for a skipped step
+        self._applied: collections.deque[bool] = collections.deque(maxlen=span)
+
+    def add(self, report: StepReport) -> float:
+        """The mean, with one step more; that step's own loss where all were skipped."""
+        self._losses.append(report.loss if report.applied else 0.0)
+        self._applied.append(report.applied)
+        count = sum(self._applied)
+        return sum(self._losses) / count if count else report.loss
+
+    def clear(self) -> None:
+        """Begin an interval."""
+        self._losses.clear()
+        self._applied.clear()
+
+
 @attrs.frozen(kw_only=True)
 class Snapshot:
     """One boundary: what the engine reports, and what telemetry measured around it."""
@@ -51,6 +80,11 @@ class Snapshot:
     memory: Mapping[str, int] = attrs.field(factory=dict)  # bytes by name
     comms: Mapping[str, Tally] = attrs.field(factory=dict)  # collectives of this step, by operation
     layer_norms: Mapping[str, float] = attrs.field(factory=dict)  # by layer; empty in most steps
+    mean_loss: float = attrs.field()  # of the last steps, this one included
+
+    @mean_loss.default
+    def _loss_of_this_step(self) -> float:
+        return self.report.loss
 
     def scalars(self) -> Mapping[str, float]:
         """Every number of this boundary by its tag."""
@@ -62,6 +96,7 @@ class Snapshot:
             **{SAMPLES + name: value for name, value in _samples(self.report).items()},
             **{TIME + timer: ms for timer, ms in self.phase_ms.items()},
             **{TIME + timer + MICRO: ms for timer, ms in self.micro_ms.items()},
+            f"{TRAIN}loss": self.mean_loss,
             **{TRAIN + name: value for name, value in _training(self.report).items()},
             **{f"{TRAIN}epoch": passes for passes in self.epochs},
             **{PERF + name: value for name, value in speed(self.rate, self.fleet).items()},
@@ -105,7 +140,6 @@ def _samples(report: StepReport) -> dict[str, float]:
 
 def _training(report: StepReport) -> dict[str, float]:
     return {
-        "loss": report.loss,
         **dict(zip(["learning_rate"], report.lr)),
         "grad_norm": report.grad_norm,
         "global_step": float(report.step),

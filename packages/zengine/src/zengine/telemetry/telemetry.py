@@ -24,7 +24,7 @@ from zengine.telemetry.countdown import Countdown
 from zengine.telemetry.devices import Fleet
 from zengine.telemetry.memory import MemoryMarks, NoMemoryMarks, Owners, read_memory
 from zengine.telemetry.sinks import Events, Sinks
-from zengine.telemetry.snapshot import Snapshot
+from zengine.telemetry.snapshot import RecentLoss, Snapshot
 from zengine.telemetry.spans import NoStopwatch, Stopwatch
 from zengine.telemetry.subject import Subject
 from zengine.telemetry.throughput import NoThroughput, Throughput
@@ -52,6 +52,7 @@ class Telemetry:
     meter: Meter  # tokens and FLOPs of a step
     fleet: Fleet  # the devices that train together
     owners: Owners  # memory by owner
+    recent_loss: RecentLoss  # over as many steps as a console line stands for
     countdown: Countdown  # until the figures of a bench run are complete
     subject: tuple[Subject, ...] = ()  # the engine, from `begin` on
     layer_norms: dict[str, float] = attrs.field(factory=dict)  # of the boundary under way; mostly empty
@@ -63,7 +64,7 @@ class Telemetry:
         self.meter.formula = subject.formula
         self.owners.ledger = subject.ledger
         if subject.recomputes:
-            self.recomputes()
+            self.recomputes(1.0)
         if not subject.formula.num_layers * subject.formula.hidden_size:
             self.remarks.append(NO_ATTENTION)
         self.sinks.begin(subject.record)
@@ -92,9 +93,9 @@ class Telemetry:
         """Tokens of this rank in this step; they count in place of those that forward was seen to get."""
         self.meter.tell(num_tokens)
 
-    def recomputes(self) -> None:
-        """Backward was found to compute activations again."""
-        self.meter.coefficient = 4
+    def recomputes(self, share: float) -> None:
+        """That share of the layers is computed again in backward."""
+        self.meter.coefficient = 3 + share
 
     def counted(self, flops_per_sample: float) -> None:
         """The operations of a step were counted."""
@@ -127,6 +128,7 @@ class Telemetry:
             memory={**read_memory(self.device), **self.marks.read(), **self.owners.step_end()},
             comms=self.comms.step_end(),
             layer_norms=in_units_of(report.grad_norm, self.layer_norms),
+            mean_loss=self.recent_loss.add(report),
         )
         self.stopwatch.step_end()
         self.layer_norms = {}
@@ -141,6 +143,7 @@ class Telemetry:
         """Start measuring afresh, warm-up included: the counters have jumped."""
         self.stopwatch.reset()
         self.throughput.reset()
+        self.recent_loss.clear()
         self.countdown.reset()
 
     def close(self) -> None:

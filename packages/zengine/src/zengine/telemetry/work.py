@@ -2,10 +2,10 @@
 
     FLOPs of a sequence of s tokens = 2 f N s + 4 f L h s^2
 
-N parameters, L layers of width h; f = 3 (a forward costs 2 FLOPs a parameter and token, a backward twice that), or f
-= 4 where backward computes the activations again.  The second term is the attention's two matrix products; it is
-left out, and said, where L and h are unknown.  The MFU takes f = 3 in any case: it counts what the mathematics needs
-(Chowdhery et al. 2022, appendix B).
+N parameters, L layers of width h; f = 3 (a forward costs 2 FLOPs a parameter and token, a backward twice that), f = 4
+where backward computes the activations of all layers again, and between them where of some.  The second term is the
+attention's two matrix products; it is left out, and said, where L and h are unknown.  The MFU takes f = 3 in any
+case: it counts what the mathematics needs (Chowdhery et al. 2022, appendix B).
 
 Tokens are counted from the first integer tensor of two dimensions among the arguments of forward, which is read for
 its shape only, so nothing waits for the device; padding counts.  Who knows better says so: `engine.report_tokens(n)`
@@ -35,7 +35,7 @@ class Formula:
     num_layers: int = 0  # 0: unknown, and the attention's term is left out
     hidden_size: int = 0  # the same
 
-    def flops(self, tokens: float, squares: float, coefficient: int) -> float:
+    def flops(self, tokens: float, squares: float, coefficient: float) -> float:
         """For sequences of `tokens` tokens in all, whose lengths have squares that add up to `squares`."""
         linear = 2 * coefficient * self.num_parameters * tokens
         return linear + 4 * coefficient * self.num_layers * self.hidden_size * squares
@@ -50,7 +50,7 @@ class Meter:
     pieces: int = 1  # ranks that share each sequence: it is as many times as long as what forward is given
     tokens_per_sample: int = 0  # 0: counted
     formula: Formula = Formula(num_parameters=0)
-    coefficient: int = 3  # 4 where activations are computed again
+    coefficient: float = 3  # 4 where all activations are computed again
     flops_per_sample: float = 0.0  # counted once; 0: not
     tokens: int = 0  # of this rank since the boundary
     squares: int = 0  # squares of the lengths of its sequences

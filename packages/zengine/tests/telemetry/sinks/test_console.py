@@ -1,5 +1,7 @@
 """Lines for people."""
 
+import math
+
 import pytest
 
 from zengine.report import StepReport
@@ -13,7 +15,8 @@ MIB = 2**20
 def snapshot(step, *, rate=(), reason="", **measured):
     report = StepReport(
         applied=not reason, reason=reason, step=step, applied_steps=step, skipped_steps=0, samples=8 * step,
-        loss=2.34567, grad_norm=0.91234, loss_scale=measured.pop("loss_scale", 1.0), lr=measured.pop("lr", (3e-4,)),
+        loss=measured.pop("loss", 2.34567), grad_norm=0.91234,
+        loss_scale=measured.pop("loss_scale", 1.0), lr=measured.pop("lr", (3e-4,)),
     )  # fmt: skip
     return Snapshot(report=report, rate=Rate(**dict(zip(("samples", "ms", "steps"), rate))), **measured)
 
@@ -43,6 +46,32 @@ def test_a_line_is_printed_every_interval_with_means_since_the_one_before(capsys
         "step 4 | loss 2.3457 | lr 3.000e-04 | grad norm 0.912 | 40.0 samples/s | step 200.0 ms (forward 20.0, "
         "communication 1.0 ms) | memory 512 MiB, 600 MiB peak",
     ]
+
+
+def losses_of(lines):
+    """(step, loss) of each line."""
+    return [(line.split(" ")[1], line.split("loss ")[1].split(" ")[0]) for line in lines]
+
+
+def test_the_loss_of_a_line_is_the_mean_since_the_one_before(capsys):
+    sink = console(4)
+    for step, loss in enumerate([4.0, 3.0, 2.0, 1.0, 9.0, 9.0, 9.0, 5.0, 0.5], start=1):
+        sink.write(snapshot(step, loss=loss))
+    assert losses_of(printed(capsys)) == [("4", "2.5000"), ("8", "8.0000")]
+
+
+def test_a_skipped_step_shows_its_own_loss_and_leaves_the_mean_to_the_others(capsys):
+    sink = console(3)
+    for step, (loss, reason) in enumerate([(1.0, ""), (math.inf, "overflow"), (2.0, "")], start=1):
+        sink.write(snapshot(step, loss=loss, reason=reason))
+    assert losses_of(printed(capsys)) == [("2", "inf"), ("3", "1.5000")]
+
+
+def test_a_loss_that_is_not_finite_and_was_applied_shows_in_the_mean(capsys):
+    sink = console(2)
+    for step, loss in enumerate([math.nan, 1.0, 2.0, 3.0], start=1):
+        sink.write(snapshot(step, loss=loss))
+    assert losses_of(printed(capsys)) == [("2", "nan"), ("4", "2.5000")]
 
 
 def test_what_was_not_measured_is_left_out(capsys):

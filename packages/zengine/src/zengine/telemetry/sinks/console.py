@@ -1,8 +1,8 @@
 """Lines for people: every `interval` boundaries the state of training, and each skipped step with its reason.
 
-Times and rates are means since the line before, so a line stands for its whole interval; loss, learning rate
-and gradient norm are those of the step named.  On a terminal the newest step is shown below them, in a line that is
-overwritten (live.py).
+Times, rates and the loss are means since the line before, so a line stands for its whole interval; learning rate and
+gradient norm are those of the step named, and so is the loss of a skipped step that has a line of its own.  On a
+terminal the newest step is shown below them, in a line that is overwritten (live.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import attrs
 from zengine.telemetry.devices import Fleet
 from zengine.telemetry.sinks.base import Sink
 from zengine.telemetry.sinks.live import LiveLine, make_line
-from zengine.telemetry.snapshot import Snapshot, speed
+from zengine.telemetry.snapshot import RecentLoss, Snapshot, speed
 from zengine.telemetry.spans import COMMUNICATION, INNER
 from zengine.telemetry.throughput import Rate
 
@@ -40,13 +40,13 @@ class Window:
         return Window(before.steps + 1, before.rate + snapshot.rate, phases)
 
 
-def format_line(snapshot: Snapshot, window: Window) -> str:
+def format_line(snapshot: Snapshot, window: Window, loss: float) -> str:
     """One line for a boundary; parts that were not measured are left out."""
     report = snapshot.report
     parts = [
         f"step {report.step}" + ("" if report.applied else f" SKIPPED: {report.reason}"),
         *(f"epoch {passes:.2f}" for passes in snapshot.epochs),
-        f"loss {report.loss:.4f}",
+        f"loss {loss:.4f}",
         "lr " + ", ".join(f"{lr:.3e}" for lr in report.lr),
         f"grad norm {report.grad_norm:.3f}",
         *_scale(report.loss_scale),
@@ -107,18 +107,20 @@ class Console(Sink):
         self._farewell = farewell
         self._line = line or make_line(sys.stdout)
         self._window = Window()
+        self._loss = RecentLoss(max(1, interval))
 
     def write(self, snapshot: Snapshot) -> None:
         if not self._interval:
             return
         self._window = window = self._window.plus(snapshot)
-        due = snapshot.report.step % self._interval == 0
+        due, loss = snapshot.report.step % self._interval == 0, self._loss.add(snapshot.report)
         if due or not snapshot.report.applied:
-            self._say(format_line(snapshot, window))
+            self._say(format_line(snapshot, window, loss if due else snapshot.report.loss))
         if due:
             self._say(self._table())
             self._window = Window()
-        self._line.show(lambda: format_line(snapshot, window))
+            self._loss.clear()
+        self._line.show(lambda: format_line(snapshot, window, loss))
 
     def close(self) -> None:
         self._line.close()
