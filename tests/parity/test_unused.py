@@ -46,10 +46,11 @@ OPTIMIZERS: dict[str, Make] = {
     "zoptim.Adam, in torch": functools.partial(zoptim.Adam, lr=1e-2, foreach=True),
     "zoptim.Adagrad": functools.partial(zoptim.Adagrad, lr=2e-2, lr_decay=0.1),
     "zoptim.SGD": functools.partial(zoptim.SGD, lr=5e-2, momentum=0.9, dampening=0.5),
+    "zoptim.Lion": functools.partial(zoptim.Lion, lr=1e-3, weight_decay=0.1),
+    "zoptim.Muon": functools.partial(zoptim.Muon, lr=1e-2, adam_lr=1e-2),
     "zoptim.LAMB": functools.partial(zoptim.LAMB, lr=1e-2, weight_decay=0.1),
     "zoptim.Adafactor": functools.partial(zoptim.Adafactor, lr=1e-2),
 }
-SHAPED = {"zoptim.LAMB", "zoptim.Adafactor", "zoptim.Muon"}
 
 
 class Branches(nn.Module):
@@ -144,3 +145,88 @@ def test_what_rests_counts_its_own_updates_at_every_stage(name: str, world_size:
         expected = tuple(alone(OPTIMIZERS[name], world_size, accumulation, differ) for differ in (False, True))
         for found in run_ranks(all_stages, world_size, name, accumulation, expected):
             assert max(found) < 2e-6, (accumulation, found)
+
+
+FORMATS = {
+    "bf16": functools.partial(zoptim.AdamW, lr=1e-2, state_dtype="bf16"),
+    "8bit": functools.partial(zoptim.AdamW, lr=1e-2, state_dtype="8bit"),
+    "8bit, torch": functools.partial(zoptim.AdamW, lr=1e-2, state_dtype="8bit", foreach=True),
+}
+
+
+def weights_of_stages(name: str) -> list[Weights]:
+    found = []
+    for stage in range(4):
+        engine = engine_of(stage, 1, FORMATS[name])
+        train(engine, 1, range(NUM_STEPS))
+        found.append({key: value.clone() for key, value in engine.state_dict().items()})
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_state_in_few_bits_rests_and_counts_as_on_whole_tensors(name: str) -> None:
+    """A block of codes is of one parameter, wherever it is cut."""
+    expected = alone(FORMATS[name], 1, 1, False)
+    for found in run_ranks(weights_of_stages, 1, name)[0]:
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=2e-6)
+    for by_stage in run_ranks(weights_of_stages, 2, name):
+        for found, key in itertools.product(by_stage, expected):
+            assert torch.equal(found[key], by_stage[0][key])
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+SAVERS: dict[str, Any] = {"torch": OPTIMIZERS["torch.AdamW"], "zoptim": ADAMW}
+BEFORE = 9  # steps before a save; branch 1 has had 2 updates then, branch 3 five, branch 2 none
+
+
+def save_all(root: str) -> None:
+    for stage, (name, optimizer) in itertools.product(range(4), SAVERS.items()):
+        engine = engine_of(stage, 1, optimizer)
+        train(engine, 1, range(BEFORE))
+        engine.save_checkpoint(root, f"{name}-{zcomm.group_size()}-{stage}")
+        engine.close()
+
+
+def go_on_from_all(root: str, stage: int, tags: list[str], expected: Weights) -> dict[str, float]:
+    """The tags from which this stage ends elsewhere than plain torch does, with the difference."""
+    found: dict[str, float] = {}
+    for tag in tags:
+        engine = engine_of(stage, 1, SAVERS[tag.split("-")[0]])
+        engine.load_checkpoint(root, tag)
+        train(engine, 1, range(BEFORE, NUM_STEPS))
+        found[tag] = difference(engine, expected)
+        engine.close()
+    return {tag: value for tag, value in found.items() if not value < 2e-6}
+
+
+def test_counts_that_differ_are_saved_and_loaded_at_any_stage_and_world(tmp_path: Path) -> None:
+    expected = alone(OPTIMIZERS["torch.AdamW"], 1, 1, False)
+    for world_size in (1, 2):
+        run_ranks(save_all, world_size, str(tmp_path))
+    tags = [f"{name}-{world_size}-{stage}" for name in SAVERS for world_size in (1, 2) for stage in range(4)]
+    for world_size, stage in itertools.product((1, 2), range(4)):
+        assert run_ranks(go_on_from_all, world_size, str(tmp_path), stage, tags, expected) == [{}] * world_size
+
+
+def hand_on(stage: int, optimizer: Any, expected: Weights) -> float:
+    """Through the optimizer's own state dict."""
+    first = engine_of(stage, 1, optimizer)
+    train(first, 1, range(BEFORE))
+    weights, state = first.state_dict(), first.optimizer.state_dict()
+    first.close()
+    second = engine_of(stage, 1, optimizer)
+    second.load_state_dict(weights)
+    second.optimizer.load_state_dict(state)
+    train(second, 1, range(BEFORE, NUM_STEPS))
+    found = difference(second, expected)
+    second.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["torch.AdamW", "torch.NAdam", "torch.SGD", "zoptim.AdamW", "zoptim.SGD", "zoptim.Adafactor"])
+def test_counts_that_differ_are_part_of_the_state_dict(name: str) -> None:
+    expected = alone(OPTIMIZERS[name], 1, 1, False)
+    for stage in (0, 2):
+        assert max(run_ranks(hand_on, 2, stage, OPTIMIZERS[name], expected)) < 2e-6

@@ -104,9 +104,8 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
 
     Raises:
         zckpt.CheckpointError: on every rank; nothing there, damaged, or not this model. No weight has changed then.
-        ValueError: on every rank; scaler, schedule or loader refuses its state (no weight has changed); or
-            parameters that share a step count on one rank were saved with different ones (weights have been read:
-            load again or start over).
+        ValueError: on every rank; scaler, schedule or loader refuses its state (no weight has changed); or the
+            optimizer finds that something of its state is missing (weights have been read: load again or start over).
     """
     engine.clock.require_open("load_checkpoint")
     engine.parts.saver.wait()

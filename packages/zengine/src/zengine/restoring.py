@@ -58,39 +58,18 @@ def travelling_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]
 
 @attrs.define(eq=False)
 class RestoredState:
-    """Optimizer state on its way in: where to read, and scalars to be shared out after the read."""
+    """Optimizer state on its way in: where to read."""
 
     shards: list[zpartition.Shard] = attrs.field(factory=list)
-    scalars: list[tuple[str, torch.Tensor, torch.Tensor]] = attrs.field(factory=list)  # (name, read, staged)
     hand_over: Callable[[], None] = lambda: None  # gives the optimizer what was read
 
-    def add(self, name: str, shard: zpartition.Shard) -> None:
-        """Read into the staged tensor; a scalar, which several parameters share, through a tensor of its own."""
-        if shard.global_shape == () and shard.tensor.numel() == 1:
-            own = shard.tensor.clone()
-            self.scalars.append((name, own, shard.tensor))
-            shard = attrs.evolve(shard, tensor=own)
-        self.shards.append(attrs.evolve(shard, name=name))
-
     def commit(self) -> None:
-        """Give every shared scalar its value, and the optimizer its state.
+        """Give the optimizer its state.
 
         Raises:
-            ValueError: parameters that share a shard here were saved with different values; or the optimizer finds
-                that something is missing.
+            ValueError: the optimizer finds that something is missing.
         """
-        first: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, read, staged in self.scalars:
-            other_name, other = first.setdefault(staged.data_ptr(), (name, read))
-            if not torch.equal(other, read):
-                raise ValueError(
-                    f"the checkpoint has {other_name} = {other.item()} and {name} = {read.item()}, but here both "
-                    "parameters are updated together; put them into parameter groups of their own, or, if one was "
-                    "unfrozen during the run, keep it frozen until initialize() has returned"
-                )
-            staged.copy_(read)
         self.shards.clear()  # staged tensors are freed one by one as the optimizer takes them
-        self.scalars.clear()
         self.hand_over()
 
 
@@ -119,7 +98,7 @@ def _prepare_optimizer(engine: Engine, checkpoint: Source) -> RestoredState:
     restored = RestoredState(hand_over=staged.hand_over)
     for key, shard in staged.shards():
         if key in kinds.get(shard.name, {}):
-            restored.add(f"{OPTIMIZER}{key}.{shard.name}", shard)
+            restored.shards.append(attrs.evolve(shard, name=f"{OPTIMIZER}{key}.{shard.name}"))
     return restored
 
 

@@ -53,17 +53,18 @@ def number_of(state: Mapping[str, Any], key: str, index: int, num_pieces: int) -
 
 
 def stacked(values: Sequence[Any]) -> Any:
-    """A column of one number each; None where there is none.
+    """A column of one number each; a tensor of them has 0 for None, which is none.
 
     Raises:
         ValueError: something is a tensor of several numbers.
     """
-    like = next(value for value in values if value is not None)
-    if not isinstance(like, Tensor):
+    given = [value for value in values if value is not None]
+    for value in given:
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"a tensor of shape {tuple(value.shape)}, neither a number nor a value for each element")
+    if not given or not all(isinstance(value, Tensor) for value in given):
         return list(values)
-    if like.numel() != 1:
-        raise ValueError(f"a tensor of shape {tuple(like.shape)} is neither an element's each nor a number")
-    blank = torch.zeros((), dtype=like.dtype, device=like.device)
+    blank = torch.zeros((), dtype=given[0].dtype, device=given[0].device)
     return torch.stack([blank if value is None else value.detach().reshape(()) for value in values])
 
 

@@ -294,9 +294,9 @@ def _merge_state(holder: Holder, states: Mapping[str, Mapping[str, Any]]) -> dic
 
 def _stacked(holder: Holder, key: str, values: list[Any]) -> Any:
     try:
-        return stacked(values) if any(value is not None for value in values) else values
+        return stacked(values)
     except ValueError as problem:
         raise ValueError(
-            f"cannot join the optimizer state of parameters that share a shard: {key!r} of "
+            f"cannot join the optimizer state of parameters that share a shard: {key!r} of one in the shard of "
             f"{holder.pieces[0].slot.name} is {problem}. Partition before the first step."
         ) from None
