@@ -119,8 +119,10 @@ class _Shard:
     def _numbers(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         """Those of each piece, where they are not kept by segment."""
         pieces = self.holder.pieces
-        if not state or len(pieces) == 1 or segment_states(optimizer, self.holder.tensor, state) is not None:
+        if not state or segment_states(optimizer, self.holder.tensor, state) is not None:
             return {}
+        if len(self.kept) == len(pieces):
+            return {key: value for key, value in self.before.items() if not is_large(key, value)}
         keys = [key for key, value in state.items() if key != ALIKE and not is_large(key, value)]
         now = [{key: number_of(state, key, index, len(pieces)) for key in keys} for index in range(len(pieces))]
         return numbers_after(self.before, now, [piece not in self.kept for piece in pieces])
