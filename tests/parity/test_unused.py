@@ -1,7 +1,7 @@
 """Every parameter counts its own updates: one that rests moves, when its turn comes, as it does in plain torch.
 
-The oracle is a plain loop over the whole batch, in which the gradient of what nobody used is None.  A wrong count shows
-at once: Adam's bias correction of a branch that is first used in step 6 is off by a factor of two and more.
+The oracle is a plain loop over the whole batch, in which the gradient of what nobody used is None.  A wrong count
+shows at once: Adam's bias correction of a branch that is first used in step 6 is off by a factor of two and more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import nn
 import zcomm
 import zengine
 import zoptim
-import zpartition
 from zcomm.testing import run_ranks
 
 WIDTH, BATCH, NUM_STEPS = 24, 12, 12
@@ -225,7 +224,9 @@ def hand_on(stage: int, optimizer: Any, expected: Weights) -> float:
     return found
 
 
-@pytest.mark.parametrize("name", ["torch.AdamW", "torch.NAdam", "torch.SGD", "zoptim.AdamW", "zoptim.SGD", "zoptim.Adafactor"])
+@pytest.mark.parametrize(
+    "name", ["torch.AdamW", "torch.NAdam", "torch.SGD", "zoptim.AdamW", "zoptim.SGD", "zoptim.Adafactor"]
+)
 def test_counts_that_differ_are_part_of_the_state_dict(name: str) -> None:
     expected = alone(OPTIMIZERS[name], 1, 1, False)
     for stage in (0, 2):

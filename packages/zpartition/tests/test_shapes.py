@@ -41,7 +41,11 @@ class RowNorm(torch.optim.Optimizer):
         if shard not in self.layout:
             return None
         rows = sum(cut.shape[0] for cut in self.layout[shard] if len(cut.shape) == 2)
-        return {"step": torch.zeros(len(self.layout[shard])), "sums": torch.zeros(rows), "last": torch.zeros(shard.numel())}
+        return {
+            "step": torch.zeros(len(self.layout[shard])),
+            "sums": torch.zeros(rows),
+            "last": torch.zeros(shard.numel()),
+        }
 
     def segment_states(
         self, shard: torch.Tensor, state: Mapping[str, torch.Tensor]

@@ -91,7 +91,9 @@ def test_state_that_is_neither_an_elements_each_nor_a_number_is_not_joined():
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model[0].weight] = {"codebook": torch.zeros(7)}
-    with pytest.raises(ValueError, match=r"'codebook' of .* is a tensor of shape \(7,\), neither .*\. Partition before the first"):
+    with pytest.raises(
+        ValueError, match=r"'codebook' of .* is a tensor of shape \(7,\), neither .*\. Partition before the first"
+    ):
         zpartition.shard(model, optimizer)
 
 

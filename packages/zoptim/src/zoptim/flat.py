@@ -66,7 +66,7 @@ class FlatOptimizer(Contract):
 
     @property
     def block_numel(self) -> int:
-        """Elements that share a scale in the state: whoever lays out flat shards begins tensors at a multiple of it."""
+        """Elements that share a scale in the state; in a flat shard every tensor is to begin at a multiple of it."""
         formats = (StateFormat.parse(group["state_dtype"]) for group in self.param_groups)
         return BLOCK_NUMEL if StateFormat.INT8 in formats else 1
 
@@ -145,8 +145,8 @@ class FlatOptimizer(Contract):
         """The entry as kernels should see it; LAMB cuts flat shards into segments here."""
         if counts_apart(entry.state):
             raise ValueError(
-                f"the parts of {self._name(index, entry.index)}, a flat shard, have been updated differently often, and "
-                f"{type(self).__name__} was not told where they lie. Step through the partition that made the shard."
+                f"the parts of {self._name(index, entry.index)}, a flat shard, have been updated differently often, "
+                f"and {type(self).__name__} does not know where they lie. Step through the partition that made it."
             )
         yield entry
 
@@ -161,8 +161,8 @@ class FlatOptimizer(Contract):
         for position, part in enumerate(segments):
             if part.start % BLOCK_NUMEL and any(key.endswith("_scale") for key in entry.state):
                 raise ValueError(
-                    f"{name} has a segment from {part.start} on and 8-bit states, whose scales belong to {BLOCK_NUMEL} "
-                    f"elements each. Align segments to {BLOCK_NUMEL}, or use bf16 states."
+                    f"{name} has a segment from {part.start} on and 8-bit states, whose scales belong to "
+                    f"{BLOCK_NUMEL} elements each. Align segments to {BLOCK_NUMEL}, or use bf16 states."
                 )
             yield entry.at(part.row, part.index, (-1,) if flat else part.shape, position)
 

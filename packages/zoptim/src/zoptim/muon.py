@@ -129,7 +129,7 @@ class Muon(Adam):
     def lay_out_over_ranks(self, segments: Layout, ranks: Ranks) -> None:
         """Say how tensors are cut over `ranks`, see [Note: cut tensors] in ranks.py; `step` communicates from now on.
 
-        Shards of groups with `use_muon=False` need it for step counts that differ.  Raises ValueError as `lay_out` does.
+        Shards of groups with `use_muon=False` need it where step counts differ.  Raises ValueError as `lay_out` does.
         """
         mine = {s: parts for s, parts in segments.items() if self.param_groups[self._place(s)[0]]["use_muon"]}
         self._shards = MuonShards.make(mine, ranks)

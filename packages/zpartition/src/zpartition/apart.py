@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zpartition.counts import ALIKE, is_large, labels_of, number_of, numbers_after
-from zpartition.state import Holder, elements, first_state, give_state, is_coded, state_of
+from zpartition.state import Holder, begin_state, elements, give_state, is_coded, state_of
 
 __all__ = ["in_parts"]
 
@@ -113,7 +113,7 @@ class _Shard:
         labels = labels_of(self.before, len(self.is_updated))
         for part in self.parts:
             if not labels[part.pieces[0]]:
-                self.optimizer.state.update(first_state(self.optimizer, part.tensor))
+                begin_state(self.optimizer, part.tensor)
                 continue
             state = {key: self._cut(key, part) for key in self.before if key != ALIKE}
             if any(map(is_coded, self.before.values())):

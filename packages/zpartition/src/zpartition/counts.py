@@ -1,8 +1,8 @@
 """Numbers that the parameters of one shard have each of their own: how often each has been updated, above all.
 
-An optimizer keeps a step count, and the like, once for each of its tensors, and here a tensor is a shard with pieces of
-many parameters.  While all of them have had the same updates, its number is the number of each, and nothing here has
-any cost.  Once one has rested, every number becomes a *column*: (pieces,), in their order; and beside the columns
+An optimizer keeps a step count, and the like, once for each of its tensors, and here a tensor is a shard with pieces
+of many parameters.  While all of them have had the same updates, its number is the number of each, and nothing here
+has any cost.  Once one has rested, every number becomes a *column*: (pieces,), in their order; and beside the columns
 stands `alike`, (pieces,) int64: pieces with the same label have had the same updates, those with label 0 none.
 
 Columns are part of the optimizer's own state, so they go where that goes: into state dicts, onto disks, and back when
@@ -21,7 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ALIKE", "COUNTERS", "is_column", "is_large", "labels_of", "number_of", "numbers_after", "settled", "stacked"]
+__all__ = [
+    "ALIKE",
+    "COUNTERS",
+    "begin",
+    "is_column",
+    "is_large",
+    "labels_of",
+    "number_of",
+    "numbers_after",
+    "settled",
+    "stacked",
+]
 
 ALIKE = "alike"
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu", ALIKE})  # of torch.optim: one number a parameter
@@ -44,6 +55,13 @@ def labels_of(state: Mapping[str, Any], num_pieces: int) -> list[int]:
     if ALIKE in state:
         return [int(label) for label in state[ALIKE].tolist()]
     return [int(bool(state))] * num_pieces
+
+
+def begin(state: Mapping[str, Any], index: int) -> None:
+    """Something is kept of piece `index` from now on, of which there were no updates yet."""
+    labels = state.get(ALIKE)
+    if labels is not None and not labels[index]:
+        labels[index] = labels.max() + 1
 
 
 def number_of(state: Mapping[str, Any], key: str, index: int, num_pieces: int) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from zpartition.counts import is_large

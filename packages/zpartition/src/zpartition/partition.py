@@ -387,7 +387,7 @@ class Partition(GradientFacts, Parking):
     # -- helpers ---------------------------------------------------------------------------------
 
     def _resting(self, names: frozenset[str], group: Sequence[int]) -> AbstractContextManager[None]:
-        """Around the update of these buckets: what is in `names` stays as it is, and all others count for themselves."""
+        """Around the update of these buckets: what is in `names` stays as it is, and the others count their own."""
         holders = self.holders if self.updates_parameters else [self.holders[index] for index in group]
         if self.optimizer is not None and not self.updates_parameters and not shapes.takes_cuts(self.optimizer):
             return in_parts(self.optimizer, holders, names)

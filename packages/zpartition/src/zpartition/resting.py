@@ -74,8 +74,9 @@ def untouched(optimizer: torch.optim.Optimizer | None, resting: Resting) -> Iter
     yield
     for part, value in weights:
         part.copy_(value)
-    for shard in shards.values() if optimizer is not None else ():
-        shard.put_back(optimizer)
+    if optimizer is not None:
+        for shard in shards.values():
+            shard.put_back(optimizer)
 
 
 @attrs.define(eq=False)

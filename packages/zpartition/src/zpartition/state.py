@@ -255,12 +255,16 @@ def block_numel(optimizer: torch.optim.Optimizer | None) -> int:
     return max(SLOT_ALIGNMENT, int(getattr(optimizer, "block_numel", 1)))
 
 
-def first_state(optimizer: torch.optim.Optimizer, tensor: Parameter) -> dict[Parameter, dict[str, Any]]:
-    """The state of `tensor`, in a group of the optimizer, before its first update: torch's Adagrad makes one at once."""
-    if not isinstance(optimizer, torch.optim.Adagrad):
-        return {}
-    (group,) = (group for group in optimizer.param_groups if any(tensor is member for member in group["params"]))
-    return dict(type(optimizer)([{**group, "params": [tensor]}]).state)
+def begin_state(optimizer: torch.optim.Optimizer, tensor: Parameter) -> None:
+    """Let the optimizer keep what it needs of `tensor`, in one of its groups, before the first update.
+
+    Of torch's, Adagrad alone makes state in its constructor and not in a step.
+    """
+    if isinstance(optimizer, torch.optim.Adagrad):
+        groups = optimizer.param_groups
+        (group,) = (group for group in groups if any(tensor is member for member in group["params"]))
+        first = group["initial_accumulator_value"]
+        optimizer.state.update(torch.optim.Adagrad([tensor], initial_accumulator_value=first).state)
 
 
 def _fill(
