@@ -140,7 +140,7 @@ class Transport:
             if message.routes is not None:
                 self._route(call, message.routes)
         with self.lock:
-            self.forget_plans()
+            self._forget()
             ticket = self.library.lib.zs_issue(self.handle, call)
             if not ticket:
                 raise MemoryError("zcomm: no memory for a collective")
@@ -163,7 +163,7 @@ class Transport:
             if doctor.is_condemned():
                 raise SharedMemoryFailed("given up, because another rank has failed.")
         with self.lock:
-            self.forget_plans()
+            self._forget()
         if outcome < 0:
             raise SharedMemoryFailed(self._failure(ticket))
 
