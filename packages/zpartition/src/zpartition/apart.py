@@ -92,8 +92,11 @@ class _Shard:
     def of(cls, optimizer: torch.optim.Optimizer, holder: Holder, resting: frozenset[str]) -> _Shard | None:
         """None where the shard can be updated as it is."""
         tensor, pieces = holder.tensor, holder.pieces
+        have_differed = ALIKE in optimizer.state.get(tensor, ())
+        if tensor.grad is None or not (resting or have_differed):
+            return None
         is_updated = [piece.slot.name not in resting for piece in pieces]
-        if tensor.grad is None or (all(is_updated) and ALIKE not in optimizer.state.get(tensor, ())):
+        if all(is_updated) and not have_differed:
             return None
         state = dict(state_of(optimizer, tensor))
         labels = labels_of(state, len(pieces))
