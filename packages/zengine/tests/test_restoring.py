@@ -105,24 +105,10 @@ def test_what_to_restore_follows_from_the_arguments():
     assert What.choose(False, False, True) == What(optimizer=False, scheduler=True, run=True)
 
 
-def test_scalars_that_share_a_tensor_must_agree():
-    live = torch.zeros(1)
-    restored = RestoredState()
-    for name in ("optimizer.step.a", "optimizer.step.b"):
-        restored.add(name, Shard(name, (), (), (0, 1), live))
-    for number, value in zip(restored.numbers, (3.0, 4.0)):
-        number.tensor.fill_(value)
-    with pytest.raises(ValueError, match=r"optimizer\.step\.a = 3\.0 and optimizer\.step\.b = 4\.0"):
-        restored.share_numbers()
-    restored.numbers[1].tensor.fill_(3.0)
-    restored.share_numbers()
-    assert live.item() == 3.0
-
-
 @pytest.mark.parametrize("value", [-7.0, float("nan"), float("inf")])
 def test_a_step_count_that_is_none_is_refused(value: float) -> None:
     restored = RestoredState()
     restored.add("optimizer.step.a", Shard("optimizer.step.a", (), (), (0, 1), torch.zeros(1)))
     restored.numbers[0].tensor.fill_(value)
     with pytest.raises(zckpt.CheckpointStateError, match=r"optimizer\.step\.a = .*, which counts no steps"):
-        restored.share_numbers()
+        restored.take_numbers()

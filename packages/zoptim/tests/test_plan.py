@@ -22,7 +22,7 @@ class Forgetful:
         self.optimizer = optimizer
 
     def step(self) -> None:
-        self.optimizer._forget()
+        self.optimizer.forget_plans()
         self.optimizer.step()
 
 

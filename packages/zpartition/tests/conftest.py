@@ -35,6 +35,7 @@ class CodedMomentum(torch.optim.Optimizer):
 
     elementwise = True
     kept_options = ("format",)
+    block_numel = BLOCK
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "format": "int16"})
@@ -52,7 +53,10 @@ class CodedMomentum(torch.optim.Optimizer):
 
     def portable_state(self, param: Tensor) -> dict[str, Any]:
         kept = self.state.get(param)
-        return {} if not kept else {"momentum": Coded(kept["codes"], kept["scales"]), "step": kept["step"]}
+        if not kept:
+            return {}
+        numbers = {key: value for key, value in kept.items() if key not in ("codes", "scales")}
+        return {"momentum": Coded(kept["codes"], kept["scales"]), **numbers}
 
     def take_portable_state(self, param: Tensor, state: dict[str, Any]) -> None:
         if "momentum" not in state:
@@ -61,7 +65,8 @@ class CodedMomentum(torch.optim.Optimizer):
         blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
         scales = 2.0 ** torch.frexp(blocks.abs().amax(1))[1].float() / 2**14
         codes = (flat / scales.repeat_interleave(BLOCK)[: flat.numel()]).round().to(torch.int16)
-        self.state[param] = {"codes": codes.view(param.shape), "scales": scales, "step": state["step"].clone()}
+        numbers = {key: value.clone() for key, value in state.items() if key != "momentum"}
+        self.state[param] = {"codes": codes.view(param.shape), "scales": scales, **numbers}
 
 
 @pytest.fixture

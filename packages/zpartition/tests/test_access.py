@@ -85,6 +85,24 @@ def test_what_is_set_is_there(stage: int) -> None:
     assert run_ranks(_sets, 2, stage) == [(True, True, True)] * 2
 
 
+def test_state_that_is_set_before_the_first_update_is_what_that_begins_with() -> None:
+    model, partition, optimizer = make(0, torch.float32)
+    model[2](torch.ones(2, 40)).square().mean().backward()
+    partition.finish_gradients()
+    partition.apply(optimizer.step, any_unused=True)
+    partition.zero_grad()
+    weight = model[0].weight
+    assert not zpartition.safe_get_full_optimizer_state(weight, "exp_avg").any()
+    zpartition.safe_set_full_optimizer_state(weight, torch.full((40, 30), 1e6), "exp_avg")
+    step(model, partition, optimizer)
+    found = zpartition.safe_get_full_optimizer_state(weight, "exp_avg")
+    assert torch.allclose(found, torch.full((40, 30), 9e5), rtol=1e-3)
+    counts = {
+        s.name: s.tensor.item() for key, s in zpartition.state_shards(optimizer, partition.holders) if key == "step"
+    }
+    assert counts == {"0.weight": 1, "0.bias": 1, "2.weight": 2, "2.bias": 2}
+
+
 def test_mistakes_are_refused_by_name() -> None:
     model, partition, optimizer = make(0, torch.float32)
     with pytest.raises(ValueError, match=r"keeps no 'exp_avg' of this parameter; it keeps nothing yet"):

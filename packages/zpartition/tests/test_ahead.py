@@ -77,6 +77,29 @@ def test_right_and_wrong_guesses_end_where_no_guess_does(
         assert confirmed > 0
 
 
+def _where_counts_differ() -> tuple[list[str], list[int], set[float]]:
+    """Odd steps leave a layer out, so even ones update shards by two counts."""
+    found = []
+    for offload in (HOST, AHEAD):
+        model, optimizer, partition = make(offload, 2, torch.bfloat16)
+        train(partition, model, optimizer, range(7), 2)
+        counts = [partition.ahead.num_confirmed, partition.ahead.num_retracted]
+        found.append(fingerprint(partition, model))
+        shards = list(zpartition.state_shards(optimizer, partition.holders))
+        steps = {shard.tensor.item() for key, shard in shards if key == "step" and shard.name.startswith("rest")}
+        partition.close()
+    return differing(*found), counts, steps
+
+
+def test_each_parameter_counts_its_own_updates_ahead_of_the_verdict_too() -> None:
+    found = run_ranks(_where_counts_differ, 2)
+    for wrong, (confirmed, retracted), _ in found:
+        assert not wrong
+        assert confirmed > 0
+        assert retracted > 0
+    assert set.union(*(steps for _, _, steps in found)) == {4}
+
+
 def _in_between(touch: str) -> tuple[list[str], list[int]]:
     found = []
     for offload in (HOST, AHEAD):

@@ -46,6 +46,19 @@ def test_what_is_added_is_numbered_on_and_in_buckets_of_its_own() -> None:
     assert found == [(5, None, 0, ("1.bias",)), (6, "1", 1, ("1.weight",))]
 
 
+def test_trained_parameters_begin_at_multiples_that_the_optimizer_asks_for() -> None:
+    module = model()
+    policy = ZeroPolicy(stage=3, persist_numel=100, unit_numel=2000)
+    trained, frozen = plan_layouts(module, groups_of(module), policy, 2, alignment=256)
+    added = plan_added(module, {"1.weight": 0, "1.bias": 0}, policy, 2, first_index=5, alignment=256)
+    slots = [slot for layout in (trained, added) for _, slot in layout.slots()]
+    assert {slot.offset % 256 for slot in slots} == {0}
+    assert len({slot.offset for slot in slots}) > 1
+    usual, _ = plan_layouts(module, groups_of(module), policy, 2)
+    assert {slot.offset % 256 for _, slot in usual.slots()} > {0}
+    assert frozen.padded_numel == plan_layouts(module, groups_of(module), policy, 2)[1].padded_numel
+
+
 class Mixed(nn.Module):
     """Linear layers, one of a class of its own, beside what is none."""
 

@@ -41,7 +41,11 @@ class RowNorm(torch.optim.Optimizer):
         if shard not in self.layout:
             return None
         rows = sum(cut.shape[0] for cut in self.layout[shard] if len(cut.shape) == 2)
-        return {"step": torch.zeros(()), "sums": torch.zeros(rows), "last": torch.zeros(shard.numel())}
+        return {
+            "step": torch.zeros(len(self.layout[shard])),
+            "sums": torch.zeros(rows),
+            "last": torch.zeros(shard.numel()),
+        }
 
     def segment_states(
         self, shard: torch.Tensor, state: Mapping[str, torch.Tensor]
@@ -49,9 +53,9 @@ class RowNorm(torch.optim.Optimizer):
         if shard not in self.layout:
             return None
         found, row = [], 0
-        for cut in self.layout[shard]:
+        for cut, step in zip(self.layout[shard], state["step"]):
             numel = cut.span[1] - cut.span[0]
-            part = {"step": state["step"], "last": state["last"][cut.start : cut.start + numel]}
+            part = {"step": step, "last": state["last"][cut.start : cut.start + numel]}
             if len(cut.shape) == 2:
                 part["sums"] = state["sums"][row : row + cut.shape[0]].view(-1, 1)
                 row += cut.shape[0]
@@ -209,8 +213,8 @@ def check_unused() -> None:
     partition, optimizer = partitioned(2, [True, False, False])
     early, first = partitioned(2, [True])
     after, before = states_of(partition, optimizer), states_of(early, first)
-    spare = [key for key in before if key[1].startswith("spare") and key[0] != "step"]
-    assert {key for key, _ in spare} >= {"last"}
+    spare = [key for key in before if key[1].startswith("spare")]
+    assert {key for key, _ in spare} >= {"last", "step"}
     for key in spare:
         assert torch.equal(after[key][2], before[key][2]), key
     for ours, theirs in zip(partition.shards(), early.shards()):
@@ -222,9 +226,14 @@ def test_state_from_before_the_partition_moves_along():
     run_ranks(check_stages, 2, [True, True], [True])
 
 
-def test_parameters_with_different_step_counts_cannot_share_a_shard():
-    with pytest.raises(ValueError, match=r"were updated 1.0 and 2.0 times\. Partition before the first step"):
-        partitioned(0, [], [True, False], half=True)
+def test_parameters_that_share_a_shard_keep_their_own_step_counts():
+    states = states_of(*partitioned(0, [False], [True, False], half=True))
+    counts = {name: int(value) for (key, name), (_, _, value) in states.items() if key == "step"}
+    assert {name: count for name, count in counts.items() if name.startswith("spare")} == {
+        "spare.weight": 1,
+        "spare.bias": 1,
+    }
+    assert {count for name, count in counts.items() if not name.startswith("spare")} == {3}
 
 
 def test_masters_that_lie_apart_are_laid_out_at_stage_0_too():

@@ -73,15 +73,27 @@ def test_state_from_before_the_partition_moves_along():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_parameters_with_different_step_counts_cannot_share_a_shard():
+def test_parameters_that_share_a_shard_go_on_with_their_own_step_counts():
+    ours, theirs = _model(), _model()
+    mine, other = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (ours, theirs))
+    for model, optimizer in ((ours, mine), (theirs, other)):
+        for _ in range(5):
+            model[0](torch.ones(1, 5)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    _partitioned(ours, mine, 3, seed=2)
+    _train(theirs, other.step, other.zero_grad, 3, seed=2)
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_state_that_is_neither_an_elements_each_nor_a_number_is_not_joined():
     model = _model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model[0](torch.ones(1, 5)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    model(torch.ones(1, 5)).sum().backward()
-    optimizer.step()
-    with pytest.raises(ValueError, match="Partition before the first step"):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model[0].weight] = {"codebook": torch.zeros(7)}
+    with pytest.raises(
+        ValueError, match=r"'codebook' of .* is a tensor of shape \(7,\), neither .*\. Partition before the first"
+    ):
         zpartition.shard(model, optimizer)
 
 

@@ -22,7 +22,7 @@ NUM_STEPS = 4
 VOCABULARY, WIDTH, BATCH, LENGTH = 13, 16, 4, 7
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-# A parameter that rests shares the step count of its shard, which Adam's bias correction shows and momentum does not.
+# Four steps of Adam cannot tell a wrong factor of the gradient; momentum can.
 MOMENTUM = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}}
 
 
@@ -130,7 +130,6 @@ class Unused(Scenario):
     """A block that rests in every other step, and a module that nobody uses: both stay as they are meanwhile."""
 
     name = "unused"
-    optimizer = MOMENTUM
     is_complete = False
 
     def model(self) -> nn.Module:
@@ -138,6 +137,11 @@ class Unused(Scenario):
 
     def losses(self, run: nn.Module, tokens: torch.Tensor, step: int) -> Iterator[tuple[torch.Tensor, bool]]:
         yield run(tokens, skip=step % 2 == 1), False
+
+
+class UnusedWithMomentum(Unused):
+    name = "unused, momentum"
+    optimizer = MOMENTUM
 
 
 class Tied(Scenario):
@@ -166,7 +170,6 @@ class Toggled(Scenario):
     """A block is frozen for two steps and goes on afterwards."""
 
     name = "toggled"
-    optimizer = MOMENTUM
     is_complete = False
 
     def prepare(self, model: nn.Module, step: int) -> None:
@@ -286,6 +289,7 @@ SCENARIOS: dict[str, Scenario] = {
     for scenario in (
         Scenario(),
         Unused(),
+        UnusedWithMomentum(),
         Tied(),
         Frozen(),
         Toggled(),

@@ -106,8 +106,6 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
         zckpt.CheckpointError: on every rank; nothing there, damaged, or not of this run: the engine is as it was.  If
             the medium fails after all was proven, the error says so, and the engine refuses to go on (`HalfLoaded`)
             until a load succeeds.
-        ValueError: on every rank; parameters that share a step count were saved with different ones.  The engine is
-            as it was.
     """
     engine.clock.require_loadable("load_checkpoint")
     engine.parts.saver.wait()
@@ -141,7 +139,7 @@ def _take(
     say_rounded(wanted, checkpoint, peers.rank)
     prepared = on_every_rank(lambda: prepare(engine, checkpoint, what), peers, NOTHING_LOADED)
     checkpoint.read(prepared.state.numbers, strict=False, verify="first", cast=True, peers=peers)
-    on_every_rank(prepared.state.share_numbers, peers, NOTHING_LOADED)
+    on_every_rank(prepared.state.take_numbers, peers, NOTHING_LOADED)
     everything = zckpt.Reading([*wanted, *prepared.state.shards], "leave", verify="first", cast=True)
     fill = checkpoint.prepare_read(everything, peers)
     with engine.clock.loading(f"the load of checkpoint {checkpoint.path}"):

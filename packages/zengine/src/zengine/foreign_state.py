@@ -89,7 +89,7 @@ def check_states(optimizer: torch.optim.Optimizer, staged: zpartition.StagedStat
         return
     needed = [_kept_of_a_matrix(optimizer, index) for index in range(len(optimizer.param_groups))]
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    for holder, state in staged.held:
+    for holder, state, _ in staged.held:
         index = group_of[id(holder.tensor)]
         if missing := sorted(needed[index] - set(state)):
             raise ValueError(

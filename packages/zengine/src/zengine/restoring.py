@@ -65,9 +65,9 @@ EVERYTHING = What(optimizer=True, scheduler=True, run=True)
 
 @attrs.define(eq=False)
 class RestoredState:
-    """Optimizer state on its way in: where to read, and numbers to be shared out.
+    """Optimizer state on its way in: where to read, and numbers, which are looked at first.
 
-    Numbers are few, and are read and looked at first; the rest is read with the weights.
+    Numbers are few; the rest is read with the weights.
     """
 
     shards: list[zpartition.Shard] = attrs.field(factory=list)
@@ -77,32 +77,24 @@ class RestoredState:
     origin: str = "the checkpoint"  # for errors
 
     def add(self, name: str, shard: zpartition.Shard) -> None:
-        """Read into the staged tensor; a number, which several parameters share, through a tensor of its own."""
+        """Read into the staged tensor; a number through a tensor of its own, to be looked at first."""
         if shard.global_shape == () and shard.tensor.numel() == 1:
             self.numbers.append(attrs.evolve(shard, name=name, tensor=shard.tensor.clone()))
             self.staged.append(shard.tensor)
         else:
             self.shards.append(attrs.evolve(shard, name=name))
 
-    def share_numbers(self) -> None:
-        """Give every staged number the value that was read.
+    def take_numbers(self) -> None:
+        """Stage the numbers that were read.
 
         Raises:
-            ValueError: parameters that share a shard here were saved with different values, or a step count is none.
+            CheckpointStateError: a step count is none.
         """
-        first: dict[int, tuple[str, torch.Tensor]] = {}
         for number, staged in zip(self.numbers, self.staged):
-            name, read = number.name, number.tensor
-            if name.startswith(f"{OPTIMIZER}step.") and not 0 <= read.item() <= _MOST_STEPS:
-                raise zckpt.CheckpointStateError(f"{self.origin}: {name} = {read.item()}, which counts no steps")
-            other_name, other = first.setdefault(staged.data_ptr(), (name, read))
-            if not torch.equal(other, read):
-                raise ValueError(
-                    f"the checkpoint has {other_name} = {other.item()} and {name} = {read.item()}, but here both "
-                    "parameters are updated together; put them into parameter groups of their own, or, if one was "
-                    "unfrozen during the run, keep it frozen until initialize() has returned"
-                )
-            staged.copy_(read)
+            if number.name.startswith(f"{OPTIMIZER}step.") and not 0 <= number.tensor.item() <= _MOST_STEPS:
+                value = number.tensor.item()
+                raise zckpt.CheckpointStateError(f"{self.origin}: {number.name} = {value}, which counts no steps")
+            staged.copy_(number.tensor)
 
     def commit(self) -> None:
         """Give the optimizer its state."""

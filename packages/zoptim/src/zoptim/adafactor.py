@@ -43,7 +43,7 @@ class Adafactor(torch.optim.Adafactor):
 
     State of a parameter: `step` () float32; of a matrix `row_var` (..., rows, 1) and `col_var` (..., 1, cols), of a
     vector `variance`; of a flat shard all three, those of its tensors behind each other (of a cut matrix all rows and
-    columns, of a cut vector the shard's part).  A copy or a pickle has no `lay_out`.
+    columns, of a cut vector the shard's part), and a `step` of each.  A copy or a pickle has no `lay_out`.
 
     Raises ValueError or TypeError naming the argument that is out of range, UnsupportedTensorError for complex
     parameters.
@@ -96,7 +96,7 @@ class Adafactor(torch.optim.Adafactor):
         return _first_state(shard, self._segments[shard]) if shard in self._segments else None
 
     def segment_states(self, shard: Tensor, state: Mapping[str, Tensor]) -> list[dict[str, Tensor]] | None:
-        """`state` of a laid out shard as that of its segments, in their order: views, and the shared count.
+        """`state` of a laid out shard as that of its segments, in their order: views.
 
         None for other parameters.
 
@@ -135,6 +135,7 @@ class Adafactor(torch.optim.Adafactor):
         self.check_portable_state(param, state)
         kinds = {key: torch.float32 if key == "step" else param.dtype for key in state}
         self.state[param] = {key: torch.as_tensor(value).to(kinds[key]) for key, value in state.items()}
+        _count_apart(self.state[param], self._segments.get(param))
 
     def _lay_out(self, segments: dict[Tensor, tuple[Segment, ...]]) -> None:
         known = {id(param): self._name(*place) for place, param in self._parameters()}
@@ -143,6 +144,8 @@ class Adafactor(torch.optim.Adafactor):
             if id(shard) not in known:
                 raise ValueError(f"a tensor of shape {tuple(shard.shape)} is not a parameter of this Adafactor.")
             _check_state(self.state.get(shard, {}), shard, parts, known[id(shard)])
+        for shard, parts in segments.items():
+            _count_apart(self.state.get(shard, {}), parts)
         self._segments, self._shards = segments, None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -171,6 +174,8 @@ class Adafactor(torch.optim.Adafactor):
                 _check_group(group, index, self.defaults)
             for place, param in self._parameters():
                 _check_state(self.state.get(param, {}), param, self._segments.get(param), self._name(*place))
+            for _, param in self._parameters():
+                _count_apart(self.state.get(param, {}), self._segments.get(param))
         except (TypeError, ValueError):
             self.__dict__.update(previous)
             raise
@@ -191,8 +196,8 @@ class Adafactor(torch.optim.Adafactor):
         return loss
 
     def _update(self, index: int, group: Mapping[str, Any], signals: Signals) -> None:
-        """Phases: refuse what cannot be updated, collect whole tensors and those in shards, update, count."""
-        lists, shards = AdafactorLists(), []
+        """Phases: refuse what cannot be updated, collect whole tensors and those in shards, update."""
+        lists = AdafactorLists()
         for position, param in enumerate(group["params"]):
             if param.grad is None:
                 continue
@@ -208,15 +213,10 @@ class Adafactor(torch.optim.Adafactor):
             if segments is None:
                 lists.add(param, grad, state)
                 continue
-            shards.append(state)
             for segment, part in zip(segments, _parts(state, segments)):
                 row, shape = segment.row, segment.shape
-                lists.add(
-                    param.detach()[row].view(shape), grad[row].view(shape), {**part, "step": part["step"].clone()}
-                )
+                lists.add(param.detach()[row].view(shape), grad[row].view(shape), part)
         _compat.adafactor(group, lists)
-        for state in shards:
-            state["step"] += 1  # its tensors had copies
 
     def _update_over_ranks(self, shards: AdafactorShards, signals: Signals) -> None:
         """All segments of all shards at once: they share the messages."""
@@ -259,18 +259,24 @@ class Adafactor(torch.optim.Adafactor):
 def _first_state(param: Tensor, segments: Sequence[Segment] | None) -> dict[str, Tensor]:
     """Zeros, as torch makes them: the count on the host."""
     zeros = {key: param.new_zeros(shape) for key, shape in _expected_shapes(param, segments).items()}
-    return {"step": torch.zeros(()), **zeros}
+    return {"step": torch.zeros(() if segments is None else len(segments)), **zeros}
 
 
 def _parts(state: Mapping[str, Tensor], segments: Sequence[Segment]) -> Iterator[dict[str, Tensor]]:
-    """The state of each tensor of a shard, as views of the shard's; the count is the shard's own."""
+    """The state of each tensor of a shard, as views of the shard's."""
     ends = dict.fromkeys(_MOMENTS, 0)
-    for segment in segments:
-        part = {"step": state["step"]}
+    for segment, step in zip(segments, state["step"]):
+        part = {"step": step}
         for key, shape in _shapes_in(segment).items():
             start, ends[key] = ends[key], ends[key] + math.prod(shape)
             part[key] = state[key].view(-1)[start : ends[key]].view(shape)
         yield part
+
+
+def _count_apart(state: dict[str, Any], segments: Sequence[Segment] | None) -> None:
+    """A count for each tensor of a shard, in place of the one that older states have."""
+    if state and segments is not None and not state["step"].dim():
+        state["step"] = state["step"].repeat(len(segments))
 
 
 def _check_group(group: Mapping[str, Any], index: int, defaults: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import _compat, loading, portable
 from .errors import UnsupportedTensorError
-from .memory import Memory
+from .memory import ALIKE, STEP, Memory
 
 __all__ = ["Contract", "Params"]
 
@@ -178,7 +178,7 @@ class Contract(torch.optim.Optimizer):
 
     def _is_shaped(self, key: str) -> bool:
         """Whether state `key` has its parameter's shape."""
-        return key != "step" and not key.endswith("_scale")
+        return key not in (STEP, ALIKE) and not key.endswith("_scale")
 
     def _place(self, param: Tensor) -> tuple[int, int]:
         """(group, position) of a parameter."""

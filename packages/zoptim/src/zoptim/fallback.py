@@ -52,9 +52,9 @@ def update_in_torch(optimizer: HasRule, group: Mapping[str, Any], entries: Seque
 
 
 def next_step(entry: Entry) -> int:
-    """The number of the update that comes; 1 where none is counted."""
+    """The number of the update that comes, the highest of a shard's parts; 1 where none is counted."""
     count = entry.state.get(STEP)
-    return 1 if count is None else int(count) + 1
+    return 1 if count is None else int(count.max()) + 1
 
 
 def count_update(entries: Sequence[Entry]) -> None:

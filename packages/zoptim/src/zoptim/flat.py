@@ -33,7 +33,7 @@ from .job import BLOCK_NUMEL, Hyper, Streams, WrittenRanges, num_bytes
 from .layouts import in_layout_of, is_dense
 from .loading import adopt
 from .memory import REMAINDER, STEP, Master, Memory
-from .plan import Batch, Entry, Path, Plan, same_objects, sort_entries, why_no_kernel
+from .plan import Batch, Entry, Path, Plan, counts_apart, same_objects, sort_entries, why_no_kernel
 from .segments import Segment
 from .signals import NO_SCALE, beside, is_skipped, read_signals
 
@@ -64,6 +64,12 @@ class FlatOptimizer(Contract):
         self._set_up()
         super().__init__(params, defaults)
 
+    @property
+    def block_numel(self) -> int:
+        """Elements that share a scale in the state; in a flat shard every tensor is to begin at a multiple of it."""
+        formats = (StateFormat.parse(group["state_dtype"]) for group in self.param_groups)
+        return BLOCK_NUMEL if StateFormat.INT8 in formats else 1
+
     def mirror(self, master: Tensor, weight: Tensor) -> None:
         """Tie a low-precision `weight` to its `master`, one of this optimizer's float32 parameters of the same shape.
 
@@ -81,7 +87,7 @@ class FlatOptimizer(Contract):
         if here != there:
             raise ValueError(f"the master has shape, device and strides {here}, the weight {there}; they must agree.")
         self._mirrors[master] = weight
-        self._forget()
+        self.forget_plans()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return the closure's loss, or None.
@@ -137,16 +143,28 @@ class FlatOptimizer(Contract):
 
     def _rows(self, index: int, entry: Entry) -> Iterator[Entry]:
         """The entry as kernels should see it; LAMB cuts flat shards into segments here."""
+        if counts_apart(entry.state):
+            raise ValueError(
+                f"the parts of {self._name(index, entry.index)}, a flat shard, have been updated differently often, "
+                f"and {type(self).__name__} does not know where they lie. Step through the partition that made it."
+            )
         yield entry
 
-    def _cut(self, index: int, entry: Entry, part: Segment, shape: tuple[int, ...] = (-1,)) -> Entry:
-        """The entry of `part` of a flat shard, in `shape`.  ValueError where it would share a block of codes."""
-        if part.start % BLOCK_NUMEL and any(key.endswith("_scale") for key in entry.state):
-            raise ValueError(
-                f"{self._name(index, entry.index)} has a segment from {part.start} on and 8-bit states, whose scales "
-                f"belong to {BLOCK_NUMEL} elements each. Align segments to {BLOCK_NUMEL}, or use bf16 states."
-            )
-        return entry.at(part.row, part.index, shape)
+    def _cut(self, index: int, entry: Entry, segments: Sequence[Segment], *, flat: bool = True) -> Iterator[Entry]:
+        """The entries of the segments of a shard, flat or in their shapes.
+
+        ValueError where one would share a block of codes, or for counts of another number of segments.
+        """
+        name = self._name(index, entry.index)
+        if counts_apart(entry.state) and len(entry.state[STEP]) != len(segments):
+            raise ValueError(f"{name} has {len(entry.state[STEP])} step counts for {len(segments)} segments.")
+        for position, part in enumerate(segments):
+            if part.start % BLOCK_NUMEL and any(key.endswith("_scale") for key in entry.state):
+                raise ValueError(
+                    f"{name} has a segment from {part.start} on and 8-bit states, whose scales belong to "
+                    f"{BLOCK_NUMEL} elements each. Align segments to {BLOCK_NUMEL}, or use bf16 states."
+                )
+            yield entry.at(part.row, part.index, (-1,) if flat else part.shape, position)
 
     # Planning -------------------------------------------------------------------------------------
 
@@ -158,10 +176,13 @@ class FlatOptimizer(Contract):
         # master -> the low-precision weight that follows it; loading state cuts no tie
         self._mirrors: dict[Tensor, Tensor] = getattr(self, "_mirrors", {})
         self._told: set[str] = set()  # reasons for the torch path that were warned about
-        self._forget()
+        self.forget_plans()
 
-    def _forget(self) -> None:
-        """Make all plans anew at the next step."""
+    def forget_plans(self) -> None:
+        """Let go of the tensors of the last step; the next one plans anew.
+
+        For whoever has put views into `param_groups` for a step.
+        """
         self._plans: dict[int, Plan] = {}
         self._mirrored: tuple[list[Tensor], list[Tensor]] = ([], [])  # parameters last asked for, and their weights
 

@@ -123,7 +123,7 @@ class LAMB(FlatOptimizer):
                         f"a segment has index {part.index}; num_tensors={num_tensors} allows 0 to one less."
                     )
         self._layout: _Layout = _Layout({s: tuple(parts) for s, parts in segments.items()}, num_tensors, all_reduce)
-        self._forget()
+        self.forget_plans()
 
     def lay_out_over_ranks(self, segments: Layout, ranks: Ranks) -> None:
         """Say how tensors are cut over `ranks`, see [Note: cut tensors] in ranks.py; one sum a step from now on.
@@ -179,10 +179,8 @@ class LAMB(FlatOptimizer):
         )
 
     def _rows(self, index: int, entry: Entry) -> Iterator[Entry]:
-        for part in self._layout.segments.get(entry.param, ()):
-            yield self._cut(index, entry, part)
-        if entry.param not in self._layout.segments:
-            yield entry
+        segments = self._layout.segments.get(entry.param)
+        yield from super()._rows(index, entry) if segments is None else self._cut(index, entry, segments)
 
     def _update_all(self, work: Sequence[tuple[Mapping[str, Any], Batch]], signals: Signals) -> None:
         def is_cut(batch: Batch) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .layouts import dense
-from .memory import REMAINDER, STEP, Memory, num_blocks, scale_key
+from .memory import ALIKE, REMAINDER, STEP, Memory, num_blocks, scale_key
 from .portable import convert
 
 __all__ = ["adopt", "boxed", "unboxed"]
@@ -49,6 +49,7 @@ def adopt(loaded: Mapping[str, Any], param: Tensor, memory: Memory, who: str) ->
     """
     given, moments = check(loaded, param, memory, who)
     state = memory.make(param) if given else {}
+    state.update({ALIKE: given[ALIKE]} if ALIKE in given else {})
     for name in set(memory.names) - set(moments):  # the first update makes it
         state.pop(name, None)
         state.pop(scale_key(name), None)
@@ -80,7 +81,8 @@ def check(
 
 def _fill(state: dict[str, Any], key: str, given: dict[str, Any], param: Tensor, memory: Memory) -> None:
     if key == STEP:
-        state[key] = torch.as_tensor(given.get(key, 0.0), dtype=torch.float32).to(param.device).reshape(()).clone()
+        counts = torch.as_tensor(given.get(key, 0.0), dtype=torch.float32).to(param.device)
+        state[key] = counts.reshape(()).clone() if counts.numel() == 1 else counts.clone()
     elif key == REMAINDER:
         # Another dtype: it went through an optimizer that moved the weights without it.  They are the truth then.
         if key in given and given[key].dtype is state[key].dtype:

@@ -30,9 +30,10 @@ from .formats import StateFormat
 from .job import BLOCK_NUMEL, FORMAT_OF_DTYPE
 from .layouts import in_memory, is_in_layout_of
 
-__all__ = ["REMAINDER", "STEP", "Master", "Memory", "num_blocks", "scale_key"]
+__all__ = ["ALIKE", "REMAINDER", "STEP", "Master", "Memory", "num_blocks", "scale_key"]
 
-STEP = "step"
+STEP = "step"  # (), or (parts,) of a flat shard whose parts have been updated differently often
+ALIKE = "alike"  # (parts,) beside such: a partition's own, which says what has had the same updates; kept as it is
 REMAINDER = "remainder"
 
 
@@ -114,7 +115,7 @@ class Memory:
         """Whether what is kept of a dense `param` lies in memory as kernels read it, whoever put it there."""
         for key, value in state.items():
             if key == STEP:
-                good = isinstance(value, Tensor) and value.dtype is torch.float32 and not value.dim()
+                good = isinstance(value, Tensor) and value.dtype is torch.float32 and value.dim() <= 1
             elif key in self.names:
                 good = isinstance(value, Tensor) and _is_kept_like(value, param)
                 if good and value.dtype is torch.uint8:

@@ -29,8 +29,8 @@ from .contract import Params
 from .fallback import count_update, divided_gradient, next_step, write_back
 from .memory import Memory
 from .muon_ranks import BUFFER, STACK_NUMEL, MuonShards, Shard, matrix_shape
-from .plan import Batch, Entry, Path
-from .ranks import Layout, Ranks
+from .plan import Batch, Entry, Path, counts_apart
+from .ranks import Layout, Ranks, own_segments
 from .rules_muon import COEFFICIENTS, muon_rule
 from .segments import Segment
 from .signals import is_skipped
@@ -96,6 +96,7 @@ class Muon(Adam):
             "use_muon": False,
         }
         self._segments: dict[Tensor, tuple[Segment, ...]] = {}
+        self._vectors: dict[Tensor, tuple[Segment, ...]] = {}  # what lies in shards of AdamW
         self._shards: MuonShards | None = None
         super().__init__(
             params,
@@ -122,17 +123,19 @@ class Muon(Adam):
             for part in parts:
                 if len(part.shape) < 2:
                     raise ValueError(f"{part} is no matrix; give it to a group with use_muon=False.")
-        self._segments = {shard: tuple(parts) for shard, parts in segments.items()}
-        self._forget()
+        self._segments, self._vectors = {shard: tuple(parts) for shard, parts in segments.items()}, {}
+        self.forget_plans()
 
     def lay_out_over_ranks(self, segments: Layout, ranks: Ranks) -> None:
         """Say how tensors are cut over `ranks`, see [Note: cut tensors] in ranks.py; `step` communicates from now on.
 
-        Shards of groups with `use_muon=False` need nothing.  Raises ValueError as `lay_out` does.
+        Shards of groups with `use_muon=False` need it where step counts differ.  Raises ValueError as `lay_out` does.
         """
         mine = {s: parts for s, parts in segments.items() if self.param_groups[self._place(s)[0]]["use_muon"]}
         self._shards = MuonShards.make(mine, ranks)
-        self._forget()
+        others = {shard: by_rank for shard, by_rank in segments.items() if shard not in mine}
+        self._vectors = own_segments(others, ranks)
+        self.forget_plans()
 
     def refuse_cuts(self) -> None:
         """ValueError if a group of matrices has something else; to be asked before tensors are cut."""
@@ -206,6 +209,7 @@ class Muon(Adam):
             "_rates": {True: None, False: None},
             "_muon_options": {},  # the groups of a copy have them
             "_segments": {},
+            "_vectors": {},
             "_shards": None,
         }
         for name, value in unset.items():  # loading keeps them, a copy has none
@@ -222,7 +226,9 @@ class Muon(Adam):
         return Path.TORCH if self.param_groups[index]["use_muon"] else super()._path_of(index, entry)
 
     def _rows(self, index: int, entry: Entry) -> Iterator[Entry]:
-        if entry.param not in self._segments:
+        if entry.param in self._vectors and counts_apart(entry.state):
+            yield from self._cut(index, entry, self._vectors[entry.param])
+        elif entry.param not in self._segments:
             is_cut = self._shards is not None and entry.param in self._shards.matrices
             if not is_cut and self.param_groups[index]["use_muon"] and entry.param.dim() < 2:
                 raise ValueError(
@@ -230,9 +236,9 @@ class Muon(Adam):
                     "it into a group with use_muon=False; or, if it is a flat shard, say with lay_out where its "
                     "matrices lie."
                 )
-            yield entry
-        for part in self._segments.get(entry.param, ()):
-            yield self._cut(index, entry, part, part.shape)
+            yield from [entry] if is_cut else super()._rows(index, entry)
+        else:
+            yield from self._cut(index, entry, self._segments[entry.param], flat=False)
 
     def _update_all(self, work: Sequence[tuple[Mapping[str, Any], Batch]], signals: Signals) -> None:
         if self._shards is None:

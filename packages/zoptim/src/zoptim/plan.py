@@ -15,7 +15,7 @@ import enum
 import itertools
 import operator
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -24,8 +24,9 @@ from torch import Tensor
 
 from .job import BLOCK_NUMEL, FORMAT_OF_DTYPE, Job, Streams, WrittenRanges, addresses
 from .layouts import is_dense
+from .memory import ALIKE, STEP
 
-__all__ = ["Batch", "Entry", "Path", "Plan", "same_objects", "sort_entries", "why_no_kernel"]
+__all__ = ["Batch", "Entry", "Path", "Plan", "counts_apart", "same_objects", "sort_entries", "why_no_kernel"]
 
 
 class Path(enum.Enum):
@@ -46,18 +47,27 @@ class Entry:
     copy: Tensor | None = None  # receives the new weight, rounded
     part: Part | None = None  # of a flat shard; None is a whole parameter
 
-    def at(self, row: slice, tensor: int, shape: tuple[int, ...] = (-1,)) -> Entry:
-        """The entry of the elements `row`, in memory order, of this one; `tensor` says what they belong to."""
+    def at(self, row: slice, tensor: int, shape: tuple[int, ...] = (-1,), position: int = 0) -> Entry:
+        """The entry of the elements `row`, in memory order, of this one, its part at `position`; `tensor` says what
+        they belong to.
+        """
 
         def cut(value: Any) -> Any:
             is_large = isinstance(value, Tensor) and value.shape == self.param.shape
             return value.detach().view(-1)[row].view(shape) if is_large else value
 
-        state = {key: cut(value) for key, value in self.state.items()}
+        state = {key: cut(value) for key, value in self.state.items() if key != ALIKE}
+        if counts_apart(state):
+            state[STEP] = state[STEP][position]
         for key in [key for key in state if key.endswith("_scale")]:
             state[key] = state[key][row.start // BLOCK_NUMEL : -(-row.stop // BLOCK_NUMEL)]
         part = Part(row, shape, tensor, self.state)
         return Entry(cut(self.param), cut(self.grad), state, self.index, cut(self.copy), part)
+
+
+def counts_apart(state: Mapping[str, Any]) -> bool:
+    """Whether the parts of a flat shard have a count each."""
+    return STEP in state and bool(state[STEP].dim())
 
 
 @attrs.frozen(eq=False)

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 import zcomm
 from zpartition.admission import claimant_of, owner_of
+from zpartition.counts import begin
 from zpartition.layout import Bucket, Piece
 from zpartition.offload import Tier
 from zpartition.partition import Partition
@@ -174,6 +175,9 @@ class _Place:
         state = dict(self._home.state(optimizer, holder))
         self.read_state(key)  # refuses an unknown key
         value = state[key]
+        mine = self.partition.storages[self.index].pieces(self.partition.rank)
+        for piece in self.pieces:
+            begin(state, mine.index(piece))
         flat = elements(value, 0, holder.numel())
         (flat if self.partition.updates_parameters else self.local(flat)).copy_(part)
         if is_coded(value):

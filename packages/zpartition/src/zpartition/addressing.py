@@ -8,12 +8,13 @@ fails half-way has changed nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import attrs
 import torch
 
+from zpartition.counts import ALIKE, is_column, labels_of, settled
 from zpartition.layout import Piece
 from zpartition.shapes import new_state, segment_states
 from zpartition.shard import LazyShard, Shard, cut, whole
@@ -28,9 +29,9 @@ def state_shards(
 ) -> Iterator[tuple[str, Shard | LazyShard]]:
     """(state key, shard) for every tensor that the optimizer keeps, addressed by parameter name.
 
-    A state tensor as large as its parameter is cut like it; a scalar belongs whole to each parameter of the holder;
-    a parameter that is held whole may have state of any shape, and so may one whose optimizer keeps it by segment
-    (shapes.py).  Coded state is decoded piece by piece when read.
+    A state tensor as large as its parameter is cut like it; each parameter has a number of its own (counts.py), and
+    one that was never updated has nothing; a parameter that is held whole may have state of any shape, and so may one
+    whose optimizer keeps it by segment (shapes.py).  Coded state is decoded piece by piece when read.
 
     Raises:
         TypeError: the optimizer keeps something that is neither.
@@ -40,8 +41,11 @@ def state_shards(
         if (by_segment := segment_states(optimizer, holder.tensor, state)) is not None:
             yield from _by_segment(holder, by_segment)
             continue
+        begun = [bool(label) for label in labels_of(state, len(holder.pieces))]
         for key, value in state.items():
-            if (shards := _addressed(holder, value)) is None:
+            if key == ALIKE:
+                continue
+            if (shards := _addressed(holder, value, begun)) is None:
                 raise TypeError(
                     f"state {key!r} of {type(optimizer).__name__} for {holder.pieces[0].slot.name} is "
                     f"{_describe(value)}; a checkpoint can hold tensors shaped like the parameter, and scalars"
@@ -55,17 +59,17 @@ class StagedState:
     """State on its way into an optimizer, which keeps what it has until `hand_over`."""
 
     optimizer: torch.optim.Optimizer
-    held: list[tuple[Holder, dict[str, torch.Tensor]]]  # zeros, to be read into
+    held: list[tuple[Holder, dict[str, torch.Tensor], list[bool]]]  # zeros to be read into, and for which pieces
     bare: list[Holder]  # those of which nothing will be kept
 
     def shards(self) -> Iterator[tuple[str, Shard]]:
         """(state key, shard) to read into, addressed as `state_shards` does it."""
-        for holder, state in self.held:
+        for holder, state, begun in self.held:
             if (by_segment := segment_states(self.optimizer, holder.tensor, state)) is not None:
                 yield from _by_segment(holder, by_segment)
                 continue
             for key, value in state.items():
-                for shard in _addressed(holder, value) or ():
+                for shard in _addressed(holder, value, begun) or ():
                     assert isinstance(shard, Shard)
                     yield key, shard
 
@@ -76,7 +80,7 @@ class StagedState:
             ValueError: it finds that something is missing.
         """
         refuse = getattr(self.optimizer, "check_portable_state", lambda tensor, state: None)
-        for holder, state in self.held:
+        for holder, state, _ in self.held:
             refuse(holder.tensor, state)
 
     def hand_over(self) -> None:
@@ -85,7 +89,11 @@ class StagedState:
         for holder in self.bare:
             holder.clear(self.optimizer)
         while self.held:
-            holder, state = self.held.pop(0)  # freed as it is taken
+            holder, state, begun = self.held.pop(0)  # freed as it is taken
+            if segment_states(self.optimizer, holder.tensor, state) is None and len(begun) > 1:
+                columns = {key: value for key, value in state.items() if is_column(value, len(begun))}
+                large = {key: value for key, value in state.items() if key not in columns}
+                state = {**settled(columns, begun), **large}
             holder.give(self.optimizer, dict(state))
 
 
@@ -106,17 +114,19 @@ def make_state(
         group = group_of[id(holder.tensor)]
         beside = group.get("fused") or group.get("capturable") or getattr(optimizer, "counts_on_device", False)
         scalar_device = holder.tensor.device if beside else torch.device("cpu")
-        kinds = _kinds_of_holder(holder, kinds_of)
+        of_pieces = [kinds_of(piece.slot.name) for piece in holder.pieces]
+        kinds = {key: kind for found in of_pieces for key, kind in found.items()}
         state = (new_state(optimizer, holder.tensor) if kinds else None) or {}
         for key, (dtype, shape) in kinds.items() if not state else ():
             if shape is None:
-                state[key] = torch.zeros((), dtype=dtype, device=scalar_device)
+                numbers = (len(of_pieces),) if len(of_pieces) > 1 else ()
+                state[key] = torch.zeros(numbers, dtype=dtype, device=scalar_device)
             elif holder.is_whole and not holder.is_boxed:
                 state[key] = torch.zeros(shape, dtype=dtype, device=holder.tensor.device)
             else:
                 state[key] = torch.zeros_like(holder.tensor.data, dtype=dtype)
         if state:
-            staged.held.append((holder, state))
+            staged.held.append((holder, state, list(map(bool, of_pieces))))
         else:
             staged.bare.append(holder)
     return staged
@@ -135,18 +145,23 @@ def _by_segment(holder: Holder, states: Iterable[Mapping[str, torch.Tensor]]) ->
                 yield key, Shard(name, (), (), (0, 1), value.view(-1))
 
 
-def _addressed(holder: Holder, value: Any) -> Iterator[Shard | LazyShard] | None:
-    """The shards of one state of `holder`; None for what has no address."""
+def _addressed(holder: Holder, value: Any, begun: Sequence[bool]) -> Iterator[Shard | LazyShard] | None:
+    """The shards of one state of `holder`, of the pieces of which anything is kept; None for what has no address."""
     numel = holder.tensor.numel()
+    pieces = [piece for piece, has_state in zip(holder.pieces, begun) if has_state]
     if isinstance(value, torch.Tensor) and value.dim() and holder.is_whole and not holder.is_boxed:
         return iter([whole(holder.pieces[0].slot.name, value)])
     if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
-        return (shard for piece in holder.pieces for shard in _cut(piece, elements(value, *_range(piece))))
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        number = value.detach().view(-1)
-        return (Shard(piece.slot.name, (), (), (0, 1), number) for piece in holder.pieces)
+        return (shard for piece in pieces for shard in _cut(piece, elements(value, *_range(piece))))
+    if isinstance(value, torch.Tensor) and (value.numel() == 1 or is_column(value, len(begun))):
+        numbers = value.detach().view(-1).expand(len(begun))
+        return (
+            Shard(piece.slot.name, (), (), (0, 1), numbers[index : index + 1])
+            for index, piece in enumerate(holder.pieces)
+            if begun[index]
+        )
     if is_coded(value) and value.shape == holder.tensor.shape:
-        return (shard for piece in holder.pieces for shard in _coded(piece, value))
+        return (shard for piece in pieces for shard in _coded(piece, value))
     return None
 
 
@@ -167,13 +182,6 @@ def _coded(piece: Piece, value: Any) -> Iterator[LazyShard]:
 def _range(piece: Piece) -> tuple[int, int]:
     """Where `piece` lies in its holder's tensor."""
     return piece.offset, piece.offset + piece.numel
-
-
-def _kinds_of_holder(holder: Holder, kinds_of: Callable[[str], Kinds]) -> Kinds:
-    kinds: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {}
-    for piece in holder.pieces:
-        kinds.update(kinds_of(piece.slot.name))
-    return kinds
 
 
 def _describe(value: object) -> str:

@@ -24,7 +24,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import attrs
 import torch
@@ -33,10 +33,13 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zpartition import _compat
+from zpartition.apart import in_parts
+from zpartition.counts import is_large
 from zpartition.homes import Home, OnHost
 from zpartition.mover import Mover
 from zpartition.offload import Tier
 from zpartition.shapes import takes_cuts
+from zpartition.state import Holder
 
 if TYPE_CHECKING:
     from zpartition.gradient import BucketGradient
@@ -48,9 +51,16 @@ __all__ = ["NEVER", "Ahead", "Bucket", "running"]
 class Bucket:
     """What of one bucket is needed here."""
 
-    master: Parameter
+    holder: Holder
     gradient: BucketGradient
-    home: Home
+
+    @property
+    def master(self) -> Parameter:
+        return self.holder.tensor
+
+    @property
+    def home(self) -> Home:
+        return cast(Home, self.holder.home)
 
 
 class Ahead:
@@ -127,7 +137,7 @@ class _Undo:
     @property
     def num_bytes(self) -> int:
         """Of the copies."""
-        return self.master.nbytes + sum(value.nbytes for value in self.copies.values() if value.dim())
+        return self.master.nbytes + sum(value.nbytes for key, value in self.copies.items() if is_large(key, value))
 
 
 def running(
@@ -207,10 +217,11 @@ class Running(Ahead):
             return
         undo = self.undos.setdefault(index, _Undo(torch.empty_like(bucket.master.data)))
         undo.version, undo.is_saved = _compat.version(kept), False
-        self.futures[index] = self.thread.submit(self._step, bucket.master, kept, undo, self.mover.ready())
+        self.futures[index] = self.thread.submit(self._step, bucket.holder, kept, undo, self.mover.ready())
 
-    def _step(self, master: Parameter, kept: Tensor, undo: _Undo, mark: Any) -> None:
+    def _step(self, holder: Holder, kept: Tensor, undo: _Undo, mark: Any) -> None:
         """In the thread: one bucket, when its gradient has come to the host."""
+        master = holder.tensor
         self.mover.wait_for(mark)
         undo.save(self.optimizer, master)
         master.grad = self._readable(kept)
@@ -218,7 +229,8 @@ class Running(Ahead):
         try:
             if self.divisor is not None:
                 self.scaled.grad_scale = self.divisor
-            self.scaled.step()
+            with in_parts(self.optimizer, [holder]):
+                self.scaled.step()
         finally:
             if self.divisor is not None:
                 self.scaled.grad_scale = before

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zpartition.counts import is_large
 from zpartition.disk import DiskStore, Region, Transfer
 from zpartition.mover import Mover
 from zpartition.offload import Tier
@@ -303,7 +304,7 @@ class OnDisk:
         transfers = [self.disk.store.write(self.region, memory.master)]
         if self.contents.region is not None:
             transfers.append(self.disk.store.write(self.contents.region, memory.states))
-        self.contents.small = {key: value for key, value in entry.items() if not _is_large(value)}
+        self.contents.small = {key: value for key, value in entry.items() if not is_large(key, value)}
         self.contents.kinds = kinds
         self._leave(optimizer, master)
         return memory, transfers
@@ -327,7 +328,7 @@ class OnDisk:
     def _laid_out(self, entry: Mapping[str, Any]) -> Memory:
         """The memory with every large tensor of `entry` where its field is, which may be new."""
         assert self.memory is not None
-        large = {key: value for key, value in entry.items() if _is_large(value)}
+        large = {key: value for key, value in entry.items() if is_large(key, value)}
         fields = _fields(large)
         if fields != self.contents.fields:
             num_bytes = max((field.start + field.num_bytes for field in fields), default=0)
@@ -366,10 +367,6 @@ class Kept:
             return elements(state_of(self.optimizer, self.master)[self.key], start, stop).clone()
 
 
-def _is_large(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
 def _fields(large: Mapping[str, Tensor]) -> tuple[Field, ...]:
     """The tensors of a state, one behind the other."""
     found: list[Field] = []
@@ -383,5 +380,4 @@ def _fields(large: Mapping[str, Tensor]) -> tuple[Field, ...]:
 
 def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
     """(dtype, shape) of what is large in a portable state, and the rest as it is."""
-    is_number: Callable[[Any], bool] = lambda value: not hasattr(value, "shape") or len(value.shape) == 0  # noqa: E731
-    return {key: value if is_number(value) else (value.dtype, value.shape) for key, value in state.items()}
+    return {key: (value.dtype, value.shape) if is_large(key, value) else value for key, value in state.items()}

@@ -176,12 +176,19 @@ def derive_bucket_numel(total_numel: int) -> int:
     return min(max(total_numel // _DERIVED_BUCKETS, _DERIVED_MIN_NUMEL), _DERIVED_MAX_NUMEL)
 
 
-def plan_layout(specs: Sequence[ParamSpec], *, world_size: int, num_shards: int, bucket_numel: int = 0) -> Layout:
+def plan_layout(
+    specs: Sequence[ParamSpec],
+    *,
+    world_size: int,
+    num_shards: int,
+    bucket_numel: int = 0,
+    alignment: int = SLOT_ALIGNMENT,
+) -> Layout:
     """Pack `specs` (in registration order) into buckets; pure and deterministic.
 
     A bucket closes when the next parameter would exceed `bucket_numel` elements (0: derived); a parameter
     larger than that has a bucket of its own.  A unit has one bucket for each dtype, group and wire, however large,
-    and all its parameters are gathered together.
+    and all its parameters are gathered together.  `alignment`: every slot begins at a multiple of so many elements.
 
     Raises:
         ValueError: two parameters share a name, `num_shards` does not divide `world_size`, or the ranks that hold one
@@ -204,7 +211,7 @@ def plan_layout(specs: Sequence[ParamSpec], *, world_size: int, num_shards: int,
         key = (spec.unit, spec.name if spec.is_sparse else "", spec.group, spec.deal, *kind)
         run = filling.get(key)
         if run is None or (spec.unit is None and run.numel + spec.numel > limit):
-            run = filling[key] = _Run()
+            run = filling[key] = _Run(alignment)
             runs.append(run)
         run.add(spec, position)
     runs.sort(key=lambda run: run.last_position)  # a bucket is complete when its last parameter is
@@ -219,6 +226,7 @@ def plan_layout(specs: Sequence[ParamSpec], *, world_size: int, num_shards: int,
 class _Run:
     """A bucket being packed."""
 
+    alignment: int  # of slots, in elements
     specs: list[ParamSpec] = attrs.field(factory=list)
     slots: list[Slot] = attrs.field(factory=list)
     numel: int = 0  # elements so far, each slot aligned
@@ -227,7 +235,7 @@ class _Run:
     def add(self, spec: ParamSpec, position: int) -> None:
         self.specs.append(spec)
         self.slots.append(Slot(spec.name, spec.shape, self.numel, spec.numel, spec.address))
-        self.numel += _round_up(spec.numel, SLOT_ALIGNMENT)
+        self.numel += _round_up(spec.numel, self.alignment)
         self.last_position = position
 
     def bucket(self, index: int, world_size: int, num_shards: int) -> Bucket:

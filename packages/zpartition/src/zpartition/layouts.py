@@ -8,7 +8,7 @@ import attrs
 from torch import nn
 
 from zpartition.cells import addresses_of, deals_of
-from zpartition.layout import Layout, ParamSpec, plan_layout
+from zpartition.layout import SLOT_ALIGNMENT, Layout, ParamSpec, plan_layout
 from zpartition.policy import SparseGradients, ZeroPolicy
 from zpartition.ranks import shard_group_size
 from zpartition.units import plan_units
@@ -17,23 +17,32 @@ __all__ = ["plan_added", "plan_layouts"]
 
 
 def plan_layouts(
-    module: nn.Module, groups: Mapping[str, int], policy: ZeroPolicy, world_size: int
+    module: nn.Module,
+    groups: Mapping[str, int],
+    policy: ZeroPolicy,
+    world_size: int,
+    alignment: int = SLOT_ALIGNMENT,
 ) -> tuple[Layout, Layout]:
     """The layouts of the trained parameters, whose group of the optimizer `groups` tells by name, and of the frozen
-    ones that rest as shards.
+    ones that rest as shards.  `alignment`: of the places of trained ones, in elements, as the optimizer wants it.
     """
     units = _units(module, policy, world_size)
     others = {name: param for name, param in module.named_parameters() if name not in groups}
     resting = {n: 0 for n, p in others.items() if units.get(n) is not None and p.is_floating_point()}
-    trained, frozen = (_layout(module, chosen, units, policy, world_size) for chosen in (groups, resting))
-    return trained, frozen
+    trained = _layout(module, groups, units, policy, world_size, alignment)
+    return trained, _layout(module, resting, units, policy, world_size, SLOT_ALIGNMENT)
 
 
 def plan_added(
-    module: nn.Module, groups: Mapping[str, int], policy: ZeroPolicy, world_size: int, first_index: int
+    module: nn.Module,
+    groups: Mapping[str, int],
+    policy: ZeroPolicy,
+    world_size: int,
+    first_index: int,
+    alignment: int = SLOT_ALIGNMENT,
 ) -> Layout:
     """A layout of the parameters in `groups` alone, whose buckets are numbered from `first_index` on."""
-    layout = _layout(module, groups, _units(module, policy, world_size), policy, world_size)
+    layout = _layout(module, groups, _units(module, policy, world_size), policy, world_size, alignment)
     buckets = tuple(attrs.evolve(bucket, index=first_index + bucket.index) for bucket in layout.buckets)
     return attrs.evolve(layout, buckets=buckets)
 
@@ -49,6 +58,7 @@ def _layout(
     units: Mapping[str, str | None],
     policy: ZeroPolicy,
     world_size: int,
+    alignment: int,
 ) -> Layout:
     narrow = _narrow_names(module, policy.narrow_classes)
     sparse = _sparse_names(module) if policy.sparse_gradients is SparseGradients.ROWS else frozenset()
@@ -69,7 +79,9 @@ def _layout(
         if name in chosen
     ]
     num_shards = 1 if policy.keeps_whole else shard_group_size(policy, world_size)
-    return plan_layout(specs, world_size=world_size, num_shards=num_shards, bucket_numel=policy.bucket_numel)
+    return plan_layout(
+        specs, world_size=world_size, num_shards=num_shards, bucket_numel=policy.bucket_numel, alignment=alignment
+    )
 
 
 def _narrow_names(module: nn.Module, classes: Sequence[str]) -> frozenset[str]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from zpartition.counts import is_large
 from zpartition.offload import Tier
 from zpartition.sharded import ShardedStorage
 from zpartition.shelves import HostShelf, Shelf
@@ -43,8 +43,8 @@ def count(partition: Partition) -> dict[str, int]:
     tiers = {id(storage.master): storage.home.tier for storage in partition.storages}
     entries = partition.optimizer.state.items() if partition.optimizer is not None else ()
     for tensor, entry in entries:
-        for value in entry.values():
-            if isinstance(value, torch.Tensor) and value.dim():
+        for key, value in entry.items():
+            if is_large(key, value):
                 found[_named("states", tiers.get(id(tensor), Tier.DEVICE), value)] += value.nbytes
     found.update(partition.tiers.held_bytes())
     found["host rollback"] = partition.ahead.num_bytes

@@ -32,6 +32,7 @@ from zpartition.offload import Offload, Speculation, Tier, step_groups
 from zpartition.policy import ZeroPolicy
 from zpartition.reducer import IN_FLIGHT_LIMIT, buffer_bytes
 from zpartition.sources import WEIGHT_BLOCK, kept_bytes
+from zpartition.state import block_numel
 from zpartition.state_sizes import StateSizes
 from zpartition.units import nested_numel
 
@@ -107,8 +108,9 @@ def plan(
     num_backwards: in a step, micro-steps times losses.  Where gradients are kept whole, a second one needs buffers.
     device: type of the device; beside "cuda" the host's memory is pinned, unless the policy says otherwise.
     """
-    groups = _groups(module, optimizer)
-    trained, frozen = plan_layouts(module, groups, policy, world_size)
+    params = [param for param in module.parameters() if param.requires_grad]
+    made = None if optimizer is None or not params else optimizer(params)
+    trained, frozen = plan_layouts(module, named_groups(module, made), policy, world_size, block_numel(made))
     kept = _kept(trained, policy)
     states = StateSizes(policy, optimizer)
     sizes = {bucket: states.of(bucket) for bucket in trained.buckets}
@@ -275,9 +277,3 @@ def _untouched_bytes(module: nn.Module, buckets: tuple[Bucket, ...]) -> int:
     """Frozen parameters that every rank keeps whole."""
     planned = {slot.name for bucket in buckets for slot in bucket.slots}
     return sum(p.numel() * p.element_size() for name, p in module.named_parameters() if name not in planned)
-
-
-def _groups(module: nn.Module, make: Callable[[list[Parameter]], torch.optim.Optimizer] | None) -> dict[str, int]:
-    """The parameter group of each trained parameter, as the optimizer that will be made sorts them."""
-    params = [param for param in module.parameters() if param.requires_grad]
-    return named_groups(module, None if make is None or not params else make(params))

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 import zcomm
 from zpartition.buffers import flat_zeros
+from zpartition.counts import is_large
 from zpartition.disk import DiskStore, Region
 from zpartition.gradient import Phase
 from zpartition.offload import Offload, Tier
@@ -242,7 +243,7 @@ def _tensors(partition: Partition, what: Collection[Holding], to_disk: bool) -> 
     if Holding.STATES in what and partition.optimizer is not None:
         for master, entry in partition.optimizer.state.items():
             if tiers.get(id(master), Tier.DEVICE) in movable:
-                yield from ((v, False) for v in entry.values() if isinstance(v, Tensor) and v.dim())
+                yield from ((value, False) for key, value in entry.items() if is_large(key, value))
     if Holding.MASTERS in what:
         for storage in partition.storages:
             if storage.home.tier in movable and not storage.shares_master:

@@ -9,10 +9,9 @@ gradients, and rebinds the optimizer onto this rank's spans.  A training step is
     partition.apply(optimizer.step)       # update this rank's spans, publish them to all views
     partition.zero_grad()
 
-Parameters that no rank used in a step keep their weights and their optimizer state, as they would in one process
-where their gradient is None; the caller learns from `num_unused` (summed over ranks) whether to ask for that.  One
-difference remains: parameters that share a shard share its step count, so Adam's bias correction of a parameter that
-skips steps runs ahead of its own; it fades with the correction itself.
+Parameters that no rank used in a step keep their weights and their optimizer state, step counts too, as they would in
+one process where their gradient is None; the caller learns from `num_unused` (summed over ranks) whether to ask for
+that.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ import zcomm
 from zpartition import contents, shapes, state, unfreezing
 from zpartition.admission import claim, disclaim, one_device
 from zpartition.ahead import NEVER, Ahead, Bucket, running
+from zpartition.apart import in_parts
 from zpartition.bystanders import Bystanders
 from zpartition.cells import ALONE, Cell, cell_of, stages_of
 from zpartition.deferred import Deferred
@@ -159,8 +159,7 @@ class Partition(GradientFacts, Parking):
             return
         self.ahead.close()
         self.speculation = scaled, assume
-        pairs = zip(self.storages, self.reducer.gradients)
-        buckets = [Bucket(storage.master, gradient, storage.home) for storage, gradient in pairs]
+        buckets = [Bucket(*pair) for pair in zip(self.holders, self.reducer.gradients)]
         self.ahead = running(buckets, self.optimizer, scaled, assume, self.tiers.mover)
 
     def synchronise(self) -> None:
@@ -297,7 +296,7 @@ class Partition(GradientFacts, Parking):
         with self.tiers.update(self.storages, self.optimizer, stepped) as groups:
             for group in groups:
                 if not stepped.issuperset(group):
-                    with self._untouched(unused, group):
+                    with self._resting(unused, group):
                         step()
                 for index in group:
                     self.storages[index].publish()
@@ -394,8 +393,9 @@ class Partition(GradientFacts, Parking):
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _untouched(self, names: frozenset[str], group: Sequence[int]) -> AbstractContextManager[None]:
-        """Put the weights and the optimizer state of `names` back after the update of these buckets."""
+    def _resting(self, names: frozenset[str], group: Sequence[int]) -> AbstractContextManager[None]:
+        """Around the update of these buckets: what is in `names` stays as it is, and the others count their own."""
         holders = self.holders if self.updates_parameters else [self.holders[index] for index in group]
-        resting = [(h, p) for h in holders if names for p in h.pieces if p.slot.name in names]
-        return untouched(self.optimizer, resting)
+        if self.optimizer is not None and not self.updates_parameters and not shapes.takes_cuts(self.optimizer):
+            return in_parts(self.optimizer, holders, names)
+        return untouched(self.optimizer, [(h, p) for h in holders if names for p in h.pieces if p.slot.name in names])

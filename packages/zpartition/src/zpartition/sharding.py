@@ -50,7 +50,7 @@ def shard(
     refuse_mixed(module, group)
     refuse_misdealt(module, group)
     groups = named_groups(module, optimizer)
-    layouts = plan_layouts(module, groups, policy, zcomm.group_size(group))
+    layouts = plan_layouts(module, groups, policy, zcomm.group_size(group), state.block_numel(optimizer))
     if optimizer is not None:
         state.refuse_unfit(optimizer, cuts=_cuts(layouts[0], policy))
         state.refuse_cells(optimizer, layouts[0])

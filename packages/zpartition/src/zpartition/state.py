@@ -12,9 +12,10 @@ both kinds is read and restored by parameter name (addressing.py).
 [Note: portable state] An optimizer may keep state in a form that only it can cut and join, such as 8-bit codes with
 a scale for every few elements.  Such a class has two methods.  `portable_state(tensor)` returns the state by key, as
 tensors, or, for what is coded, as objects with `dtype`, `shape` and `read(start, stop)`, which decodes a part;
-`take_portable_state(tensor, state)` accepts plain tensors in its place and encodes them.  So a checkpoint holds
-numbers, and state moves between formats as it moves between world sizes.  The options that say how state is kept
-(`kept_options`) belong to the object and not to the checkpoint.
+`take_portable_state(tensor, state)` accepts plain tensors in its place and encodes them, and keeps counts and columns
+of them (counts.py) as they are.  So a checkpoint holds numbers, and state moves between formats as it moves between
+world sizes.  The options that say how state is kept (`kept_options`) belong to the object and not to the checkpoint.
+An attribute `block_numel` says how many elements share a scale: parameters begin at multiples of it in their shards.
 """
 
 from __future__ import annotations
@@ -27,16 +28,14 @@ import attrs
 import torch
 from torch.nn import Parameter
 
-from zpartition.layout import Layout, Piece, Slot
+from zpartition.counts import COUNTERS, settled, stacked
+from zpartition.layout import SLOT_ALIGNMENT, Layout, Piece, Slot
 from zpartition.shapes import new_state, refuse_cuts, segment_states, takes_cuts
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
 )  # of torch.optim: each element's update reads that element's gradient and state only
 SHAPED = frozenset({"Adafactor", "Muon", "LBFGS", "SparseAdam"})  # of torch.optim: need whole tensors
-
-
-COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})  # state of torch.optim that is one number a parameter
 
 
 class StateHome(Protocol):
@@ -183,8 +182,8 @@ def rebind(
     what there is to know about its new tensors, before it is given their state.
 
     Raises:
-        ValueError: the state of parameters that now share a tensor disagrees (step counts, say).  The optimizer has
-            its parameters and their state then.
+        ValueError: something of the state is neither a value for each element nor a number.  The optimizer has its
+            parameters and their state then.
     """
     old_state = {name: dict(state_of(optimizer, param)) for name, param in params.items() if param in optimizer.state}
     before = dict(optimizer.state), [dict(group) for group in optimizer.param_groups]
@@ -251,16 +250,27 @@ def is_coded(value: object) -> bool:
     return hasattr(value, "read")
 
 
+def block_numel(optimizer: torch.optim.Optimizer | None) -> int:
+    """Of how many elements a parameter's place in a shard is to be a multiple; see [Note: portable state]."""
+    return max(SLOT_ALIGNMENT, int(getattr(optimizer, "block_numel", 1)))
+
+
+def begin_state(optimizer: torch.optim.Optimizer, tensor: Parameter) -> None:
+    """Let the optimizer keep what it needs of `tensor`, in one of its groups, before the first update.
+
+    Of torch's, Adagrad alone makes state in its constructor and not in a step.
+    """
+    if isinstance(optimizer, torch.optim.Adagrad):
+        groups = optimizer.param_groups
+        (group,) = (group for group in groups if any(tensor is member for member in group["params"]))
+        first = group["initial_accumulator_value"]
+        optimizer.state.update(torch.optim.Adagrad([tensor], initial_accumulator_value=first).state)
+
+
 def _fill(
     optimizer: torch.optim.Optimizer, holder: Holder, blank: dict[str, Any], states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """`blank`, a state that is kept by segment, with the state of whole parameters in it."""
-    counts = {float(states[piece.slot.name].get("step", 0)) for piece in holder.pieces}
-    if len(counts) > 1:
-        raise ValueError(
-            "cannot join the optimizer state of parameters that share a shard: they were updated "
-            f"{' and '.join(sorted(map(str, counts)))} times. Partition before the first step."
-        )
     for piece, part in zip(holder.pieces, segment_states(optimizer, holder.tensor, blank) or ()):
         for key, value in states[piece.slot.name].items():
             is_cut = part[key].dim() == 1
@@ -271,18 +281,26 @@ def _fill(
 def _merge_state(holder: Holder, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The state of whole parameters, cut and joined to fit `holder`."""
     merged: dict[str, Any] = {}
-    for piece in holder.pieces:
-        name = piece.slot.name
-        for key, value in states[name].items():
+    numbers: dict[str, list[Any]] = {}
+    for index, piece in enumerate(holder.pieces):
+        for key, value in states[piece.slot.name].items():
             if getattr(value, "shape", None) == piece.slot.shape and key not in COUNTERS:
                 if key not in merged:
                     wide = torch.promote_types(value.dtype, holder.tensor.dtype)  # beside an fp32 master: fp32
                     merged[key] = torch.zeros_like(holder.tensor.data, dtype=wide)
                 value = value.contiguous() if isinstance(value, torch.Tensor) else value
                 merged[key][piece.offset : piece.offset + piece.numel].copy_(elements(value, *piece.span))
-            elif merged.setdefault(key, value) != value:
-                raise ValueError(
-                    f"cannot join the optimizer state of parameters that share a shard: {key!r} is {value} for "
-                    f"{name} and {merged[key]} for {holder.pieces[0].slot.name}. Partition before the first step."
-                )
-    return merged
+            else:
+                numbers.setdefault(key, [None] * len(holder.pieces))[index] = value
+    columns = {key: _stacked(holder, key, values) for key, values in numbers.items()}
+    return {**merged, **settled(columns, [bool(states[piece.slot.name]) for piece in holder.pieces])}
+
+
+def _stacked(holder: Holder, key: str, values: list[Any]) -> Any:
+    try:
+        return stacked(values)
+    except ValueError as problem:
+        raise ValueError(
+            f"cannot join the optimizer state of parameters that share a shard: {key!r} of one in the shard of "
+            f"{holder.pieces[0].slot.name} is {problem}. Partition before the first step."
+        ) from None

@@ -27,6 +27,7 @@ from zpartition.layout import Bucket, Layout
 from zpartition.layouts import plan_layouts
 from zpartition.policy import ReduceAt, ZeroPolicy
 from zpartition.sources import WEIGHT_BLOCK
+from zpartition.state import block_numel
 
 __all__ = ["Flow", "TrafficPlan", "plan_traffic"]
 
@@ -73,7 +74,7 @@ def plan_traffic(
     """
     params = [param for param in module.parameters() if param.requires_grad]
     made = None if optimizer is None or not params else optimizer(params)
-    trained, frozen = plan_layouts(module, named_groups(module, made), policy, world_size)
+    trained, frozen = plan_layouts(module, named_groups(module, made), policy, world_size, block_numel(made))
     gradients = sum(bucket.numel * policy.wire_for(bucket).itemsize for bucket in trained.buckets)
     rounds = 1 if reduce_at(policy, trained) is ReduceAt.BOUNDARY else num_backwards
     flows = [

@@ -5,16 +5,14 @@ weights of its unit.  Fine-tuning unfreezes one part of a model after the other,
 
 Design.  Between two steps nothing is under way: no gradient, no gathered unit, no message.  So the parameters that
 have begun to require a gradient get buckets of their own, behind those that are there, and what depends on all
-buckets (reducer, residence, hooks) is made anew around the old ones.  No weight, master or state of the others moves,
-and the new ones count their own steps, as an optimizer would in one process: they share no shard with older ones.
+buckets (reducer, residence, hooks) is made anew around the old ones.  No weight, master or state of the others moves.
 All ranks have to do it together, and say first what they have found (rollcall.py).
 
 A parameter may only go where an optimizer wants it: to the parameter group that held it when the module was
 partitioned, or to one that was added since with `optimizer.add_param_group`.
 
 Rejected.  Room for everything that might be unfrozen one day (with adapters, that is masters and states of the whole
-model for nothing); closing the partition and making another (at stage 3 the whole model would have to be in memory,
-and old and new parameters could share a shard, whose step counts differ).
+model for nothing); closing the partition and making another (at stage 3 the whole model would have to be in memory).
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from zpartition.layouts import plan_added
 from zpartition.reducer import GradientReducer
 from zpartition.residence import Residence
 from zpartition.sharded import ShardedStorage, make_storage
-from zpartition.state import Holder
+from zpartition.state import Holder, block_numel
 from zpartition.storage import BucketStorage
 from zpartition.watch import Watch
 
@@ -85,7 +83,8 @@ def admit(partition: Partition) -> tuple[str, ...]:
     thawed = [s for s in partition.frozen if any(slot.name in groups for slot in s.bucket.slots)]
     _take_apart(partition, thawed)
     size = partition.layout.world_size
-    added = plan_added(partition.module, groups, partition.policy, size, len(partition.layout.buckets))
+    blocks = block_numel(partition.optimizer)
+    added = plan_added(partition.module, groups, partition.policy, size, len(partition.layout.buckets), blocks)
     rest = {slot.name: 0 for storage in thawed for slot in storage.bucket.slots if slot.name not in groups}
     resting = plan_added(partition.module, rest, partition.policy, size, len(partition.frozen))
     partition.tiers.extend(added)
