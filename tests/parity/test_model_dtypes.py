@@ -1,0 +1,186 @@
+"""A model that comes in its own dtype, and a config that says nothing of it: as plain torch, at every stage.
+
+The oracle is the loop that a person would write in torch.  float64 has the numbers of float64 at every stage.  Weights
+of 16 bits are what DeepSpeed makes of them: at stage 0 they are trained as they are, as torch does; from stage 1 on
+they have float32 masters, and float16 gradients carry a dynamic loss scale.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zcomm
+import zengine
+import zpartition
+from zcomm.testing import run_ranks
+
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+STAGES, ACCUMULATIONS, NUM_STEPS = (0, 1, 2, 3), (1, 3), 4
+STRICT = {"stage3_unit_size": 300, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+SCALE = 2.0**16  # where DeepSpeed's dynamic loss scale begins
+
+
+class Net(nn.Module):
+    """Two layers and a norm; `double` is a part in a dtype of its own."""
+
+    def __init__(self, dtype: torch.dtype, part: torch.dtype | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.norm, self.last = nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 4)
+        self.to(dtype)
+        self.norm.to(part or dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x.to(self.first.weight.dtype)).to(self.norm.weight.dtype))
+        return self.last(torch.tanh(hidden).to(self.last.weight.dtype))
+
+
+def batch(micro_step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * (micro_step % 6) + rank)
+    x = torch.randn(6, 8, generator=generator, dtype=F64)
+    return x, x[:, :4].cumsum(1).tanh()
+
+
+def loss_of(model: Callable[[Tensor], Tensor], micro_step: int, rank: int) -> Tensor:
+    x, y = batch(micro_step, rank)
+    out = model(x)
+    return (out - y.to(out.dtype)).square().mean()
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """One model, optimizer and clipping."""
+
+    dtype: torch.dtype
+    part: torch.dtype | None = None  # of the norm
+    optimizer: Any = None  # (parameters) -> torch optimizer, for the engine and the oracle alike
+    section: dict[str, Any] | None = None  # in place of `optimizer`, of the config; `optimizer` is its oracle
+    clip: float = 0.0
+    tolerance: float = 1e-12  # relative, of losses and weights
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adagrad(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(params, lr=0.02, eps=1e-10)
+
+
+CASES = {
+    "float64 AdamW": Case(dtype=F64, optimizer=adamw),
+    "float64 AdamW clipped": Case(dtype=F64, optimizer=adamw, clip=0.05),
+    "float64 SGD": Case(dtype=F64, optimizer=sgd),
+    "float64 SGD clipped": Case(dtype=F64, optimizer=sgd, clip=0.05),
+    "float64 config AdamW": Case(
+        dtype=F64, optimizer=adamw, section={"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}}, clip=0.05
+    ),
+    "float64 config SGD": Case(
+        dtype=F64, optimizer=sgd, section={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, clip=0.05
+    ),
+    "float64 config Adagrad": Case(
+        dtype=F64, optimizer=adagrad, section={"type": "Adagrad", "params": {"lr": 0.02, "eps": 1e-10}}
+    ),
+    "float32 with a float64 part": Case(dtype=F32, part=F64, optimizer=sgd, clip=0.05, tolerance=1e-6),
+    "float64 with a float32 part": Case(dtype=F64, part=F32, optimizer=adamw, tolerance=1e-6),
+}  # fmt: skip
+
+
+def oracle(case: Case, world_size: int, accumulation: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of plain torch, the batches of all ranks in one process."""
+    model = Net(case.dtype, case.part)
+    optimizer, losses = case.optimizer(model.parameters()), []
+    for step in range(NUM_STEPS):
+        total = 0.0
+        for micro, rank in itertools.product(range(accumulation), range(world_size)):
+            loss = loss_of(model, step * accumulation + micro, rank) / (accumulation * world_size)
+            loss.backward()
+            total += float(loss)
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, dict(model.named_parameters())
+
+
+def made(case: Case, stage: int, accumulation: int, **more: Any) -> zengine.Engine:
+    model = Net(case.dtype, case.part)
+    config = {
+        "train_micro_batch_size_per_gpu": 6,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": case.clip,
+        "zero_optimization": {"stage": stage, **(STRICT if stage == 3 else {})},
+        **({"optimizer": case.section} if case.section else {}),
+        **more,
+    }
+    own = None if case.section else case.optimizer(model.parameters())
+    return zengine.initialize(model=model, optimizer=own, config=config)[0]
+
+
+def trained(engine: zengine.Engine, accumulation: int, steps: range = range(NUM_STEPS)) -> list[float]:
+    losses = []
+    for step in steps:
+        for micro in range(accumulation):
+            engine.backward(loss_of(engine, step * accumulation + micro, zcomm.group_rank()))
+            report = engine.step()
+        assert report
+        losses.append(report.loss)
+    return losses
+
+
+def weights_of(engine: zengine.Engine) -> dict[str, Tensor]:
+    with zpartition.gathered(list(engine.module.parameters())):
+        return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+
+def all_of_one_world() -> dict[Any, Any]:
+    found = {}
+    for (name, case), accumulation in itertools.product(CASES.items(), ACCUMULATIONS):
+        expected = oracle(case, zcomm.group_size(), accumulation)
+        rows = []
+        for stage in STAGES:
+            engine = made(case, stage, accumulation)
+            rows.append((trained(engine, accumulation), weights_of(engine)))
+            engine.close()
+        found[name, accumulation] = expected, rows
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def world(request: pytest.FixtureRequest) -> dict[Any, Any]:
+    return run_ranks(all_of_one_world, request.param)[0]
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_keeps_its_dtype_and_trains_as_in_plain_torch(
+    name: str, accumulation: int, world: dict[Any, Any]
+) -> None:
+    (losses, weights), rows = world[name, accumulation]
+    assert losses[-1] < 0.95 * losses[0]
+    for ours, values in rows:
+        assert ours == pytest.approx(losses, rel=CASES[name].tolerance, abs=0)
+        for key, value in values.items():
+            assert value.dtype == weights[key].dtype
+            torch.testing.assert_close(value, weights[key], rtol=CASES[name].tolerance, atol=CASES[name].tolerance)
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_stages_agree_to_the_bit(name: str, accumulation: int, world: dict[Any, Any]) -> None:
+    _, rows = world[name, accumulation]
+    for (losses, weights), (others, values) in itertools.pairwise(rows):
+        assert losses == others
+        assert all(torch.equal(value, values[key]) for key, value in weights.items())
