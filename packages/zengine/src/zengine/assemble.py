@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -117,7 +118,7 @@ def _around(
             scheduler=ConstantRate() if scheduler is None else scheduler,
             telemetry=telemetry,
             inspect=make_inspect(partition),
-            divisor=make_divisor(plan, world.device),
+            divisor=make_divisor(plan, partition.module, world.device),
             judge=make_judge(plan, scaler, groups.everybody()),
             exchange=functools.partial(zcomm.exchange, group=partition.group),
             saver=saver,
@@ -248,7 +249,7 @@ def _changes(
     if float8.modules:
         only, but = (zprecision.Keep(patterns=names, as_listed=False) for names in (float8.modules, float8.exclude))
         yield zprecision.Float8.convert(module, device=device, only=only, but=but)
-    if keep.patterns and plan.precision.param.itemsize < 4:
+    if keep.patterns and plan.precision.param in (torch.float16, torch.bfloat16):
         for pattern in keep.unmatched(module):
             log.warning("data_types.keep_in_fp32_modules: %r matches no parameter or buffer of the model", pattern)
         yield zprecision.Islands.install(module, keep, plan.precision.param)
@@ -279,15 +280,24 @@ def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.Gr
     return inspect
 
 
-def make_divisor(plan: Plan, device: torch.device) -> Callable[[Numbers], Tensor | None]:
-    """What gradients are divided by, from what was found in them; None when that is one for ever."""
+def make_divisor(plan: Plan, module: nn.Module, device: torch.device) -> Callable[[Numbers], Tensor | None]:
+    """What gradients are divided by, from what was found in them; None when that is one for ever.
+
+    () float32, as kernels read it; where a parameter is float64, float64 of 40 bits: stages add up the norm in other
+    orders, and have the same bits after a rounding only.
+    """
     clip_norm, divides_always = plan.clip_norm, divides(plan)
+    is_wide = any(param.dtype == torch.float64 for param in module.parameters())
+    dtype = torch.float64 if is_wide else torch.float32
 
     def divisor(numbers: Numbers) -> Tensor | None:
         if not divides_always and numbers.remainder == 1.0:
             return None
         value = zprecision.divisor_of(numbers.norm, numbers.scale * numbers.remainder, clip_norm)
-        return torch.full((), value, dtype=torch.float32, device=device)
+        if is_wide and math.isfinite(value):
+            fraction, exponent = math.frexp(value)
+            value = math.ldexp(round(math.ldexp(fraction, 40)), exponent - 40)
+        return torch.full((), value, dtype=dtype, device=device)
 
     return divisor
 
@@ -353,6 +363,8 @@ def _say_narrow_states(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         ValueError: they would be float16, where second moments become 0 and weights NaN.
     """
     master = plan.precision.master
+    if master is None:
+        return  # told with the model's dtype; see `own_dtypes`
     is_asked = plan.numerics.narrow_states or any(group.get("state_dtype") for group in optimizer.param_groups)
     if master == torch.float16 and not is_asked and type(optimizer).__name__ != "SGD":
         raise ValueError(

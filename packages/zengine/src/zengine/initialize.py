@@ -123,8 +123,9 @@ def make_engine(model: nn.Module, client: Client, plan: Plan, world: zcomm.World
     """An engine from a resolved plan, for callers that have no JSON."""
     with uncollected():
         from zengine.assemble import assemble, make_engine_around, make_features
+        from zengine.own_dtypes import follow_model
         from zengine.staging import fitted, is_staged
-    plan = fitted(model, plan)
+    plan = follow_model(model, fitted(model, plan))
     parts = assemble(model, client, plan, world, groups)
     engine = make_engine_around(model, parts, plan)
     try:

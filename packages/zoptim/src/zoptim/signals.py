@@ -20,7 +20,7 @@ NO_SCALE = torch.ones(())
 
 
 def read_signals(grad_scale: Any, found_inf: Any) -> Signals:
-    """The optimizer's two attributes as kernels want them: () float32 each, or None."""
+    """The optimizer's two attributes: () float32 each, or None; a grad_scale of float64 stays so."""
     return Signals(
         grad_scale=None if grad_scale is NO_SCALE else _scalar("grad_scale", grad_scale),
         found_inf=_scalar("found_inf", found_inf),
@@ -49,6 +49,7 @@ def _scalar(name: str, value: Any) -> Tensor | None:
     if not (isinstance(value, Tensor) and value.numel() == 1):
         raise TypeError(f"{name} is {value!r}; it must be a tensor of one element, or None.")
     tensor: Tensor = value
-    if tensor.dim() or tensor.dtype is not torch.float32 or tensor.requires_grad:
-        return tensor.detach().reshape(()).float()
+    if tensor.dim() or tensor.dtype not in (torch.float32, torch.float64) or tensor.requires_grad:
+        tensor = tensor.detach().reshape(())
+        return tensor if tensor.dtype is torch.float64 else tensor.float()
     return tensor
