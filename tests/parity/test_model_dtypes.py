@@ -1,8 +1,8 @@
 """A model that comes in its own dtype, and a config that says nothing of it: as in plain torch, at every stage.
 
-The oracle is the loop that a person would write in torch.  float64 has the numbers of float64 at every stage.  Weights
-of 16 bits are what DeepSpeed makes of them: at stage 0 they are trained as they are, as torch does; from stage 1 on
-they have float32 masters, and float16 gradients carry a dynamic loss scale.
+The oracle is the loop that a person would write in torch.  float64 has the numbers of float64 at every stage.
+Weights of 16 bits are what DeepSpeed makes of them: at stage 0 they are trained as they are, as torch does; from
+stage 1 on they have float32 masters, and float16 gradients carry a dynamic loss scale.
 """
 
 from __future__ import annotations
@@ -246,7 +246,9 @@ def test_weights_of_16_bits_are_trained_as_they_are_at_stage_0_and_have_masters_
     engine = made(Case(dtype=NARROW[name], optimizer=fast_sgd), stage, accumulation)
     assert narrow_losses(engine, accumulation) == pytest.approx(losses, rel=1e-6)
     assert all(torch.equal(value, weight) for value, weight in zip(weights_of(engine).values(), weights))
-    assert engine.plan.scaling == (zprecision.DynamicScaling() if stage and name == "float16" else zprecision.Unscaled())
+    assert engine.plan.scaling == (
+        zprecision.DynamicScaling() if stage and name == "float16" else zprecision.Unscaled()
+    )
     assert not engine.fp16_enabled()
     assert not engine.bfloat16_enabled()
     assert engine.get_data_types()[0] == NARROW[name]

@@ -40,7 +40,7 @@ from zengine.features import (
 from zengine.features.looking import lookers
 from zengine.feeding import data_features, feed_of, require_data, training_loader
 from zengine.parts import ConstantRate, NoOptimizer, Numbers, Parts, ShardOptimizer, TelemetrySlot
-from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
+from zengine.runners import AutocastRunner, CastingRunner, Closable, ExplainingRunner, Holding, Runner, Sequential
 from zengine.safe_modules import refuse_unknown_classes
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.staging import is_staged, refuse_elsewhere
@@ -49,6 +49,8 @@ from zengine.trainable import named, trainable
 from zengine.verdict import Judge, SkipNonFinite, apply_always
 
 log = logging.getLogger("zengine")
+
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -234,6 +236,10 @@ def make_runner(plan: Plan, module: nn.Module, device: torch.device, checkpointi
         runner = AutocastRunner(device.type, plan.numerics.autocast)
     held: list[Closable] = []
     with ExitStack() as done:  # undone again if what comes after it fails
+        if plan.precision.param in _NARROW:
+            wide = zprecision.WideBuffers.install(module, keep=plan.precision.keep, param=plan.precision.param)
+            runner = ExplainingRunner(runner, wide) if wide.names else runner
+            done.callback(wide.close)
         for change in _changes(plan, module, device, checkpointing):
             held.append(change)
             done.callback(change.close)
@@ -249,7 +255,7 @@ def _changes(
     if float8.modules:
         only, but = (zprecision.Keep(patterns=names, as_listed=False) for names in (float8.modules, float8.exclude))
         yield zprecision.Float8.convert(module, device=device, only=only, but=but)
-    if keep.patterns and plan.precision.param in (torch.float16, torch.bfloat16):
+    if keep.patterns and plan.precision.param in _NARROW:
         for pattern in keep.unmatched(module):
             log.warning("data_types.keep_in_fp32_modules: %r matches no parameter or buffer of the model", pattern)
         yield zprecision.Islands.install(module, keep, plan.precision.param)
@@ -364,7 +370,7 @@ def _say_narrow_states(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """
     master = plan.precision.master
     if master is None:
-        return  # told with the model's dtype; see `own_dtypes`
+        return  # told with the model's dtype; see config/own_dtypes.py
     is_asked = plan.numerics.narrow_states or any(group.get("state_dtype") for group in optimizer.param_groups)
     if master == torch.float16 and not is_asked and type(optimizer).__name__ != "SGD":
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from zengine.own_dtypes import dtype_of
+from zengine.trainable import dtype_of
 
 if TYPE_CHECKING:
     from zengine.config import Plan

@@ -8,7 +8,7 @@ weights do.
 torch wants some buffers and the weights beside them in one dtype, and for these there is a rule of their own:
 
   - norms with running statistics: the statistics count, so the weights stay with them in float32.  torch takes
-    inputs of 16 bits beside them, on every device; weights of 16 bits it refuses on a CPU.  FSDP and Apex do the same.
+    inputs of 16 bits beside them, on every device; weights of 16 bits it refuses on a CPU.  FSDP and Apex do so too.
   - spectral norms: two vectors of length one that every forward makes again from the weight, which decides.
 
 Rejected: casting what is not saved (`persistent=False`), which is mostly rotary frequencies and masks.  The
@@ -37,9 +37,13 @@ def beside_weights(module: nn.Module, param: torch.dtype, buffer: torch.dtype | 
 
     buffer: what was asked for buffers; None: nothing.
     """
-    found = {}
+    found: dict[int, torch.dtype] = {}
     for child in module.modules():
-        if isinstance(child, RunningNorm) and isinstance(child.running_mean, Tensor) and is_castable(child.running_mean):
+        if (
+            isinstance(child, RunningNorm)
+            and isinstance(child.running_mean, Tensor)
+            and is_castable(child.running_mean)
+        ):
             dtype = _of_norm(buffer or child.running_mean.dtype, param)
             own = (child.weight, child.bias, child.running_mean, child.running_var)
             found.update((id(tensor), dtype) for tensor in own if isinstance(tensor, Tensor))

@@ -31,7 +31,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def _summing_dtype(policy: Precision) -> torch.dtype | None:
-    return None if policy.param is None else torch.promote_types(policy.param, torch.float32)
+    given = isinstance(policy.param, torch.dtype)  # anything else is refused by its own field
+    return torch.promote_types(policy.param, torch.float32) if given and policy.param else None
 
 
 def _param_dtype(policy: Precision) -> torch.dtype | None:
@@ -77,7 +78,8 @@ class Precision:
 
         Tensors stay the same objects, so an optimizer made before still holds them. Integer, bool, complex and 8-bit
         ones are left alone, and so is whatever already has the dtype. What `keep` names is float32 afterwards; where
-        patterns name whole modules, `Islands` casts what goes in and out of them. Buffers: [Note: state is not rounded].
+        patterns name whole modules, `Islands` casts what goes in and out of them. For buffers see
+        [Note: state is not rounded].
         """
         kept = self.keep.names(module, self.param)
         paired = beside_weights(module, self.param, self.buffer) if self.param else {}

@@ -1,8 +1,9 @@
 """Dtypes, loss scaling and autocast from the config: the part of `resolve` that is about precision.
 
 Four sections speak of it.  fp16 and bf16 make the weights narrow, with float32 masters unless a key asks for narrow
-ones; torch_autocast (and amp, which is read as it) leaves them as they are and narrows operations; data_types says the
-rest.  Where none says what weights are, the model's own dtype stays.  bf16 weights inside a bf16 autocast are legal, as in DeepSpeed; `precision_rules` knows what is not.
+ones; torch_autocast (and amp, which is read as it) leaves them as they are and narrows operations; data_types says
+the rest.  Where none says what weights are, the model's own dtype stays.  bf16 weights inside a bf16 autocast are
+legal, as in DeepSpeed; `precision_rules` knows what is not.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ def precision(settings: Settings, facts: Facts) -> Precision:
     types = settings.data_types
     narrowest = sorted(param_dtypes(settings))[0]  # "bfloat16" before "float32"
     is_auto = settings.bf16.enabled == "auto"
-    param: torch.dtype | None = torch.float32 if is_auto and not facts.bf16_is_faster else _DTYPES[narrowest]
-    master = param if _has_narrow_masters(settings) else torch.promote_types(param, torch.float32)
-    if keeps_model_dtype(settings):
-        param, master = None, own_masters(settings.zero_optimization.stage)
+    param: torch.dtype | None = None
+    master = own_masters(settings.zero_optimization.stage)
+    if not keeps_model_dtype(settings):
+        param = torch.float32 if is_auto and not facts.bf16_is_faster else _DTYPES[narrowest]
+        master = param if _has_narrow_masters(settings) else torch.promote_types(param, torch.float32)
     patterns = () if types.keep_in_fp32_modules == "auto" else types.keep_in_fp32_modules
     return Precision(
         param=param,
