@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -21,6 +22,7 @@ import zengine
 import zpartition
 import zprecision
 from zcomm.testing import run_ranks
+from zengine.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 STAGES, ACCUMULATIONS, NUM_STEPS = (0, 1, 2, 3), (1, 3), 4
@@ -270,4 +272,105 @@ def test_weights_of_16_bits_give_the_losses_of_deepspeed(name: str, stage: int) 
         pytest.skip("DeepSpeed reduces no float16 gradients on a CPU at stage 0")
     engine = made(Case(dtype=NARROW[name], optimizer=fast_sgd), stage, 1)
     assert narrow_losses(engine, 1) == pytest.approx(OF_DEEPSPEED[name, stage > 0], rel=1e-6)
+    engine.close()
+
+
+CONFIGURED = CASES["float64 config AdamW"]
+
+
+def saved_and_loaded(folder: str) -> dict[str, Any]:
+    """A float64 run that is saved at stage 2, goes on, and goes on again from the checkpoint at stage 3."""
+    engine = made(CONFIGURED, 2, 1)
+    trained(engine, 1)
+    engine.save_checkpoint(folder, tag="wide")
+    engine.save_16bit_model(folder, "weights.bin")
+    first = next(engine.module.parameters())
+    found: dict[str, Any] = {"weights": weights_of(engine), "reached": zpartition.safe_get_full_fp32_param(first)}
+    found["moment"] = zpartition.safe_get_full_optimizer_state(first, "exp_avg")
+    found["on"] = trained(engine, 1, range(NUM_STEPS, NUM_STEPS + 2))
+    engine.close()
+    resumed = made(CONFIGURED, 3, 1)
+    resumed.load_checkpoint(folder, tag="wide")
+    found["resumed"] = weights_of(resumed), trained(resumed, 1, range(NUM_STEPS, NUM_STEPS + 2))
+    resumed.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpoints_and_exports_keep_float64_and_resume_at_another_stage_to_the_bit(
+    world_size: int, tmp_path: Path
+) -> None:
+    found = run_ranks(saved_and_loaded, world_size, str(tmp_path))[0]
+    weights, (again, losses) = found["weights"], found["resumed"]
+    assert found["reached"].dtype == found["moment"].dtype == F64
+    assert torch.equal(found["reached"], weights["first.weight"])
+    exported = torch.load(tmp_path / "weights.bin")
+    plain = get_fp32_state_dict_from_zero_checkpoint(tmp_path, "wide")
+    for name, value in weights.items():
+        for other in (again, exported, plain):
+            assert other[name].dtype == F64
+            assert torch.equal(other[name], value)
+    assert losses == found["on"]
+
+
+def test_a_float32_checkpoint_loads_into_a_float64_engine(tmp_path: Path) -> None:
+    narrow = made(attrs.evolve(CONFIGURED, dtype=F32), 1, 1)
+    trained(narrow, 1)
+    narrow.save_checkpoint(tmp_path, tag="narrow")
+    saved = weights_of(narrow)
+    narrow.close()
+    engine = made(CONFIGURED, 2, 1)
+    engine.load_checkpoint(tmp_path, tag="narrow")
+    for name, value in weights_of(engine).items():
+        assert torch.equal(value, saved[name].double())
+        assert value.dtype == F64
+    trained(engine, 1, range(NUM_STEPS, NUM_STEPS + 1))
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_data_types_make_a_float32_model_float64(stage: int) -> None:
+    case = Case(dtype=F32, section=CONFIGURED.section, clip=CONFIGURED.clip)
+    engine = made(case, stage, 1, data_types={"param_dtype": "fp64", "grad_accum_dtype": "fp64"})
+    assert engine.get_data_types() == (F64, F64)
+    model = Net(F32).double()
+    optimizer, losses = adamw(model.parameters()), []
+    for step in range(NUM_STEPS):
+        loss = loss_of(model, step, 0)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert trained(engine, 1) == pytest.approx(losses, rel=1e-12)
+    engine.close()
+
+
+def test_sums_may_be_wider_than_weights() -> None:
+    engine = made(attrs.evolve(CONFIGURED, dtype=F32), 2, 3, data_types={"grad_accum_dtype": "fp64"})
+    assert engine.get_data_types() == (F32, F64)
+    losses, _ = oracle(attrs.evolve(CONFIGURED, dtype=F32), 1, 3)
+    assert trained(engine, 3) == pytest.approx(losses, rel=1e-5)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_float64_model_that_is_built_inside_init_keeps_its_dtype(stage: int) -> None:
+    with zpartition.Init():
+        model = Net(F64)
+    config = {
+        "train_micro_batch_size_per_gpu": 6,
+        "gradient_clipping": 0.05,
+        "optimizer": CONFIGURED.section,
+        "zero_optimization": {"stage": stage, **(STRICT if stage == 3 else {})},
+    }
+    engine = zengine.initialize(model=model, config=config)[0]
+    assert trained(engine, 1) == pytest.approx(oracle(CONFIGURED, 1, 1)[0], rel=1e-12)
+    engine.close()
+
+
+def test_torch_optimizers_with_kernels_of_their_own_divide_in_float64() -> None:
+    case = Case(dtype=F64, optimizer=lambda params: torch.optim.AdamW(params, lr=0.02, fused=True), clip=0.05)
+    engine = made(case, 2, 1)
+    assert trained(engine, 1) == pytest.approx(oracle(case, 1, 1)[0], rel=1e-12)
     engine.close()

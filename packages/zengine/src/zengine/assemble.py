@@ -120,7 +120,7 @@ def _around(
             scheduler=ConstantRate() if scheduler is None else scheduler,
             telemetry=telemetry,
             inspect=make_inspect(partition),
-            divisor=make_divisor(plan, partition.module, world.device),
+            divisor=make_divisor(plan, world.device, dtype=_divisor_dtype(partition.module)),
             judge=make_judge(plan, scaler, groups.everybody()),
             exchange=functools.partial(zcomm.exchange, group=partition.group),
             saver=saver,
@@ -286,26 +286,30 @@ def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.Gr
     return inspect
 
 
-def make_divisor(plan: Plan, module: nn.Module, device: torch.device) -> Callable[[Numbers], Tensor | None]:
+def make_divisor(
+    plan: Plan, device: torch.device, *, dtype: torch.dtype = torch.float32
+) -> Callable[[Numbers], Tensor | None]:
     """What gradients are divided by, from what was found in them; None when that is one for ever.
 
-    () float32, as kernels read it; where a parameter is float64, float64 of 40 bits: stages add up the norm in other
-    orders, and have the same bits after a rounding only.
+    () of `dtype`; a float64 has 40 bits: stages add up the norm in other orders, and agree only after a rounding.
     """
     clip_norm, divides_always = plan.clip_norm, divides(plan)
-    is_wide = any(param.dtype == torch.float64 for param in module.parameters())
-    dtype = torch.float64 if is_wide else torch.float32
 
     def divisor(numbers: Numbers) -> Tensor | None:
         if not divides_always and numbers.remainder == 1.0:
             return None
         value = zprecision.divisor_of(numbers.norm, numbers.scale * numbers.remainder, clip_norm)
-        if is_wide and math.isfinite(value):
+        if dtype == torch.float64 and math.isfinite(value):
             fraction, exponent = math.frexp(value)
             value = math.ldexp(round(math.ldexp(fraction, 40)), exponent - 40)
         return torch.full((), value, dtype=dtype, device=device)
 
     return divisor
+
+
+def _divisor_dtype(module: nn.Module) -> torch.dtype:
+    """float32, as kernels read it, but where it would round gradients of float64."""
+    return torch.float64 if any(param.dtype == torch.float64 for param in module.parameters()) else torch.float32
 
 
 def divides(plan: Plan) -> bool:
