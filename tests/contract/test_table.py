@@ -51,8 +51,9 @@ def test_every_row_keeps_the_contract(world_size: int, dtype: torch.dtype) -> No
             failures.append(f"{case}: {'; '.join(sorted({str(o) for o in found if isinstance(o, str)}))}")
             continue
         told = reference.setdefault(case.combination, whole)
-        checks = [*check_curve(case, whole), *check_buffers(case, whole), *check_bits(case, whole, told), *check_memory(case, whole)]
-        failures += [f"{case}: {fault}" for fault in (*checks, *check_messages(case, whole))]
+        checks = [*check_curve(case, whole), *check_bits(case, whole, told), *check_memory(case, whole)]
+        checks += [*check_buffers(case, whole), *check_messages(case, whole)]
+        failures += [f"{case}: {fault}" for fault in checks]
     assert not failures, "\n".join([f"{len(failures)} of {len(cases)} combinations:", *failures])
 
 

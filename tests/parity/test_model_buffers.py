@@ -111,7 +111,7 @@ def losses_of(stage: int, dtype: torch.dtype) -> list[float]:
 
 @pytest.mark.parametrize("dtype", SECTIONS, ids=str)
 def test_a_transformer_with_positions_in_a_buffer_trains_alike_at_every_stage(dtype: torch.dtype) -> None:
-    first, *others = ([run_ranks(losses_of, 2, stage, dtype)[0] for stage in range(4)])
+    first, *others = [run_ranks(losses_of, 2, stage, dtype)[0] for stage in range(4)]
     assert first[-1] < 0.9 * first[0]
     assert all(losses == first for losses in others)
     wide = zengine.initialize(model=Encoder(), config={"train_batch_size": 8})[0]

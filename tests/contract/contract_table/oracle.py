@@ -1,11 +1,11 @@
 """One process that sees the data of all ranks: what a person would write in plain torch.
 
-fp32 and fp64 are the plainest of loops, over batches that are the ranks' batches in one.  For bf16 and fp16 it keeps fp32
-masters, and imitates what has to be decided somewhere: each rank's gradient is of the model's dtype; their sum, made
-in fp32, travels in the model's dtype; micro-steps, mean and update are fp32.
+fp32 and fp64 are the plainest of loops, over batches that are the ranks' batches in one.  For bf16 and fp16 it keeps
+fp32 masters, and imitates what has to be decided somewhere: each rank's gradient is of the model's dtype; their sum,
+made in fp32, travels in the model's dtype; micro-steps, mean and update are fp32.
 
 Gradients are clipped, to a norm that most steps exceed.  A norm is added up in an order that depends on the layout,
-but in float64 (zoptim.sum_of_squares), so that stages divide by the same float32, or by the same 40 bits of a float64.
+but in float64 (zoptim.sum_of_squares), so that stages divide by the same float32, or the same 40 bits of a float64.
 """
 
 from __future__ import annotations

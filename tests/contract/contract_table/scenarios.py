@@ -237,7 +237,7 @@ class UnfrozenLater(Frozen):
 
 
 class Buffers(Scenario):
-    """Buffers stay in their dtype where weights become narrow, and the weights of a norm with statistics beside them."""
+    """Buffers stay wide where weights become narrow, and the weights of a norm with statistics beside them."""
 
     name = "buffers"
 

@@ -313,8 +313,7 @@ class GradientReducer:
         return False
 
     def _capacity(self, gradient: BucketGradient) -> int:
-        """Elements of a new buffer: the first few fit any bucket of a dtype and serve them in turn; more are made to
-        measure.
+        """Elements of a new buffer: the first few fit any bucket of a dtype, in turn; more are made to measure.
 
         Where whole gradients are kept, those of a second backward are the ones that serve all.
         """
@@ -393,10 +392,8 @@ def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> 
     fills = reduce_at(policy, layout) is ReduceAt.BOUNDARY
     dense = [bucket for bucket in layout.buckets if not bucket.is_sparse]
     sizes = [b.numel * (policy.accumulate_for(b.dtype) if fills else b.dtype).itemsize for b in dense]
-    largest: dict[torch.dtype, int] = {}
-    for bucket, size in zip(dense, sizes):
-        largest[bucket.dtype] = max(size, largest.get(bucket.dtype, 0))
-    few = (IN_FLIGHT_LIMIT + 1) * sum(largest.values())
+    kinds = {bucket.dtype for bucket in dense}  # no buffer serves two
+    few = (IN_FLIGHT_LIMIT + 1) * sum(max(s for b, s in zip(dense, sizes) if b.dtype == kind) for kind in kinds)
     if layout.num_shards == 1 and not policy.offload.moves_all_states:
         return sum(sizes) + (few if num_backwards > 1 else 0)
     return sum(sizes) if fills else few
