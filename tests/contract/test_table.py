@@ -1,6 +1,7 @@
 """Every row of the table trains like one process, sends what the theory says, and holds what the plan says.
 
 Tolerances, relative, on the mean loss of each step and on one evaluation at the end:
+- fp64: 1e-12, as fp32.
 - fp32: 2e-6. The sums over ranks and micro-steps have another order than those over one batch, and losses are sums
   of a few dozen float32 logarithms: some 8 units of 2^-23 = 1e-6.
 - bf16 and fp16: the oracle imitates what is rounded to the model's dtype and where: masters differ by fp32 rounding
@@ -19,13 +20,13 @@ import pytest
 import torch
 from contract_table.oracle import curve
 from contract_table.rows import ROWS
-from contract_table.run import DTYPES, Case, Outcome, run_cases
+from contract_table.run import DTYPES, NUM_STEPS, Case, Outcome, run_cases
 from contract_table.scenarios import SCENARIOS
 from contract_table.theory import expected_gradients, expected_weights, of_an_all_reduce, of_gradients, of_weights
 
 from zcomm.testing import run_ranks
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 ACCUMULATIONS = (1, 3)
 AT_MOST = ("buckets", "gathered units")  # owners of which the plan gives the most; the others are exact
 OF_WHAT_IS_USED = ("states", "rollback")  # and those that hold nothing of what nobody uses
@@ -52,7 +53,8 @@ def test_every_row_keeps_the_contract(world_size: int, dtype: torch.dtype) -> No
             continue
         told = reference.setdefault(case.combination, whole)
         checks = [*check_curve(case, whole), *check_bits(case, whole, told), *check_memory(case, whole)]
-        failures += [f"{case}: {fault}" for fault in (*checks, *check_messages(case, whole))]
+        checks += [*check_buffers(case, whole), *check_messages(case, whole)]
+        failures += [f"{case}: {fault}" for fault in checks]
     assert not failures, "\n".join([f"{len(failures)} of {len(cases)} combinations:", *failures])
 
 
@@ -62,6 +64,15 @@ def check_curve(case: Case, found: list[Outcome]) -> list[str]:
     if mean == pytest.approx(expected, rel=case.row.tolerance or TOLERANCE[case.dtype]):
         return []
     return [f"losses {mean} instead of {list(expected)}"]
+
+
+def check_buffers(case: Case, found: list[Outcome]) -> list[str]:
+    """A buffer that training moves has the value of a float32 sum, or of a float64 one, to the bit."""
+    dtype = torch.promote_types(case.dtype, torch.float32)
+    level = torch.zeros((), dtype=dtype)
+    for _ in range(NUM_STEPS if case.scenario == "buffers" else 0):
+        level += 0.1 * (100.3 - level)
+    return [f"buffer {outcome.level} instead of {float(level)}" for outcome in found if outcome.level != float(level)]
 
 
 def check_bits(case: Case, found: list[Outcome], first: list[Outcome]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -59,6 +60,15 @@ def test_what_weights_leave_is_part_of_the_divisor():
     assert make_divisor(plan_of(gradient_clipping=0), CPU)(numbers(remainder=0.5)).item() == 2.0
     clipped = make_divisor(plan_of(gradient_clipping=1.0), CPU)
     assert clipped(numbers(remainder=0.5)).item() == pytest.approx(clipped(numbers(scale=2.0)).item())
+
+
+def test_gradients_of_float64_are_divided_by_a_float64_of_40_bits():
+    divisor = make_divisor(plan_of(gradient_clipping=0.3), CPU, dtype=torch.float64)
+    found = [divisor(attrs.evolve(numbers(scale=1.0), norm=1 / 3 + ulps * 2.0**-54)) for ulps in range(4)]
+    assert {each.dtype for each in found} == {torch.float64}
+    assert len({each.item() for each in found}) == 1, "norms that differ in their last bits divide alike"
+    assert found[0].item() == pytest.approx((1 / 3 + 1e-6) / 0.3, rel=2.0**-41)
+    assert found[0].item() != found[0].float().item()
 
 
 def test_non_finite_updates_are_left_out_unless_bf16_says_otherwise():

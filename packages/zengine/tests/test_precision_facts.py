@@ -49,3 +49,11 @@ def test_an_engine_answers_as_its_config_says(section: dict[str, Any], yes: set[
     found = answers(section)
     assert (found["yes"], found["values"]) == (yes, values)
     assert ("torch.nn.Linear" in found["modules"]) == ("torch_autocast_enabled" in yes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, F16])
+def test_without_a_section_the_data_types_are_the_models(dtype: torch.dtype) -> None:
+    engine, *_ = zengine.initialize(model=nn.Linear(2, 2).to(dtype), config={"train_batch_size": 1})
+    assert (engine.get_data_types(), engine.communication_data_type) == ((dtype, dtype), dtype)
+    assert not engine.fp16_enabled()
+    engine.close()

@@ -10,11 +10,19 @@ from zoptim.signals import NO_SCALE, beside, is_skipped, read_signals
 
 
 def test_what_is_given_becomes_float32_scalars() -> None:
-    signals = read_signals(torch.tensor([2.0], dtype=torch.float64), torch.tensor([[3]]))
+    signals = read_signals(torch.tensor([2.0], dtype=torch.bfloat16), torch.tensor([[3]]))
     assert signals.grad_scale is not None
     assert signals.found_inf is not None
     assert (signals.grad_scale.shape, signals.grad_scale.dtype, signals.grad_scale.item()) == ((), torch.float32, 2.0)
     assert (signals.found_inf.shape, signals.found_inf.dtype, signals.found_inf.item()) == ((), torch.float32, 3.0)
+
+
+def test_a_divisor_of_float64_gradients_keeps_its_bits() -> None:
+    signals = read_signals(torch.tensor([1 / 3], dtype=torch.float64), torch.tensor([3], dtype=torch.float64))
+    assert signals.grad_scale is not None
+    assert signals.found_inf is not None
+    assert (signals.grad_scale.shape, signals.grad_scale.item()) == ((), 1 / 3)
+    assert signals.found_inf.dtype == torch.float32
 
 
 def test_a_float32_scalar_is_read_where_it_lies() -> None:

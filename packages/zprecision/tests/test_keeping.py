@@ -78,14 +78,15 @@ def test_casting_leaves_what_stays_as_it_was_to_the_last_bit() -> None:
     model = FP16.cast_module(Listing())
     assert model.router.correction_bias.tolist() == [torch.tensor(5.001).item()] * 4
     assert model.wo.weight.dtype == model.inv_freq.dtype == torch.float32
-    assert model.out.weight.dtype == model.router.gate.weight.dtype == model.scale.dtype == torch.float16
+    assert model.out.weight.dtype == model.router.gate.weight.dtype == torch.float16
     assert FP32.cast_module(model).out.weight.dtype == torch.float32
 
 
 def test_buffers_have_a_dtype_of_their_own_when_asked() -> None:
-    model = Precision(param=torch.bfloat16, buffer=torch.float32, keep=Keep(as_listed=False)).cast_module(Listing())
-    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
-    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = Precision(param=torch.bfloat16, buffer=dtype, keep=Keep(as_listed=False)).cast_module(Listing())
+        assert {buffer.dtype for buffer in model.buffers()} == {dtype}
+        assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("patterns", ["norm", [1], [""]])

@@ -44,7 +44,7 @@ def test_the_wire_may_be_coarser_than_the_weights() -> None:
 
 def test_a_policy_is_a_value() -> None:
     assert Precision(param=torch.bfloat16) == BF16
-    assert hash(Precision()) == hash(FP32)
+    assert hash(Precision(param=torch.float32)) == hash(FP32)
     with pytest.raises(AttributeError):
         FP32.param = torch.float16
     with pytest.raises(TypeError):
@@ -59,7 +59,7 @@ def test_a_policy_is_a_value() -> None:
         (ValueError, {"reduce": torch.complex64}, "reduce=torch.complex64"),
         (
             ValueError,
-            {"master": torch.bfloat16},
+            {"param": torch.float32, "master": torch.bfloat16},
             r"param=torch.float32, master=torch.bfloat16\): master cannot hold.*use torch.float32",
         ),
         (
@@ -77,13 +77,36 @@ def test_impossible_policies_are_refused_by_name(error: type, given_: dict, mess
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_cast_module_casts_floating_tensors_and_no_others(dtype: torch.dtype) -> None:
     module = Mixed()
-    returned = Precision(param=dtype).cast_module(module)
+    returned = Precision(param=dtype, buffer=dtype).cast_module(module)
     assert returned is module
     assert {parameter.dtype for parameter in module.parameters()} == {dtype}
     assert module.mean.dtype == dtype
     assert (module.steps.dtype, module.steps.item()) == (torch.int64, 7)
     assert module.mask.dtype == torch.bool
     assert (module.rotary.dtype, module.rotary.item()) == (torch.complex64, 1 + 2j)
+
+
+def test_the_identity_leaves_every_dtype() -> None:
+    policy, module = Precision(), Mixed().double()
+    module.linear.half()
+    before = [tensor.dtype for tensor in (*module.parameters(), *module.buffers())]
+    policy.cast_module(module)
+    assert [tensor.dtype for tensor in (*module.parameters(), *module.buffers())] == before
+    assert (policy.param, policy.accumulate, policy.reduce, policy.master) == (None, None, None, None)
+    x = torch.ones(2, dtype=torch.float64)
+    assert policy.cast_inputs((x,), {"x": x}) == ((x,), {"x": x})
+
+
+def test_a_policy_without_weights_of_its_own_may_ask_for_wide_sums_and_masters() -> None:
+    policy = Precision(accumulate=torch.float32, master=torch.float32)
+    assert (policy.param, policy.accumulate, policy.master) == (None, torch.float32, torch.float32)
+
+
+def test_codes_of_8_bits_are_left_alone() -> None:
+    module = Mixed()
+    module.codes = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
+    BF16.cast_module(module)
+    assert module.codes.dtype == torch.float8_e4m3fn
 
 
 def test_cast_module_keeps_parameters_the_same_objects_and_tied_ones_tied() -> None:

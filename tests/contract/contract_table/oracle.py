@@ -1,11 +1,11 @@
 """One process that sees the data of all ranks: what a person would write in plain torch.
 
-fp32 is the plainest of loops, over batches that are the ranks' batches in one.  For bf16 and fp16 it keeps fp32
-masters, and imitates what has to be decided somewhere: each rank's gradient is of the model's dtype; their sum, made
-in fp32, travels in the model's dtype; micro-steps, mean and update are fp32.
+fp32 and fp64 are the plainest of loops, over batches that are the ranks' batches in one.  For bf16 and fp16 it keeps
+fp32 masters, and imitates what has to be decided somewhere: each rank's gradient is of the model's dtype; their sum,
+made in fp32, travels in the model's dtype; micro-steps, mean and update are fp32.
 
 Gradients are clipped, to a norm that most steps exceed.  A norm is added up in an order that depends on the layout,
-but in float64 (zoptim.sum_of_squares), so that stages divide by the same float32.
+but in float64 (zoptim.sum_of_squares), so that stages divide by the same float32, or the same 40 bits of a float64.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import nn
 from contract_table.scenarios import SCENARIOS, Scenario, batches, last_batch
 
 CLIP_NORM = 0.25
-LOSS_SCALE = {torch.float32: 1.0, torch.bfloat16: 1.0, torch.float16: 256.0}
+LOSS_SCALE = {torch.bfloat16: 1.0, torch.float16: 256.0}
 
 
 @functools.cache
 def curve(scenario: str, dtype: torch.dtype, world_size: int, accumulation: int) -> tuple[float, ...]:
     """The mean loss of each step, and the loss of the last batch afterwards."""
     chosen = SCENARIOS[scenario]
-    model = chosen.model().to(dtype)
+    model = chosen.cast(chosen.model(), dtype)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as ranks have
     try:
-        losses = (plain if dtype is torch.float32 else with_masters)(chosen, model, world_size, accumulation)
+        losses = (with_masters if dtype in LOSS_SCALE else plain)(chosen, model, world_size, accumulation)
         with torch.no_grad():
             return (*losses, model(last_batch()).item())
     finally:
@@ -44,7 +44,7 @@ def make_optimizer(scenario: Scenario, params: list[nn.Parameter]) -> torch.opti
 
 
 def plain(scenario: Scenario, model: nn.Module, world_size: int, accumulation: int) -> list[float]:
-    """fp32, every rank's batch joined into one."""
+    """fp32 or fp64, every rank's batch joined into one."""
     params = list(model.parameters())
     optimizer = make_optimizer(scenario, params)
     curve = []

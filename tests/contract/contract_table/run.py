@@ -24,6 +24,7 @@ from contract_table.rows import BUCKET_NUMEL, Row
 from contract_table.scenarios import NUM_STEPS, SCENARIOS, Incident, Scenario, batches, last_batch
 
 DTYPES = {
+    torch.float64: {},  # the model's, of which the config says nothing
     torch.float32: {},
     torch.bfloat16: {"bf16": {"enabled": True}},
     torch.float16: {"fp16": {"enabled": True, "loss_scale": 256.0}},
@@ -59,6 +60,7 @@ class Outcome:
     ledger: dict[str, int]  # bytes by owner after the last step
     planned: dict[str, int]  # the same before the first
     peak_bytes: int  # of gathered units
+    level: float  # the buffer of that name after training; 0 without one
 
 
 def run_cases(cases: list[Case]) -> list[Outcome | str]:
@@ -88,11 +90,13 @@ def run_case(case: Case) -> Outcome:
 def _run_case(case: Case) -> Outcome:
     scenario = SCENARIOS[case.scenario]
     model = scenario.model()
+    if case.dtype is torch.float64:
+        model.double()
     with _offloading(case.row.offload):
         engine, *_ = zengine.initialize(model=model, config=_config(case, scenario))
     partition = engine.parts.partition
     planned = zpartition.plan(
-        model if not partition.residence.units else scenario.model().to(case.dtype),
+        model if not partition.residence.units else scenario.cast(scenario.model(), case.dtype),
         policy=engine.plan.zero,
         world_size=zcomm.group_size(),
         num_backwards=case.accumulation * scenario.num_losses,
@@ -119,6 +123,7 @@ def _run_case(case: Case) -> Outcome:
         ledger=ledger,
         planned=planned.ledger(),
         peak_bytes=peak,
+        level=float(getattr(model, "level", 0.0)),
     )
     engine.close()
     return outcome
@@ -184,7 +189,7 @@ def _digest(engine: nn.Module) -> str:
     found = hashlib.sha256()
     for name, tensor in engine.state_dict().items():
         found.update(name.encode())
-        found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

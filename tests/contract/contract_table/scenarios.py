@@ -50,7 +50,8 @@ class Net(nn.Module):
         hidden = self.embed(tokens[:, :-1])
         for index, block in enumerate(self.blocks):
             hidden = self.run_block(index, block, hidden, **how)
-        logits = self.head(self.norm(hidden)).float()
+        logits = self.head(self.norm(hidden))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def run_block(self, index: int, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -82,6 +83,25 @@ class Skipping(Net):
         return hidden if skip and index == 1 else block(hidden)
 
 
+class Buffered(Net):
+    """A norm with statistics, which rest, and a sum that bf16 cannot make: each step adds its share of 100.3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH).eval()  # one process sees other batches than ranks do
+        self.statistics.running_mean.fill_(0.1003)
+        self.register_buffer("level", torch.zeros(()))
+        self.last = -1  # step that was added
+
+    def run_block(self, index: int, block: nn.Module, hidden: torch.Tensor, *, step: int = -1) -> torch.Tensor:
+        if step > self.last:
+            self.last = step
+            self.level += 0.1 * (100.3 - self.level)
+        if index == 1:
+            hidden = self.statistics(hidden.flatten(0, 1)).view_as(hidden)
+        return block(hidden) * (1 + self.level / 1000).to(hidden.dtype)
+
+
 class Scenario:
     """The plain one; others override what they do differently."""
 
@@ -93,6 +113,10 @@ class Scenario:
 
     def model(self) -> nn.Module:
         return Net()
+
+    def cast(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """As an engine casts the model."""
+        return model.to(dtype)
 
     def prepare(self, model: nn.Module, step: int) -> None:
         """Before the first micro-step of `step`."""
@@ -247,6 +271,26 @@ class RefusedLoad(Scenario):
             try_to_load(engine)
 
 
+class Buffers(Scenario):
+    """Buffers stay wide where weights become narrow, and the weights of a norm with statistics beside them."""
+
+    name = "buffers"
+
+    def model(self) -> nn.Module:
+        return Buffered()
+
+    def cast(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+        wide = torch.promote_types(dtype, torch.float32)
+        for param in model.parameters():
+            param.data = param.data.to(dtype)
+        model.statistics.to(wide)
+        model.level.data = model.level.to(wide)
+        return model
+
+    def losses(self, run: nn.Module, tokens: torch.Tensor, step: int) -> Iterator[tuple[torch.Tensor, bool]]:
+        yield run(tokens, step=step), False
+
+
 class OnPurpose(Exception):
     """Raised by an incident."""
 
@@ -300,6 +344,7 @@ SCENARIOS: dict[str, Scenario] = {
         WithCheckpoints(),
         WithReentrantCheckpoints(),
         RefusedLoad(),
+        Buffers(),
     )
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -42,7 +43,7 @@ from zengine.features.looking import lookers
 from zengine.feeding import data_features, feed_of, require_data, training_loader
 from zengine.optimizer_calls import OptimizerCalls, OwnStep
 from zengine.parts import ConstantRate, NoOptimizer, Numbers, Parts, ShardOptimizer, TelemetrySlot
-from zengine.runners import AutocastRunner, CastingRunner, Closable, Holding, Runner, Sequential
+from zengine.runners import AutocastRunner, CastingRunner, Closable, ExplainingRunner, Holding, Runner, Sequential
 from zengine.safe_modules import refuse_unknown_classes
 from zengine.saving import SaveBehind, SaveNow, Saver
 from zengine.staging import is_staged, refuse_elsewhere
@@ -51,6 +52,8 @@ from zengine.trainable import named, trainable
 from zengine.verdict import Judge, SkipNonFinite, apply_always
 
 log = logging.getLogger("zengine")
+
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -120,7 +123,7 @@ def _around(
             scheduler=ConstantRate() if scheduler is None else scheduler,
             telemetry=telemetry,
             inspect=make_inspect(partition),
-            divisor=make_divisor(plan, world.device),
+            divisor=make_divisor(plan, world.device, dtype=_divisor_dtype(partition.module)),
             drift=make_drift(
                 partition, optimizer, groups, functools.partial(zcomm.exchange, group=groups.everybody())
             ),
@@ -241,6 +244,10 @@ def make_runner(plan: Plan, module: nn.Module, device: torch.device, checkpointi
         runner = AutocastRunner(device.type, plan.numerics.autocast)
     held: list[Closable] = []
     with ExitStack() as done:  # undone again if what comes after it fails
+        if plan.precision.param in _NARROW:
+            wide = zprecision.WideBuffers.install(module, keep=plan.precision.keep, param=plan.precision.param)
+            runner = ExplainingRunner(runner, wide) if wide.names else runner
+            done.callback(wide.close)
         for change in _changes(plan, module, device, checkpointing):
             held.append(change)
             done.callback(change.close)
@@ -256,7 +263,7 @@ def _changes(
     if float8.modules:
         only, but = (zprecision.Keep(patterns=names, as_listed=False) for names in (float8.modules, float8.exclude))
         yield zprecision.Float8.convert(module, device=device, only=only, but=but)
-    if keep.patterns and plan.precision.param.itemsize < 4:
+    if keep.patterns and plan.precision.param in _NARROW:
         for pattern in keep.unmatched(module):
             log.warning("data_types.keep_in_fp32_modules: %r matches no parameter or buffer of the model", pattern)
         yield zprecision.Islands.install(module, keep, plan.precision.param)
@@ -289,17 +296,30 @@ def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.Gr
     return inspect
 
 
-def make_divisor(plan: Plan, device: torch.device) -> Callable[[Numbers], Tensor | None]:
-    """What gradients are divided by, from what was found in them; None when that is one for ever."""
+def make_divisor(
+    plan: Plan, device: torch.device, *, dtype: torch.dtype = torch.float32
+) -> Callable[[Numbers], Tensor | None]:
+    """What gradients are divided by, from what was found in them; None when that is one for ever.
+
+    () of `dtype`; a float64 has 40 bits: stages add up the norm in other orders, and agree only after a rounding.
+    """
     clip_norm, divides_always = plan.clip_norm, divides(plan)
 
     def divisor(numbers: Numbers) -> Tensor | None:
         if not divides_always and numbers.remainder == 1.0:
             return None
         value = zprecision.divisor_of(numbers.norm, numbers.scale * numbers.remainder, clip_norm)
-        return torch.full((), value, dtype=torch.float32, device=device)
+        if dtype == torch.float64 and math.isfinite(value):
+            fraction, exponent = math.frexp(value)
+            value = math.ldexp(round(math.ldexp(fraction, 40)), exponent - 40)
+        return torch.full((), value, dtype=dtype, device=device)
 
     return divisor
+
+
+def _divisor_dtype(module: nn.Module) -> torch.dtype:
+    """float32, as kernels read it, but where it would round gradients of float64."""
+    return torch.float64 if any(param.dtype == torch.float64 for param in module.parameters()) else torch.float32
 
 
 def divides(plan: Plan) -> bool:
@@ -368,6 +388,8 @@ def _say_narrow_states(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         ValueError: they would be float16, where second moments become 0 and weights NaN.
     """
     master = plan.precision.master
+    if master is None:
+        return  # told with the model's dtype; see config/own_dtypes.py
     is_asked = plan.numerics.narrow_states or any(group.get("state_dtype") for group in optimizer.param_groups)
     if master == torch.float16 and not is_asked and type(optimizer).__name__ != "SGD":
         raise ValueError(

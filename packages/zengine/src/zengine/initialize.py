@@ -126,8 +126,12 @@ def make_engine(model: nn.Module, client: Client, plan: Plan, world: zcomm.World
     """An engine from a resolved plan, for callers that have no JSON."""
     with uncollected():
         from zengine.assemble import assemble, make_engine_around, make_features, optimizer_calls
+        from zengine.config.own_dtypes import follow_model
         from zengine.staging import fitted, is_staged
-    plan = fitted(model, plan)
+        from zengine.trainable import dtypes_of
+    plan, notice = follow_model(fitted(model, plan), dtypes_of(model))
+    if notice and world.rank == 0:
+        log.warning("%s", notice)
     parts = assemble(model, client, plan, world, groups)
     engine = make_engine_around(model, parts, plan)
     try:

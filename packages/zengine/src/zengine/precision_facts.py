@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+
+from zengine.trainable import dtype_of
 
 if TYPE_CHECKING:
     from zengine.config import Plan
@@ -17,6 +20,7 @@ class PrecisionFacts:
 
     if TYPE_CHECKING:
         plan: Plan
+        module: nn.Module
 
     def fp16_enabled(self) -> bool:
         """Whether parameters are float16."""
@@ -44,12 +48,13 @@ class PrecisionFacts:
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of the parameters, dtype of the gradient accumulators)."""
-        return self.plan.precision.param, self.plan.precision.accumulate
+        param = self.plan.precision.param or dtype_of(self.module)
+        return param, self.plan.zero.accumulate_for(param)
 
     @property
     def communication_data_type(self) -> torch.dtype:
         """What most gradients travel in."""
-        return self.plan.precision.reduce
+        return self.plan.precision.reduce or dtype_of(self.module)
 
     def amp_enabled(self) -> bool:
         """Whether the config has an amp section that is on; it is carried out by torch.autocast."""

@@ -5,6 +5,7 @@
 | `Sequential` | nothing: the identity |
 | `CastingRunner` | floating inputs become the weights' dtype first (fp16.auto_cast) |
 | `AutocastRunner` | forward runs under torch.autocast |
+| `ExplainingRunner` | errors about dtypes name the buffers that are wider than the weights |
 | `Holding` | what was done to the module and is undone at the end: hooks around float32 modules, 8-bit layers |
 
 A runner covers forward alone.  Backward runs outside autocast, as torch recommends: each operation's gradient has the
@@ -23,7 +24,7 @@ from torch import nn
 
 import zprecision
 
-__all__ = ["AutocastRunner", "CastingRunner", "Closable", "Holding", "Runner", "Sequential"]
+__all__ = ["AutocastRunner", "CastingRunner", "Closable", "ExplainingRunner", "Holding", "Runner", "Sequential"]
 
 
 class Closable(Protocol):
@@ -81,6 +82,24 @@ class AutocastRunner:
 
     def close(self) -> None:
         """Nothing was done."""
+
+
+@final
+@attrs.frozen(eq=False)
+class ExplainingRunner:
+    """Another runner, whose errors about dtypes say which buffers of the model are wide."""
+
+    inner: Runner
+    wide: zprecision.WideBuffers
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.wide.explained():
+            return self.inner.forward(module, args, kwargs)
+
+    def close(self) -> None:
+        """Remove the hooks, and undo what `inner` did."""
+        self.wide.close()
+        self.inner.close()
 
 
 @final

@@ -1,17 +1,28 @@
-"""What an optimizer is made over: the parameters of a module, with the names that it has for them."""
+"""What an optimizer is made over: the parameters of a module, their dtypes, and the names that it has for them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["named", "trainable"]
+__all__ = ["dtype_of", "dtypes_of", "named", "trainable"]
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
     """All that can be trained, now or when it is unfrozen."""
     return [param for param in module.parameters() if param.requires_grad or param.is_floating_point()]
+
+
+def dtypes_of(module: nn.Module) -> dict[torch.dtype, str]:
+    """The dtypes of the parameters that are trained, each with the name of one."""
+    return {param.dtype: name for name, param in module.named_parameters() if param.requires_grad}
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Of the first floating parameter, by which DeepSpeed goes too; float32 without one."""
+    return next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
 
 
 def named(module: nn.Module, parameters: list[Any]) -> list[Any]:

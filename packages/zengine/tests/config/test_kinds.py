@@ -72,7 +72,7 @@ def test_a_value_of_the_kind_is_read_and_reading_again_changes_nothing(kind: Kin
         (number(0), -1.5, "must be >= 0", ""),
         (TEXT, 3, "needs text, got a number", ""),
         (choice("mean", "sum"), "avg", 'must be one of "mean", "sum"', ""),
-        (DTYPE, "fp8", 'must be one of "fp32", "fp16", "bf16"', ""),
+        (DTYPE, "fp8", 'must be one of "fp32", "fp16", "bf16", "fp64"', ""),
         (LIST, "a", "needs a list [...], got text", ""),
         (MAPPING, [], "needs an object {...}, got a list [...]", ""),
         (literal(TRUTH, "auto"), 0, 'needs true, false or "auto", got a number', "Write false."),

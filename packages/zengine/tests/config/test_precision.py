@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zengine.config import Facts, Plan, load, resolve
-from zprecision import DynamicScaling, Keep, StaticScaling, Unscaled
+from zprecision import DynamicScaling, Keep, Precision, StaticScaling, Unscaled
 
 ON = {"enabled": True}
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -36,7 +36,8 @@ def plan_of(source: dict[str, Any], bf16_is_faster: bool = False) -> Plan:
 def test_autocast_leaves_weights_in_float32_and_scales_for_float16(section: Any, dtype: Any, scaling: Any) -> None:
     plan = plan_of(section)
     assert (plan.numerics.autocast, plan.scaling) == (dtype, scaling)
-    assert (plan.precision.param, plan.precision.master, plan.zero.accumulate_dtype) == (F32, F32, F32)
+    assert plan.precision == Precision()
+    assert (plan.zero.master_for(F32), plan.zero.accumulate_for(F32)) == (F32, F32)
     narrow = (None, ()) if dtype == F32 else (dtype, CLASSES)
     assert (plan.zero.narrow_dtype, plan.zero.narrow_classes) == narrow
 
@@ -171,6 +172,6 @@ def test_what_stays_wide_and_the_buffers_reach_the_precision() -> None:
     assert plan_of({}).precision.keep == Keep(as_listed=True)
     assert plan_of({"data_types": {"keep_in_fp32_modules": []}}).precision.keep == Keep(as_listed=False)
     (notice,) = plan_of({"torch_autocast": ON, "data_types": {"keep_in_fp32_modules": ["norm"]}}).notices
-    assert notice.endswith("no effect here: weights are float32, and torch.autocast decides for each operation")
+    assert notice.endswith("weights keep the dtype of the model, and torch.autocast decides for each operation")
     auto = plan_of({"bf16": {"enabled": "auto"}, "data_types": {"keep_in_fp32_modules": ["norm"]}}).notices
-    assert "dict: data_types.keep_in_fp32_modules has no effect here: weights are float32" in auto
+    assert "dict: data_types.keep_in_fp32_modules has no effect here: weights are float32 or wider" in auto

@@ -145,7 +145,7 @@ def test_any_combination_resolves_or_is_refused_in_words() -> None:
     def section(**choices: list[Any]) -> dict[str, Any]:
         return {key: draw.choice(values) for key, values in choices.items()}
 
-    switch, dtypes, counts = [True, False, False], [None, None, "fp32", "bf16", "fp16"], [0, 0]
+    switch, dtypes, counts = [True, False, False], [None, None, "fp32", "bf16", "fp16", "fp64"], [0, 0]
     for _ in range(250):
         source: dict[str, Any] = {
             "train_batch_size": 2,
@@ -167,7 +167,7 @@ def test_any_combination_resolves_or_is_refused_in_words() -> None:
         counts[plan is None] += 1
         if plan is None:
             continue
-        narrow = {plan.precision.param, plan.numerics.autocast} - {torch.float32}
+        narrow = {plan.precision.param, plan.numerics.autocast} - {torch.float32, torch.float64, None}
         assert len(narrow) <= 1, source
         assert (torch.float16 in narrow) == (not isinstance(plan.scaling, Unscaled)), source
         assert plan.describe()

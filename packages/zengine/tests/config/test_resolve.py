@@ -11,7 +11,7 @@ import torch
 import zckpt
 from zengine.config import ConfigError, Facts, Plan, load, resolve
 from zpartition import Averaging, ReduceAt, SparseGradients, ZeroPolicy
-from zprecision import BF16, FP16, FP32, DynamicScaling, Precision, StaticScaling, Unscaled
+from zprecision import BF16, FP16, DynamicScaling, Precision, StaticScaling, Unscaled
 
 
 def plan_of(source: Any = None, /, *, replicas: int = 2, bf16_is_faster: bool = False, **more: Any) -> Plan:
@@ -23,8 +23,9 @@ def plan_of(source: Any = None, /, *, replicas: int = 2, bf16_is_faster: bool = 
 def test_the_smallest_config_is_fp32_unsharded_and_clipped() -> None:
     plan = plan_of()
     assert (plan.batch.train_batch_size, plan.batch.micro_batch_size, plan.batch.accumulation) == (2, 1, 1)
-    assert (plan.precision, plan.scaling, plan.cast_inputs) == (FP32, Unscaled(), False)
-    assert plan.zero == ZeroPolicy(sparse_gradients=SparseGradients.DENSE)
+    assert (plan.precision, plan.scaling, plan.cast_inputs) == (Precision(), Unscaled(), False)
+    own = ZeroPolicy(sparse_gradients=SparseGradients.DENSE, accumulate_dtype=None, master_dtype=None)
+    assert plan.zero == own
     assert (plan.optimizer.type, plan.scheduler.type) == ("", "")
     assert (plan.clip_norm, plan.skip_nonfinite) == (1.0, True)
     assert (plan.data.drop_last, plan.data.seed) == (False, 1234)

@@ -51,7 +51,7 @@ class AdamLists:
 class Signals:
     """The two scalars that travel with a step.  () float32 on the tensors' device, or None."""
 
-    grad_scale: Tensor | None = None  # gradients are divided by it
+    grad_scale: Tensor | None = None  # gradients are divided by it; float64 where parameters are
     found_inf: Tensor | None = None  # not 0 means: change nothing
 
 

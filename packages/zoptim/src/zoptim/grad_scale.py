@@ -75,8 +75,8 @@ class GradScaled:
             return None
         if signals.grad_scale is None:
             return _step(self.optimizer, closure)
-        if speaks_grad_scale(self.optimizer):
-            return self._step_fused(signals, closure)
+        if speaks_grad_scale(self.optimizer) and signals.grad_scale.dtype is torch.float32:
+            return self._step_fused(signals, closure)  # which reads float32
         if closure is not None:
             return _step(self.optimizer, lambda: self._divide_after(closure, signals))
         self._divide(signals)

@@ -222,8 +222,8 @@ class CpuJob:
         job.found_inf = self._scalar("found_inf", signals.found_inf)
 
     def _scalar(self, name: str, value: Tensor | None) -> Any:
-        """The address of a () float32 tensor, which is kept until the next step."""
-        self._arrays[name] = value
+        """The address of a () tensor as float32, which is kept until the next step."""
+        value = self._arrays[name] = None if value is None else value.float()
         return self._ffi.NULL if value is None else self._ffi.cast("float *", value.data_ptr())
 
     def _point(self, name: str, tensors: Sequence[Tensor]) -> Any:

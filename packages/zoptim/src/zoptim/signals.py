@@ -18,11 +18,13 @@ __all__ = ["NO_SCALE", "beside", "is_skipped", "read_signals"]
 # own scale with the attribute it finds.  Known by identity, so nothing is divided.
 NO_SCALE = torch.ones(())
 
+_DIVISORS = (torch.float32, torch.float64)  # the latter for float64 gradients; kernels read it as float32
+
 
 def read_signals(grad_scale: Any, found_inf: Any) -> Signals:
-    """The optimizer's two attributes as kernels want them: () float32 each, or None."""
+    """The optimizer's two attributes: () float32 each, or None; a grad_scale of float64 stays so."""
     return Signals(
-        grad_scale=None if grad_scale is NO_SCALE else _scalar("grad_scale", grad_scale),
+        grad_scale=None if grad_scale is NO_SCALE else _scalar("grad_scale", grad_scale, _DIVISORS),
         found_inf=_scalar("found_inf", found_inf),
     )
 
@@ -43,12 +45,13 @@ def is_skipped(signals: Signals) -> bool:
     return signals.found_inf is not None and bool(signals.found_inf)
 
 
-def _scalar(name: str, value: Any) -> Tensor | None:
+def _scalar(name: str, value: Any, kept: tuple[torch.dtype, ...] = (torch.float32,)) -> Tensor | None:
     if value is None:
         return None
     if not (isinstance(value, Tensor) and value.numel() == 1):
         raise TypeError(f"{name} is {value!r}; it must be a tensor of one element, or None.")
     tensor: Tensor = value
-    if tensor.dim() or tensor.dtype is not torch.float32 or tensor.requires_grad:
-        return tensor.detach().reshape(()).float()
+    if tensor.dim() or tensor.dtype not in kept or tensor.requires_grad:
+        tensor = tensor.detach().reshape(())
+        return tensor if tensor.dtype in kept else tensor.float()
     return tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import attrs
+import torch
 from torch import nn
 
 from zpartition.cells import addresses_of, deals_of
@@ -71,7 +72,7 @@ def _layout(
             chosen[name],
             units.get(name),
             name in sparse,
-            policy.narrow_dtype if name in narrow else None,
+            policy.narrow_dtype if name in narrow and param.dtype != torch.float64 else None,
             addresses[name],
             deals[name].size if name in deals else 1,
         )

@@ -84,8 +84,8 @@ class ZeroPolicy:
     reduce_dtype: torch.dtype | None = None  # on the wire; None: the dtype of the parameters themselves
     narrow_dtype: torch.dtype | None = None  # on the wire, of parameters that modules of `narrow_classes` hold
     narrow_classes: tuple[str, ...] = ()  # names, with or without the path: "Linear", "torch.nn.Linear"
-    accumulate_dtype: torch.dtype = torch.float32  # gradient accumulators
-    master_dtype: torch.dtype = torch.float32  # what the optimizer updates
+    accumulate_dtype: torch.dtype | None = torch.float32  # gradient accumulators; None: each parameter's own
+    master_dtype: torch.dtype | None = torch.float32  # what the optimizer updates; None: the parameters themselves
     averaging: Averaging = MEAN
     reduce_at: ReduceAt = ReduceAt.MICRO_STEP
     overlap: bool = True  # launch a bucket while backward still runs; False: all at its end
@@ -126,7 +126,7 @@ class ZeroPolicy:
 
     def accumulate_for(self, dtype: torch.dtype) -> torch.dtype:
         """Accumulator of gradients of parameters of `dtype`: never narrower than the parameters."""
-        return torch.promote_types(dtype, self.accumulate_dtype)
+        return torch.promote_types(dtype, self.accumulate_dtype or dtype)
 
     def wire_for(self, bucket: Bucket) -> torch.dtype:
         """What the gradients of `bucket` travel in."""
@@ -138,7 +138,7 @@ class ZeroPolicy:
 
     def master_for(self, dtype: torch.dtype) -> torch.dtype:
         """What the optimizer updates for parameters of `dtype`: never narrower than the parameters."""
-        return torch.promote_types(dtype, self.master_dtype)
+        return torch.promote_types(dtype, self.master_dtype or dtype)
 
     def __attrs_post_init__(self) -> None:
         if self.stage >= 2 and self.reduce_at is ReduceAt.BOUNDARY:

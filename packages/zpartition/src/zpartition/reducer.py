@@ -320,7 +320,7 @@ class GradientReducer:
         return False
 
     def _capacity(self, gradient: BucketGradient) -> int:
-        """Elements of a new buffer: the first few fit any bucket and serve all in turn; more are made to measure.
+        """Elements of a new buffer: the first few fit any bucket of a dtype, in turn; more are made to measure.
 
         Where whole gradients are kept, those of a second backward are the ones that serve all.
         """
@@ -328,7 +328,8 @@ class GradientReducer:
         serve_all = goes_on and self.pool.num_made <= IN_FLIGHT_LIMIT
         serve_all &= reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP
         serve_all |= gradient.borrowed is not None
-        return max(bucket.numel for bucket in self.layout.buckets) if serve_all else gradient.bucket.numel
+        served = (b.numel for b in self.layout.buckets if b.dtype == gradient.bucket.dtype)
+        return max(served) if serve_all else gradient.bucket.numel
 
     def _send(self, gradient: BucketGradient) -> None:
         if gradient.rows is not None:
@@ -392,7 +393,8 @@ def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> 
     fills = reduce_at(policy, layout) is ReduceAt.BOUNDARY
     dense = [bucket for bucket in layout.buckets if not bucket.is_sparse]
     sizes = [b.numel * (policy.accumulate_for(b.dtype) if fills else b.dtype).itemsize for b in dense]
-    few = (IN_FLIGHT_LIMIT + 1) * max(sizes, default=0)
+    kinds = {bucket.dtype for bucket in dense}  # no buffer serves two
+    few = (IN_FLIGHT_LIMIT + 1) * sum(max(s for b, s in zip(dense, sizes) if b.dtype == kind) for kind in kinds)
     if layout.num_shards == 1 and not policy.offload.moves_all_states:
         return sum(sizes) + (few if num_backwards > 1 else 0)
     return sum(sizes) if fills else few

@@ -7,6 +7,7 @@ agree, `inspect` takes an all_reduce as a callable.
 """
 
 from zprecision.float8 import Float8, Float8Linear, has_float8
+from zprecision.inlets import WideBuffers
 from zprecision.inspect import Culprit, GradientStats, clip_divisor, divisor_of, first_nonfinite, inspect, joined
 from zprecision.islands import Islands
 from zprecision.keeping import Keep
@@ -35,6 +36,7 @@ __all__ = [
     "StaticScaler",
     "StaticScaling",
     "Unscaled",
+    "WideBuffers",
     "clip_divisor",
     "divisor_of",
     "first_nonfinite",

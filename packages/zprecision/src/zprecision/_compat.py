@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase as RunningNorm
+from torch.nn.utils import parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
 
-__all__ = ["has_scaled_matmul", "scaled_matmul", "unsaved_buffers"]
+__all__ = ["RunningNorm", "has_scaled_matmul", "scaled_matmul", "spectral_vectors", "unsaved_buffers"]
 
 _OLDEST_CAPABILITY = (8, 9)  # of NVIDIA devices with matrix units for 8-bit floats: Ada, Hopper and later
 
@@ -15,6 +18,15 @@ _OLDEST_CAPABILITY = (8, 9)  # of NVIDIA devices with matrix units for 8-bit flo
 def unsaved_buffers(module: nn.Module) -> Iterator[str]:
     """Names of the module's own buffers that no state dict holds; none when this torch does not tell."""
     yield from getattr(module, "_non_persistent_buffers_set", ())
+
+
+def spectral_vectors(module: nn.Module) -> Iterator[Tensor]:
+    """The buffers of a spectral norm, of either kind: torch multiplies the weight by them."""
+    if isinstance(module, parametrizations._SpectralNorm):
+        yield from module.buffers(recurse=False)
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm):
+            yield from (getattr(module, f"{hook.name}_{end}") for end in "uv")
 
 
 def has_scaled_matmul(device: torch.device) -> bool:

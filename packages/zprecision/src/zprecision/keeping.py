@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zprecision._compat import unsaved_buffers
+from zprecision.buffers import is_castable
 
 __all__ = ["Keep"]
 
@@ -45,13 +46,13 @@ class Keep:
     patterns: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)  # anywhere in a full name; * is anything
     as_listed: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))  # what the model lists
 
-    def names(self, module: nn.Module, dtype: torch.dtype) -> frozenset[str]:
+    def names(self, module: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
         """Full names of the floating parameters and buffers of `module` that stay when the rest becomes `dtype`.
 
         A tensor with several names is named by each if any of them matches.  Empty for a dtype that is not narrower
-        than float32.
+        than float32, and for None, where nothing is cast.
         """
-        if torch.promote_types(dtype, torch.float32) == dtype:
+        if dtype is None or torch.promote_types(dtype, torch.float32) == dtype:
             return frozenset()
         listed = set(_listed(module, dtype)) if self.as_listed else set()
         return _with_aliases(module, self.asked(module) | listed)
@@ -69,12 +70,8 @@ class Keep:
 
 def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(full name, tensor) of every floating parameter and buffer, once for each of its names."""
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if param.is_floating_point():
-            yield name, param
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        if buffer.is_floating_point():
-            yield name, buffer
+    named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    yield from ((name, tensor) for some in named for name, tensor in some if is_castable(tensor))
 
 
 def _listed(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:

@@ -23,48 +23,51 @@ import torch
 from torch import Tensor, nn
 
 from zprecision import checks
+from zprecision.buffers import beside_weights
 from zprecision.casting import cast, cast_in_place
 from zprecision.keeping import Keep, tensors
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def _summing_dtype(policy: Precision) -> torch.dtype:
-    return torch.float64 if policy.param == torch.float64 else torch.float32
+def _summing_dtype(policy: Precision) -> torch.dtype | None:
+    given = isinstance(policy.param, torch.dtype)  # anything else is refused by its own field
+    return torch.promote_types(policy.param, torch.float32) if given and policy.param else None
 
 
-def _param_dtype(policy: Precision) -> torch.dtype:
+def _param_dtype(policy: Precision) -> torch.dtype | None:
     return policy.param
+
+
+_given = attrs.validators.optional(checks.floating)
 
 
 @attrs.frozen(kw_only=True)
 class Precision:
-    """The dtypes of training. `Precision()` is the identity: float32 throughout.
+    """The dtypes of training. `Precision()` is the identity: every tensor keeps the dtype that it has.
 
     Invariant: `accumulate` and `master` hold every value of `param` exactly.
     """
 
-    # weights, activations and gradients of forward and backward
-    param: torch.dtype = attrs.field(default=torch.float32, validator=checks.floating)
-    # sums of gradients over micro-steps; float32, or float64 for float64 weights
-    accumulate: torch.dtype = attrs.field(
-        default=attrs.Factory(_summing_dtype, takes_self=True), validator=checks.floating
+    # weights, activations and gradients of forward and backward; None: each parameter keeps its own
+    param: torch.dtype | None = attrs.field(default=None, validator=_given)
+    # sums of gradients over micro-steps; float32, or float64 for float64 weights; None: each parameter's own
+    accumulate: torch.dtype | None = attrs.field(
+        default=attrs.Factory(_summing_dtype, takes_self=True), validator=_given
     )
-    # gradients on the wire; as `param`; may be coarser, to save bandwidth
-    reduce: torch.dtype = attrs.field(default=attrs.Factory(_param_dtype, takes_self=True), validator=checks.floating)
-    # the copy that the optimizer updates; float32, or float64 for float64 weights
-    master: torch.dtype = attrs.field(
-        default=attrs.Factory(_summing_dtype, takes_self=True), validator=checks.floating
-    )
+    # gradients on the wire; as `param`; may be coarser, to save bandwidth; None: each parameter's own
+    reduce: torch.dtype | None = attrs.field(default=attrs.Factory(_param_dtype, takes_self=True), validator=_given)
+    # the copy that the optimizer updates; float32, or float64 for float64 weights; None: each parameter's own
+    master: torch.dtype | None = attrs.field(default=attrs.Factory(_summing_dtype, takes_self=True), validator=_given)
 
-    # floating buffers; None: as `param`
-    buffer: torch.dtype | None = attrs.field(default=None, validator=attrs.validators.optional(checks.floating))
+    # floating buffers; None: they keep theirs, but become as wide as a wider `param`
+    buffer: torch.dtype | None = attrs.field(default=None, validator=_given)
     # parameters and buffers that stay in float32 where `param` is narrower; those that the model lists, unless told
     keep: Keep = attrs.field(factory=Keep, validator=attrs.validators.instance_of(Keep))
 
     def __attrs_post_init__(self) -> None:
         for name, dtype in (("accumulate", self.accumulate), ("master", self.master)):
-            if torch.promote_types(dtype, self.param) != dtype:
+            if dtype and self.param and torch.promote_types(dtype, self.param) != dtype:
                 raise ValueError(
                     f"Precision(param={self.param}, {name}={dtype}): {name} cannot hold every value of param;"
                     f" use {torch.promote_types(dtype, self.param)} or leave {name} out"
@@ -73,26 +76,34 @@ class Precision:
     def cast_module(self, module: ModuleT) -> ModuleT:
         """Casts floating parameters (with their gradients) and buffers in place, but for `keep`; returns `module`.
 
-        Tensors stay the same objects, so an optimizer made before still holds them. Integer, bool and complex ones
-        are left alone, and so is whatever already has the dtype. What `keep` names is float32 afterwards; where
-        patterns name whole modules, `Islands` casts what goes in and out of them.
+        Tensors stay the same objects, so an optimizer made before still holds them. Integer, bool, complex and 8-bit
+        ones are left alone, and so is whatever already has the dtype. What `keep` names is float32 afterwards; where
+        patterns name whole modules, `Islands` casts what goes in and out of them. For buffers see
+        [Note: state is not rounded].
         """
         kept = self.keep.names(module, self.param)
-        params = {id(param) for param in module.parameters()}
+        paired = beside_weights(module, self.param, self.buffer) if self.param else {}
+        params = {id(param): self.param or param.dtype for param in module.parameters()}
         for name, tensor in tensors(module):
-            narrow = self.param if id(tensor) in params or self.buffer is None else self.buffer
-            cast_in_place(tensor, torch.float32 if name in kept else narrow)
+            dtype = paired.get(id(tensor)) or params.get(id(tensor)) or self._of_buffer(tensor)
+            cast_in_place(tensor, torch.float32 if name in kept else dtype)
         return module
+
+    def _of_buffer(self, tensor: Tensor) -> torch.dtype:
+        becomes_wider = self.param is not None and torch.promote_types(tensor.dtype, self.param) == self.param
+        return self.buffer or (self.param if becomes_wider and self.param else tensor.dtype)
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`args` and `kwargs` with every floating tensor in `param`; nothing that was given is modified.
 
         Looks into lists, tuples (named ones too) and dicts at any depth; other objects pass as they are.
         """
+        if self.param is None:
+            return args, kwargs
         return tuple(cast(value, self.param) for value in args), cast(kwargs, self.param)
 
 
-FP32 = Precision()
+FP32 = Precision(param=torch.float32)
 BF16 = Precision(param=torch.bfloat16)
 FP16 = Precision(param=torch.float16)  # its gradients need loss scaling: zprecision.scaling
 

@@ -82,7 +82,7 @@ def _batch(arguments: argparse.Namespace, plan: Plan) -> Batch:
         if arguments.batch:
             return from_factory(arguments.batch)
         if arguments.inputs:
-            return inputs(arguments.inputs, plan.precision.param if plan.cast_inputs else torch.float32)
+            return inputs(arguments.inputs, (plan.precision.param if plan.cast_inputs else None) or torch.float32)
     except (NotAFactory, ValueError) as error:
         raise CommandError(f"{'--batch' if arguments.batch else '--inputs'} {error}") from None
     if arguments.tokens or not arguments.model:

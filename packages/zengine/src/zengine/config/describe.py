@@ -85,7 +85,7 @@ def _reduction_rows(plan: Plan) -> Iterator[Row]:
     for kind in ("classes", "names", "name_suffixes"):
         yield f"zero_optimization.leaf_module.{kind}", ", ".join(plan.leaf_modules.get(kind, ())) or "(none)"
     yield from _offload_rows(plan)
-    yield "communication_data_type", plan.precision.reduce
+    yield "communication_data_type", plan.precision.reduce or "(each parameter's)"
     yield "gradient_allreduce_op", zero.averaging.operation
     yield "prescale_gradients", zero.averaging.prescale
     yield "sparse_gradients", zero.sparse_gradients.value == "rows"

@@ -141,6 +141,7 @@ def choice(*names: str, fold: Callable[[str], str] = str) -> Kind:
 
 _DTYPES = {
     "float32": ("fp32", "float32", "float", "torch.float32"),
+    "float64": ("fp64", "float64", "double", "torch.float64"),
     "float16": ("fp16", "float16", "half", "torch.float16"),
     "bfloat16": ("bf16", "bfloat16", "torch.bfloat16"),
 }
@@ -150,11 +151,11 @@ def _read_dtype(value: object) -> str:
     for name, spellings in _DTYPES.items():
         if value in spellings:
             return name
-    wants = 'one of "fp32", "fp16", "bf16"'
+    wants = 'one of "fp32", "fp16", "bf16", "fp64"'
     raise (_refuse(value, wants) if value == "auto" or not isinstance(value, str) else Mismatch(f"must be {wants}"))
 
 
-DTYPE = Kind('one of "fp32", "fp16", "bf16"', _read_dtype)
+DTYPE = Kind('one of "fp32", "fp16", "bf16", "fp64"', _read_dtype)
 
 
 def _read_list(value: object) -> tuple[Any, ...]:

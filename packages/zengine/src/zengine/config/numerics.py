@@ -52,9 +52,9 @@ def precision_rows(plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "bf16.bf16_master_weights_and_grads", plan.precision.master == torch.bfloat16
         yield "bf16.bf16_optimizer_states", plan.numerics.narrow_states
     yield from _autocast_rows(plan)
-    yield "data_types.grad_accum_dtype", plan.precision.accumulate
-    yield "data_types.param_dtype", param
-    yield "data_types.buffer_dtype", plan.precision.buffer or "(as the parameters)"
+    yield "data_types.grad_accum_dtype", plan.precision.accumulate or "(each parameter's)"
+    yield "data_types.param_dtype", param or "(the model's)"
+    yield "data_types.buffer_dtype", plan.precision.buffer or "(each buffer's)"
     yield "data_types.keep_in_fp32_modules", _kept(plan)
     yield "fp8.enabled", bool(plan.numerics.float8.modules)
     if plan.numerics.float8.modules:

@@ -1,8 +1,9 @@
 """Dtypes, loss scaling and autocast from the config: the part of `resolve` that is about precision.
 
 Four sections speak of it.  fp16 and bf16 make the weights narrow, with float32 masters unless a key asks for narrow
-ones; torch_autocast (and amp, which is read as it) leaves them float32 and narrows operations; data_types says the
-rest.  bf16 weights inside a bf16 autocast are legal, as in DeepSpeed; `precision_rules` knows what is not.
+ones; torch_autocast (and amp, which is read as it) leaves them as they are and narrows operations; data_types says
+the rest.  Where none says what weights are, the model's own dtype stays.  bf16 weights inside a bf16 autocast are
+legal, as in DeepSpeed; `precision_rules` knows what is not.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from zprecision import DynamicScaling, Keep, Precision, StaticScaling, Unscaled
 __all__ = [
     "autocast_of",
     "derived_dtypes",
+    "keeps_model_dtype",
     "numerics",
     "optimizer_plan",
+    "own_masters",
     "param_dtypes",
     "precision",
     "precision_notices",
@@ -33,11 +36,23 @@ __all__ = [
 ]
 
 DYNAMIC_KEYS = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+
+
+def keeps_model_dtype(settings: Settings) -> bool:
+    """Whether no key says what the weights are."""
+    return not (settings.fp16.enabled or settings.bf16.enabled or settings.data_types.param_dtype)
+
+
+def own_masters(stage: int) -> torch.dtype | None:
+    """What the optimizer updates where parameters keep the model's dtype: as in DeepSpeed, the parameters themselves
+    at stage 0, which is plain torch, and at least float32 from stage 1 on.
+    """
+    return torch.float32 if stage else None
 
 
 def param_dtypes(settings: Settings) -> frozenset[str]:
-    """What the weights may be: one dtype, or two where bf16 is "auto"."""
+    """What the config says the weights are: one dtype, or two where bf16 is "auto"; float32 where it says nothing."""
     if settings.fp16.enabled:
         return frozenset({"float16"})
     if settings.bf16.enabled == "auto":
@@ -59,8 +74,11 @@ def precision(settings: Settings, facts: Facts) -> Precision:
     types = settings.data_types
     narrowest = sorted(param_dtypes(settings))[0]  # "bfloat16" before "float32"
     is_auto = settings.bf16.enabled == "auto"
-    param = torch.float32 if is_auto and not facts.bf16_is_faster else _DTYPES[narrowest]
-    master = param if _has_narrow_masters(settings) else torch.float32
+    param: torch.dtype | None = None
+    master = own_masters(settings.zero_optimization.stage)
+    if not keeps_model_dtype(settings):
+        param = torch.float32 if is_auto and not facts.bf16_is_faster else _DTYPES[narrowest]
+        master = param if _has_narrow_masters(settings) else torch.promote_types(param, torch.float32)
     patterns = () if types.keep_in_fp32_modules == "auto" else types.keep_in_fp32_modules
     return Precision(
         param=param,
@@ -79,7 +97,7 @@ def _has_narrow_masters(settings: Settings) -> bool:
     )
 
 
-def _dtype(name: str, default: torch.dtype) -> torch.dtype:
+def _dtype(name: str, default: torch.dtype | None) -> torch.dtype | None:
     return _DTYPES[name] if name else default
 
 
@@ -146,11 +164,15 @@ def optimizer_plan(settings: Settings, dtypes: Precision) -> OptimizerPlan:
     bf16_optimizer_states is on.
     """
     name, params = settings.optimizer.type, dict(settings.optimizer.params)
-    if name and not _says_states(params) and dtypes.master.itemsize < 4:
+    if name and not _says_states(params) and _is_narrow(dtypes.master):
         wanted = "bf16" if settings.bf16.bf16_optimizer_states else "fp32"
         if takes(name, params, "state_dtype", wanted):
             params["state_dtype"] = wanted
     return OptimizerPlan(type=name, params=params)
+
+
+def _is_narrow(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.itemsize < torch.float32.itemsize
 
 
 def _says_states(params: Mapping[str, Any]) -> bool:
@@ -191,7 +213,7 @@ def _amp_notices(config: Config) -> list[str]:
 def _copy_notices(config: Config, dtypes: Precision) -> list[str]:
     """Autograd saves what autocast made of a weight, and no partition can take that back."""
     settings, autocast = config.settings, autocast_of(config.settings)
-    if not autocast.enabled or settings.zero_optimization.stage < 3 or dtypes.param.itemsize < 4:
+    if not autocast.enabled or settings.zero_optimization.stage < 3 or _is_narrow(dtypes.param):
         return []
     key = "amp" if settings.amp.enabled else "torch_autocast"
     return [
@@ -229,10 +251,10 @@ def _master_notices(config: Config, dtypes: Precision) -> list[str]:
     if (
         settings.bf16.enabled == "auto"
         and settings.bf16.bf16_master_weights_and_grads
-        and dtypes.master.itemsize == 4
+        and not _is_narrow(dtypes.master)
     ):
         return [f"{config.origin(asked)}: {asked} has no effect here: training in float32"]
-    if dtypes.master.itemsize == 4:
+    if not _is_narrow(dtypes.master):
         return _states_notices(config)
     if not name:
         return []
@@ -264,9 +286,9 @@ def _states_notices(config: Config) -> list[str]:
 
 def _keep_notices(config: Config, dtypes: Precision) -> list[str]:
     key = "data_types.keep_in_fp32_modules"
-    if not dtypes.keep.patterns or dtypes.param.itemsize < 4:
+    if not dtypes.keep.patterns or _is_narrow(dtypes.param):
         return []
-    reason = "weights are float32"
+    reason = f"weights {'keep the dtype of the model' if dtypes.param is None else 'are float32 or wider'}"
     if autocast_of(config.settings).enabled:
         reason += ", and torch.autocast decides for each operation"
     return [f"{config.origin(key)}: {key} has no effect here: {reason}"]

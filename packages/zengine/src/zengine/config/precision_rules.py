@@ -21,18 +21,19 @@ def one_half_precision(config: Config) -> Problem | None:
 
 
 def accumulator_holds_gradients(config: Config) -> Problem | None:
-    """A sum is kept in float32, or in the dtype of the gradients themselves."""
+    """A sum is kept in the dtype of the gradients themselves, or in a wider one."""
     settings = config.settings
-    chosen = settings.data_types.grad_accum_dtype or "float32"
+    chosen = settings.data_types.grad_accum_dtype
     model = param_dtypes(settings)
-    if chosen == "float32" or model == {chosen}:
+    holds_all = chosen == "float64" or (chosen == "float32" and "float64" not in model)
+    if not chosen or holds_all or model == {chosen}:
         return None
     return violation(
         config,
         "data_types.grad_accum_dtype",
         f"{at(config, 'data_types.grad_accum_dtype')} = {chosen} cannot hold gradients in "
         f"{' or '.join(sorted(model))} exactly",
-        'Use "fp32", or leave it out.',
+        f'Use "{"fp64" if "float64" in model else "fp32"}", or leave it out.',
     )
 
 
@@ -70,6 +71,8 @@ def autocast_widens_nothing(config: Config) -> Problem | None:
     narrow = sorted(model - {"float32"})[0]
     if narrow == "float16":
         reason = "autocast needs weights whose gradients are float32"
+    elif narrow == "float64":
+        reason = "autocast leaves operations on float64 as they are"
     else:
         reason = f"its dtype, {autocast.dtype}, is another half precision"
     return violation(

@@ -20,8 +20,8 @@ def _read_names(value: object) -> tuple[str, ...]:
 
 def _read_half(value: object) -> str:
     dtype: str = DTYPE.read(value)
-    if dtype == "float32":
-        raise Mismatch('must be "bf16" or "fp16"', "To train in float32, leave the section out.")
+    if dtype in ("float32", "float64"):
+        raise Mismatch('must be "bf16" or "fp16"', f"To train in {dtype}, leave the section out.")
     return dtype
 
 

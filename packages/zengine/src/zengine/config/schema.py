@@ -131,8 +131,10 @@ class DataTypes:
     """data_types: dtypes that precision does not already decide."""
 
     grad_accum_dtype: str = setting(null_or(DTYPE, ""), "", "dtype of the gradient accumulators; default: masters'")
-    param_dtype: str = setting(null_or(DTYPE, ""), "", "dtype of the weights; default: what fp16 or bf16 say")
-    buffer_dtype: str = setting(null_or(DTYPE, ""), "", "dtype of floating buffers; default: the weights'")
+    param_dtype: str = setting(
+        null_or(DTYPE, ""), "", "dtype of the weights; default: what fp16 or bf16 say, else the model's own"
+    )
+    buffer_dtype: str = setting(null_or(DTYPE, ""), "", "dtype of floating buffers; default: they keep theirs")
     # DeepSpeed keeps buffers only; here parameters stay too.
     keep_in_fp32_modules: tuple[str, ...] | str = setting(
         literal(NAMES, "auto"), "auto", "what stays float32, by parts of names; auto: what a Transformers model lists"

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 import zoptim
 import zpartition
 from zengine.config import Plan
+from zengine.config.precision import own_masters
 
 __all__ = ["Sizes", "at_stage", "optimizer_maker", "sends_once", "sizes"]
 
@@ -66,6 +67,8 @@ def at_stage(plan: Plan, stage: int) -> Plan:
         zero = attrs.evolve(zero, weight_bits=0, frozen_weight_bits=0, secondary_group_size=0, offload=nothing)
     if stage >= 2:
         zero = attrs.evolve(zero, reduce_at=zpartition.ReduceAt.MICRO_STEP)
+    if plan.precision.param is None:
+        zero = attrs.evolve(zero, master_dtype=own_masters(stage))
     return attrs.evolve(plan, zero=attrs.evolve(zero, stage=stage))
 
 

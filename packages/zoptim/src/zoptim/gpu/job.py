@@ -132,7 +132,7 @@ class GpuJob:
         """`scalar`, which a kernel is about to read.  Raises ValueError for memory that it cannot."""
         if scalar is not None and scalar.device != self._items.device:
             raise ValueError(f"{name} is on {scalar.device}, the weights on {self._items.device}; move it there.")
-        return scalar
+        return None if scalar is None else scalar.float()
 
 
 def _one_device(streams: Streams) -> torch.device:

@@ -206,15 +206,15 @@ def _joined(shards: Sequence[Any]) -> Tensor:
 
 
 def _fp32_of(dtype: torch.dtype) -> torch.dtype:
-    """float32 for what is floating; counters stay as they are."""
-    return torch.float32 if dtype.is_floating_point else dtype
+    """float32 for what is floating, and no more than that; float64 and counters stay as they are."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def _files(weights: Sequence[_Weight], limit: int, stem: str, ending: str) -> Mapping[str, list[_Weight]]:
     groups: list[list[_Weight]] = [[]]
     total = 0
     for weight in weights:
-        nbytes = 4 * torch.Size(weight.shape).numel()
+        nbytes = weight.dtype.itemsize * torch.Size(weight.shape).numel()
         if groups[-1] and total + nbytes > limit:
             groups.append([])
             total = 0
