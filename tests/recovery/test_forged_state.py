@@ -76,7 +76,8 @@ def judged(error: Exception, forgery: Forgery) -> str:
         return "" if "checkpoint" in text else text
     if not isinstance(error, (zckpt.CheckpointStateError, zckpt.CheckpointCorrupt)):
         return f"{type(error).__name__}: {text}"
-    lacks = [word for word in ("manifest.json", forgery.key) if word not in text]
+    key = "['scheduler']['state']" if "_schedule_phases" in forgery.path else forgery.key  # torch trips over it
+    lacks = [word for word in ("manifest.json", key) if word not in text]
     return f"{text} does not say {', '.join(lacks)}" if lacks else ""
 
 
