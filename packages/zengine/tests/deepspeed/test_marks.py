@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
 import io
 import itertools
 import pickle
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +20,15 @@ from torch import nn
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zengine import as_deepspeed, deepspeed
-from zengine.deepspeed.marks import Marked, marked
+from zengine import deepspeed
+from zengine.deepspeed.marks import Marked, mark, marked, unmark
 from zengine.deepspeed.runtime.zero.partition_parameters import (
     PartitionedParamStatus,
     ZeroParamStatus,
     ZeroParamType,
 )
+from zpartition.experts import ExpertParameter
+from zpartition.experts.parameter import as_experts
 
 HERE, AWAY = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
 
@@ -55,14 +59,25 @@ def statuses(net: nn.Module) -> list[ZeroParamStatus]:
     return [param.ds_status for param in net.parameters()]
 
 
-def test_the_words_are_the_same_under_deepspeeds_name() -> None:
-    as_deepspeed.install()
-    try:
-        found = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-    finally:
-        as_deepspeed.uninstall()
-    assert found.ZeroParamStatus is ZeroParamStatus
-    assert [each.name for each in ZeroParamStatus] == ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"]
+SCRIPT = """
+import deepspeed, torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+config = {"train_batch_size": 1, "zero_optimization": zero}
+engine = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
+weight = engine.module.weight
+assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+with deepspeed.zero.GatheredParameters([weight]):
+    assert weight.ds_status == ZeroParamStatus.AVAILABLE
+print("as ever")
+"""
+
+
+def test_a_script_that_imports_deepspeed_finds_the_marks(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "zengine.as_deepspeed", str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout.split("\n")[-2:] == ["as ever", ""], done.stderr
 
 
 def check_facts(persist: int) -> list[list[int]]:
@@ -284,6 +299,20 @@ def check_init() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_built_inside_init_is_marked_until_the_engine_ends(world: int) -> None:
     run_ranks(check_init, world)
+
+
+def test_experts_are_known_as_such_with_marks_and_without() -> None:
+    with deepspeed.zero.Init():
+        weight = nn.Linear(2, 2).weight
+    number = weight.ds_id  # type: ignore[attr-defined]
+    as_experts(weight)
+    assert type(weight) is ExpertParameter
+    mark(weight)
+    assert isinstance(weight, ExpertParameter)
+    assert weight.ds_id == number
+    unmark([weight])
+    assert type(weight) is ExpertParameter
+    assert not hasattr(weight, "ds_id")
 
 
 def check_lists() -> None:

@@ -102,7 +102,7 @@ class Marked:
     """What a marked parameter has beside what a parameter has."""
 
     __slots__ = ()
-    _plain: type[Parameter]  # the class that it had
+    stands_for: type[Parameter]  # the class that it had
 
     @property
     def ds_id(self) -> int:
@@ -210,8 +210,8 @@ class Marked:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A plain parameter: nobody shards it."""
-        copied = self._plain.__deepcopy__(_param(self), memo)  # type: ignore[no-untyped-call]
-        copied.__class__ = self._plain
+        copied = self.stands_for.__deepcopy__(_param(self), memo)  # type: ignore[no-untyped-call]
+        copied.__class__ = self.stands_for
         return copied
 
 
@@ -249,8 +249,10 @@ def marked(param: object) -> bool:
 def mark(param: Parameter) -> _Mark:
     """Give `param` a mark, if it has none; returns it."""
     if not marked(param):
-        _turn(param, _class_for(type(param)))
-        _marks[id(param)] = weakref.ref(param, functools.partial(_forget, id(param))), _Mark(next(_numbers))
+        _turn(param, _class_for(getattr(type(param), "stands_for", type(param))))
+        known = _marks.get(id(param))
+        if known is None or known[0]() is not param:  # else its class was changed since: experts have one
+            _marks[id(param)] = weakref.ref(param, functools.partial(_forget, id(param))), _Mark(next(_numbers))
     return _mark_of(param)
 
 
@@ -259,7 +261,7 @@ def unmark(params: Iterable[Parameter], modules: Iterable[nn.Module] = ()) -> No
     for param in params:
         if isinstance(param, Marked):
             _marks.pop(id(param), None)
-            _turn(param, param._plain)
+            _turn(param, param.stands_for)
     for module in modules:
         for name in _OF_MODULES:
             vars(module).pop(name, None)
@@ -354,7 +356,7 @@ def _turn(param: Any, kind: type[Any]) -> None:
 @functools.cache
 def _class_for(kind: Any) -> type[Any]:
     """The class of marked parameters that were of class `kind`, whose name it keeps."""
-    members = {"_plain": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__slots__": ()}
+    members = {"stands_for": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__slots__": ()}
     made: type[Any] = type(kind)(kind.__name__, (Marked, kind), members)
     return made
 

@@ -14,7 +14,10 @@ class ExpertParameter(Parameter):
 
 
 def as_experts(param: Parameter) -> None:
-    """The same object, known as experts' from now on; a class of its own (a quantised parameter's) stays."""
-    if type(param) is Parameter:
+    """The same object, known as experts' from now on; a class of its own (a quantised parameter's) stays.
+
+    A class that merely adds names to a parameter (zengine.deepspeed's marks) says which it is as `stands_for`.
+    """
+    if getattr(type(param), "stands_for", type(param)) is Parameter:
         untyped: Any = param
         untyped.__class__ = ExpertParameter
