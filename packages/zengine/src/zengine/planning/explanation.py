@@ -114,7 +114,7 @@ class Explanation:
         )
 
     def _stage_lines(self) -> list[str]:
-        head = ("stage", "model states", "on the way", "elsewhere", "total on the device", "sent in a step")
+        head = ("stage", "model states", "buffers", "host and disk", "total on the device", "sent in a step")
         table: list[tuple[str, ...]] = [head]
         for stage, each in enumerate(self.by_stage):
             memory = each.memory

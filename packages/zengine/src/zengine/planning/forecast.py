@@ -88,7 +88,7 @@ class Forecast:
             ("buckets and gathered weights", gib(memory.total_bytes - own.between_steps)),
             ("activations until the loss", gib(own.activations.forward)),
             ("activations on the way back", gib(own.activations.backward)),
-            ("peak", gib(own.total)),
+            ("peak: all but the smaller of the activations", gib(own.total)),
             (f"usable ({USABLE:.0%} of {gib(self.room_bytes)})", gib(self.usable_bytes)),
         ]
         if memory.host_bytes:
