@@ -84,6 +84,46 @@ def test_what_was_saved_comes_back_bit_for_bit_and_the_run_goes_on(kind, coded_m
     assert all(torch.equal(a, b) for a, b in zip(partition.module.parameters(), other.module.parameters()))
 
 
+def test_each_parameter_has_its_own_count_and_one_without_updates_has_nothing():
+    partition, optimizer = _trained(torch.optim.AdamW, 0)
+    for layers in ([0, 2], [0], [0]):
+        hidden = torch.ones(4, 5)
+        for index in layers:
+            hidden = partition.module[index](hidden)
+        hidden.sum().backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step, any_unused=True)
+        partition.zero_grad()
+    saved = _saved(partition, optimizer)
+    counts = {name: value.item() for (key, name), (_, _, value) in saved.items() if key == "step"}
+    assert counts == {"0.weight": 3, "0.bias": 3, "2.weight": 1, "2.bias": 1}
+    _load(partition, optimizer, saved)
+    assert _same(_saved(partition, optimizer), saved)
+    left = {place: found for place, found in saved.items() if place[1] != "2.bias"}
+    _load(partition, optimizer, left)
+    assert _same(_saved(partition, optimizer), left)
+    alike = _saved(*_trained(torch.optim.AdamW))
+    _load(partition, optimizer, alike)
+    (entry,) = optimizer.state.values()
+    assert entry["step"].dim() == 0
+    assert entry.keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_numbers_are_memory_as_all_other_shards_are():
+    for num_steps, shard in [(n, s) for n in (1, 2) for _, s in zpartition.state_shards(*_state_after(n))]:
+        assert shard.tensor.view(torch.uint8).numel() == shard.tensor.nbytes, (num_steps, shard.name)
+
+
+def _state_after(num_steps):
+    """Of a run whose second step leaves a layer out."""
+    partition, optimizer = _trained(torch.optim.AdamW, 1)
+    if num_steps == 2:
+        partition.module[0](torch.ones(4, 5)).sum().backward()
+        partition.finish_gradients()
+        partition.apply(optimizer.step, any_unused=True)
+    return optimizer, partition.holders
+
+
 def test_the_optimizer_keeps_its_state_until_the_loaded_one_is_handed_over():
     partition, optimizer = _trained(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     before = dict(optimizer.state)

@@ -154,12 +154,10 @@ def _addressed(holder: Holder, value: Any, begun: Sequence[bool]) -> Iterator[Sh
     if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
         return (shard for piece in pieces for shard in _cut(piece, elements(value, *_range(piece))))
     if isinstance(value, torch.Tensor) and (value.numel() == 1 or is_column(value, len(begun))):
-        numbers = value.detach().view(-1).expand(len(begun))
-        return (
-            Shard(piece.slot.name, (), (), (0, 1), numbers[index : index + 1])
-            for index, piece in enumerate(holder.pieces)
-            if begun[index]
-        )
+        numbers = value.detach().view(-1)
+        places = range(len(begun)) if numbers.numel() > 1 else [0] * len(begun)
+        found = zip(holder.pieces, places, begun)
+        return (Shard(p.slot.name, (), (), (0, 1), numbers[at : at + 1]) for p, at, has_state in found if has_state)
     if is_coded(value) and value.shape == holder.tensor.shape:
         return (shard for piece in pieces for shard in _coded(piece, value))
     return None
