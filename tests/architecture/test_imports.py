@@ -144,6 +144,8 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     # shares its experts out, and moves biases of routers
     "dealing.py": {"zpartition": {"deals_of", "experts", "stages_of"}, "zcomm": {"exchange"}},
     "features/balancing.py": {"zpartition": {"experts.balance", "experts.balanced_routers"}},
+    # the stages of a pipeline tell each other their dtypes
+    "trainable.py": {"zcomm": {"exchange"}, "zpartition": {"stages_of"}},
     # splits the module before it is partitioned
     "splitting.py": {
         "zcomm": {"exchange", "group_rank", "group_size"},

@@ -38,7 +38,7 @@ def engine_of(stage: int, expert: int, accumulation: int) -> zengine.Engine:
         },
         "expert_parallel": {"enabled": expert > 1, "autoep_size": expert},
     }
-    engine = zengine.initialize(model=Language(), config=config)[0]
+    engine = zengine.initialize(model=Language().float(), config=config)[0]
     assert are_shared_out(engine) == (expert > 1)
     return engine
 
@@ -150,7 +150,7 @@ def _narrow() -> list[list[float]]:
             "zero_optimization": {"stage": stage, **offload, "stage3_param_persistence_threshold": 20},
             "expert_parallel": {"enabled": True, "autoep_size": 2},
         }
-        engine = zengine.initialize(model=Language(), config=config)[0]
+        engine = zengine.initialize(model=Language().float(), config=config)[0]
         assert are_shared_out(engine)
         losses = []
         for _ in range(8):

@@ -3,8 +3,8 @@ scaling, and random numbers.
 
 [Note: the bound]  Losses are near 3 and computed in float32, where a sum that is taken in another order differs by an
 ulp (2e-7) or two, and three steps of AdamW, whose division is sensitive where gradients are small, make ten to
-fifty of that: 2e-5.  A part that is missing, doubled or in the wrong place shows from 1e-2 on.  In float64, without
-the engine, the same comparison holds to 1e-11 (packages/zpartition/tests/tensor/test_parallelize_zero.py).
+fifty of that: 2e-5.  A part that is missing, doubled or in the wrong place shows from 1e-2 on.  In float64 the same
+comparison holds to 1e-11.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ def train(engine: zengine.Engine, replica: int, first: int = 0, accumulation: in
     return [*losses, float(engine.get_global_grad_norm())]
 
 
-def train_alone(replicas: int, accumulation: int, steps: int = STEPS) -> list[float]:
+def train_alone(
+    replicas: int, accumulation: int, steps: int = STEPS, dtype: torch.dtype = torch.float32
+) -> list[float]:
     """The same by plain PyTorch in one process."""
-    model = Language().float()
+    model = Language().to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     losses, norm = [], 0.0
     for step in range(steps):
@@ -91,10 +93,10 @@ def made(model: nn.Module, given: dict[str, Any], ranks: int = 2) -> zengine.Eng
     return zengine.initialize(model=model, training_data=Data(), config=source)[0]
 
 
-def _curves(cases: list[tuple[int, int]]) -> list[list[float]]:
+def _curves(cases: list[tuple[int, int]], dtype: torch.dtype = torch.float32) -> list[list[float]]:
     found = []
     for stage, accumulation in cases:
-        engine = made(Language(), config(stage, accumulation))
+        engine = made(Language().to(dtype), config(stage, accumulation))
         assert engine.parts.partition.cell.size == 2
         found.append(train(engine, engine.parts.groups.get_data_parallel_rank(), 0, accumulation))
         engine.close()
@@ -113,15 +115,21 @@ def test_curves_and_norms_are_those_of_one_process(world_size: int, cases: list[
             assert curve == pytest.approx(expected[accumulation], abs=BOUND), (stage, accumulation)
 
 
+def test_in_float64_they_are_those_of_float64() -> None:
+    expected = train_alone(1, 3, dtype=torch.float64)
+    for curve in run_ranks(_curves, 2, [(0, 3), (3, 3)], torch.float64)[0]:
+        assert curve == pytest.approx(expected, rel=1e-11)
+
+
 # -- laid out by the caller, and checkpoints -------------------------------------------------------
 
 
 def engine_of(stage: int, mesh: DeviceMesh, *, is_split: bool) -> zengine.Engine:
     """Over the replicas of `mesh`; each of two tensor ranks, or a rank alone."""
     if stage and is_split:  # the model says which ranks are replicas
-        model = tp_model_init(Language(), 2, config=PLAN)
+        model = tp_model_init(Language().float(), 2, config=PLAN)
         return zengine.initialize(model=model, config=config(stage))[0]
-    model = Language()
+    model = Language().float()
     if is_split:
         parallelize(model, PLAN, zcomm.axis_group(mesh, "tensor"))
     return zengine.initialize(model=model, config=config(stage), mesh=mesh["shard"])[0]
@@ -167,17 +175,17 @@ def _there_and_back(root: Path) -> list[list[float]]:
             losses.append(report.loss)
         return losses
 
-    split = made(Language(), config(3))
+    split = made(Language().float(), config(3))
     found = [go(split, 0, split=True)]
     split.save_checkpoint(str(root / "one"))
     split.close()
-    whole = made(Language(), config(1, 1), ranks=1)
+    whole = made(Language().float(), config(1, 1), ranks=1)
     whole.load_checkpoint(str(root / "one"))
     assert whole.global_steps == STEPS
     found.append(go(whole, STEPS, split=False))
     whole.save_checkpoint(str(root / "two"))
     whole.close()
-    split = made(Language(), config(2))
+    split = made(Language().float(), config(2))
     split.load_checkpoint(str(root / "two"))
     found.append(go(split, 2 * STEPS, split=True))
     split.close()
@@ -202,7 +210,7 @@ def _variants(root: Path, ranks: int) -> dict[str, list[float]]:
         ("disk", config(3, zero_optimization=zero)),
         ("behind", config(2, checkpoint={"async_save": True})),
     ):
-        engine, losses = made(Language(), given, ranks), []
+        engine, losses = made(Language().float(), given, ranks), []
         for step in range(STEPS):
             for micro in range(2):
                 loss = engine(tokens(step, micro, 0))
@@ -320,7 +328,7 @@ class Layers(Feature):
 def _exported(root: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for stage in (0, 3):
-        engine, layers = made(Language(), config(stage, 1)), Layers()
+        engine, layers = made(Language().float(), config(stage, 1)), Layers()
         engine.add_feature(layers)
         engine.backward(engine(tokens(0, 0, 0)))
         report = engine.step()

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 import zoptim
-from zengine.trainable import named, trainable
+from zcomm.testing import run_ranks
+from zengine.trainable import dtype_of, dtypes_of, named, trainable
+from zpartition.pipeline import LayerSpec, PipelineModule
 
 
 def test_frozen_weights_may_be_trained_one_day_and_whole_numbers_never() -> None:
@@ -32,3 +34,21 @@ def test_a_group_of_nobody_goes_with_groups_that_have_names() -> None:
         (["weight", "bias"], 0.1),
         ([], 0.2),
     ]
+
+
+def test_the_dtypes_are_those_of_what_is_trained() -> None:
+    model = nn.Sequential(nn.Linear(2, 2).double(), nn.Linear(2, 2).half().requires_grad_(False), nn.Linear(2, 2))
+    assert dtypes_of(model) == {torch.float64: "0.bias", torch.float32: "2.bias"}
+    assert dtype_of(model) == torch.float64
+    assert dtype_of(nn.Tanh()) == torch.float32
+
+
+def _of_a_stage() -> dict[torch.dtype, str]:
+    layers = [LayerSpec(nn.Linear, 2, 2), torch.tanh, torch.tanh, torch.tanh]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    return dtypes_of(model.half())
+
+
+def test_stages_of_a_pipeline_have_the_dtypes_of_all() -> None:
+    """One of them has functions alone, and needs a loss scale like the other."""
+    assert run_ranks(_of_a_stage, 2) == [{torch.float16: "layers.0.bias"}] * 2

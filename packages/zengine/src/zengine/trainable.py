@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import zcomm
+from zpartition import stages_of
+
 __all__ = ["dtype_of", "dtypes_of", "named", "trainable"]
 
 
@@ -16,8 +19,13 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def dtypes_of(module: nn.Module) -> dict[torch.dtype, str]:
-    """The dtypes of the parameters that are trained, each with the name of one."""
-    return {param.dtype: name for name, param in module.named_parameters() if param.requires_grad}
+    """The dtypes of the parameters that are trained, each with the name of one.  A collective of a pipeline's stages."""
+    own = {param.dtype: name for name, param in module.named_parameters() if param.requires_grad}
+    stages = stages_of(module)
+    if stages.size == 1:
+        return own
+    told = zcomm.exchange({str(dtype).removeprefix("torch."): name for dtype, name in own.items()}, stages.group)
+    return {getattr(torch, dtype): name for each in told for dtype, name in each.items()}
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
