@@ -227,9 +227,10 @@ class _Opened:
     """Parameters that one call of `all_gather` holds; the last that is let go of closes it."""
 
     def __init__(self, params: Sequence[Parameter]) -> None:
-        self.open = ExitStack()
-        self.open.enter_context(holding(params))
-        self.open.enter_context(zpartition.gathered(params))
+        with ExitStack() as opening:
+            opening.enter_context(holding(params))
+            opening.enter_context(zpartition.gathered(params))
+            self.open = opening.pop_all()
         self.params = {id(param) for param in params}
         for param in params:
             _mark_of(param).opened = self
