@@ -126,7 +126,7 @@ def digest(engine: Any) -> dict[str, str]:
         "schedule": parts.scheduler.state_dict(),
         "scaler": parts.scaler.state_dict(),
         "options": groups,
-        "features": {f.name: f.state_dict() for f in engine.features if f.name},
+        "features": {f.name: f.state_dict() for f in engine._features if f.name},
         "loader": parts.loader.state_dict(),
         "random": zckpt.rng.capture(),
     }

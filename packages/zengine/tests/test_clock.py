@@ -172,3 +172,20 @@ def test_a_load_that_succeeds_leaves_the_position():
     assert (clock.phase, clock.index) == (Phase.FORWARD, 1)
     clock.begin_step()
     assert (clock.phase, clock.index) == (Phase.IDLE, 0)
+
+
+def test_a_mixture_ends_with_the_load_of_all_that_was_mixed():
+    clock, everything = Clock(accumulation=1, samples_per_micro_step=1), frozenset({"weights", "optimizer"})
+    with pytest.raises(OSError, match="disk"), clock.loading("the load of a", everything):
+        raise OSError("disk")
+    for parts, is_whole in ((frozenset({"weights"}), True), (everything, False)):
+        with clock.loading("the load of weights", parts, is_whole=is_whole):
+            pass
+        with pytest.raises(HalfLoaded, match="the load of a failed"):
+            clock.forward(with_grad=True)
+    with clock.loading("the load of b", everything):
+        pass
+    clock.forward(with_grad=True)
+    with clock.loading("engine.load_state_dict()", is_whole=False):  # nothing was mixed before: it may be partial
+        pass
+    assert clock.phase is Phase.FORWARD

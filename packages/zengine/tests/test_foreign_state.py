@@ -27,6 +27,8 @@ def adamw(kind: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Optimize
         *(("betas", value) for value in ("x", (), (0.9,), (0.9, "x"), (0.9, 1.5), (0.9, -0.1), (0.9, 0.9, 0.9), 3)),
         *(("weight_decay", value) for value in ([0.1], -0.1, "0.1", NAN)),
         *(("eps", value) for value in (None, -1e-8)),
+        ("weight_decay", torch.tensor([True])),
+        *(("eps", value) for value in (torch.tensor(True), torch.ones(1, 1), torch.tensor(1), torch.tensor(1j))),
         *(("amsgrad", value) for value in ("yes", 3, [])),
         *(("foreach", value) for value in ("yes", 3, [])),
         ("params", []),
@@ -127,6 +129,20 @@ def test_a_state_of_torchs_with_junk_is_refused_by_name_or_harmless(name: str, j
             assert optimizer.param_groups[0]["lr"] >= 0
             continue
         assert key.replace("_", " ") in told or "rates" in told
+
+
+def test_a_rate_that_was_a_tensor_is_a_number_where_a_number_is() -> None:
+    optimizer = adamw(lr=0.5)
+    set_options(optimizer, [{"lr": torch.tensor(0.25)}])
+    assert type(optimizer.param_groups[0]["lr"]) is float
+
+
+def test_a_value_that_a_schedule_of_torchs_does_not_have_is_refused_but_for_flags_of_other_versions() -> None:
+    optimizer = adamw()
+    schedule = lr_scheduler.StepLR(optimizer, 2)
+    with pytest.raises(ValueError, match="betas is no value that a StepLR saves"):
+        prepare_schedule(schedule, optimizer, {**schedule.state_dict(), "betas": 5})
+    prepare_schedule(schedule, optimizer, {**schedule.state_dict(), "_of_another_version": False})()
 
 
 @pytest.mark.parametrize("key", ["step", "optimizer", "get_lr"])

@@ -122,3 +122,31 @@ def test_a_compiled_module_runs_while_its_gradients_are_hidden():
         loss_of(model).backward()
     compiled = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(loss_of(compiled), wanted)
+
+
+def _edits_a_plain_gradient(edit: str) -> str:
+    model, partition = make(2)
+    loss_of(model).backward()
+    if edit == "clip":
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    elif edit == "clip by value":
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    elif edit == "replace":
+        for param in model.parameters():
+            param.grad = 2 * param.grad
+    try:
+        partition.finish_gradients()
+    except HiddenGradientError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize("edit", ["clip", "clip by value", "replace", "none"])
+def test_gradients_of_one_rank_that_were_edited_before_their_mean_was_taken_are_refused(edit):
+    for told in run_ranks(_edits_a_plain_gradient, 2, edit):
+        if edit == "none":
+            assert told == "taken"
+        else:
+            assert "was changed between loss.backward() and the step" in told
+            assert "gradient_clipping" in told
+    assert _edits_a_plain_gradient(edit) == "taken"  # alone, it is the mean

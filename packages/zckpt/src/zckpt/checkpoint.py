@@ -119,7 +119,7 @@ class Checkpoint:
             team.together("verifying", lambda: fetch.prove(items))
 
         def copy() -> LoadReport:
-            with _half_done():
+            with _half_done(proven=reading.verify == "first"):
                 read_nbytes = team.together("copying", lambda: fetch.fill(items, bool(reading.verify)))
             return attrs.evolve(report, read_nbytes=read_nbytes[peers.rank])
 
@@ -156,13 +156,11 @@ class Checkpoint:
 
 
 @contextlib.contextmanager
-def _half_done() -> Iterator[None]:
-    """Errors inside say that tensors were touched."""
+def _half_done(*, proven: bool) -> Iterator[None]:
+    """Errors inside say that tensors were touched.  proven: every byte was right before that."""
     try:
         yield
     except CheckpointError as error:
-        error.args = (
-            f"{error}. Tensors were being filled: load again, or another checkpoint, before they are used "
-            '(verify="first" proves all bytes before it touches one).',
-        )
+        advice = "" if proven else ' (verify="first" proves all bytes before it touches one)'
+        error.args = (f"{error}. Tensors were being filled: load again, or another checkpoint, first{advice}.",)
         raise

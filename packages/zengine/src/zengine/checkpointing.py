@@ -21,6 +21,7 @@ import torch
 
 import zckpt
 import zpartition
+from zengine.clock import Phase
 from zengine.consensus import (
     MODEL,
     GroupPeers,
@@ -142,13 +143,14 @@ def _take(
     on_every_rank(prepared.state.take_numbers, peers, NOTHING_LOADED)
     everything = zckpt.Reading([*wanted, *prepared.state.shards], "leave", verify="first", cast=True)
     fill = checkpoint.prepare_read(everything, peers)
-    with engine.clock.loading(f"the load of checkpoint {checkpoint.path}"):
+    with engine.clock.loading(f"the load of checkpoint {checkpoint.path}", what.parts, is_whole=strict):
         partition.zero_grad()
         fill()
         del fill, everything  # staged tensors are freed one by one as the optimizer takes them
         on_every_rank(prepared.commit, peers, "the load was not completed")
         partition.publish()
-    engine.clock.begin_step()
+    if engine.clock.phase is not Phase.HALF_LOADED:
+        engine.clock.begin_step()
     return str(checkpoint.path), client_state
 
 

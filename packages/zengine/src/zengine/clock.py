@@ -70,6 +70,7 @@ class Pending(Protocol):
 _COUNTERS = ("micro_steps", "steps", "applied_steps", "skipped_steps", "samples")
 _MAX_COUNT = 2**53  # exact as a float, too
 _MAX_EXPONENT = 1000  # two to that is a float
+WEIGHTS = frozenset({"weights"})  # what a load of weights alone touches
 UNWEIGHTED = -(2**31)  # as an exponent of weights: no loss has had a weight yet
 
 
@@ -111,6 +112,7 @@ class Clock:
     samples: int = 0  # samples of all steps that are complete
     step_samples: int | None = None  # samples of the step at whose boundary we are, if a feature knows better
     failed_load: str = ""  # which load has left the engine HALF_LOADED, and why
+    mixed: frozenset[str] = frozenset()  # what that load has touched and no other has restored since
 
     def micro_step(self) -> MicroStep:
         """The micro-step that is running."""
@@ -268,13 +270,15 @@ class Clock:
         self._require(call, Phase.IDLE, Phase.FORWARD, Phase.BACKWARD, Phase.HALF_LOADED)
 
     @contextmanager
-    def loading(self, what: str) -> Iterator[None]:
-        """Around the part of a load that touches tensors: after an error nothing is legal but a load that succeeds.
+    def loading(self, what: str, parts: frozenset[str] = WEIGHTS, *, is_whole: bool = True) -> Iterator[None]:
+        """Around the part of a load that touches tensors: after an error only loads that restore the same are legal.
 
         what: the load in words, for the error of whoever goes on all the same.
+        parts: what it touches.  is_whole: all of that will be restored, and not only what happens to be there.
         """
         self.settle()
-        after = Phase.IDLE if self.phase is Phase.HALF_LOADED else self.phase
+        before, told = self.phase, self.failed_load
+        self.mixed |= parts
         self.phase, self.failed_load = Phase.HALF_LOADED, f"{what} was interrupted"
         try:
             yield
@@ -282,7 +286,11 @@ class Clock:
             self.failed_load = f"{what} failed ({type(error).__name__}: {error})"
             _add_note(error, f"engine: {self._half_loaded}")
             raise
-        self.phase, self.failed_load = after, ""
+        was_half_loaded = before is Phase.HALF_LOADED
+        self.mixed = self.mixed - parts if is_whole or not was_half_loaded else self.mixed
+        self.failed_load = told if self.mixed else ""
+        if not self.mixed:
+            self.phase = Phase.IDLE if was_half_loaded else before
 
     def begin_step(self) -> None:
         """Whatever was under way is forgotten."""
@@ -350,8 +358,8 @@ class Clock:
     @property
     def _half_loaded(self) -> str:
         return (
-            f"{self.failed_load} after tensors had been touched, so this engine holds parts of two states. Load a "
-            "checkpoint that is whole: engine.load_checkpoint(...)."
+            f"{self.failed_load} after tensors had been touched, so this engine holds parts of two states (of its "
+            f"{', '.join(sorted(self.mixed))}). Load a checkpoint that is whole: engine.load_checkpoint(...)."
         )
 
 

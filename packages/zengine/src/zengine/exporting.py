@@ -100,6 +100,7 @@ class EngineExports:
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The weights, in the dtype that they compute in, on rank 0's CPU; None on the others.  All ranks call."""
+        _engine(self).clock.require_open("_consolidated_16bit_state_dict")
         entries, values = _streamed(_engine(self), trained_only=exclude_frozen_parameters)
         is_first = GroupPeers.of(_engine(self)).rank == 0
         state: dict[str, Tensor] = {}

@@ -130,11 +130,12 @@ def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]])
 
 
 def set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """Into the tensor that is there (a captured graph may hold it), else in its place."""
-    if isinstance(group.get(key), torch.Tensor):
-        group[key].copy_(torch.as_tensor(value))
+    """Into the tensor that is there (a captured graph may hold it), as a number where one is, else in its place."""
+    ours = group.get(key)
+    if isinstance(ours, torch.Tensor):
+        ours.copy_(torch.as_tensor(value))
     else:
-        group[key] = value
+        group[key] = value.item() if isinstance(value, torch.Tensor) and _is_number(ours) else value
 
 
 @contextmanager
@@ -165,10 +166,12 @@ def prepare_schedule(
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise TypeError(f"must be the values of a schedule by name, is {state!r}")
     ours = schedule.state_dict()
+    is_torchs = type(schedule).__module__.startswith("torch.optim")
     for key in state.keys() - ours.keys():
-        if hasattr(schedule, key):
+        is_flag = key.startswith("_") and isinstance(state[key], (bool, type(None)))  # of another version of torch
+        if hasattr(schedule, key) or (is_torchs and not is_flag):
             raise ValueError(f"{key} is no value that a {type(schedule).__name__} saves")
-    if type(schedule).__module__.startswith("torch.optim"):
+    if is_torchs:
         _check("", state, ours, bounded=True)
     with options_put_back(optimizer):
         return rehearsed(schedule, state, lambda: _check_rates(schedule, optimizer))
@@ -241,7 +244,7 @@ def _check_mapping(where: str, saved: Any, ours: Mapping[Any, Any], bounded: boo
 
 def _check_number(where: str, saved: Any, ours: Any, bounded: bool) -> None:
     name = where.rpartition(".")[2]
-    if not _is_number(saved):
+    if not _is_number(saved) or (isinstance(saved, torch.Tensor) and not _stands_for(saved, ours)):
         raise TypeError(f"{where} must be a number, is {saved!r}")
     low, high = -math.inf, math.inf
     if (bounded and name not in _FREE) or _RATE.fullmatch(name):
@@ -249,6 +252,13 @@ def _check_number(where: str, saved: Any, ours: Any, bounded: bool) -> None:
         high = _most(ours) if not isinstance(saved, int) else _MOST_COUNTED
     if not low <= saved <= high:  # NaN neither
         raise ValueError(f"{where} must be a number from {low:g} to {high:g}, is {saved!r}")
+
+
+def _stands_for(saved: torch.Tensor, ours: Any) -> bool:
+    """Whether a tensor may be kept in place of a number: one of the same shape, or of none for a plain one."""
+    if isinstance(ours, torch.Tensor):
+        return saved.shape == ours.shape and saved.is_floating_point() == ours.is_floating_point()
+    return saved.shape == () and saved.is_floating_point()
 
 
 def _most(ours: Any) -> float:
@@ -265,7 +275,7 @@ def _check_betas(where: str, saved: Any) -> None:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1
+        return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

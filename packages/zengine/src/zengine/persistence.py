@@ -112,7 +112,9 @@ class EnginePersistence:
         """
         engine, partition = _engine(self), self.parts.partition
         state_dict = zpartition.own_parts(self.module, state_dict)
-        with engine.clock.loading("engine.load_state_dict()"):  # torch copies what fits before it refuses the rest
+        with engine.clock.loading(
+            "engine.load_state_dict()", is_whole=strict
+        ):  # torch copies what fits before it refuses the rest
             result = on_every_rank(
                 lambda: self.module.load_state_dict(state_dict, strict=strict, assign=False), GroupPeers.of(engine)
             )

@@ -59,6 +59,12 @@ class What:
         """From the arguments of `load_checkpoint`."""
         return cls(optimizer and not module_only, scheduler and not module_only, not module_only)
 
+    @property
+    def parts(self) -> frozenset[str]:
+        """In words."""
+        chosen = {"weights": True, "optimizer": self.optimizer, "schedule": self.scheduler, "counters": self.run}
+        return frozenset(part for part, is_chosen in chosen.items() if is_chosen)
+
 
 EVERYTHING = What(optimizer=True, scheduler=True, run=True)
 

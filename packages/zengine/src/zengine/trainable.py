@@ -19,7 +19,7 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def dtypes_of(module: nn.Module) -> dict[torch.dtype, str]:
-    """The dtypes of the parameters that are trained, each with the name of one.  A collective of a pipeline's stages."""
+    """Dtypes of the parameters that are trained, each with the name of one.  A collective of a pipeline's stages."""
     own = {param.dtype: name for name, param in module.named_parameters() if param.requires_grad}
     stages = stages_of(module)
     if stages.size == 1:

@@ -35,7 +35,7 @@ def load_weights(engine: Engine, path: str | os.PathLike[str], *, strict: bool, 
 
         @contextmanager
         def touching() -> Iterator[None]:
-            stack.enter_context(engine.clock.loading(f"the load of weights from {path}"))
+            stack.enter_context(engine.clock.loading(f"the load of weights from {path}", is_whole=strict))
             failures: list[Exception] = []
             try:
                 yield

@@ -243,7 +243,7 @@ def test_a_parameter_that_one_tensor_rank_alone_unfreezes_is_told() -> None:
 
 
 def test_whole_models_are_not_looked_at() -> None:
-    assert not any(type(feature) is SameBatch for feature in small_engine().features)
+    assert not any(type(feature) is SameBatch for feature in small_engine()._features)
 
 
 def names(model: nn.Module) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from zpartition.ahead import NEVER, Ahead
 from zpartition.buffers import BufferPool
-from zpartition.grad_placeholder import GradPlaceholder
+from zpartition.grad_placeholder import GradPlaceholder, HiddenGradientError
 from zpartition.layout import Bucket
 from zpartition.mover import Mover
 from zpartition.rows import Rows, add_rows
@@ -67,6 +67,7 @@ class BucketGradient:
     awaiting: set[int] = attrs.field(factory=set)  # slots that have not arrived in this round
     late: set[int] = attrs.field(factory=set)  # slots that arrived after the bucket had left
     seen: set[int] = attrs.field(factory=set)  # slots with any gradient since the last `reset`
+    plain: dict[int, tuple[int, int]] = attrs.field(factory=dict)  # by slot: (address, version) of what others left
     placeholders: dict[int, GradPlaceholder] = attrs.field(factory=dict)  # shown as `.grad`, by slot
     _views: dict[int, list[torch.Tensor]] = attrs.field(factory=dict)  # per buffer address, in slot order
 
@@ -251,6 +252,24 @@ class BucketGradient:
         grad = self.params[index].grad
         return grad.detach() * self.factor if grad is not None and self.has_plain(index) else None
 
+    def note_plain(self, index: int) -> None:
+        """A backward outside of every round has left `params[index].grad`, which is of this rank alone."""
+        grad = self.params[index].grad
+        assert grad is not None
+        self.plain[index] = (grad.data_ptr(), grad._version) if grad.layout is torch.strided else (0, 0)
+
+    def refuse_edited(self, index: int) -> None:
+        """HiddenGradientError if somebody has changed it since: clipped it by the norm of one rank, say."""
+        grad = self.params[index].grad
+        noted = self.plain.get(index)
+        if grad is None or noted is None or noted in ((0, 0), (grad.data_ptr(), grad._version)):
+            return
+        raise HiddenGradientError(
+            f"the gradient of {self.bucket.slots[index].name} was changed between loss.backward() and the step, "
+            'where it is of this rank alone: the step takes the mean over ranks. To clip, set "gradient_clipping" in '
+            "the config; to change gradients otherwise, call engine.backward(loss) and use safe_set_full_grad"
+        )
+
     def drop_plain(self) -> None:
         """Forget what such backwards have left."""
         for index, param in enumerate(self.params):
@@ -273,6 +292,7 @@ class BucketGradient:
             self.rows.clear()
         for slots in (self.filled, self.seen, self.late, self.awaiting):
             slots.clear()
+        self.plain.clear()
         self.phase = Phase.IDLE
         self.detach_grads()
 

@@ -202,6 +202,7 @@ class GradientReducer:
         for gradient in self.gradients:
             for index in range(len(gradient.params)):
                 if gradient.has_plain(index):
+                    gradient.refuse_edited(index)
                     self._provide(gradient)
                     gradient.arrive(index)
 
@@ -226,6 +227,8 @@ class GradientReducer:
         if self.kind is Round.NONE:
             if gradient.shows_kept(index):
                 raise HiddenGradientError(ADDED)
+            if self.layout.world_size > 1:
+                gradient.note_plain(index)
             return
         self.num_arrived += 1
         if gradient.phase in (Phase.IN_FLIGHT, Phase.SETTLED):
