@@ -106,7 +106,7 @@ def load(engine: Engine, root: str, tag: str | None, what: What, *, strict: bool
     Raises:
         zckpt.CheckpointError: on every rank; nothing there, damaged, or not of this run: the engine is as it was.  If
             the medium fails after all was proven, the error says so, and the engine refuses to go on (`HalfLoaded`)
-            until a load succeeds.
+            until a load restores all of it.
     """
     engine.clock.require_loadable("load_checkpoint")
     engine.parts.saver.wait()

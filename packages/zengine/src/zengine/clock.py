@@ -24,7 +24,7 @@ class Phase(enum.Enum):
     IDLE = "IDLE"  # nothing yet; legal: forward
     FORWARD = "FORWARD"  # a forward with gradients; legal: forward, backward
     BACKWARD = "BACKWARD"  # gradients are there; legal: forward, backward, step
-    HALF_LOADED = "HALF LOADED"  # a load failed after it had touched tensors; legal: another load
+    HALF_LOADED = "HALF LOADED"  # a load failed after it had touched tensors; legal: loads
     CLOSED = "CLOSED"  # closed; legal: nothing
 
 

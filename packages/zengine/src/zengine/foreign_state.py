@@ -35,7 +35,7 @@ __all__ = [
 
 _MOST_COUNTED = 2**53  # exact as a float
 _RATE = re.compile(r"(.*_)?lrs?(\[\d+\])*")  # lr, base_lrs[0], _last_lr[1], ...
-_LOW = {"last_epoch": -1.0}  # what is not negative here is not there, but for this
+_LOW = {"last_epoch": -1.0}  # lower bounds other than 0
 _FREE = ("best", "mode_worse")  # metrics, not bounded by anything
 _NOT_TRIED = ("LBFGS", "SparseAdam")  # they want a closure, or sparse gradients
 _OUTSIDE = ("params", "param_names")  # members of a group that are no options

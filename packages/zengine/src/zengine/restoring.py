@@ -1,8 +1,9 @@
 """What a checkpoint gives back to an engine: everything is decoded and proven, on all ranks, before anything changes.
 
 Phases: each owner of small state (scaler, schedule, clock, features, loader, random state) checks what is saved and
-returns a commit that cannot fail; the optimizer's state is staged beside what it has; its few numbers are read and
-compared; all bytes are proven.  Then the ranks have voted, and tensors are filled, then commits are made.
+returns a commit that is not expected to fail (if it does, the engine is HALF_LOADED); the optimizer's state is staged
+beside what it has; its few numbers are read and looked at; all bytes are proven.  Then the ranks have voted, and tensors
+are filled, then commits are made.
 
 Rejected: loading each part as it comes and undoing it after an error (a part that cannot undo, as a loader whose
 iteration has ended, is changed by a load that fails; and random state has to come last, when it is too late).
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zengine")
 
-Commit = Callable[[], object]  # lets one part of a load count; cannot fail
+Commit = Callable[[], object]  # lets one part of a load count
 
 _MOST_STEPS = 2**53
 OPTIMIZER = "optimizer."  # prefix of tensor names: "optimizer.<state key>.<parameter>"
@@ -94,12 +95,12 @@ class RestoredState:
         """Stage the numbers that were read.
 
         Raises:
-            CheckpointStateError: a step count is none.
+            CheckpointStateError: a step count is negative, not finite or too large.
         """
         for number, staged in zip(self.numbers, self.staged):
             if number.name.startswith(f"{OPTIMIZER}step.") and not 0 <= number.tensor.item() <= _MOST_STEPS:
                 value = number.tensor.item()
-                raise zckpt.CheckpointStateError(f"{self.origin}: {number.name} = {value}, which counts no steps")
+                raise zckpt.CheckpointStateError(f"{self.origin}: {number.name} = {value}: a step count is 0 or more")
             staged.copy_(number.tensor)
 
     def commit(self) -> None:
@@ -190,7 +191,7 @@ def _optimizer(engine: Engine, optimizer: torch.optim.Optimizer, checkpoint: Sou
 
 
 def _follow(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
-    """The rates of a schedule that goes on where the optimizer begins."""
+    """Set each group's lr from the restored schedule."""
     for group, lr in zip(optimizer.param_groups, schedule.get_last_lr()):
         set_option(group, "lr", lr)
 
@@ -262,7 +263,7 @@ def _state_kinds(checkpoint: Source) -> Kinds:
         for name, entry in tensors.items()
         if name.startswith(OPTIMIZER)
     ]
-    # A counter is () beside parameters of any shape; beside a parameter of shape () it looks like its state.
+    # Scalars such as step counts have shape (). For a parameter of shape () they cannot be told from its moments.
     counters = {key for key, param, entry in entries if tuple(entry.shape) == () and shapes.get(param, ()) != ()}
     kinds: Kinds = {}
     for key, param, entry in entries:

@@ -200,7 +200,7 @@ def traffic_of_accumulation(case: Case) -> Iterator[Advice]:
         "that a rank sends in a step."
     )
     if plan.zero.stage == 3:
-        yield from _less_accumulation(case, f"{told} So do weights.")
+        yield from _less_accumulation(case, f"{told} Weights are gathered in each micro-step, too.")
         return
     stage = min(plan.zero.stage, 1)
     changes = {"zero_optimization.stage": stage, "zero_optimization.reduce_at": "boundary"}
