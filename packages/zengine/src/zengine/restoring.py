@@ -2,8 +2,8 @@
 
 Phases: each owner of small state (scaler, schedule, clock, features, loader, random state) checks what is saved and
 returns a commit that is not expected to fail (if it does, the engine is HALF_LOADED); the optimizer's state is staged
-beside what it has; its few numbers are read and looked at; all bytes are proven.  Then the ranks have voted, and tensors
-are filled, then commits are made.
+beside what it has; its few numbers are read and looked at; all bytes are proven.  Then the ranks have voted, and
+tensors are filled, then commits are made.
 
 Rejected: loading each part as it comes and undoing it after an error (a part that cannot undo, as a loader whose
 iteration has ended, is changed by a load that fails; and random state has to come last, when it is too late).
