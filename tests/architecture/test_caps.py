@@ -12,7 +12,7 @@ from pathlib import Path
 import repo
 import sources
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 45  # in packages, without the docstring: initialize(), whose signature is given
 MAX_OTHER_FUNCTION_LINES = 60  # in tests and tools
 MAX_P90_FUNCTION_LINES = 20  # in packages
@@ -58,7 +58,7 @@ def num_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def test_no_file_is_longer_than_400_lines() -> None:
+def test_no_file_is_longer_than_the_wall() -> None:
     bad = [f"{place(path)}: {num_lines(path)}" for path in PYTHON_FILES if num_lines(path) > MAX_FILE_LINES]
     assert not bad, "\n".join(["split these by subject:", *bad])
 

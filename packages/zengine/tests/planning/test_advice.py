@@ -111,7 +111,7 @@ def test_a_stage_that_needs_more_of_everything_is_not_called_worth_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("type_", "key"), [("WarmupLR", "warmup_min_lr"), ("WarmupCosineLR", "warmup_min_ratio"), ("OneCycle", "")]
+    ("type_", "key"), [("WarmupLR", "warmup_min_lr"), ("WarmupCosineLR", ""), ("OneCycle", "")]
 )
 def test_the_key_that_is_named_belongs_to_the_schedule(type_: str, key: str) -> None:
     params = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0} if type_ == "OneCycle" else {"warmup_num_steps": 10}
