@@ -110,9 +110,7 @@ def test_a_stage_that_needs_more_of_everything_is_not_called_worth_it() -> None:
     assert told.endswith("stage 2 is better here in both.")
 
 
-@pytest.mark.parametrize(
-    ("type_", "key"), [("WarmupLR", "warmup_min_lr"), ("WarmupCosineLR", ""), ("OneCycle", "")]
-)
+@pytest.mark.parametrize(("type_", "key"), [("WarmupLR", "warmup_min_lr"), ("WarmupCosineLR", ""), ("OneCycle", "")])
 def test_the_key_that_is_named_belongs_to_the_schedule(type_: str, key: str) -> None:
     params = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0} if type_ == "OneCycle" else {"warmup_num_steps": 10}
     params |= {"total_num_steps": 100} if type_ == "WarmupCosineLR" else {}
