@@ -19,7 +19,7 @@ from collections import Counter
 import pytest
 import torch
 from contract_table.oracle import curve
-from contract_table.rows import ROWS
+from contract_table.rows import ROWS, Row
 from contract_table.run import DTYPES, NUM_STEPS, Case, Outcome, run_cases
 from contract_table.scenarios import SCENARIOS
 from contract_table.theory import expected_gradients, expected_weights, of_an_all_reduce, of_gradients, of_weights
@@ -31,8 +31,20 @@ ACCUMULATIONS = (1, 3)
 AT_MOST = ("buckets", "gathered units")  # owners of which the plan gives the most; the others are exact
 OF_WHAT_IS_USED = ("states", "rollback")  # and those that hold nothing of what nobody uses
 
+# Which of all combinations: what depends on the policy alone goes through the rows that differ by policy, and float64
+# through the scenarios in which a dtype could be lost.
+OF_POLICIES = ("unused, momentum", "torch style", "refused load", "buffers")
+POLICIES = ("replicated", "stage 1", "stage 2", "stage 3, strict", "stage 1, states on disk")
+IN_FLOAT64 = ("plain", "unused", "unfrozen later", "buffers")
 
-@pytest.mark.timeout(300)
+
+def is_asked(row: Row, scenario: str, dtype: torch.dtype) -> bool:
+    return (scenario not in OF_POLICIES or row.name in POLICIES) and (
+        dtype != torch.float64 or scenario in IN_FLOAT64
+    )
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_row_keeps_the_contract(world_size: int, dtype: torch.dtype) -> None:
@@ -41,8 +53,9 @@ def test_every_row_keeps_the_contract(world_size: int, dtype: torch.dtype) -> No
         for row in ROWS
         if world_size in row.worlds
         for scenario, accumulation in itertools.product(SCENARIOS, ACCUMULATIONS)
+        if is_asked(row, scenario, dtype)
     ]
-    by_rank = run_ranks(run_cases, world_size, cases, timeout_s=280)
+    by_rank = run_ranks(run_cases, world_size, cases, timeout_s=580)
     reference: dict[object, list[Outcome]] = {}
     failures: list[str] = []
     for index, case in enumerate(cases):
