@@ -14,12 +14,12 @@ from pathlib import Path
 
 import repo
 
-from zengine.config.auto import AUTO
-from zengine.config.errors import shown
-from zengine.config.kinds import Mismatch
-from zengine.config.known import ROOT
-from zengine.config.table import Care, Key, Section, walk
-from zengine.config.versions import CHANGED
+from zengine.config.grammar.errors import shown
+from zengine.config.grammar.table import SECTION_IS_OFF, Key, Section, Support, walk
+from zengine.config.keys.root import ROOT
+from zengine.config.reading.auto import AUTO
+from zengine.config.reading.json_schema import default_of
+from zengine.config.reading.versions import CHANGED
 
 PAGE = repo.package_folder("zengine") / "CONFIG.md"
 HEAD = """# The keys of a config
@@ -40,9 +40,9 @@ def page() -> str:
 def honoured() -> Iterator[str]:
     """A table for each section with keys that act."""
     sections: dict[str, list[tuple[str, Key]]] = {}
-    for path, entry in walk(ROOT):
-        if isinstance(entry, Key) and entry.care is Care.HONOURED:
-            sections.setdefault(".".join(path[:-1]), []).append((path[-1], entry))
+    for path, row in walk(ROOT):
+        if isinstance(row, Key) and row.support is Support.HONOURED:
+            sections.setdefault(".".join(path[:-1]), []).append((path[-1], row))
     yield "## Keys that act\n"
     for section, keys in sections.items():
         yield f"### {f'`{section}`' if section else 'The top level'}\n"
@@ -57,22 +57,22 @@ def others() -> Iterator[str]:
     yield "## Keys of DeepSpeed that are read and do not act\n"
     yield "Each is checked for spelling and type. Given, it is said once; a section that is switched off says so.\n"
     yield "| key | why it has no effect |\n|---|---|"
-    for name, key in keys_of(Care.NO_EFFECT):
-        if key.why and key.why != "the section is off":
+    for name, key in keys_of(Support.IGNORED):
+        if key.why and key.why != SECTION_IS_OFF:
             yield f"| `{name}` | {cell(key.why)} |"
     yield "\n## Old names\n\n| key | now |\n|---|---|"
-    for name, key in keys_of(Care.RENAMED):
+    for name, key in keys_of(Support.RENAMED):
         yield f"| `{name}` | `{'.'.join(filter(None, (name.rpartition('.')[0], *key.target)))}` |"
     yield "\n## Refused, with the reason\n"
     yield "Values beside the accepted one stop a run before it starts.\n"
     yield "| key | accepted | otherwise |\n|---|---|---|"
-    for path, entry in walk(ROOT):
+    for path, row in walk(ROOT):
         name = ".".join(path)
-        if isinstance(entry, Section) and entry.why_not:
-            yield f"| `{name}` | none | {cell(entry.why_not)} |"
-        elif isinstance(entry, Key) and entry.care in (Care.LIMITED, Care.REFUSED):
-            accepted = " or ".join(f"`{shown(value)}`" for value in entry.natural) or "none"
-            yield f"| `{name}` | {accepted} | {cell(entry.why)} |"
+        if isinstance(row, Section) and row.rejection:
+            yield f"| `{name}` | none | {cell(row.rejection)} |"
+        elif isinstance(row, Key) and row.support in (Support.FIXED, Support.REJECTED):
+            accepted = " or ".join(f"`{shown(value)}`" for value in row.matching) or "none"
+            yield f"| `{name}` | {accepted} | {cell(row.why)} |"
     yield ""
 
 
@@ -97,21 +97,17 @@ def versions() -> Iterator[str]:
         yield f"| `{change.key}` | `{shown(change.before)}` | `{shown(change.now)}` | {since} |"
 
 
-def keys_of(care: Care) -> Iterator[tuple[str, Key]]:
-    """Dotted path and entry of every key of a kind."""
-    for path, entry in walk(ROOT):
-        if isinstance(entry, Key) and entry.care is care:
-            yield ".".join(path), entry
+def keys_of(support: Support) -> Iterator[tuple[str, Key]]:
+    """Dotted path and row of every key of a kind."""
+    for path, row in walk(ROOT):
+        if isinstance(row, Key) and row.support is support:
+            yield ".".join(path), row
 
 
 def default(key: Key) -> str:
     """The default as it would be written; empty where it stands for "not given"."""
-    try:
-        is_value = key.kind.read(key.default) == key.default
-    except Mismatch:
-        return ""
-    is_empty = key.default in ("", (), {}, sys.maxsize) and not isinstance(key.default, bool)
-    return f"`{shown(key.default)}`" if is_value and not is_empty else ""
+    value = default_of(key)
+    return "" if value is None else f"`{shown(value)}`"
 
 
 def cell(text: str) -> str:

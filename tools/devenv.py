@@ -35,7 +35,7 @@ STAMP = VENV / "dev-stamp"  # line 1: the checkout it belongs to; line 2: digest
 MARKER = VENV / "dev-unfinished"  # exists while the environment is being changed
 DISCARDED = ROOT / ".venv.old"  # an environment being deleted
 LOG = ROOT / ".cache" / "setup.log"  # the full output of venv, pip and the kernel builds
-OLDEST_PYTHON = (3, 10)
+OLDEST_PYTHON = (3, 11)
 # Builds the packages without isolation, which is 25 s faster; versions come from the constraints.
 BUILD_TOOLS = ("hatchling", "editables", "cffi")
 FOREIGN_SETTINGS = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_REQUIREMENT")
@@ -120,7 +120,7 @@ def reason_to_remake() -> str:
     owner = read_text(STAMP).partition("\n")[0]
     if owner and owner != str(ROOT):
         return f"it belongs to {owner}"  # launchers in bin/ carry absolute paths
-    probe = [venv_python(), "-c", "import pip, sys; sys.exit(sys.version_info < (3, 10))"]
+    probe = [venv_python(), "-c", "import pip, sys; sys.exit(sys.version_info < (3, 11))"]
     try:
         healthy = subprocess.run(probe, env=child_environment(), capture_output=True, check=False).returncode == 0
     except OSError:
@@ -206,7 +206,7 @@ def check_python() -> None:
     if sys.version_info < OLDEST_PYTHON:
         given = ".".join(map(str, sys.version_info[:3]))
         raise SetupError(
-            f"this is Python {given} ({sys.executable}); the project needs Python 3.10 or newer and is "
+            f"this is Python {given} ({sys.executable}); the project needs Python 3.11 or newer and is "
             "developed on 3.11: run the same command with `python3.11`"
         )
 

@@ -169,10 +169,16 @@ def classes(path: Path) -> list[ast.ClassDef]:
 
 
 def public_names(path: Path) -> list[str] | None:
-    """The literal `__all__` of a file; None when it has none.  Raises `ValueError` when it is computed."""
+    """The literal names of `__all__` of a file; None when it has none.
+
+    A starred part (`*table.HOMES`) is left out: only an import tells what is in it.  Raises `ValueError` when the
+    rest is computed, too.
+    """
     for statement in tree(path).body:
         targets = statement.targets if isinstance(statement, ast.Assign) else []
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
             value = statement.value  # type: ignore[attr-defined]
+            if isinstance(value, ast.List):
+                value = ast.List([element for element in value.elts if not isinstance(element, ast.Starred)])
             return [str(name) for name in ast.literal_eval(value)]
     return None

@@ -1,14 +1,14 @@
-"""Builds `zcomm._shared`, the shared-memory transport, for wheels, for editable installs and in place.
+"""Build of `zcomm._shared`, the shared-memory transport, for wheels, editable installs and in place.
 
-Problem: the transport is worth having wherever ranks share a host, but zcomm must install and work without it, on
-Gloo.  Design: cffi writes the glue from the part of `zs_api.h` between its two markers, against the limited API, so
-that one wheel serves every Python from 3.10 on; the arithmetic is compiled once per instruction set.  Where there
-is no Linux, no compiler or no Python.h, a warning says so and the wheel is one of pure Python.
+Problem: the transport is useful wherever ranks share a host, but zcomm must install and work without it, on Gloo.
+Design: cffi writes the glue from the part of `zs_api.h` between its two markers, against the limited API, so that one
+wheel serves every Python from 3.10 on; the arithmetic is compiled once per instruction set.  Without Linux, a
+compiler or Python.h, the build warns and makes a pure Python wheel.
 
     python hatch_build.py    builds src/zcomm/_shared.abi3.so in place
 
 The compiler is `$CC`, else the first of cc, gcc and clang on PATH.  Rejected: the same as in zoptim's file of this
-name, which this one follows; the two packages are built apart, so they share no code.
+name, which this one follows; the two packages are built separately, so they share no code.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ V3 = ("-mavx2", "-mf16c")
 
 
 class BuildError(Exception):
-    """The extension could not be compiled; the message says why."""
+    """Raised when the extension cannot be compiled; the message gives the reason."""
 
 
 class Unavailable(Exception):
-    """This machine cannot build the extension at all, and zcomm does without."""
+    """Raised when this machine has no means to build the extension; zcomm then works without it."""
 
 
 def wheel_platform() -> str:
-    """The platform part of the wheel's tag."""
+    """Platform part of the wheel's tag."""
     return sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
 def source_hash() -> str:
-    """16 hexadecimal digits over the compiled files; shared/native.py computes the same in a checkout."""
+    """Hash of the compiled files, 16 hexadecimal digits; shared/native.py computes the same in a checkout."""
     total = hashlib.sha256()
     for path in [ROOT / "hatch_build.py", *sorted(CSRC.glob("*.[ch]"))]:
         text = path.read_bytes()
@@ -70,7 +70,7 @@ def include_folders() -> list[str]:
 
 
 def compiler() -> list[str]:
-    """The command of the C compiler.  Raises `Unavailable`."""
+    """Find the command of the C compiler.  Raises `Unavailable`."""
     if not sys.platform.startswith("linux"):
         raise Unavailable(f"the shared-memory transport works on Linux, and this is {sys.platform}")
     given = shlex.split(os.environ.get("CC", ""))
@@ -84,7 +84,7 @@ def compiler() -> list[str]:
 
 
 def write_glue(path: Path) -> None:
-    """The C file that makes `zs_api.h` a Python module.  Raises `Unavailable` without cffi."""
+    """Write the C file that makes `zs_api.h` a Python module.  Raises `Unavailable` without cffi."""
     try:
         import cffi
     except ImportError:
@@ -93,12 +93,12 @@ def write_glue(path: Path) -> None:
     ffi = cffi.FFI()
     ffi.cdef(header.partition("/* cdef begin */")[2].partition("/* cdef end */")[0])
     ffi.set_source("zcomm._shared", '#include "zs_api.h"', py_limited_api=True)
-    with contextlib.redirect_stdout(io.StringIO()):  # it announces its temporary file
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the name of its temporary file
         ffi.emit_c_code(str(path))
 
 
 def objects(folder: Path) -> dict[Path, list[str]]:
-    """Object file -> the arguments that compile it."""
+    """Map each object file to the arguments that compile it."""
     is_x86 = wheel_platform().endswith("x86_64")
     includes = [f"-I{CSRC}", *(f"-I{place}" for place in include_folders())]
     x86 = ["-DZS_HAS_X86"] if is_x86 else []
@@ -113,7 +113,7 @@ def objects(folder: Path) -> dict[Path, list[str]]:
 
 
 def run(command: list[str]) -> None:
-    """One call of the compiler.  Raises `BuildError` with what it said."""
+    """Call the compiler.  Raises `BuildError` with its output."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode:
         raise BuildError(
@@ -122,7 +122,7 @@ def run(command: list[str]) -> None:
 
 
 def build(target: Path = EXTENSION) -> None:
-    """Writes glue, compiles, links, and puts the result in place at once.  Raises `BuildError`, `Unavailable`."""
+    """Write the glue, compile, link, and replace the extension atomically.  Raises `BuildError`, `Unavailable`."""
     command = compiler()
     with tempfile.TemporaryDirectory(prefix="zcomm-build-") as temporary:
         folder = Path(temporary)
@@ -139,12 +139,12 @@ def build(target: Path = EXTENSION) -> None:
 
 
 def is_current() -> bool:
-    """Whether the extension in place was compiled from these sources."""
+    """True if the extension in place was compiled from these sources."""
     return EXTENSION.exists() and source_hash().encode() in EXTENSION.read_bytes()
 
 
 class TransportHook(BuildHookInterface):
-    """Called by hatchling for a wheel; `version` is "editable" for an editable install, else "standard"."""
+    """Hatchling's hook for wheels; `version` is "editable" for an editable install, else "standard"."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         try:
@@ -163,6 +163,6 @@ if __name__ == "__main__":
     try:
         build()
     except Unavailable as reason:
-        print(f"zcomm: its shared-memory transport is not built, it uses Gloo: {reason}")
+        print(f"zcomm: the shared-memory transport is not built, Gloo is used: {reason}")
     except BuildError as error:
         sys.exit(f"zcomm: {error}")

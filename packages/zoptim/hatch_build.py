@@ -20,7 +20,7 @@ between ranks), JIT building at first use (needs a compiler on every node).
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import importlib.util
 import io
 import os
 import platform
@@ -32,6 +32,7 @@ import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -70,19 +71,20 @@ def wheel_platform() -> str:
     return name.replace("-", "_").replace(".", "_")
 
 
-def compiled_files() -> list[Path]:
-    """What decides the extension: this file, the C files and their headers (those of the GPU are run-time text)."""
-    headers = [path for path in CSRC.glob("*.h") if not path.name.startswith("zk_gpu")]
-    return [ROOT / "hatch_build.py", *sorted([*CSRC.glob("*.c"), *headers])]
+def kernel_sources() -> ModuleType:
+    """`zoptim/backends/sources.py`, loaded by its path: an isolated build has neither zoptim nor torch."""
+    path = ROOT / "src" / "zoptim" / "backends" / "sources.py"
+    spec = importlib.util.spec_from_file_location("zoptim_sources", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def source_hash() -> str:
-    """16 hexadecimal digits over the compiled files; native.py computes the same in a checkout."""
-    total = hashlib.sha256()
-    for path in compiled_files():
-        text = path.read_bytes()
-        total.update(f"{path.name} {len(text)}\n".encode() + text)
-    return total.hexdigest()[:16]
+    """16 hexadecimal digits over the compiled files; native.py compares it in a checkout."""
+    return str(kernel_sources().source_hash(ROOT))
 
 
 def compiler() -> list[str]:
@@ -128,15 +130,16 @@ def write_glue(path: Path) -> None:
 
 
 def objects(folder: Path) -> dict[Path, list[str]]:
-    """Object file -> the arguments that compile it."""
+    """Object file -> the arguments that compile it; `folder` holds the generated files."""
     runtime = [f'-DZK_SOURCE_HASH="{source_hash()}"', *(["-DZK_HAS_X86"] if is_x86_64() else [])]
-    includes = [f"-I{CSRC}", *(f"-I{place}" for place in include_folders())]
+    headers = [f"-I{folder}", f"-I{CSRC}"]
+    python_headers = [f"-I{place}" for place in include_folders()]
     result = {
-        folder / "glue.o": [LIMITED_API, *includes, str(folder / "glue.c")],
-        folder / "rt.o": [*runtime, str(CSRC / "rt.c")],
+        folder / "glue.o": [LIMITED_API, *headers, *python_headers, str(folder / "glue.c")],
+        folder / "rt.o": [*runtime, *headers, str(CSRC / "rt.c")],
     }
     for level, flags in (X86_LEVELS if is_x86_64() else {"base": ()}).items():
-        result[folder / f"kern_{level}.o"] = [*flags, f"-DZK_SUFFIX=_{level}", str(CSRC / "kern.c")]
+        result[folder / f"kern_{level}.o"] = [*flags, f"-DZK_SUFFIX=_{level}", *headers, str(CSRC / "kern.c")]
     return result
 
 
@@ -157,6 +160,7 @@ def build(target: Path = EXTENSION) -> None:
     command = compiler()
     with tempfile.TemporaryDirectory(prefix="zoptim-build-") as temporary:
         folder = Path(temporary)
+        (folder / "zk_table.h").write_text(kernel_sources().rules_text(include=True))
         write_glue(folder / "glue.c")
         calls = [[*command, *FLAGS, "-c", *what, "-o", str(path)] for path, what in objects(folder).items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -11,6 +11,10 @@ from pathlib import Path
 
 import repo
 import sources
+from torch import nn
+
+import zengine
+from zengine.engine.engine import Engine
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 45  # in packages, without the docstring: initialize(), whose signature is given
@@ -18,17 +22,17 @@ MAX_OTHER_FUNCTION_LINES = 60  # in tests and tools
 MAX_P90_FUNCTION_LINES = 20  # in packages
 MAX_PUBLIC_PARAMETERS = 15  # OneCycle: its signature is given
 MAX_PARAMETERS = 6
-MAX_ENGINE_LINES = 200
+MAX_ENGINE_MEMBERS = 25  # names of nn.Module that it redefines included
 
 # Classes with more than one boolean attribute, and how many: this table may only shrink.
 BOOLEANS = {
-    "zpartition.policy.ZeroPolicy": 2,  # two independent switches of the user's config
-    "zengine.clock.MicroStep": 2,  # two facts of one frozen value
-    "zengine.restoring.What": 3,
+    "zpartition.layout.policy.ZeroPolicy": 2,  # two independent switches of the user's config
+    "zengine.engine.clock.MicroStep": 2,  # two facts of one frozen value
+    "zengine.checkpoint.restore.What": 3,
 }
 
 # The engine never asks what an object is or has: features and policies are objects, or absent.
-ENGINE = repo.source_folder("zengine") / "engine.py"
+ENGINE = repo.source_folder("zengine") / "engine/engine.py"
 FORBIDDEN_IN_ENGINE = {"isinstance", "hasattr", "getattr", "type", "issubclass"}
 
 # Classes whose booleans are keys of the user's JSON, not states of ours.
@@ -98,8 +102,27 @@ def test_the_ratchets_are_tight() -> None:
     assert not stale, f"fewer booleans now, lower or remove in BOOLEANS: {stale}"
 
 
-def test_the_engine_is_at_most_200_lines() -> None:
-    assert num_lines(ENGINE) <= MAX_ENGINE_LINES
+def test_the_engine_is_a_module_and_nothing_else() -> None:
+    assert Engine.__bases__ == (nn.Module,)
+
+
+def test_the_engine_has_few_public_members() -> None:
+    """Attributes of an instance count as well, since they hide the module's."""
+    engine, *_ = zengine.initialize(model=nn.Linear(2, 1), config={"train_batch_size": 1})
+    members = {name for name in (*vars(Engine), *vars(engine), *engine._modules) if not name.startswith("_")}
+    assert len(members) <= MAX_ENGINE_MEMBERS, sorted(members)
+
+
+def test_below_the_engine_nothing_names_it() -> None:
+    folders = ("engine", "features", "flops", "telemetry", "checkpoint", "build", "data", "config")
+    paths = [path for name in folders for path in repo.files(".py", under=repo.source_folder("zengine") / name)]
+    bad = [
+        f"{place(path)}:{item.line}"
+        for path in paths
+        for item in sources.imports(path)
+        if f"{item.module}.{item.name}" in ("zengine.engine.engine", "zengine.engine.engine.Engine", "zengine.Engine")
+    ]
+    assert not bad, "\n".join(["these get a Run:", *bad])
 
 
 def test_the_engine_never_asks_what_an_object_is() -> None:

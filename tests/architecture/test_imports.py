@@ -5,6 +5,7 @@ To let a package use something new: one line in a table, and the reason in the c
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -19,37 +20,39 @@ MAY_IMPORT = {
     "zprecision": {"torch", "numpy", "attrs"},
     "zpartition": {"torch", "numpy", "attrs", "zcomm"},
     "zoptim": {"torch", "numpy", "attrs", "cffi", "cupy"},
-    "zckpt": {"torch", "numpy", "attrs", "safetensors", "xxhash", "fsspec"},
+    "zckpt": {"torch", "numpy", "attrs", "safetensors", "xxhash", "fsspec", "shtab"},
     "zengine": {
-        "torch", "numpy", "attrs", "tensorboard", "wandb", "comet_ml", "rich", "transformers",
+        "torch", "numpy", "attrs", "tensorboard", "wandb", "comet_ml", "rich", "shtab", "transformers",
         "zcomm", "zprecision", "zpartition", "zoptim", "zckpt",
     },
 }  # fmt: skip
 
 # Heavy or optional: only inside functions, so that `import zengine` neither pays for them nor needs them.
-ONLY_LAZILY = {"cffi", "comet_ml", "cupy", "fsspec", "rich", "tensorboard", "transformers", "wandb"}
+ONLY_LAZILY = {"cffi", "comet_ml", "cupy", "fsspec", "rich", "shtab", "tensorboard", "transformers", "wandb"}
 
 # Imported if the user installed them; never a declared dependency.
-OPTIONAL = {"comet_ml", "cupy", "fsspec", "rich", "transformers", "wandb"}
+OPTIONAL = {"comet_ml", "cupy", "fsspec", "rich", "shtab", "transformers", "wandb"}
 
 # Inside zengine one file composes the five packages: only there are classes with behaviour made or chosen.  The
 # others use the names listed here: frozen policy values in the config, functions and errors where they are a file's
 # own subject.  A key is a file or, with a slash, a folder.  Names in annotations are free: they decide nothing.
-ASSEMBLER = "assemble.py"
+ASSEMBLER = "build/assemble.py"
 ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "config/": {
-        "zprecision": {"Precision", "Keep", "Unscaled", "StaticScaling", "DynamicScaling"},
+        "zprecision": {"Precision", "KeepInFp32", "Unscaled", "StaticScaling", "DynamicScaling"},
         "zpartition": {
             *("ZeroPolicy", "Averaging", "ReduceAt", "SparseGradients"),
             *("Offload", "Speculation", "Tier"),
         },
-        "zckpt": {"Best", "CheckpointInputError", "EVERYTHING", "Retention"},
+        "zckpt": {"Best", "CheckpointInputError", "KEEP_ALL", "Retention"},
         "zcomm": {"Degrees"},
     },
     # asks zoptim whether it knows a name and its options, on a dummy parameter, so that the config never lists them
-    "config/choices.py": {"zoptim": {"make_optimizer", "make_schedule", "UnknownNameError", "NotAvailableYetError"}},
+    "config/reading/choices.py": {
+        "zoptim": {"make_optimizer", "make_schedule", "UnknownNameError", "NotAvailableYetError"}
+    },
     # reads the signatures, to suggest the nearest option
-    "config/suggest.py": {
+    "config/reading/unknown_keys.py": {
         "zoptim": {
             *("Adafactor", "Adagrad", "AdamW", "LAMB", "Lion", "Muon", "SGD"),
             *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR"),
@@ -64,20 +67,25 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {"init", "Degrees", "Groups"},
     },
     # sizes of what is split over ranks, and whole tensors of it
-    "features/measuring.py": {"zpartition": {"Joining", "experts.used_shares"}},
-    "persistence.py": {"zpartition": {"Joining", "own_parts", "whole_state_dict"}},
-    "weight_loading.py": {"zpartition": {"load_slices"}, "zckpt": {"interchange.read_weights"}},
+    "features/measuring.py": {"zpartition": {"FullTensors", "experts.active_fractions"}},
+    "checkpoint/weights.py": {
+        "zpartition": {"FullTensors", "load_slices", "own_parts", "whole_state_dict"},
+        "zckpt": {"interchange.read_weights"},
+    },
     # parts of files in the place of tensors, for conversions that Transformers knows
-    "converting.py": {"zckpt": {"CheckpointInputError", "interchange.Patchwork"}},
+    "checkpoint/huggingface.py": {"zckpt": {"CheckpointInputError", "interchange.Patchwork"}},
     # one number a layer, summed over the ranks
-    "features/layer_norms.py": {"zcomm": {"all_reduce", "exchange"}, "zpartition": {"stages_of"}},
+    "features/layer_norms.py": {"zcomm": {"all_reduce", "all_gather_object"}, "zpartition": {"pipeline_stages_of"}},
     # the stages of a pipeline tell each other which of the layers they have
-    "features/random_ltd.py": {"zcomm": {"exchange"}, "zpartition": {"stages_of"}},
+    "features/random_ltd.py": {"zcomm": {"all_gather_object"}, "zpartition": {"pipeline_stages_of"}},
     # ranks compare what they waited for
-    "telemetry/stragglers.py": {"zcomm": {"exchange", "group_rank"}},
+    "telemetry/stragglers.py": {"zcomm": {"all_gather_object", "group_rank"}},
     "features/comms_summary.py": {"zcomm": {"traced"}},
     # stands between an engine's passes and their runner
-    "features/stage_flops.py": {"zcomm": {"exchange"}, "zpartition": {"pipeline.Passes"}},
+    "flops/stage_feature.py": {
+        "zcomm": {"all_gather_object"},
+        "zpartition": {"pipeline.Passes", "pipeline_stages_of"},
+    },
     # other people's names for objects of the packages: handing those over is all that is done here
     "deepspeed/": {
         "zoptim": {
@@ -85,9 +93,9 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             *("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
         },
         "zpartition": {
-            *("Init", "cell_of", "gathered", "tensor", "sequence", "tensor.TensorPlan"),
+            *("Init", "model_parallel_group_of", "gathered", "tensor", "sequence", "tensor.TensorPlan"),
             # a model that several ranks answer with
-            *("Cell", "Joining", "deals_of", "experts", "load_own_slices", "refuse_unfit_slices"),
+            *("ModelParallelGroup", "FullTensors", "expert_shards_of", "experts", "load_own_slices", "check_slices"),
             *("experts.ExpertParameter", "experts.MoE"),
             *("is_gathered", "local_weight"),  # what marks on parameters tell
             *(f"pipeline.{name}" for name in ("LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec")),
@@ -105,76 +113,97 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zcomm": {
             *("Degrees", "Groups"),
             *("after", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter"),
-            *("detect", "exchange", "group_rank", "group_size", "init", "make_mesh", "run", "traced"),
+            *(
+                "detect",
+                "all_gather_object",
+                "group_rank",
+                "group_size",
+                "init",
+                "make_mesh",
+                "consecutive_group",
+                "traced",
+            ),
             *("PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"),
         },
         "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
     },
-    "exporting.py": {"zpartition": {"gathered", "Joining", "stages_of"}},
+    "checkpoint/export.py": {"zpartition": {"gathered", "FullTensors", "pipeline_stages_of"}},
     # stages tell the first what they have, or that nothing will come, and are given as a value
-    "stage_exports.py": {"zcomm": {"close_on_failure", "exchange", "give_up"}},
+    "checkpoint/export_stages.py": {"zcomm": {"close_on_failure", "all_gather_object", "abort"}},
     # tells which kernels run here, and what carries messages between two ranks that it starts
     "commands/env.py": {
         "zoptim": {"kernels"},
         "zcomm": {"all_reduce", "transport", "transport_reason", "testing", "testing.run_ranks"},
     },
+    # says if the loss scale moves
+    "deepspeed_engine.py": {"zprecision": {"DynamicScaling"}},
+    # a stage under the engine's runner, scaler and partition; recognized without an import
+    "engine/pipeline_passes.py": {"zpartition": {"gathered", "pipeline.Passes"}},
+    "engine/stages.py": {"zpartition": {"pipeline.PipelineModule"}},
     # the world comes before the parts
     "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
     # from degrees, a mesh, an mpu or a split model to groups
-    "groups.py": {"zcomm": {"Groups", "group_size"}, "zpartition": {"cell_of", "replicas_of"}},
+    "build/groups.py": {"zcomm": {"Groups", "group_size"}, "zpartition": {"model_parallel_group_of", "replicas_of"}},
     # activation checkpoints, from what the config says of them
-    "recomputing.py": {
-        "zcomm": {"exchange"},
+    "build/activation_checkpointing.py": {
+        "zcomm": {"all_gather_object"},
         "zpartition": {
             *(
-                "Cell",
-                "stages_of",
-                "activations.Arena",
-                "activations.AsTheyAre",
+                "ModelParallelGroup",
+                "pipeline_stages_of",
+                "activations.ArenaStore",
+                "activations.DeviceStore",
                 "activations.Checkpointing",
-                "activations.Keeping",
+                "activations.SavedInputs",
             ),
-            *("activations.NO_STREAMS", "activations.OnHost", "activations.Store", "activations.Streams"),
-            *("activations.Blocks", "activations.Variant"),
+            *("activations.NO_STREAMS", "activations.HostStore", "activations.Store", "activations.Streams"),
+            *("activations.CheckpointedBlocks", "activations.Variant"),
         },
     },
     "deepspeed/runtime/activation_checkpointing/": {
-        "zpartition": {"Cell", "activations.Checkpointing", "activations.RandomStreams", "activations.Variant"},
+        "zpartition": {
+            "ModelParallelGroup",
+            "activations.Checkpointing",
+            "activations.RandomStreams",
+            "activations.Variant",
+        },
     },
     # shares its experts out, and moves biases of routers
-    "dealing.py": {"zpartition": {"deals_of", "experts", "stages_of"}, "zcomm": {"exchange"}},
-    "features/balancing.py": {"zpartition": {"experts.balance", "experts.balanced_routers"}},
+    "build/expert_parallel.py": {
+        "zpartition": {"expert_shards_of", "experts", "pipeline_stages_of"},
+        "zcomm": {"all_gather_object"},
+    },
+    "features/builtin.py": {"zpartition": {"experts.balance", "experts.balanced_routers"}},
     # the stages of a pipeline tell each other their dtypes
-    "trainable.py": {"zcomm": {"exchange"}, "zpartition": {"stages_of"}},
+    "build/trainable.py": {"zcomm": {"all_gather_object"}, "zpartition": {"pipeline_stages_of"}},
     # splits the module before it is partitioned
-    "splitting.py": {
-        "zcomm": {"exchange", "group_rank", "group_size"},
-        "zpartition": {"cell_of", "is_deferred", "stages_of", "tensor"},
+    "build/tensor_parallel.py": {
+        "zcomm": {"all_gather_object", "group_rank", "group_size"},
+        "zpartition": {"model_parallel_group_of", "is_deferred", "pipeline_stages_of", "tensor"},
     },
     # so does a pipeline, which is compared with the config, and whose engine is its own
-    "staging.py": {
+    "build/pipeline.py": {
         "zpartition": {
             "ReduceAt",
-            *("pipeline.PipelineModule", "pipeline.ScheduleError", "pipeline.make_schedule", "pipeline.predict"),
+            *("pipeline.PipelineModule", "pipeline.ScheduleError", "pipeline.make_schedule", "pipeline.simulate"),
         },
         "zcomm": {"detect"},
     },
-    "pipeline_engine.py": {"zpartition": {"pipeline.PipelineError", "pipeline.Recorder"}},
-    "pipeline_passes.py": {"zpartition": {"gathered", "pipeline.Passes"}},
-    # says which kind of scaling the plan holds
-    "getters.py": {"zprecision": {"DynamicScaling"}},
+    "pipeline_engine.py": {
+        "zpartition": {"gathered", "pipeline.Passes", "pipeline.PipelineError", "pipeline.Recorder"}
+    },
     # ranks tell each other what they have and decide alike
-    "agreement.py": {"zcomm": {"exchange"}},
-    "verdict.py": {"zcomm": {"exchange"}, "zprecision": {"first_nonfinite"}},
-    "measure.py": {"zcomm": {"exchange", "group_rank"}, "zprecision": {"measure_bf16_speedup"}},
-    "checkpointing.py": {"zckpt": {"Reading", "rng"}, "zpartition": {"state_shards"}},
-    "restoring.py": {"zckpt": {"CheckpointStateError", "Node", "rng"}, "zpartition": {"make_state"}},
-    "consensus.py": {
+    "build/agreement.py": {"zcomm": {"all_gather_object"}},
+    "engine/nonfinite.py": {"zcomm": {"all_gather_object"}, "zprecision": {"first_nonfinite"}},
+    "build/measure.py": {"zcomm": {"all_gather_object", "group_rank"}, "zprecision": {"measure_bf16_speedup"}},
+    "checkpoint/save_load.py": {"zckpt": {"ReadRequest", "rng"}, "zpartition": {"state_shards"}},
+    "checkpoint/restore.py": {"zckpt": {"CheckpointStateError", "Node", "rng"}, "zpartition": {"make_state"}},
+    "checkpoint/consensus.py": {
         "zckpt": {
             *("find", "Checkpoint", "MemoryCheckpoint"),
             *("CheckpointError", "CheckpointMismatch", "CheckpointNotFound", "CheckpointStateError", "Node"),
         },
-        "zcomm": {"exchange", "group_rank", "group_size"},
+        "zcomm": {"all_gather_object", "group_rank", "group_size"},
     },
 }
 
@@ -221,7 +250,7 @@ def test_a_package_uses_only_the_public_names_of_the_others(package: str) -> Non
 def public_names(package: str) -> set[str]:
     """Names of `__all__`, plainly and below public sub-packages: {"init", "testing", "testing.run_ranks"}."""
     root = repo.source_folder(package)
-    found = set(sources.public_names(root / "__init__.py") or [])
+    found = set(importlib.import_module(package).__all__)
     for path in root.glob("*/__init__.py"):
         names = sources.public_names(path) or []
         found |= {path.parent.name, *(f"{path.parent.name}.{name}" for name in names)} if names else set()

@@ -1,4 +1,4 @@
-"""Names and files that every package has, and the mirror between sources and tests."""
+"""Names and files that every package has, and the mirror between folders of sources and of tests."""
 
 from __future__ import annotations
 
@@ -8,25 +8,12 @@ from pathlib import Path
 import pytest
 import repo
 
-# Modules without a test file of their own, and why.  A module below MIN_LINES needs none.
-MIN_LINES = 25
-_KEY_TABLE = "a table of config keys; tests/config/test_known.py goes through every entry"
-UNTESTED_ALONE: dict[str, str] = {
-    "zengine.config.compat_compression": _KEY_TABLE,
-    "zengine.config.compat_features": _KEY_TABLE,
-    "zengine.config.compat_parallel": _KEY_TABLE,
-    "zengine.config.compat_training": _KEY_TABLE,
-    "zengine.config.data_settings": "settings classes without behaviour; tests/config/test_data.py fills them",
-    "zengine.config.pipeline_settings": "settings classes alone; tests/config/test_pipeline.py fills them",
-    "zengine.config.schema": "settings classes without behaviour; tests/config/test_structure.py fills them",
-    "zengine.config.table": "the entries' classes; tests/config/test_known.py and test_structure.py walk them",
-    "zengine.telemetry.plans": "structural types only",
-}
-# Test files that mirror no single module, and why.
-MIRROR_NOTHING: dict[str, str] = {
-    "packages/zckpt/tests/test_format.py": "a reader written from FORMAT.md alone",
-    "packages/zoptim/tests/test_bench.py": "runs the scripts of packages/zoptim/bench at a tiny size",
-    "packages/zpartition/tests/test_endurance.py": "whole partitions: nothing is left behind, hangs are told",
+# Folders of names that DeepSpeed has; one file above them goes through all names.
+MIRRORED_ABOVE = {
+    ("deepspeed", "launcher"),
+    ("deepspeed", "profiling"),
+    ("data_pipeline", "data_sampling"),
+    ("runtime", "pipe"),
 }
 
 each_package = pytest.mark.parametrize("package", repo.PACKAGES)
@@ -103,47 +90,29 @@ def test_test_folders_are_no_packages_and_share_no_conftest(package: str) -> Non
     assert not [path for path in repo.files(".py", under=tests) if path.name == "__init__.py"]
 
 
-def num_code_lines(path: Path) -> int:
-    lines = [line.strip() for line in path.read_text().splitlines()]
-    return sum(bool(line) and not line.startswith("#") for line in lines)
-
-
-def mirrors(subject: str, stem: str) -> bool:
-    """Whether test_<subject>.py tests <stem>.py: the same name, an aspect of it, or one file for a family."""
-    return subject == stem or subject.startswith(f"{stem}_") or stem.startswith(f"{subject}_")
+def mirror_of(package: str, folder: Path) -> Path:
+    """The folder of tests that mirrors a folder of sources."""
+    return repo.package_folder(package) / "tests" / folder.relative_to(repo.source_folder(package))
 
 
 @each_package
-def test_every_source_file_of_weight_has_a_test_file_at_the_mirrored_path(package: str) -> None:
-    source, tests = repo.source_folder(package), repo.package_folder(package) / "tests"
-    missing = []
-    for path in repo.source_modules(package):
-        if path.name == "__init__.py" or num_code_lines(path) < MIN_LINES or repo.module_name(path) in UNTESTED_ALONE:
-            continue
-        folder = tests / path.relative_to(source).parent
-        stem = path.stem.lstrip("_")
-        if not any(mirrors(test.stem.removeprefix("test_"), stem) for test in folder.glob("test_*.py")):
-            missing.append(f"{path.relative_to(repo.ROOT)} -> {(folder / f'test_{stem}.py').relative_to(repo.ROOT)}")
-    assert not missing, "\n".join(["no test file for:", *missing])
+def test_every_folder_of_sources_has_a_folder_of_tests(package: str) -> None:
+    folders = {path.parent for path in repo.source_modules(package) if path.name != "__init__.py"}
+    missing = [
+        f"{folder.relative_to(repo.ROOT)} -> {mirror_of(package, folder).relative_to(repo.ROOT)}"
+        for folder in sorted(folders)
+        if not any(mirror_of(package, folder).rglob("test_*.py")) and folder.parts[-2:] not in MIRRORED_ABOVE
+    ]
+    assert not missing, "\n".join(["no test files for:", *missing])
 
 
 @each_package
-def test_every_test_file_mirrors_a_source_file(package: str) -> None:
+def test_every_folder_of_tests_mirrors_a_folder_of_sources(package: str) -> None:
     source, tests = repo.source_folder(package), repo.package_folder(package) / "tests"
-    strays = []
-    for path in repo.files(".py", under=tests):
-        place = path.relative_to(repo.ROOT).as_posix()
-        if not path.name.startswith("test_") or place in MIRROR_NOTHING:
-            continue
-        folder = source / path.relative_to(tests).parent
-        stems = {p.stem.lstrip("_") for p in folder.glob("*.py")} | {p.name for p in folder.glob("*") if p.is_dir()}
-        subject = path.stem.removeprefix("test_")
-        if not any(mirrors(subject, stem) for stem in stems | {package}):
-            strays.append(place)
-    assert not strays, f"no source file of that name: {strays}"
-
-
-def test_the_exceptions_still_exist() -> None:
-    modules = {repo.module_name(path) for package in repo.PACKAGES for path in repo.source_modules(package)}
-    assert set(UNTESTED_ALONE) <= modules
-    assert all((repo.ROOT / place).exists() for place in MIRROR_NOTHING)
+    folders = {path.parent for path in repo.files(".py", under=tests) if path.name.startswith("test_")}
+    strays = [
+        folder.relative_to(repo.ROOT).as_posix()
+        for folder in sorted(folders)
+        if not (source / folder.relative_to(tests)).is_dir()
+    ]
+    assert not strays, f"no folder of sources for: {strays}"

@@ -23,8 +23,8 @@ FILES = [p for name in repo.PACKAGES for p in repo.source_modules(name) if not p
 
 
 def is_of_others(name: str) -> bool:
-    """Whether a dotted name ends in a function that pickles; ours of the same name (zengine.deepspeed) send JSON."""
-    return name.rpartition(".")[2] in FUNCTIONS and not name.startswith("zengine.")
+    """True if a dotted name ends in a function that pickles; ours of the same name (zcomm, zengine) send JSON."""
+    return name.rpartition(".")[2] in FUNCTIONS and not name.startswith(("zcomm.", "zengine."))
 
 
 def pickling(path: Path) -> list[str]:

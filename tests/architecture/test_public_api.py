@@ -36,7 +36,7 @@ def present_names() -> list[str]:
         f"{repo.module_name(path)}.{name}"
         for package in repo.PACKAGES
         for path in public_modules(package)
-        for name in sorted(sources.public_names(path) or [])
+        for name in sorted(importlib.import_module(repo.module_name(path)).__all__)
     ]
 
 

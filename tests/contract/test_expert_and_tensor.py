@@ -13,7 +13,7 @@ import zengine
 from zcomm.testing import run_ranks
 from zpartition.experts import ExpertMLP, MoE
 from zpartition.tensor import ColumnLinear
-from zpartition.tensor.testing import WIDTH, Gated
+from zpartition.testing.tensor_models import WIDTH, Gated
 
 STEPS = 3
 

@@ -16,8 +16,8 @@ import zcomm
 import zengine
 from zcomm.testing import run_ranks
 from zengine.features.layer_norms import norms_by_layer
-from zpartition.cells import deals_of
-from zpartition.experts.testing import CLIP, STEPS, Language, batches, train_alone
+from zpartition.layout.model_parallel import expert_shards_of
+from zpartition.testing.expert_models import CLIP, STEPS, MoELanguageModel, batches, train_alone
 
 BOUND = 3e-5  # of a loss or norm near 3, in float32, against float64
 STAGES = (0, 1, 2, 3)
@@ -38,13 +38,13 @@ def engine_of(stage: int, expert: int, accumulation: int) -> zengine.Engine:
         },
         "expert_parallel": {"enabled": expert > 1, "autoep_size": expert},
     }
-    engine = zengine.initialize(model=Language().float(), config=config)[0]
+    engine = zengine.initialize(model=MoELanguageModel().float(), config=config)[0]
     assert are_shared_out(engine) == (expert > 1)
     return engine
 
 
 def are_shared_out(engine: zengine.Engine) -> bool:
-    return bool(deals_of(engine.module))
+    return bool(expert_shards_of(engine.module))
 
 
 def train(engine: zengine.Engine, accumulation: int) -> tuple[list[float], list[float]]:
@@ -150,7 +150,7 @@ def _narrow() -> list[list[float]]:
             "zero_optimization": {"stage": stage, **offload, "stage3_param_persistence_threshold": 20},
             "expert_parallel": {"enabled": True, "autoep_size": 2},
         }
-        engine = zengine.initialize(model=Language().float(), config=config)[0]
+        engine = zengine.initialize(model=MoELanguageModel().float(), config=config)[0]
         assert are_shared_out(engine)
         losses = []
         for _ in range(8):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import zcomm
 import zengine
 from zcomm.testing import RankFailed, run_ranks
-from zpartition.cells import deals_of
 from zpartition.experts import ExpertMLP, MoE
+from zpartition.layout.model_parallel import expert_shards_of
 from zpartition.pipeline import LayerSpec, PipelineModule
 from zpartition.sequence import DistributedAttention, Split, sequence_cross_entropy
 
@@ -162,7 +162,7 @@ def train(pair: Pair, num_stages: int, cells: list[tuple[int, int]]) -> dict[tup
         engine = zengine.initialize(model=model, config=given)[0]
         with engine:
             has_experts = any(isinstance(part, Mixture) for part in model.modules())
-            assert bool(deals_of(model)) == (num_stages > 1 and has_experts)
+            assert bool(expert_shards_of(model)) == (num_stages > 1 and has_experts)
             travels_as_rows = any(bucket.is_sparse for bucket in engine.parts.partition.layout.buckets)
             assert travels_as_rows == (sparse and engine.is_first_stage())
             numbers: list[float] = []

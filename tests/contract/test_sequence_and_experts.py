@@ -21,8 +21,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zpartition.cells import deals_of
 from zpartition.experts import ExpertMLP, MoE
+from zpartition.layout.model_parallel import expert_shards_of
 from zpartition.sequence import DistributedAttention, sequence_cross_entropy
 
 TOKENS, WIDTH, LENGTH, HEADS = 29, 16, 8, 4
@@ -122,7 +122,7 @@ def train(stage: int, accumulation: int) -> list[float]:
     group, piece = groups.sequence(), groups.ranks("sequence").index(groups.rank)
     model, found = model_of(group, sparse=accumulation > 1), []
     with zengine.initialize(model=model, config=config(stage, accumulation))[0] as engine:
-        assert deals_of(model)  # shared out
+        assert expert_shards_of(model)  # shared out
         assert sum(bucket.is_sparse for bucket in engine.parts.partition.layout.buckets) == 2 * (accumulation > 1)
         for step in range(STEPS):
             for tokens, labels in samples(step, engine.parts.groups.get_data_parallel_rank(), accumulation):

@@ -13,7 +13,7 @@ import zcomm
 import zengine
 from zcomm.testing import run_ranks
 from zpartition.sequence import Order, SequenceBatches, Split
-from zpartition.sequence.testing import LENGTH, Reader, causal, mean_over, ring, samples, ulysses
+from zpartition.testing.sequence_models import LENGTH, Reader, causal, mean_over, ring, samples, ulysses
 
 STEPS, CLIP, LR = 4, 0.5, 0.02
 STRICT = {"stage3_unit_size": 600, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}

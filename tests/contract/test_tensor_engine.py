@@ -25,7 +25,7 @@ from zengine.features import Feature
 from zengine.features.layer_norms import norms_by_layer
 from zpartition import Partition
 from zpartition.tensor import parallelize, tp_model_init
-from zpartition.tensor.testing import PLAN, Block, Grouped, Language
+from zpartition.testing.tensor_models import PLAN, Block, Grouped, Language
 
 STEPS, CLIP, BOUND = 3, 0.1, 2e-5
 
@@ -97,7 +97,7 @@ def _curves(cases: list[tuple[int, int]], dtype: torch.dtype = torch.float32) ->
     found = []
     for stage, accumulation in cases:
         engine = made(Language().to(dtype), config(stage, accumulation))
-        assert engine.parts.partition.cell.size == 2
+        assert engine.parts.partition.mp_group.size == 2
         found.append(train(engine, engine.parts.groups.get_data_parallel_rank(), 0, accumulation))
         engine.close()
     return found

@@ -17,11 +17,11 @@ from torch.nn.functional import cross_entropy
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zpartition.cells import deals_of
 from zpartition.experts import ExpertMLP, MoE
+from zpartition.layout.model_parallel import expert_shards_of
 from zpartition.pipeline import LayerSpec, PipelineModule
 from zpartition.sequence import SequenceBatches, Split
-from zpartition.sequence.testing import causal, mean_over, own_mean, ulysses
+from zpartition.testing.sequence_models import causal, mean_over, own_mean, ulysses
 
 WIDTH, TOKENS, LENGTH, HEADS = 16, 29, 8, 4
 STEPS, CLIP, BOUND = 3, 0.1, 2e-5
@@ -129,7 +129,7 @@ def _train(kind: str, stage: int, accumulation: int) -> list[float]:
         given = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
         cut = SequenceBatches([], Split())
     engine = zengine.initialize(model=model, config=config(stage, accumulation, sparse_gradients=sparse, **given))[0]
-    assert bool(deals_of(model)) == (kind == "experts")
+    assert bool(expert_shards_of(model)) == (kind == "experts")
     assert sum(bucket.is_sparse for bucket in engine.parts.partition.layout.buckets) == 2 * sparse
     replica, found = engine.parts.groups.get_data_parallel_rank(), []
     for step in range(STEPS):

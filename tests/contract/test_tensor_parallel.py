@@ -15,7 +15,7 @@ import zpartition
 from zcomm.testing import run_ranks
 from zpartition import Partition, ZeroPolicy
 from zpartition.tensor import parallelize
-from zpartition.tensor.testing import PLAN, Language
+from zpartition.testing.tensor_models import PLAN, Language
 
 
 class World:
@@ -25,7 +25,7 @@ class World:
         self.rank, self.world_size = zcomm.group_rank(), zcomm.group_size()
 
     def exchange(self, value: Any) -> list[Any]:
-        return zcomm.exchange(value)
+        return zcomm.all_gather_object(value)
 
 
 def make(stage: int, *, tensor: int, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Partition]:
@@ -36,9 +36,9 @@ def make(stage: int, *, tensor: int, seed: int = 0) -> tuple[nn.Module, torch.op
             param.add_(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if tensor > 1:
-        parallelize(model, PLAN, zcomm.run(tensor))
+        parallelize(model, PLAN, zcomm.consecutive_group(tensor))
     policy = ZeroPolicy(stage=stage, bucket_numel=2000, unit_numel=2000, persist_numel=20, max_live_numel=0)
-    return model, optimizer, zpartition.shard(model, optimizer, policy=policy, group=zcomm.run_mates(tensor))
+    return model, optimizer, zpartition.shard(model, optimizer, policy=policy, group=zcomm.strided_group(tensor))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, partition: Partition, seed: int) -> float:

@@ -65,7 +65,7 @@ def of(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def test_trainer_has_the_losses_and_norms_that_it_has_without_deepspeed(found: list[dict[str, Any]], stage: int):
     plain, ours = of(found, "plain"), of(found, f"trainer-{stage}")
     assert plain["type"] == "DistributedDataParallel"
-    assert (ours["type"], ours["stage"], ours["zero3"]) == ("Engine", stage, stage == 3)
+    assert (ours["type"], ours["stage"], ours["zero3"]) == ("DeepSpeedEngine", stage, stage == 3)
     assert ours["losses"] == pytest.approx(plain["losses"], abs=1e-4)
     assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-4)
     assert found[1][f"trainer-{stage}"]["losses"] == ours["losses"]

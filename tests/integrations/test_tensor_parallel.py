@@ -16,7 +16,7 @@ from zpartition.tensor import (
     ColumnLinear,
     RowLinear,
     VocabularyEmbedding,
-    fitted_plan,
+    infer_verified_plan,
     parallelize,
     read_tp_plan,
     tp_model_init,
@@ -67,7 +67,7 @@ def losses(model: nn.Module) -> list[float]:
 
 def _split(name: str) -> tuple[list[float], dict[str, str]]:
     model = make(name).double().eval()
-    parallelize(model, fitted_plan(model, None, kwargs=TOKENS, vocabulary=True))
+    parallelize(model, infer_verified_plan(model, None, kwargs=TOKENS, vocabulary=True))
     kinds = {path: type(module).__name__ for path, module in model.named_modules()}
     if own := getattr(make(name), "tp_plan", None):
         whole = make(name).double()

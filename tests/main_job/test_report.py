@@ -14,7 +14,7 @@ from train.evaluate import Result
 from train.model import Shape
 from train.recipe import Recipe
 from train.report import Story, page
-from zengine.reporting.runs import Event, Run
+from zengine.reporting.runs import Event, RecordedRun
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -74,7 +74,7 @@ def make_story(**changes) -> Story:
         "name": "a <run>",
         "recipe": recipe,
         "rows": rows,
-        "record": Run(name="record", folder=Path("record"), events=events),
+        "record": RecordedRun(name="record", folder=Path("record"), events=events),
         "result": result,
         "sample": "if a < b & c: </script><script>alert(1)</script>",
         "environment": {"device": "<cpu>"},
@@ -129,7 +129,7 @@ def test_every_chart_carries_its_points_for_the_cursor():
 
 
 def test_a_run_without_a_record_leaves_its_charts_out():
-    assert checked(page(make_story(record=Run(name="", folder=Path("record"))))).tags.count("figure") == 4
+    assert checked(page(make_story(record=RecordedRun(name="", folder=Path("record"))))).tags.count("figure") == 4
 
 
 def test_every_tile_says_what_its_figure_is():

@@ -231,7 +231,7 @@ def engine_weights(program: Program) -> dict[str, Tensor]:
     engine, optimizer = make_engine(program, program.stage)
     half = program.num_steps // 2 if program.later_stage >= 0 else -1
     with tempfile.TemporaryDirectory() as own:
-        folder = zcomm.exchange(own)[0]
+        folder = zcomm.all_gather_object(own)[0]
         for step in range(program.num_steps):
             if step == half:
                 engine.save_checkpoint(folder)

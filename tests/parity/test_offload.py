@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zcomm
 import zengine
 from zcomm.testing import run_ranks
-from zengine.assemble import Client
+from zengine.build.assemble import Client
 from zengine.config import Facts, load, resolve
 from zengine.initialize import make_engine
 from zpartition import Offload, Speculation, Tier
@@ -66,10 +66,10 @@ def train(offload: Offload, precision: str, optimizer: dict[str, Any], clip: flo
     found = [(r.loss, r.grad_norm, r.applied, r.loss_scale) for r in reports if r is not None]
     weights = [value.clone() for value in engine.state_dict().values()]
     if offload.speculation is not Speculation.OFF:
-        ahead = engine.parts.partition.ahead
-        assert ahead.num_confirmed + ahead.num_retracted >= 6
+        ahead = engine.parts.partition.speculative_step
+        assert ahead.num_confirmed + ahead.num_rolled_back >= 6
         assert (ahead.num_confirmed > 0) == (clip != 1e-3)
-        assert ahead.num_retracted > 0
+        assert ahead.num_rolled_back > 0
     engine.close()
     return found, weights
 

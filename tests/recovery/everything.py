@@ -15,7 +15,7 @@ import zckpt
 import zcomm
 import zengine
 import zpartition
-from zengine.jsonable import encode
+from zengine.checkpoint.jsonable import encode
 
 STRICT = {"stage3_unit_size": 100, "stage3_param_persistence_threshold": 0}
 LENGTHS = [1 + (7 * index) % 5 for index in range(64)]

@@ -23,7 +23,7 @@ import zpartition
 from zckpt.interchange import import_deepspeed, import_weights, read_deepspeed, read_weights
 from zckpt.interchange.engine_state import spell
 from zcomm.testing import run_ranks
-from zengine.jsonable import encode
+from zengine.checkpoint.jsonable import encode
 
 FIXTURES = Path(__file__).resolve().parents[2] / "packages/zckpt/tests/fixtures/deepspeed"
 sys.path.insert(0, str(FIXTURES))
@@ -119,7 +119,7 @@ def _go_on_afresh(root: str) -> list[float]:
 def test_weights_of_every_tied_and_frozen_kind_arrive(roots, caplog):
     """Bit by bit against what DeepSpeed's model states hold (a stage whose model states are whole)."""
     with read_deepspeed(FIXTURES / "zero1_fp32") as found:
-        module = {name: tensor.clone() for name, tensor in found.files.cells[0].model["module"].items()}
+        module = {name: tensor.clone() for name, tensor in found.files.tp_ranks[0].model["module"].items()}
     engine = make("zero1_fp32", 1, 1)
     engine.load_checkpoint(roots["zero1_fp32"])
     assert "was imported: it has no random states and no position" in caplog.text

@@ -51,7 +51,7 @@ def forge_and_load(root: str, kind: str, stage: int, count: int, seed: int) -> l
             refused += 1
         now = digest(engine)
         problem += "".join(f"; {name} changed" for name in before if now[name] != before[name])
-        problems = zcomm.exchange(problem)
+        problems = zcomm.all_gather_object(problem)
         if any(problems):
             wrong.append(f"{forgery}: {' | '.join(problems)}")
         if any("changed" in each for each in problems):

@@ -21,7 +21,7 @@ import zcomm
 import zengine
 import zpartition
 from zcomm.testing import run_ranks
-from zengine.clock import HalfLoaded
+from zengine.engine.clock import HalfLoaded
 
 NUM_MORE = 2  # steps after what was tried
 
@@ -143,7 +143,7 @@ def test_a_refused_load_in_the_middle_of_a_step_keeps_its_gradients(tmp_path: Pa
 @contextlib.contextmanager
 def failing_copies() -> Iterator[None]:
     """The disk of the first rank gives up after two stretches that were copied."""
-    copy, seen = zckpt.fetching.fill, []
+    copy, seen = zckpt.loading.run_reads.fill, []
 
     def fill(*args: Any) -> int:
         seen.extend(args[0].shape[:1] if args[0].numel() > 1 else ())
@@ -151,21 +151,21 @@ def failing_copies() -> Iterator[None]:
             raise OSError(errno.EIO, "Input/output error", "a disk")
         return copy(*args)
 
-    with mock.patch.object(zckpt.fetching, "fill", fill):
+    with mock.patch.object(zckpt.loading.run_reads, "fill", fill):
         yield
 
 
 @contextlib.contextmanager
 def failing_commit() -> Iterator[None]:
     """The optimizer of the last rank cannot keep what was read."""
-    hand_over = zpartition.addressing.StagedState.hand_over
+    hand_over = zpartition.state.addressing.StagedState.hand_over
 
     def fail(staged: Any) -> None:
         if zcomm.group_rank() == zcomm.group_size() - 1:
             raise MemoryError("no memory")
         hand_over(staged)
 
-    with mock.patch.object(zpartition.addressing.StagedState, "hand_over", fail):
+    with mock.patch.object(zpartition.state.addressing.StagedState, "hand_over", fail):
         yield
 
 
@@ -251,7 +251,7 @@ def test_the_copy_in_memory_is_looked_at_in_the_same_way(tmp_path: Path) -> None
     engine = zengine.initialize(model=model, config=config)[0]
     engine.save_checkpoint(str(tmp_path), "a")
     engine.wait_for_checkpoint()
-    objects = json.loads(json.dumps(engine.parts.saver.newest(zckpt.ALONE).objects))
+    objects = json.loads(json.dumps(engine.parts.checkpoints.saver.newest(zckpt.ALONE).objects))
     objects["clock"]["steps"] = -7
     before = {name: value.clone() for name, value in engine.state_dict().items()}
     with (

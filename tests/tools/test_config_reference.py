@@ -12,7 +12,7 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_honoured_key_has_a_line_with_its_meaning() -> None:
     text = config_reference.page()
-    for path, key in config_reference.keys_of(config_reference.Care.HONOURED):
+    for path, key in config_reference.keys_of(config_reference.Support.HONOURED):
         name = path.rpartition(".")[2]
         assert any(line.startswith(f"| `{name}` |") and key.doc[:20] in line for line in text.splitlines()), path
 

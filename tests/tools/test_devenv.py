@@ -225,7 +225,7 @@ def test_a_failed_step_without_a_known_cause_guesses_none() -> None:
 
 def test_an_old_python_is_told_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 8, 18))
-    with pytest.raises(SetupError, match=r"Python 3\.8\.18.*needs Python 3\.10.*`python3\.11`"):
+    with pytest.raises(SetupError, match=r"Python 3\.8\.18.*needs Python 3\.11.*`python3\.11`"):
         devenv.check_python()
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from zengine.report import StepReport
+from zengine.step_report import StepReport
 
 Row = dict[str, Any]
 

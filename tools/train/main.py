@@ -55,7 +55,7 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
         config=recipe.config,
     )
 
-    is_first = engine.world.rank == 0
+    is_first = engine.parts.world.rank == 0
     progress = Progress(steps=recipe.steps, speaks=is_first)
     journal = Journal(folder.journal, writes=is_first, bytes_per_sample=recipe.shape.context)
     stopping = Stopping(minutes=options.minutes, die_at=options.die_at)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import attrs
 
-from zengine.reporting import Run
+from zengine.reporting import RecordedRun
 from zengine.reporting.chart import Line, line_chart, smoothed, stacked_chart
 from zengine.reporting.curves import memory_charts, time_layers
 from zengine.reporting.document import bar, details, document, facts, section
@@ -37,7 +37,7 @@ class Story:
     name: str
     recipe: Recipe
     rows: list[Row]  # of the journal
-    record: Run  # what the engine left
+    record: RecordedRun  # what the engine left
     result: Result
     sample: str  # generated text
     environment: Facts

@@ -13,7 +13,7 @@ import torch
 
 import zengine
 from zengine.reporting import NoRunError, read_run
-from zengine.reporting import Run as Record
+from zengine.reporting import RecordedRun as Record
 
 from .evaluate import Result
 from .journal import Row
@@ -57,7 +57,7 @@ def introduction(run: Run) -> str:
         how += f", {run.recipe.shape.experts} experts a block over {over}"
     copies = counted(engine.dp_world_size, "replica" if shared > 1 else "rank")
     begins = f"resumes after step {engine.global_steps}" if engine.global_steps else "starts"
-    stage, ranks = engine.zero_optimization_stage(), engine.world.world_size
+    stage, ranks = engine.zero_optimization_stage(), engine.parts.world.world_size
     micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     return (
         f"run {run.folder.name} {begins}: GPT of {parameters} parameters, {run.precision}, ZeRO stage {stage}\n"
@@ -71,7 +71,7 @@ def introduction(run: Run) -> str:
 
 def ranks_of_a_model(run: Run) -> int:
     """Ranks that work on the same windows."""
-    shared: int = run.engine.world.world_size // run.engine.dp_world_size
+    shared: int = run.engine.parts.world.world_size // run.engine.dp_world_size
     return shared
 
 
@@ -140,7 +140,7 @@ def environment_facts(run: Run) -> dict[str, object]:
     threads = counted(torch.get_num_threads(), "thread")
     return {
         "device": torch.cuda.get_device_name(engine.device) if on_gpu else f"{processor()}, {os.cpu_count()} cores",
-        "ranks": f"{engine.world.world_size}, {threads} each, {engine.world.backend}",
+        "ranks": f"{engine.parts.world.world_size}, {threads} each, {engine.parts.world.backend}",
         "precision": run.precision,
         "ZeRO stage": engine.zero_optimization_stage(),
         "ranks that share a model": ranks_of_a_model(run),

@@ -1,4 +1,4 @@
-"""What bench/save.py races: the state, and the ways to bring it to disk and back."""
+"""Contenders of bench/save.py: the state, and the ways to write it to disk and read it back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 import zckpt
-from zckpt import chunks, safefile
+from zckpt.format import chunks
+from zckpt.storage import safetensors_file as safefile
 
 PIECE = 8 << 20
 
@@ -92,7 +93,7 @@ class Raw(Contender):
             os.fsync(fd)
             os.close(fd)
 
-        together([lambda lane=lane: write(lane) for lane in range(2)])
+        run([lambda lane=lane: write(lane) for lane in range(2)])
         fd = os.open(self.folder, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
@@ -106,14 +107,14 @@ class Raw(Contender):
                     raise OSError("a short read")
             os.close(fd)
 
-        together([lambda lane=lane, first=first: read(lane, first) for lane in range(2) for first in range(2)])
+        run([lambda lane=lane, first=first: read(lane, first) for lane in range(2) for first in range(2)])
 
 
 class RawDirect(Raw):
     direct = os.O_DIRECT
 
 
-def together(jobs: list[Callable[[], None]]) -> None:
+def run(jobs: list[Callable[[], None]]) -> None:
     threads = [threading.Thread(target=job) for job in jobs]
     for thread in threads:
         thread.start()

@@ -2,15 +2,17 @@
 
 import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import zckpt
 from zckpt import save, whole
 from zckpt.cli import main
-from zckpt.cli.status import ABSENT, CORRUPT, OK, REFUSED, USAGE
+from zckpt.cli.output import ABSENT, CORRUPT, OK, REFUSED, USAGE
 
 
 @pytest.fixture
@@ -31,7 +33,45 @@ def test_every_command_explains_itself_and_its_status(command: str, capsys: pyte
     out = capsys.readouterr().out
     assert stopped.value.code == OK
     assert "exit status:" in out
-    assert "2  wrong usage, nothing there, or never committed" in out
+    assert "2  wrong usage, no such checkpoint, or never committed" in out
+
+
+def test_help_version_and_arguments_need_no_torch() -> None:
+    for arguments in ("--help", "--version", "verify --help", "prune"):
+        code = (
+            "import sys\n"
+            "from zckpt.cli import main\n"
+            "try: main(sys.argv[1:])\n"
+            "except SystemExit: pass\n"
+            "assert not {'torch', 'numpy', 'attrs'} & set(sys.modules)"
+        )
+        subprocess.run([sys.executable, "-c", code, *arguments.split()], check=True, capture_output=True)
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert (stopped.value.code, capsys.readouterr().out) == (OK, f"zckpt {zckpt.__version__}\n")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_scripts_know_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as stopped:
+        main(["--print-completion", shell])
+    out = capsys.readouterr().out
+    assert stopped.value.code == OK
+    assert all(command in out for command in COMMANDS)
+
+
+def test_completion_without_shtab_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--print-completion", "bash"])
+    assert stopped.value.code == USAGE
+    assert "pip install 'zckpt[completion]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "prune --last 1", "export --to hf"])
@@ -79,8 +119,6 @@ def test_damage_is_status_one(root: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_reader_that_goes_away_is_no_traceback(root: Path) -> None:
-    import subprocess
-
     command = [sys.executable, "-m", "zckpt", "inspect", str(root), "--tensors", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""How fast the collectives are between CPU ranks of one host, and how fast memory lets them be.
+"""Speed of the collectives between CPU ranks of one host, and the limit set by memory.
 
     python packages/zcomm/bench/collectives.py [--ranks 2] [--mb 1 16 64 256] [--rounds 15] [--wait 60] [--save]
 
-Five contenders take turns within every round, so that a disturbance meets all of them: zero copy (tensors of
-zcomm.shared_empty), staged (tensors of their own, copied through shared memory), Gloo (what zcomm does without shared
-memory), torch (torch.distributed's own function over Gloo), and the floor: the reads, additions and writes of one
-rank alone, without a word to the others, by the same C loops.  all_gather is the one in place, where the input is
-this rank's slice of the output, as sharded training uses it; reduce_scatter has an output of its own.  A round's time
-is that of its slowest rank; the figure is the median of the rounds.  MB is the larger of input and output.  `--save`
-writes bench/results/collectives.{md,json}.
+Five contenders alternate within every round, so that a disturbance hits all of them: zero copy (tensors of
+zcomm.shared_empty), staged (ordinary tensors, copied through shared memory), Gloo (zcomm without shared memory),
+torch (torch.distributed's own function over Gloo), and the floor: the reads, additions and writes of one rank alone,
+without communication, by the same C loops.  all_gather is in place, with this rank's slice of the output as its
+input, as in sharded training; reduce_scatter has a separate output.  The time of a round is that of its slowest rank;
+the figure is the median of the rounds.  MB is the larger of input and output.  `--save` writes
+bench/results/collectives.{md,json}.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def gloo_group() -> Any:
-    """All ranks once more, over Gloo."""
+    """Make a second group of all ranks, over Gloo."""
     group = dist.new_group()
     os.environ["ZCOMM_TRANSPORT"] = "gloo"
     zcomm.barrier(group)
@@ -48,7 +48,7 @@ def gloo_group() -> Any:
 
 
 def floor(op: str, large: torch.Tensor, small: torch.Tensor) -> Callable[[], object]:
-    """One rank's share of the work: a slice of `size` sources, all here."""
+    """One rank's share of the work: a slice of `size` sources, all local."""
     size, part = zcomm.group_size(), large.numel() // zcomm.group_size()
     ffi, lib = native.library().ffi, native.library().lib
     slices = [ffi.cast("void *", each.data_ptr()) for each in large.view(size, part)]
@@ -62,7 +62,7 @@ def floor(op: str, large: torch.Tensor, small: torch.Tensor) -> Callable[[], obj
 
 
 def calls(op: str, nbytes: int, dtype: torch.dtype, gloo: Any) -> dict[str, Callable[[], object]]:
-    """Contender -> one collective."""
+    """Map each contender to one collective."""
     size, rank = zcomm.group_size(), zcomm.group_rank()
     part = nbytes // dtype.itemsize // size
     shared, own = zcomm.shared_empty(part * size, dtype), torch.zeros(part * size, dtype=dtype)
@@ -85,7 +85,7 @@ def calls(op: str, nbytes: int, dtype: torch.dtype, gloo: Any) -> dict[str, Call
 
 
 def rank_measures(op: str, nbytes: int, dtype_name: str, rounds: int) -> dict[str, list[float]]:
-    """Contender -> seconds of each round on this rank."""
+    """Map each contender to the seconds of each round on this rank."""
     contenders = calls(op, nbytes, getattr(torch, dtype_name), gloo_group())
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(rounds + 2):
@@ -99,7 +99,7 @@ def rank_measures(op: str, nbytes: int, dtype_name: str, rounds: int) -> dict[st
 
 
 def rank_measures_latency(rounds: int) -> dict[str, list[float]]:
-    """Seconds of a barrier and of an all_reduce of one number, per call, in rounds of 200."""
+    """Seconds per call of a barrier and of an all_reduce of one number, in rounds of 200."""
     gloo, number = gloo_group(), torch.ones(1)
     contenders = {
         "barrier, shared memory": lambda: zcomm.barrier(),
@@ -119,7 +119,7 @@ def rank_measures_latency(rounds: int) -> dict[str, list[float]]:
 
 
 def busy_cores(seconds: float) -> float:
-    """Cores that other processes keep busy, on average over a while in which this one sleeps; 0 if unknown."""
+    """Average number of cores that other processes keep busy while this one sleeps; 0 if unknown."""
     try:
         used = []
         for pause in (seconds, 0.0):
@@ -132,14 +132,14 @@ def busy_cores(seconds: float) -> float:
 
 
 def wait_for_peace(limit_s: float) -> None:
-    """Sleep until others leave the processor alone for a second, or the limit is over."""
+    """Sleep until other processes are idle for a second, or the limit is over."""
     until_s = time.monotonic() + limit_s
     while time.monotonic() < until_s and busy_cores(1.0) > 0.15:
         pass
 
 
 def medians(answers: list[dict[str, list[float]]]) -> dict[str, float]:
-    """Contender -> median over the rounds of the slowest rank's seconds."""
+    """Map each contender to the median over the rounds of the slowest rank's seconds."""
     return {name: statistics.median(map(max, zip(*(answer[name] for answer in answers)))) for name in answers[0]}
 
 
@@ -149,7 +149,7 @@ def table(rows: list[dict[str, Any]], latency: dict[str, float], facts: dict[str
         "",
         f"{facts['processor']}, {facts['cores']} cores, {facts['system']}, torch {facts['torch']}, instruction set "
         f"{facts['level']}, {facts['date']}. Milliseconds, medians of {facts['rounds']} interleaved rounds, slowest "
-        "rank. Made by bench/collectives.py, which says what the columns are.",
+        "rank. Made by bench/collectives.py, which describes the columns.",
         "",
         "| op | dtype | MB | zero copy | staged | Gloo | torch | floor "
         "| Gloo / zero copy | torch / zero copy | Gloo / staged | zero copy / floor |",

@@ -1,18 +1,17 @@
 #!/usr/bin/env python3
-"""How much a group in two levels gains over plain Gloo, with hosts that are simulated on one machine.
+"""Gain of a two-level group over plain Gloo, with hosts simulated on one machine.
 
     python packages/zcomm/bench/hosts.py [--per-host 2] [--hosts 2] [--kb 4 64 1024 16384 65536] [--rounds 9] [--save]
 
-Contenders take turns within every round: two levels with tensors of their own, two levels with tensors of
-zcomm.shared_empty, and plain Gloo (ZCOMM_TRANSPORT=gloo).  KB is the larger of input and output.  A round's time is
-that of its slowest rank; the figure is the median of the rounds.
+Contenders alternate within every round: two levels with ordinary tensors, two levels with tensors of
+zcomm.shared_empty, and plain Gloo (ZCOMM_TRANSPORT=gloo).  KB is the larger of input and output.  The time of a round
+is that of its slowest rank; the figure is the median of the rounds.
 
-What this tells and what not: ZCOMM_HOST makes ranks of one machine believe that they are on several, so the loopback
-interface stands for the network.  It has no wire, its latency is that of a few system calls, and what it moves costs
-the processors that compute as well.  Between real hosts the bytes that a host sends count, which two levels make
-fewer (an all_reduce of n bytes over H hosts sends 2 n (H - 1) / H from each host; a ring over all ranks the same from
-each of its *edges*, of which only those between hosts cost), so expect other ratios there.  `--save` writes
-bench/results/hosts.{md,json}.
+Limits: ZCOMM_HOST simulates several hosts on one machine, so the loopback interface stands for the network.  It has
+no wire, its latency is that of a few system calls, and it uses the processors that compute as well.  Between real
+hosts the bytes that a host sends count, and two levels reduce them (an all_reduce of n bytes over H hosts sends 2 n
+(H - 1) / H from each host; a ring over all ranks the same on each of its *edges*, of which only those between hosts
+cost), so expect other ratios there.  `--save` writes bench/results/hosts.{md,json}.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 def calls(op: str, numel: int, gloo: Any) -> dict[str, Callable[[], object]]:
-    """Contender -> one collective."""
+    """Map each contender to one collective."""
     size, rank = zcomm.group_size(), zcomm.group_rank()
     part = numel // size
     shared, own, small = zcomm.shared_empty(part * size), torch.zeros(part * size), torch.zeros(part)
@@ -55,7 +54,7 @@ def calls(op: str, numel: int, gloo: Any) -> dict[str, Callable[[], object]]:
 
 
 def rank_measures(op: str, nbytes: int, rounds: int, per_host: int) -> dict[str, list[float]]:
-    """Contender -> seconds of each round on this rank."""
+    """Map each contender to the seconds of each round on this rank."""
     os.environ["ZCOMM_HOST"] = f"host{zcomm.group_rank() // per_host}"
     if op == "barrier":
         gloo = gloo_group()
@@ -85,8 +84,8 @@ def table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
         f"{facts['processor']}, {facts['cores']} cores, {facts['system']}, torch {facts['torch']}, {facts['date']}. "
         f"float32, milliseconds, medians of {facts['rounds']} interleaved rounds, slowest rank; load average of the "
         f"machine before: {facts['load']}. All ranks run on one "
-        "machine and its loopback interface stands for the network: the times between real hosts will be others, and "
-        "so will the ratios. Made by bench/hosts.py, which says more.",
+        "machine and its loopback interface stands for the network: times and ratios between real hosts will "
+        "differ. Made by bench/hosts.py, which has the details.",
         "",
         "| op | KB | two levels | two levels, shared_empty | Gloo | Gloo / two levels | Gloo / shared_empty |",
         "|" + "---|" * 7,

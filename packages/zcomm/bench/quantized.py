@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What 8 and 4 bits save in bytes, and what they cost in time, beside the plain collectives.
+"""Quantized collectives in 8 and 4 bits: bytes saved and time spent, relative to the plain collectives.
 
     python packages/zcomm/bench/quantized.py [--ranks 2] [--mb 1 16 64] [--rounds 9] [--gloo] [--save]
 
-Contenders take turns within every round; a round's time is that of its slowest rank, the figure is the median of the
-rounds.  MB is the whole of the float32 tensor that is gathered or reduced.  Bytes are what one rank sends to others.
-On one host bytes are cheap: through shared memory the plain collectives win by far, and that is what this prints;
-`--gloo` goes through sockets instead.  The error is the largest one, over the largest magnitude of the result.
+Contenders alternate within every round; the time of a round is that of its slowest rank, the figure is the median of
+the rounds.  MB is the whole float32 tensor that is gathered or reduced.  Bytes are those that one rank sends to
+others. On one host bytes are cheap: through shared memory the plain collectives win by far, and that is what this
+prints; `--gloo` uses sockets instead.  The error is the largest one, relative to the largest magnitude of the result.
 `--save` writes bench/results/quantized.md.
 """
 
@@ -39,7 +39,7 @@ class Contender:
 
 
 def contenders(numel: int) -> dict[str, Contender]:
-    """By name; the first of a collective is the exact one."""
+    """Contenders by name; the first of a collective is the exact one."""
     size, rank = zcomm.group_size(), zcomm.group_rank()
     part, others = numel // size, size - 1
     whole = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
@@ -69,7 +69,7 @@ def contenders(numel: int) -> dict[str, Contender]:
 
 
 def rank_measures(numel: int, rounds: int) -> dict[str, tuple[list[float], int, float]]:
-    """Name -> (seconds of each round on this rank, bytes sent, relative error)."""
+    """Map each name to (seconds of each round on this rank, bytes sent, relative error)."""
     torch.set_num_threads(1)
     found = contenders(numel)
     times: dict[str, list[float]] = {name: [] for name in found}
@@ -89,7 +89,7 @@ def rank_measures(numel: int, rounds: int) -> dict[str, tuple[list[float], int, 
 
 
 def rows(ranks: int, mb: float, rounds: int) -> list[str]:
-    """A table row for each contender."""
+    """One table row per contender."""
     numel = int(mb * 2**18) // (1024 * ranks) * 1024 * ranks
     answers = run_ranks(rank_measures, ranks, numel, rounds, timeout_s=600)
     lines, plain = [], (1.0, 1.0)

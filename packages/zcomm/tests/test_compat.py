@@ -1,4 +1,4 @@
-"""What is known of the installed torch.  These fail loudly when a new torch moves something."""
+"""Assumptions about the installed torch.  These fail when a new torch moves something."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zcomm.testing import run_ranks
 
 def rank_times_out_after() -> float:
     group = dist.new_group(timeout=timedelta(seconds=77))
-    return compat.group_timeout_s(group, torch.device("cpu"), otherwise=-1.0)
+    return compat.group_timeout_s(group, torch.device("cpu"), default=-1.0)
 
 
 def test_the_timeout_of_a_group_can_still_be_read() -> None:
@@ -25,14 +25,14 @@ def test_the_timeout_of_a_group_can_still_be_read() -> None:
 
 
 def test_without_an_answer_the_given_timeout_is_returned() -> None:
-    assert compat.group_timeout_s(object(), torch.device("cpu"), otherwise=12.0) == 12.0
+    assert compat.group_timeout_s(object(), torch.device("cpu"), default=12.0) == 12.0
 
 
 def rank_names_its_back_ends() -> list[str]:
     return [compat.backend_of(), compat.backend_of(dist.new_group(backend="undefined"))]
 
 
-def test_a_back_end_has_its_name_though_nobody_named_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_back_end_that_was_not_named_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_ranks(rank_names_its_back_ends, 1) == [["gloo", "gloo"]]
     monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
@@ -74,7 +74,7 @@ def test_without_a_default_group_or_a_clone_there_is_a_plain_answer(monkeypatch:
 def rank_makes_a_link(key: str) -> tuple[list[float], str]:
     """A link moves bytes, knows a barrier, and breaks on both ends when one breaks it."""
     rank = dist.get_rank()
-    link = compat.gloo_link(key, rank, 2, connect_s=20.0, timeout_s=60.0)
+    link = compat.open_gloo_link(key, rank, 2, connect_s=20.0, timeout_s=60.0)
     tensor = torch.full((2,), float(rank))
     compat.link_broadcast(link, tensor, 1).wait()
     compat.link_barrier(link).wait()
@@ -107,29 +107,31 @@ def test_what_a_gpu_s_queue_has_under_way_is_aborted(monkeypatch: pytest.MonkeyP
     assert hasattr(dist.ProcessGroup, "abort")
 
 
-def test_a_link_without_a_default_group_says_so() -> None:
-    with pytest.raises(RuntimeError, match="store cannot be had"):
-        compat.gloo_link("test", 0, 2, connect_s=1.0, timeout_s=1.0)
+def test_a_link_without_a_default_group_raises() -> None:
+    with pytest.raises(RuntimeError, match="does not expose the default group's store"):
+        compat.open_gloo_link("test", 0, 2, connect_s=1.0, timeout_s=1.0)
 
 
 def rank_waits_for_a_link(key: str) -> tuple[bool, float]:
     """A peer that does not come costs `connect_s`; one that does, and then is late, `timeout_s`."""
     began_s, rank = time.monotonic(), dist.get_rank()
     with pytest.raises(RuntimeError):
-        compat.gloo_link(f"{key} {rank}", rank, 2, connect_s=0.2, timeout_s=300.0)
+        compat.open_gloo_link(f"{key} {rank}", rank, 2, connect_s=0.2, timeout_s=300.0)
     is_soon = time.monotonic() - began_s < 60
-    link = compat.gloo_link(key, rank, 2, connect_s=20.0, timeout_s=77.0)
+    link = compat.open_gloo_link(key, rank, 2, connect_s=20.0, timeout_s=77.0)
     return is_soon, link.options._timeout.total_seconds()
 
 
-def test_a_link_gives_up_connecting_before_it_gives_up_a_message() -> None:
+def test_connecting_times_out_before_a_message_does() -> None:
     assert run_ranks(rank_waits_for_a_link, 2, "late") == [(True, 77.0)] * 2
 
 
 def links_dropped_at_once(key: str) -> int:
-    """How many links were made, of many that each rank drops as soon as it has them."""
+    """Number of links made, of many that each rank drops as soon as it has them."""
     rank = dist.get_rank()
-    return len([str(compat.gloo_link(f"{key} {n}", rank, 2, connect_s=20.0, timeout_s=20.0)) for n in range(100)])
+    return len(
+        [str(compat.open_gloo_link(f"{key} {n}", rank, 2, connect_s=20.0, timeout_s=20.0)) for n in range(100)]
+    )
 
 
 def test_a_link_dropped_at_once_does_not_close_on_a_peer_that_is_still_connecting() -> None:

@@ -61,7 +61,7 @@ def test_nothing_can_be_gathered():
 
 
 def _carried() -> bool:
-    return gloo.carries(torch.ones(1), None)
+    return gloo.is_used(torch.ones(1), None)
 
 
 def test_a_cpu_tensor_of_a_gloo_group_is_carried_by_gloo():
@@ -87,14 +87,14 @@ class SlowWork:
 
 def test_the_end_of_a_slice_is_not_the_end_of_the_wait() -> None:
     work = SlowWork(3)
-    assert [gloo.is_over(work) for _ in range(4)] == [False, False, True, True]  # type: ignore[arg-type]
+    assert [gloo.wait_slice(work) for _ in range(4)] == [False, False, True, True]  # type: ignore[arg-type]
 
 
 def test_a_collective_that_ends_just_after_a_slice_has_not_failed() -> None:
-    assert gloo.is_over(SlowWork(1, ends_late=True))  # type: ignore[arg-type]
+    assert gloo.wait_slice(SlowWork(1, ends_late=True))  # type: ignore[arg-type]
 
 
 def test_the_collectives_own_error_comes_out_of_a_slice() -> None:
     for work in (SlowWork(0, "Connection reset"), SlowWork(1, "Connection reset", ends_late=True)):
         with pytest.raises(RuntimeError, match="Connection reset"):
-            gloo.is_over(work)  # type: ignore[arg-type]
+            gloo.wait_slice(work)  # type: ignore[arg-type]

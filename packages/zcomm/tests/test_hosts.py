@@ -11,11 +11,11 @@ from zcomm import hosts
 from zcomm.hosts import this_host
 
 ASK = [sys.executable, "-S", "-c", "import runpy; print(runpy.run_path('hosts.py')['this_host']())"]
-APART = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+ONE_RANK_PER_HOST = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
 
 
 def asked(*around: str) -> str | None:
-    """What another process says; None if it cannot be started so."""
+    """Answer of another process; None if it cannot be started so."""
     folder = str(hosts.__file__).rpartition("/")[0]
     try:
         done = subprocess.run([*around, *ASK], cwd=folder, capture_output=True, text=True, timeout=60)
@@ -30,13 +30,13 @@ def test_a_process_started_here_is_on_this_host() -> None:
 
 
 def test_a_process_that_cannot_see_our_pids_is_on_another() -> None:
-    other = asked(*APART)
+    other = asked(*ONE_RANK_PER_HOST)
     if other is None:
         pytest.skip("this machine lets nobody make a pid namespace")
     assert other.partition(" ")[0] == this_host().partition(" ")[0]
     assert other != this_host()
 
 
-def test_where_nothing_tells_it_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_host_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "_PIDS", "/proc/self/ns/nothing")
     assert this_host() == ""

@@ -36,7 +36,7 @@ from zengine.config import Facts, load, resolve
 from zengine.planning.batches import inputs, token_ids
 from zengine.planning.measured import measure
 from zengine.planning.models import Layer, Shape, Transformer
-from zengine.planning.peaks import Subject, peak
+from zengine.planning.peaks import PeakSubject, peak
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MIB = 2**20
@@ -163,7 +163,7 @@ def run_case(index: int) -> tuple[int, int]:
     plan = resolve(load(case.config()), Facts(world_size=case.world, replicas=case.world))
     with torch.device("meta"):
         module = plan.precision.cast_module(make())
-    predicted = peak(Subject(module=module, batch=batch, device="cpu"), plan, case.micro_batch, case.world).total
+    predicted = peak(PeakSubject(module=module, batch=batch, device="cpu"), plan, case.micro_batch, case.world).total
     del module
     _warm(case.dtype)
     zcomm.barrier()

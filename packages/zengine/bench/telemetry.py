@@ -144,7 +144,7 @@ def measure(extra: dict[str, Any], steps: int, *, is_bare: bool) -> Sample:
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, **extra}
     engine, *_ = zengine.initialize(model=Model(), config=config)
     if is_bare:
-        engine.parts = attrs.evolve(engine.parts, telemetry=Bare())
+        engine._run = attrs.evolve(engine._run, parts=attrs.evolve(engine.parts, telemetry=Bare()))
     batch, times, calls = torch.zeros(2, 8, dtype=torch.int64), [], []
     for _ in range(steps + 20):
         begin = time.thread_time()
@@ -152,7 +152,7 @@ def measure(extra: dict[str, Any], steps: int, *, is_bare: bool) -> Sample:
         engine.step()
         times.append((time.thread_time() - begin) * 1e3)
     clocked = Clocked(engine.parts.telemetry)
-    engine.parts = attrs.evolve(engine.parts, telemetry=clocked)
+    engine._run = attrs.evolve(engine._run, parts=attrs.evolve(engine.parts, telemetry=clocked))
     for _ in range(steps):
         clocked.spent = 0.0
         engine.backward(engine(batch))

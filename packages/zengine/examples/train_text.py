@@ -118,7 +118,7 @@ def train(args: argparse.Namespace) -> int:
             loss = engine(**{name: values.to(engine.device) for name, values in batch.items()})
             engine.backward(loss)
             engine.step()
-            if engine.bench_done or engine.global_steps >= args.max_steps:
+            if engine.monitor.bench_done or engine.global_steps >= args.max_steps:
                 engine.close()
                 return engine.global_steps
     engine.close()

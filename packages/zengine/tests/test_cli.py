@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import zengine
 from zengine.cli import COMMANDS, main
 from zengine.commands import CommandError
 
@@ -31,6 +32,45 @@ def test_the_list_of_commands_says_what_each_is_for(capsys: pytest.CaptureFixtur
         assert told.split()[0] not in COMMANDS, name
 
 
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"zengine {zengine.__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_every_shell_gets_a_script_with_the_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as caught:
+        main(["--print-completion", shell])
+    assert caught.value.code == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in COMMANDS)
+
+
+def test_completion_without_shtab_names_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as caught:
+        main(["--print-completion", "bash"])
+    assert caught.value.code == 1
+    assert "pip install shtab" in capsys.readouterr().err
+
+
+def test_help_imports_no_torch() -> None:
+    script = """
+import contextlib, io, sys
+from zengine.cli import COMMANDS, main
+for arguments in ([], *([name] for name in COMMANDS)):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main([*arguments, "--help"])
+assert 'torch' not in sys.modules and 'numpy' not in sys.modules, sorted(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 @pytest.mark.parametrize("arguments", [[], ["explain", "x.json"], ["check", "x.json", "--world-size", "0"], ["x"]])
 def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -45,7 +85,7 @@ def test_what_a_person_can_mend_is_told_without_a_traceback(
     def run(_: argparse.Namespace) -> int:
         raise CommandError("mend this")
 
-    monkeypatch.setattr(COMMANDS["check"], "run", run)
+    monkeypatch.setattr("zengine.commands.check.run", run)
     assert main(["check", "x.json"]) == 1
     assert capsys.readouterr() == ("", "mend this\n")
 

@@ -13,7 +13,7 @@ import zcomm
 import zengine
 from zcomm.testing import end_ranks, run_ranks
 from zengine.pipeline_engine import PipelineEngine
-from zpartition.pipeline import LayerSpec, PipelineError, PipelineModule, picture, predict_like
+from zpartition.pipeline import LayerSpec, PipelineError, PipelineModule, comparison_svg, simulate_measured
 
 WIDTH, MICRO = 4, 3
 
@@ -130,7 +130,7 @@ def records() -> tuple[Any, str]:
     engine.train_batch(batches(1))  # not recorded any more
     measured = recorder.timeline()
     engine.close()
-    return measured, picture(predict_like(engine.pipeline.schedule(MICRO), measured), measured)
+    return measured, comparison_svg(simulate_measured(engine.pipeline.schedule(MICRO), measured), measured)
 
 
 def test_a_batch_is_drawn_as_predicted_and_as_measured() -> None:

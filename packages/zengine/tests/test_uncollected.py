@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from zengine.uncollected import uncollected
+from zengine.imports import uncollected
 
 
 def test_it_rests_inside_also_when_nested_and_after_an_exception():

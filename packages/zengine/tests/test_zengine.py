@@ -14,12 +14,13 @@ import sys, torch
 def loaded(*names):
     return [name for name in names if name in sys.modules]
 import zengine
-assert not loaded("zpartition", "zoptim", "zckpt", "zengine.engine", "zengine.config"), sys.modules.keys()
+assert not loaded("zpartition", "zoptim", "zckpt", "zengine.engine.engine", "zengine.config"), sys.modules.keys()
 config = {"train_batch_size": 2, "gradient_clipping": 0, "optimizer": {"type": "AdamW", "params": {}}}
 engine = zengine.initialize(model=torch.nn.Linear(2, 1), config=config)[0]
 engine.backward(engine(torch.ones(2, 2)).mean())
 assert engine.step()
-never = ("torch._dynamo", "torch._inductor", "tensorboard", "transformers", "zckpt.commit", "zoptim.muon")
+torch_parts = ("torch._dynamo", "torch._inductor")
+never = (*torch_parts, "tensorboard", "transformers", "zckpt.saving.commit", "zoptim.optimizers.muon")
 assert not loaded(*never), loaded(*never)
 """
 

@@ -114,7 +114,7 @@ def _stats_of(grads: list[Tensor]) -> Callable[[], zoptim.GradStats]:
     """The look at the gradients; on a GPU its tables are made once, so that a CUDA graph can capture it."""
     if grads[0].device.type == "cpu":
         return lambda: zoptim.grad_stats(grads)
-    from zoptim.gpu import SquaresJob
+    from zoptim.backends.gpu import SquaresJob
 
     job = SquaresJob(grads)
     return lambda: zoptim.GradStats(*job.measure())

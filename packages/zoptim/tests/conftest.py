@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import zoptim
-from zoptim.rules import AdamMoments, adagrad_rule, adam_rule, adamw_rule, lamb_rule, lion_rule, sgd_rule
+from zoptim.rules.elementwise import AdamMoments, adagrad_rule, adam_rule, adamw_rule, lamb_rule, lion_rule, sgd_rule
 
 Memory = Any  # whatever a rule remembers of one tensor
 
@@ -294,7 +294,7 @@ class Team:
 
 @attrs.frozen(eq=False)
 class Member:
-    """One rank of a team, as zoptim.ranks.Ranks asks for it."""
+    """One rank of a team, as zoptim.shards.ranks.Ranks asks for it."""
 
     team: Team
     rank: int

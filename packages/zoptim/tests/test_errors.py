@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zoptim.errors import UnknownNameError, did_you_mean, refuse_unknown_options
+from zoptim.errors import UnknownNameError, check_option_names, did_you_mean
 
 
 def test_the_nearest_name_is_suggested_whatever_its_case() -> None:
@@ -18,8 +18,8 @@ def test_an_unknown_option_is_named_with_its_owner_and_the_allowed_ones() -> Non
     with pytest.raises(
         UnknownNameError, match=r"SGD has no option 'momentun'\. Did you mean 'momentum'\? It takes: lr,"
     ):
-        refuse_unknown_options("SGD", {"lr": 1, "momentun": 2}, ["lr", "momentum"])
+        check_option_names("SGD", {"lr": 1, "momentun": 2}, ["lr", "momentum"])
 
 
 def test_known_options_pass() -> None:
-    refuse_unknown_options("SGD", {"lr": 1}, ["lr", "momentum"])
+    check_option_names("SGD", {"lr": 1}, ["lr", "momentum"])

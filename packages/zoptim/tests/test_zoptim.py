@@ -21,6 +21,6 @@ def test_every_public_name_is_there_and_a_typo_is_not() -> None:
 def test_a_name_of_a_config_imports_its_own_optimizer_alone() -> None:
     code = (
         "import sys, torch, zoptim; zoptim.make_optimizer('Lion', [torch.ones(2, requires_grad=True)], {}); "
-        "assert 'zoptim.lion' in sys.modules; assert 'zoptim.muon' not in sys.modules"
+        "assert 'zoptim.optimizers.lion' in sys.modules; assert 'zoptim.optimizers.muon' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

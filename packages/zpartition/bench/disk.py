@@ -1,14 +1,14 @@
-"""Gigabytes a second of the disk tier, beside a plain loop and the floor of the drive.
+"""Gigabytes per second of the disk tier, beside a plain loop and the floor of the drive.
 
     python packages/zpartition/bench/disk.py FOLDER [--mib 512] [--rounds 7] [--out NAME]
 
-All contenders move the same bytes to and from files in FOLDER whose room was written before, and end a write with
-fdatasync (the store: with a commit).  They take turns, round by round; the median of the rounds counts.
+All contenders move the same bytes to and from preallocated files in FOLDER, and end a write with fdatasync (the
+store: with a commit).  They run in turns; the median over rounds is reported.
 
-    floor  threads that each move 4 MiB at a time with O_DIRECT, aligned, without checksums: what the drive gives
-    loop   one thread, 1 MiB at a time, with O_DIRECT: what a few lines of Python give
-    sums   the checksums alone, by eight threads: what the processor gives
-    store  DiskStore with its defaults; regions of 64 MiB, all transfers asked for at once
+    floor  threads that each move 4 MiB at a time with O_DIRECT, aligned, without checksums: the drive's limit
+    loop   one thread, 1 MiB at a time, with O_DIRECT: a few lines of Python
+    sums   only the checksums, by eight threads: the processor's limit
+    store  DiskStore with its defaults; regions of 64 MiB, all transfers submitted at once
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from zpartition.disk import DiskOptions, DiskStore
-from zpartition.disk.memory import Memory, aligned
+from zpartition.disk.memory import MemorySpan, aligned_buffer
 
 REGION = 64 << 20
 RESULTS = Path(__file__).with_name("results")
@@ -45,7 +45,7 @@ class Raw:
     """pread and pwrite on one file, by some threads, in pieces of one size."""
 
     def __init__(self, path: Path, source: torch.Tensor, num_threads: int, piece: int) -> None:
-        self.memory, self.num_threads, self.piece = Memory.of(source, source.numel()), num_threads, piece
+        self.memory, self.num_threads, self.piece = MemorySpan.of(source, source.numel()), num_threads, piece
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         os.posix_fallocate(self.fd, 0, source.numel())
 
@@ -77,7 +77,7 @@ class Raw:
 
 
 class Sums(Raw):
-    """The checksums of the same bytes, and nothing moved."""
+    """Only the checksums of the same bytes."""
 
     def write(self) -> None:
         self.each(lambda part, start: len(part) if zlib.crc32(part) >= 0 else 0)
@@ -108,7 +108,7 @@ class Stored:
 
 def measure(folder: Path, num_bytes: int, rounds: int) -> dict[str, dict[str, float]]:
     """Contender -> "write" and "read" -> gigabytes a second."""
-    source = aligned(num_bytes)
+    source = aligned_buffer(num_bytes)
     source.random_(0, 256)
     contenders: dict[str, Raw | Stored] = {
         "floor": Raw(folder / "floor", source, 8, 4 << 20),

@@ -1,22 +1,22 @@
-"""Milliseconds of a forward and backward through a layer of experts that ranks share out, and what it must cost.
+"""Milliseconds of forward and backward of an expert layer sharded over ranks, beside its lower bound.
 
     python packages/zpartition/bench/experts.py [--tokens 2048] [--experts 8] [--k 1] [--rounds 15] [--keep-memory]
 
-Every rank has its own tokens, of which each goes to k experts of an inner size of 4 x width / k, so that a token
-costs as much arithmetic as in the dense layer.  Ranks are processes with one thread each.  All contenders live at
-once and take turns, round by round; the median counts, of the slowest rank.
+Every rank has its own tokens, each routed to k experts of inner size 4 x width / k, so that a token costs as much
+arithmetic as in the dense layer.  Ranks are processes with one thread each.  All contenders exist at once and run in
+turns; the median over rounds of the slowest rank is reported.
 
-    ours      zpartition.experts.MoE, nothing dropped, its experts shared out over all ranks
+    ours      zpartition.experts.MoE without dropping, its experts sharded over all ranks
     alone     the same layer with all experts on every rank: no message
     dense     one MLP of inner size 4 x width
-    exchange  the layer's four exchanges of tokens alone, as many rows as it sends: the floor of its all-to-all
-    one-hot   the dispatch of DeepSpeed's layer in place of ours, alone: masks (tokens, experts, capacity) and einsums
+    exchange  only the layer's four token exchanges, with as many rows: the floor of its all-to-all
+    one-hot   only the dispatch of DeepSpeed's layer: masks (tokens, experts, capacity) and einsums
 
-The goal: ours <= 1.2 x dense + exchange.
+Goal: ours <= 1.2 x dense + exchange.
 
---keep-memory starts the ranks as `zengine run --keep-memory` does.  Without it glibc hands the gradients of the
-experts back to the system after each step, which gives them out again page by page: the layer has as many times the
-weights of the dense one as experts, and pays that as many times.
+--keep-memory starts the ranks as `zengine run --keep-memory` does.  Without it glibc returns the memory of the
+experts' gradients to the system after each step, and faults it in again page by page: the layer has as many times the
+weights of the dense one as experts, and pays that cost as many times.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make(width: int, experts: int, k: int) -> MoE:
 
 
 def exchanges(tokens: int, width: int, k: int) -> Callable[[], None]:
-    """As many rows to every rank, there and back, forward and backward."""
+    """Exchange as many rows with every rank, both ways, forward and backward."""
     size = zcomm.group_size()
     share = tokens * k // size * width
     table = [[share] * size] * size
@@ -50,13 +50,13 @@ def exchanges(tokens: int, width: int, k: int) -> Callable[[], None]:
 
     def exchange() -> None:
         for _ in range(4):
-            zcomm.exchange_slices(rows, table)
+            zcomm.all_to_all_v(rows, table)
 
     return exchange
 
 
 def one_hot_dispatch(layer: MoE, x: Tensor) -> Tensor:
-    """(tokens, experts, capacity) in and out, around experts that do nothing."""
+    """Dispatch and combine by (tokens, experts, capacity), around identity experts."""
     routing = layer.gate(x)
     experts = layer.num_experts
     mask = one_hot(routing.experts, experts).float()  # (tokens, k, experts)
@@ -69,7 +69,7 @@ def one_hot_dispatch(layer: MoE, x: Tensor) -> Tensor:
 
 
 def measure(tokens: int, width: int, experts: int, k: int, rounds: int) -> dict[str, float]:
-    """The median of each contender on this rank, ms; and how uneven the tokens of the ranks are."""
+    """Median of each contender on this rank, ms; and the imbalance of tokens between ranks."""
     torch.set_num_threads(1)
     shared, alone, dense = make(width, experts, k), make(width, experts, k), ExpertMLP(width, 4 * width, "gelu")
     distribute(nn.Sequential(shared), None)

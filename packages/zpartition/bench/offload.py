@@ -1,19 +1,20 @@
-"""Seconds a step with optimizer states on the device, the host, on disk, and updated ahead; beside what must move.
+"""Seconds per step with optimizer states on the device, the host, on disk, and updated ahead, beside the floor.
 
     python packages/zpartition/bench/offload.py FOLDER [--layers 8] [--width 1024] [--rounds 5] [--device cpu|cuda]
 
 A stack of linear layers in bf16 (8 of 4 x 1024 x 1024: 34 million parameters; on CUDA 24 of 4 x 3712 x 3712: 1.3
-billion) with fp32 masters and AdamW.  All contenders live at once and take turns, round by round; the median counts.
+billion) with fp32 masters and AdamW.  All contenders exist at once and run in turns; the median over rounds is
+reported.
 
     torch     no partition: the module's own bf16 parameters and fp32 masters, one after the other
     device    ZeroPolicy() without offload
     host      states on the host
-    serial    the same, but every copy is waited for, and none starts before backward is over (CUDA)
+    serial    the same, but every copy is waited for, and none starts before the end of backward (CUDA)
     ahead     the same, updated in the last backward (Speculation.LAST_BACKWARD)
     disk      states in files under FOLDER
 
-The floor is what the tier has to move in a step: bytes a parameter times parameters, over the rate of one copy of
-that size (host), or of one read and one write of it by the store alone (disk).  Both are measured here.
+The floor is the time to move a step's data: bytes per parameter times parameters, over the rate of one copy of that
+size (host), or of one read and one write of it by the store alone (disk).  Both are measured here.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The bubble of a pipeline, measured beside its formula and torch's own schedule.
+"""The bubble of a pipeline, measured, beside its formula and torch's own schedule.
 
     python packages/zpartition/bench/pipeline.py [--name NAME]
 
 Two measurements, since two cores cannot compute four stages at once:
 
-    asleep    layers that sleep in place of computing (a forward 40 ms, each half of a backward as much), so that any
-              number of stages runs on any machine; 2 and 4 stages.  What is measured is the runner and its messages.
+    asleep    layers that sleep instead of computing (a forward 40 ms, each half of a backward as much), so that any
+              number of stages runs on any machine; 2 and 4 stages.  This measures the runner and its messages.
     compute   real layers, 2 stages on 2 cores of one thread, against the same batch in one process.
 
-The bubble is ranks x time / work - 1.  Asleep, the work is what the actions took (`Recorder`: sleeps last longer than
-they were asked to); computing, it is the time of one process.  With --picture FILE the last schedule of 4 stages
-asleep is drawn, as predicted and as measured.
+The bubble is ranks x time / work - 1.  For sleeping layers the work is the time of the actions (`Recorder`: sleeps
+last longer than requested); for computing ones it is the time of one process.  --picture FILE draws the last schedule
+of 4 sleeping stages, as predicted and as measured.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from zpartition.pipeline import (
     PipelineModule,
     PipelineRunner,
     Recorder,
+    comparison_svg,
     make_schedule,
-    picture,
-    predict,
-    predict_like,
+    simulate,
+    simulate_measured,
 )
-from zpartition.pipeline.deferral import LaterProducts
+from zpartition.pipeline.deferral import DeferredWeightGrads
 
 UNIT_S = 0.04
 MICRO = 8
@@ -57,7 +57,7 @@ class _Asleep(torch.autograd.Function):
 
 
 class Asleep(nn.Module):
-    """A stage of one unit forward; backward two, or one and one where it comes in halves."""
+    """Stage of one time unit forward, and two backward, or one and one if backward is split."""
 
     def __init__(self, halves: bool) -> None:
         super().__init__()
@@ -70,26 +70,26 @@ class Asleep(nn.Module):
 def asleep(schedule: str, per_rank: int, rounds: int) -> tuple[float, float, str]:
     """Median bubble and seconds of a batch, and a picture of the last one."""
     halves, ranks = schedule == "zero_bubble", torch.distributed.get_world_size()
-    finish = LaterProducts.finish
+    finish = DeferredWeightGrads.finish
 
-    def slow_finish(self: LaterProducts) -> None:
+    def slow_finish(self: DeferredWeightGrads) -> None:
         time.sleep(UNIT_S * bool(self.factors))
         finish(self)
 
     layers = [Asleep(halves) for _ in range(ranks * per_rank)]
     runner = _runner(layers, schedule, per_rank, ranks)
     data, found = torch.randn(2, 4, requires_grad=True), []
-    LaterProducts.finish = slow_finish
+    DeferredWeightGrads.finish = slow_finish
     try:
         for _ in range(rounds + 1):
             recorder = Recorder(runner.module)
             runner.train_batch(iter([(data, None)] * MICRO), MICRO, observe=recorder)
             found.append(recorder.timeline())
     finally:
-        LaterProducts.finish = finish  # ranks live on
+        DeferredWeightGrads.finish = finish  # ranks live on
     timelines = sorted(found[1:], key=lambda each: each.bubble)
     median = timelines[len(timelines) // 2]
-    return median.bubble, median.span, picture(predict_like(runner.schedule(MICRO), median), median)
+    return median.bubble, median.span, comparison_svg(simulate_measured(runner.schedule(MICRO), median), median)
 
 
 def compute(schedule: str, ranks: int, rounds: int) -> float:
@@ -144,7 +144,7 @@ def sleeping(rounds: int, file: str) -> list[Row]:
     for ranks in (2, 4):
         for schedule, per_rank in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
             bubble, seconds, drawn = run_ranks(asleep, ranks, schedule, per_rank, rounds, timeout_s=300)[0]
-            theory = predict(make_schedule(schedule, ranks, MICRO, per_rank)).bubble
+            theory = simulate(make_schedule(schedule, ranks, MICRO, per_rank)).bubble
             rows.append((f"asleep, {ranks} ranks, {schedule}", bubble, theory, seconds))
             if file:
                 Path(file).write_text(drawn + "\n")
@@ -152,7 +152,7 @@ def sleeping(rounds: int, file: str) -> list[Row]:
 
 
 def computing(rounds: int) -> list[Row]:
-    """Two stages on two cores, and torch's: in turns, each beside one process, since machines have moods."""
+    """Two stages on two cores, and torch's: in turns, each beside one process, since machine speed varies."""
     turns: dict[str, list[tuple[float, float]]] = {}
     for _ in range(TURNS):
         alone = run_ranks(compute, 1, "1f1b", 1, rounds, timeout_s=300)[0]
@@ -163,7 +163,7 @@ def computing(rounds: int) -> list[Row]:
         turns.setdefault("torch Schedule1F1B", []).append((2 * peer / alone - 1, peer))
     rows: list[Row] = []
     for name, found in turns.items():
-        theory = predict(make_schedule(name if "torch" not in name else "1f1b", 2, MICRO)).bubble
+        theory = simulate(make_schedule(name if "torch" not in name else "1f1b", 2, MICRO)).bubble
         bubble, seconds = statistics.median_low(found)
         rows.append((f"compute, 2 ranks, {name}", bubble, theory, seconds))
     return rows
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--picture", default="", metavar="FILE", help="an SVG of 4 ranks")
     parser.add_argument("--asleep", action="store_true", help="leave the second measurement out")
     given = parser.parse_args()
-    rows = sleeping(given.rounds, given.picture) + ([] if given.asleep else computing(given.rounds))
+    rows = sleeping(given.rounds, given.comparison_svg) + ([] if given.asleep else computing(given.rounds))
     lines = [f"# The bubble of a pipeline: {MICRO} micro-batches", "", "| | bubble | formula | time / ideal | ms |"]
     lines.append("| --- | ---: | ---: | ---: | ---: |")
     lines += [

@@ -1,20 +1,20 @@
-"""A training step over one long sequence: on one rank, and shared out over several by Ulysses or a ring.
+"""A training step over one long sequence: on one rank, and split over several by Ulysses or a ring.
 
     python packages/zpartition/bench/sequence.py [--tokens 8192] [--layers 2] [--width 256] [--heads 8] [--rounds 5]
         [--ranks 2] [--write FOLDER]
 
-A stack of blocks, causal attention and an MLP each, with a head over a vocabulary whose loss is chunked.  Ranks are
-processes with one thread each; all contenders live at once and take turns, round by round.  Of the slowest rank, the
-fastest round counts (other work on the machine only adds), and the median of processor time, to which it adds little.
+A stack of blocks, each causal attention and an MLP, with a head over a vocabulary and a chunked loss.  Ranks are
+processes with one thread each; all contenders exist at once and run in turns.  Reported are, of the slowest rank, the
+fastest round (other work on the machine only adds) and the median of processor time (to which it adds little).
 
     whole      one rank has the sequence; the others do the same at the same time, so that all cores are as busy
-    alone      one rank has the sequence, and the others wait (a core of its own, caches and memory for itself)
-    ulysses    each rank has its tokens; heads and tokens change hands around attentions
+    alone      one rank has the sequence, and the others wait (a core, caches and memory for itself)
+    ulysses    each rank has its tokens; heads and tokens are exchanged around attentions
     ring       each rank has an early and a late run of its tokens; keys go round
-    messages   what Ulysses sends, alone: all-to-alls, as many and as large, in a row
+    messages   only the messages of Ulysses: all-to-alls, as many and as large, in a row
 
-`kept` is what autograd keeps from forward for backward, on a rank, without weights: the activations at their peak.
-Ranks then add up the gradients of the weights, which is in the times (of `whole` too, as of data ranks).
+`kept` is the memory that autograd keeps from forward to backward on a rank, without weights: the activations at their
+peak.  Times include the reduction of weight gradients over ranks (for `whole` too, as over data ranks).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Contest:
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """(milliseconds that passed, those of the processor)."""
+    """Return (milliseconds of wall time, milliseconds of processor time)."""
     zcomm.barrier()
     start, worked = time.perf_counter(), time.process_time()
     call()
@@ -158,7 +158,7 @@ def timed(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def measure(layers: int, width: int, heads: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds on this rank, bytes kept, and how far apart the losses are."""
+    """Milliseconds on this rank, bytes kept, and the difference of the losses."""
     contest = Contest(layers, width, heads, tokens)
     calls = contest.calls()
     times = take_turns(calls, rounds, timed, WARM_UP)
@@ -179,7 +179,7 @@ def measure(layers: int, width: int, heads: int, tokens: int, rounds: int) -> di
 
 
 def report(given: argparse.Namespace, ranks: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """The table, and its figures: of the slowest rank."""
+    """Format the table and its figures, of the slowest rank."""
     ms = {name: max(rank["ms"][name] for rank in ranks) for name in ranks[0]["ms"]}
     cpu = {name: max(rank["cpu"][name] for rank in ranks) for name in ranks[0]["cpu"]}
     kept = {name: max(rank["kept"][name] for rank in ranks) for name in ranks[0]["kept"]}

@@ -1,15 +1,15 @@
-"""Milliseconds of a forward and backward through tensor-parallel layers: ours, torch's DTensor, and the floor.
+"""Milliseconds of forward and backward of tensor-parallel layers: ours, torch's DTensor, and the floor.
 
     python packages/zpartition/bench/tensor.py [--layers 6] [--width 256] [--tokens 64] [--rounds 15] [--ranks 2]
 
 A stack of blocks, each an attention (q, k, v by columns, output by rows) and an MLP (up by columns, down by rows)
-with residuals: two all-reduces forward and two backward a block, 24 in six blocks.  Ranks are processes with one
-thread each.  All contenders live at once and take turns, round by round; the median counts, of the slowest rank.
+with residuals: two all-reduces forward and two backward per block, 24 in six blocks.  Ranks are processes with one
+thread each.  All contenders exist at once and run in turns; the median over rounds of the slowest rank is reported.
 
-    whole     the model on one rank, which has all of the work
+    whole     the model on one rank, which does all of the work
     ours      zpartition.tensor.parallelize
     dtensor   torch.distributed.tensor.parallel.parallelize_module, the same plan
-    parts     the same layers without any message: what a rank computes (its numbers mean nothing)
+    parts     the same layers without any message: a rank's computation (the results are meaningless)
     floor     parts, and the all-reduces of zcomm alone, as many and as large, in a row
 """
 
@@ -26,9 +26,9 @@ from turns import medians
 
 import zcomm
 from zcomm.testing import run_ranks
-from zpartition.cells import ALONE
+from zpartition.layout.model_parallel import ALONE
 from zpartition.tensor import Column, Row, Rule, TensorPlan, parallelize, resolve
-from zpartition.tensor.entrance import Entrance
+from zpartition.tensor.parallel_region import ParallelRegion
 from zpartition.tensor.parallelize import split
 
 COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")
@@ -74,12 +74,12 @@ def dtensor(model: nn.Sequential) -> nn.Sequential:
 
 
 def parts(model: nn.Sequential) -> nn.Sequential:
-    split(model, resolve(PLAN, model, zcomm.group_size(), zcomm.group_rank()), Entrance(ALONE))
+    split(model, resolve(PLAN, model, zcomm.group_size(), zcomm.group_rank()), ParallelRegion(ALONE))
     return model
 
 
 def measure(layers: int, width: int, tokens: int, rounds: int) -> dict[str, float]:
-    """The median of each contender on this rank, ms; and how far apart the losses are."""
+    """Median of each contender on this rank, ms; and the difference of the losses."""
     torch.set_num_threads(1)
     models = {make_it.__name__: make_it(make(layers, width)) for make_it in (ours, dtensor, parts)}
     models["whole"] = make(layers, width)

@@ -1,4 +1,4 @@
-"""Contenders live at once and take turns, round by round, so that a slow minute of the machine is everybody's."""
+"""Contenders exist at once and run in turns, so that a slow minute of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Taken = TypeVar("Taken")
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Milliseconds of a call that all ranks begin together."""
+    """Milliseconds of a call that all ranks start together."""
     zcomm.barrier()
     start = time.perf_counter()
     call()
@@ -26,7 +26,7 @@ def take_turns(
     measure: Callable[[Callable[[], object]], Taken],
     warm_up: int = 3,
 ) -> dict[str, list[Taken]]:
-    """What `measure` says of each call in each of so many rounds, after `warm_up` that do not count."""
+    """Return what `measure` returns for each call in each of so many rounds, after `warm_up` that do not count."""
     found: dict[str, list[Taken]] = {name: [] for name in calls}
     for index in range(rounds + warm_up):
         for name, call in calls.items():

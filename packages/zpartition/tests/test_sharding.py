@@ -19,7 +19,7 @@ def test_a_partition_alone_at_stage_3_is_an_ordinary_module() -> None:
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     partition = zpartition.shard(module, policy=ZeroPolicy(stage=3, persist_numel=0))
     assert all(torch.equal(before[name], param) for name, param in module.named_parameters())
-    assert partition.residence.units == {}
+    assert partition.unsharder.units == {}
 
 
 class _Whole(torch.optim.SGD):

@@ -17,7 +17,7 @@ class Output(OrderedDict[str, Any]):
         raise TypeError("use __setitem__")
 
 
-def test_a_dictionary_that_refuses_update_is_cast_too() -> None:
+def test_a_dictionary_that_rejects_update_is_cast_too() -> None:
     given = Output()
     given["logits"] = torch.ones(2)
     narrow = cast(given, torch.bfloat16)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zprecision import Float8, Float8Linear, Keep, has_float8
+from zprecision import Float8, Float8Linear, KeepInFp32, has_float8
 from zprecision.float8 import quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -130,7 +130,7 @@ def test_inside_autocast_the_output_has_its_dtype_and_weights_stay() -> None:
     assert layer.weight.dtype == layer.weight.grad.dtype == torch.float32
 
 
-def test_a_second_derivative_is_refused_and_evaluation_keeps_nothing() -> None:
+def test_a_second_derivative_is_rejected_and_evaluation_keeps_nothing() -> None:
     layer = nn.Linear(32, 16)
     x = torch.randn(4, 32, requires_grad=True)
     with Float8.convert(layer, device="cpu", kind=OnCpu):
@@ -144,7 +144,7 @@ def test_a_second_derivative_is_refused_and_evaluation_keeps_nothing() -> None:
 def test_layers_are_chosen_by_name_and_size_and_given_back() -> None:
     model = network()
     before, names = copy.deepcopy(model.state_dict()), [type(module) for module in model]
-    chosen = Float8.convert(model, device="cpu", kind=OnCpu, but=Keep(patterns=("2",), as_listed=False))
+    chosen = Float8.convert(model, device="cpu", kind=OnCpu, but=KeepInFp32(patterns=("2",), as_listed=False))
     assert list(chosen.layers) == ["0"]  # "3" has 5 outputs
     assert isinstance(model[0], nn.Linear)
     chosen.close()
@@ -153,9 +153,11 @@ def test_layers_are_chosen_by_name_and_size_and_given_back() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_what_cannot_be_done_is_refused_by_name() -> None:
+def test_what_cannot_be_done_is_rejected_by_name() -> None:
     assert has_float8("cpu") is False
-    with pytest.raises(ValueError, match=r"8-bit products need an NVIDIA GPU.*and this is a cpu: leave"):
+    with pytest.raises(ValueError, match=r"8-bit products need an NVIDIA GPU.*but this is a cpu: keep"):
         Float8.convert(network(), device="cpu")
-    with pytest.raises(ValueError, match=r"no layer is left.*2 nn.Linear layers.*\(0, 2\).*\['head'\].*choose none"):
-        Float8.convert(network(), device="cpu", kind=OnCpu, only=Keep(patterns=("head",)))
+    with pytest.raises(
+        ValueError, match=r"no layer can be converted.*2 nn.Linear layers.*\(0, 2\).*\['head'\].*select none"
+    ):
+        Float8.convert(network(), device="cpu", kind=OnCpu, only=KeepInFp32(patterns=("head",)))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from zprecision import Culprit, clip_divisor, divisor_of, first_nonfinite, inspect
+from zprecision import NonFiniteGradient, clip_divisor, divisor_of, first_nonfinite, inspect
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # Around the length of a row, of a scratch chunk, and of the threshold between the exact and the row-wise sum.
@@ -279,7 +279,7 @@ def test_an_extra_of_any_real_dtype_and_of_no_dimension_is_taken(extra: Tensor) 
     assert inspect([], extra=extra).extra.tolist() == [3.0]
 
 
-def test_a_non_finite_extra_has_no_say_in_the_step() -> None:
+def test_a_non_finite_extra_does_not_affect_the_step() -> None:
     stats = inspect([torch.ones(2)], extra=torch.tensor([math.nan]))
     assert stats.finite
     assert math.isnan(stats.extra.item())
@@ -298,7 +298,7 @@ def test_a_non_finite_extra_has_no_say_in_the_step() -> None:
         (ValueError, torch.ones(2, device="meta"), "gradient 1 is on meta, gradient 0 on cpu"),
     ],
 )
-def test_what_is_no_gradient_is_refused_with_its_index(error: type, bad: object, message: str) -> None:
+def test_what_is_no_gradient_is_rejected_with_its_index(error: type, bad: object, message: str) -> None:
     with pytest.raises(error, match=message):
         inspect([torch.ones(1), bad])
 
@@ -346,7 +346,7 @@ def test_the_divisor_never_waits_for_the_host() -> None:
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", True])
-def test_an_impossible_max_norm_is_refused(max_norm: object) -> None:
+def test_an_impossible_max_norm_is_rejected(max_norm: object) -> None:
     with pytest.raises(ValueError, match=rf"max_norm={max_norm!r}.*>= 0; 0 means no clipping"):
         clip_divisor(torch.tensor(1.0, dtype=torch.float64), torch.tensor(1.0), max_norm)
 
@@ -354,10 +354,10 @@ def test_an_impossible_max_norm_is_refused(max_norm: object) -> None:
 # --- The first culprit -----------------------------------------------------------------------------------
 
 
-def test_the_first_culprit_is_named_with_its_kind() -> None:
+def test_the_first_non_finite_tensor_is_named_with_its_kind() -> None:
     good, inf, nan = torch.ones(3), torch.tensor([1.0, -math.inf]), torch.tensor([math.nan, math.inf])
-    assert first_nonfinite([("a", good), ("b", inf), ("c", nan)]) == Culprit("b", "inf")
-    assert first_nonfinite([("a", good), ("c", nan), ("b", inf)]) == Culprit("c", "nan")
+    assert first_nonfinite([("a", good), ("b", inf), ("c", nan)]) == NonFiniteGradient("b", "inf")
+    assert first_nonfinite([("a", good), ("c", nan), ("b", inf)]) == NonFiniteGradient("c", "nan")
 
 
 def test_finite_tensors_have_no_culprit() -> None:
@@ -371,12 +371,12 @@ def test_the_search_stops_at_the_first_culprit() -> None:
         yield "bad", torch.tensor(math.inf)
         raise AssertionError("looked further")
 
-    assert first_nonfinite(named()) == Culprit("bad", "inf")
+    assert first_nonfinite(named()) == NonFiniteGradient("bad", "inf")
 
 
 def test_sparse_gradients_can_be_searched() -> None:
     sparse = torch.tensor([0.0, math.nan]).to_sparse()
-    assert first_nonfinite([("embedding", sparse)]) == Culprit("embedding", "nan")
+    assert first_nonfinite([("embedding", sparse)]) == NonFiniteGradient("embedding", "nan")
 
 
 @given(

@@ -69,7 +69,7 @@ def test_a_policy_is_a_value() -> None:
         ),
     ],
 )
-def test_impossible_policies_are_refused_by_name(error: type, given_: dict, message: str) -> None:
+def test_impossible_policies_are_rejected_by_name(error: type, given_: dict, message: str) -> None:
     with pytest.raises(error, match=message):
         Precision(**given_)
 

@@ -185,7 +185,7 @@ def test_the_law_is_pure_and_keeps_dtypes() -> None:
         (ValueError, {"initial": 0.5}, "initial=0.5, floor=1.0.*below floor"),
     ],
 )
-def test_impossible_settings_are_refused_by_name(error: type, given_: dict, message: str) -> None:
+def test_impossible_settings_are_rejected_by_name(error: type, given_: dict, message: str) -> None:
     with pytest.raises(error, match=message):
         DynamicScaling(**given_)
 

@@ -194,14 +194,14 @@ SCALERS = [NoScaling(), StaticScaler(StaticScaling(2)), DynamicScaler()]
 
 
 @pytest.mark.parametrize("scaler", SCALERS, ids=lambda scaler: type(scaler).__name__)
-def test_what_is_not_one_element_is_refused(scaler: Scaler) -> None:
+def test_what_is_not_one_element_is_rejected(scaler: Scaler) -> None:
     with pytest.raises(ValueError, match=r"shape \(2,\); one element"):
         scaler.update(torch.zeros(2))
     with pytest.raises(TypeError, match=r"got a bool; give inspect"):
         scaler.update(True)
 
 
-def test_an_integer_loss_is_refused() -> None:
+def test_an_integer_loss_is_rejected() -> None:
     with pytest.raises(TypeError, match=r"torch.int64; a floating"):
         DynamicScaler().scale(torch.tensor(3))
 
@@ -244,7 +244,7 @@ def test_every_state_dict_is_plain_numbers_and_loads_again(scaler: Scaler) -> No
 
 
 @pytest.mark.parametrize("scaler", SCALERS, ids=lambda scaler: type(scaler).__name__)
-def test_the_state_of_another_kind_of_scaler_is_refused(scaler: Scaler) -> None:
+def test_the_state_of_another_kind_of_scaler_is_rejected(scaler: Scaler) -> None:
     for other in SCALERS:
         if type(other) is not type(scaler):
             message = rf"{type(scaler).__name__} cannot load this state: missing .*, unknown "
@@ -252,7 +252,7 @@ def test_the_state_of_another_kind_of_scaler_is_refused(scaler: Scaler) -> None:
                 scaler.load_state_dict(other.state_dict())
 
 
-def test_a_static_scaler_refuses_the_state_of_another_factor() -> None:
+def test_a_static_scaler_rejects_the_state_of_another_factor() -> None:
     with pytest.raises(ValueError, match=r"StaticScaler: state static_factor=64.0 is outside 128.0..128.0"):
         StaticScaler(StaticScaling(128.0)).load_state_dict(StaticScaler(StaticScaling(64.0)).state_dict())
 
@@ -273,7 +273,7 @@ def test_a_static_scaler_refuses_the_state_of_another_factor() -> None:
         (ValueError, {"cur_scale": 1.0}, r"missing \[\], unknown \['cur_scale'\]"),
     ],
 )
-def test_an_impossible_state_is_refused_by_name_and_changes_nothing(
+def test_an_impossible_state_is_rejected_by_name_and_changes_nothing(
     error: type, changed: dict[str, object], message: str
 ) -> None:
     scaler = DynamicScaler(DynamicScaling(window=7, hysteresis=2))
@@ -290,7 +290,7 @@ def test_a_missing_key_is_named() -> None:
         DynamicScaler().load_state_dict({"factor": 2.0, "hysteresis_left": 1})
 
 
-def test_what_is_not_a_mapping_is_refused() -> None:
+def test_what_is_not_a_mapping_is_rejected() -> None:
     with pytest.raises(TypeError, match="got a list; give what state_dict"):
         DynamicScaler().load_state_dict([1, 2])
 

@@ -78,7 +78,7 @@ def run_cases(cases: list[Case]) -> list[Outcome | str]:
 def run_case(case: Case) -> Outcome:
     """Train, evaluate, look; what goes to a disk goes to a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory() as own:
-        folder = zcomm.exchange(own)[0]
+        folder = zcomm.all_gather_object(own)[0]
         outcome = _run_case(attrs.evolve(case, row=case.row.writing_to(folder)))
         zcomm.barrier()
         left = sorted(path.name for path in Path(folder).iterdir())
@@ -96,7 +96,7 @@ def _run_case(case: Case) -> Outcome:
         engine, *_ = zengine.initialize(model=model, config=_config(case, scenario))
     partition = engine.parts.partition
     planned = zpartition.plan(
-        model if not partition.residence.units else scenario.cast(scenario.model(), case.dtype),
+        model if not partition.unsharder.units else scenario.cast(scenario.model(), case.dtype),
         policy=engine.plan.zero,
         world_size=zcomm.group_size(),
         num_backwards=case.accumulation * scenario.num_losses,
@@ -111,7 +111,7 @@ def _run_case(case: Case) -> Outcome:
         log.clear()
         with zcomm.traced(log):
             losses.append(_step(engine, scenario, data[:, zcomm.group_rank()], step))
-    ledger, peak = partition.ledger(), partition.residence.peak_numel * case.dtype.itemsize
+    ledger, peak = partition.ledger(), partition.unsharder.peak_numel * case.dtype.itemsize
     sizes = [(b.index, b.numel * b.dtype.itemsize, b.unit or "") for b in partition.layout.buckets]
     with torch.no_grad():
         losses.append(engine(last_batch()).item())

@@ -1,13 +1,15 @@
 """Durable, verified, reshardable checkpoints for PyTorch, without pickle.
 
-A checkpoint is a folder of safetensors files and one manifest.  Tensors go in as shards with a global address (name,
-shape, box, span) and come out at any other address, so no run is bound to the world size that saved it.  It becomes
-visible by one rename after everything is durable: a crash leaves the previous checkpoint or the new one.  Every byte
-has a checksum, and loading executes nothing.
+A checkpoint is a folder of safetensors files and a manifest.  Tensors are saved as shards with a global address
+(name, shape, box, span) and loaded at any other address, so a checkpoint is not bound to the world size that saved
+it.  It becomes visible by one rename after all data is durable: a crash leaves the previous checkpoint or the new
+one.  Every byte has a checksum, and loading executes no code.
 
-Saving: saving.py is the outline, planning.py decides, commit.py argues durability.  Loading: finding.py chooses,
-reading.py checks, regions.py computes, fetching.py and transfer.py copy.  views.py is a model and an optimizer as
-tensors, background.py saves behind the loop's back.  FORMAT.md is the specification of what is on disk.
+Folders, low first: format (pure values; FORMAT.md specifies the bytes), ranks (peers and votes), storage (local disk
+and object stores), sources (modules, optimizers, random state), loading, saving, interchange (other formats), cli.
+Saving: save.py is the outline, plan.py assigns shards to files, commit.py describes the commit protocol.
+Loading: select.py selects a checkpoint, plan_reads.py checks it against the request, run_reads.py and copy.py fill
+the tensors.
 """
 
 from __future__ import annotations
@@ -15,13 +17,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .views import Views, views  # not later: the submodule would take the function's name
-
 if TYPE_CHECKING:
-    from . import rng
-    from .background import AsyncSaver, Busy, SaveHandle, save_async
-    from .checkpoint import Checkpoint
-    from .errors import (
+    from zckpt.errors import (
         CheckpointCorrupt,
         CheckpointError,
         CheckpointExists,
@@ -33,37 +30,39 @@ if TYPE_CHECKING:
         CheckpointWarning,
         CheckpointWriteError,
     )
-    from .finding import Seen, committed, find
-    from .groups import group_peers
-    from .leasing import Leasing
-    from .loading import Loaded, load
-    from .locating import remote
-    from .memory import MemoryCheckpoint
-    from .nodes import Node
-    from .opening import open_checkpoint
-    from .peers import ALONE, Peers
-    from .pruning import Pruned, prune
-    from .reading import LoadReport, Reading
-    from .retention import EVERYTHING, Best, Candidate, Keep, Retention
-    from .saving import save
-    from .shard import Shard, ShardLike, whole
-    from .storage import LOCAL, LocalStorage, Storage
-    from .views import Views, views
+    from zckpt.format.nodes import Node
+    from zckpt.format.shard import Shard, ShardLike, whole
+    from zckpt.loading.checkpoint import Checkpoint
+    from zckpt.loading.load import Loaded, load
+    from zckpt.loading.memory import MemoryCheckpoint
+    from zckpt.loading.open import open_checkpoint
+    from zckpt.loading.plan_reads import LoadReport, ReadRequest
+    from zckpt.loading.select import CheckpointInfo, find, list_checkpoints
+    from zckpt.ranks.peers import ALONE, Peers, group_peers
+    from zckpt.saving.background import AsyncSaver, SaveHandle, WhenBusy, save_async
+    from zckpt.saving.prune import PruneReport, prune
+    from zckpt.saving.retention import KEEP_ALL, Best, Candidate, Retention, RetentionPolicy
+    from zckpt.saving.save import save
+    from zckpt.sources import rng
+    from zckpt.sources.views import Views, views
+    from zckpt.storage.locate import remote
+    from zckpt.storage.lock import LockPolicy
+    from zckpt.storage.storage import LOCAL, LocalStorage, Storage
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "ALONE",
-    "EVERYTHING",
+    "KEEP_ALL",
     "LOCAL",
     "AsyncSaver",
     "Best",
-    "Busy",
     "Candidate",
     "Checkpoint",
     "CheckpointCorrupt",
     "CheckpointError",
     "CheckpointExists",
+    "CheckpointInfo",
     "CheckpointInputError",
     "CheckpointMismatch",
     "CheckpointNotFound",
@@ -71,27 +70,27 @@ __all__ = [
     "CheckpointStateError",
     "CheckpointWarning",
     "CheckpointWriteError",
-    "Keep",
-    "Leasing",
     "LoadReport",
     "Loaded",
     "LocalStorage",
+    "LockPolicy",
     "MemoryCheckpoint",
     "Node",
     "Peers",
-    "Pruned",
-    "Reading",
+    "PruneReport",
+    "ReadRequest",
     "Retention",
+    "RetentionPolicy",
     "SaveHandle",
-    "Seen",
     "Shard",
     "ShardLike",
     "Storage",
     "Views",
+    "WhenBusy",
     "__version__",
-    "committed",
     "find",
     "group_peers",
+    "list_checkpoints",
     "load",
     "open_checkpoint",
     "prune",
@@ -103,41 +102,56 @@ __all__ = [
     "whole",
 ]
 
-# Where the names are, by module: a program that has nothing to save imports next to nothing.
-_HOMES = {
-    "background": "AsyncSaver Busy SaveHandle save_async",
-    "checkpoint": "Checkpoint",
+# Module -> public names in it.  They are imported on first use, so that `import zckpt` does not import torch.
+_EXPORTS = {
     "errors": "CheckpointCorrupt CheckpointError CheckpointExists CheckpointInputError CheckpointMismatch "
     "CheckpointNotFound CheckpointReadError CheckpointStateError CheckpointWarning CheckpointWriteError",
-    "finding": "Seen committed find",
-    "groups": "group_peers",
-    "leasing": "Leasing",
-    "loading": "Loaded load",
-    "locating": "remote",
-    "memory": "MemoryCheckpoint",
-    "nodes": "Node",
-    "opening": "open_checkpoint",
-    "peers": "ALONE Peers",
-    "pruning": "Pruned prune",
-    "reading": "LoadReport Reading",
-    "retention": "EVERYTHING Best Candidate Keep Retention",
-    "saving": "save",
-    "shard": "Shard ShardLike whole",
-    "storage": "LOCAL LocalStorage Storage",
+    "format.nodes": "Node",
+    "format.shard": "Shard ShardLike whole",
+    "ranks.peers": "ALONE Peers group_peers",
+    "storage.locate": "remote",
+    "storage.lock": "LockPolicy",
+    "storage.storage": "LOCAL LocalStorage Storage",
+    "sources": "rng",
+    "sources.views": "Views views",
+    "loading.checkpoint": "Checkpoint",
+    "loading.load": "Loaded load",
+    "loading.memory": "MemoryCheckpoint",
+    "loading.open": "open_checkpoint",
+    "loading.plan_reads": "LoadReport ReadRequest",
+    "loading.select": "CheckpointInfo find list_checkpoints",
+    "saving.background": "AsyncSaver SaveHandle WhenBusy save_async",
+    "saving.prune": "PruneReport prune",
+    "saving.retention": "KEEP_ALL Best Candidate Retention RetentionPolicy",
+    "saving.save": "save",
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
+
+# Names of 0.1 -> their names since 0.3, for one minor version.
+RENAMED = {
+    "Busy": "WhenBusy",
+    "EVERYTHING": "KEEP_ALL",
+    "Keep": "RetentionPolicy",
+    "Leasing": "LockPolicy",
+    "Pruned": "PruneReport",
+    "Reading": "ReadRequest",
+    "Seen": "CheckpointInfo",
+    "committed": "list_checkpoints",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
-    if name == "rng":
-        return importlib.import_module(".rng", __name__)
-    if name not in _HOME_OF:
+    if name in RENAMED:
+        raise AttributeError(f"{__name__}.{name} has been renamed to {__name__}.{RENAMED[name]}")
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    if name == "rng":
+        return importlib.import_module("zckpt.sources.rng")
+    found = getattr(importlib.import_module(f"zckpt.{_MODULE_OF[name]}"), name)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_MODULE_OF})

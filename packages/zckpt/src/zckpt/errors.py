@@ -1,19 +1,21 @@
-"""The named errors.
+"""Error classes.
 
-One base, so that a training loop catches everything of ours with one `except`; it derives from Exception, never
-from BaseException.  A subclass says whose move it is: the caller's (Input, Mismatch, Exists, NotFound), the
-disk's (Write, Read), or nobody's any more (Corrupt).  The class travels between ranks by its name, so every rank
-raises the same one; see team.py.
+One base class, so that a training loop catches every error of this package with one `except`; it derives from
+Exception, never from BaseException.  A subclass names the cause: the caller (Input, Mismatch, Exists, NotFound), the
+disk (Write, Read), or damaged data (Corrupt, State).  The class travels between ranks by its name, so every rank
+raises the same one; see vote.py.
 """
 
 from __future__ import annotations
+
+import errno
+import os
 
 
 class CheckpointError(Exception):
     """Base of all errors of this package.
 
-    `rank` is the rank on which the trouble began (-1: no particular one), `path` the file or folder it is about
-    ("" when it is about none).
+    `rank`: the rank that failed first (-1: none in particular).  `path`: the affected file or folder ("": none).
     """
 
     def __init__(self, message: str, *, rank: int = -1, path: str = "") -> None:
@@ -23,42 +25,42 @@ class CheckpointError(Exception):
 
 
 class CheckpointInputError(CheckpointError, ValueError):
-    """What was given to save or read cannot be used: a bad tag, shard or object, or ranks that disagree."""
+    """Invalid argument to save or read: a bad tag, shard or object, or arguments that differ between ranks."""
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
-    """The checkpoint is sound, but does not hold what is wanted: missing, extra, reshaped, re-typed tensors."""
+    """The checkpoint is valid but does not match the request: missing, extra, reshaped or re-typed tensors."""
 
 
 class CheckpointStateError(CheckpointError, ValueError):
-    """A value beside the tensors (a counter, an option, a schedule, a position) is damaged, or not of this run.
+    """A value beside the tensors (a counter, an option, a schedule, a position) is damaged or belongs to another run.
 
     The message names the file and the key; nothing was loaded.
     """
 
 
 class CheckpointNotFound(CheckpointError, LookupError):
-    """No committed checkpoint of that name; the message offers those that exist."""
+    """No committed checkpoint of that name; the message lists those that exist."""
 
 
 class CheckpointCorrupt(CheckpointError):
-    """What is on disk contradicts itself: a checksum, a size, or the schema of the manifest."""
+    """Data on disk is inconsistent: a checksum, a size, or the schema of the manifest."""
 
 
 class CheckpointReadError(CheckpointError):
-    """The operating system refused a read."""
+    """The operating system failed a read."""
 
 
 class CheckpointWriteError(CheckpointError):
-    """A save failed; earlier checkpoints are as they were."""
+    """A save failed; earlier checkpoints are unchanged."""
 
 
 class CheckpointExists(CheckpointWriteError):
-    """The tag is taken, and replacing it was not asked for."""
+    """The tag exists, and `overwrite` was not set."""
 
 
 class CheckpointWarning(UserWarning):
-    """Something that only tidies up went wrong; what was asked for is done."""
+    """A cleanup step failed; the requested operation succeeded."""
 
 
 _BY_NAME: dict[str, type[CheckpointError]] = {
@@ -78,5 +80,16 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
 
 
 def error_class(name: str) -> type[CheckpointError]:
-    """The class that another rank named; the base for a name we do not know (a newer peer)."""
+    """The class of this name; the base class for an unknown name (from a newer peer)."""
     return _BY_NAME.get(name, CheckpointError)
+
+
+def os_error_path(error: OSError) -> str:
+    return "" if error.filename is None else os.fspath(error.filename)
+
+
+def os_error_text(error: OSError) -> str:
+    """ "runs/a/x: No space left on device (ENOSPC)"."""
+    code = errno.errorcode.get(error.errno or 0, "OSError")
+    hint = "; does every rank see the same folder?" if error.errno == errno.ENOENT else ""
+    return f"{os_error_path(error) or 'unknown path'}: {error.strerror or error} ({code}){hint}"

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from zckpt import CheckpointInputError, find, save, whole
 from zckpt.cli import main
 from zckpt.cli.convert import pattern_of, size_of
-from zckpt.cli.status import OK, USAGE
+from zckpt.cli.output import OK, USAGE
 
 DEEPSPEED = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 

@@ -6,7 +6,7 @@ import torch
 
 from zckpt import save, whole
 from zckpt.cli import main
-from zckpt.cli.status import DIFFERS, OK
+from zckpt.cli.output import DIFFERS, OK
 
 
 @pytest.fixture

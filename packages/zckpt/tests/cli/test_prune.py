@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from zckpt import committed, save, whole
+from zckpt import list_checkpoints, save, whole
 from zckpt.cli import main
-from zckpt.cli.status import CORRUPT, OK, USAGE
+from zckpt.cli.output import CORRUPT, OK, USAGE
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def tags(root: Path) -> list[str]:
-    return [each.tag for each in committed(root)]
+    return [each.tag for each in list_checkpoints(root)]
 
 
 def test_a_dry_run_tells_and_the_real_one_does(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from zckpt import CheckpointInputError, CheckpointNotFound, save, whole
 from zckpt.cli.resolve import existing_root, resolve
-from zckpt.storage import LOCAL
+from zckpt.storage.storage import LOCAL
 
 URL = "memory://zckpt-resolve/run"
 

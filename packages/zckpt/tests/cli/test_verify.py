@@ -7,7 +7,7 @@ import torch
 
 from zckpt import find, save, whole
 from zckpt.cli import main
-from zckpt.cli.status import ABSENT, CORRUPT, OK
+from zckpt.cli.output import ABSENT, CORRUPT, OK
 
 
 @pytest.fixture

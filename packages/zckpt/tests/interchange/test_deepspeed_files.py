@@ -49,10 +49,10 @@ def test_what_is_not_there_is_named(run: Path) -> None:
 def test_the_stages_and_ranks_of_each_fixture() -> None:
     for case in ("zero0_fp32", "zero1_bf16", "zero1_fp32", "zero2_bf16", "zero3_bf16"):
         found = open_files(FIXTURES / case / "global_step3")
-        (cell,) = found.cells
-        assert cell.stage == int(case[4])
-        assert len(cell.shards) == (2 if cell.stage else 0)
-        assert len(cell.models) == (2 if cell.stage == 3 else 1)
+        (tp_rank,) = found.tp_ranks
+        assert tp_rank.stage == int(case[4])
+        assert len(tp_rank.shards) == (2 if tp_rank.stage else 0)
+        assert len(tp_rank.models) == (2 if tp_rank.stage == 3 else 1)
         found.verify()
         found.close()
 

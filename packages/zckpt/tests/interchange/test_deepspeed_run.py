@@ -3,17 +3,19 @@ from typing import Any
 
 import pytest
 
-from zckpt.interchange.deepspeed_files import Cell, Files
-from zckpt.interchange.deepspeed_run import Kinds, run_objects
-from zckpt.interchange.machine import Record
+from zckpt.interchange.deepspeed_files import DeepSpeedFiles, TensorParallelRank
+from zckpt.interchange.deepspeed_run import ClassNames, run_objects
+from zckpt.interchange.unpickler import Record
 
-INFERRED = Kinds()
+INFERRED = ClassNames()
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": [0], "foreach": None}
 
 
-def objects(model: dict[str, Any], shard: dict[str, Any] | None = None, kinds: Kinds = INFERRED) -> dict[str, Any]:
-    cell = Cell(({"module": {}, **model},), (shard,) if shard is not None else ())
-    return run_objects(Files(Path(), "t", (cell,), ()), kinds)
+def objects(
+    model: dict[str, Any], shard: dict[str, Any] | None = None, class_names: ClassNames = INFERRED
+) -> dict[str, Any]:
+    tp_rank = TensorParallelRank(({"module": {}, **model},), (shard,) if shard is not None else ())
+    return run_objects(DeepSpeedFiles(Path(), "t", (tp_rank,), ()), class_names)
 
 
 def test_counters_and_the_callers_state() -> None:
@@ -45,7 +47,7 @@ def test_the_optimizers_class_follows_from_the_configuration_or_the_state(sectio
     made = objects(told, shard)
     wanted = {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "eps": 1e-8, "weight_decay": 0.0}
     assert made["optimizer"] == {"kind": kind, "groups": [wanted]}
-    assert objects(told, shard, Kinds(optimizer="Own"))["optimizer"]["kind"] == "Own"
+    assert objects(told, shard, ClassNames(optimizer="Own"))["optimizer"]["kind"] == "Own"
 
 
 def test_the_schedule() -> None:
@@ -54,7 +56,10 @@ def test_the_schedule() -> None:
     assert objects(named)["scheduler"] == {"kind": "WarmupLR", "state": state}
     assert objects({"lr_scheduler": None})["scheduler"] == {"kind": "ConstantRate", "state": {}}
     assert objects({"lr_scheduler": state})["scheduler"]["kind"] == "an unnamed schedule of the caller"
-    assert objects({"lr_scheduler": state}, kinds=Kinds(scheduler="LambdaLR"))["scheduler"]["kind"] == "LambdaLR"
+    assert (
+        objects({"lr_scheduler": state}, class_names=ClassNames(scheduler="LambdaLR"))["scheduler"]["kind"]
+        == "LambdaLR"
+    )
 
 
 def dynamic(trace: str, window: int, hysteresis: int) -> dict[str, Any]:

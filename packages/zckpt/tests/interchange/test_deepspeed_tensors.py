@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from zckpt import CheckpointInputError, CheckpointMismatch
-from zckpt.interchange.deepspeed_files import Cell, open_files
-from zckpt.interchange.deepspeed_tensors import MASTER, CutRules, Part, addressed, parts_of
-from zckpt.interchange.torchfile import open_torch_file
+from zckpt.interchange.deepspeed_files import TensorParallelRank, open_files
+from zckpt.interchange.deepspeed_tensors import MASTER, ShardingRules, StatePart, place_shards, state_parts
+from zckpt.interchange.torch_file import open_torch_file
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "deepspeed"
 CASES = sorted(path.name for path in FIXTURES.iterdir() if (path / "latest").exists())
 
 
-def assembled(parts: list[Part], key: str) -> dict[str, Tensor]:
+def assembled(parts: list[StatePart], key: str) -> dict[str, Tensor]:
     """Every tensor whole; what nobody gives is NaN."""
     made: dict[str, Tensor] = {}
     for part in (part for part in parts if part.key == key):
@@ -35,7 +35,7 @@ def test_every_parameter_is_whole_and_its_moments_are_its_own(case: str) -> None
     module, states = oracle["module"], oracle["optimizer"]["state"]
     names = ["embed.weight", "body.weight", "body.bias", "norm.weight", "norm.bias", "head.bias"]
     found = open_files(FIXTURES / case / "global_step3")
-    parts = parts_of(found.cells[0])
+    parts = state_parts(found.tp_ranks[0])
     masters = assembled(parts, MASTER)
     assert set(masters) == {*names, "frozen.weight", "frozen.bias", "gain"}  # head.weight is embed.weight
     if case.endswith("16"):
@@ -55,13 +55,13 @@ def test_every_parameter_is_whole_and_its_moments_are_its_own(case: str) -> None
 def test_masters_that_do_not_round_to_the_weights_are_refused() -> None:
     """As they would not with the order of DeepSpeed's own param_slice_mappings under round_robin_gradients."""
     found = open_files(FIXTURES / "zero2_bf16/global_step3")
-    cell = found.cells[0]
-    first, second = cell.model["param_shapes"]
+    tp_rank = found.tp_ranks[0]
+    first, second = tp_rank.model["param_shapes"]
     swapped = {name: second[name] for name in ("body.bias", "norm.weight", "norm.bias", "head.bias")}
-    wrong = Cell(({**cell.model, "param_shapes": [first, swapped]},), cell.shards)
+    wrong = TensorParallelRank(({**tp_rank.model, "param_shapes": [first, swapped]},), tp_rank.shards)
     with pytest.raises(CheckpointMismatch, match=r"the masters of 'norm\.(weight|bias)' do not round to its weights"):
-        parts_of(wrong)
-    parts_of(cell)
+        state_parts(wrong)
+    state_parts(tp_rank)
     found.close()
 
 
@@ -72,7 +72,7 @@ WHOLE = {"qkv.weight": torch.arange(24.0).view(6, 4), "out.weight": torch.arange
 RULES = {"qkv.*": 0, "*out.weight": 1}
 
 
-def cell_of(weights: dict[str, Tensor], ranks: int = 2) -> Cell:
+def cell_of(weights: dict[str, Tensor], ranks: int = 2) -> TensorParallelRank:
     """A tensor-parallel rank at stage 2 as DeepSpeed writes it: flat, cut over `ranks`."""
     flat = torch.cat([value.reshape(-1) for value in weights.values()])
     flat = torch.nn.functional.pad(flat, (0, -flat.numel() % (2 * ranks)))
@@ -86,21 +86,21 @@ def cell_of(weights: dict[str, Tensor], ranks: int = 2) -> Cell:
         for mine in masters
     )
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
-    return Cell(({"module": dict(weights), "param_shapes": [shapes]},), shards)
+    return TensorParallelRank(({"module": dict(weights), "param_shapes": [shapes]},), shards)
 
 
-def cells() -> list[list[Part]]:
+def tp_ranks() -> list[list[StatePart]]:
     halves = [
         {"qkv.weight": WHOLE["qkv.weight"][lo : lo + 3].contiguous(), "norm.weight": WHOLE["norm.weight"],
          "out.weight": WHOLE["out.weight"][:, cut].contiguous()}
         for lo, cut in ((0, slice(0, 2)), (3, slice(2, 5)))
     ]  # fmt: skip
-    return [parts_of(cell_of(each)) for each in halves]
+    return [state_parts(cell_of(each)) for each in halves]
 
 
 def test_tensor_parallel_ranks_are_boxes_of_global_tensors() -> None:
     made: dict[tuple[str, str], Tensor] = {}
-    for key, shard in addressed(cells(), CutRules(RULES)):
+    for key, shard in place_shards(tp_ranks(), ShardingRules(RULES)):
         target = made.setdefault((key, shard.name), torch.full(shard.global_shape, torch.nan))
         if not shard.box:
             target.copy_(shard.tensor[0])
@@ -117,13 +117,13 @@ def test_tensor_parallel_ranks_are_boxes_of_global_tensors() -> None:
 
 def test_tensor_parallel_ranks_need_rules_that_hold() -> None:
     with pytest.raises(CheckpointInputError, match=r"2 tensor-parallel ranks.*give tensor_parallel"):
-        list(addressed(cells(), CutRules({})))
+        list(place_shards(tp_ranks(), ShardingRules({})))
     with pytest.raises(CheckpointMismatch, match=r"'qkv\.weight' weight differs between tensor-parallel ranks"):
-        list(addressed(cells(), CutRules({"*out.weight": 1})))
+        list(place_shards(tp_ranks(), ShardingRules({"*out.weight": 1})))
     with pytest.raises(CheckpointMismatch, match=r"'out\.weight' have shapes that do not join at dim 0"):
-        list(addressed(cells(), CutRules({"qkv.*": 0, "out.*": 0})))
+        list(place_shards(tp_ranks(), ShardingRules({"qkv.*": 0, "out.*": 0})))
     with pytest.raises(CheckpointInputError, match=r"tensor_parallel\['qkv\.\*'\] is 2"):
-        list(addressed(cells(), CutRules({"qkv.*": 2})))
+        list(place_shards(tp_ranks(), ShardingRules({"qkv.*": 2})))
 
 
 def test_numbers_without_names_are_refused_when_shapes_do_not_tell() -> None:
@@ -132,4 +132,4 @@ def test_numbers_without_names_are_refused_when_shapes_do_not_tell() -> None:
         "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]},
     }
     with pytest.raises(CheckpointInputError, match=r"stage 0 saves the optimizer's state by number.*2 ways"):
-        parts_of(Cell((model,), ()))
+        state_parts(TensorParallelRank((model,), ()))

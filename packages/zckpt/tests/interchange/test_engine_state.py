@@ -4,7 +4,7 @@ import math
 import torch
 
 from zckpt.interchange.engine_state import engine_objects, spell, tied_weights
-from zckpt.interchange.machine import Record
+from zckpt.interchange.unpickler import Record
 
 
 def test_values_that_json_has_are_themselves() -> None:

@@ -17,7 +17,7 @@ from zckpt import (
     CheckpointWriteError,
 )
 from zckpt.interchange import export_huggingface, huggingface, import_weights, read_weights
-from zckpt.storage import LocalStorage
+from zckpt.storage.storage import LocalStorage
 
 TENSORS = {
     "model.embed.weight": torch.randn(50, 7, generator=torch.Generator().manual_seed(1)),

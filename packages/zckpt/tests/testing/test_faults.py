@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.storage import Kind
+from zckpt.storage.storage import PathKind
 from zckpt.testing import FaultyStorage, ModelStorage, fail_at
 
 
@@ -14,7 +14,7 @@ def test_the_operation_of_the_number_fails_once_and_does_not_happen() -> None:
     with pytest.raises(OSError, match="No space left") as caught:
         storage.make_folder(Path("/b"))
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/b")
-    assert inner.kind(Path("/b")) is Kind.ABSENT
+    assert inner.kind(Path("/b")) is PathKind.ABSENT
     storage.make_folder(Path("/b"))
     assert storage.names(Path("/")) == ["a", "b"]
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.storage import Kind, read_all
+from zckpt.storage.storage import PathKind, read_all
 from zckpt.testing import SURVIVALS, Kept, ModelStorage, Survival
 from zckpt.testing.model import KILLED
 
@@ -43,10 +43,10 @@ def test_a_crash_changes_nothing_in_the_storage_it_happens_to_and_can_be_followe
     after = made.crash(len(made.journal), POWER_CUT)
     after.remove(Path("/d/f"))
     assert made.journal == before
-    assert made.kind(Path("/d/f")) is Kind.FILE
-    assert after.crash(1, KILLED).kind(Path("/d/f")) is Kind.ABSENT
-    assert after.crash(0, KILLED).kind(Path("/d/f")) is Kind.FILE
-    assert after.crash(1, POWER_CUT).kind(Path("/d/f")) is Kind.FILE
+    assert made.kind(Path("/d/f")) is PathKind.FILE
+    assert after.crash(1, KILLED).kind(Path("/d/f")) is PathKind.ABSENT
+    assert after.crash(0, KILLED).kind(Path("/d/f")) is PathKind.FILE
+    assert after.crash(1, POWER_CUT).kind(Path("/d/f")) is PathKind.FILE
 
 
 def test_survivals_are_all_eight_and_a_kill_is_one() -> None:

@@ -1,18 +1,27 @@
 """Worlds, meshes, collectives, traces, and a rank harness for tests, on torch.distributed.
 
-The package answers five questions and holds no policy.  Who am I and who are the others: `init`, `World`,
-`detect`.  How are we arranged: `make_mesh` and its axes.  What travels: the flat collectives, each with a group,
-a label, an async handle and a skip at world size 1, and `exchange` for small host values; between CPU ranks of one
-host through memory that they share (`shared_empty`, `transport`).  What did it cost: `traced`.  Why did it hang:
-every rank's `CollectiveFailed`, in the words of `context`.  `zcomm.testing` runs functions on real ranks in
-hundredths of a second; it is imported by itself.
+The package has five parts and holds no policy.  Launch and world: `init`, `World`, `detect`.  Meshes and groups:
+`make_mesh` and its axes, `Groups`.  Collectives: flat, quantized and ragged ones, each with a group, a label and an
+async handle, and `all_gather_object` for small host values; between CPU ranks of one host through shared memory
+(`shared_empty`, `transport`).  Traces: `traced`.  Hangs: every rank raises `CollectiveFailed` with one diagnosis,
+annotated by `context`; `abort` ends all waits.  `zcomm.testing`, imported separately, runs functions on real ranks in
+hundredths of a second.
 
-Everything takes torch's own ProcessGroup and DeviceMesh, so any part works in a program that knows no other.
+Every function takes torch's own ProcessGroup and DeviceMesh, so each part works alone in any program.
 """
 
-from zcomm.axes import Degrees, Groups
-from zcomm.blocks import BlockCode
-from zcomm.collectives import (
+import sys
+from typing import TYPE_CHECKING
+
+from zcomm.collectives.block_codes import BlockCode
+from zcomm.collectives.handles import DONE, CollectiveFailed, Handle, after
+from zcomm.collectives.objects import all_gather_object
+from zcomm.collectives.quantized import all_gather_quantized, reduce_scatter_quantized
+from zcomm.collectives.ragged import all_to_all_ragged_rows, all_to_all_v, return_ragged_rows
+from zcomm.collectives.shared_tensors import shared_empty
+from zcomm.collectives.sparse import gather_rows
+from zcomm.collectives.trace import Record, traced
+from zcomm.collectives.verbs import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -22,25 +31,18 @@ from zcomm.collectives import (
     group_size,
     reduce_scatter,
 )
-from zcomm.fingerprint import context
-from zcomm.handles import DONE, CollectiveFailed, Handle, after
-from zcomm.launch import Launch, detect
-from zcomm.mesh import axis_group, axis_rank, axis_size, make_mesh
-from zcomm.quantized import all_gather_quantized, reduce_scatter_quantized
-from zcomm.rendezvous import RendezvousFailed
-from zcomm.runs import collect_runs, return_runs
+from zcomm.groups.axes import Degrees, Groups
+from zcomm.groups.duplicates import consecutive_group, duplicate_group, duplicate_host_group, strided_group
+from zcomm.groups.launch import Launch, detect
+from zcomm.groups.mesh import axis_group, axis_rank, axis_size, make_mesh
+from zcomm.groups.rendezvous import RendezvousFailed
+from zcomm.groups.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from zcomm.groups.world import World, init
+from zcomm.hangs.abort import abort, close_on_failure, diagnose_failure, failure
+from zcomm.hangs.fingerprint import context
 from zcomm.shared.registry import transport, transport_reason
-from zcomm.shared.tensors import shared_empty
-from zcomm.slices import exchange_slices
-from zcomm.sparse import gather_rows
-from zcomm.surrender import close_on_failure, failure, give_up, inquire
-from zcomm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-from zcomm.trace import Record, traced
-from zcomm.twins import host_twin, run, run_mates, twin
-from zcomm.values import exchange
-from zcomm.world import World, init
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "DONE",
@@ -56,39 +58,61 @@ __all__ = [
     "Record",
     "RendezvousFailed",
     "World",
+    "abort",
     "after",
     "all_gather",
+    "all_gather_object",
     "all_gather_quantized",
     "all_reduce",
     "all_to_all",
+    "all_to_all_ragged_rows",
+    "all_to_all_v",
     "axis_group",
     "axis_rank",
     "axis_size",
     "barrier",
     "broadcast",
     "close_on_failure",
-    "collect_runs",
+    "consecutive_group",
     "context",
     "detect",
-    "exchange",
-    "exchange_slices",
+    "diagnose_failure",
+    "duplicate_group",
+    "duplicate_host_group",
     "failure",
     "gather_rows",
-    "give_up",
     "group_rank",
     "group_size",
-    "host_twin",
     "init",
-    "inquire",
     "make_mesh",
     "reduce_scatter",
     "reduce_scatter_quantized",
-    "return_runs",
-    "run",
-    "run_mates",
+    "return_ragged_rows",
     "shared_empty",
+    "strided_group",
     "traced",
     "transport",
     "transport_reason",
-    "twin",
 ]
+
+RENAMED = {  # old name -> new name, for one minor version
+    "collect_runs": "all_to_all_ragged_rows",
+    "return_runs": "return_ragged_rows",
+    "exchange_slices": "all_to_all_v",
+    "exchange": "all_gather_object",
+    "give_up": "abort",
+    "inquire": "diagnose_failure",
+    "run": "consecutive_group",
+    "run_mates": "strided_group",
+    "twin": "duplicate_group",
+    "host_twin": "duplicate_host_group",
+}
+
+if not TYPE_CHECKING:  # type checkers report old names as missing
+
+    def __getattr__(name: str) -> object:
+        if name in RENAMED:
+            is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # of `from ... import name`
+            error = ImportError if is_import else AttributeError
+            raise error(f"zcomm.{name} was renamed in 0.3.0; use zcomm.{RENAMED[name]}.")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

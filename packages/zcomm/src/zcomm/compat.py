@@ -1,14 +1,15 @@
-"""The one place that knows which torch is installed.
+"""Version differences and private API of torch, all in this file.
 
-torch 2.13 renames the flat collectives (`all_gather_into_tensor` became `all_gather_single`) and warns about the
-old names; torch 2.6 to 2.12 have only the old ones.  The choice is made once, at import, so that no call pays
-for it and no other file carries a version test.  `group_timeout_s` reads a private attribute; without it the
-answer is the caller's own figure, and a test fails loudly when a new torch moves it.
+torch 2.13 renames the flat collectives (`all_gather_into_tensor` became `all_gather_single`) and warns about the old
+names; torch 2.6 to 2.12 have only the old ones.  The choice is made once, at import, so no call pays for it and no
+other file tests versions.  `group_timeout_s` reads a private attribute; without it the caller's default is returned,
+and a test fails when a new torch moves it.
 
-[Note: names of groups]  The members of a group that not all ranks make find each other by its name.  torch makes that
-of the ranks and of how many groups the process has made before, so members that differ in those wait for ever: a
-stage with two groups of its own, say, and one with three.  Here it is made of the ranks and of how many groups of the
-same ranks there were, which the store counts, since nobody begins the next one before all have come to this one.
+[Note: group names]  The members of a group that not all ranks make find each other by its name.  torch makes the name
+from the ranks and the number of groups that the process has made before, so members that differ in the latter wait
+forever: a stage with two groups of its own, say, and one with three.  Here the name is made from the ranks and the
+number of earlier groups of the same ranks, counted in the store; no rank begins the next such group before all have
+joined this one.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ import torch.distributed as dist
 all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Public classes that torch leaves out of the export list its types are checked by.
+# Public classes that are missing from torch's export list.
 FileStore: Any = dist.FileStore  # type: ignore[attr-defined,unused-ignore]
 HashStore: Any = dist.HashStore  # type: ignore[attr-defined,unused-ignore]
 PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined,unused-ignore]
 rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined,unused-ignore]
 
 
-def group_timeout_s(group: Any, device: Any, otherwise: float) -> float:
-    """Seconds that the collectives of `group` on `device` may take, or `otherwise` where torch does not tell."""
+def group_timeout_s(group: Any, device: Any, default: float) -> float:
+    """Time limit in seconds of `group`'s collectives on `device`, or `default` if torch does not expose it."""
     try:
         timeout = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
-        return otherwise
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else otherwise
+        return default
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else default
 
 
 def backend_of(group: Any = None) -> str:
-    """The back end of `group`, or several, as "cpu:gloo,cuda:nccl"; also where nobody has named one.
+    """Back end of `group`, or several as "cpu:gloo,cuda:nccl"; works for groups made without a named back end too.
 
-    torch.distributed.get_backend says "undefined" then.
+    torch.distributed.get_backend returns "undefined" for those.
     """
     named = str(dist.get_backend(group))
     if named != "undefined":
@@ -59,7 +60,7 @@ def backend_of(group: Any = None) -> str:
 _KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
-_chosen = threading.local()  # .name of the group that this thread is making
+_chosen = threading.local()  # .name: of the group that this thread is making
 
 
 def _chosen_or(theirs: Any) -> Any:
@@ -76,7 +77,7 @@ if hasattr(dist.distributed_c10d, _NAMES_GROUPS):
 
 @contextlib.contextmanager
 def _named_by(ranks: Sequence[int]) -> Iterator[None]:
-    """See [Note: names of groups]; torch's name where it does not tell of its store."""
+    """Name the groups made inside by `ranks`, see [Note: group names]; torch's names if it exposes no store."""
     store = default_store()
     if store is not None:
         key = hashlib.sha1(" ".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
@@ -88,9 +89,10 @@ def _named_by(ranks: Sequence[int]) -> Iterator[None]:
 
 
 def new_group(ranks: Sequence[int], backend: str | None = None) -> Any:
-    """A group of these ranks of the world, in this order: a collective of them alone, of all if they are all.
+    """Make a group of these global ranks, in this order: a collective of these ranks alone.
 
-    Raises ValueError for ranks that do not ascend where torch would sort them.
+    A group of all ranks is a collective of the world.  Raises ValueError for ranks that do not ascend if this torch
+    would sort them.
     """
     ordered, size = sorted(ranks), dist.get_world_size()
     options: dict[str, Any] = {}
@@ -108,7 +110,7 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> Any:
 
 
 def default_store() -> Any:
-    """The store through which the ranks of the default group met, or None where torch does not tell."""
+    """Store of the default group's rendezvous, or None if torch does not expose it."""
     get = getattr(dist.distributed_c10d, "_get_default_store", None)
     try:
         return None if get is None else get()
@@ -122,17 +124,17 @@ def clone_store(store: Any) -> Any:
     return store if clone is None else clone()
 
 
-def gloo_link(key: str, rank: int, size: int, *, connect_s: float, timeout_s: float) -> Any:
-    """A Gloo back end that torch's table of groups does not know: it ends with the last reference.
+def open_gloo_link(key: str, rank: int, size: int, *, connect_s: float, timeout_s: float) -> Any:
+    """Open a Gloo back end outside torch's table of groups: it ends with its last reference.
 
-    A collective of `size` processes that meet at `key` in the default group's store; it returns when all of them are
-    connected, so that one that drops its link at once does not close it on another that is still connecting.  Raises
-    RuntimeError, if they do not meet, after `connect_s`; messages have `timeout_s`.  A torch that cannot change the
-    limit has the second only.
+    A collective of `size` processes that meet at `key` in the default group's store.  It returns when all are
+    connected, so a process that drops its link at once does not close it on a peer that is still connecting.  Raises
+    RuntimeError after `connect_s` if they do not meet; messages have `timeout_s`.  A torch that cannot change the
+    limit uses the latter for both.
     """
     store = default_store()
     if store is None:
-        raise RuntimeError("the default group's store cannot be had from this version of torch")
+        raise RuntimeError("this version of torch does not expose the default group's store")
     make: Any = getattr(dist, "ProcessGroupGloo", None)
     if make is None:
         raise RuntimeError("this version of torch has no Gloo")
@@ -146,21 +148,21 @@ def gloo_link(key: str, rank: int, size: int, *, connect_s: float, timeout_s: fl
 
 
 def link_broadcast(link: Any, tensor: Any, root: int) -> Any:
-    """The Work of a broadcast over a link."""
+    """Start a broadcast over a link; return its Work."""
     options = _options("BroadcastOptions")
     options.rootRank, options.rootTensor = root, 0
     return link.broadcast([tensor], options)
 
 
 def link_barrier(link: Any) -> Any:
-    """The Work of a barrier over a link."""
+    """Start a barrier over a link; return its Work."""
     return link.barrier(_options("BarrierOptions"))
 
 
 def break_link(link: Any, peer: int) -> None:
-    """Close the connections of a link at once: whoever waits for it, here or on another rank, gets an error.
+    """Close the connections of a link at once: every wait for it, here or on another rank, raises.
 
-    `abort` does nothing in Gloo; a receive whose time runs out closes all connections of its link.
+    `abort` does nothing in Gloo; a receive that times out closes all connections of its link.
     """
     tensor = torch.empty(1, dtype=torch.uint8, device="cpu")
     with contextlib.suppress(RuntimeError):
@@ -168,9 +170,9 @@ def break_link(link: Any, peer: int) -> None:
 
 
 def close_group(group: Any, rank: int) -> None:
-    """End whatever this process waits for in `group`, of which it is `rank`; nothing can be sent over it afterwards.
+    """End all waits of this process in `group`, of which it is `rank`; nothing can be sent over it afterwards.
 
-    Gloo's connections are closed, which the others hear; what a GPU's queue has under way is aborted.
+    Closes Gloo's connections, which the other ranks notice; aborts the work in a GPU's queue.
     """
     backend, size = backend_of(group), dist.get_world_size(group)
     if "gloo" in backend and size > 1:

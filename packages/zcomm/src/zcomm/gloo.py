@@ -3,11 +3,11 @@
 torch's Gloo back end gathers into a fresh flat buffer and copies out of it, and its reduce_scatter is slower than its
 all_reduce.  Measured on two CPU ranks of one host, 64 MiB of fp32 (milliseconds): all_gather 161, a broadcast of each
 rank's slice straight into the output 32; reduce_scatter 127-151, all_reduce 62.  So a gather is W broadcasts, and a
-scatter whose output lies in its input, where the other slices are given up anyway, is an all_reduce.  The second has
-a side effect worth having: sharded and replicated gradients are summed in the same order, so they are equal bit for
-bit at any number of ranks.
+scatter whose output lies in its input, where the other slices are undefined anyway, is an all_reduce.  The latter has
+a useful side effect: sharded and replicated gradients are summed in the same order, so they are equal bit for bit at
+any number of ranks.
 
-This is the way where `zcomm.shared` cannot be used, be it wholly or inside the hosts; it is faster still.
+Used where `zcomm.shared`, which is faster still, is not available, wholly or inside the hosts.
 
 Rejected: send and receive between all pairs (as fast at two ranks, but W * (W - 1) messages, and every rank must
 agree on tags).
@@ -30,7 +30,7 @@ from zcomm import compat
 
 @final
 @attrs.frozen(eq=False)
-class Several:
+class Works:
     """Works of one collective that count as one."""
 
     works: Sequence[Any]  # torch.distributed.Work
@@ -46,8 +46,11 @@ class Several:
 _SLICE = timedelta(seconds=1)
 
 
-def is_over(work: dist.Work) -> bool:
-    """Wait for a collective for a second at most, without harm to it.  Raises what the collective raised."""
+def wait_slice(work: dist.Work) -> bool:
+    """Wait for a collective for at most a second, without harm to it.  True if it is done.
+
+    Raises the collective's error.
+    """
     try:
         work.wait(_SLICE)
         return True
@@ -58,15 +61,15 @@ def is_over(work: dist.Work) -> bool:
     return True
 
 
-def carries(tensor: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether `tensor` would travel over Gloo."""
+def is_used(tensor: Tensor, group: ProcessGroup | None) -> bool:
+    """True if `tensor` would travel over Gloo."""
     return tensor.device.type == "cpu" and "gloo" in compat.backend_of(group)
 
 
-def all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None, *, size: int, rank: int) -> Several:
-    """Every rank's `input` into its slice of `output`; the arguments of `zcomm.all_gather`, already checked."""
+def all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None, *, size: int, rank: int) -> Works:
+    """Write every rank's `input` into its slice of `output`; takes the checked arguments of `zcomm.all_gather`."""
     slices = output.view(torch.uint8).chunk(size) if output.numel() else ()
     if slices and slices[rank].data_ptr() != input.data_ptr():
         slices[rank].copy_(input.view(torch.uint8))
     senders = range(size) if group is None else [dist.get_global_rank(group, index) for index in range(size)]
-    return Several([dist.broadcast(s, src=i, group=group, async_op=True) for s, i in zip(slices, senders)])
+    return Works([dist.broadcast(s, src=i, group=group, async_op=True) for s, i in zip(slices, senders)])

@@ -1,8 +1,7 @@
-"""Which processes run on one host.
+"""Host identity: two processes are on one host if one can look the other up by its pid.
 
-For us that means: one can look the other up by its pid, and so reach its memory and see whether it lives.  Two
-containers of one machine are two hosts then, unless they share their pids; each kernel numbers its starts and its pid
-namespaces, and neither number says anything without the other.
+Such processes can map each other's memory and see whether the other is alive.  Two containers of one machine count as
+two hosts unless they share a pid namespace.  The kernel numbers its boots and its pid namespaces; both are needed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _PIDS = "/proc/self/ns/pid"
 
 
 def this_host() -> str:
-    """Equal in two processes if and only if they run on one host; "" where nothing tells."""
+    """Identity of this host, equal in two processes if and only if they share it; "" where it is unknown."""
     try:
         return f"{_BOOT_ID.read_text().strip()} {os.readlink(_PIDS)}"
     except OSError:

@@ -11,12 +11,12 @@ import torch
 
 import zcomm
 from zcomm.shared import handshake, native, registry
-from zcomm.shared.handshake import Presence, verdict
-from zcomm.shared.places import Places
+from zcomm.shared.handshake import Presence, obstacle_of
+from zcomm.shared.host_layout import HostLayout
 from zcomm.shared.segment import Offer, Segment
 from zcomm.testing import run_ranks
 
-needs_extension = pytest.mark.skipif(bool(native.reason_without()), reason=native.reason_without())
+needs_extension = pytest.mark.skipif(bool(native.unavailable_reason()), reason=native.unavailable_reason())
 
 FINE = Presence("auto", "host", 100, "", Offer(100, 3, "00", 4096))
 
@@ -33,21 +33,24 @@ FINE = Presence("auto", "host", 100, "", Offer(100, 3, "00", 4096))
     ],
 )
 def test_the_verdict_names_the_rank_that_speaks_against_it(second: Presence, reason: str) -> None:
-    assert verdict([FINE, second]) == reason
+    assert obstacle_of([FINE, second]) == reason
 
 
 def test_the_ranks_of_one_host_are_counted_and_not_those_of_the_group() -> None:
-    assert handshake.crowd(Places.of("A" * 64), 64) == ""
-    assert handshake.crowd(Places.of("A" * 65), 64) == "65 ranks are in the group; at most 64 can share memory"
-    assert handshake.crowd(Places.of("AB" * 64), 64) == ""
-    assert handshake.crowd(Places.of("AB" * 65), 64) == (
+    assert handshake.rank_limit_obstacle(HostLayout.of("A" * 64), 64) == ""
+    assert (
+        handshake.rank_limit_obstacle(HostLayout.of("A" * 65), 64)
+        == "65 ranks are in the group; at most 64 can share memory"
+    )
+    assert handshake.rank_limit_obstacle(HostLayout.of("AB" * 64), 64) == ""
+    assert handshake.rank_limit_obstacle(HostLayout.of("AB" * 65), 64) == (
         "65 ranks on each host are in the group; at most 64 can share memory"
     )
 
 
 def test_a_presence_survives_its_journey() -> None:
     for each in (FINE, attrs.evolve(FINE, offer=None)):
-        assert Presence.parsed(attrs.asdict(each)) == each
+        assert Presence.from_json(attrs.asdict(each)) == each
 
 
 def rank_reduces(settings: dict[str, str]) -> tuple[str, str, float, list[str]]:
@@ -67,8 +70,8 @@ def reduced() -> tuple[str, str, float, list[str]]:
 
 
 def test_gloo_can_be_asked_for_without_a_warning() -> None:
-    told = run_ranks(rank_reduces, 2, {"ZCOMM_TRANSPORT": "gloo"})
-    assert told == [("gloo", "rank 0 has ZCOMM_TRANSPORT=gloo", 2.0, [])] * 2
+    found = run_ranks(rank_reduces, 2, {"ZCOMM_TRANSPORT": "gloo"})
+    assert found == [("gloo", "rank 0 has ZCOMM_TRANSPORT=gloo", 2.0, [])] * 2
 
 
 def rank_one_fails(how: str) -> tuple[str, str, float, list[str]]:
@@ -80,19 +83,19 @@ def rank_one_fails(how: str) -> tuple[str, str, float, list[str]]:
 def break_here(how: str) -> None:
     """Let this rank alone be unable to share memory."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise OSError(f"no {how} today")
 
     if how == "host":
         os.environ["ZCOMM_HOST"] = "elsewhere"
     elif how == "extension":
-        handshake.reason_without = lambda: "the extension is not built"  # type: ignore[assignment]
+        handshake.unavailable_reason = lambda: "the extension is not built"  # type: ignore[assignment]
     elif how == "gloo":
         os.environ["ZCOMM_TRANSPORT"] = "gloo"
     elif how == "memory":
-        Segment.create = refuse  # type: ignore[assignment]
+        Segment.create = reject  # type: ignore[assignment]
     elif how == "permission":
-        Offer.accept = refuse  # type: ignore[assignment]
+        Offer.accept = reject  # type: ignore[assignment]
 
 
 REASONS = {
@@ -119,10 +122,10 @@ def fail() -> None:
 @needs_extension
 @pytest.mark.parametrize("how", REASONS)
 def test_if_one_rank_cannot_all_use_gloo_and_rank_0_warns_once(how: str, fresh_ranks: object) -> None:
-    told = run_ranks(rank_one_fails, 3, how)
+    found = run_ranks(rank_one_fails, 3, how)
     warned = [f"zcomm uses Gloo where shared memory would be faster: {REASONS[how]}."]
-    assert told[0] == ("gloo", REASONS[how], 3.0, [] if how == "gloo" else warned)
-    assert told[1] == told[2] == ("gloo", REASONS[how], 3.0, [])
+    assert found[0] == ("gloo", REASONS[how], 3.0, [] if how == "gloo" else warned)
+    assert found[1] == found[2] == ("gloo", REASONS[how], 3.0, [])
 
 
 def rank_insists() -> str:

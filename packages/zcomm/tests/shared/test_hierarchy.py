@@ -18,12 +18,12 @@ import torch.distributed as dist
 import zcomm
 from zcomm.shared import native, registry
 from zcomm.shared.failure import SharedMemoryFailed
-from zcomm.shared.hierarchy import Hierarchy
+from zcomm.shared.hierarchy import HierarchicalTransport
 from zcomm.shared.transport import Message
 from zcomm.testing import RankFailed, run_ranks
 from zcomm.testing.failure import Ending
 
-pytestmark = pytest.mark.skipif(bool(native.reason_without()), reason=native.reason_without())
+pytestmark = pytest.mark.skipif(bool(native.unavailable_reason()), reason=native.unavailable_reason())
 
 LONG = timedelta(seconds=300)  # the limit of collectives that must fail before: run_ranks waits for a minute
 
@@ -32,14 +32,14 @@ def on_hosts(hosts: str = "AABB") -> None:
     os.environ["ZCOMM_HOST"] = hosts[dist.get_rank()]
 
 
-def hierarchy(group: dist.ProcessGroup | None = None) -> Hierarchy:
+def hierarchy(group: dist.ProcessGroup | None = None) -> HierarchicalTransport:
     found = registry.transport_of(group)
-    assert isinstance(found, Hierarchy)
+    assert isinstance(found, HierarchicalTransport)
     return found
 
 
-def told(*, label: str = "", overlap: bool = False, group: dist.ProcessGroup | None = None) -> str:
-    """What an all_reduce that must fail says, below the verbs."""
+def error_of(*, label: str = "", overlap: bool = False, group: dist.ProcessGroup | None = None) -> str:
+    """Error of an all_reduce that must fail, below the verbs."""
     tensor = torch.ones(200_000)
     message = Message("all_reduce", tensor, tensor, "sum", label=label, overlap=overlap)
     with pytest.raises(SharedMemoryFailed) as caught:
@@ -60,7 +60,7 @@ def resources() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mappings
 
 
-def rank_tells() -> list[tuple[str, str]]:
+def rank_describes_its_transport() -> list[tuple[str, str]]:
     on_hosts()
     answers = [(zcomm.transport(), zcomm.transport_reason())]
     zcomm.barrier()
@@ -76,12 +76,12 @@ def rank_tells() -> list[tuple[str, str]]:
     return answers
 
 
-def test_a_group_says_that_it_goes_in_two_levels_and_others_why_they_do_not() -> None:
+def test_a_group_describes_its_two_levels_and_others_their_reason() -> None:
     both = "2 hosts have 2 ranks each: shared memory inside a host, Gloo between hosts; all_to_all over Gloo"
     uneven = "its hosts have different numbers of ranks: 2 on that of rank 0, 1 on that of rank 2"
-    for rank, answers in enumerate(run_ranks(rank_tells, 4)):
+    for rank, answers in enumerate(run_ranks(rank_describes_its_transport, 4)):
         assert answers[:4] == [
-            ("none", "not decided: the group has communicated nothing yet"),
+            ("none", "not decided yet: the group has not communicated"),
             ("shared memory + gloo", both),
             ("shared memory", "all 2 ranks are on one host"),
             ("gloo", "each of its 2 ranks is on a host of its own"),
@@ -217,7 +217,7 @@ def rank_closes_in_the_middle() -> str:
         hierarchy(group).close()
         hierarchy(group).close()
     dist.barrier()
-    text = told(group=group)
+    text = error_of(group=group)
     dist.barrier()
     return text
 
@@ -236,12 +236,12 @@ def test_a_rank_that_leaves_ends_the_waits_of_all() -> None:
 def rank_is_killed(overlap: bool) -> None:
     on_hosts()
     group = dist.new_group(timeout=LONG)
-    told_pids = zcomm.exchange(os.getpid())
+    told_pids = zcomm.all_gather_object(os.getpid())
     zcomm.barrier(group)
     if dist.get_rank() == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    first = told(label="grad_bucket[7]", overlap=overlap, group=group)
-    later = told(label="other", overlap=overlap, group=group)
+    first = error_of(label="grad_bucket[7]", overlap=overlap, group=group)
+    later = error_of(label="other", overlap=overlap, group=group)
     registry.close_all()
     left = resources()[2]
     raise AssertionError(f"{first} | {later} | {left} mappings".replace(str(told_pids[3]), "PID"))
@@ -284,7 +284,7 @@ def rank_does_not_come() -> str:
     zcomm.barrier(group)
     if dist.get_rank() == 3:
         time.sleep(2.5)
-    return told(group=group)
+    return error_of(group=group)
 
 
 def test_a_rank_that_does_not_come_in_time_ends_the_waits_of_all() -> None:
@@ -302,7 +302,7 @@ def rank_disagrees() -> str:
     return str(caught.value)
 
 
-def test_ranks_of_a_host_that_disagree_are_told_both_calls_and_the_others_which_rank_differs() -> None:
+def test_ranks_of_a_host_that_disagree_report_both_calls_and_the_others_the_rank_that_differs() -> None:
     texts = run_ranks(rank_disagrees, 4)
     for text in texts[:2]:
         assert "the ranks disagree: rank 0 calls all_reduce 'a' of 1000 float32 (op 'sum'), rank 1 all_red" in text
@@ -335,7 +335,7 @@ def rank_forks() -> int:
     child = os.fork()
     if child == 0:
         hierarchy().close()
-        text = told()
+        text = error_of()
         os._exit(7 if f"was forked from process {os.getppid()}" in text else 8)
     _, status = os.waitpid(child, 0)
     tensor = torch.ones(1000)
@@ -344,7 +344,7 @@ def rank_forks() -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def test_a_wait_can_be_interrupted_and_a_forked_child_is_refused() -> None:
+def test_a_wait_can_be_interrupted_and_a_forked_child_is_rejected() -> None:
     assert run_ranks(rank_is_interrupted, 4) == [[4.0] * 10] * 4
     assert run_ranks(rank_forks, 4) == [7] * 4
 
@@ -356,11 +356,11 @@ def rank_0_cannot_join(how: str) -> tuple[str, str, float]:
 
     on_hosts()
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise OSError("no memory today") if how == "memory" else RuntimeError("no route to host today")
 
     if dist.get_rank() == 0:
-        setattr(*((Offer, "accept") if how == "memory" else (Network, "open")), refuse)
+        setattr(*((Offer, "accept") if how == "memory" else (Network, "open")), reject)
     group = dist.new_group(timeout=timedelta(seconds=300 if how == "memory" else 8))
     tensor = torch.ones(4)
     zcomm.all_reduce(tensor, group)

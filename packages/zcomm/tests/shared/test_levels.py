@@ -13,11 +13,11 @@ from torch import Tensor
 
 import zcomm
 from zcomm.shared import levels, native
+from zcomm.shared.host_layout import HostLayout
 from zcomm.shared.levels import spans
-from zcomm.shared.places import Places
 from zcomm.testing import run_ranks
 
-needs_extension = pytest.mark.skipif(bool(native.reason_without()), reason=native.reason_without())
+needs_extension = pytest.mark.skipif(bool(native.unavailable_reason()), reason=native.unavailable_reason())
 
 REDUCED = ["float32", "bfloat16", "float16", "int32", "int64", "float64", "uint8", "int8"]
 MOVED = [*REDUCED, "bool", "int16", "complex64"]
@@ -51,7 +51,7 @@ def small_chunks() -> Iterator[None]:
 
 
 def values(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """What rank `rank` sends: small whole numbers, or normal ones of either sign."""
+    """Values that rank `rank` sends: small whole numbers, or normal ones of either sign."""
     generator = torch.Generator().manual_seed(1000 + rank)
     if dtype.is_complex:
         return torch.randn(numel, dtype=dtype, generator=generator)
@@ -77,7 +77,7 @@ def folded(op: str, tensors: list[Tensor]) -> Tensor:
 
 def oracle(op: str, sent: list[Tensor], hosts: str) -> Tensor:
     """The ranks of each host in order, then the hosts in order."""
-    return folded(op, [folded(op, [sent[rank] for rank in ranks]) for ranks in Places.of(hosts).hosts])
+    return folded(op, [folded(op, [sent[rank] for rank in ranks]) for ranks in HostLayout.of(hosts).hosts])
 
 
 def rank_reduces(hosts: str, dtype_name: str, ops: list[str]) -> str:

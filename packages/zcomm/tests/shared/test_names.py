@@ -32,14 +32,14 @@ def test_dtypes_that_can_be_reduced_are_numbered_as_in_c() -> None:
 
 
 def test_c_counts_as_many_reducible_dtypes() -> None:
-    if native.reason_without():
-        pytest.skip(native.reason_without())
+    if native.unavailable_reason():
+        pytest.skip(native.unavailable_reason())
     assert native.library().lib.zs_num_reducible() == names.NUM_REDUCIBLE
 
 
 def test_a_dtype_can_be_moved_but_not_reduced_or_neither() -> None:
-    assert names.is_carried(torch.float32, reduced=True)
-    assert names.is_carried(torch.int16, reduced=False)
-    assert not names.is_carried(torch.int16, reduced=True)
-    assert not names.is_carried(torch.quint8, reduced=False)
+    assert names.is_supported(torch.float32, reduced=True)
+    assert names.is_supported(torch.int16, reduced=False)
+    assert not names.is_supported(torch.int16, reduced=True)
+    assert not names.is_supported(torch.quint8, reduced=False)
     assert names.dtype_name(-1) == "nothing"

@@ -11,7 +11,7 @@ import torch
 from zcomm.shared import native
 from zcomm.shared.names import DTYPES, REDUCTIONS
 
-needs_extension = pytest.mark.skipif(bool(native.reason_without()), reason=native.reason_without())
+needs_extension = pytest.mark.skipif(bool(native.unavailable_reason()), reason=native.unavailable_reason())
 
 
 @pytest.fixture
@@ -23,23 +23,23 @@ def reloaded() -> Any:
 
 
 @needs_extension
-def test_a_checkout_refuses_an_extension_older_than_its_sources(
+def test_a_checkout_rejects_an_extension_older_than_its_sources(
     reloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "_checkout", lambda: Path("somewhere"))
     monkeypatch.setattr(native, "_source_hash", lambda folder: "0" * 16)
-    assert "is older than its sources in somewhere (run python3 tools/dev.py build)" in native.reason_without()
+    assert "is older than its sources in somewhere (run python3 tools/dev.py build)" in native.unavailable_reason()
     with pytest.raises(ImportError, match="older than its sources"):
         native.library()
 
 
-def test_without_the_extension_the_reason_says_what_to_do(reloaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extension_the_reason_names_the_remedy(reloaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> Any:
         raise ImportError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(native.importlib, "import_module", absent)
     monkeypatch.setattr(native, "_checkout", lambda: None)
-    assert "is not built (reinstall zcomm with a C compiler at hand)" in native.reason_without()
+    assert "is not built (reinstall zcomm-torch with a C compiler on PATH)" in native.unavailable_reason()
 
 
 def test_an_extension_that_does_not_load_is_a_reason_too(reloaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,16 +47,16 @@ def test_an_extension_that_does_not_load_is_a_reason_too(reloaded: None, monkeyp
         raise ImportError("libc is too old", name="_cffi_backend")
 
     monkeypatch.setattr(native.importlib, "import_module", broken)
-    assert "does not load (libc is too old)" in native.reason_without()
+    assert "does not load (libc is too old)" in native.unavailable_reason()
 
 
-def test_other_systems_are_told_so(reloaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_get_a_reason(reloaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.sys, "platform", "darwin")
-    assert native.reason_without() == "it works on Linux, and this is darwin"
+    assert native.unavailable_reason() == "it requires Linux, and this is darwin"
 
 
 def reduced(dtype: torch.dtype, op: str, sources: list[torch.Tensor], level: int, is_fresh: int = 0) -> torch.Tensor:
-    """What C makes of the sources at an instruction set, in two equal copies."""
+    """Sum of the sources in C at an instruction set, in two equal copies."""
     ffi, lib = native.library().ffi, native.library().lib
     outputs = [torch.empty_like(sources[0]) for _ in range(2)]
     places = [ffi.new("void *[]", [ffi.cast("void *", t.data_ptr()) for t in many]) for many in (sources, outputs)]

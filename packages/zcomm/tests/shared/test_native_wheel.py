@@ -1,4 +1,4 @@
-"""What is published: a wheel with the transport where it can be compiled, one of pure Python where it cannot."""
+"""Published wheels: one with the transport where it can be compiled, one of pure Python elsewhere."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 def must(command: list[str], cwd: Path, **variables: str) -> tuple[str, str]:
-    """What the command printed, and what it warned of."""
+    """Output and warnings of the command."""
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **variables}
     done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -90,5 +90,5 @@ def test_without_a_compiler_the_wheel_is_pure_python_and_works_over_gloo(tmp_pat
     assert wheel.name.endswith("-py3-none-any.whl")
     assert "built without its shared-memory transport and uses Gloo: no C compiler: no-such-compiler" in said
     assert EXTENSION not in unpacked(wheel, tmp_path / "site")
-    reason = "rank 0: the extension zcomm._shared is not built (reinstall zcomm with a C compiler at hand)"
+    reason = "rank 0: the extension zcomm._shared is not built (reinstall zcomm-torch with a C compiler on PATH)"
     assert at_work(tmp_path, tmp_path / "site") == f"gloo | {reason}"

@@ -48,18 +48,18 @@ def rank_hangs_up() -> list[str]:
     found = network("breaks")
     begun = found.barrier() if dist.get_rank() == 0 else None
     if begun is not None:
-        found.hang_up()
+        found.abort()
     dist.barrier()
-    told = []
+    texts = []
     for traffic in (begun or found.barrier(), found.barrier()):
         with pytest.raises(SharedMemoryFailed) as caught:
             traffic.wait()
-        told.append(str(caught.value))
+        texts.append(str(caught.value))
     found.close()
-    return told
+    return texts
 
 
 def test_hanging_up_reaches_all_hosts_long_before_the_time_limit() -> None:
-    for rank, told in enumerate(run_ranks(rank_hangs_up, 3)):
+    for rank, texts in enumerate(run_ranks(rank_hangs_up, 3)):
         others = ", ".join(str(10 + other) for other in range(3) if other != rank)
-        assert all(text.startswith(f"between hosts, with ranks {others}: ") for text in told)
+        assert all(text.startswith(f"between hosts, with ranks {others}: ") for text in texts)

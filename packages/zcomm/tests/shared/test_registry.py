@@ -1,4 +1,4 @@
-"""Which transport a group has, and that it ends with the group."""
+"""The transport of a group, which ends with the group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zcomm.shared import native, registry
 from zcomm.shared.transport import Message
 from zcomm.testing import run_ranks
 
-needs_extension = pytest.mark.skipif(bool(native.reason_without()), reason=native.reason_without())
+needs_extension = pytest.mark.skipif(bool(native.unavailable_reason()), reason=native.unavailable_reason())
 
 
 def test_a_world_of_one_has_no_transport() -> None:
@@ -26,20 +26,20 @@ def test_a_world_of_one_has_no_transport() -> None:
 
 
 def rank_asks() -> list[tuple[str, str]]:
-    told = [(zcomm.transport(), zcomm.transport_reason())]
+    found = [(zcomm.transport(), zcomm.transport_reason())]
     zcomm.barrier()
-    told.append((zcomm.transport(), zcomm.transport_reason()))
+    found.append((zcomm.transport(), zcomm.transport_reason()))
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    told.append((zcomm.transport(alone), zcomm.transport_reason(alone)))
-    return told
+    found.append((zcomm.transport(alone), zcomm.transport_reason(alone)))
+    return found
 
 
 @needs_extension
 def test_the_transport_is_decided_by_the_first_collective() -> None:
-    undecided = ("none", "not decided: the group has communicated nothing yet")
+    undecided = ("none", "not decided yet: the group has not communicated")
     alone = ("none", "the group has one rank")
-    for told in run_ranks(rank_asks, 2):
-        assert told == [undecided, ("shared memory", "all 2 ranks are on one host"), alone]
+    for found in run_ranks(rank_asks, 2):
+        assert found == [undecided, ("shared memory", "all 2 ranks are on one host"), alone]
 
 
 def rank_offers_others_work() -> list[bool]:
@@ -117,7 +117,7 @@ def rank_keeps_a_destroyed_group() -> tuple[int, int]:
 
 
 @needs_extension
-def test_a_destroyed_group_that_somebody_still_holds_is_closed_at_the_next_set_up() -> None:
+def test_a_destroyed_group_with_references_is_closed_at_the_next_set_up() -> None:
     assert run_ranks(rank_keeps_a_destroyed_group, 2) == [(2, 2)] * 2
 
 

@@ -16,7 +16,7 @@ from zcomm.shared import native, segment
 from zcomm.shared.segment import Offer, Segment
 from zcomm.testing import run_ranks
 
-pytestmark = pytest.mark.skipif(bool(native.reason_without()), reason=native.reason_without())
+pytestmark = pytest.mark.skipif(bool(native.unavailable_reason()), reason=native.unavailable_reason())
 
 
 def num_mappings() -> int:
@@ -50,7 +50,7 @@ def test_a_mapping_and_its_descriptor_end_with_their_last_use() -> None:
     assert (num_mappings(), ended) == (before[0], [1])
 
 
-def test_other_memory_under_the_same_number_is_refused() -> None:
+def test_other_memory_under_the_same_number_is_rejected() -> None:
     made = Segment.create(native.library(), 4096)
     for wrong, reason in (({"token": "00" * 16}, "other memory here"), ({"nbytes": 8192}, "something else here")):
         with pytest.raises(OSError, match=reason):
@@ -67,23 +67,23 @@ def test_memory_that_cannot_be_had_is_an_error_at_once_and_leaves_nothing(
     scarce.write_text("MemTotal: 900 kB\nMemAvailable: 7 kB\n")
     monkeypatch.setattr(segment, "_MEMORY", scarce)
     before = num_descriptors()
-    with pytest.raises(OSError, match="8192 bytes of shared memory are wanted, 7168 are available"):
+    with pytest.raises(OSError, match="8192 bytes of shared memory are needed, 7168 are available"):
         Segment.create(native.library(), 8000)
     monkeypatch.undo()
-    monkeypatch.setattr(segment.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(segment.os, "posix_fallocate", reject)
     with pytest.raises(OSError, match="no room"):
         Segment.create(native.library(), 8000)
     assert num_descriptors() == before
 
 
-def refuse(*_: int) -> None:
+def reject(*_: int) -> None:
     raise OSError("no room")
 
 
 def rank_reads_the_other() -> list[int]:
     library, rank = native.library(), zcomm.group_rank()
     segment = Segment.create(library, 4096)
-    offers: list[Any] = zcomm.exchange(attrs.asdict(segment.offer()))
+    offers: list[Any] = zcomm.all_gather_object(attrs.asdict(segment.offer()))
     theirs = Offer(**offers[1 - rank]).accept(library)
     segment.memory.buffer[1000] = bytes([rank + 1])
     zcomm.barrier()

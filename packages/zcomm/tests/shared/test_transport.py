@@ -20,7 +20,7 @@ from zcomm.shared import native, registry
 from zcomm.shared.transport import Message, Transport
 from zcomm.testing import run_ranks
 
-pytestmark = pytest.mark.skipif(bool(native.reason_without()), reason=native.reason_without())
+pytestmark = pytest.mark.skipif(bool(native.unavailable_reason()), reason=native.unavailable_reason())
 
 REDUCED = ["float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8", "int8"]
 MOVED = [*REDUCED, "bool", "int16", "complex64"]
@@ -55,7 +55,7 @@ def gloo_group() -> ProcessGroup:
 
 
 def values(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """What rank `rank` sends: small whole numbers, or normal ones of either sign."""
+    """Values that rank `rank` sends: small whole numbers, or normal ones of either sign."""
     generator = torch.Generator().manual_seed(1000 + rank)
     if dtype.is_complex:
         return torch.randn(numel, dtype=dtype, generator=generator)
@@ -240,7 +240,7 @@ def rank_helps(seconds: float) -> int:
     return sum(slow.asked_ms)
 
 
-def test_help_ends_with_the_time_that_was_given() -> None:
+def test_help_ends_at_its_time_limit() -> None:
     assert run_ranks(rank_helps, 2, 0.0) == [1, 1]
     assert all(asked_ms <= 151 for asked_ms in run_ranks(rank_helps, 2, 0.15))
 

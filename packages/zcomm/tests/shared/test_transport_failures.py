@@ -1,4 +1,4 @@
-"""Ranks that die, stall, leave, disagree or are interrupted: every other rank is told, and none hangs.
+"""Ranks that die, stall, leave, disagree or are interrupted: every other rank raises, and none hangs.
 
 Most tests speak to the transport itself, below `zcomm`'s verbs and what these add to an error.
 """
@@ -23,7 +23,7 @@ from zcomm.shared.transport import Message, SharedMemoryFailed, Transport
 from zcomm.testing import RankFailed, run_ranks
 from zcomm.testing.failure import Ending
 
-pytestmark = pytest.mark.skipif(bool(native.reason_without()), reason=native.reason_without())
+pytestmark = pytest.mark.skipif(bool(native.unavailable_reason()), reason=native.unavailable_reason())
 
 
 def transport(group: ProcessGroup | None = None) -> Transport:
@@ -37,20 +37,20 @@ def reduce(tensor: Tensor, group: ProcessGroup | None = None, *, label: str = ""
     transport(group).issue(message).wait()
 
 
-def told(*args: object, **options: object) -> str:
-    """What a collective that must fail says."""
+def error_of(*args: object, **options: object) -> str:
+    """Error of a collective that must fail."""
     with pytest.raises(SharedMemoryFailed) as caught:
         reduce(*args, **options)  # type: ignore[arg-type]
     return str(caught.value)
 
 
 def rank_is_killed(overlap: bool) -> None:
-    pids = zcomm.exchange(os.getpid())
+    pids = zcomm.all_gather_object(os.getpid())
     reduce(torch.ones(1))
     if zcomm.group_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    first = told(torch.ones(5), label="grad_bucket[7]", overlap=overlap)
-    later = told(torch.ones(5), label="other", overlap=overlap)
+    first = error_of(torch.ones(5), label="grad_bucket[7]", overlap=overlap)
+    later = error_of(torch.ones(5), label="other", overlap=overlap)
     raise AssertionError(f"{first} | {later}".replace(str(pids[1]), "PID"))
 
 
@@ -88,10 +88,10 @@ def rank_does_not_come() -> str:
     reduce(torch.ones(1), group)
     if zcomm.group_rank() == 1:
         time.sleep(1.5)
-    return told(torch.ones(10**6), group, label="bucket")
+    return error_of(torch.ones(10**6), group, label="bucket")
 
 
-def test_a_rank_that_does_not_come_in_time_is_named_and_told() -> None:
+def test_a_rank_that_does_not_come_in_time_is_named_on_all_ranks() -> None:
     early, late = run_ranks(rank_does_not_come, 2)
     assert early.startswith("this rank waited 1.")
     assert "for rank 1 (process " in early
@@ -105,9 +105,9 @@ def rank_leaves() -> str:
     reduce(torch.ones(1), group)
     if zcomm.group_rank() == 1:
         transport(group).close()
-        text = told(torch.ones(3), group)
+        text = error_of(torch.ones(3), group)
     else:
-        text = told(torch.ones(3), group, label="weights")
+        text = error_of(torch.ones(3), group, label="weights")
     tensor = torch.ones(3)
     reduce(tensor)
     assert tensor.tolist() == [3.0] * 3
@@ -143,7 +143,7 @@ def rank_disagrees(what: str) -> tuple[str, str]:
     }[what]
     with pytest.raises(SharedMemoryFailed) as caught:
         transport(group).issue(message).wait()
-    return str(caught.value), told(torch.ones(1), group)
+    return str(caught.value), error_of(torch.ones(1), group)
 
 
 DISAGREEMENTS = {
@@ -161,7 +161,7 @@ DISAGREEMENTS = {
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_disagree_are_told_both_calls_and_cannot_go_on(what: str, world_size: int) -> None:
+def test_ranks_that_disagree_report_both_calls_and_cannot_go_on(what: str, world_size: int) -> None:
     for first, later in run_ranks(rank_disagrees, world_size, what):
         for text in (first, later):
             assert text.startswith("the ranks disagree: ")
@@ -208,7 +208,7 @@ def rank_forks() -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def test_a_forked_child_is_refused_and_its_parent_goes_on() -> None:
+def test_a_forked_child_is_rejected_and_its_parent_goes_on() -> None:
     assert run_ranks(rank_forks, 2) == [7, 7]
 
 

@@ -1,4 +1,4 @@
-"""How reports are ordered and worded."""
+"""Order and text of reports."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_root_cause_is_first_and_lost_connections_are_last() -> None:
         (ValueError("Connection reset by peer"), False),
     ],
 )
-def test_a_lost_connection_is_told_from_an_own_fault(error: Exception, lost: bool) -> None:
+def test_a_lost_connection_differs_from_an_own_fault(error: Exception, lost: bool) -> None:
     assert is_lost_peer(error) is lost
 
 

@@ -60,20 +60,20 @@ def test_a_function_of_an_installed_package_may_run() -> None:
     assert run_ranks(zcomm.group_rank, 2) == [0, 1]
 
 
-def rank_tells_pid() -> int:
+def rank_returns_its_pid() -> int:
     return os.getpid()
 
 
 def test_the_processes_stay_warm_between_tests() -> None:
-    assert run_ranks(rank_tells_pid, 2) == run_ranks(rank_tells_pid, 2)
+    assert run_ranks(rank_returns_its_pid, 2) == run_ranks(rank_returns_its_pid, 2)
 
 
 def test_a_rank_that_was_ended_while_idle_is_replaced() -> None:
-    victim, other = run_ranks(rank_tells_pid, 2)
+    victim, other = run_ranks(rank_returns_its_pid, 2)
     os.kill(victim, signal.SIGKILL)
     while Path(f"/proc/{victim}").exists():  # until its parent, the fork server, has buried it
         time.sleep(0.01)
-    assert not set(run_ranks(rank_tells_pid, 2)) & {victim, other}
+    assert not set(run_ranks(rank_returns_its_pid, 2)) & {victim, other}
 
 
 # --- failures
@@ -161,11 +161,11 @@ def rank_swallows_signals() -> None:
 
 
 def test_after_a_failure_every_old_process_is_gone_and_new_ones_work() -> None:
-    before = run_ranks(rank_tells_pid, 2)
+    before = run_ranks(rank_returns_its_pid, 2)
     with pytest.raises(RankFailed):
         run_ranks(rank_swallows_signals, 2, timeout_s=0.3)
     assert not any(Path(f"/proc/{pid}").exists() for pid in before)
-    assert not set(run_ranks(rank_tells_pid, 2)) & set(before)
+    assert not set(run_ranks(rank_returns_its_pid, 2)) & set(before)
 
 
 def rank_compares() -> None:
@@ -182,7 +182,7 @@ def rank_returns_a_lambda() -> Any:
     return lambda: None
 
 
-def test_a_result_that_cannot_travel_is_a_failure_that_says_so() -> None:
+def test_a_result_that_cannot_be_pickled_is_reported() -> None:
     with pytest.raises(RankFailed, match="returned a function that cannot be pickled"):
         run_ranks(rank_returns_a_lambda, 1)
 
@@ -211,21 +211,21 @@ def test_sys_exit_is_reported_like_an_exception() -> None:
 # --- misuse
 
 
-def test_a_world_without_ranks_is_refused() -> None:
+def test_a_world_without_ranks_is_rejected() -> None:
     with pytest.raises(ValueError, match="a world size of at least 1, got 0"):
-        run_ranks(rank_tells_pid, 0)
+        run_ranks(rank_returns_its_pid, 0)
 
 
-def test_arguments_that_cannot_travel_are_refused() -> None:
+def test_arguments_that_cannot_travel_are_rejected() -> None:
     with pytest.raises(TypeError, match="cannot send the arguments of rank_echoes"):
         run_ranks(rank_echoes, 2, lambda: None)
 
 
 def rank_nests() -> None:
-    run_ranks(rank_tells_pid, 2)
+    run_ranks(rank_returns_its_pid, 2)
 
 
-def test_ranks_inside_ranks_are_refused() -> None:
+def test_ranks_inside_ranks_are_rejected() -> None:
     with pytest.raises(RankFailed, match=r"run_ranks was called inside a rank process.*__main__"):
         run_ranks(rank_nests, 1)
 
@@ -248,7 +248,7 @@ def rank_makes_a_mess() -> None:
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
 
 
-def rank_tells_state() -> dict[str, Any]:
+def rank_returns_its_state() -> dict[str, Any]:
     return {
         "mess": os.environ.get("MESS"),
         "home": os.environ.get("HOME"),
@@ -266,10 +266,10 @@ def rank_tells_state() -> dict[str, Any]:
 
 
 def test_nothing_that_a_function_sets_reaches_the_next_one() -> None:
-    clean = run_ranks(rank_tells_state, 2)
+    clean = run_ranks(rank_returns_its_state, 2)
     assert clean[0]["threads"] == 1
     run_ranks(rank_makes_a_mess, 2)
-    assert run_ranks(rank_tells_state, 2) == clean
+    assert run_ranks(rank_returns_its_state, 2) == clean
     assert clean[0]["random"] == clean[1]["random"]
 
 
@@ -277,7 +277,7 @@ def test_environment_and_working_directory_are_the_callers(monkeypatch: pytest.M
     monkeypatch.setenv("MESS", "from the caller")
     monkeypatch.setenv("SLURM_PROCID", "7")
     monkeypatch.chdir(tmp_path)
-    state = run_ranks(rank_tells_state, 1)[0]
+    state = run_ranks(rank_returns_its_state, 1)[0]
     assert (state["mess"], state["cwd"]) == ("from the caller", str(tmp_path))
     assert run_ranks(rank_reads_launch, 2) == [
         ["0", "2", "0", "2", "127.0.0.1", None],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zcomm.testing.process import Rank, _users_frames, _without_main_module
+from zcomm.testing.process import Rank, _user_frames, _without_main_module
 from zcomm.testing.rank import __file__ as harness
 
 
@@ -18,7 +18,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     started.await_ready()
     yield started
     started.kill()
-    started.bury()
+    started.join()
 
 
 def test_an_idle_rank_answers_that_it_is_idle_and_can_be_asked_again(rank: Rank) -> None:
@@ -26,16 +26,16 @@ def test_an_idle_rank_answers_that_it_is_idle_and_can_be_asked_again(rank: Rank)
     assert rank.stack() == "(not inside the function)"
 
 
-def test_telling_a_rank_that_is_gone_is_no_error(rank: Rank) -> None:
+def test_sending_to_a_rank_that_is_gone_is_no_error(rank: Rank) -> None:
     rank.kill()
-    rank.epitaph()
-    rank.tell(b"anybody there?")
-    rank.tell(b"anybody there?")
+    rank.exit_report()
+    rank.send(b"anybody there?")
+    rank.send(b"anybody there?")
 
 
 def test_a_rank_that_is_gone_has_an_epitaph_and_no_stack(rank: Rank) -> None:
     rank.kill()
-    assert "killed by SIGKILL (signal 9)" in rank.epitaph()
+    assert "killed by SIGKILL (signal 9)" in rank.exit_report()
     assert rank.stack() == "(the process is gone)"
 
 
@@ -51,11 +51,11 @@ def test_frames_below_the_users_function_are_dropped() -> None:
             '  File "/usr/lib/process.py", line 1 in run',
         ]
     )
-    assert _users_frames(stack) == "\n".join(stack.splitlines()[:5])
+    assert _user_frames(stack) == "\n".join(stack.splitlines()[:5])
 
 
 def test_a_thread_that_is_only_the_harness_is_left_out() -> None:
-    assert _users_frames(f'Thread 0x1:\n  File "/x/c.py", line 1 in recv\n  File "{harness}", line 9 in serve') == ""
+    assert _user_frames(f'Thread 0x1:\n  File "/x/c.py", line 1 in recv\n  File "{harness}", line 9 in serve') == ""
 
 
 def test_the_main_module_is_back_even_after_an_error() -> None:

@@ -25,7 +25,7 @@ def rank_communicates() -> dict[str, object]:
     }
 
 
-def test_collectives_are_counted_and_told_in_the_order_of_issue() -> None:
+def test_collectives_are_counted_and_listed_in_the_order_of_issue() -> None:
     assert run_ranks(rank_communicates, 2)[1] == {
         "ops": ["all_reduce", "all_gather", "all_reduce"],
         "labels": ["first", "second", "third"],

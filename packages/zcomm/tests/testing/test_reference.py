@@ -1,4 +1,4 @@
-"""How functions are named and found again."""
+"""References: naming and finding functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import zcomm
-from zcomm.testing.reference import FunctionRef, refer, resolve
+from zcomm.testing.reference import FunctionRef, make_reference, resolve
 
 
 def here() -> str:
@@ -26,17 +26,17 @@ class Box:
 
 
 def test_a_function_is_its_file_module_and_qualified_name() -> None:
-    reference = refer(here)
+    reference = make_reference(here)
     assert (reference.path, reference.qualname) == (os.path.abspath(__file__), "here")
     assert reference.module == __name__
 
 
 def test_a_function_of_a_class_is_found() -> None:
-    assert resolve(refer(Box.inside))() == "inside"
+    assert resolve(make_reference(Box.inside))() == "inside"
 
 
 def test_an_installed_function_is_imported_by_name_and_not_loaded_twice() -> None:
-    assert resolve(refer(zcomm.group_rank)) is zcomm.group_rank
+    assert resolve(make_reference(zcomm.group_rank)) is zcomm.group_rank
 
 
 def nested() -> types.FunctionType:
@@ -51,22 +51,22 @@ def nested() -> types.FunctionType:
     [
         (lambda: None, "it is a lambda, and a rank process finds functions by file and name. Move it to the top"),
         (nested(), "nested.<locals>.inner: it is defined inside another function"),
-        (functools.partial(here), r"wants a module-level function, got .*\(partial\)"),
+        (functools.partial(here), r"takes a module-level function, got .*\(partial\)"),
         (Box().__init__, r"got .*\(method-wrapper\)"),
         (len, r"got len \(builtin_function_or_method\)"),
     ],
     ids=["lambda", "closure", "partial", "method", "builtin"],
 )
-def test_what_a_rank_could_not_find_is_refused(fn: types.FunctionType, message: str) -> None:
+def test_what_a_rank_could_not_find_is_rejected(fn: types.FunctionType, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        refer(fn)
+        make_reference(fn)
 
 
-def test_a_function_without_a_file_is_refused() -> None:
+def test_a_function_without_a_file_is_rejected() -> None:
     space: dict[str, types.FunctionType] = {"__name__": "typed_at_a_prompt"}  # type: ignore[dict-item]
     exec("def typed(): pass", space)
     with pytest.raises(TypeError, match="cannot send typed: it was not defined in a file"):
-        refer(space["typed"])
+        make_reference(space["typed"])
 
 
 @pytest.fixture

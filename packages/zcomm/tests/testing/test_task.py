@@ -1,4 +1,4 @@
-"""What a rank is sent, and how long the others are awaited when one has failed."""
+"""Jobs of the ranks, and the wait for the others when one has failed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from zcomm.testing import RankFailed, run_ranks
 from zcomm.testing import task as task_module
 from zcomm.testing.reference import FunctionRef
-from zcomm.testing.task import Task
+from zcomm.testing.task import RunRequest
 
-TASK = Task(FunctionRef("/x.py", "x", "fn"), 4, pickle.dumps(((), {})), 5.0)
+TASK = RunRequest(FunctionRef("/x.py", "x", "fn"), 4, pickle.dumps(((), {})), 5.0)
 
 
 def test_each_rank_is_sent_its_own_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,31 +14,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zengine.arguments import add_config_arguments
-from zengine.clock import CallOrderError, HalfLoaded, MicroStep
+from zengine.imports import importing
 from zengine.initialize import initialize
-from zengine.lazily import importing
-from zengine.report import Culprit, StepReport
 
 if TYPE_CHECKING:
-    from zengine.agreement import RanksDisagree
+    from zengine.build.config_source import add_config_arguments
     from zengine.config import ConfigError
-    from zengine.engine import Engine
-    from zengine.features import Feature
+    from zengine.deepspeed_engine import DeepSpeedEngine
+    from zengine.engine.clock import CallOrderError, HalfLoaded, MicroStep
+    from zengine.engine.drift import RanksDisagree
+    from zengine.engine.engine import Engine
+    from zengine.engine.feature import Feature
+    from zengine.engine.nonfinite import LossScaleExhausted
     from zengine.pipeline_engine import PipelineEngine
-    from zengine.verdict import LossScaleExhausted
+    from zengine.step_report import NonFiniteGradient, StepReport
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "CallOrderError",
     "ConfigError",
-    "Culprit",
+    "DeepSpeedEngine",
     "Engine",
     "Feature",
     "HalfLoaded",
     "LossScaleExhausted",
     "MicroStep",
+    "NonFiniteGradient",
     "PipelineEngine",
     "RanksDisagree",
     "StepReport",
@@ -46,17 +48,26 @@ __all__ = [
     "initialize",
 ]
 
-# What takes parts of an engine with it is imported on first use, at the latest by `initialize`.
+# Imported on first use, at the latest by `initialize`: `zengine --help` does without torch.
 _HOME_OF = {
+    "CallOrderError": "zengine.engine.clock",
     "ConfigError": "zengine.config",
-    "Engine": "zengine.engine",
-    "Feature": "zengine.features",
-    "LossScaleExhausted": "zengine.verdict",
+    "DeepSpeedEngine": "zengine.deepspeed_engine",
+    "Engine": "zengine.engine.engine",
+    "Feature": "zengine.engine.feature",
+    "HalfLoaded": "zengine.engine.clock",
+    "LossScaleExhausted": "zengine.engine.nonfinite",
+    "MicroStep": "zengine.engine.clock",
+    "NonFiniteGradient": "zengine.step_report",
     "PipelineEngine": "zengine.pipeline_engine",
-    "RanksDisagree": "zengine.agreement",
+    "RanksDisagree": "zengine.engine.drift",
+    "StepReport": "zengine.step_report",
+    "add_config_arguments": "zengine.build.config_source",
 }
 
-__getattr__ = importing(__name__, _HOME_OF)
+RENAMED = {"Culprit": "zengine.NonFiniteGradient"}
+
+__getattr__ = importing(__name__, _HOME_OF, RENAMED)
 
 
 def __dir__() -> list[str]:

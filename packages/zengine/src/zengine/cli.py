@@ -1,50 +1,228 @@
-"""`zengine COMMAND ...`, also `python -m zengine COMMAND ...`: the table of commands.
+"""Command line: `zengine COMMAND ...` or `python -m zengine COMMAND ...`.
 
-A command is a module of `zengine.commands` and one line here.  Exit status: 0 when all is well, 1 when something is
-wrong and standard error says what, 2 when the command line itself is.
+All arguments are declared here, so that `--help`, `--version` and shell completion import neither torch nor the
+commands.  A new command is a module of `zengine.commands`, a function below that declares its arguments, and a row of
+`COMMANDS`.  Exit status: 0 success, 1 failure with the reason on standard error, 2 wrong usage.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from zengine.commands import Command, CommandError, check, convert_config, env, explain, plan, report, run
-from zengine.config import ConfigError
+import attrs
 
-COMMANDS: Mapping[str, Command] = {
-    "check": check,
-    "explain": explain,
-    "plan": plan,
-    "run": run,
-    "report": report,
-    "env": env,
-    "convert-config": convert_config,
-}
+import zengine
+from zengine.commands import CommandError
+
+__all__ = ["COMMANDS", "main", "make_parser"]
+
+SHELLS = ("bash", "zsh", "tcsh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status."""
-    arguments = _parser().parse_args(argv)
+    """Run one command and return its exit status."""
+    arguments = make_parser().parse_args(argv)
+
+    from zengine.config import ConfigError  # imports torch, which parsing does not need
+
     try:
-        status = COMMANDS[arguments.command].run(arguments)
-        sys.stdout.flush()  # here, where a reader that has gone (`zengine explain ... | head`) can be caught
+        status: int = importlib.import_module(COMMANDS[arguments.command].module).run(arguments)
+        sys.stdout.flush()  # a closed pipe (`zengine explain ... | head`) raises here
         return status
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # silences the flush at interpreter exit
         return 1
     except (ConfigError, CommandError) as error:
         print(error, file=sys.stderr)
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(
-        prog="zengine", description="Training with zengine: before, during and after a run."
+        prog="zengine", description="Check, plan, start and report zengine training runs."
+    )
+    parser.add_argument("--version", action="version", version=f"zengine {zengine.__version__}")
+    parser.add_argument(
+        "--print-completion", action=PrintCompletion, choices=SHELLS, help="print a completion script (needs shtab)"
     )
     subparsers = parser.add_subparsers(required=True, dest="command", metavar="command")
-    for command in COMMANDS.values():
-        command.add_parser(subparsers)
+    for name, command in COMMANDS.items():
+        command.add_arguments(subparsers.add_parser(name, help=command.help, description=command.help))
     return parser
+
+
+class PrintCompletion(argparse.Action):
+    """Print the completion script of a shell and exit."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.exit(1, "zengine --print-completion needs the package shtab: pip install shtab\n")
+        print(shtab.complete(parser, values))
+        parser.exit(0)
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1, as `type=` of an argument."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--world", "--world-size", dest="world", type=positive, default=0, metavar="N", help="ranks")
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument(
+        "--world", "--world-size", dest="world", type=positive, required=True, metavar="N", help="ranks"
+    )
+    _add_device(parser)
+    parser.add_argument("--all", action="store_true", help="also show values at their defaults")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_auto(parser)
+    _add_model(parser)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--world", dest="world", type=positive, default=1, metavar="N", help="ranks; default: 1")
+    _add_device(parser)
+    parser.add_argument("--memory", default="", metavar="80GB", help="memory of one rank; default: of this machine")
+    parser.add_argument(
+        "--batch", default="", metavar="MODULE:FACTORY", help="function from micro-batch size to the model's argument"
+    )
+    parser.add_argument("--tokens", type=positive, default=0, metavar="T", help="or token ids of this length")
+    parser.add_argument("--inputs", default="", metavar="3x224x224", help="or samples of this shape")
+    parser.add_argument("--measure", action="store_true", help="train a few steps in this process and compare")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_auto(parser)
+    _add_model(parser)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nproc", type=positive, default=0, metavar="N", help="processes on this host; default: one per GPU"
+    )
+    parser.add_argument("--bind-cores", action="store_true", help="bind each process to its own cores")
+    parser.add_argument("--keep-memory", action="store_true", help="CPU: keep freed memory for the next step")
+    parser.add_argument("--hostfile", default="", help='file of lines "name slots=8"')
+    parser.add_argument("--include", default="", metavar="HOSTS", help='"a@b:0,2": host a, devices 0 and 2 of host b')
+    parser.add_argument("--exclude", default="", metavar="HOSTS", help="hosts and devices to leave out")
+    parser.add_argument("--master-addr", default="", help="rendezvous host; default: the first host")
+    parser.add_argument("--master-port", type=positive, default=29500, help="rendezvous port; default: 29500")
+    parser.add_argument("--max-restarts", type=int, default=0, help="restarts after a process died; default: 0")
+    parser.add_argument("--module", action="store_true", help="the script is a module, as in python -m")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
+    parser.add_argument("script", help="script to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_folder",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run, which contains events.jsonl; several are compared",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="page to write; default: report.html beside the first run's events.jsonl, which replaces only a page "
+        "that zengine wrote",
+    )
+
+
+def _add_env(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--try", dest="tries", action="store_true", help="start two ranks that exchange a tensor")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_convert_config(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--out", default="", metavar="FILE", help="file to write; default: standard output")
+    parser.add_argument("--from", dest="release", default="", metavar="RELEASE", help='add "config_version": RELEASE')
+    parser.add_argument("--drop-refused", action="store_true", help="remove and report rejected keys")
+    parser.add_argument(
+        "--fill-auto", action="store_true", help='replace "auto" by values, for use without the Trainer'
+    )
+    _add_auto(parser)
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="a JSON file")
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="", help="device of the run; default: that of this machine"
+    )
+
+
+def _add_auto(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--auto", action="append", default=[], metavar="KEY=VALUE", help='value of a key that the file sets to "auto"'
+    )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="", metavar="MODULE:FACTORY", help="your model, made without memory")
+    parser.add_argument(
+        "--params", type=float, default=0.0, metavar="NUMBER", help="or a transformer of so many parameters: 1.3e9"
+    )
+    parser.add_argument("--hidden", type=positive, default=0, metavar="H", help="width of the transformer")
+    parser.add_argument("--layers", type=positive, default=0, metavar="L", help="layers of the transformer")
+
+
+@attrs.frozen
+class Command:
+    """One command: the module whose `run` executes it, its line in `--help`, and its arguments."""
+
+    module: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+
+
+def _add_nothing(parser: argparse.ArgumentParser) -> None:
+    """Declare no argument."""
+
+
+COMMANDS: Mapping[str, Command] = {
+    "check": Command("zengine.commands.check", "Report every problem of a config, and its notices.", _add_check),
+    "explain": Command(
+        "zengine.commands.explain",
+        "Explain a config at a world size: values with origins, memory, traffic, advice.",
+        _add_explain,
+    ),
+    "plan": Command(
+        "zengine.commands.plan",
+        "Estimate the peak of a rank, the largest micro-batch that fits and the best stage, without a GPU.",
+        _add_plan,
+    ),
+    "run": Command("zengine.commands.run", "Start a script on all devices of one or several hosts.", _add_run),
+    "report": Command(
+        "zengine.commands.report", "Write the page of a run: curves, time, memory, config.", _add_report
+    ),
+    "env": Command(
+        "zengine.commands.env", "Print versions, kernels, memory, GPUs and known problems of this machine.", _add_env
+    ),
+    "convert-config": Command(
+        "zengine.commands.convert_config", "Rewrite an old DeepSpeed config with current keys.", _add_convert_config
+    ),
+    "schema": Command("zengine.commands.schema", "Print the JSON Schema of a config, for editors.", _add_nothing),
+}

@@ -6,8 +6,8 @@
 4. agreement: ranks compare what they were given, before anything is exchanged that assumes they agree;
 5. parts, and an engine around them.
 
-The parts are imported when an engine is made, and not by `import zengine`: a program that only shows its help does
-not pay for them.
+torch and the parts are imported when an engine is made, and not by `import zengine`: a program that only shows its
+help does not pay for them.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-from torch import nn
-
-import zcomm
-from zengine.uncollected import uncollected
+from zengine.imports import uncollected
 
 if TYPE_CHECKING:
-    from zengine.assemble import Client
+    import torch
+    from torch import nn
+
+    import zcomm
+    from zengine.build.assemble import Client
+    from zengine.build.groups import LaidOut
     from zengine.config import Config, Facts, Plan
-    from zengine.engine import Engine
-    from zengine.groups import LaidOut
+    from zengine.deepspeed_engine import DeepSpeedEngine
+    from zengine.engine.parts import Parts
+    from zpartition.pipeline import PipelineRunner
 
 log = logging.getLogger("zengine")
 
-Initialized = tuple["Engine", torch.optim.Optimizer | None, Any, Any]
+Initialized: TypeAlias = "tuple[DeepSpeedEngine, torch.optim.Optimizer | None, Any, Any]"
 
 
 def initialize(
@@ -74,11 +76,14 @@ def initialize(
         TypeError, ValueError: an argument; names it.
     """
     with uncollected():
-        from zengine.assemble import Client
+        import torch
+        from torch import nn
+
+        from zengine.build.assemble import Client
+        from zengine.build.config_source import pick_config
+        from zengine.build.groups import laid_out, refuse_split_elsewhere
         from zengine.config import load, resolve
-        from zengine.groups import laid_out, refuse_split_elsewhere
-        from zengine.hidden_names import told_of_hidden_names
-        from zengine.sources import pick_config
+        from zengine.engine.module_attributes import warning_of_collisions
     source = pick_config(args, config, config_params)
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize() needs model=, a torch.nn.Module; got {type(model).__name__}")
@@ -98,16 +103,23 @@ def initialize(
         collate_fn=collate_fn,
     )
     engine = make_engine(model, client, plan, world, ranks.make(plan.parallel.degrees))
-    if world.rank == 0 and (told := told_of_hidden_names(engine)):
-        log.warning("%s", told)
+    _warn(world, warning_of_collisions(engine))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
+def _warn(world: zcomm.World, notice: str) -> None:
+    """Log a warning on rank 0; nothing if `notice` is empty."""
+    if notice and world.rank == 0:
+        log.warning("%s", notice)
+
+
 def _rehearse(settings: Config, model: nn.Module, training_data: Any) -> None:
-    """Resolve against the world that the environment tells of."""
+    """Resolve against the world that the environment describes."""
+    import zcomm
+    from zengine.build.loaders import require_data
+    from zengine.build.pipeline import check_pipeline
     from zengine.config import Facts, resolve
-    from zengine.feeding import require_data
-    from zengine.staging import refuse_unfit, stage_axes
+    from zengine.engine.stages import stage_axes
 
     num_ranks, axes = zcomm.detect().world_size, stage_axes(model)
     facts = Facts(
@@ -118,24 +130,34 @@ def _rehearse(settings: Config, model: nn.Module, training_data: Any) -> None:
         laid_out_by="the model",
     )
     plan = resolve(settings, facts)
-    refuse_unfit(model, plan)
+    check_pipeline(model, plan)
     require_data(plan, training_data)
 
 
-def make_engine(model: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Engine:
+def make_engine(
+    model: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups
+) -> DeepSpeedEngine:
     """An engine from a resolved plan, for callers that have no JSON."""
     with uncollected():
-        from zengine.assemble import assemble, make_engine_around, make_features, optimizer_calls
-        from zengine.config.own_dtypes import follow_model
-        from zengine.staging import fitted, is_staged
-        from zengine.trainable import dtypes_of
+        from zengine.build.assemble import assemble, make_features, make_pipeline
+        from zengine.build.pipeline import fitted
+        from zengine.build.trainable import dtypes_of
+        from zengine.config.plan.fit_model import follow_model
+        from zengine.deepspeed_engine import DeepSpeedEngine
+        from zengine.engine.optimizer_calls import OptimizerCalls
+        from zengine.engine.stages import is_staged
     plan, notice = follow_model(fitted(model, plan), dtypes_of(model))
     if notice and world.rank == 0:
         log.warning("%s", notice)
     parts = assemble(model, client, plan, world, groups)
-    engine = make_engine_around(model, parts, plan)
+    pipeline = make_pipeline(model, parts, plan) if is_staged(model) else None
+    engine = DeepSpeedEngine(model, parts, plan) if pipeline is None else _staged(model, parts, plan, pipeline)
     try:
-        for feature in (*optimizer_calls(parts), *make_features(plan, in_stages=is_staged(model))):
+        if parts.optimizer.scaled is not None:
+            engine.add_feature(
+                OptimizerCalls(parts.optimizer.scaled, engine._optimizer_step, engine._optimizer_zero_grad)
+            )
+        for feature in make_features(plan, parts.partition, pipeline):
             engine.add_feature(feature)
     except BaseException:
         parts.partition.close(keep_weights=False)  # as in `assemble`: other ranks may not come along
@@ -144,22 +166,32 @@ def make_engine(model: nn.Module, client: Client, plan: Plan, world: zcomm.World
     return engine
 
 
+def _staged(model: Any, parts: Parts, plan: Plan, pipeline: PipelineRunner) -> DeepSpeedEngine:
+    from zengine.pipeline_engine import PipelineEngine  # imported only here, with all that pipelines need
+
+    return PipelineEngine(model, parts, plan, pipeline)
+
+
 def _facts(settings: Config, world: zcomm.World, ranks: LaidOut) -> Facts:
+    from zengine.build.measure import bf16_is_faster
     from zengine.config import Facts
-    from zengine.measure import bf16_is_faster
 
     return Facts(
         world_size=world.world_size,
         replicas=ranks.replicas,
         device_type=world.device.type,
         ranks_per_host=world.launch.local_world_size,
-        bf16_is_faster=bf16_is_faster(settings, world.device, ranks.everybody()),
+        bf16_is_faster=bf16_is_faster(settings, world.device, ranks.world()),
         axes=ranks.axes,
         laid_out_by=ranks.by,
     )
 
 
 def _make_world(dist_init_required: bool | None, port: int | None) -> zcomm.World:
+    import torch
+
+    import zcomm
+
     if dist_init_required is False and not torch.distributed.is_initialized():
         raise ValueError(
             "dist_init_required=False, but torch.distributed has no default process group: call "
@@ -171,6 +203,8 @@ def _make_world(dist_init_required: bool | None, port: int | None) -> zcomm.Worl
 
 
 def _device_type() -> str:
+    import torch
+
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -7,7 +7,8 @@
 A rank holds some of the layers, so forward of a part is no model, and which micro-batch is next is the schedule's
 business: `forward`, `backward` and `step` say so.  `train_batch` is one step: it takes gradient_accumulation_steps
 micro-batches through all stages, and then does what `step` does at a boundary (`Engine._update`).  Norm, overflow and
-loss are those of the whole model, the same on all ranks: sums go over the stages too (`zpartition.cells`), and the
+loss are those of the whole model, the same on all ranks: sums go over the stages too
+(`zpartition.layout.model_parallel`), and the
 last stage tells its losses to all.
 
 Data is used on the ranks that hold the first and the last stage, alike.  The others need no iterator; where the
@@ -26,15 +27,16 @@ from torch import Tensor
 
 from zengine.data import forever
 from zengine.data.tree import mapped
-from zengine.engine import Engine
+from zengine.deepspeed_engine import DeepSpeedEngine
+from zengine.engine.pipeline_passes import EnginePasses
 from zpartition.pipeline import PipelineError, Recorder
 
 if TYPE_CHECKING:
-    from zengine.clock import MicroStep
     from zengine.config import Plan
-    from zengine.parts import Parts
-    from zengine.pipeline_passes import EnginePasses
+    from zengine.engine.clock import MicroStep
+    from zengine.engine.parts import Parts
     from zpartition.pipeline import Action, PipelineModule, PipelineRunner
+
 
 __all__ = ["PipelineEngine"]
 
@@ -43,7 +45,7 @@ Observe = Callable[["Action", float, float], None]
 
 
 @final
-class PipelineEngine(Engine):
+class PipelineEngine(DeepSpeedEngine):
     """Trains the stages of this rank; made by `zengine.initialize` for a `PipelineModule`.
 
     Invariant: `module.training` outside of `eval_batch` is as the caller left it.
@@ -51,15 +53,19 @@ class PipelineEngine(Engine):
 
     module: PipelineModule
 
-    def __init__(
-        self, module: PipelineModule, parts: Parts, plan: Plan, pipeline: PipelineRunner, passes: EnginePasses
-    ) -> None:
-        """`passes` are those of `pipeline`."""
+    def __init__(self, module: PipelineModule, parts: Parts, plan: Plan, pipeline: PipelineRunner) -> None:
+        """pipeline: with `EnginePasses` over `parts`."""
         super().__init__(module, parts, plan)
-        self.pipeline, self.passes = pipeline, passes
-        self.batch_fn: BatchFn = lambda batch: batch
-        self.observe: Observe = lambda action, start, stop: None
-        self.batches: Iterator[Any] | None = None if parts.loader is None else forever(parts.loader)
+        assert isinstance(pipeline.passes, EnginePasses)
+        self._pipeline, self._passes = pipeline, pipeline.passes
+        self._batch_fn: BatchFn = lambda batch: batch
+        self._observe: Observe = lambda action, start, stop: None
+        self._batches: Iterator[Any] | None = None if parts.loader is None else forever(parts.loader)
+
+    @property
+    def pipeline(self) -> PipelineRunner:
+        """Runner that takes batches through the stages."""
+        return self._pipeline
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -82,21 +88,19 @@ class PipelineEngine(Engine):
         self.clock.require_open("train_batch")
         parts, count = self.parts, self.clock.accumulation
         self.train()
-        with self.clock.batch() as micro, self.pipeline.alarm.guarding("train_batch()"):
+        with self.clock.batch() as micro, self.pipeline.abort_guard.guard("train_batch()"):
             try:
-                batches = self._training(self._source("train_batch", self.batches), count)
+                batches = self._training(self._source("train_batch", self._batches), count)
                 self._announce(micro)
-                loss = self.pipeline.train_batch(batches, count, self.observe)
+                loss = self.pipeline.train_batch(batches, count, self._observe)
             except BaseException:
                 parts.partition.zero_grad()
                 raise
-        self._losses.take(loss.item())
-        with parts.telemetry.span("step"), self.clock.update(), parts.partition.forgetting():
+        self._run.losses.take(loss.item())
+        with parts.telemetry.span("step"), self.clock.update(), parts.partition.zero_grad_on_exit():
             report = self._update(parts.scheduler.step)
         parts.telemetry.micro_step_end()
-        parts.telemetry.step_end(report)
-        for feature in self._features:
-            feature.step_end(report)
+        self._finish_step(report)
         return torch.tensor(report.loss, device=self.device)
 
     @torch.no_grad()
@@ -125,7 +129,7 @@ class PipelineEngine(Engine):
         count, training = num_micro_batches or self.clock.accumulation, self.module.training
         self.module.eval()
         try:
-            with self.parts.telemetry.paused(), self.pipeline.alarm.guarding("eval_batch()"):
+            with self.parts.telemetry.paused(), self.pipeline.abort_guard.guard("eval_batch()"):
                 source = self._source("eval_batch", data_iter)
                 found = self.pipeline.evaluate(
                     self._pairs(source),
@@ -150,14 +154,14 @@ class PipelineEngine(Engine):
         with engine.recording() as recorder:
             engine.train_batch()
         measured = recorder.timeline()
-        svg = picture(predict_like(engine.pipeline.schedule(engine.micro_batches), measured), measured)
+        svg = comparison_svg(simulate_measured(engine.pipeline.schedule(engine.micro_batches), measured), measured)
         """
-        before, recorder = self.observe, Recorder(self.module)
-        self.observe = recorder
+        before, recorder = self._observe, Recorder(self.module)
+        self._observe = recorder
         try:
             yield recorder
         finally:
-            self.observe = before
+            self._observe = before
 
     def _evaluated(self, losses: list[Tensor], count: int, *, is_mean: bool) -> Tensor:
         told = self.pipeline.share(losses, count)
@@ -170,37 +174,37 @@ class PipelineEngine(Engine):
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Read training batches from `loader`, again and again."""
-        self.batches = forever(loader)
+        self._batches = forever(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Read training batches from `iterator` to its end."""
-        self.batches = iterator
+        self._batches = iterator
 
     def set_batch_fn(self, fn: BatchFn) -> None:
         """Let `fn` make (inputs, labels) of what the data yield."""
-        self.batch_fn = fn
+        self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
         """Forget what shapes stages hand on; each batch begins so anyway."""
-        self.pipeline.post.wires.forget_shapes()
+        self.pipeline.p2p.channels.forget_shapes()
 
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the first layers."""
+        """Return whether this rank holds the first layers."""
         return 0 in self.module.my_stages
 
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the last layers, and so the loss."""
+        """Return whether this rank holds the last layers, and so the loss."""
         return self.module.num_stages - 1 in self.module.my_stages
 
     @property
     def stage_id(self) -> int:
         """This rank's place along the pipeline, from 0."""
-        return self.module.place.rank
+        return self.module.pipeline_position.rank
 
     @property
     def num_stages(self) -> int:
         """Ranks along the pipeline."""
-        return self.module.place.num_ranks
+        return self.module.pipeline_position.num_ranks
 
     @property
     def micro_batches(self) -> int:
@@ -222,7 +226,7 @@ class PipelineEngine(Engine):
     def _pairs(self, source: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """Micro-batches on the device."""
         for batch in source:
-            pair = self.batch_fn(batch)
+            pair = self._batch_fn(batch)
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 what = f"{len(pair)} values" if isinstance(pair, (tuple, list)) else f"a {type(pair).__name__}"
                 raise PipelineError(
@@ -253,7 +257,7 @@ class PipelineEngine(Engine):
             for feature in self._features:
                 feature.backward_begin(micro, torch.zeros((), device=self.device))
 
-        self.passes.announce = first_backward
+        self._passes.announce = first_backward
 
     # -- what a pipeline has no use for ----------------------------------------------------------
 
@@ -269,7 +273,7 @@ class PipelineEngine(Engine):
         """Refused: a batch ends with it."""
         self._refuse("step", "train_batch(iterator), which ends with the optimizer's step")
 
-    def step_without_schedule(self) -> NoReturn:
+    def _optimizer_step(self) -> NoReturn:
         """Refused: `optimizer.step()` likewise."""
         self._refuse("optimizer.step", "train_batch(iterator), which ends with the optimizer's step")
 

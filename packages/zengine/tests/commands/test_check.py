@@ -22,7 +22,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_needs_no_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "good.json"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("good.json: no problems (give --world to check the batch sizes too)\n")
+    assert out.startswith("good.json: no problems (pass --world to check batch sizes too)\n")
     assert "good.json:3: vocabulary_size has no effect here" in out
 
 

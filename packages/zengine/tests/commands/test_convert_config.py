@@ -39,7 +39,7 @@ def test_it_writes_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
     assert main(["convert-config", "new.json"]) == 0
     captured = capsys.readouterr()
-    assert captured.err == "nothing to change\n"
+    assert captured.err == "no changes\n"
     assert captured.out == Path("new.json").read_text()
 
 

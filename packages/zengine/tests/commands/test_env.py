@@ -11,7 +11,7 @@ from zengine.cli import main
 from zengine.commands import env
 
 TITLES = [
-    *("versions", "processor", "memory", "GPUs", "messages between ranks", "optional packages", "variables"),
+    *("versions", "processor", "memory", "GPUs", "transport between ranks", "optional packages", "variables"),
     "known problems",
 ]
 
@@ -27,7 +27,7 @@ def test_programs_get_json_and_two_ranks_tell_what_carries_messages(capsys: pyte
     assert main(["env", "--json", "--try"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == TITLES
-    assert found["messages between ranks"]["two ranks here"].startswith(("shared memory (", "gloo ("))
+    assert found["transport between ranks"]["two ranks here"].startswith(("shared memory (", "gloo ("))
     assert all(found[title] for title in TITLES)
 
 
@@ -39,7 +39,7 @@ def test_a_limit_of_the_container_is_a_known_problem(monkeypatch: pytest.MonkeyP
     }
     monkeypatch.setattr(env, "_lines", lambda place: files.get(place, []))
     told = dict(env.problems())
-    assert told["memory limit"] == "this container may use 1.00 GiB of 4.00 GiB; beyond that it is killed"
+    assert told["memory limit"] == "this container is killed beyond 1.00 GiB of 4.00 GiB"
     assert "no bf16 instructions" in told["bf16"]
     assert dict(env._processor())["model"] == "A fine one"
 

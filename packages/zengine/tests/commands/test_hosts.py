@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zengine.commands.hosts import Host, chosen, parse
+from zengine.commands.hosts import Host, parse, select
 
 TEXT = "a slots=4\n\nb slots=2  # fast\n"
 
@@ -24,9 +24,9 @@ def test_a_file_lists_hosts_and_devices() -> None:
     ],
 )
 def test_filters_leave(include: str, exclude: str, left: list[tuple[str, tuple[int, ...]]]) -> None:
-    found = chosen(parse(TEXT), include=include, exclude=exclude)
+    found = select(parse(TEXT), include=include, exclude=exclude)
     assert [(host.name, host.devices) for host in found] == left
-    assert [host.takes_all for host in found] == [len(host.devices) == host.slots for host in found]
+    assert [host.uses_all for host in found] == [len(host.devices) == host.slots for host in found]
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_filters_leave(include: str, exclude: str, left: list[tuple[str, tuple[i
     [
         ("a slot=4", 'line 1: "a slot=4" is not "name slots=8"'),
         ("a slots=0", "is not"),
-        ("a slots=1\na slots=1", "line 2: a stands there twice"),
-        ("# nothing", "it names no host"),
+        ("a slots=1\na slots=1", "line 2: a is listed twice"),
+        ("# nothing", "the file has no host"),
     ],
 )
 def test_a_file_that_cannot_be_read_names_the_line(text: str, message: str) -> None:
@@ -46,13 +46,13 @@ def test_a_file_that_cannot_be_read_names_the_line(text: str, message: str) -> N
 @pytest.mark.parametrize(
     ("filters", "message"),
     [
-        ({"include": "c"}, '"c" is no host of the file; those are a, b'),
-        ({"include": "b:2"}, "b has devices 0 to 1, and not 2"),
+        ({"include": "c"}, '"c" is not in the file; its hosts are a, b'),
+        ({"include": "b:2"}, "b has devices 0 to 1, not 2"),
         ({"include": "b:x"}, '"b:x" is not "host:0,2"'),
-        ({"exclude": "a@b"}, "the filter leaves no device"),
-        ({"include": "a", "exclude": "b"}, "exclude each other"),
+        ({"exclude": "a@b"}, "the filter selects no device"),
+        ({"include": "a", "exclude": "b"}, "mutually exclusive"),
     ],
 )
 def test_a_filter_that_fits_nothing_is_an_error(filters: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        chosen(parse(TEXT), **filters)
+        select(parse(TEXT), **filters)

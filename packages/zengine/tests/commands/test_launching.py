@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from zengine.commands.hosts import Host
-from zengine.commands.launching import Launch, of_this_machine, slurm_line, torchrun_line
+from zengine.commands.launching import Launch, default_nproc, slurm_line, torchrun_line
 
 LAUNCH = Launch(nproc=2, port=29500, max_restarts=0, binds_cores=False, script=("train.py", "--lr", "1"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -47,4 +47,4 @@ def test_slurm_gets_one_torchrun_a_node(nodes: str, first: str) -> None:
 
 @pytest.mark.parametrize(("visible", "count"), [("0,3", 2), ("", 1), ("-1", 1), ("GPU-abc", 1)])
 def test_visible_devices_decide_how_many_processes(visible: str, count: int) -> None:
-    assert of_this_machine({"CUDA_VISIBLE_DEVICES": visible}) == count
+    assert default_nproc({"CUDA_VISIBLE_DEVICES": visible}) == count

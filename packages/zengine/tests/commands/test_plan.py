@@ -69,15 +69,15 @@ def test_programs_get_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memory", "lots"], '--memory "lots" is no size; write 80GB or 24GiB'),
+        (["--memory", "lots"], '--memory "lots" is not a size; write 80GB or 24GiB'),
         (
             ["--batch", "my_planned_model:make", "--memory", "1GB"],
             '--batch "my_planned_model:make" takes no argument',
         ),
         (["--inputs", "3x", "--batch", "", "--memory", "1GB"], '--inputs "3x" is no shape of one sample'),
-        (["--batch", "", "--memory", "1GB"], "say what the model is given: --batch module:factory, --tokens 1024"),
+        (["--batch", "", "--memory", "1GB"], "the model needs an input: pass --batch module:factory, --tokens 1024"),
         (["--batch", "", "--inputs", "7", "--memory", "1GB"], "a dry run of the model failed with"),
-        (["--device", "cuda"], "there is no GPU here to ask how much memory it has: say --memory 80GB"),
+        (["--device", "cuda"], "there is no GPU to read the memory size of: pass --memory 80GB"),
     ],
 )
 def test_what_is_wrong_is_said_with_status_1(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from zengine.cli import main
+from zengine.cli import main, make_parser
 from zengine.commands import CommandError, report
 
 
 def call(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    report.add_parser(parser.add_subparsers())
-    return report.run(parser.parse_args(["report", *arguments]))
+    return report.run(make_parser().parse_args(["report", *arguments]))
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_a_host_that_is_not_in_the_file_prints_and_says_so(hostfile: str, capsys
     assert main(["run", "--hostfile", hostfile, "train.py"]) == 1
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 2
-    assert "is none of alpha, beta: run the line above on each" in captured.err
+    assert "is not in the hostfile (alpha, beta): run the line above on each" in captured.err
 
 
 @pytest.mark.parametrize(

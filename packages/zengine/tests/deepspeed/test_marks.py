@@ -28,7 +28,7 @@ from zengine.deepspeed.runtime.zero.partition_parameters import (
     ZeroParamType,
 )
 from zpartition.experts import ExpertParameter
-from zpartition.experts.parameter import as_experts
+from zpartition.experts.stacked import mark_experts
 
 HERE, AWAY = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
 
@@ -96,7 +96,7 @@ def check_facts(persist: int) -> list[list[int]]:
         assert part.ds_numel == part.numel()
         assert part.status is PartitionedParamStatus.AVAILABLE
         assert not part.requires_grad
-        parts: list[list[float]] = zcomm.exchange(part.tolist(), engine.parts.partition.group)
+        parts: list[list[float]] = zcomm.all_gather_object(part.tolist(), engine.parts.partition.group)
         assert torch.equal(torch.tensor([*itertools.chain(*parts)]), other.detach().flatten())
         sizes.append([len(each) for each in parts])
         assert param.ds_summary() == {
@@ -305,7 +305,7 @@ def test_experts_are_known_as_such_with_marks_and_without() -> None:
     with deepspeed.zero.Init():
         weight = nn.Linear(2, 2).weight
     number = weight.ds_id  # type: ignore[attr-defined]
-    as_experts(weight)
+    mark_experts(weight)
     assert type(weight) is ExpertParameter
     mark(weight)
     assert isinstance(weight, ExpertParameter)

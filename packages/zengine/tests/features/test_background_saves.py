@@ -17,9 +17,9 @@ class Asked:
 
 def test_the_saver_is_asked_before_an_update() -> None:
     saver = Asked()
-    engine: Any = SimpleNamespace(parts=SimpleNamespace(saver=saver))
+    run: Any = SimpleNamespace(parts=SimpleNamespace(checkpoints=saver))
     feature = BackgroundSaves()
-    feature.attach(engine)
+    feature.attach(run)
     feature.forward_begin((), {})
     assert saver.times == 0
     feature.step_begin()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import zcomm
-from zengine.config.profiling import CommsPlan
+from zengine.config.plan.profiling import CommsPlan
 from zengine.features import comms_summary
 from zengine.features.comms_summary import CommsSummary
 
@@ -22,7 +22,7 @@ def communicate(op: str) -> None:
     record = zcomm.Record(
         op=op, label="bucket", nbytes=8, ms=2.0, group_size=2, dtype="float32", numel=2, wait_ms=1.0
     )
-    zcomm.trace.deliver(zcomm.trace.open_sinks(), record)
+    zcomm.collectives.trace.deliver(zcomm.collectives.trace.open_sinks(), record)
 
 
 def test_a_rank_writes_what_it_counted_when_it_closes(tmp_path: Path) -> None:

@@ -181,12 +181,12 @@ def test_a_step_that_a_failed_save_interrupts_is_counted_once() -> None:
 
     engine, loader = engine_of(checkpoint={"async_save": True})
     (saves,) = (feature for feature in engine._features if isinstance(feature, BackgroundSaves))
-    batches, healthy = iter(loader), saves.saver
+    batches, healthy = iter(loader), saves.checkpoints
     train(engine, batches, 2)
-    saves.saver = Failed()
+    saves.checkpoints = Failed()
     with pytest.raises(OSError, match="the disk is full"):
         train(engine, batches, 1)
-    lost, saves.saver = loader.last_samples, healthy
+    lost, saves.checkpoints = loader.last_samples, healthy
     train(engine, batches, 2)
     assert engine.global_samples == loader.samples_handed - lost
     assert engine.global_steps == 4

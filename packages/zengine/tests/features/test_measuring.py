@@ -162,7 +162,7 @@ def test_a_model_that_tells_no_layers_is_said_once_and_the_config_may_tell_them(
         for _ in range(3):
             engine.backward(engine(torch.zeros(2, 6, dtype=torch.int64)).sum())
             engine.step()
-        assert sum("leaves out the attention" in record.getMessage() for record in caplog.records) == num_lines
+        assert sum("excludes attention" in record.getMessage() for record in caplog.records) == num_lines
         engine.close()
 
 
@@ -179,7 +179,7 @@ def test_tokens_that_the_caller_reports_count_and_a_bench_ends(tmp_path, capsys)
         engine.backward(engine(torch.zeros(2, 6, dtype=torch.int64)))
         engine.report_tokens(5)
         engine.step()
-        seen.append(engine.bench_done)
+        seen.append(engine.monitor.bench_done)
     assert seen == [False, False, True, True]
     assert engine.parts.telemetry.throughput.total.tokens == 15
     printed = capsys.readouterr().out
@@ -199,5 +199,5 @@ def test_a_program_charts_numbers_of_its_own(tmp_path):
 def test_without_telemetry_there_is_no_feature():
     engine, *_ = zengine.initialize(model=Model(), config={"train_batch_size": 2})
     assert "Measuring" not in [type(feature).__name__ for feature in engine._features]
-    assert not engine.bench_done
+    assert not engine.monitor.bench_done
     engine.report_tokens(3)

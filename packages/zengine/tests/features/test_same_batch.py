@@ -14,7 +14,7 @@ from zcomm.testing import run_ranks
 from zengine.features import SameBatch
 from zengine.features.same_batch import EVERY, FIRST
 from zengine.testing import small_engine
-from zpartition.tensor.testing import Language
+from zpartition.testing.tensor_models import Language
 
 LAYERS = {"layer_specs": [{"patterns": [".*up.weight"], "partition_type": "column"}]}
 LAYERS["layer_specs"].append({"patterns": [".*down.weight"], "partition_type": "row"})

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zengine.planning._compat import watching
+from zengine._compat import watching
 from zengine.planning.activations import Activations, CannotDryRun, Watermark, dry_run, loss_of
 from zengine.planning.models import Shape, Transformer
 

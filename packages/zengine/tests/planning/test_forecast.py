@@ -13,7 +13,7 @@ from zengine.planning.advice import edited
 from zengine.planning.batches import token_ids
 from zengine.planning.forecast import Forecast, forecast, usable
 from zengine.planning.models import Shape, Transformer
-from zengine.planning.peaks import Subject
+from zengine.planning.peaks import PeakSubject
 
 
 def made(room_bytes: int, world_size: int = 1, device: str = "cpu", **source: Any) -> Forecast:
@@ -21,7 +21,7 @@ def made(room_bytes: int, world_size: int = 1, device: str = "cpu", **source: An
     facts = Facts(world_size=world_size, replicas=world_size, device_type=device)
     with torch.device("meta"):
         model = Transformer(Shape(layers=1, width=64, vocabulary=100))
-    subject = Subject(module=model, batch=token_ids(8), device=device)
+    subject = PeakSubject(module=model, batch=token_ids(8), device=device)
     return forecast(config, resolve(config, facts), facts, subject, room_bytes=room_bytes)
 
 

@@ -11,7 +11,7 @@ from zengine.config import Facts, load, resolve
 from zengine.planning.batches import token_ids
 from zengine.planning.measured import alone, measure, started
 from zengine.planning.models import Shape, Transformer
-from zengine.planning.peaks import Subject, peak
+from zengine.planning.peaks import PeakSubject, peak
 
 SHAPE = Shape(layers=2, width=512, vocabulary=3000)
 
@@ -35,7 +35,7 @@ def _peaks(cases: list[tuple[int, bool, int]]) -> list[tuple[int, int]]:
         plan = alone(resolve(load(source), Facts(world_size=8, replicas=8)))
         with torch.device("meta"):
             module = plan.precision.cast_module(make())
-        subject = Subject(module=module, batch=token_ids(64), device="cpu")
+        subject = PeakSubject(module=module, batch=token_ids(64), device="cpu")
         real = measure(make, subject.batch, started(plan), micro_batch=micro_batch, device="cpu")
         found.append((peak(subject, plan, micro_batch, 1).total, real.peak))
         assert real.between_steps < real.peak

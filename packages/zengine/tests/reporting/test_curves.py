@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from zengine.reporting import curves
-from zengine.reporting.runs import Event, Run
+from zengine.reporting.runs import Event, RecordedRun
 
 TIME = "Train/Samples/elapsed_time_ms_"
 
 
-def run_of(*values: dict[str, float], first: int = 1) -> Run:
+def run_of(*values: dict[str, float], first: int = 1) -> RecordedRun:
     events = tuple(Event(step, step * 4, float(step), each) for step, each in enumerate(values, first))
-    return Run(name="r", folder=Path("r"), events=events)
+    return RecordedRun(name="r", folder=Path("r"), events=events)
 
 
 def test_a_step_is_parts_that_do_not_contain_each_other() -> None:

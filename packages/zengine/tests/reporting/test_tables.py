@@ -6,14 +6,14 @@ import math
 import re
 from pathlib import Path
 
-from zengine.reporting.runs import Event, PlanRow, Run
+from zengine.flops.profile import FlopsProfile, ModuleCost
+from zengine.reporting.runs import Event, PlanRow, RecordedRun
 from zengine.reporting.tables import alike, comms_section, config_sections, flops_section, skipped_section
 from zengine.telemetry.comms import Messages, Tally
-from zengine.telemetry.flops import FlopsProfile, ModuleCost
 
 
-def run_of(**parts: object) -> Run:
-    return Run(name="r", folder=Path("r"), **parts)
+def run_of(**parts: object) -> RecordedRun:
+    return RecordedRun(name="r", folder=Path("r"), **parts)
 
 
 def cost(path: str, kind: str, flops: int) -> ModuleCost:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zengine.telemetry.comms import CommsLog, Messages, NoCommsLog, Tally, announce, format_messages, plain_name
+from zengine.telemetry.comms import CommsLog, Messages, NoCommsLog, Tally, format_messages, log_collective, plain_name
 
 
 def record(op: str, nbytes: int = 8, ms: float = 1.0, wait_ms: float = 0.5, label: str = "") -> Any:
@@ -112,8 +112,8 @@ def test_the_table_gives_size_time_and_bandwidths() -> None:
 
 def test_a_collective_is_told_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "zengine"):
-        announce(record("all_reduce", 2048, label="bucket 3"), with_label=True)
-        announce(record("all_reduce", 2048, label="bucket 3"), with_label=False)
+        log_collective(record("all_reduce", 2048, label="bucket 3"), with_label=True)
+        log_collective(record("all_reduce", 2048, label="bucket 3"), with_label=False)
     assert caplog.messages == [
         "all_reduce [bucket 3]: 2 KiB over 4 ranks, 1.00 ms, waited 0.50 ms",
         "all_reduce: 2 KiB over 4 ranks, 1.00 ms, waited 0.50 ms",

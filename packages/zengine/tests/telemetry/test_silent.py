@@ -1,8 +1,8 @@
-"""The identity of the slot."""
+"""Silent, and the countdown of `bench_steps`."""
 
-from zengine.report import StepReport
+from zengine.step_report import StepReport
 from zengine.telemetry import Silent
-from zengine.telemetry.countdown import Countdown
+from zengine.telemetry.silent import Countdown, make_countdown
 
 REPORT = StepReport(
     applied=True, reason="", step=1, applied_steps=1, skipped_steps=0, samples=8,
@@ -38,3 +38,21 @@ def test_it_counts_boundaries_for_a_bench_like_rank_0_does():
     assert silent.bench_done
     silent.load_state_dict({})
     assert not silent.bench_done
+
+
+def test_it_is_over_after_the_warm_up_and_the_measured_steps():
+    countdown = make_countdown(3, 2)
+    seen = []
+    for _ in range(6):
+        countdown.step_end()
+        seen.append(countdown.is_over)
+    assert seen == [False] * 4 + [True] * 2
+    countdown.reset()
+    assert not countdown.is_over
+
+
+def test_without_bench_steps_it_is_never_over():
+    countdown = make_countdown(0, 2)
+    for _ in range(5):
+        countdown.step_end()
+    assert not countdown.is_over

@@ -2,7 +2,7 @@
 
 import math
 
-from zengine.report import StepReport
+from zengine.step_report import StepReport
 from zengine.telemetry.comms import Tally
 from zengine.telemetry.devices import Fleet
 from zengine.telemetry.snapshot import RecentLoss, Snapshot

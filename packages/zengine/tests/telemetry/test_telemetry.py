@@ -13,9 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import zcomm
 from zcomm.testing import run_ranks
-from zengine.config.telemetry import MonitorPlan as Monitor
-from zengine.config.telemetry import TelemetryPlan as Plan
-from zengine.report import StepReport
+from zengine.config.keys.telemetry import EventFiles as Monitor
+from zengine.config.plan.telemetry import TelemetryPlan as Plan
+from zengine.step_report import StepReport
 from zengine.telemetry import MissingPackageError, Silent, Telemetry, make_telemetry
 from zengine.telemetry.spans import MICRO, TIMERS
 
@@ -109,7 +109,9 @@ def test_our_loss_is_the_mean_of_the_interval_and_deepspeeds_that_of_the_step(tm
 
 
 def test_a_resumed_run_begins_its_interval_afresh(tmp_path):
-    telemetry = make(Plan(csv_monitor=Monitor(enabled=True, output_path=str(tmp_path)), steps_per_print=8))
+    telemetry = make(
+        Plan(csv_monitor=Monitor(enabled=True, output_path=str(tmp_path), job_name=""), steps_per_print=8)
+    )
     train(telemetry, 2)
     telemetry.load_state_dict({})
     telemetry.step_end(report(5))
@@ -119,7 +121,9 @@ def test_a_resumed_run_begins_its_interval_afresh(tmp_path):
 
 
 def test_without_the_breakdown_no_phase_is_timed(tmp_path):
-    telemetry = make(Plan(tensorboard=Monitor(enabled=True, output_path=str(tmp_path)), throughput=False))
+    telemetry = make(
+        Plan(tensorboard=Monitor(enabled=True, output_path=str(tmp_path), job_name=""), throughput=False)
+    )
     train(telemetry, 4)
     telemetry.close()
     assert not [tag for tag in scalars(tmp_path) if "elapsed" in tag or "perf" in tag or "after" in tag]
@@ -181,7 +185,9 @@ def test_a_forward_without_gradients_is_not_part_of_the_step():
 
 
 def test_memory_breakdown_marks_each_phase(tmp_path):
-    telemetry = make(Plan(memory_breakdown=True, tensorboard=Monitor(enabled=True, output_path=str(tmp_path))))
+    telemetry = make(
+        Plan(memory_breakdown=True, tensorboard=Monitor(enabled=True, output_path=str(tmp_path), job_name=""))
+    )
     train(telemetry, 1)
     telemetry.close()
     assert {f"memory/after_{phase}_bytes" for phase in ("forward", "backward", "step")} <= set(scalars(tmp_path))
@@ -230,7 +236,7 @@ def test_a_missing_package_is_an_error_on_every_rank(monkeypatch, rank):
 
 
 def test_after_loading_a_state_the_warm_up_begins_again(tmp_path):
-    telemetry = make(Plan(tensorboard=Monitor(enabled=True, output_path=str(tmp_path))))
+    telemetry = make(Plan(tensorboard=Monitor(enabled=True, output_path=str(tmp_path), job_name="")))
     train(telemetry, 3)
     assert telemetry.state_dict() == {}
     telemetry.load_state_dict({})

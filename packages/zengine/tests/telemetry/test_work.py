@@ -51,7 +51,7 @@ def test_sequences_in_pieces_count_as_whole_ones():
     pieces.forward((IDS[:, :4],), {})
     expected = whole.step_end(4)
     assert pieces.step_end(4) == expected
-    pieces.tell(8)
+    pieces.report_tokens(8)
     assert pieces.step_end(8) == expected
 
 
@@ -68,8 +68,8 @@ def test_lengths_may_differ_between_micro_steps():
 def test_what_the_caller_tells_counts_in_place_of_what_was_seen():
     meter = Meter(replicas=2, formula=FORMULA)
     meter.forward((IDS,), {})
-    meter.tell(6)
-    meter.tell(4)
+    meter.report_tokens(6)
+    meter.report_tokens(4)
     work = meter.step_end(4)  # two samples of this rank: ten tokens, five each
     assert work.tokens == 20
     assert work.flops == 2 * (6 * 100 * 10 + 12 * 3 * 5 * 2 * 25)

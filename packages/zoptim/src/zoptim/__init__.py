@@ -15,28 +15,19 @@ The schedules are DeepSpeed's five, as pure laws of the number of applied update
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .adam import Adam, AdamW
-from .backends import has_kernels
-from .build import make_optimizer
-from .errors import NotAvailableYetError, UnknownNameError, UnsupportedTensorError
-from .flat import FlatOptimizer
-from .formats import StateFormat
-from .grad_scale import AcceptsGradScale, GradScaled, accept_grad_scale, speaks_grad_scale
-from .native import Kernels, kernels
-from .segments import Segment
-from .sgd import SGD
-from .stats import GradStats, grad_stats, sum_of_squares
+from zoptim.backends.select import Kernels, has_kernels, kernels
+from zoptim.backends.stats import GradStats, grad_stats, sum_of_squares
+from zoptim.errors import NotAvailableYetError, UnknownNameError, UnsupportedTensorError
+from zoptim.optimizers import table
+from zoptim.optimizers.build import make_optimizer
+from zoptim.optimizers.flat import FlatOptimizer
+from zoptim.optimizers.grad_scale import AcceptsGradScale, GradScaled, accept_grad_scale, supports_grad_scale
+from zoptim.shards.segments import Segment
+from zoptim.states.formats import StateFormat
 
 if TYPE_CHECKING:
-    from .adafactor import Adafactor
-    from .adagrad import Adagrad
-    from .lamb import LAMB
-    from .lion import Lion
-    from .muon import Muon
-    from .rules import AdamMoments, adagrad_rule, adam_rule, adamw_rule, lamb_rule, lion_rule, sgd_rule
-    from .rules_adafactor import AdafactorMoments, adafactor_rule
-    from .rules_muon import muon_rule, orthogonalize
-    from .schedules import (
+    from zoptim.optimizers.table import *  # noqa: F403
+    from zoptim.schedules import (
         LRRangeTest,
         LRSchedule,
         OneCycle,
@@ -47,26 +38,16 @@ if TYPE_CHECKING:
         make_schedule,
     )
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
-    "LAMB",
-    "SGD",
     "AcceptsGradScale",
-    "Adafactor",
-    "AdafactorMoments",
-    "Adagrad",
-    "Adam",
-    "AdamMoments",
-    "AdamW",
     "FlatOptimizer",
     "GradScaled",
     "GradStats",
     "Kernels",
     "LRRangeTest",
     "LRSchedule",
-    "Lion",
-    "Muon",
     "NotAvailableYetError",
     "OneCycle",
     "Schedule",
@@ -78,47 +59,34 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "accept_grad_scale",
-    "adafactor_rule",
-    "adagrad_rule",
-    "adam_rule",
-    "adamw_rule",
     "grad_stats",
     "has_kernels",
     "kernels",
-    "lamb_rule",
-    "lion_rule",
     "make_optimizer",
     "make_schedule",
-    "muon_rule",
-    "orthogonalize",
-    "sgd_rule",
-    "speaks_grad_scale",
     "sum_of_squares",
+    "supports_grad_scale",
+    *table.HOMES,
 ]
 
-# Imported on first use: optimizers that most programs never name.
-_HOMES = {
-    "adafactor": "Adafactor",
-    "adagrad": "Adagrad",
-    "lamb": "LAMB",
-    "lion": "Lion",
-    "muon": "Muon",
-    "rules": "AdamMoments adagrad_rule adam_rule adamw_rule lamb_rule lion_rule sgd_rule",
-    "rules_adafactor": "AdafactorMoments adafactor_rule",
-    "rules_muon": "muon_rule orthogonalize",
-    "schedules": "LRRangeTest LRSchedule OneCycle Schedule WarmupCosineLR WarmupDecayLR WarmupLR make_schedule",
-}
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+# Imported on first use: optimizers and schedules that most programs never name.
+_SCHEDULES = "LRRangeTest LRSchedule OneCycle Schedule WarmupCosineLR WarmupDecayLR WarmupLR make_schedule"
+_HOMES = {**table.HOMES, **dict.fromkeys(_SCHEDULES.split(), "zoptim.schedules")}
+
+# Old public name -> new one; for one minor version.
+RENAMED = {"speaks_grad_scale": "supports_grad_scale"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
-    if name not in _HOME_OF:
+    if name in RENAMED:
+        raise AttributeError(f"zoptim.{name} was renamed in 0.3.0; use zoptim.{RENAMED[name]}.")
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    found = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_HOMES})

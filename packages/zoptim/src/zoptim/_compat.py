@@ -1,6 +1,6 @@
 """The one file that calls torch's private and functional optimizer API.
 
-Everything here may change with a torch release; `tests/test_compat.py` pins the signatures and
+Everything here may change with a torch release; `tests/test__compat.py` pins the signatures and
 the behaviour relied upon, so a new torch fails there by name rather than in a loss curve.
 
 foreach (`torch.optim.<name>.<name>(foreach=True)`) is the torch path of Adam and SGD where states have the
@@ -45,14 +45,6 @@ class AdamLists:
     exp_avg_sqs: list[Tensor]
     max_exp_avg_sqs: list[Tensor]  # empty without AMSGrad
     steps: list[Tensor]  # () float32 each
-
-
-@attrs.frozen(eq=False)
-class Signals:
-    """The two scalars that travel with a step.  () float32 on the tensors' device, or None."""
-
-    grad_scale: Tensor | None = None  # gradients are divided by it; float64 where parameters are
-    found_inf: Tensor | None = None  # not 0 means: change nothing
 
 
 def foreach_adam(group: Mapping[str, Any], lists: AdamLists) -> None:

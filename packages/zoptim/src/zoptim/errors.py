@@ -35,14 +35,14 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 def _is_one_slip(typed: str, name: str) -> bool:
-    """Whether one letter was left out, added, changed, or swapped with its neighbour."""
+    """Return whether one letter was left out, added, changed, or swapped with its neighbour."""
     start = next((at for at, (a, b) in enumerate(zip(typed, name)) if a != b), min(len(typed), len(name)))
     typed, name = typed[start:], name[start:]
     swapped = typed[1:2] + typed[:1] + typed[2:]
     return name in (typed[1:], swapped) or typed[1:] == name[1:] or typed == name[1:]
 
 
-def refuse_unknown_options(owner: str, given: Iterable[str], allowed: Iterable[str]) -> None:
+def check_option_names(owner: str, given: Iterable[str], allowed: Iterable[str]) -> None:
     """Raise UnknownNameError for the first option of `owner` that is not allowed."""
     allowed = list(allowed)
     for name in given:

@@ -1,13 +1,39 @@
-"""What lives where: ZeRO partitioning of any PyTorch model.
+"""ZeRO partitioning of any PyTorch model.
 
-Three nouns: a `Layout` (pure value: where each parameter lives in flat space and who owns which span), a
+Three nouns: a `Layout` (pure value: the position of each parameter in flat space and the owner of each span), a
 `Shard` (a tensor with its global address) and a `Partition` (the module's memory, gradients and rebound optimizer
-under one `ZeroPolicy`).  Everything above (engines, checkpoints) talks in these.
+under one `ZeroPolicy`).  Engines and checkpoints build on these.
 """
 
 from __future__ import annotations
 
-from zpartition.access import (
+from zpartition.deferred.init import Init, is_deferred, recording
+from zpartition.estimate.memory import MemoryPlan, plan
+from zpartition.estimate.traffic import Flow, TrafficPlan, plan_traffic
+from zpartition.layout.address import LazyShard, Shard
+from zpartition.layout.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
+from zpartition.layout.model_parallel import (
+    ModelParallelGroup,
+    expert_shards_of,
+    model_parallel_group_of,
+    pipeline_stages_of,
+    replicas_of,
+)
+from zpartition.layout.policy import (
+    Averaging,
+    Offload,
+    OffloadStateType,
+    ReduceAt,
+    SparseGradients,
+    Speculation,
+    Tier,
+    ZeroPolicy,
+)
+from zpartition.partition import Partition
+from zpartition.sharding import shard
+from zpartition.state.addressing import StagedState, make_state, state_shards
+from zpartition.state.optimizer_state import Holder
+from zpartition.tensors.access import (
     local_weight,
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -22,38 +48,25 @@ from zpartition.access import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from zpartition.addressing import StagedState, make_state, state_shards
-from zpartition.cells import Cell, cell_of, deals_of, replicas_of, stages_of
-from zpartition.deferred import Init, is_deferred, recording
-from zpartition.gathered import gathered, is_gathered
-from zpartition.layout import Bucket, Layout, ParamSpec, Piece, Slot, plan_layout
-from zpartition.loading import load_own_slices, load_slices, refuse_unfit_slices
-from zpartition.memory_plan import MemoryPlan, plan
-from zpartition.offload import Offload, Speculation, Tier
-from zpartition.parking import Holding
-from zpartition.partition import Partition
-from zpartition.policy import Averaging, ReduceAt, SparseGradients, ZeroPolicy
-from zpartition.shard import LazyShard, Shard
-from zpartition.sharding import shard
-from zpartition.state import Holder
-from zpartition.traffic_plan import Flow, TrafficPlan, plan_traffic
-from zpartition.whole import Joining, own_parts, whole_state_dict
+from zpartition.tensors.gathered import gathered, is_gathered
+from zpartition.tensors.loading import check_slices, load_own_slices, load_slices
+from zpartition.tensors.whole import FullTensors, own_parts, whole_state_dict
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Averaging",
     "Bucket",
-    "Cell",
     "Flow",
+    "FullTensors",
     "Holder",
-    "Holding",
     "Init",
-    "Joining",
     "Layout",
     "LazyShard",
     "MemoryPlan",
+    "ModelParallelGroup",
     "Offload",
+    "OffloadStateType",
     "ParamSpec",
     "Partition",
     "Piece",
@@ -66,8 +79,8 @@ __all__ = [
     "Tier",
     "TrafficPlan",
     "ZeroPolicy",
-    "cell_of",
-    "deals_of",
+    "check_slices",
+    "expert_shards_of",
     "gathered",
     "is_deferred",
     "is_gathered",
@@ -75,12 +88,13 @@ __all__ = [
     "load_slices",
     "local_weight",
     "make_state",
+    "model_parallel_group_of",
     "own_parts",
+    "pipeline_stages_of",
     "plan",
     "plan_layout",
     "plan_traffic",
     "recording",
-    "refuse_unfit_slices",
     "replicas_of",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -95,7 +109,23 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "shard",
-    "stages_of",
     "state_shards",
     "whole_state_dict",
 ]
+
+RENAMED = {
+    "Cell": "ModelParallelGroup",
+    "Holding": "OffloadStateType",
+    "Joining": "FullTensors",
+    "cell_of": "model_parallel_group_of",
+    "deals_of": "expert_shards_of",
+    "refuse_unfit_slices": "check_slices",
+    "stages_of": "pipeline_stages_of",
+}  # public names of 0.2 -> those of 0.3
+
+
+def __getattr__(name: str) -> object:
+    """Raise AttributeError for a name that this module does not have; one of 0.2 is answered with its new name."""
+    if name in RENAMED:
+        raise AttributeError(f"zpartition.{name} is now called zpartition.{RENAMED[name]}")
+    raise AttributeError(f"module 'zpartition' has no attribute {name!r}")

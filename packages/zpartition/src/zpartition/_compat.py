@@ -1,4 +1,4 @@
-"""The one file that calls torch's private API; `tests/test_compat.py` fails by name when a new torch changes it."""
+"""Private API of torch, in one file; `tests/test__compat.py` fails by name when a new torch changes it."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad",
 
 
 def is_unreferenced(storage: torch.UntypedStorage) -> bool:
-    """Whether no tensor has the memory of `storage`; False when this torch does not tell."""
+    """Return whether no tensor uses the memory of `storage`; False if this torch cannot tell."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return count is not None and bool(count(storage._cdata) == 1)
 
 
 def has_other_views(tensor: torch.Tensor) -> bool:
-    """Whether any other tensor has memory of `tensor`'s storage; False when this torch does not tell."""
+    """Return whether another tensor uses memory of `tensor`'s storage; False if this torch cannot tell."""
     storage = tensor.untyped_storage()  # which counts itself
     count = getattr(torch._C, "_storage_Use_Count", None)
     return count is not None and bool(count(storage._cdata) > 2)
@@ -98,18 +98,18 @@ def draw_one() -> None:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often torch has written into the memory of `tensor`; 0 when this torch does not tell."""
+    """Return the number of in-place writes to `tensor`; 0 if this torch cannot tell."""
     return int(getattr(tensor, "_version", 0))
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running a backward in this thread; False when this torch does not tell."""
+    """Return whether autograd runs a backward in this thread; False if this torch cannot tell."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return task is not None and task() != -1
 
 
 def running_node() -> int | None:
-    """The number of the autograd node that this thread runs; None when there is none, or when torch does not tell."""
+    """Return the number of the running autograd node of this thread; None if there is none or torch cannot tell."""
     current = getattr(torch._C, "_current_autograd_node", None)
     node = None if current is None else current()
     return None if node is None else int(node._sequence_nr())
@@ -129,9 +129,9 @@ def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
 
 
 def outer_saved_tensor_hooks() -> Hooks | None:
-    """What this thread does with saved tensors now; None when nothing, or when this torch does not tell.
+    """Return the saved-tensor hooks of this thread; None if there are none, or this torch cannot tell.
 
-    torch applies only the innermost hooks, so whoever adds some must hand on what is not its own (activation
+    torch applies only the innermost hooks, so added hooks must pass other tensors on to the outer ones (activation
     checkpointing without re-entrance is made of such hooks).
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -142,7 +142,7 @@ def outer_saved_tensor_hooks() -> Hooks | None:
 
 
 def has_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether one kernel multiplies runs of rows of `x`, (rows, in), with `weight`, (runs, out, in).
+    """Return whether one kernel multiplies runs of rows of `x`, (rows, in), with `weight`, (runs, out, in).
 
     It wants bfloat16, rows of multiples of 16 bytes and a GPU of compute capability 8 or more.
     """

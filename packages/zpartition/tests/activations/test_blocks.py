@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zpartition
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy
-from zpartition.activations import Blocks, Checkpointing
+from zpartition.activations import CheckpointedBlocks, Checkpointing
 
 
 class Block(nn.Module):
@@ -48,7 +48,7 @@ def gradients(net: nn.Module) -> list[Tensor]:
 def test_the_outermost_of_the_named_run_again_and_close_makes_them_plain() -> None:
     net = Net()
     wanted, names = gradients(net), list(net.state_dict())
-    blocks = Blocks.of(net, ["layers.*", "layers.0.inner"], Checkpointing())
+    blocks = CheckpointedBlocks.of(net, ["layers.*", "layers.0.inner"], Checkpointing())
     assert list(blocks.modules) == ["layers.0", "layers.1", "layers.2"]
     assert isinstance(net.layers[0], Block)
     for each in (net, copy.deepcopy(net)):
@@ -65,11 +65,11 @@ def test_the_outermost_of_the_named_run_again_and_close_makes_them_plain() -> No
 def test_a_pattern_without_a_module_is_told_unless_it_may_miss() -> None:
     net = Net()
     with pytest.raises(ValueError, match=r"pattern 'layer.\*' of activation checkpoints matches none of .*layers.0"):
-        Blocks.of(net, ["layers.1", "layer.*"], Checkpointing())
+        CheckpointedBlocks.of(net, ["layers.1", "layer.*"], Checkpointing())
     assert type(net.layers[1]) is Block
-    assert list(Blocks.of(net, ["layers.1", "layer.*"], Checkpointing(), elsewhere=["layer.0"]).modules) == [
-        "layers.1"
-    ]
+    assert list(
+        CheckpointedBlocks.of(net, ["layers.1", "layer.*"], Checkpointing(), elsewhere=["layer.0"]).modules
+    ) == ["layers.1"]
 
 
 def at_every_stage() -> list[int]:
@@ -81,7 +81,7 @@ def at_every_stage() -> list[int]:
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             policy = ZeroPolicy(stage=stage, unit_numel=100, persist_numel=4, max_live_numel=0)
             partition = zpartition.shard(model, optimizer, policy=policy)
-            blocks = Blocks.of(model, patterns, Checkpointing())
+            blocks = CheckpointedBlocks.of(model, patterns, Checkpointing())
             for step in range(3):
                 torch.manual_seed(step)
                 with partition.micro_step():
@@ -104,7 +104,7 @@ def test_two_ranks_train_the_same_at_stages_0_and_3() -> None:
 def test_what_is_saved_or_copied_is_a_plain_model() -> None:
     net, file = Net(), io.BytesIO()
     wanted = gradients(net)
-    Blocks.of(net, ["layers.*"], Checkpointing())
+    CheckpointedBlocks.of(net, ["layers.*"], Checkpointing())
     torch.save(net, file)
     file.seek(0)
     for other in (torch.load(file, weights_only=False), copy.deepcopy(net)):

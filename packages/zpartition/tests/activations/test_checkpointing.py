@@ -14,16 +14,16 @@ import zcomm
 import zpartition
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy
-from zpartition.activations import Arena, Checkpointing, Keeping, OnHost, Variant, kept_numel
-from zpartition.cells import Cell
+from zpartition.activations import ArenaStore, Checkpointing, HostStore, SavedInputs, Variant, saved_numel
+from zpartition.layout.model_parallel import ModelParallelGroup
 from zpartition.tensor import parallelize
-from zpartition.tensor.testing import PLAN, SEQUENCE, WIDTH, Language
+from zpartition.testing.tensor_models import PLAN, SEQUENCE, WIDTH, Language
 
 WAYS: dict[str, Callable[[], Checkpointing]] = {
     "plain": Checkpointing,
     "reentrant": lambda: Checkpointing(variant=Variant.REENTRANT),
-    "host": lambda: Checkpointing(keeping=Keeping(store=OnHost())),
-    "arena": lambda: Checkpointing(keeping=Keeping(store=Arena(2)), variant=Variant.REENTRANT),
+    "host": lambda: Checkpointing(saved_inputs=SavedInputs(store=HostStore())),
+    "arena": lambda: Checkpointing(saved_inputs=SavedInputs(store=ArenaStore(2)), variant=Variant.REENTRANT),
 }
 
 
@@ -165,9 +165,9 @@ def trained(run: Callable[..., Any], stage: int, tensor: Any, data: Any) -> list
 
 def at_every_stage() -> int:
     for stage in (0, 2, 3):
-        wanted = trained(plain, stage, zcomm.run(1), None)
+        wanted = trained(plain, stage, zcomm.consecutive_group(1), None)
         for way in ("plain", "reentrant", "host"):
-            found = trained(WAYS[way](), stage, zcomm.run(1), None)
+            found = trained(WAYS[way](), stage, zcomm.consecutive_group(1), None)
             assert all(torch.equal(a, b) for a, b in zip(found, wanted)), (stage, way)
     return stage
 
@@ -177,27 +177,27 @@ def test_two_ranks_at_every_stage_get_the_same_bits() -> None:
 
 
 def split() -> list[int]:
-    tensor, data, counted = zcomm.run(2), zcomm.run_mates(2), []
+    tensor, data, counted = zcomm.consecutive_group(2), zcomm.strided_group(2), []
     for stage in (1, 3):
         wanted = trained(plain, stage, tensor, data)
         for variant in Variant:
             store = Counting()
-            keeping = Keeping(cell=Cell.of(tensor), store=store)
-            found = trained(Checkpointing(keeping=keeping, variant=variant), stage, tensor, data)
+            keeping = SavedInputs(mp_group=ModelParallelGroup.of(tensor), store=store)
+            found = trained(Checkpointing(saved_inputs=keeping, variant=variant), stage, tensor, data)
             assert all(torch.equal(a, b) for a, b in zip(found, wanted)), (stage, variant)
             counted.append(store.num_bytes)
     return counted
 
 
 def test_tensor_ranks_keep_a_part_each_and_get_the_same_bits() -> None:
-    wanted = 4 * 3 * kept_numel(2 * 8 * WIDTH, 2) * 8  # micro-steps, blocks, elements of a part, bytes
+    wanted = 4 * 3 * saved_numel(2 * 8 * WIDTH, 2) * 8  # micro-steps, blocks, elements of a part, bytes
     assert run_ranks(split, 4) == [[wanted] * 4] * 4
 
 
 def split_by_tokens() -> str:
     model = Checkpointed()
     parallelize(model, SEQUENCE, None)
-    model.run = Checkpointing(keeping=Keeping(cell=Cell.of(None)))
+    model.run = Checkpointing(saved_inputs=SavedInputs(mp_group=ModelParallelGroup.of(None)))
     loss = model(torch.arange(16).view(2, 8))
     with pytest.raises(ValueError, match=r"differ between the 2 tensor ranks.*sequence_dim") as caught:
         loss.backward()

@@ -6,7 +6,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from zpartition.activations.replay import AGAIN, FORWARD, NO_STREAMS, Replay, is_inside, no_span, nothing
+from zpartition.activations.checkpointing import (
+    FORWARD,
+    NO_STREAMS,
+    RECOMPUTATION,
+    Replay,
+    is_checkpointing,
+    no_span,
+    no_synchronization,
+)
 
 
 class Counter:
@@ -40,21 +48,21 @@ def test_streams_are_set_for_a_second_run_and_set_back_after_it() -> None:
     counter.drawn = 100
     assert replay() == replay() == (6, 7)
     assert counter.drawn == 100
-    assert told[:8] == ["wait", FORWARD, "end", "wait", "wait", AGAIN, "end", "wait"]
+    assert told[:8] == ["wait", FORWARD, "end", "wait", "wait", RECOMPUTATION, "end", "wait"]
 
 
 def test_after_an_error_everything_is_as_before() -> None:
     counter = Counter()
 
     def fail() -> None:
-        assert is_inside()
+        assert is_checkpointing()
         raise ZeroDivisionError(counter.draw())
 
-    replay = Replay(fail, counter, nothing, no_span)
+    replay = Replay(fail, counter, no_synchronization, no_span)
     for wanted in (6, 20):
         with pytest.raises(ZeroDivisionError, match="6"):
             replay()
         assert counter.drawn == wanted
-        assert not is_inside()
+        assert not is_checkpointing()
         counter.drawn = 20
     assert NO_STREAMS.get_states() == {}

@@ -1,4 +1,4 @@
-"""What is put comes back, and slots of an arena are used again."""
+"""Stored tensors come back, and slots of an arena are reused."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import logging
 import pytest
 import torch
 
-from zpartition.activations import Arena, AsTheyAre, OnHost
+from zpartition.activations import ArenaStore, DeviceStore, HostStore
 
 
-@pytest.mark.parametrize("store", [AsTheyAre(), OnHost(), Arena(2), Arena(2, on_host=True)])
+@pytest.mark.parametrize("store", [DeviceStore(), HostStore(), ArenaStore(2), ArenaStore(2, on_host=True)])
 def test_what_is_put_comes_back(store) -> None:
     first, second = torch.arange(4.0), torch.arange(4.0) + 10
     backs = [store.put(first.clone()), store.put(second.clone())]
@@ -21,14 +21,14 @@ def test_what_is_put_comes_back(store) -> None:
 
 
 def test_an_arena_is_one_piece_of_memory_for_each_size_and_its_slots_are_used_again(caplog) -> None:
-    arena = Arena(2)
+    arena = ArenaStore(2)
     backs = [arena.put(torch.full((3,), float(index))) for index in range(2)]
     (slots,) = arena.free.values()
     assert not slots
     with caplog.at_level(logging.WARNING, "zpartition"):
         more = [arena.put(torch.full((3,), 5.0)), arena.put(torch.full((3,), 6.0))]
     assert [record.getMessage()[:45] for record in caplog.records] == [
-        "more than 2 activations of 3 elements wait at"
+        "more than 2 activations of 3 elements are sav"
     ]
     assert more[1]().tolist() == [6.0] * 3
     kept = backs[0]()

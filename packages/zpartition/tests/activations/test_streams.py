@@ -38,7 +38,7 @@ def test_a_stream_goes_on_where_it_was_and_leaves_torchs_numbers_alone() -> None
 def test_names_and_seeds_are_used_once() -> None:
     streams = RandomStreams(CPU)
     streams.add("a", 1)
-    with pytest.raises(ValueError, match="seed 1 is that of another stream"):
+    with pytest.raises(ValueError, match="seed 1 is in use by another stream"):
         streams.add("b", 1)
     with pytest.raises(ValueError, match="stream 'a' exists already"):
         streams.add("a", 2)

@@ -56,5 +56,5 @@ def test_only_our_files_are_swept_and_cleared(held: Folder, tmp_path: Path) -> N
 
 
 def test_a_folder_has_one_holder(held: Folder) -> None:
-    with pytest.raises(DiskBusy, match="give each rank a folder of its own"):
+    with pytest.raises(DiskBusy, match="use one folder for each rank"):
         Folder.lock(System(), held.path)

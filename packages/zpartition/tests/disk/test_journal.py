@@ -6,16 +6,16 @@ import zlib
 
 import pytest
 
-from zpartition.disk.journal import NO_SLOT, Entry, Journal, num_chunks
+from zpartition.disk.journal import NO_SLOT, Journal, RegionEntry, num_chunks
 
 JOURNAL = Journal(
     generation=7,
     chunk_bytes=4096,
     entries=(
-        Entry("a", "zpartition-00000.region", 4097, 1, (1, 0xFFFFFFFF)),
-        Entry("layers.0/weight \n ü", "zpartition-00001.region", 10_000, NO_SLOT, ()),
-        Entry("nothing", "zpartition-00002.region", 0, 0, ()),
-        Entry("b", "zpartition-00003.region", 1, 0, (5,)),
+        RegionEntry("a", "zpartition-00000.region", 4097, 1, (1, 0xFFFFFFFF)),
+        RegionEntry("layers.0/weight \n ü", "zpartition-00001.region", 10_000, NO_SLOT, ()),
+        RegionEntry("nothing", "zpartition-00002.region", 0, 0, ()),
+        RegionEntry("b", "zpartition-00003.region", 1, 0, (5,)),
     ),
 )
 

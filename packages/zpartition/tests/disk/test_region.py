@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from zpartition.disk import DiskError, DiskOptions, DiskStore, Region
-from zpartition.disk.journal import NO_SLOT, Entry
+from zpartition.disk.journal import NO_SLOT, RegionEntry
 from zpartition.disk.region import Pending
 
 
@@ -17,7 +17,7 @@ def region(model_disk: Any) -> Region:
 
 def test_writes_go_to_the_slot_that_is_not_current_and_a_commit_swaps_the_roles(region: Region) -> None:
     assert region.slot_bytes == 8192
-    assert region.entry() == Entry("w", "zpartition-00000.region", 5000, NO_SLOT, ())
+    assert region.entry() == RegionEntry("w", "zpartition-00000.region", 5000, NO_SLOT, ())
     for slot in (0, 1, 0):
         assert region.begin_write() == slot
         region.checksums[slot] = [3, 4]
@@ -34,9 +34,9 @@ def test_writes_go_to_the_slot_that_is_not_current_and_a_commit_swaps_the_roles(
 
 
 def test_a_torn_slot_is_neither_read_nor_committed(region: Region) -> None:
-    with pytest.raises(DiskError, match="holds nothing"):
+    with pytest.raises(DiskError, match="is empty"):
         region.begin_read()
-    region.adopt(attrs_entry := Entry("w", "zpartition-00000.region", 5000, 1, (1, 2)))
+    region.adopt(attrs_entry := RegionEntry("w", "zpartition-00000.region", 5000, 1, (1, 2)))
     region.begin_write()
     region.end_write(ValueError("of the drive"))
     with pytest.raises(DiskError, match=r"the last write of region 'w' failed \(of the drive\)"):
@@ -45,7 +45,7 @@ def test_a_torn_slot_is_neither_read_nor_committed(region: Region) -> None:
     region.begin_write()
     region.end_write(None)
     assert region.begin_read() == 0
-    region.tear(ValueError("not synced"))
+    region.mark_torn(ValueError("not synced"))
     assert region.pending is Pending.TORN
-    region.forget()
+    region.reset()
     assert region.begin_read() == 1

@@ -72,14 +72,14 @@ def test_tensors_of_any_dtype_and_shape_are_bytes(folder: Path) -> None:
         store.read(region, into).wait()
         assert torch.equal(into.view(7, 13), source)
         for bad in (torch.empty(90, 2, dtype=torch.uint8), torch.empty(200, 2).T, torch.empty(200, device="meta")):
-            with pytest.raises(ValueError, match="contiguous one on the CPU with at least"):
+            with pytest.raises(ValueError, match="contiguous CPU tensor of at least"):
                 store.write(region, bad)
 
 
 def test_a_read_sees_the_newest_write_and_discard_returns_to_the_commit(folder: Path) -> None:
     with DiskStore.create(folder, SMALL) as store:
         region = store.allocate("w", 100_000)
-        with pytest.raises(DiskError, match="region 'w' holds nothing"):
+        with pytest.raises(DiskError, match="region 'w' is empty"):
             store.read(region, store.buffer(100_000)).wait()
         store.write(region, noise(100_000, 1))
         store.commit()
@@ -111,7 +111,7 @@ def test_a_folder_belongs_to_one_store_and_what_a_process_left_is_opened_or_remo
     store.commit()
     store.allocate("never committed", 5)
     store.close()
-    with pytest.raises(DiskExists, match=r"DiskStore\.open\(\) it"):
+    with pytest.raises(DiskExists, match=r"DiskStore\.open\(\) to"):
         DiskStore.create(folder)
     (folder / "zpartition.journal.new").write_text("of a crash")
     with DiskStore.open(folder, SMALL) as store:
@@ -125,7 +125,7 @@ def test_a_folder_belongs_to_one_store_and_what_a_process_left_is_opened_or_remo
 def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:
     store = DiskStore.create(folder, SMALL)
     region = store.allocate("w", 5)
-    with pytest.raises(ValueError, match="region 'w' is there already"):
+    with pytest.raises(ValueError, match="region 'w' exists"):
         store.allocate("w", 7)
     with pytest.raises(ValueError, match="-1 bytes"):
         store.allocate("v", -1)
@@ -151,7 +151,7 @@ def test_a_full_disk_is_told_at_allocation_with_what_is_needed_and_free(
             store.allocate("w", 1 << 60)
         assert told.value.needed_bytes == 2 << 60
         assert 0 < told.value.free_bytes < 1 << 60
-        store.holdings.folder.system.fault = fail_once("allocate", errno.ENOSPC)
+        store.resources.folder.system.fault = fail_once("allocate", errno.ENOSPC)
         with pytest.raises(DiskFull, match="region 'w'"):
             store.allocate("w", 100)
         assert set(folder.iterdir()) == files, "nothing is left of it"
@@ -200,7 +200,7 @@ def test_errors_that_nobody_waited_for_are_told_at_commit_or_close(
     store.commit()  # once is enough
     disk.fault = fail_once("write")
     store.write(region, noise(50_000))
-    store.holdings.traffic.drain()
+    store.resources.transfers.drain()
     with pytest.raises(DiskFailed, match="write region 'w'"):
         store.close()
     assert not [thread for thread in threading.enumerate() if "zpartition-disk" in thread.name]

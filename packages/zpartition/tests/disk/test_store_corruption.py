@@ -39,7 +39,7 @@ def test_any_byte_of_a_region(left: Path) -> None:
         region, into = store.regions["moments"], store.buffer(SIZE)
         for offset in [*range(0, SIZE, 397), 4095, 4096, SIZE - 1]:
             flip(path, 8192 + offset)
-            with pytest.raises(DiskCorrupt, match="region 'moments' is damaged") as told:
+            with pytest.raises(DiskCorrupt, match="region 'moments' is corrupt") as told:
                 store.read(region, into).wait()
             assert told.value.path == str(path)
             assert told.value.offset == offset // 4096 * 4096

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import zcomm
 from zcomm.testing import run_ranks
-from zpartition.cells import ALONE, Cell
-from zpartition.experts.dispatch import Shipment
+from zpartition.experts.dispatch import TokenDispatch
+from zpartition.layout.model_parallel import ALONE, ModelParallelGroup
 
 EXPERTS = 4
 
@@ -34,15 +34,15 @@ def expected(rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return (y.detach(), *torch.autograd.grad(y.square().sum(), (x, weights)))
 
 
-def shipped(deal: Cell) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+def shipped(expert_group: ModelParallelGroup) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     x, experts, kept, weights = routing(zcomm.group_rank())
     x.requires_grad_()
     weights.requires_grad_()
-    shipment = Shipment.plan(experts, kept, EXPERTS, deal)
-    rows = shipment.send(x)
-    numbers = torch.arange(EXPERTS)[shipment.own].repeat_interleave(torch.tensor(shipment.counts))
-    y = shipment.fetch(rows * (numbers + 1)[:, None], weights)
-    return (y.detach(), *torch.autograd.grad(y.square().sum(), (x, weights)), shipment.counts)
+    dispatch = TokenDispatch.plan(experts, kept, EXPERTS, expert_group)
+    rows = dispatch.send(x)
+    numbers = torch.arange(EXPERTS)[dispatch.own].repeat_interleave(torch.tensor(dispatch.counts))
+    y = dispatch.combine(rows * (numbers + 1)[:, None], weights)
+    return (y.detach(), *torch.autograd.grad(y.square().sum(), (x, weights)), dispatch.counts)
 
 
 def check(found: tuple[Tensor, Tensor, Tensor, list[int]], rank: int) -> None:
@@ -57,7 +57,7 @@ def test_alone_rows_are_sorted_and_come_back() -> None:
     found = shipped(ALONE)
     check(found, 0)
     x, experts, kept, _ = routing(0)
-    rows = Shipment.plan(experts, kept, EXPERTS, ALONE).send(x)
+    rows = TokenDispatch.plan(experts, kept, EXPERTS, ALONE).send(x)
     pairs = [(int(experts[t, j]), t, j) for t in range(6) for j in range(2) if kept[t, j]]
     assert torch.equal(rows, x[[t for _, t, _ in sorted(pairs)]])
     assert found[3][1] == 0
@@ -65,9 +65,9 @@ def test_alone_rows_are_sorted_and_come_back() -> None:
 
 def _traced() -> tuple[tuple[Tensor, Tensor, Tensor, list[int]], list[tuple[str, int]]]:
     log: list[zcomm.Record] = []
-    deal = Cell.of(None)
+    expert_group = ModelParallelGroup.of(None)
     with zcomm.traced(log):
-        found = shipped(deal)
+        found = shipped(expert_group)
     return found, [(record.op, record.numel) for record in log]
 
 
@@ -85,11 +85,11 @@ def test_over_ranks_everything_is_as_if_all_experts_were_here(world_size: int) -
 
 def _nothing() -> bool:
     """Nobody has a token for anybody: backward still goes through all exchanges."""
-    deal = Cell.of(None)
+    expert_group = ModelParallelGroup.of(None)
     x = torch.randn(5, 3, requires_grad=True)
     experts = torch.zeros(5, 1, dtype=torch.int64)
-    shipment = Shipment.plan(experts, torch.zeros(5, 1, dtype=torch.bool), EXPERTS, deal)
-    y = shipment.fetch(shipment.send(x), torch.zeros(5, 1))
+    dispatch = TokenDispatch.plan(experts, torch.zeros(5, 1, dtype=torch.bool), EXPERTS, expert_group)
+    y = dispatch.combine(dispatch.send(x), torch.zeros(5, 1))
     y.sum().backward()
     assert x.grad is not None
     return not y.any() and not x.grad.any()
@@ -109,7 +109,7 @@ def test_gradients_of_sums_are_those_of_finite_differences(k: int) -> None:
     kept = torch.rand(5, k, generator=generator) > 0.3
 
     def layer(x: Tensor, weights: Tensor) -> Tensor:
-        shipment = Shipment.plan(experts, kept, EXPERTS, ALONE)
-        return shipment.fetch(shipment.send(x).tanh(), weights * kept)
+        dispatch = TokenDispatch.plan(experts, kept, EXPERTS, ALONE)
+        return dispatch.combine(dispatch.send(x).tanh(), weights * kept)
 
     assert torch.autograd.gradcheck(layer, (x, weights))

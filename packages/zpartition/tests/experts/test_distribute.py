@@ -15,13 +15,13 @@ import zpartition
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy
 from zpartition.experts import ExpertMLP, MoE, distribute, expert_degree, find_experts
-from zpartition.experts.testing import Language, batches
 from zpartition.tensor import load_whole_state_dict, whole_state_dict
 from zpartition.testing import norm_of
+from zpartition.testing.expert_models import MoELanguageModel, batches
 
 
 def test_stacks_are_found_by_path_and_pattern() -> None:
-    model = Language()
+    model = MoELanguageModel()
     assert list(find_experts(model)) == [f"blocks.{index}.moe.experts" for index in range(3)]
     assert list(find_experts(model, r"s\.1\.moe")) == ["blocks.1.moe.experts"]
 
@@ -57,8 +57,8 @@ _kept: list[object] = []
 
 def test_what_cannot_be_shared_out_is_refused_before_a_message() -> None:
     nothing, uneven, owned = run_ranks(_refused, 2)[0]
-    assert "no experts are found in the Linear, to be shared out among 2 ranks" in nothing
-    assert "0.experts: 3 experts cannot be shared out evenly among 2 ranks: choose ep_size (autoep_size)" in uneven
+    assert "no experts found in Linear to shard over 2 ranks" in nothing
+    assert "0.experts: 3 experts cannot be sharded evenly over 2 ranks: choose ep_size (autoep_size)" in uneven
     assert "is partitioned already" in owned
 
 
@@ -71,7 +71,7 @@ def _unsplit() -> list[str]:
         )
         shapes = [param.shape for param in model.parameters()]
         with zcomm.traced(log), pytest.raises(ValueError) as raised:
-            distribute(model, zcomm.run(1), tensor=dist.group.WORLD)
+            distribute(model, zcomm.consecutive_group(1), tensor=dist.group.WORLD)
         found.append(str(raised.value))
         assert [param.shape for param in model.parameters()] == shapes
     model = nn.Sequential(MoE(4, ExpertMLP(4, 6), 2))
@@ -85,38 +85,41 @@ def _unsplit() -> list[str]:
 def test_experts_that_cannot_be_split_or_are_shared_out_are_refused_before_a_message() -> None:
     uneven, other, again = run_ranks(_unsplit, 2)[0]
     assert "1.experts: an inner size of 5 does not divide by 2 tensor ranks" in uneven
-    assert "1.experts: expert tensor parallelism splits zpartition.experts.ExpertMLP, and the expert is a L" in other
-    assert "0.experts: these experts are shared out already" in again
+    assert "1.experts: expert tensor parallelism needs a zpartition.experts.ExpertMLP, but the expert is a L" in other
+    assert "0.experts: these experts are sharded already" in again
 
 
 def _mates() -> str:
     """Experts that went to ranks which are no neighbours."""
     model = nn.Sequential(MoE(4, ExpertMLP(4, 4), 2))
-    distribute(model, zcomm.run_mates(2))
-    with pytest.raises(ValueError, match="no run of 2") as raised:
+    distribute(model, zcomm.strided_group(2))
+    with pytest.raises(ValueError, match="not 2 consecutive ranks") as raised:
         zpartition.shard(model)
     return str(raised.value)
 
 
 def test_experts_that_went_to_other_ranks_than_a_partition_expects_are_refused() -> None:
-    assert "0.experts.stacked.gate.weight is dealt out to ranks [0, 2]" in run_ranks(_mates, 4)[0]
+    assert "0.experts.stacked.gate.weight is sharded over the expert-parallel ranks [0, 2]" in run_ranks(_mates, 4)[0]
 
 
 def _facts() -> tuple[list[tuple[int, int, int]], dict[str, Tensor], list[int]]:
     """(deal, shards, span) of buckets; weights that go out and in again; who sums gradients of experts."""
     torch.manual_seed(zcomm.group_rank())  # ranks disagree: rank 0's count
-    model = Language()
+    model = MoELanguageModel()
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param))
-    distribute(model, zcomm.run(2))
+    distribute(model, zcomm.consecutive_group(2))
     before = whole_state_dict(model)
     load_whole_state_dict(model, {name: 2 * value for name, value in before.items()})
     for name, value in whole_state_dict(model).items():
         assert torch.equal(value, 2 * before[name]), name
     partition = zpartition.shard(model, policy=ZeroPolicy(stage=2))
-    buckets = [(b.deal, b.num_shards, b.span(partition.rank)[0] // b.span_numel) for b in partition.layout.buckets]
-    holders = partition.ranks.having(next(b for b in partition.layout.buckets if b.deal > 1)).world
+    buckets = [
+        (b.num_expert_shards, b.num_shards, b.span(partition.rank)[0] // b.span_numel)
+        for b in partition.layout.buckets
+    ]
+    holders = partition.ranks.groups_for(next(b for b in partition.layout.buckets if b.num_expert_shards > 1)).world
     return buckets, whole_state_dict(model), dist.get_process_group_ranks(holders)
 
 
@@ -133,7 +136,7 @@ def _silent(stage: int) -> list[float]:
     """One rank's gradients go around a layer that the others use: nobody waits for ever, and the mean is right."""
     torch.manual_seed(0)
     model = nn.ModuleList([MoE(4, ExpertMLP(4, 4), 2, drop_tokens=False), nn.Linear(4, 4), nn.Linear(4, 4)]).double()
-    distribute(model, zcomm.run(2))
+    distribute(model, zcomm.consecutive_group(2))
     policy = ZeroPolicy(stage=stage, bucket_numel=1, unit_numel=1, persist_numel=17)  # the two stay whole
     partition = zpartition.shard(model, policy=policy)
     x = torch.ones(3, 4, dtype=torch.float64)
@@ -164,7 +167,7 @@ def _tensor() -> tuple[list[float], list[float]]:
     model = nn.Sequential(MoE(4, expert, 2, k=2, drop_tokens=False, enable_expert_tensor_parallelism=True))
     model[0].gate.rule = type(model[0].gate.rule)(k=2, drops=False, second="best")
     model.double()
-    data, tensor = zcomm.run_mates(2), zcomm.run(2)
+    data, tensor = zcomm.strided_group(2), zcomm.consecutive_group(2)
     x = torch.randn(2, 5, 4, dtype=torch.float64)[zcomm.group_rank(data)]
 
     def grads() -> dict[str, Tensor]:
@@ -190,8 +193,8 @@ def _seeded_apart() -> tuple[list[int], bool]:
     split, whole = (MoE(4, ExpertMLP(4, 6), 2, enable_expert_tensor_parallelism=True) for _ in range(2))
     before = split.experts.get_parameter("stacked.up.weight").detach().clone()
     zcomm.broadcast(before, source=0)
-    distribute(split, zcomm.run(1), tensor=torch.distributed.group.WORLD)
-    distribute(whole, zcomm.run(2))
+    distribute(split, zcomm.consecutive_group(1), tensor=torch.distributed.group.WORLD)
+    distribute(whole, zcomm.consecutive_group(2))
     half = slice(3 * zcomm.group_rank(), 3 * zcomm.group_rank() + 3)
     shape = list(whole.experts.get_parameter("stacked.up.weight").shape)
     return shape, torch.equal(split.experts.get_parameter("stacked.up.weight"), before[:, half])
@@ -208,11 +211,11 @@ def test_tensor_ranks_share_each_expert() -> None:
 
 def _frozen(stage: int) -> bool:
     """Experts that are not trained stay those of their rank; one parameter and its edit are seen alike."""
-    model = Language()
+    model = MoELanguageModel()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for name, param in model.named_parameters():
         param.requires_grad_("blocks.1.moe.experts" not in name)
-    distribute(model, zcomm.run(2))
+    distribute(model, zcomm.consecutive_group(2))
     policy = ZeroPolicy(stage=stage, unit_numel=700, persist_numel=20, bucket_numel=700)
     partition = zpartition.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
     after = whole_state_dict(model)
@@ -237,7 +240,7 @@ def _recomputed(stage: int) -> tuple[list[float], list[float]]:
     """Gradient norms of blocks that run again in backward, which sends their tokens again; and an evaluation."""
     found = []
     for again in (False, True):
-        model = Language()
+        model = MoELanguageModel()
         if again:
             for block in model.blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -263,8 +266,8 @@ def test_blocks_that_run_again_give_the_same_gradients(stage: int) -> None:
 
 def _few_bits() -> list[float]:
     """ZeRO++ beside experts: codes for all, hpZ and hops for what all ranks hold; the loss falls."""
-    model = Language().float()
-    distribute(model, zcomm.run(2))
+    model = MoELanguageModel().float()
+    distribute(model, zcomm.consecutive_group(2))
     small = {"unit_numel": 700, "persist_numel": 20, "max_live_numel": 0}
     bits = {"weight_bits": 8, "gradient_bits": 8, "secondary_group_size": 2, "gradient_hop_size": 2}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)

@@ -14,9 +14,9 @@ import zpartition
 from zcomm.testing import run_ranks
 from zpartition import Init, ZeroPolicy
 from zpartition.experts import ExpertMLP, ExpertParameter, MoE, distribute
-from zpartition.experts.testing import Language
 from zpartition.tensor import whole_state_dict
 from zpartition.testing import losses_of
+from zpartition.testing.expert_models import MoELanguageModel
 
 TOKENS = torch.randint(0, 23, (2, 7), generator=torch.Generator().manual_seed(1))
 
@@ -58,7 +58,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.sparse = Sparse()
-        self.language = Language()
+        self.language = MoELanguageModel()
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = nn.functional.one_hot(tokens[0] % 6, 6).float()
@@ -82,7 +82,7 @@ def _trained(how: str, stage: int) -> tuple[dict[str, Tensor], list[float], int]
     if how == "written":
         with zpartition.gathered(weight, modifier_rank=1), torch.no_grad():
             weight.copy_(torch.full_like(weight, zcomm.group_rank()))
-    distribute(model, zcomm.run(2))
+    distribute(model, zcomm.consecutive_group(2))
     assert isinstance(weight, ExpertParameter)
     policy = ZeroPolicy(stage=stage, unit_numel=700, persist_numel=20, bucket_numel=700)
     partition = zpartition.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
@@ -119,12 +119,12 @@ def test_weights_losses_and_what_is_drawn_next_are_those_of_a_plain_build(stage:
 
 
 def _seeded_apart() -> Tensor:
-    """What all tensor ranks have of experts of which each would have drawn others."""
+    """Return the experts of all tensor ranks, each of which would have drawn different ones."""
     torch.manual_seed(zcomm.group_rank())
     with Init():
         layer = MoE(4, ExpertMLP(4, 6), 2, enable_expert_tensor_parallelism=True)
-    distribute(layer, zcomm.run(1), tensor=torch.distributed.group.WORLD)
-    zpartition.shard(layer, group=zcomm.run(1))
+    distribute(layer, zcomm.consecutive_group(1), tensor=torch.distributed.group.WORLD)
+    zpartition.shard(layer, group=zcomm.consecutive_group(1))
     return whole_state_dict(layer)["experts.stacked.up.weight"]
 
 

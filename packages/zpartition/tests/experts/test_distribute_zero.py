@@ -7,7 +7,7 @@ import pytest
 import zcomm
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy
-from zpartition.experts.testing import CLIP, train, train_alone
+from zpartition.testing.expert_models import CLIP, train, train_alone
 
 Curve = tuple[list[float], list[float], float]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from zpartition.experts.gates import Routing, capacity_of, dense_mask, moved_bias, top1, top2, topk
+from zpartition.experts.gates import Routing, capacity_of, dense_mask, top1, top2, topk, update_bias
 
 TOKENS, EXPERTS = 40, 5
 
@@ -115,10 +115,10 @@ def test_a_bias_moves_the_choice_and_no_weight_and_balances() -> None:
     torch.testing.assert_close(routing.weights, values.softmax(1).gather(1, routing.experts))  # k=1: no normalisation
     bias = torch.zeros(EXPERTS, dtype=values.dtype)
     for _ in range(150):
-        bias = moved_bias(bias, topk(values, 1, bias=bias).counts, 0.01)
+        bias = update_bias(bias, topk(values, 1, bias=bias).counts, 0.01)
     assert topk(values, 1).counts.max() >= 24
     assert topk(values, 1, bias=bias).counts.max() <= 10  # the mean is 8
-    assert moved_bias(torch.zeros(3), torch.tensor([1, 2, 3]), 0.5).tolist() == [0.5, 0.0, -0.5]
+    assert update_bias(torch.zeros(3), torch.tensor([1, 2, 3]), 0.5).tolist() == [0.5, 0.0, -0.5]
 
 
 def test_gates_are_differentiable_in_weights_and_loss() -> None:

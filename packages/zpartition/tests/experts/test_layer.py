@@ -78,9 +78,9 @@ def test_it_keeps_the_dtype_of_a_narrow_model() -> None:
 
 def test_wrong_numbers_are_refused_with_the_numbers() -> None:
     expert = ExpertMLP(8, 12)
-    with pytest.raises(ValueError, match=r"6 experts cannot be shared out evenly among 4 ranks: .* 1, 2, 3, 6"):
+    with pytest.raises(ValueError, match=r"6 experts cannot be sharded evenly over 4 ranks: .* 1, 2, 3, 6"):
         MoE(8, expert, 6, ep_size=4)
-    with pytest.raises(ValueError, match="k is 3, but a token can go to 1 to 2 of 2 experts"):
+    with pytest.raises(ValueError, match="k is 3, but must be between 1 and the number of experts, 2"):
         MoE(8, expert, 2, k=3)
     with pytest.raises(ValueError, match="use_tutel"):
         MoE(8, expert, 2, use_tutel=True)

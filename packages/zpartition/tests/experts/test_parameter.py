@@ -7,7 +7,7 @@ import copy
 import torch
 from torch.nn import Parameter
 
-from zpartition.experts.parameter import ExpertParameter, as_experts
+from zpartition.experts.stacked import ExpertParameter, mark_experts
 
 
 def test_it_is_a_parameter_like_any_other() -> None:
@@ -25,9 +25,9 @@ def test_it_is_a_parameter_like_any_other() -> None:
 def test_a_parameter_becomes_one_and_stays_the_same_object() -> None:
     plain = Parameter(torch.ones(2))
     names = {plain: "w"}
-    as_experts(plain)
+    mark_experts(plain)
     assert isinstance(plain, ExpertParameter)
     assert names[plain] == "w"
     other = type("Coded", (Parameter,), {})(torch.ones(1))
-    as_experts(other)
+    mark_experts(other)
     assert not isinstance(other, ExpertParameter)

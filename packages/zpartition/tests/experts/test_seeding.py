@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 from zpartition import Init
-from zpartition.deferred import tape_in_progress
-from zpartition.experts.seeding import drawn, seeded
-from zpartition.tape import is_meta
+from zpartition.deferred.init import active_recording
+from zpartition.deferred.recording import is_meta
+from zpartition.experts.stacked import draw_seed, seed_scope
 
 
 def test_numbers_inside_follow_from_the_number_and_the_index_and_the_generator_goes_on() -> None:
     torch.manual_seed(2)
-    number = drawn()
+    number = draw_seed()
     found = []
     for index in (0, 1, 0):
-        with seeded(number, index):
+        with seed_scope(number, index):
             found.append(torch.rand(4))
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
@@ -27,13 +27,13 @@ def test_numbers_inside_follow_from_the_number_and_the_index_and_the_generator_g
 
 def test_there_is_a_number_on_the_meta_device_and_none_inside_init() -> None:
     with torch.device("meta"):
-        assert int(drawn()) >= 0
+        assert int(draw_seed()) >= 0
     with Init() as init:
-        number = drawn()
+        number = draw_seed()
         assert is_meta(number)
-        assert tape_in_progress() is init.tape
+        assert active_recording() is init.recorded
         before = torch.get_rng_state()
-        with seeded(number, 3):
+        with seed_scope(number, 3):
             torch.manual_seed(1)
         assert torch.equal(torch.get_rng_state(), before)
-    assert tape_in_progress() is None
+    assert active_recording() is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from zpartition.experts import ExpertMLP, MoE, used_shares
+from zpartition.experts import ExpertMLP, MoE, active_fractions
 
 
 class Stack(nn.Module):
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 def test_a_token_uses_k_of_the_experts() -> None:
     layer = MoE(4, ExpertMLP(4, 4), 4, k=2, use_residual=True)
-    found = used_shares(nn.Sequential(nn.Linear(4, 4), layer))
+    found = active_fractions(nn.Sequential(nn.Linear(4, 4), layer))
     assert found == {id(param): 0.5 for param in layer.experts.parameters()}  # the residual one sees every token
-    assert set(used_shares(Block(top_k=2)).values()) == {0.25}
-    assert set(used_shares(Block()).values()) == {1.0}  # nobody says it
+    assert set(active_fractions(Block(top_k=2)).values()) == {0.25}
+    assert set(active_fractions(Block()).values()) == {1.0}  # nobody says it

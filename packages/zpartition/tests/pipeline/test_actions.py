@@ -1,20 +1,20 @@
 import pytest
 
-from zpartition.pipeline import Action, Kind
+from zpartition.pipeline import Action, ActionKind
 
 
 def test_text_and_back() -> None:
     for text in ("0F0", "12I3", "3W11", "7B0"):
         assert str(Action.parse(text)) == text
-    assert Action.parse("2B5") == Action(2, Kind.BACKWARD, 5)
+    assert Action.parse("2B5") == Action(2, ActionKind.BACKWARD, 5)
 
 
 @pytest.mark.parametrize("text", ["", "F0", "0X1", "0F", "-1F0", "0F0 "])
 def test_what_is_no_action_is_told(text: str) -> None:
-    with pytest.raises(ValueError, match="is not an action of a pipeline: write STAGE"):
+    with pytest.raises(ValueError, match="is not a pipeline action: write STAGE"):
         Action.parse(text)
 
 
 def test_halves_of_a_backward() -> None:
-    assert [kind.makes_gradient for kind in Kind] == [False, True, True, False]
-    assert [kind.frees_activations for kind in Kind] == [False, True, False, True]
+    assert [kind.makes_gradient for kind in ActionKind] == [False, True, True, False]
+    assert [kind.frees_activations for kind in ActionKind] == [False, True, False, True]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zpartition.pipeline.deferral import LaterProducts, WeightsLater
+from zpartition.pipeline.deferral import DeferredWeightGrads, DeferWeightGrads
 
 
 def model() -> nn.Sequential:
@@ -20,12 +20,12 @@ def gradients(net: nn.Module) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_weights_wait_and_all_else_comes_at_once(recomputed: bool) -> None:
     data = torch.randn(2, 5, 4)
-    whole, halves, later = model(), model(), LaterProducts()
+    whole, halves, deferred = model(), model(), DeferredWeightGrads()
     expected, value = data.clone().requires_grad_(), data.clone().requires_grad_()
     whole(expected).square().sum().backward()
 
     def forward(given: torch.Tensor) -> torch.Tensor:
-        with WeightsLater(later):
+        with DeferWeightGrads(deferred):
             return halves(given)
 
     output = checkpoint(forward, value, use_reentrant=False) if recomputed else forward(value)
@@ -34,9 +34,9 @@ def test_weights_wait_and_all_else_comes_at_once(recomputed: bool) -> None:
     output.square().sum().backward()
     assert torch.equal(value.grad, expected.grad)
     assert [each is None for each in gradients(halves)] == [True, False, False, False, True]
-    assert (len(later.factors), arrived) == (2, [])
-    later.finish()
-    assert (len(later.factors), len(arrived)) == (0, 1)  # through autograd: hooks of the parameter see it
+    assert (len(deferred.factors), arrived) == (2, [])
+    deferred.finish()
+    assert (len(deferred.factors), len(arrived)) == (0, 1)  # through autograd: hooks of the parameter see it
     for mine, its in zip(gradients(halves), gradients(whole)):
         torch.testing.assert_close(mine, its)
 
@@ -55,15 +55,15 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_layer_that_checkpoints_itself_finds_in_backward_what_it_found_in_forward(use_reentrant: bool) -> None:
     data = torch.randn(2, 5, 4)
-    whole, halves, later = model(), Checkpointed(use_reentrant=use_reentrant), LaterProducts()
+    whole, halves, deferred = model(), Checkpointed(use_reentrant=use_reentrant), DeferredWeightGrads()
     expected, value = data.clone().requires_grad_(), data.clone().requires_grad_()
     whole(expected).square().sum().backward()
-    with WeightsLater(later):
+    with DeferWeightGrads(deferred):
         output = halves(value)
-    later.backward([output.square().sum()], [torch.ones(())])
+    deferred.backward([output.square().sum()], [torch.ones(())])
     assert torch.equal(value.grad, expected.grad)
-    assert len(later.factors) == (0 if use_reentrant else 2)  # re-entrant ones are differentiated at once
-    later.finish()
+    assert len(deferred.factors) == (0 if use_reentrant else 2)  # re-entrant ones are differentiated at once
+    deferred.finish()
     for mine, its in zip(gradients(halves), gradients(whole)):
         torch.testing.assert_close(mine, its)
 
@@ -86,19 +86,23 @@ class Again(torch.autograd.Function):
 
 
 def test_a_function_that_differentiates_by_itself_gets_its_gradients() -> None:
-    later, weight, data = LaterProducts(), nn.Parameter(torch.ones(2, 3)), torch.randn(4, 3, requires_grad=True)
-    with WeightsLater(later):
+    deferred, weight, data = (
+        DeferredWeightGrads(),
+        nn.Parameter(torch.ones(2, 3)),
+        torch.randn(4, 3, requires_grad=True),
+    )
+    with DeferWeightGrads(deferred):
         output = Again.apply(data, weight)
-    later.backward([output], [torch.ones(4, 2)])
-    assert later.factors == []
+    deferred.backward([output], [torch.ones(4, 2)])
+    assert deferred.factors == []
     torch.testing.assert_close(weight.grad, data.detach().sum(0).expand(2, 3))
 
 
 def test_what_cannot_wait_does_not() -> None:
-    later, layer, data = LaterProducts(), nn.Linear(4, 4), torch.randn(2, 4)
-    with WeightsLater(later), torch.autocast("cpu", dtype=torch.bfloat16):
+    deferred, layer, data = DeferredWeightGrads(), nn.Linear(4, 4), torch.randn(2, 4)
+    with DeferWeightGrads(deferred), torch.autocast("cpu", dtype=torch.bfloat16):
         layer(data).float().sum().backward()
-    with WeightsLater(later):
+    with DeferWeightGrads(deferred):
         (nn.functional.linear(data, layer.weight * 2)).sum().backward()
-    assert later.factors == []
+    assert deferred.factors == []
     assert layer.weight.grad is not None

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from zpartition.pipeline import CutError, LayerSpec, TiedLayerSpec
+from zpartition.pipeline import LayerPartitionError, LayerSpec, TiedLayerSpec
 from zpartition.pipeline.layers import build, weights_of
 
 SPECS = [
@@ -20,7 +20,7 @@ def test_weights_count_trainable_elements_without_building() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert weights_of(SPECS, "uniform") == [1] * 5
     assert weights_of(SPECS, "type:linear") == [0, 1, 0, 1, 0]
-    with pytest.raises(CutError, match="Embedding, Linear, tanh"):
+    with pytest.raises(LayerPartitionError, match="Embedding, Linear, tanh"):
         weights_of(SPECS, "type:conv")
 
 
@@ -46,6 +46,6 @@ def test_seeded_layers_do_not_depend_on_their_neighbours() -> None:
 
 
 def test_what_is_no_class_is_told() -> None:
-    with pytest.raises(TypeError, match="LayerSpec wants a class of modules first"):
+    with pytest.raises(TypeError, match="LayerSpec expects a module class as its first argument"):
         LayerSpec(3)  # type: ignore[arg-type]
     assert repr(SPECS[1]) == "LayerSpec(Linear)"

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from zcomm.testing import run_ranks
-from zpartition.pipeline import CutError, LayerSpec, PipelineModule, TiedLayerSpec
+from zpartition.pipeline import LayerPartitionError, LayerSpec, PipelineModule, TiedLayerSpec
 
 BLOCKS = [LayerSpec(nn.Linear, 4, 4) for _ in range(6)]
 
@@ -25,7 +25,7 @@ def parts() -> tuple[list[str], list[int], str]:
         model(torch.randn(1, 4))
     with pytest.raises(ValueError, match=r"num_stages=3 does not divide the 2 ranks of this run: choose one of 1, 2"):
         PipelineModule(BLOCKS, num_stages=3)
-    return [name for name in model.state_dict() if "weight" in name], list(model.my_stages), sorted(model.borrowed)
+    return [name for name in model.state_dict() if "weight" in name], list(model.my_stages), sorted(model.tied_copies)
 
 
 def test_ranks_hold_their_stages_under_the_names_of_the_whole() -> None:
@@ -35,7 +35,7 @@ def test_ranks_hold_their_stages_under_the_names_of_the_whole() -> None:
 
 
 def test_fewer_layers_than_stages() -> None:
-    with pytest.raises(CutError, match="2 layers cannot be cut into 3 stages"):
+    with pytest.raises(LayerPartitionError, match="2 layers cannot be partitioned into 3 stages"):
         PipelineModule(BLOCKS[:2], num_stages=1, stages_per_rank=3)
 
 

@@ -12,9 +12,9 @@ from zpartition.pipeline import (
     PipelineRunner,
     Recorder,
     Timeline,
+    comparison_svg,
     one_f_one_b,
-    picture,
-    predict_like,
+    simulate_measured,
 )
 
 
@@ -59,9 +59,9 @@ def test_a_prediction_takes_each_action_s_median_and_no_message() -> None:
         for rank, actions in enumerate(schedule.ranks)
         for number, action in enumerate(actions)
     )
-    predicted = predict_like(schedule, Timeline(2, bars))
+    predicted = simulate_measured(schedule, Timeline(2, bars))
     assert predicted.bubble == 0.5  # (P-1)/M
-    drawn = picture(predicted, Timeline(2, bars))
+    drawn = comparison_svg(predicted, Timeline(2, bars))
     assert drawn.count("<svg") == drawn.count("</svg>") == 1
     assert drawn.count("<rect") == 2 * len(bars)
     assert "predicted: 9000 ms, bubble 50.0% of the work" in drawn

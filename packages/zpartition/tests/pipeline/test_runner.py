@@ -114,10 +114,10 @@ def in_stages(schedule: str, module_options: dict[str, Any], options: dict[str, 
         MICRO,
         observe=lambda action, start, stop: seen.append(action) or times.extend((start, stop)),
     )
-    assert tuple(seen) == runner.schedule(MICRO).ranks[model.place.rank]
+    assert tuple(seen) == runner.schedule(MICRO).ranks[model.pipeline_position.rank]
     assert times == sorted(times)
-    assert not runner.kept
-    assert not runner.post.wires.under_way
+    assert not runner.in_flight
+    assert not runner.p2p.channels.in_flight
     return losses, weights, model.bounds
 
 
@@ -171,7 +171,7 @@ def refuses() -> list[str]:
 def test_mistakes_are_named() -> None:
     ended, no_loss, unknown = refuses()
     assert ended.startswith("the data ended after 2 micro-batches")
-    assert no_loss == "the last layer (there is no loss_fn) returned Tensor; a pipeline trains on a scalar loss"
+    assert no_loss == "the last layer (there is no loss_fn) returned Tensor; a pipeline needs a scalar loss"
     assert "1f2b" in unknown
     assert issubclass(ScheduleError, ValueError)
 
@@ -191,6 +191,6 @@ def test_a_batch_that_failed_leaves_nothing_behind() -> None:
     expected = runner.eval_batch(iter(batches(0)), MICRO)
     with pytest.raises(ValueError, match="the data ended after 2"):
         runner.train_batch(iter(batches(0)[:2]), MICRO)
-    assert not runner.kept
+    assert not runner.in_flight
     model.zero_grad()
     assert runner.train_batch(iter(batches(0)), MICRO) == expected

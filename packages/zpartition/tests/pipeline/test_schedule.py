@@ -21,7 +21,7 @@ def test_stages_lie_on_ranks_in_turn() -> None:
     ("text", "problem"),
     [
         ("", "holds no action"),
-        ("0F0 1F0 1B0 0B0\n0F1 0B1", r"rank 0 has 1F0, and holds stages 0 of"),
+        ("0F0 1F0 1B0 0B0\n0F1 0B1", r"rank 0 has 1F0, but holds stages 0 of"),
         ("0F0 0B0\n1F0", r"stage 1, micro-batch 0: the schedule has F; it needs one F, and one B or I and W"),
         ("0F0 0B0 0W0\n1F0 1B0", r"stage 0, micro-batch 0: the schedule has FBW"),
         ("0F0 0F0 0B0\n1F0 1B0", "rank 0 has 0F0 twice"),
@@ -29,9 +29,9 @@ def test_stages_lie_on_ranks_in_turn() -> None:
         ("0F0 0B0 2F0 2B0\n1F0 1B0", r"3 stages on 2 ranks"),
         (
             "0B0 0F0\n1F0 1B0",
-            r"stands still: rank 0 at 0B0 waits for the forward of 0 at stage 0; rank 1 at 1F0 waits",
+            r"deadlocks: rank 0 at 0B0 waits for the forward of 0 at stage 0; rank 1 at 1F0 waits",
         ),
-        ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", r"stands still: .*rank 1 at 1F1 waits for the forward of 1 at stage 0"),
+        ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", r"deadlocks: .*rank 1 at 1F1 waits for the forward of 1 at stage 0"),
     ],
 )
 def test_what_cannot_be_carried_out_is_found_before_a_run(text: str, problem: str) -> None:

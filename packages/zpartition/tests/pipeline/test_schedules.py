@@ -1,14 +1,14 @@
 import pytest
 
 from zpartition.pipeline import (
-    Kind,
+    ActionKind,
     Schedule,
     ScheduleError,
     gpipe,
     interleaved,
     make_schedule,
     one_f_one_b,
-    predict,
+    simulate,
     zero_bubble,
 )
 
@@ -18,19 +18,19 @@ SIZES = [(1, 1), (1, 4), (2, 1), (2, 4), (3, 7), (4, 4), (4, 16), (8, 16)]
 @pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
 def test_bubbles_are_those_of_the_papers(ranks: int, micro_batches: int) -> None:
     theory = (ranks - 1) / micro_batches
-    assert predict(gpipe(ranks, micro_batches)).bubble == pytest.approx(theory)
-    assert predict(one_f_one_b(ranks, micro_batches)).bubble == pytest.approx(theory)
+    assert simulate(gpipe(ranks, micro_batches)).bubble == pytest.approx(theory)
+    assert simulate(one_f_one_b(ranks, micro_batches)).bubble == pytest.approx(theory)
     if micro_batches >= ranks:
-        assert predict(zero_bubble(ranks, micro_batches)).bubble == pytest.approx(theory / 3)
+        assert simulate(zero_bubble(ranks, micro_batches)).bubble == pytest.approx(theory / 3)
     if micro_batches % ranks == 0:
         for stages in (2, 3):
-            assert predict(interleaved(ranks, micro_batches, stages)).bubble == pytest.approx(theory / stages)
+            assert simulate(interleaved(ranks, micro_batches, stages)).bubble == pytest.approx(theory / stages)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
 def test_memory_is_that_of_the_papers(ranks: int, micro_batches: int) -> None:
     def kept(schedule: Schedule) -> list[int]:
-        return [predict(schedule).peak_kept(rank) for rank in range(ranks)]
+        return [simulate(schedule).peak_kept(rank) for rank in range(ranks)]
 
     assert kept(gpipe(ranks, micro_batches)) == [micro_batches] * ranks
     assert kept(one_f_one_b(ranks, micro_batches)) == [min(ranks - rank, micro_batches) for rank in range(ranks)]
@@ -42,20 +42,23 @@ def test_memory_is_that_of_the_papers(ranks: int, micro_batches: int) -> None:
 
 def test_zero_bubble_has_halves_and_the_others_have_not() -> None:
     kinds = {each.kind for actions in zero_bubble(2, 2).ranks for each in actions}
-    assert kinds == {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT}
-    assert {each.kind for actions in gpipe(2, 2).ranks for each in actions} == {Kind.FORWARD, Kind.BACKWARD}
+    assert kinds == {ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT}
+    assert {each.kind for actions in gpipe(2, 2).ranks for each in actions} == {
+        ActionKind.FORWARD,
+        ActionKind.BACKWARD,
+    }
 
 
 def test_by_name() -> None:
     assert make_schedule("1f1b", 2, 4) == one_f_one_b(2, 4)
     assert make_schedule("interleaved", 2, 4, 2) == interleaved(2, 4, 2)
     assert make_schedule("interleaved", 2, 3, 1).name == "1f1b"
-    with pytest.raises(ScheduleError, match="'2f2b'; there are 1f1b, gpipe, interleaved, zero_bubble"):
+    with pytest.raises(ScheduleError, match="'2f2b'; choose one of 1f1b, gpipe, interleaved, zero_bubble"):
         make_schedule("2f2b", 2, 4)
     with pytest.raises(ScheduleError, match='one stage a rank, not 2; use "interleaved"'):
         make_schedule("gpipe", 2, 4, 2)
     with pytest.raises(
-        ScheduleError, match="3 micro-batches of 2 stages a rank do not divide; choose a multiple of 2"
+        ScheduleError, match="3 micro-batches with 2 stages a rank do not divide; choose a multiple of 2"
     ):
         make_schedule("interleaved", 2, 3, 2)
     with pytest.raises(ScheduleError, match="at least one rank and micro-batch, got 0 and 1"):

@@ -3,15 +3,15 @@ from torch import nn
 
 from zcomm.testing import run_ranks
 from zpartition.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
-from zpartition.pipeline.ties import TiedWeights, _places, _put
-from zpartition.pipeline.wires import Wires
+from zpartition.pipeline.channels import Channels
+from zpartition.pipeline.ties import TiedWeights, _parameter_slots, _set_parameter
 
 
 def lends_and_collects() -> list[float]:
     shared = [TiedLayerSpec("w", nn.Linear, 2, 2) for _ in range(3)]
     model = PipelineModule([shared[0], shared[1], LayerSpec(nn.Linear, 2, 2), shared[2]], num_stages=2)
-    rank, wires = torch.distributed.get_rank(), Wires(None, torch.device("cpu"))
-    tied = TiedWeights(model, wires)
+    rank, channels = torch.distributed.get_rank(), Channels(None, torch.device("cpu"))
+    tied = TiedWeights(model, channels)
     arrived: list[float] = []
     if rank == 0:
         own = model.tied["w"]
@@ -22,16 +22,16 @@ def lends_and_collects() -> list[float]:
         own(torch.ones(1, 2)).sum().backward()
     else:
         assert [name for name, _ in model.named_parameters()] == ["layers.2.weight", "layers.2.bias"]
-    tied.lend()
+    tied.broadcast()
     if rank == 1:
-        copy = model.borrowed["w"]
+        copy = model.tied_copies["w"]
         assert copy.weight.tolist() == [[3, 3], [3, 3]]
         copy(2 * torch.ones(1, 2)).sum().backward()
         arrived.append(copy.weight.grad.sum().item())
-    tied.collect()
-    wires.flush()
+    tied.reduce_gradients()
+    channels.flush()
     if rank == 1:
-        assert model.borrowed["w"].weight.grad is None
+        assert model.tied_copies["w"].weight.grad is None
     else:
         assert model.tied["w"].bias.grad is None
     return arrived
@@ -44,7 +44,7 @@ def test_a_copy_has_the_owner_s_weights_and_its_gradient_is_one_more_backward_th
 def test_a_copy_that_was_built_without_memory_gets_some() -> None:
     copy = nn.Linear(2, 2, device="meta")
     copy.bias.requires_grad_(False)
-    for holder, name in _places(copy):
-        _put(holder, name, torch.ones(getattr(holder, name).shape))
+    for holder, name in _parameter_slots(copy):
+        _set_parameter(holder, name, torch.ones(getattr(holder, name).shape))
     assert copy(torch.ones(1, 2)).tolist() == [[3, 3]]
     assert [param.requires_grad for param in copy.parameters()] == [True, False]

@@ -1,4 +1,4 @@
-"""What is cut was shifted and counted before; pieces joined are the batch."""
+"""Labels are shifted and positions added before the split; joined pieces are the batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_pieces_joined_are_the_batch(order: Order) -> None:
 
 def test_odd_lengths_are_padded_if_a_token_is_given_and_refused_if_not() -> None:
     source = batch(0, 5, attention_mask=torch.ones(2, 5, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"5 tokens cannot be shared out over 2 sequence ranks.* pad by 1 to 6"):
+    with pytest.raises(ValueError, match=r"5 tokens cannot be split over 2 sequence ranks.* pad by 1 to 6"):
         pieces(Order.CONTIGUOUS, source)
     _, second = pieces(Order.CONTIGUOUS, source, pad_id=7)
     assert second["input_ids"].tolist() == [[3, 4, 7], [8, 9, 7]]
@@ -54,7 +54,7 @@ def test_odd_lengths_are_padded_if_a_token_is_given_and_refused_if_not() -> None
 def test_what_cannot_be_cut_is_named() -> None:
     with pytest.raises(ValueError, match=r"attention_mask of shape \[2, 1, 4, 4\].*position_ids"):
         pieces(Order.CONTIGUOUS, batch(0, 4, attention_mask=torch.ones(2, 1, 4, 4)))
-    with pytest.raises(ValueError, match="the keys x: sequences are cut by the tokens of input_ids"):
+    with pytest.raises(ValueError, match="the keys x: sequences are split by the tokens of input_ids"):
         pieces(Order.CONTIGUOUS, {"x": torch.ones(2, 4)})
 
 

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from zpartition import _compat
 from zpartition.sequence import blocks
-from zpartition.sequence.blocks import Block, attend, attend_backward, merge
+from zpartition.sequence.blocks import AttentionBlock, attend, attend_backward, merge
 
 
 @pytest.fixture(params=["fused", "tiles"])
@@ -39,7 +39,7 @@ def test_a_causal_attention_in_two_parts_of_keys(way: str, heads: int) -> None:
     wanted = torch.autograd.grad(expected, (q, k, v), upstream)
     q, k, v = (each.detach() for each in (q, k, v))
     late, own, before = q[:, :, 5:], (k[:, :, 5:], v[:, :, 5:]), (k[:, :, :5], v[:, :, :5])
-    causal, full = Block(3**-0.5, is_causal=True), Block(3**-0.5)
+    causal, full = AttentionBlock(3**-0.5, is_causal=True), AttentionBlock(3**-0.5)
     out, lse = attend(late, *own, causal)
     merge(out, lse, *attend(late, *before, full))
     first = attend_backward(upstream, (late, *own, out, lse), causal)
@@ -60,13 +60,13 @@ def test_the_kernels_are_there_and_as_exact_as_torchs_own() -> None:
 def test_queries_that_see_no_key_give_nothing_and_no_nan() -> None:
     q, k, v = (rand(1, 2, 4, 3) for _ in range(3))
     own, other = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 0, 2, 2]])
-    out, lse = attend(q, k, v, Block(1.0, query_segments=own, key_segments=other))
+    out, lse = attend(q, k, v, AttentionBlock(1.0, query_segments=own, key_segments=other))
     assert bool(out[:, :, 2:].eq(0).all())
     assert bool(lse[:, :, 2:].isinf().all())
     before = out.clone()
     merge(out, lse, torch.zeros_like(out), torch.full_like(lse, -torch.inf))
     assert torch.equal(out, before)
-    grads = attend_backward(out, (q, k, v, out, lse), Block(1.0, query_segments=own, key_segments=other))
+    grads = attend_backward(out, (q, k, v, out, lse), AttentionBlock(1.0, query_segments=own, key_segments=other))
     assert all(bool(grad.isfinite().all()) for grad in grads)
     assert bool(grads[0][:, :, 2:].eq(0).all())
     assert bool(grads[1][:, :, 2:].eq(0).all())
@@ -75,10 +75,10 @@ def test_queries_that_see_no_key_give_nothing_and_no_nan() -> None:
 def test_dropped_places_are_the_same_in_backward() -> None:
     torch.manual_seed(1)
     q, k, v = (rand(1, 2, 7, 3) for _ in range(3))
-    block = Block(0.7, is_causal=True, dropout=0.4, seed=11)
+    block = AttentionBlock(0.7, is_causal=True, dropout=0.4, seed=11)
     leaves = [each.clone().requires_grad_() for each in (q, k, v)]
     scores = (leaves[0] @ leaves[1].mT * 0.7).masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -torch.inf)
-    kept = blocks._kept(scores.detach(), block, 0)
+    kept = blocks._dropout_mask(scores.detach(), block, 0)
     expected = (scores.softmax(-1) * kept) @ leaves[2]
     upstream = rand(1, 2, 7, 3)
     wanted = torch.autograd.grad(expected, leaves, upstream)
@@ -91,7 +91,7 @@ def test_dropped_places_are_the_same_in_backward() -> None:
 def test_bfloat16_keeps_wide_sums() -> None:
     q, k, v = (torch.randn(1, 2, 8, 4, dtype=torch.bfloat16) for _ in range(3))
     segments = torch.zeros(1, 8, dtype=torch.int64)
-    out, lse = attend(q, k, v, Block(0.5, query_segments=segments, key_segments=segments))
+    out, lse = attend(q, k, v, AttentionBlock(0.5, query_segments=segments, key_segments=segments))
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     wide = scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=0.5)
     assert worst([(out.float(), wide)]) < 0.02

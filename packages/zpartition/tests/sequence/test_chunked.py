@@ -78,7 +78,7 @@ def test_mistakes_are_told_with_the_numbers() -> None:
     hidden, weight, _ = make(torch.float32)
     with pytest.raises(ValueError, match=r"head weight \[6, 50\]"):
         chunked_cross_entropy(hidden, weight.T, LABELS)
-    with pytest.raises(ValueError, match="labels 1 to 50: allowed are 0 to 49, and ignore_index=-100"):
+    with pytest.raises(ValueError, match="labels range from 1 to 50; allowed are 0 to 49, and ignore_index=-100"):
         chunked_cross_entropy(hidden, weight, LABELS.masked_fill(LABELS == 2, 50))
     with pytest.raises(ValueError, match="tile_tokens=0"):
         chunked_cross_entropy(hidden, weight, LABELS, tile_tokens=0)

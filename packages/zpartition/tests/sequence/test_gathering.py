@@ -1,4 +1,4 @@
-"""What is gathered is the whole, and its gradients come back from all."""
+"""A gathered sequence is the whole, and its gradients come from all ranks."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from zpartition.sequence.masks import Looks, Tokens, padding_of
+from zpartition.sequence.masks import MaskKind, Tokens, padding_of
 
 ORDINARY = [[0, 1, 2, 3, 4, 5]]
 PACKED = [[0, 1, 2, 0, 1, 0]]
@@ -20,7 +20,7 @@ def tokens(positions: list[list[int]], valid: list[list[int]] | None = None) -> 
     return Tokens.of(rows, torch.ones_like(rows, dtype=torch.bool) if valid is None else torch.tensor(valid).bool())
 
 
-def by_hand(made: Tokens, looks: Looks) -> Tensor:
+def by_hand(made: Tokens, mask_kind: MaskKind) -> Tensor:
     length = made.positions.shape[1]
     found = torch.zeros(1, 1, length, length, dtype=torch.bool)
     document = 0
@@ -31,52 +31,52 @@ def by_hand(made: Tokens, looks: Looks) -> Tensor:
         documents.append(document)
     for row in range(length):
         for column in range(length):
-            is_near = not looks.window or abs(row - column) < looks.window
-            is_before = column <= row or not looks.is_causal
+            is_near = not mask_kind.window or abs(row - column) < mask_kind.window
+            is_before = column <= row or not mask_kind.is_causal
             sees = documents[row] == documents[column] and bool(made.is_valid[0, column]) and is_near and is_before
             found[0, 0, row, column] = sees or row == column
     return found
 
 
 @pytest.mark.parametrize(
-    "looks", [Looks(), Looks(window=2), Looks(is_causal=False), Looks(is_causal=False, window=3)]
+    "mask_kind", [MaskKind(), MaskKind(window=2), MaskKind(is_causal=False), MaskKind(is_causal=False, window=3)]
 )
 @pytest.mark.parametrize(
     ("positions", "valid"),
     [(ORDINARY, None), (PACKED, None), (ORDINARY, [[0, 0, 1, 1, 1, 1]]), (ORDINARY, [[1, 1, 1, 1, 0, 0]])],
 )
-def test_masks_are_those_that_are_meant(positions: Any, valid: Any, looks: Looks) -> None:
+def test_masks_are_those_that_are_meant(positions: Any, valid: Any, mask_kind: MaskKind) -> None:
     made = tokens(positions, valid)
-    expected = by_hand(made, looks)
-    assert torch.equal(made.dense(looks), expected)
-    assert made.dense(looks) is made.dense(looks)
-    assert bool(made.blocks(looks).to_dense().any())
+    expected = by_hand(made, mask_kind)
+    assert torch.equal(made.dense(mask_kind), expected)
+    assert made.dense(mask_kind) is made.dense(mask_kind)
+    assert bool(made.blocks(mask_kind).to_dense().any())
     plain = torch.ones(6, 6, dtype=torch.bool)
-    plain = plain.tril() if looks.is_causal else plain
+    plain = plain.tril() if mask_kind.is_causal else plain
     hidden = made.is_valid[0] if valid else torch.ones(6, dtype=torch.bool)
-    if not made.needs_mask(looks):  # rows of padding do not matter
+    if not made.needs_mask(mask_kind):  # rows of padding do not matter
         assert torch.equal(expected[0, 0][hidden], plain[hidden])
 
 
 def test_block_masks_see_the_same() -> None:
     made = tokens(PACKED, [[1, 1, 0, 1, 1, 1]])
-    looks = Looks(window=2)
-    mod = made.blocks(looks).mask_mod
+    mask_kind = MaskKind(window=2)
+    mod = made.blocks(mask_kind).mask_mod
     found = [
         [bool(mod(torch.tensor(0), torch.tensor(0), torch.tensor(i), torch.tensor(j))) for j in range(6)]
         for i in range(6)
     ]
-    assert torch.equal(torch.tensor(found), made.dense(looks)[0, 0])
+    assert torch.equal(torch.tensor(found), made.dense(mask_kind)[0, 0])
 
 
 def test_a_mask_is_made_only_where_it_says_more_than_causal() -> None:
-    assert not tokens(ORDINARY).needs_mask(Looks())
-    assert not tokens(ORDINARY, [[1, 1, 1, 1, 0, 0]]).needs_mask(Looks())
-    assert tokens(ORDINARY, [[0, 0, 1, 1, 1, 1]]).needs_mask(Looks())
-    assert tokens(ORDINARY, [[1, 1, 1, 1, 0, 0]]).needs_mask(Looks(is_causal=False))
-    assert tokens(PACKED).needs_mask(Looks())
-    assert tokens(ORDINARY).needs_mask(Looks(window=5))
-    assert not tokens(ORDINARY).needs_mask(Looks(window=6))
+    assert not tokens(ORDINARY).needs_mask(MaskKind())
+    assert not tokens(ORDINARY, [[1, 1, 1, 1, 0, 0]]).needs_mask(MaskKind())
+    assert tokens(ORDINARY, [[0, 0, 1, 1, 1, 1]]).needs_mask(MaskKind())
+    assert tokens(ORDINARY, [[1, 1, 1, 1, 0, 0]]).needs_mask(MaskKind(is_causal=False))
+    assert tokens(PACKED).needs_mask(MaskKind())
+    assert tokens(ORDINARY).needs_mask(MaskKind(window=5))
+    assert not tokens(ORDINARY).needs_mask(MaskKind(window=6))
 
 
 def test_padding_is_read_off_any_mask() -> None:

@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import zcomm
 from zcomm.testing import run_ranks
-from zpartition.cells import Cell
-from zpartition.sequence.masks import Looks, Tokens
+from zpartition.layout.model_parallel import ModelParallelGroup
+from zpartition.sequence.masks import MaskKind, Tokens
 from zpartition.sequence.models import ModelAttention
 
 LENGTH = 8
@@ -21,7 +21,7 @@ PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]])
 
 
 class Layer(nn.Module):
-    """What an attention function sees of a layer."""
+    """Attributes of a layer that an attention function reads."""
 
     def __init__(self, groups: int, **told: Any) -> None:
         super().__init__()
@@ -105,9 +105,9 @@ def _details() -> dict[str, Any]:
             shared(layer, q, k, v, None, position_ids=positions, sinks=calls, s_aux=torch.arange(4))
     with pytest.raises(ValueError, match=r"needs position_ids.*SequenceBatches"):
         shared(layer, q, k, v, None)
-    with pytest.raises(ValueError, match="position_bias is made for pairs"):
+    with pytest.raises(ValueError, match="position_bias covers pairs"):
         shared(layer, q, k, v, None, position_ids=positions, position_bias=q)
-    with pytest.raises(ValueError, match="1 query heads cannot be shared out over 2"):
+    with pytest.raises(ValueError, match="1 query heads cannot be split over 2"):
         shared(layer, q[:, :1], k[:, :1], v[:, :1], None, position_ids=positions)
     layer.eval()
     alone, _ = shared(layer, q, k, v, None)
@@ -131,10 +131,10 @@ def test_positions_are_gathered_once_and_options_are_cut() -> None:
 def test_each_attention_gets_its_kind_of_mask() -> None:
     tokens = Tokens.of(torch.arange(4).unsqueeze(0), torch.tensor([[True, True, True, False]]))
 
-    def mask(name: str, looks: Looks) -> Any:
-        return ModelAttention(core, name, Cell(None))._mask(tokens, looks)
+    def mask(name: str, mask_kind: MaskKind) -> Any:
+        return ModelAttention(core, name, ModelParallelGroup(None))._mask(tokens, mask_kind)
 
-    assert mask("sdpa", Looks()) is None
-    assert mask("sdpa", Looks(window=2)).shape == (1, 1, 4, 4)
-    assert mask("kernels/flash-attn3", Looks()).tolist() == [[True, True, True, False]]
-    assert isinstance(mask("flex_attention", Looks()), BlockMask)
+    assert mask("sdpa", MaskKind()) is None
+    assert mask("sdpa", MaskKind(window=2)).shape == (1, 1, 4, 4)
+    assert mask("kernels/flash-attn3", MaskKind()).tolist() == [[True, True, True, False]]
+    assert isinstance(mask("flex_attention", MaskKind()), BlockMask)

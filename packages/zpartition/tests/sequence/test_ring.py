@@ -77,7 +77,7 @@ def _kept_and_dropped() -> dict[str, Any]:
     for odd, message in [
         ([torch.ones(2, 4, 8)] * 3, r"takes \(batch, heads, tokens, width\)"),
         ([torch.ones(1, 4, 8, 2), torch.ones(1, 3, 8, 2), torch.ones(1, 3, 8, 2)], "a multiple of their heads"),
-        ([torch.ones(1, 4, 7, 2)] * 3, "which 7 tokens are not"),
+        ([torch.ones(1, 4, 7, 2)] * 3, "7 tokens must be even"),
         ([torch.ones(1, 4, 8, 2), torch.ones(1, 4, 6, 2), torch.ones(1, 4, 6, 2)], "as many keys as queries"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zpartition.sequence.splits import Order, Split, visit
+from zpartition.sequence.splits import Order, Split, attention_slice
 
 
 @pytest.mark.parametrize("order", Order)
@@ -29,7 +29,7 @@ def test_visits_cover_what_a_mask_allows_and_nothing_else(order: Order, size: in
         mine = Split(size, rank, order).positions(length)
         for source in range(size):
             theirs = Split(size, source, order).positions(length)
-            found = visit(order, rank, source, length // size, is_causal=is_causal)
+            found = attention_slice(order, rank, source, length // size, is_causal=is_causal)
             if found:
                 q, k = mine[found.query], theirs[found.key]
                 block = torch.ones(len(q), len(k))
@@ -40,7 +40,7 @@ def test_visits_cover_what_a_mask_allows_and_nothing_else(order: Order, size: in
 
 def test_in_a_causal_zigzag_everybody_does_equally_much() -> None:
     def work(rank: int, source: int) -> int:
-        found = visit(Order.ZIGZAG, rank, source, 8, is_causal=True)
+        found = attention_slice(Order.ZIGZAG, rank, source, 8, is_causal=True)
         return (found.query.stop - found.query.start) * (found.key.stop - found.key.start)
 
     assert {work(rank, source) for rank in range(4) for source in range(4) if rank != source} == {32}

@@ -120,15 +120,15 @@ def _traffic_and_others() -> dict[str, Any]:
     twins = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     ulysses(*twins).square().sum().backward()
     for odd, message in [
-        ([torch.ones(1, 1, 2, 8)] * 3, "1 query heads cannot be shared out over 2 sequence ranks"),
-        ([torch.ones(1, 4, 2, 8), torch.ones(1, 2, 2, 8), torch.ones(1, 4, 2, 8)], "equally many heads"),
+        ([torch.ones(1, 1, 2, 8)] * 3, "1 query heads cannot be split over 2 sequence ranks"),
+        ([torch.ones(1, 4, 2, 8), torch.ones(1, 2, 2, 8), torch.ones(1, 4, 2, 8)], "must have equal heads"),
         ([torch.ones(1, 4, 2, 8), torch.ones(4, 2, 8), torch.ones(1, 4, 2, 8)], "equally many dims"),
     ]:
         with pytest.raises(ValueError, match=message):
             ulysses(*odd)
     with pytest.raises(ValueError, match="returned a tuple"):
         DistributedAttention(lambda q, k, v: (q, None), None, 1, 2)(*parts)
-    with pytest.raises(ValueError, match="has to keep all dims but the last"):
+    with pytest.raises(ValueError, match="must keep all dims but the last"):
         DistributedAttention(lambda q, k, v: q.transpose(1, 2), None, 1, 2)(*parts)
     with pytest.raises(ValueError, match="no dim 4"):
         DistributedAttention(scaled_dot_product_attention, None, 4, 2)(*parts)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import zcomm
 from zcomm.testing import run_ranks
-from zpartition.cells import Cell
+from zpartition.layout.model_parallel import ModelParallelGroup
 from zpartition.tensor import functions
 
 
@@ -17,17 +17,17 @@ def rand(seed: int, *shape: int) -> Tensor:
 
 
 def over_ranks(number: Tensor) -> float:
-    return sum(zcomm.exchange(float(number.detach())))
+    return sum(zcomm.all_gather_object(float(number.detach())))
 
 
 def _pairs() -> dict[str, tuple[float, float]]:
     """(sum over ranks of <f(x), y>, sum over ranks of <x, f'(y)>) for messages between different values."""
-    cell, mine = Cell.of(None), zcomm.group_rank()
+    mp_group, mine = ModelParallelGroup.of(None), zcomm.group_rank()
     found = {}
     for name, call, shape in [
-        ("gather_tokens", lambda x: functions.gather_tokens(x, cell, 1), (2, 3, 4)),
-        ("scatter_sums", lambda x: functions.scatter_sums(x, cell, 1), (2, 6, 4)),
-        ("scatter_sums 0", lambda x: functions.scatter_sums(x, cell, 0), (6, 4)),
+        ("gather_tokens", lambda x: functions.gather_tokens(x, mp_group, 1), (2, 3, 4)),
+        ("scatter_sums", lambda x: functions.scatter_sums(x, mp_group, 1), (2, 6, 4)),
+        ("scatter_sums 0", lambda x: functions.scatter_sums(x, mp_group, 0), (6, 4)),
     ]:
         x = rand(mine, *shape).requires_grad_()
         out = call(x)
@@ -39,39 +39,39 @@ def _pairs() -> dict[str, tuple[float, float]]:
 
 def _values() -> None:
     """Forward and backward of the others, by what they are meant to be."""
-    cell, mine = Cell.of(None), zcomm.group_rank()
+    mp_group, mine = ModelParallelGroup.of(None), zcomm.group_rank()
     parts, sizes = [rand(seed, 2, 3 - seed) for seed in (0, 1)], (3, 2)
     whole = torch.cat(parts, 1)
     x = parts[mine].clone().requires_grad_()
-    joined = functions.all_features(x, cell, sizes)
+    joined = functions.all_features(x, mp_group, sizes)
     assert torch.equal(joined, whole)
     joined.backward(whole)
     assert torch.equal(x.grad, parts[mine])
     x = whole.clone().requires_grad_()
-    own = functions.own_features(x, cell, sizes)
+    own = functions.own_features(x, mp_group, sizes)
     assert torch.equal(own, parts[mine])
     own.backward(parts[mine])
     assert torch.equal(x.grad, whole)
     tokens = rand(3, 4, 2).requires_grad_()
-    half = functions.own_tokens(tokens, cell, 0)
+    half = functions.own_tokens(tokens, mp_group, 0)
     assert torch.equal(half, tokens[2 * mine : 2 * mine + 2])
-    functions.all_tokens(half, cell, 0).backward(tokens.detach())
+    functions.all_tokens(half, mp_group, 0).backward(tokens.detach())
     assert torch.equal(tokens.grad, tokens)
     x = parts[0].clone().requires_grad_()
-    functions.copy(x, cell).backward(rand(mine, *x.shape))
+    functions.copy(x, mp_group).backward(rand(mine, *x.shape))
     assert torch.equal(x.grad, rand(0, *x.shape) + rand(1, *x.shape))
     x = rand(mine, 2, 2).requires_grad_()
-    total = functions.reduce(x * 1, cell)
+    total = functions.reduce(x * 1, mp_group)
     assert torch.equal(total, rand(0, 2, 2) + rand(1, 2, 2))
     total.backward(torch.ones(2, 2, dtype=torch.float64))
     assert bool((x.grad == 1).all())
     a, b = torch.ones(3, requires_grad=True), torch.ones(2, 2, requires_grad=True)
-    first, second = functions.copy_all([a, b], cell)
+    first, second = functions.copy_all([a, b], mp_group)
     (first.sum() + (mine + 1) * second.sum()).backward()
     assert a.grad.tolist() == [2.0] * 3
     assert bool((b.grad == 3).all())
     with pytest.raises(ValueError, match=r"3 tokens \(dim 1 of shape \[1, 3\]\).* multiple of 2"):
-        functions.own_tokens(torch.ones(1, 3), cell, 1)
+        functions.own_tokens(torch.ones(1, 3), mp_group, 1)
 
 
 def _all() -> dict[str, tuple[float, float]]:
@@ -86,15 +86,15 @@ def test_backwards_are_transposes() -> None:
 
 
 def test_alone_nothing_changes() -> None:
-    cell, x = Cell.of(None), rand(0, 2, 3, 4)
+    mp_group, x = ModelParallelGroup.of(None), rand(0, 2, 3, 4)
     for out in (
-        functions.copy(x, cell),
-        functions.reduce(x.clone(), cell),
-        functions.gather_tokens(x, cell, 1),
-        functions.scatter_sums(x, cell, 1),
-        functions.own_tokens(x, cell, 1),
-        functions.all_tokens(x, cell, 1),
-        functions.own_features(x, cell, (4,)),
-        functions.all_features(x, cell, (4,)),
+        functions.copy(x, mp_group),
+        functions.reduce(x.clone(), mp_group),
+        functions.gather_tokens(x, mp_group, 1),
+        functions.scatter_sums(x, mp_group, 1),
+        functions.own_tokens(x, mp_group, 1),
+        functions.all_tokens(x, mp_group, 1),
+        functions.own_features(x, mp_group, (4,)),
+        functions.all_features(x, mp_group, (4,)),
     ):
         assert torch.equal(out, x)

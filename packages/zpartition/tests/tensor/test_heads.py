@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from torch import nn
 
 from zpartition.tensor.heads import NO_HEADS, Heads, heads_of, localize
-from zpartition.tensor.testing import Blocked, Gated, Grouped
+from zpartition.testing.tensor_models import Blocked, Gated, Grouped
 
 
 def module(**attributes: object) -> nn.Module:

@@ -21,7 +21,7 @@ from zpartition.tensor import (
     parallelize,
 )
 from zpartition.tensor.layers import ColumnConv1D, RowConv1D
-from zpartition.tensor.testing import PLAN, Language
+from zpartition.testing.tensor_models import PLAN, Language
 
 
 class Conv1D(nn.Module):

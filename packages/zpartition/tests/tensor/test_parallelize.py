@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zcomm
 from zcomm.testing import end_ranks, run_ranks
-from zpartition.cells import addresses_of
-from zpartition.shard import Shard, cut
+from zpartition.layout.address import Shard, cut
+from zpartition.layout.model_parallel import addresses_of
 from zpartition.tensor import Column, Row, Rule, TensorPlan, parallelize
-from zpartition.tensor.testing import GATHERED, PLAN, SEQUENCE, Block, Grouped, Language
+from zpartition.testing.tensor_models import GATHERED, PLAN, SEQUENCE, Block, Grouped, Language
 
 
 def tokens(seed: int = 0) -> Tensor:
@@ -27,13 +27,13 @@ def whole_of(model: torch.nn.Module, name: str, values: Tensor) -> Tensor:
     """The global tensor of which every rank has the part that lies at the parameter's address."""
     address = addresses_of(model)[name]
     parts = list(cut(Shard, name, address, (0, values.numel()), values.reshape(-1).__getitem__))
-    said = zcomm.exchange([[part.box, part.tensor.tolist()] for part in parts])
+    said = zcomm.all_gather_object([[part.box, part.tensor.tolist()] for part in parts])
     found = torch.full(address.global_shape, torch.nan, dtype=torch.float64)
     for box, numbers in (part for rank in said for part in rank):
-        place = found[tuple(slice(lo, hi) for lo, hi in box)]
-        new = torch.tensor(numbers, dtype=torch.float64).view(place.shape)
-        assert place.isnan().all() or torch.equal(place, new), f"copies of {name} differ"
-        place.copy_(new)
+        placement = found[tuple(slice(lo, hi) for lo, hi in box)]
+        new = torch.tensor(numbers, dtype=torch.float64).view(placement.shape)
+        assert placement.isnan().all() or torch.equal(placement, new), f"copies of {name} differ"
+        placement.copy_(new)
     return found
 
 

@@ -14,8 +14,8 @@ import zpartition
 from zcomm.testing import run_ranks
 from zpartition import Init, ZeroPolicy
 from zpartition.tensor import parallelize, whole_state_dict
-from zpartition.tensor.testing import PLAN, Block, Grouped, Language
 from zpartition.testing import losses_of
+from zpartition.testing.tensor_models import PLAN, Block, Grouped, Language
 
 TOKENS = torch.randint(0, 29, (2, 8), generator=torch.Generator().manual_seed(0))
 
@@ -39,12 +39,12 @@ def _trained(how: str, stage: int) -> tuple[dict[str, Tensor], list[float], floa
     if how == "written":
         with zpartition.gathered(model.blocks[0].mlp.up.weight, modifier_rank=0), torch.no_grad():
             model.blocks[0].mlp.up.weight.add_(0.0)
-    parallelize(model, PLAN, zcomm.run(2))
+    parallelize(model, PLAN, zcomm.consecutive_group(2))
     assert model.blocks[0].mlp.up.weight.shape == (model.blocks[0].mlp.up.out_features, 24)
     assert model.blocks[0].mlp.up.out_features in (18, 19)
     policy = ZeroPolicy(stage=stage, unit_numel=700, persist_numel=20, bucket_numel=700)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    partition = zpartition.shard(model, optimizer, policy=policy, group=zcomm.run_mates(2))
+    partition = zpartition.shard(model, optimizer, policy=policy, group=zcomm.strided_group(2))
     following = torch.rand(()).item()
     state = whole_state_dict(model)
     losses = losses_of(partition, lambda: model(TOKENS), 2)
@@ -60,7 +60,9 @@ def _compared(stage: int) -> list[str]:
         found, losses, drawn = _trained(how, stage)
         wrong += [f"{how} {name}" for name, value in expected.items() if not torch.equal(value, found[name])]
         wrong += [f"{how} losses {losses}, not {curve}"] if losses != curve else []
-        if len(set(zcomm.exchange(drawn, zcomm.run(2)))) > 1 or (zcomm.group_rank() < 2 and drawn != following):
+        if len(set(zcomm.all_gather_object(drawn, zcomm.consecutive_group(2)))) > 1 or (
+            zcomm.group_rank() < 2 and drawn != following
+        ):
             wrong.append(f"{how} draws {drawn}, not {following}")
     return wrong
 

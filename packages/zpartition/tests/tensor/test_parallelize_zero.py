@@ -11,8 +11,8 @@ import zpartition
 from zcomm.testing import run_ranks
 from zpartition import ZeroPolicy
 from zpartition.tensor import TensorPlan, parallelize, whole_state_dict
-from zpartition.tensor.testing import PLAN, SEQUENCE, Language
 from zpartition.testing import clip
+from zpartition.testing.tensor_models import PLAN, SEQUENCE, Language
 
 STEPS, CLIP = 3, 0.5
 
@@ -80,7 +80,7 @@ def train(
 
 
 def curves(plan: TensorPlan, accumulation: int) -> list[tuple[list[float], list[float], float]]:
-    tensor, data = zcomm.run(2), zcomm.run_mates(2)
+    tensor, data = zcomm.consecutive_group(2), zcomm.strided_group(2)
     return [train(plan, stage, accumulation, tensor, data) for stage in (0, 1, 2, 3)]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from zpartition.tensor import Column, Row, Rule, Scatter, TensorPlan, Uncovered, Vocabulary, Whole, resolve
-from zpartition.tensor.testing import PLAN, WIDTH, Blocked, Grouped, Language
+from zpartition.tensor import Column, Replicated, Row, Rule, Scatter, TensorPlan, Uncovered, Vocabulary, resolve
+from zpartition.testing.tensor_models import PLAN, WIDTH, Blocked, Grouped, Language
 
 
 def test_the_first_rule_that_matches_counts() -> None:
@@ -30,7 +30,7 @@ def test_the_first_rule_that_matches_counts() -> None:
     ],
 )
 def test_patterns(pattern: str, name: str, matches: bool) -> None:
-    assert Rule(pattern, Whole()).matches(name) == matches
+    assert Rule(pattern, Replicated()).matches(name) == matches
 
 
 def test_heads_are_kept_together_and_uneven_ones_leave_the_first_rank_more() -> None:
@@ -54,19 +54,23 @@ def test_wrong_plans_say_what_is_wrong_and_what_to_do() -> None:
     for plan, num_ranks, message in [
         (with_rules(Rule("blocks.*.ffn", Row())), 2, r"'blocks.\*.ffn' .* matches none of the model's \d+ modules"),
         (TensorPlan(PLAN.rules[1:]), 2, r"leaves out 1 linear ones: blocks.0.attention.q_proj. Add rules"),
-        (PLAN, 4, "blocks.0.attention has 3 key-value heads, .* over 4 tensor ranks.*Use 3 tensor ranks or fewer"),
-        (with_rules(Rule("blocks.0.attention.q_proj", Column(units=5))), 2, "24 cannot be cut into 5 equal units"),
+        (PLAN, 4, "blocks.0.attention has 3 key-value heads, .* over 4 tensor ranks.*Use at most 3 tensor ranks"),
+        (with_rules(Rule("blocks.0.attention.q_proj", Column(units=5))), 2, "24 cannot be split into 5 equal units"),
         (
             with_rules(Rule("blocks.0.attention.q_proj", Column(units=1))),
             2,
-            "1 units of 24 cannot be shared out over 2",
+            "1 units of 24 cannot be split over 2",
         ),
         (with_rules(Rule("blocks.1.attention.qkv", Column(blocks=(24, 24)))), 2, "72 outputs.*add up to 48"),
-        (with_rules(Rule("norm", Column())), 2, "norm is a LayerNorm, and Column.. splits torch's Linear"),
-        (with_rules(Rule("blocks.0.norm1", Vocabulary())), 2, "splits torch's Embedding alone"),
-        (with_rules(Rule("head", Whole())), 2, "embed.weight and head.weight are one parameter.*Column.gathers=True"),
+        (with_rules(Rule("norm", Column())), 2, "norm is a LayerNorm, but Column.. splits only torch's Linear"),
+        (with_rules(Rule("blocks.0.norm1", Vocabulary())), 2, "splits only torch's Embedding"),
+        (
+            with_rules(Rule("head", Replicated())),
+            2,
+            "embed.weight and head.weight are one parameter.*Column.gathers=True",
+        ),
         (with_rules(Rule("start", Scatter())), 2, "sequence_dim=-1"),
-        (TensorPlan(PLAN.rules, sequence_dim=1), 2, r"none of its \d+ layers gathers them: .*Summed.gathers=True"),
+        (TensorPlan(PLAN.rules, sequence_dim=1), 2, r"none of its \d+ layers gathers them, .*NormShard.gathers=True"),
     ]:
         with pytest.raises(ValueError, match=message):
             resolve(plan, model, num_ranks, 0)

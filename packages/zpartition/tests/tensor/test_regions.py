@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 import zcomm
 from zcomm.testing import run_ranks
-from zpartition.cells import Cell
-from zpartition.tensor.entrance import Entrance
-from zpartition.tensor.regions import gather_behind, scatter_behind, sum_gradients
+from zpartition.layout.model_parallel import ModelParallelGroup
+from zpartition.tensor.parallel_region import ParallelRegion
+from zpartition.tensor.regions import gather_output, scatter_output, sum_gradients
 
 
 class Odd(nn.Module):
@@ -24,11 +24,11 @@ class Odd(nn.Module):
 
 
 def _grads() -> tuple[list[float], int]:
-    entrance = Entrance(Cell.of(None), 0)
+    parallel_region = ParallelRegion(ModelParallelGroup.of(None), 0)
     norm, start, finish = Odd(), Odd(), Odd()
-    sum_gradients(norm, entrance, gathers=True)
-    scatter_behind(start, entrance)
-    gather_behind(finish, entrance)
+    sum_gradients(norm, parallel_region, gathers=True)
+    scatter_output(start, parallel_region)
+    gather_output(finish, parallel_region)
     gain = norm.gain
     records: list[zcomm.Record] = []
     x = torch.arange(12.0).view(4, 3)
@@ -53,7 +53,7 @@ def test_gradients_are_sums_in_one_message() -> None:
 
 def test_alone_a_norm_is_what_it_was() -> None:
     norm = nn.LayerNorm(3)
-    sum_gradients(norm, Entrance(Cell.of(None)), gathers=False)
+    sum_gradients(norm, ParallelRegion(ModelParallelGroup.of(None)), gathers=False)
     assert isinstance(norm, nn.LayerNorm)
     norm(torch.ones(2, 3)).sum().backward()
     assert norm.bias.grad.tolist() == [2.0] * 3

@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 
-from zpartition.shard import Address
-from zpartition.tensor.styles import cut_along, shares
+from zpartition.layout.address import Address
+from zpartition.tensor.styles import split_along, unit_ranges
 
 
 @pytest.mark.parametrize(("units", "ranks"), list(itertools.product([1, 2, 3, 7, 12], [1, 2, 3, 5])))
 def test_shares_cover_all_units_in_order_and_differ_by_one_at_most(units: int, ranks: int) -> None:
-    found = shares(units, ranks)
+    found = unit_ranges(units, ranks)
     assert [lo for lo, _ in found] == [0, *(hi for _, hi in found)][:-1]
     assert found[-1][1] == units
     sizes = [hi - lo for lo, hi in found]
@@ -26,8 +26,8 @@ def test_shares_cover_all_units_in_order_and_differ_by_one_at_most(units: int, r
 def test_parts_of_all_ranks_make_the_tensor(dim: int, blocks: tuple[int, ...], ranks: int) -> None:
     shape = (24, 6)
     seen = torch.zeros(shape)
-    for share in shares(6, ranks):
-        address = cut_along(shape, dim, 6, share, blocks)
+    for share in unit_ranges(6, ranks):
+        address = split_along(shape, dim, 6, share, blocks)
         for box in address.boxes:
             seen[tuple(slice(lo, hi) for lo, hi in box)] += 1
         assert torch.Size(address.shape).numel() == 144 * (share[1] - share[0]) // 6
@@ -35,4 +35,4 @@ def test_parts_of_all_ranks_make_the_tensor(dim: int, blocks: tuple[int, ...], r
 
 
 def test_blocks_that_touch_are_one_box() -> None:
-    assert cut_along((24, 6), 0, 6, (0, 6), (12, 6, 6)) == Address((24, 6), (((0, 24), (0, 6)),))
+    assert split_along((24, 6), 0, 6, (0, 6), (12, 6, 6)) == Address((24, 6), (((0, 24), (0, 6)),))

@@ -1,12 +1,12 @@
-"""What flows where, seen from one run."""
+"""Data flow between layers, traced in one run."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from zpartition.tensor.testing import Block, Blocked, Grouped, Language
 from zpartition.tensor.tracing import trace
+from zpartition.testing.tensor_models import Block, Blocked, Grouped, Language
 
 
 def test_sources_are_the_nearest_linear_layers() -> None:

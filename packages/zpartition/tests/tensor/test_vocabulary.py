@@ -71,7 +71,7 @@ def test_an_embedding_that_scales_what_torchs_returns_still_does() -> None:
 
 
 def test_an_embedding_with_a_look_up_of_its_own_is_refused() -> None:
-    told = "0 is a Alone, and Vocabulary.. splits torch's Embedding alone, and subclasses that call its forward"
+    told = "0 is a Alone, but Vocabulary.. splits only torch's Embedding and subclasses that call its forward"
     with pytest.raises(ValueError, match=told):
         resolve(TensorPlan([Rule("*", Vocabulary())]), nn.Sequential(Alone(7, 4)), 2, 0)
 
@@ -96,7 +96,7 @@ def _compare() -> list[float]:
             found.append(float((expected - got).detach().abs().max()) / tolerance / 4)
     with pytest.raises(IndexError, match="token 7 is outside the vocabulary, 0 to 6"):
         ours["embed"](torch.tensor([1, 7]))
-    with pytest.raises(ValueError, match=r"labels 1 to 9: allowed are 0 to 6, and ignore_index=-100"):
+    with pytest.raises(ValueError, match=r"labels range from 1 to 9; allowed are 0 to 6, and ignore_index=-100"):
         vocabulary_cross_entropy(logits, torch.tensor([1, 2, 9, 1, 1]), ours["head"])
     with pytest.raises(ValueError, match=r"\[5, 7\] are not \(tokens, \d\), this rank's part of a vocabulary of 7"):
         vocabulary_cross_entropy(torch.zeros(5, 7), labels, ours["head"])

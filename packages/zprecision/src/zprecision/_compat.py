@@ -1,4 +1,4 @@
-"""The one file that uses torch's private API; `tests/test_compat.py` fails by name when a new torch changes it."""
+"""Private API of torch, all in this file; `tests/test__compat.py` fails by name when a new torch changes it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 __all__ = ["RunningNorm", "has_scaled_matmul", "scaled_matmul", "spectral_vectors", "unsaved_buffers"]
 
-_OLDEST_CAPABILITY = (8, 9)  # of NVIDIA devices with matrix units for 8-bit floats: Ada, Hopper and later
+_OLDEST_CAPABILITY = (8, 9)  # NVIDIA GPUs with 8-bit float matrix units: Ada, Hopper and later
 
 
 def unsaved_buffers(module: nn.Module) -> Iterator[str]:
-    """Names of the module's own buffers that no state dict holds; none when this torch does not tell."""
+    """Names of the module's own non-persistent buffers; none if this torch does not expose them."""
     yield from getattr(module, "_non_persistent_buffers_set", ())
 
 
 def spectral_vectors(module: nn.Module) -> Iterator[Tensor]:
-    """The buffers of a spectral norm, of either kind: torch multiplies the weight by them."""
+    """Buffers of a spectral norm, of either kind, by which torch multiplies the weight."""
     if isinstance(module, parametrizations._SpectralNorm):
         yield from module.buffers(recurse=False)
     for hook in module._forward_pre_hooks.values():
@@ -30,9 +30,9 @@ def spectral_vectors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def has_scaled_matmul(device: torch.device) -> bool:
-    """Whether `device` multiplies 8-bit floats in hardware, and this torch offers it."""
+    """True if `device` multiplies 8-bit floats in hardware and this torch supports it."""
     if device.type != "cuda" or not hasattr(torch, "_scaled_mm") or torch.version.hip:
-        return False  # AMD devices of the first kind want formats of their own
+        return False  # the first AMD GPUs use other formats
     return torch.cuda.get_device_capability(device) >= _OLDEST_CAPABILITY
 
 

@@ -1,18 +1,18 @@
-"""Which dtype buffers have in a model whose weights are cast.  [Note: state is not rounded]
+"""Dtypes of buffers in a model whose weights are cast.  [Note: buffers are not rounded]
 
-A buffer is state that nobody can learn again: running statistics, a codebook, a routing bias, a counter.  A sum in
-bf16 stops moving once a term is 256 times smaller than it (the running mean of a BatchNorm reaches 96.0 where it is
-100.3).  So buffers keep their dtype, as in DeepSpeed, unless one is asked for.  They only ever become wider, where
-weights do.
+A buffer is state that training cannot recover: running statistics, a codebook, a routing bias, a counter.  A sum in
+bf16 stops moving once a term is 256 times smaller than it (the running mean of a BatchNorm reaches 96.0 instead of
+100.3).  So buffers keep their dtype, as in DeepSpeed, unless the user sets one.  They only become wider, with the
+weights.
 
-torch wants some buffers and the weights beside them in one dtype, and for these there is a rule of their own:
+torch requires some buffers and the weights beside them to have one dtype:
 
-  - norms with running statistics: the statistics count, so the weights stay with them in float32.  torch takes
-    inputs of 16 bits beside them, on every device; weights of 16 bits it refuses on a CPU.  FSDP and Apex do so too.
-  - spectral norms: two vectors of length one that every forward makes again from the weight, which decides.
+  - norms with running statistics: the statistics decide, so the weights stay in float32 with them.  torch accepts
+    16-bit inputs beside them on every device, but rejects 16-bit weights on a CPU.  FSDP and Apex do the same.
+  - spectral norms: two unit vectors that every forward recomputes from the weight, which decides.
 
-Rejected: casting what is not saved (`persistent=False`), which is mostly rotary frequencies and masks.  The
-frequencies are what 8 bits ruin, and for masks torch raises an error, which `WideBuffers` explains.
+Rejected: casting non-persistent buffers (`persistent=False`), mostly rotary frequencies and masks.  Frequencies lose
+accuracy in 8 significant bits, and for masks torch raises an error, which `WideBuffers` explains.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch import Tensor, nn
 
 from zprecision._compat import RunningNorm, spectral_vectors
 
-__all__ = ["beside_weights", "is_castable"]
+__all__ = ["is_castable", "paired_dtypes"]
 
 _CASTABLE = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 def is_castable(tensor: Tensor) -> bool:
-    """Whether `tensor` holds numbers of 16, 32 or 64 bits; codes of 8 bits mean nothing in another dtype."""
+    """True for floating tensors of 16, 32 or 64 bits; 8-bit codes mean nothing in another dtype."""
     return tensor.dtype in _CASTABLE
 
 
-def beside_weights(module: nn.Module, param: torch.dtype, buffer: torch.dtype | None) -> dict[int, torch.dtype]:
-    """id of a tensor -> its dtype, of those that torch wants in one dtype with others, when weights become `param`.
+def paired_dtypes(module: nn.Module, param: torch.dtype, buffer: torch.dtype | None) -> dict[int, torch.dtype]:
+    """Map id(tensor) -> dtype for tensors that torch requires in one dtype with others, when weights become `param`.
 
-    buffer: what was asked for buffers; None: nothing.
+    buffer: the dtype that the user set for buffers, or None.
     """
     found: dict[int, torch.dtype] = {}
     for child in module.modules():
@@ -52,6 +52,6 @@ def beside_weights(module: nn.Module, param: torch.dtype, buffer: torch.dtype | 
 
 
 def _of_norm(statistics: torch.dtype, param: torch.dtype) -> torch.dtype:
-    """Inputs of 16 bits go with norms of the same dtype or of float32, others with their own."""
+    """Dtype of a norm's weights: it takes 16-bit inputs in its own dtype or float32, other inputs in its own."""
     is_narrow = param.itemsize < torch.float32.itemsize
     return torch.float32 if is_narrow and statistics != param else param

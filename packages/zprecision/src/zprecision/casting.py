@@ -1,4 +1,4 @@
-"""Casting what holds floating tensors: modules in place, and nested arguments into new ones."""
+"""Casts of floating tensors: modules in place, and nested arguments into new containers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["cast", "cast_in_place"]
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating tensor in `dtype`; nothing that was given is modified.
+    """Return `value` with every floating tensor in `dtype`; the input is not modified.
 
-    Looks into lists, tuples (named ones too) and dicts at any depth; other objects pass as they are.
+    Descends into lists, tuples (named ones too) and dicts at any depth; other objects are returned unchanged.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -24,14 +24,14 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         return type(value)(cast(item, dtype) for item in value)
     if isinstance(value, dict):
         same_kind = copy.copy(value)  # keeps an OrderedDict's order and a defaultdict's factory
-        for key, item in value.items():  # not update(), which the outputs of Transformers refuse
+        for key, item in value.items():  # not update(), which the outputs of Transformers reject
             same_kind[key] = cast(item, dtype)
         return same_kind
     return value
 
 
 def cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Give a parameter or buffer, and its gradient, memory of another dtype; the object stays the same."""
+    """Change the dtype of a parameter or buffer, and of its gradient; the object stays the same."""
     if tensor.dtype != dtype:
         tensor.data = tensor.data.to(dtype)
     if tensor.grad is not None and tensor.grad.dtype != dtype:

@@ -1,8 +1,7 @@
-"""What the user gave against what is allowed: validators of fields and readers of state dicts.
+"""Validation of user input: attrs validators of fields and readers of state dicts.
 
-Every message carries three things: the value as given, with the names of its owner and field; what is allowed;
-what to do.  The validators are plain functions in attrs' form `(instance, field, value)`, so that a rule reads
-as a list of its limits.
+Every message carries three things: the given value with its owner and field, the allowed values, and the fix.  The
+validators are plain functions of attrs' form `(instance, field, value)`, so a rule reads as a list of its limits.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def as_float32(value: float) -> float:
 
 
 def is_number(value: object) -> bool:
-    """An int or a float; a bool is neither a size nor a scale."""
+    """True for an int or a float, but not for a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -32,18 +31,18 @@ def positive(instance: object, field: attrs.Attribute[Any], value: float) -> Non
     """A finite number > 0, also once rounded to float32."""
     allowed = "a number > 0 within the range of float32"
     if not is_number(value):
-        raise TypeError(_refusal(instance, field, value, allowed))
+        raise TypeError(_message(instance, field, value, allowed))
     if not 0.0 < as_float32(value) <= FLOAT32_MAX:
-        raise ValueError(_refusal(instance, field, value, allowed))
+        raise ValueError(_message(instance, field, value, allowed))
 
 
 def above_one(instance: object, field: attrs.Attribute[Any], value: float) -> None:
     """A finite number > 1, also once rounded to float32."""
     allowed = "a number > 1 within the range of float32"
     if not is_number(value):
-        raise TypeError(_refusal(instance, field, value, allowed))
+        raise TypeError(_message(instance, field, value, allowed))
     if not 1.0 < as_float32(value) <= FLOAT32_MAX:
-        raise ValueError(_refusal(instance, field, value, allowed))
+        raise ValueError(_message(instance, field, value, allowed))
 
 
 def count(instance: object, field: attrs.Attribute[Any], value: int) -> None:
@@ -51,27 +50,27 @@ def count(instance: object, field: attrs.Attribute[Any], value: int) -> None:
     highest = 2**31 - 2
     allowed = f"an integer from 1 to {highest}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(_refusal(instance, field, value, allowed))
+        raise TypeError(_message(instance, field, value, allowed))
     if not 1 <= value <= highest:
-        raise ValueError(_refusal(instance, field, value, allowed))
+        raise ValueError(_message(instance, field, value, allowed))
 
 
 def flag(instance: object, field: attrs.Attribute[Any], value: bool) -> None:
     """True or False, nothing that merely counts as one."""
     if not isinstance(value, bool):
-        raise TypeError(_refusal(instance, field, value, "True or False"))
+        raise TypeError(_message(instance, field, value, "True or False"))
 
 
 def floating(instance: object, field: attrs.Attribute[Any], value: torch.dtype) -> None:
     """One of the dtypes in which weights and gradients are kept."""
     allowed = "one of " + ", ".join(str(dtype) for dtype in FLOATING)
     if not isinstance(value, torch.dtype):
-        raise TypeError(_refusal(instance, field, value, allowed))
+        raise TypeError(_message(instance, field, value, allowed))
     if value not in FLOATING:
-        raise ValueError(_refusal(instance, field, value, allowed))
+        raise ValueError(_message(instance, field, value, allowed))
 
 
-def _refusal(instance: object, field: attrs.Attribute[Any], value: object, allowed: str) -> str:
+def _message(instance: object, field: attrs.Attribute[Any], value: object, allowed: str) -> str:
     plain_default = field.default is not attrs.NOTHING and not callable(getattr(field.default, "factory", None))
     default = f"; leave it out for {field.default!r}" if plain_default else ""
     return (

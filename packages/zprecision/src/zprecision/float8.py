@@ -1,22 +1,22 @@
 """Linear layers that multiply in 8-bit floats (Micikevicius et al. 2022, "FP8 formats for deep learning").
 
-Input and weight are rounded to e4m3 (3 bits of mantissa), the gradient of the output to e5m2 (2 bits, more range);
-each tensor has one scale, which maps its largest magnitude of this moment to the largest code.  The three products
-of a layer (output, gradient of the input, gradient of the weight) are of codes, summed in float32.  The weight
-itself, its gradient and its master stay as they are: only products are narrow.
+Input and weight are rounded to e4m3 (3 bits of mantissa), the gradient of the output to e5m2 (2 bits, more range).
+Each tensor has one scale, which maps its current largest magnitude to the largest code.  The three products of a
+layer (output, gradient of the input, gradient of the weight) multiply codes and sum in float32.  The weight, its
+gradient and its master keep their dtypes; only products are narrow.
 
     with Float8.convert(model, device="cuda"):
         train(model)
 
-A layer is converted by giving it the class `Float8Linear`, so it stays the object that others refer to, its
-parameters keep their names, and closing gives it its old class back.  For backward a layer saves codes of its input,
-and the weight, not codes of it: a partition that gathers weights can then let go of it in between.
+Conversion assigns the class `Float8Linear` to a layer, so the object and its parameter names stay the same; closing
+restores the class.  For backward a layer saves codes of its input, but the weight itself and not its codes, so that
+ZeRO stage 3 can reshard the weight in between.
 
-Devices have their own ideas of what shapes may be: both sizes of a layer are multiples of 16, and rows of a batch are
-filled up with zeros to such a multiple where the weight's gradient needs it.
+Hardware restricts shapes: both sizes of a layer are multiples of 16, and the rows of a batch are padded with zeros to
+such a multiple where the gradient of the weight needs it.
 
-Rejected: scales that follow the history of maxima (a quarter of the reads saved, and one spike clips the next
-step); block scales (better, and only on devices newer than those that can be relied on).
+Rejected: delayed scaling by a history of maxima (saves a quarter of the reads, and one spike clips the next step);
+block scales (better, but only on devices newer than those that can be relied on).
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zprecision import _compat
-from zprecision.keeping import Keep
+from zprecision.keep_in_fp32 import KeepInFp32
 
 __all__ = ["Float8", "Float8Linear", "has_float8", "quantized"]
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-_MULTIPLE = 16  # what sizes of a product must be divisible by
-_EVERYTHING = Keep(patterns=("*",), as_listed=False)
-_NOTHING = Keep(as_listed=False)
+_MULTIPLE = 16  # divides the sizes of a product
+_EVERYTHING = KeepInFp32(patterns=("*",), as_listed=False)
+_NOTHING = KeepInFp32(as_listed=False)
 
 
 def has_float8(device: torch.device | str) -> bool:
-    """Whether `device` multiplies 8-bit floats in hardware."""
+    """True if `device` multiplies 8-bit floats in hardware."""
     return _compat.has_scaled_matmul(torch.device(device))
 
 
 def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(codes of `dtype` in the tensor's shape, rows contiguous; () float32 scale): tensor ~ codes * scale.
+    """Return (codes, scale) with tensor ~ codes * scale: codes of `dtype`, same shape, contiguous rows; () float32
+    scale.
 
     The largest magnitude becomes the largest code.  A tensor that is not finite becomes NaN, at least where it was
-    not finite, so that an overflow is still seen behind the product.
+    not finite, so that an overflow remains visible behind the product.
     """
     largest = torch.finfo(dtype).max
     magnitude = tensor.detach().abs().amax().float() if tensor.numel() else tensor.new_zeros((), dtype=torch.float32)
@@ -59,7 +60,7 @@ def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class _Product(torch.autograd.Function):
-    """input (M, K) and weight (N, K) -> (M, N) in `dtype`, by the matmul of `layer`."""
+    """Product of input (M, K) and weight (N, K) -> (M, N) in `dtype`, by the matmul of `layer`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: type[Float8Linear], dtype: torch.dtype) -> Tensor:
@@ -78,15 +79,18 @@ class _Product(torch.autograd.Function):
         to_x = to_weight = None
         if ctx.needs_input_grad[0]:
             w8, w_scale = quantized(weight, FORWARD)
-            to_x = matmul(g8, _by_columns(w8), (g_scale, w_scale), ctx.dtype)
+            to_x = matmul(g8, _column_major(w8), (g_scale, w_scale), ctx.dtype)
         if ctx.needs_input_grad[1]:
-            g8, x8 = _filled_up(g8), _filled_up(x8)
-            to_weight = matmul(g8.t().contiguous(), _by_columns(x8), (g_scale, x_scale), weight.dtype)
+            g8, x8 = _padded(g8), _padded(x8)
+            to_weight = matmul(g8.t().contiguous(), _column_major(x8), (g_scale, x_scale), weight.dtype)
         return to_x, to_weight, None, None
 
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` in 8-bit floats; made by `Float8.convert`. Shapes, parameters and state dict are Linear's."""
+    """`nn.Linear` in 8-bit floats, made by `Float8.convert`.
+
+    Shapes, parameters and state dict are those of `nn.Linear`.
+    """
 
     matmul = staticmethod(_compat.scaled_matmul)
 
@@ -104,7 +108,7 @@ class Float8Linear(nn.Linear):
 @final
 @attrs.define(eq=False)
 class Float8:
-    """The converted layers of one model.  A context manager; `close` makes them `nn.Linear` again."""
+    """Converted layers of one model.  A context manager; `close` makes them `nn.Linear` again."""
 
     layers: dict[str, nn.Linear]  # by path
 
@@ -114,38 +118,37 @@ class Float8:
         module: nn.Module,
         *,
         device: torch.device | str,
-        only: Keep = _EVERYTHING,
-        but: Keep = _NOTHING,
+        only: KeepInFp32 = _EVERYTHING,
+        but: KeepInFp32 = _NOTHING,
         kind: type[Float8Linear] = Float8Linear,
     ) -> Float8:
-        """Convert the `nn.Linear` layers whose weights' names the patterns of `only` match and those of `but` do not.
+        """Convert the `nn.Linear` layers whose weight names match `only` and do not match `but`.
 
-        Layers with a size that is no multiple of 16 stay as they are, and so do subclasses of Linear.  `kind` says
-        how products are made.
+        Skips layers with a size that is no multiple of 16, and subclasses of Linear.  `kind` implements the products.
 
         Raises:
-            ValueError: `device` has no matrix units for 8-bit floats; no layer can be converted.
+            ValueError: `device` has no matrix units for 8-bit floats, or no layer can be converted.
         """
         if kind is Float8Linear and not has_float8(device):
             raise ValueError(
-                "8-bit products need an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell), and "
-                f"this is {_named(torch.device(device))}: leave the layers as they are, in bf16"
+                "8-bit products need an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell), but "
+                f"this is {_device_name(torch.device(device))}: keep the layers in bf16"
             )
-        asked, left_out = only.asked(module), but.asked(module)
-        fitting = dict(_fitting(module))
-        chosen = {p: m for p, m in fitting.items() if _weight(p) in asked and _weight(p) not in left_out}
+        included, excluded = only.matching(module), but.matching(module)
+        fitting = dict(_convertible(module))
+        chosen = {p: m for p, m in fitting.items() if _weight_name(p) in included and _weight_name(p) not in excluded}
         if not chosen:
             raise ValueError(
-                f"no layer is left to convert to 8-bit floats: {len(fitting)} nn.Linear layers have sizes that are "
+                f"no layer can be converted to 8-bit floats: {len(fitting)} nn.Linear layers have sizes that are "
                 f"multiples of {_MULTIPLE} ({', '.join(list(fitting)[:5]) or 'none'}), and of these the patterns "
-                f"{list(only.patterns)} without {list(but.patterns)} choose none"
+                f"{list(only.patterns)} without {list(but.patterns)} select none"
             )
         for layer in chosen.values():
             layer.__class__ = kind
         return cls(chosen)
 
     def close(self) -> None:
-        """Give the layers their class back; their weights stay as they are."""
+        """Restore the class of the layers; the weights stay as they are."""
         for layer in self.layers.values():
             layer.__class__ = nn.Linear
         self.layers = {}
@@ -157,30 +160,30 @@ class Float8:
         self.close()
 
 
-def _fitting(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def _convertible(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for path, child in module.named_modules():
         if type(child) is nn.Linear and child.in_features % _MULTIPLE == 0 and child.out_features % _MULTIPLE == 0:
             yield path, child
 
 
-def _weight(path: str) -> str:
+def _weight_name(path: str) -> str:
     return f"{path}.weight" if path else "weight"
 
 
-def _by_columns(matrix: Tensor) -> Tensor:
-    """The same matrix, with contiguous columns."""
+def _column_major(matrix: Tensor) -> Tensor:
+    """Return the same matrix with contiguous columns."""
     return matrix.t().contiguous().t()
 
 
-def _filled_up(codes: Tensor) -> Tensor:
-    """(M, N) with rows of zeros up to a multiple of 16."""
+def _padded(codes: Tensor) -> Tensor:
+    """Pad (M, N) with rows of zeros to a multiple of 16."""
     missing = -codes.size(0) % _MULTIPLE
     if not missing:
         return codes
     return torch.cat((codes, codes.new_zeros(missing, codes.size(1))))
 
 
-def _named(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return f"a {device.type}"
     major, minor = torch.cuda.get_device_capability(device)

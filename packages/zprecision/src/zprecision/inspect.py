@@ -1,30 +1,28 @@
-"""Norm and finiteness of all gradients in one read and one all_reduce, and what follows from them.
+"""Gradient inspection: norm and finiteness of all gradients in one read and one all_reduce.
 
-Clipping needs the global L2 norm, loss scaling needs to know whether anything is infinite or NaN, and
-telemetry wants a few sums over ranks.  One number answers the first two: a sum of squares is finite only if
-every term is.  So the gradients are read once, and one float64 vector [sum of squares, *extra] is reduced.
-Gradients are only read; dividing them is left to the optimizer, which reads them anyway (`clip_divisor` makes
-the scalar).
+Clipping needs the global L2 norm, loss scaling needs to know whether any element is infinite or NaN, and telemetry
+needs a few sums over ranks.  A sum of squares is finite only if every term is, so one number answers the first two.
+The gradients are read once, and one float64 vector [sum of squares, *extra] is reduced.  Nothing is modified: the
+optimizer, which reads the gradients anyway, divides them by the scalar that `clip_divisor` returns.
 
-[Note: how the squares are summed]  torch.linalg.vector_norm of a large float32 tensor adds in float32 and is
-too small by 6e-4; converting all of it to float64 is three to forty times slower than reading it.  Therefore:
-  - whole rows of a shard: norms of short rows in float32, which run at the speed of memory, squared and
-    summed in float64.  The rounding of the rows averages out to 1e-9; where it agrees instead it stays below
-    5e-8 for half-precision values and 3e-7 for constants (rows of 1024: four times that, and 10% faster);
-  - what is left, less than a row of each shard: packed together and summed in float64, to the last bit or two.
-A shard's size never decides: a gradient cut anywhere between rows has the same row norms, so the norm is the same to
-a few 1e-16 however many ranks share it, and stages of ZeRO that clip by it stay equal bit for bit.
-All sums are over rows of a fixed length.  Torch splits a sum to one number among its threads, wherever that
-falls, but never splits a row; so the same gradients give the same bits with any number of threads.
+[Note: summation of squares]  torch.linalg.vector_norm of a large float32 tensor sums in float32 and is too small by
+6e-4; converting all of it to float64 is three to forty times slower than reading it.  Therefore:
+  - whole rows of a shard: norms of short rows in float32, at the speed of memory, squared and summed in float64.  The
+    rounding of the rows averages out to 1e-9; in the worst cases it stays below 5e-8 for half-precision values and
+    3e-7 for constants (rows of 1024: four times that, and 10% faster);
+  - the rest, less than a row of each shard: packed together and summed in float64, to the last bit or two.
+The size of a shard does not matter: a gradient cut anywhere between rows has the same row norms, so the norm is the
+same to a few 1e-16 for any number of ranks, and ZeRO stages that clip by it stay equal bit for bit.
+All sums run over rows of a fixed length.  torch splits a sum to one number among its threads, but never splits a row;
+so the same gradients give the same bits with any number of threads.
 
-[Note: the second read]  The square of a finite float32 gradient overflows beyond 1.8e19, and that of a
-float64 one beyond 1e154.  When the reduced sum is not finite, every shard is read again in float64 with a
-fixed small scale, where no square of a finite element overflows, and that sum decides.  Its trigger is the
-reduced value, the same on all ranks: either all take the second all_reduce or none does.  A step that
-overflows pays a second read; an ordinary step pays nothing.
+[Note: second read]  The square of a finite float32 gradient overflows beyond 1.8e19, that of a float64 one beyond
+1e154.  When the reduced sum is not finite, every shard is read again in float64 with a fixed small scale, at which no
+square of a finite element overflows, and that sum decides.  The trigger is the reduced value, equal on all ranks:
+either all ranks take the second all_reduce or none does.  Only a step that overflows pays for it.
 
-Rejected: torch.nn.utils.get_total_norm (float32 sums, a list of small norms, no reduction), a finiteness
-check of its own (a second pass), a maximum reduced beside the sum (a second all_reduce).
+Rejected: torch.nn.utils.get_total_norm (float32 sums, a list of small norms, no reduction); a separate finiteness
+check (a second pass); a maximum reduced beside the sum (a second all_reduce).
 """
 
 from __future__ import annotations
@@ -46,49 +44,50 @@ _SECOND_READ_SCALE = 2.0**-540  # squares of 2**1024 become 2**968, those of 2**
 
 @attrs.frozen(eq=False)
 class GradientStats:
-    """What one look at the gradients tells; equal on all ranks that share the all_reduce."""
+    """Results of one inspection; equal on all ranks that share the all_reduce."""
 
     norm: Tensor  # () float64: L2 over all shards of all ranks, still scaled; inf or NaN if any element is
     found_inf: Tensor  # () float32: 1 if any element on any rank is infinite or NaN, else 0
-    extra: Tensor  # (k,) float64: what was passed as extra, summed over ranks
-    numbers: tuple[float, ...]  # norm and extra on the host, where they came with the one wait for the device
+    extra: Tensor  # (k,) float64: the argument `extra`, summed over ranks
+    numbers: tuple[float, ...]  # norm and extra on the host, read in the one wait for the device
 
     @property
     def finite(self) -> bool:
-        """Whether the step may be applied."""
+        """True if the step may be applied."""
         return math.isfinite(self.numbers[0])
 
 
-def _alone(_: Tensor) -> None:
-    """The all_reduce of a world of one."""
+def _no_reduction(_: Tensor) -> None:
+    """Identity: the all_reduce of a world of one."""
 
 
 def inspect(
     grads: Sequence[Tensor],
     *,
-    all_reduce: Callable[[Tensor], object] = _alone,
+    all_reduce: Callable[[Tensor], object] = _no_reduction,
     extra: Tensor | None = None,
     squares: Callable[[Sequence[Tensor]], Tensor] | None = None,
 ) -> GradientStats:
-    """Norm and finiteness of `grads` over all ranks; nothing is modified.
+    """Compute norm and finiteness of `grads` over all ranks; modifies nothing.
 
-    grads: dense float16, bf16, float32 or float64 tensors of any shape on one device; their union over the
-        ranks is the gradient, each element once. A rank without any passes [], or [torch.empty(0, device=...)]
-        where all_reduce needs its device. A non-contiguous tensor is copied first.
-    all_reduce: sums a 1-D float64 tensor over the ranks in place; called once, and once more if the first
-        sum is not finite.
-    extra: (k,) or () real; summed over the ranks in the same call. It has no say in found_inf.
-    squares: adds up the squares of 1-D gradients of this rank, () float64, where somebody can do it faster than torch
-        (zoptim.sum_of_squares); the bits of the norm are then its bits.
+    grads: dense float16, bf16, float32 or float64 tensors of any shape on one device. Their union over the ranks is
+    the
+        gradient, each element once. A rank without gradients passes [], or [torch.empty(0, device=...)] if all_reduce
+        needs its device. A non-contiguous tensor is copied first.
+    all_reduce: sums a 1-D float64 tensor over the ranks in place; called once, and once more if the first sum is not
+        finite.
+    extra: (k,) or () real; summed over the ranks in the same call. Does not affect found_inf.
+    squares: sums the squares of this rank's 1-D gradients, () float64, if a faster kernel than torch's is available
+        (zoptim.sum_of_squares); the norm then has its bits.
 
-    Waits for the device once. TypeError or ValueError with the index of a gradient that does not fit.
+    Waits for the device once. Raises TypeError or ValueError with the index of an invalid gradient.
     """
     shards = _flat(grads)
     with torch.no_grad():
-        passengers = torch.empty(0) if extra is None else extra.detach().reshape(-1)
-        device = grads[0].device if grads else passengers.device
+        extra_sums = torch.empty(0) if extra is None else extra.detach().reshape(-1)
+        device = grads[0].device if grads else extra_sums.device
         own = _total(_first_read(shards), device) if squares is None else squares(shards).view(1)
-        vector = torch.cat([own.to(device), passengers.to(device, torch.float64)])
+        vector = torch.cat([own.to(device), extra_sums.to(device, torch.float64)])
         all_reduce(vector)
         norm = vector[0].sqrt()
         total, *others = vector.tolist()
@@ -103,8 +102,8 @@ def inspect(
     return GradientStats(norm, found_inf, vector[1:], (length, *others))
 
 
-def joined(stats: Sequence[GradientStats], device: torch.device) -> GradientStats:
-    """The looks at several parts of the gradients as one, on `device`; the first one brings `extra`."""
+def merge_stats(stats: Sequence[GradientStats], device: torch.device) -> GradientStats:
+    """Merge the stats of several disjoint parts of the gradients, on `device`; `extra` is that of the first part."""
     norms = torch.stack([each.norm.to(device) for each in stats])
     found = torch.stack([each.found_inf.to(device) for each in stats])
     norm = norms[0] if len(stats) == 1 else norms.square().sum().sqrt()
@@ -112,12 +111,12 @@ def joined(stats: Sequence[GradientStats], device: torch.device) -> GradientStat
 
 
 def clip_divisor(norm: Tensor, factor: Tensor, max_norm: float) -> Tensor:
-    """What to divide the gradients by, to undo the loss scale and clip to `max_norm` at once.
+    """Return the divisor that undoes the loss scale and clips to `max_norm` at once.
 
-    norm: () float64, L2 of the still scaled gradients; factor: () float32, the scale that they carry.
-    Result: () float32, factor * max(1, (norm / factor + 1e-6) / max_norm), computed without a host sync;
-    max_norm == 0 means no clipping. Dividing by it does what torch.nn.utils.clip_grad_norm_ does to unscaled
-    gradients. ValueError for a negative or NaN max_norm.
+    norm: () float64, L2 of the still scaled gradients; factor: () float32, their loss scale.
+    Returns () float32, factor * max(1, (norm / factor + 1e-6) / max_norm), without a host sync; max_norm == 0
+    disables clipping. Dividing by it equals torch.nn.utils.clip_grad_norm_ on unscaled gradients.
+    Raises ValueError for a negative or NaN max_norm.
     """
     if not checks.is_number(max_norm) or not max_norm >= 0:
         raise ValueError(f"clip_divisor(max_norm={max_norm!r}): give a number >= 0; 0 means no clipping")
@@ -128,37 +127,37 @@ def clip_divisor(norm: Tensor, factor: Tensor, max_norm: float) -> Tensor:
 
 
 def divisor_of(norm: float, factor: float, max_norm: float) -> float:
-    """`clip_divisor` of numbers that are on the host already: the same value, without a kernel for each operation."""
+    """`clip_divisor` of host numbers: the same value, without kernel launches."""
     if max_norm == 0:
         return factor
     return factor * max(1.0, (norm / factor + 1e-6) / max_norm)
 
 
 @attrs.frozen
-class Culprit:
-    """The first tensor that is not finite."""
+class NonFiniteGradient:
+    """The first tensor with a non-finite element."""
 
     name: str
     kind: Literal["nan", "inf"]  # "nan" if any element is NaN; "inf" if some are infinite and none is NaN
 
 
-def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> Culprit | None:
-    """The first of the (name, tensor) pairs with an infinite or NaN element; None if all are finite.
+def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> NonFiniteGradient | None:
+    """Return the first of the (name, tensor) pairs with an infinite or NaN element; None if all are finite.
 
-    For diagnosis after an overflow: waits for the device once a tensor. Integer tensors are finite.
+    For diagnosis after an overflow: waits for the device once per tensor. Integer tensors count as finite.
     """
     for name, tensor in named:
         values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
         if not bool(torch.isfinite(values).all()):
-            return Culprit(name, "nan" if bool(torch.isnan(values).any()) else "inf")
+            return NonFiniteGradient(name, "nan" if bool(torch.isnan(values).any()) else "inf")
     return None
 
 
-# --- Sums of squares: see [Note: how the squares are summed] ---------------------------------------------
+# --- Sums of squares: see [Note: summation of squares] ---------------------------------------------------
 
 
 def _flat(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients that have elements, as 1-D views (copies where no view is possible)."""
+    """Flatten the non-empty gradients into 1-D views (copies where no view is possible)."""
     for index, grad in enumerate(grads):
         if not isinstance(grad, Tensor):
             raise TypeError(f"inspect: gradient {index} is a {type(grad).__name__}; leave it out of the list")
@@ -169,13 +168,13 @@ def _flat(grads: Sequence[Tensor]) -> list[Tensor]:
         if grad.device != grads[0].device:
             raise ValueError(
                 f"inspect: gradient {index} is on {grad.device}, gradient 0 on {grads[0].device};"
-                " inspect each device's on its own and add the squares of the norms"
+                " inspect each device separately and merge with merge_stats()"
             )
     return [grad.detach().reshape(-1) for grad in grads if grad.numel()]
 
 
 def _first_read(shards: list[Tensor]) -> list[Tensor]:
-    """1-D float64 tensors that add up to the sum of squares: by rows for bulks, exact for what is left."""
+    """1-D float64 tensors that add up to the sum of squares: by rows for whole rows, exact for the rest."""
     parts, rests = [], []
     for shard in shards:
         bulk_numel = shard.numel() // _ROW * _ROW
@@ -185,7 +184,7 @@ def _first_read(shards: list[Tensor]) -> list[Tensor]:
 
 
 def _row_squares(bulk: Tensor) -> list[Tensor]:
-    """1-D float64 tensors, an element for each short row of `bulk`, whose length is a multiple of a row."""
+    """1-D float64 tensors with an element for each short row of `bulk`, whose length is a multiple of a row."""
     narrow = bulk.dtype in (torch.float16, torch.bfloat16)  # these would round the norm to their few bits
     pieces = _widened([bulk], torch.float32, _chunk_numel(bulk, 2**18)) if narrow else (bulk,)
     return [torch.linalg.vector_norm(piece.view(-1, _NORM_ROW), dim=1).double().square_() for piece in pieces]
@@ -200,11 +199,11 @@ def _exact_squares(shards: list[Tensor], scale: float = 1.0) -> list[Tensor]:
 
 
 def _widened(shards: list[Tensor], dtype: torch.dtype, limit: int) -> Iterator[Tensor]:
-    """The elements of all shards one after the other in `dtype`, in chunks of `limit`; the last is padded with
-    zeros to a multiple of a row.
+    """Yield the elements of all shards in order, cast to `dtype`, in chunks of `limit`; the last one is zero-padded
+    to whole rows.
 
-    All chunks are one scratch buffer, which the caller may overwrite and must have done with before the next:
-    fresh pages cost more than the arithmetic. Many small gradients share a chunk and its few kernels.
+    All chunks share one scratch buffer, which the caller may overwrite and must not use after the next chunk: fresh
+    pages cost more than the arithmetic. Many small gradients share a chunk and its few kernels.
     """
     total = sum(shard.numel() for shard in shards)
     scratch = torch.empty(min(limit, _whole_rows(total)), dtype=dtype, device=shards[0].device)
@@ -228,7 +227,7 @@ def _zero_from(values: Tensor, start: int) -> Tensor:
 
 
 def _total(parts: list[Tensor], device: torch.device) -> Tensor:
-    """(1,) float64 on device: the sum over all of the 1-D `parts`, by rows, then by rows of those."""
+    """(1,) float64 on device: the sum of the 1-D `parts`, by rows, then by rows of those."""
     values = torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device)
     while values.numel() > _ROW:
         padding = _whole_rows(values.numel()) - values.numel()
@@ -242,5 +241,5 @@ def _whole_rows(numel: int) -> int:
 
 
 def _chunk_numel(shard: Tensor, on_cpu: int) -> int:
-    """How many elements to convert at a time: what stays in the cache, elsewhere what keeps launches few."""
+    """Elements to convert at a time: as many as stay in the CPU cache; elsewhere enough to keep launches few."""
     return on_cpu if shard.device.type == "cpu" else 2**24

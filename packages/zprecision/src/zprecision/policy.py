@@ -1,16 +1,16 @@
-"""Which dtype each number of training has.
+"""Precision policy: the dtype of each tensor in training.
 
-Four numbers decide: the weights that forward and backward use, the accumulator that micro-steps add their
-gradients to, the wire of the gradient reduction, and the master copy that the optimizer updates.  They are one
-frozen value, fixed before training starts; nothing elsewhere branches on a dtype.
+Four dtypes decide: the weights that forward and backward use, the accumulator of micro-step gradients, the
+communication dtype of the gradient reduction, and the master copy that the optimizer updates.  They form one frozen
+value, fixed before training starts; no other code branches on a dtype.
 
-The defaults follow from `param` alone.  What is summed over many steps (accumulator, master) is float32 or
-better, because bf16 has 8 significant bits and a sum in it stops moving once a term is 256 times smaller than
-the sum (Micikevicius et al. 2018, section 3.1); the wire carries what the weights are in.  A narrower master is
-possible for those who need its memory, with an optimizer that rounds stochastically.
+The defaults follow from `param` alone.  Sums over many steps (accumulator, master) are float32 or better, because
+bf16 has 8 significant bits and a sum in it stops moving once a term is 256 times smaller than the sum (Micikevicius
+et al. 2018, section 3.1); gradients are reduced in the dtype of the weights.  A narrower master saves memory and
+needs an optimizer with stochastic rounding.
 
-Rejected: torch.autocast as the policy.  It picks a dtype per operation and casts the weights again in every
-forward.  It can still be used on top; FP32 is the right policy then.
+Rejected: torch.autocast as the policy.  It picks a dtype per operation and casts the weights again in every forward.
+It can still be used on top, with FP32 as the policy.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from zprecision import checks
-from zprecision.buffers import beside_weights
+from zprecision.buffers import paired_dtypes
 from zprecision.casting import cast, cast_in_place
-from zprecision.keeping import Keep, tensors
+from zprecision.keep_in_fp32 import KeepInFp32, tensors
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def _summing_dtype(policy: Precision) -> torch.dtype | None:
-    given = isinstance(policy.param, torch.dtype)  # anything else is refused by its own field
+    given = isinstance(policy.param, torch.dtype)  # its own validator rejects anything else
     return torch.promote_types(policy.param, torch.float32) if given and policy.param else None
 
 
@@ -44,7 +44,7 @@ _given = attrs.validators.optional(checks.floating)
 
 @attrs.frozen(kw_only=True)
 class Precision:
-    """The dtypes of training. `Precision()` is the identity: every tensor keeps the dtype that it has.
+    """Dtypes of training. `Precision()` is the identity: every tensor keeps its dtype.
 
     Invariant: `accumulate` and `master` hold every value of `param` exactly.
     """
@@ -55,15 +55,15 @@ class Precision:
     accumulate: torch.dtype | None = attrs.field(
         default=attrs.Factory(_summing_dtype, takes_self=True), validator=_given
     )
-    # gradients on the wire; as `param`; may be coarser, to save bandwidth; None: each parameter's own
+    # gradients in the reduction; as `param`; may be narrower, to save bandwidth; None: each parameter's own
     reduce: torch.dtype | None = attrs.field(default=attrs.Factory(_param_dtype, takes_self=True), validator=_given)
-    # the copy that the optimizer updates; float32, or float64 for float64 weights; None: each parameter's own
+    # master copy of the optimizer; float32, or float64 for float64 weights; None: each parameter's own
     master: torch.dtype | None = attrs.field(default=attrs.Factory(_summing_dtype, takes_self=True), validator=_given)
 
-    # floating buffers; None: they keep theirs, but become as wide as a wider `param`
+    # floating buffers; None: they keep their dtype, but widen with a wider `param`
     buffer: torch.dtype | None = attrs.field(default=None, validator=_given)
-    # parameters and buffers that stay in float32 where `param` is narrower; those that the model lists, unless told
-    keep: Keep = attrs.field(factory=Keep, validator=attrs.validators.instance_of(Keep))
+    # parameters and buffers that stay in float32 where `param` is narrower; by default those that the model lists
+    keep: KeepInFp32 = attrs.field(factory=KeepInFp32, validator=attrs.validators.instance_of(KeepInFp32))
 
     def __attrs_post_init__(self) -> None:
         for name, dtype in (("accumulate", self.accumulate), ("master", self.master)):
@@ -74,15 +74,14 @@ class Precision:
                 )
 
     def cast_module(self, module: ModuleT) -> ModuleT:
-        """Casts floating parameters (with their gradients) and buffers in place, but for `keep`; returns `module`.
+        """Cast floating parameters (with their gradients) and buffers in place, except `keep`; return `module`.
 
-        Tensors stay the same objects, so an optimizer made before still holds them. Integer, bool, complex and 8-bit
-        ones are left alone, and so is whatever already has the dtype. What `keep` names is float32 afterwards; where
-        patterns name whole modules, `Islands` casts what goes in and out of them. For buffers see
-        [Note: state is not rounded].
+        Tensors stay the same objects, so an existing optimizer still holds them. Integer, bool, complex and 8-bit
+        tensors are left alone. Tensors that `keep` names are float32 afterwards; for patterns that name whole
+        modules, `Fp32Modules` casts their inputs and outputs. For buffers see [Note: buffers are not rounded].
         """
         kept = self.keep.names(module, self.param)
-        paired = beside_weights(module, self.param, self.buffer) if self.param else {}
+        paired = paired_dtypes(module, self.param, self.buffer) if self.param else {}
         params = {id(param): self.param or param.dtype for param in module.parameters()}
         for name, tensor in tensors(module):
             dtype = paired.get(id(tensor)) or params.get(id(tensor)) or self._of_buffer(tensor)
@@ -94,9 +93,9 @@ class Precision:
         return self.buffer or (self.param if becomes_wider and self.param else tensor.dtype)
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`args` and `kwargs` with every floating tensor in `param`; nothing that was given is modified.
+        """Return `args` and `kwargs` with every floating tensor in `param`; the inputs are not modified.
 
-        Looks into lists, tuples (named ones too) and dicts at any depth; other objects pass as they are.
+        Descends into lists, tuples (named ones too) and dicts at any depth; other objects are returned unchanged.
         """
         if self.param is None:
             return args, kwargs
@@ -108,20 +107,20 @@ BF16 = Precision(param=torch.bfloat16)
 FP16 = Precision(param=torch.float16)  # its gradients need loss scaling: zprecision.scaling
 
 
-# --- Is bf16 worth it here? ------------------------------------------------------------------------------
+# --- Speed of bf16 ---------------------------------------------------------------------------------------
 
-_BUDGET_S = 0.05  # of measuring; the warm-up, and a dtype that is very slow, come on top
+_BUDGET_S = 0.05  # of measuring, without the warm-up; a very slow dtype takes longer
 _MIN_RUNS = 7  # of each dtype, however slow the machine is
 _EDGE_CPU, _EDGE_ELSEWHERE = 512, 2048  # of the square matrices: about a millisecond a product
 
 
 def measure_bf16_speedup(device: torch.device | str) -> float:
-    """How many times faster a bf16 matrix product is than a float32 one on `device`; > 1: bf16 is faster.
+    """Measure the speed of a bf16 matrix product relative to float32 on `device`; above 1 bf16 is faster.
 
-    Measured, not looked up: a CPU without bf16 instructions accepts bf16 and is several times slower in it.
-    The best time of each over interleaved runs: other programs can only make a run slower, so on a busy machine the
-    best is what the hardware does, where a median of ratios is anything. About 50 ms in all when the machine is
-    idle. Draws nothing from any random generator.
+    A CPU without bf16 instructions accepts bf16 but is several times slower in it, so a table is no substitute.
+    Takes the best time of each over interleaved runs: other programs can only slow a run down, so on a busy machine
+    the best time is the hardware's, while a median of ratios is noise.  About 50 ms on an idle machine.  Uses no
+    random generator.
     """
     device = torch.device(device)
     edge = _EDGE_CPU if device.type == "cpu" else _EDGE_ELSEWHERE
@@ -140,7 +139,7 @@ def measure_bf16_speedup(device: torch.device | str) -> float:
 
 
 def _seconds(matrix: Tensor) -> float:
-    """Wall time of one matrix @ matrix, from an idle device to an idle device."""
+    """Wall time of one matrix @ matrix, with the device idle before and after."""
     _wait(matrix.device)
     start = time.perf_counter()
     torch.mm(matrix, matrix)

@@ -1,7 +1,6 @@
-"""The rules of loss scaling, as frozen values, and the law of the dynamic one, as a pure function.
+"""Rules of loss scaling as frozen values, and the update of the dynamic scale as a pure function.
 
-A rule is what a config says and never changes; the state that follows it lives in the scalers of
-`zprecision.scaling`.
+A rule comes from the config and never changes; its state lives in the scalers of `zprecision.scaling`.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ from zprecision import checks
 
 @attrs.frozen
 class Unscaled:
-    """No scaling: for float32 and bf16, whose exponents reach as far as gradients go."""
+    """No scaling, for float32 and bf16, whose range covers that of gradients."""
 
 
 @attrs.frozen
 class StaticScaling:
-    """One factor for the whole run; a step that overflows is still skipped."""
+    """A constant factor; a step that overflows is still skipped."""
 
     factor: float = attrs.field(validator=checks.positive)
 
 
 @attrs.frozen(kw_only=True)
 class DynamicScaling:
-    """How the scale moves (Micikevicius et al. 2018, section 3.2, with hysteresis and a floor)."""
+    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2, with hysteresis and a floor)."""
 
     # the first factor
     initial: float = attrs.field(default=2.0**16, validator=checks.positive)
-    # what the factor is multiplied by when it grows and divided by when it backs off
+    # multiplies the factor on growth and divides it on back-off
     growth: float = attrs.field(default=2.0, validator=checks.above_one)
     # clean steps between two growths; the first after the start or after an overflow takes one more
     window: int = attrs.field(default=1000, validator=checks.count)
-    # overflows that it takes to back off: a counter starts here, and at 1 the factor moves instead
+    # overflows until back-off: a counter starts here, and at 1 the factor moves instead
     hysteresis: int = attrs.field(default=2, validator=checks.count)
-    # True: every clean step refills the counter, so only overflows in a row use it up; False: only growth does
+    # True: every clean step refills the counter, so only consecutive overflows use it up; False: only growth does
     consecutive_hysteresis: bool = attrs.field(default=False, validator=checks.flag)
     # the factor never backs off below this
     floor: float = attrs.field(default=1.0, validator=checks.positive)
@@ -56,15 +55,15 @@ Scaling = Unscaled | StaticScaling | DynamicScaling
 def advance(
     rule: DynamicScaling, factor: Tensor, clean_steps: Tensor, hysteresis_left: Tensor, overflow: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of the dynamic scale: (factor, clean_steps, hysteresis_left) after it.
+    """One update of the dynamic scale; returns the new (factor, clean_steps, hysteresis_left).
 
-    factor () float32, clean_steps and hysteresis_left () int32, overflow () bool, on one device; results alike.
+    factor () float32, clean_steps and hysteresis_left () int32, overflow () bool, on one device; results likewise.
 
     An overflow restarts the window. It lowers the counter while that is above 1, and the factor from then on;
-    backing off does not refill the counter. A clean step that passes the window raises the factor and refills
-    the counter; clean_steps goes on from 1, not 0, which is why a window of n takes n + 1 clean steps from the
-    start or an overflow and n from a growth. The only upper limit is float32's: a growth to infinity, from
-    which nothing comes back, does not happen.
+    back-off does not refill the counter. A clean step that passes the window raises the factor and refills the
+    counter. clean_steps continues from 1, not 0, so a window of n takes n + 1 clean steps from the start or an
+    overflow and n from a growth. The only upper limit is float32's: the factor never grows to infinity, which would
+    be permanent.
     """
     clean_steps = torch.where(overflow, 0, clean_steps + 1)
     grows = clean_steps > rule.window

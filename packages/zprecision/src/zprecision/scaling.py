@@ -1,7 +1,7 @@
-"""Loss scaling: keeps small fp16 gradients from vanishing, by multiplying the loss before backward.
+"""Loss scaling: multiplies the loss before backward, so that small fp16 gradients do not underflow.
 
-The order of a step is the whole subject.  A scale enters the gradients when backward runs, so the gradients
-must be divided by that scale, and only then may it move:
+The order of a step matters most.  The scale enters the gradients when backward runs, so the gradients must be divided
+by that same scale, and only then may it change:
 
     scaler.scale(loss).backward()                     # the factor goes in
     stats = inspect(gradients)                        # of the gradients as they are, still scaled
@@ -10,17 +10,16 @@ must be divided by that scale, and only then may it move:
         optimizer.step()                              # the same factor comes out
     scaler.update(stats.found_inf)                    # the factor moves, last
 
-Updating before dividing halves the one update at which the scale doubles; dividing without having multiplied
-shrinks every update by the scale.  Both have shipped in widely used systems.  `update` binds a new `factor`
-tensor and never writes into the old one, so whatever holds the old factor, or was computed from it, stays
-right.
+Updating before dividing halves the one update at which the scale doubles; dividing without having multiplied shrinks
+every update by the scale.  Both bugs have shipped in widely used systems.  `update` binds a new `factor` tensor and
+never writes into the old one, so whatever holds the old factor stays correct.
 
-[Note: no host sync]  Factor and counters are () tensors on the training device, and the law (`advance` in
-zprecision.rules) is arithmetic on them without a branch, so the host never waits to learn whether a step
-overflowed.  Only `state_dict` and `at_floor` read them.
+[Note: no host sync]  Factor and counters are () tensors on the training device, and `advance` in zprecision.rules is
+branch-free arithmetic on them, so the host never waits to learn whether a step overflowed.  Only `state_dict` and
+`at_floor` read them.
 
-Rejected: torch.amp.GradScaler.  It keeps a found_inf per optimizer and device, whereas with sharded gradients
-the decision is one value that every rank shares; and it has neither hysteresis nor a floor.
+Rejected: torch.amp.GradScaler.  It keeps a found_inf per optimizer and device, whereas with sharded gradients the
+decision is one value that every rank shares; and it has neither hysteresis nor a floor.
 """
 
 from __future__ import annotations
@@ -40,36 +39,38 @@ _CPU = torch.device("cpu")
 
 
 class Scaler(Protocol):
-    """What a training loop needs of loss scaling; `NoScaling` is the identity."""
+    """Interface of loss scaling for a training loop; `NoScaling` is the identity."""
 
     @property
     def factor(self) -> Tensor:
-        """() float32 on the device: what `scale` multiplies by. Read it every step anew, before `update`."""
+        """() float32 on the device: multiplies the loss in `scale`. Read it anew every step, before `update`."""
 
     @property
     def at_floor(self) -> bool:
-        """Whether the next overflow can no longer lower the factor. Waits for the device."""
+        """True if the next overflow can no longer lower the factor. Waits for the device."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the factor; float16 and bf16 losses become float32."""
+        """Return `loss` times the factor; float16 and bf16 losses become float32."""
 
     def update(self, found_inf: Tensor) -> None:
-        """Ends a step. found_inf: one element of any dtype; non-zero or NaN means that it overflowed."""
+        """End a step. found_inf: one element of any dtype; non-zero or NaN marks an overflow."""
 
     def state_dict(self) -> dict[str, float | int]:
-        """Plain floats and ints, exact through JSON."""
+        """Return plain floats and ints, exact through JSON."""
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Restores `state_dict()`; refuses a foreign or impossible state by name and then changes nothing."""
+        """Restore `state_dict()`. Raises for a state of another scaler or out of range, before any change."""
 
     def prepare_load(self, state: Mapping[str, float | int]) -> Callable[[], None]:
-        """Checks as `load_state_dict` does and changes nothing; the result restores the state and cannot fail."""
+        """Check a state as `load_state_dict` does, without any change; return a function that restores it and cannot
+        fail.
+        """
 
 
 @final
 @attrs.define(eq=False)
 class NoScaling:
-    """The identity: the factor is 1, and an overflow moves nothing."""
+    """The identity: the factor is 1, and an overflow changes nothing."""
 
     device: torch.device = attrs.field(default=_CPU, converter=torch.device)
     factor: Tensor = attrs.field(init=False)  # () float32, 1.0, never replaced
@@ -85,7 +86,7 @@ class NoScaling:
         return loss
 
     def update(self, found_inf: Tensor) -> None:
-        _refuse_foreign(found_inf)
+        _check_found_inf(found_inf)
 
     def state_dict(self) -> dict[str, float | int]:
         return {}
@@ -95,13 +96,13 @@ class NoScaling:
 
     def prepare_load(self, state: Mapping[str, float | int]) -> Callable[[], None]:
         checks.check_keys(self, state, ())
-        return _nothing_to_do
+        return _no_op
 
 
 @final
 @attrs.define(eq=False)
 class StaticScaler:
-    """Multiplies by one factor for ever. Never `at_floor`: to skip the step is all that a static scale does."""
+    """Multiplies by a constant factor. Never `at_floor`: a static scale only skips the step."""
 
     rule: StaticScaling
     device: torch.device = attrs.field(default=_CPU, converter=torch.device)
@@ -124,14 +125,14 @@ class StaticScaler:
         return {"static_factor": checks.as_float32(self.rule.factor)}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """The rule alone decides the factor; a state saved under another one is refused."""
+        """Check the state. The rule alone sets the factor; a state saved under another factor is rejected."""
         self.prepare_load(state)()
 
     def prepare_load(self, state: Mapping[str, float | int]) -> Callable[[], None]:
         checks.check_keys(self, state, ("static_factor",))
         only = checks.as_float32(self.rule.factor)
         checks.read_number(self, state, "static_factor", low=only, high=only)
-        return _nothing_to_do
+        return _no_op
 
 
 @final
@@ -147,17 +148,19 @@ class DynamicScaler:
     device: torch.device = attrs.field(default=_CPU, converter=torch.device)
     # () float32 on device; replaced by update, never written into
     factor: Tensor = attrs.field(init=False)
-    # () int32 on device; clean steps towards the next growth, which comes when they pass rule.window
+    # () int32 on device; clean steps since the last growth or overflow; the factor grows when they pass rule.window
     clean_steps: Tensor = attrs.field(init=False)
     # () int32 on device; at 1 the next overflow lowers the factor
     hysteresis_left: Tensor = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._hold(self.rule.initial, 0, self.rule.hysteresis)
+        self._set_state(self.rule.initial, 0, self.rule.hysteresis)
 
     @property
     def at_floor(self) -> bool:
-        """Factor at its floor and counter used up: asked before `update`, an overflow now is beyond help."""
+        """True with the factor at its floor and the counter used up: read before `update`, the next overflow cannot
+        lower it.
+        """
         return bool((self.factor <= self.rule.floor) & (self.hysteresis_left <= 1))
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -184,20 +187,20 @@ class DynamicScaler:
         checks.check_keys(self, state, ("factor", "clean_steps", "hysteresis_left"))
         floor = checks.as_float32(self.rule.floor)
         return functools.partial(
-            self._hold,
+            self._set_state,
             float(checks.read_number(self, state, "factor", low=floor, high=checks.FLOAT32_MAX)),
             checks.read_count(self, state, "clean_steps", low=0, high=self.rule.window),
             checks.read_count(self, state, "hysteresis_left", low=1, high=self.rule.hysteresis),
         )
 
-    def _hold(self, factor: float, clean_steps: int, hysteresis_left: int) -> None:
+    def _set_state(self, factor: float, clean_steps: int, hysteresis_left: int) -> None:
         self.factor = torch.full((), factor, dtype=torch.float32, device=self.device)
         self.clean_steps = torch.full((), clean_steps, dtype=torch.int32, device=self.device)
         self.hysteresis_left = torch.full((), hysteresis_left, dtype=torch.int32, device=self.device)
 
 
 def make_scaler(rule: Scaling, device: torch.device | str) -> Scaler:
-    """The scaler that follows `rule`, its state on `device`. TypeError for anything but the three rules."""
+    """Return the scaler of `rule`, with its state on `device`. Raises TypeError for anything but the three rules."""
     if isinstance(rule, DynamicScaling):
         return DynamicScaler(rule, device)
     if isinstance(rule, StaticScaling):
@@ -207,23 +210,23 @@ def make_scaler(rule: Scaling, device: torch.device | str) -> Scaler:
     raise TypeError(f"make_scaler got {rule!r}; give Unscaled(), StaticScaling(factor) or DynamicScaling(...)")
 
 
-def _nothing_to_do() -> None: ...
+def _no_op() -> None: ...
 
 
 def _scaled(loss: Tensor, factor: Tensor) -> Tensor:
     if not loss.is_floating_point():
         raise TypeError(f"the loss to scale is {loss.dtype}; a floating-point tensor is needed")
-    # In float16 the product would overflow by itself: 2**16 is infinite there.
+    # In float16 the product itself would overflow: 2**16 is infinite there.
     return loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
 
 
 def _overflow(found_inf: Tensor, device: torch.device) -> Tensor:
-    """() bool on device: true for any found_inf but zero, NaN included."""
-    _refuse_foreign(found_inf)
+    """() bool on device: True for any found_inf but zero, NaN included."""
+    _check_found_inf(found_inf)
     return (found_inf.detach() != 0).reshape(()).to(device)
 
 
-def _refuse_foreign(found_inf: object) -> None:
+def _check_found_inf(found_inf: object) -> None:
     if not isinstance(found_inf, Tensor):
         raise TypeError(f"update(found_inf) got a {type(found_inf).__name__}; give inspect(...).found_inf")
     if found_inf.numel() != 1:

@@ -6,42 +6,22 @@ import argparse
 import re
 from pathlib import Path
 
-from ..errors import CheckpointInputError
-from .resolve import resolve
-from .status import OK
+import torch
 
-_DTYPES = ("float32", "bfloat16", "float16")
+from zckpt import interchange
+from zckpt.cli.output import OK
+from zckpt.cli.parser import DEFAULT_TAG
+from zckpt.cli.resolve import resolve
+from zckpt.errors import CheckpointInputError
+
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_TAG = "imported"
-_SOURCES = ("auto", "deepspeed", "dcp", "weights")
-
-
-def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="checkpoint, root folder, or URL")
-    parser.add_argument("target", help="folder to make; it must be empty or absent")
-    parser.add_argument("--tag", help="which checkpoint of a root")
-    parser.add_argument(
-        "--to",
-        choices=("hf", "dcp"),
-        default="hf",
-        help="hf: safetensors with an index, as Hugging Face has them (default); dcp: torch.distributed.checkpoint",
-    )
-    parser.add_argument("--dtype", choices=_DTYPES, help="hf: convert floating tensors (default: as stored)")
-    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="hf: largest file (default 5GB)")
-    parser.add_argument(
-        "--prefix", default="model.", help='hf: export names that begin so, without it (default "model."; "": all)'
-    )
 
 
 def run_export(arguments: argparse.Namespace) -> int:
     found = resolve(arguments.path, arguments.tag)
-    from .. import interchange  # not at the top: it is large, and the other commands do without
-
     if arguments.to == "dcp":
         made = interchange.export_dcp(found, arguments.target)
     else:
-        import torch
-
         made = interchange.export_huggingface(
             found,
             arguments.target,
@@ -53,30 +33,8 @@ def run_export(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def add_import_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="folder or file of another format")
-    parser.add_argument("root", help="root folder to save into, or URL")
-    parser.add_argument(
-        "--from", dest="kind", choices=_SOURCES, default="auto", help="its format (default: recognised by its files)"
-    )
-    parser.add_argument("--tag", help=f'tag to write (default "{_TAG}"); deepspeed: its tag to read and write')
-    parser.add_argument("--step", type=int, default=0, help="step to write; deepspeed brings its own")
-    parser.add_argument("--prefix", default="model.", help='dcp, weights: put before each name (default "model.")')
-    parser.add_argument(
-        "--tensor-parallel",
-        action="append",
-        default=[],
-        metavar="PATTERN=DIM",
-        help="deepspeed: along which dim tensor-parallel parts of matching names are joined; may be repeated",
-    )
-    parser.add_argument("--optimizer", default="", help="deepspeed: class of the optimizer, if its config names none")
-    parser.add_argument("--scheduler", default="", help="deepspeed: class of the schedule, if its config names none")
-
-
 def run_import(arguments: argparse.Namespace) -> int:
-    from .. import interchange
-
-    kind = interchange.recognise(arguments.source) if arguments.kind == "auto" else arguments.kind
+    kind = interchange.detect_format(arguments.source) if arguments.kind == "auto" else arguments.kind
     if kind == "deepspeed":
         made = interchange.import_deepspeed(
             arguments.source,
@@ -91,7 +49,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         made = load(
             arguments.source,
             arguments.root,
-            tag=arguments.tag or _TAG,
+            tag=arguments.tag or DEFAULT_TAG,
             step=arguments.step,
             prefix=arguments.prefix,
         )

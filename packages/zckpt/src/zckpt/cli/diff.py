@@ -6,26 +6,15 @@ import argparse
 import math
 from typing import Any
 
-from ..comparing import Comparison, compare
-from .resolve import resolve
-from .status import DIFFERS, OK
-from .text import Progress, count_text, print_json, some, table
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", help="checkpoint, root folder, or URL")
-    parser.add_argument("b", help="checkpoint, root folder, or URL")
-    parser.add_argument("--atol", type=float, default=0.0, help="values may differ by so much (default 0)")
-    parser.add_argument("--tensors-only", action="store_true", help="leave objects out")
-    parser.add_argument("--read", action="store_true", help="read all bytes, even where checksums are equal")
-    parser.add_argument("--limit", type=int, default=20, help="lines of each kind (default 20; 0: all)")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+from zckpt.cli.output import DIFFERS, OK, Progress, count_text, print_json, some, table
+from zckpt.cli.resolve import resolve
+from zckpt.loading.compare import Comparison, compare
 
 
 def run(arguments: argparse.Namespace) -> int:
     a, b = resolve(arguments.a), resolve(arguments.b)
     with Progress(_common_nbytes(a.manifest.tensors, b.manifest.tensors), "comparing") as progress:
-        found = compare(a, b, by_checksum=not arguments.read, told=progress.advance)
+        found = compare(a, b, by_checksum=not arguments.read, on_progress=progress.advance)
     if arguments.tensors_only:
         found = Comparison(found.only_a, found.only_b, found.retyped, found.different, found.equal, ())
     status = OK if found.is_same(arguments.atol) else DIFFERS

@@ -1,4 +1,4 @@
-"""From what was typed to a checkpoint: a root (its newest one, or a tag in it), a checkpoint's folder, or a URL."""
+"""Resolve a path argument to a checkpoint: a root (its `latest` or a tag), a checkpoint folder, or a URL."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import contextlib
 import sys
 from pathlib import Path
 
-from ..checkpoint import Checkpoint
-from ..errors import CheckpointInputError, CheckpointNotFound
-from ..finding import find
-from ..locating import located, located_checkpoint
-from ..manifest import FILE_NAME
-from ..marking import home
-from ..opening import open_checkpoint
-from ..places import RemainKind, remain
-from ..storage import LOCAL, Kind, Storage
+from zckpt.errors import CheckpointInputError, CheckpointNotFound
+from zckpt.format.manifest import FILE_NAME
+from zckpt.format.paths import LeftoverKind, parse_leftover
+from zckpt.loading.checkpoint import Checkpoint
+from zckpt.loading.open import open_checkpoint
+from zckpt.loading.select import find
+from zckpt.storage.locate import resolve_checkpoint, resolve_root
+from zckpt.storage.rename_marker import parse_attempt_folder
+from zckpt.storage.storage import LOCAL, PathKind, Storage
 
 
 def resolve(text: str, tag: str | None = None) -> Checkpoint:
     """The one checkpoint that is meant; what was odd about finding it goes to stderr."""
-    root, storage = located(text)
+    root, storage = resolve_root(text)
     found = _local_one(_local(root), tag) if storage is LOCAL else _stored_one(text, tag)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -28,8 +28,8 @@ def resolve(text: str, tag: str | None = None) -> Checkpoint:
 
 def _local_one(path: Path, tag: str | None) -> Checkpoint:
     """A folder with a manifest is a checkpoint, a folder without one a root."""
-    left = remain(path.name)
-    if left is not None and left.kind is RemainKind.UNFINISHED:
+    left = parse_leftover(path.name)
+    if left is not None and left.kind is LeftoverKind.UNFINISHED:
         raise CheckpointNotFound(f"{path} is what a save or a deletion left: never committed, or no longer")
     if (path / FILE_NAME).exists():
         return _opened(path, tag, LOCAL)
@@ -43,17 +43,17 @@ def _stored_one(text: str, tag: str | None) -> Checkpoint:
     try:
         return find(text, tag)
     except CheckpointNotFound as nothing:
-        folder, storage = located_checkpoint(text)
-        at = home(folder.name)  # it may be given by the name that it has in the store
+        folder, storage = resolve_checkpoint(text)
+        at = parse_attempt_folder(folder.name)  # it may be given by the name that it has in the store
         folder = folder if at is None else folder.with_name(at.tag)
         with contextlib.suppress(OSError):
-            if storage.kind(folder / FILE_NAME) is Kind.FILE:
+            if storage.kind(folder / FILE_NAME) is PathKind.FILE:
                 return _opened(folder, tag, storage)
         raise nothing
 
 
 def _opened(folder: Path, tag: str | None, storage: Storage) -> Checkpoint:
-    aside = remain(folder.name)
+    aside = parse_leftover(folder.name)
     its_tag = folder.name if aside is None else aside.tag
     if tag not in (None, its_tag):
         raise CheckpointInputError(f"{folder} is the checkpoint {its_tag!r}: leave out --tag, or give the root")
@@ -62,7 +62,7 @@ def _opened(folder: Path, tag: str | None, storage: Storage) -> Checkpoint:
 
 def existing_root(text: str) -> tuple[Path, Storage]:
     """A root to list or to prune; CheckpointNotFound if a local one is no folder."""
-    root, storage = located(text)
+    root, storage = resolve_root(text)
     return (_local(root), storage) if storage is LOCAL else (root, storage)
 
 

@@ -7,37 +7,22 @@ checkpoint that does not is refused before its first byte is read.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..checkpoint import Checkpoint
-from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
-from ..fetching import Fetch
-from ..finding import committed
-from ..opening import open_checkpoint
-from ..reading import Item, stored
-from ..storage import LOCAL
-from ..team import os_error_text
-from ..verifying import Verifier
-from .resolve import existing_root, resolve
-from .status import CORRUPT, OK
-from .text import Progress, count_text, print_json, size_text, some
+from zckpt.cli.output import CORRUPT, OK, Progress, count_text, print_json, size_text, some
+from zckpt.cli.resolve import existing_root, resolve
+from zckpt.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, os_error_text
+from zckpt.loading.checkpoint import Checkpoint
+from zckpt.loading.open import open_checkpoint
+from zckpt.loading.plan_reads import ReadItem, stored
+from zckpt.loading.run_reads import ReadRunner
+from zckpt.loading.select import list_checkpoints
+from zckpt.loading.verify import Verifier
+from zckpt.storage.storage import LOCAL
 
 _BATCH_NBYTES = 64 << 20
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="checkpoint, or root folder (then what `latest` names), or a URL of either")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--tag", help="which checkpoint of a root")
-    which.add_argument("--all", action="store_true", help="every checkpoint of a root")
-    parser.add_argument(
-        "--threads", type=int, default=min(8, os.cpu_count() or 1), help="readers (default %(default)s)"
-    )
-    parser.add_argument("--limit", type=int, default=20, help="problems that are listed (default 20; 0: all)")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,7 +45,7 @@ def _results(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield _verify(chosen, arguments)
         return
     root, storage = existing_root(arguments.path)
-    seen = committed(root, storage=storage)
+    seen = list_checkpoints(root, storage=storage)
     if not seen:
         raise CheckpointNotFound(f"{root} holds no committed checkpoint")
     for each in seen:
@@ -105,10 +90,10 @@ def check(found: Checkpoint, num_threads: int, progress: Progress) -> list[str]:
     """Read everything; one line for each problem."""
     verifier = Verifier(found.path, found.manifest, found.storage)  # one of its own: it is told to go on
     problems = dict.fromkeys(_header_problems(verifier))
-    fetch = Fetch(found.path, found.storage, verifier, num_threads)
+    runner = ReadRunner(found.path, found.storage, verifier, num_threads)
     for batch in _batches([stored(name, entry) for name, entry in sorted(found.manifest.tensors.items())]):
-        if _problem(fetch, batch):
-            problems.update({text: None for item in batch if (text := _problem(fetch, [item]))})
+        if _problem(runner, batch):
+            problems.update({text: None for item in batch if (text := _problem(runner, [item]))})
         progress.advance(sum(map(_nbytes, batch)))
     if not problems and found.storage is LOCAL:
         problems.update(dict.fromkeys(_second_opinion(found)))
@@ -128,9 +113,9 @@ def _header_problems(verifier: Verifier) -> Iterator[str]:
             yield f"checkpoint {verifier.folder}: {os_error_text(error)}"
 
 
-def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
+def _batches(items: Sequence[ReadItem]) -> Iterator[list[ReadItem]]:
     """Small tensors together, so that all threads have something to do."""
-    batch: list[Item] = []
+    batch: list[ReadItem] = []
     for item in items:
         batch.append(item)
         if sum(map(_nbytes, batch)) >= _BATCH_NBYTES or len(batch) == 1000:
@@ -140,17 +125,17 @@ def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
         yield batch
 
 
-def _nbytes(item: Item) -> int:
+def _nbytes(item: ReadItem) -> int:
     return sum(piece.nbytes for piece in item.pieces)
 
 
-def _problem(fetch: Fetch, items: Sequence[Item]) -> str:
+def _problem(runner: ReadRunner, items: Sequence[ReadItem]) -> str:
     try:
-        fetch.prove(items)
+        runner.prove(items)
     except CheckpointCorrupt as error:
         return str(error)
     except OSError as error:
-        return f"checkpoint {fetch.folder}: {os_error_text(error)}"
+        return f"checkpoint {runner.folder}: {os_error_text(error)}"
     return ""
 
 

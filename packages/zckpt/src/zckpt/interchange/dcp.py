@@ -32,11 +32,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from .. import canonical
-from ..canonical import JSON
-from ..checkpoint import Checkpoint
-from ..coverage import tiling_problem
-from ..errors import (
+from zckpt.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointInputError,
@@ -45,17 +41,21 @@ from ..errors import (
     CheckpointReadError,
     CheckpointWriteError,
 )
-from ..regions import Box, Region, Span, box_numel, region_problem, whole_box
-from ..saving import save
-from ..storage import LOCAL, read_all
-from .engine_state import MODEL, NO_RANK_STATE, engine_objects, tied_weights
-from .machine import Machine, Maker, Record
+from zckpt.format import canonical
+from zckpt.format.canonical import JSON
+from zckpt.format.coverage import tiling_problem
+from zckpt.format.regions import Box, Region, Span, box_numel, region_problem, whole_box
+from zckpt.interchange.engine_state import MODEL, NO_RANK_STATE, engine_objects, tied_weights
+from zckpt.interchange.unpickler import Constructor, DataUnpickler, Record
+from zckpt.loading.checkpoint import Checkpoint
+from zckpt.saving.save import save
+from zckpt.storage.storage import LOCAL, read_all
 
 METADATA = ".metadata"
 OBJECTS = "zckpt.objects"  # name of the tensor of bytes that our objects travel in
 _MAX_METADATA_NBYTES = 1 << 28
 _MODULE = "torch.distributed.checkpoint.metadata"
-_ADMITTED = frozenset(
+_ALLOWED = frozenset(
     {
         *(f"{_MODULE} {name}" for name in ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata")),
         *(
@@ -100,7 +100,7 @@ def export_dcp(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
             save_dcp(
                 state,
                 storage_writer=FileSystemWriter(making, single_file_per_rank=False),
-                planner=_OneAtATime(checkpoint, objects, tied),
+                planner=_StreamingPlanner(checkpoint, objects, tied),
                 no_dist=True,
             )
         making.rename(target)
@@ -143,24 +143,24 @@ def import_dcp(
         tensors = {name: each for name, each in tensors.items() if name not in tied}
     if not tensors:
         raise CheckpointMismatch(f"{path} holds no tensors", path=str(path))
-    shards = [_Stored("" if ours else prefix, name, each, loader) for name, each in sorted(tensors.items())]
+    shards = [_DcpShard("" if ours else prefix, name, each, loader) for name, each in sorted(tensors.items())]
     return save(root, tag, shards=shards, objects=objects, rank_objects=NO_RANK_STATE, step=step)
 
 
 def check_metadata(folder: Path) -> None:
     """Refuse a `.metadata` that is anything but a description of tensors in files of this folder.
 
-    The pickle is read by machine.py first, with every class as an inert record, so nothing of it is run here; torch
+    The pickle is read by unpickler.py first, with every class as an inert record, so nothing of it is run here; torch
     gets to see it only if all that it names is in the table.
     """
     path = folder / METADATA
     if not path.is_file():
         raise CheckpointNotFound(f"{folder} has no {METADATA}: not a torch.distributed.checkpoint", path=str(folder))
     try:
-        told = Machine(_find, _no_storage).run(read_all(LOCAL, path, _MAX_METADATA_NBYTES))
-        if not isinstance(told, Record) or not isinstance(told.get("storage_data"), dict):
+        metadata = DataUnpickler(_find, _no_storage).run(read_all(LOCAL, path, _MAX_METADATA_NBYTES))
+        if not isinstance(metadata, Record) or not isinstance(metadata.get("storage_data"), dict):
             raise CheckpointCorrupt("it does not say where the tensors are")
-        names = [each.get("relative_path") for each in told.get("storage_data").values()]
+        names = [each.get("relative_path") for each in metadata.get("storage_data").values()]
     except OSError as error:
         raise CheckpointReadError(f"{path}: {error.strerror or error}", path=str(path)) from error
     except (CheckpointCorrupt, AttributeError) as error:
@@ -172,10 +172,10 @@ def check_metadata(folder: Path) -> None:
             )
 
 
-def _coverage_problem(told: TensorStorageMetadata) -> str:
-    """Why its chunks do not make it whole; "" if they do.  torch would leave the rest as the memory happens to be."""
-    shape, regions = tuple(told.size), []
-    for chunk in told.chunks:
+def _coverage_problem(metadata: TensorStorageMetadata) -> str:
+    """Error text if the chunks do not cover the tensor; "" if they do.  torch would leave the rest uninitialized."""
+    shape, regions = tuple(metadata.size), []
+    for chunk in metadata.chunks:
         box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))
         region = Region(box, (0, box_numel(box)))
         if problem := region_problem(shape, region):
@@ -188,7 +188,7 @@ def _coverage_problem(told: TensorStorageMetadata) -> str:
 
 
 def _our_objects(path: Path, data: list[int]) -> dict[str, JSON]:
-    """What `_objects` wrote, checked as far as it is used here."""
+    """Decode the output of `_objects`, and check the parts used here."""
     try:
         objects: dict[str, JSON] = canonical.load(bytes(data))
         if type(objects["exported"]["step"]) is int:
@@ -214,14 +214,14 @@ def _named_failures(kind: type[CheckpointError], task: str) -> Iterator[None]:
         raise kind(f"{task}: {error}") from error
 
 
-def _find(name: str) -> Maker:
-    if name not in _ADMITTED:
+def _find(name: str) -> Constructor:
+    if name not in _ALLOWED:
         dotted = name.replace(" ", ".")[:120]
         raise CheckpointCorrupt(f"it names {dotted!r}, which describes no tensor. Nothing of it was run")
-    return Maker(name, lambda *args: Record(name, args))
+    return Constructor(name, lambda *args: Record(name, args))
 
 
-def _no_storage(told: Any) -> Any:
+def _no_storage(metadata: Any) -> Any:
     raise CheckpointCorrupt("it refers to a storage, which metadata have none of")
 
 
@@ -229,7 +229,7 @@ def _objects(checkpoint: Checkpoint) -> bytes:
     return canonical.dump({**checkpoint.objects, "exported": {"tag": checkpoint.tag, "step": checkpoint.step}})
 
 
-class _OneAtATime(DefaultSavePlanner):
+class _StreamingPlanner(DefaultSavePlanner):
     """Gives the writer each tensor when it asks."""
 
     def __init__(self, checkpoint: Checkpoint, objects: Tensor, tied: Mapping[str, str]) -> None:
@@ -249,13 +249,13 @@ class _Loader:
     held: tuple[str, Tensor] = ("", torch.empty(0))  # its name; the last one
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
-    def load(self, name: str, told: TensorStorageMetadata) -> Tensor:
+    def load(self, name: str, metadata: TensorStorageMetadata) -> Tensor:
         task = f"{self.reader.path}: tensor {name!r} cannot be loaded"
         with self.lock, warnings.catch_warnings(), _named_failures(CheckpointCorrupt, task):
             warnings.simplefilter("ignore")  # torch says that there is one process
             if self.held[0] != name:
                 self.held = "", torch.empty(0)
-                made = torch.empty(told.size, dtype=told.properties.dtype)
+                made = torch.empty(metadata.size, dtype=metadata.properties.dtype)
                 load_dcp({name: made}, storage_reader=self.reader, no_dist=True)
                 self.held = name, made
             return self.held[1]
@@ -263,12 +263,12 @@ class _Loader:
 
 @final
 @attrs.frozen(eq=False)
-class _Stored:
+class _DcpShard:
     """A tensor of the other checkpoint as a shard, read when its values are asked for."""
 
     prefix: str
     stored: str
-    told: TensorStorageMetadata
+    metadata: TensorStorageMetadata
     loader: _Loader
 
     @property
@@ -277,7 +277,7 @@ class _Stored:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        return tuple(self.told.size)
+        return tuple(self.metadata.size)
 
     @property
     def box(self) -> Box:
@@ -285,8 +285,8 @@ class _Stored:
 
     @property
     def span(self) -> Span:
-        return 0, self.told.size.numel()
+        return 0, self.metadata.size.numel()
 
     @property
     def tensor(self) -> Tensor:
-        return self.loader.load(self.stored, self.told).view(-1)
+        return self.loader.load(self.stored, self.metadata).view(-1)

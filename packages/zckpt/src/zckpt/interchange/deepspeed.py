@@ -17,14 +17,14 @@ from typing import final
 
 import attrs
 
-from ..canonical import JSON
-from ..errors import CheckpointCorrupt, CheckpointMismatch
-from ..saving import save
-from ..shard import Shard
-from .deepspeed_files import Files, choose_folder, open_files
-from .deepspeed_run import Kinds, run_objects
-from .deepspeed_tensors import MASTER, CutRules, addressed, parts_of
-from .engine_state import MODEL, NO_RANK_STATE, OPTIMIZER
+from zckpt.errors import CheckpointCorrupt, CheckpointMismatch
+from zckpt.format.canonical import JSON
+from zckpt.format.shard import Shard
+from zckpt.interchange.deepspeed_files import DeepSpeedFiles, choose_folder, open_files
+from zckpt.interchange.deepspeed_run import ClassNames, run_objects
+from zckpt.interchange.deepspeed_tensors import MASTER, ShardingRules, place_shards, state_parts
+from zckpt.interchange.engine_state import MODEL, NO_RANK_STATE, OPTIMIZER
+from zckpt.saving.save import save
 
 
 @final
@@ -32,9 +32,9 @@ from .engine_state import MODEL, NO_RANK_STATE, OPTIMIZER
 class DeepSpeedCheckpoint:
     """An open one; its shards are views of its files, and stay valid until `close`."""
 
-    files: Files
-    rules: CutRules
-    kinds: Kinds
+    files: DeepSpeedFiles
+    rules: ShardingRules
+    class_names: ClassNames
 
     @property
     def tag(self) -> str:
@@ -49,7 +49,7 @@ class DeepSpeedCheckpoint:
     def objects(self) -> dict[str, JSON]:
         """Counters, optimizer options, schedule, loss scale, the caller's state; CheckpointCorrupt for nonsense."""
         try:
-            return run_objects(self.files, self.kinds)
+            return run_objects(self.files, self.class_names)
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
             raise CheckpointCorrupt(
                 f"{self.files.folder}: what it says of the run makes no sense: {type(error).__name__}: {error}",
@@ -58,8 +58,8 @@ class DeepSpeedCheckpoint:
 
     def shards(self) -> Iterator[Shard]:
         """model.<name> for masters, frozen parameters and buffers; optimizer.<state>.<name> for the states."""
-        cells = [parts_of(cell) for cell in self.files.cells]
-        for key, shard in addressed(cells, self.rules):
+        tp_ranks = [state_parts(tp_rank) for tp_rank in self.files.tp_ranks]
+        for key, shard in place_shards(tp_ranks, self.rules):
             prefix = MODEL if key == MASTER else f"{OPTIMIZER}{key}."
             yield attrs.evolve(shard, name=prefix + shard.name)
 
@@ -97,7 +97,7 @@ def read_deepspeed(
     Raises CheckpointNotFound, CheckpointCorrupt, CheckpointReadError, CheckpointInputError.
     """
     found = open_files(choose_folder(Path(folder), tag))
-    return DeepSpeedCheckpoint(found, CutRules(dict(tensor_parallel or {})), Kinds(optimizer, scheduler))
+    return DeepSpeedCheckpoint(found, ShardingRules(dict(tensor_parallel or {})), ClassNames(optimizer, scheduler))
 
 
 def import_deepspeed(

@@ -17,10 +17,10 @@ from typing import Any, final
 import attrs
 from torch import Tensor
 
-from ..errors import CheckpointCorrupt, CheckpointInputError, CheckpointNotFound
-from .flat import Shapes
-from .machine import Record
-from .torchfile import TorchFile, open_torch_file
+from zckpt.errors import CheckpointCorrupt, CheckpointInputError, CheckpointNotFound
+from zckpt.interchange.deepspeed_flat import Shapes
+from zckpt.interchange.torch_file import TorchFile, open_torch_file
+from zckpt.interchange.unpickler import Record
 
 _MODEL = re.compile(r"mp_rank_(?P<cell>\d{2,6})_model_states\.pt")
 _MODEL_PART = re.compile(r"zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<cell>\d{2,6})_model_states\.pt")
@@ -32,8 +32,8 @@ _STATE = "optimizer_state_dict"
 
 @final
 @attrs.frozen(eq=False)
-class Cell:
-    """What one tensor-parallel rank saved; the values are as `open_torch_file` gives them."""
+class TensorParallelRank:
+    """Saved state of one tensor-parallel rank; the values are as `open_torch_file` returns them."""
 
     models: tuple[dict[str, Any], ...]  # one, or at stage 3 one for each data-parallel rank
     shards: tuple[dict[str, Any], ...]  # `optimizer_state_dict` of each data-parallel rank; () without ZeRO
@@ -47,30 +47,30 @@ class Cell:
         """0 where the optimizer's state is with the model's, or missing."""
         if not self.shards:
             return 0
-        told = self.shards[0].get("zero_stage", 1)  # BF16_Optimizer, a stage 1, does not say
-        value = told.args[0] if isinstance(told, Record) and told.args else told
+        found_ = self.shards[0].get("zero_stage", 1)  # BF16_Optimizer, a stage 1, does not say
+        value = found_.args[0] if isinstance(found_, Record) and found_.args else found_
         if value not in (1, 2, 3):
             raise CheckpointCorrupt(f"a ZeRO stage of {reprlib.repr(value)}")
         return int(value)
 
     def groups(self) -> list[Shapes]:
         """Parameters of each group that the optimizer moves, in the order of the flat buffers."""
-        told = self.model.get("param_shapes")
-        if isinstance(told, dict):  # releases before 0.4
-            told = [told]
-        if not isinstance(told, list) or not all(isinstance(group, dict) for group in told):
+        found_ = self.model.get("param_shapes")
+        if isinstance(found_, dict):  # releases before 0.4
+            found_ = [found_]
+        if not isinstance(found_, list) or not all(isinstance(group, dict) for group in found_):
             raise CheckpointCorrupt("its model states have no param_shapes: the flat buffers cannot be taken apart")
-        return [{str(name): shape_of(shape, name) for name, shape in group.items()} for group in told]
+        return [{str(name): shape_of(shape, name) for name, shape in group.items()} for group in found_]
 
 
 @final
 @attrs.frozen(eq=False)
-class Files:
+class DeepSpeedFiles:
     """All files of one checkpoint, open."""
 
     folder: Path
     tag: str
-    cells: tuple[Cell, ...]
+    tp_ranks: tuple[TensorParallelRank, ...]
     opened: tuple[TorchFile, ...]
 
     def verify(self) -> None:
@@ -114,7 +114,7 @@ def _latest(path: Path) -> str:
         raise CheckpointCorrupt(f"{path / 'latest'} is not text", path=str(path / "latest")) from None
 
 
-def open_files(folder: Path) -> Files:
+def open_files(folder: Path) -> DeepSpeedFiles:
     """Open and sort the files; CheckpointCorrupt if one is missing, damaged or not what its name says."""
     names = sorted(each.name for each in folder.iterdir())
     if foreign := [name for name in names if _UNKNOWN.fullmatch(name)]:
@@ -135,17 +135,17 @@ def open_files(folder: Path) -> Files:
             opened[-1].verify()
             return _expect(opened[-1].value, key, folder / name)
 
-        cells = tuple(
-            Cell(
-                models=tuple(read(name, "module") for name in models[cell]),
-                shards=tuple(_inner(read(name, _STATE), folder / name) for name in shards.get(cell, [])),
+        tp_ranks = tuple(
+            TensorParallelRank(
+                models=tuple(read(name, "module") for name in models[tp_rank]),
+                shards=tuple(_inner(read(name, _STATE), folder / name) for name in shards.get(tp_rank, [])),
             )
-            for cell in sorted(models)
+            for tp_rank in sorted(models)
         )
-        if problem := _cells_problem(cells, {*models} ^ {*shards} if shards else set()):
+        if problem := _ranks_problem(tp_ranks, {*models} ^ {*shards} if shards else set()):
             raise CheckpointCorrupt(f"{folder}: {problem}", path=str(folder))
         stack.pop_all()
-    return Files(folder, folder.resolve().name, cells, tuple(opened))
+    return DeepSpeedFiles(folder, folder.resolve().name, tp_ranks, tuple(opened))
 
 
 def _table(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str]]:
@@ -153,22 +153,22 @@ def _table(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str
     found: dict[int, dict[int, str]] = {}
     for name in names:
         if match := pattern.fullmatch(name):
-            told = match.groupdict()
-            ranks = found.setdefault(int(told["cell"]), {})
-            if ranks.setdefault(int(told.get("rank") or 0), name) != name:
+            found_ = match.groupdict()
+            ranks = found.setdefault(int(found_["cell"]), {})
+            if ranks.setdefault(int(found_.get("rank") or 0), name) != name:
                 raise CheckpointCorrupt(
-                    f"{name!r} and {ranks[int(told['rank'])]!r} are the same part: two runs in one"
+                    f"{name!r} and {ranks[int(found_['rank'])]!r} are the same part: two runs in one"
                 )
-    for cell, ranks in found.items():
+    for tp_rank, ranks in found.items():
         if missing := sorted(set(range(len(ranks))) - set(ranks)):
             raise CheckpointCorrupt(
-                f"of {ranks[max(ranks)]!r} and its like, rank {missing[0]} of {cell:02d} is missing"
+                f"of {ranks[max(ranks)]!r} and its like, rank {missing[0]} of {tp_rank:02d} is missing"
             )
     if missing := sorted(set(range(len(found))) - set(found)):
         raise CheckpointCorrupt(
             f"the files of tensor-parallel rank {missing[0]} are missing (mp_rank_{missing[0]:02d})"
         )
-    return {cell: [ranks[rank] for rank in sorted(ranks)] for cell, ranks in found.items()}
+    return {tp_rank: [ranks[rank] for rank in sorted(ranks)] for tp_rank, ranks in found.items()}
 
 
 def _expect(value: Any, key: str, path: Path) -> dict[str, Any]:
@@ -184,30 +184,31 @@ def _inner(value: dict[str, Any], path: Path) -> dict[str, Any]:
     return inner
 
 
-def _cells_problem(cells: Sequence[Cell], unpaired: set[int]) -> str:
+def _ranks_problem(tp_ranks: Sequence[TensorParallelRank], unpaired: set[int]) -> str:
     if unpaired:
         return f"tensor-parallel rank {min(unpaired)} has model states or optimizer states, and not both"
-    for number, cell in enumerate(cells):
-        if told := {shard.get("ds_zero_partition_groups") is not None for shard in cell.shards} - {False}:
-            return f"rank {number}: experts that are partitioned in groups of their own are not read ({len(told)})"
-        counts = {len(cell.shards), *_partition_counts(cell)} if cell.shards else set()
+    for number, tp_rank in enumerate(tp_ranks):
+        if found_ := {shard.get("ds_zero_partition_groups") is not None for shard in tp_rank.shards} - {False}:
+            return f"rank {number}: experts that are partitioned in groups of their own are not read ({len(found_)})"
+        counts = {len(tp_rank.shards), *_partition_counts(tp_rank)} if tp_rank.shards else set()
         if len(counts) > 1:
             return (
-                f"tensor-parallel rank {number}: {len(cell.shards)} optimizer shards, and partitions of "
+                f"tensor-parallel rank {number}: {len(tp_rank.shards)} optimizer shards, and partitions of "
                 f"{sorted(counts)} are told: a file is missing, or files of two runs are mixed"
             )
-        if cell.stage == 3 and len(cell.models) != len(cell.shards):
+        if tp_rank.stage == 3 and len(tp_rank.models) != len(tp_rank.shards):
             return (
-                f"{len(cell.models)} model states, {len(cell.shards)} optimizer shards at stage 3: files are missing"
+                f"{len(tp_rank.models)} model states and {len(tp_rank.shards)} optimizer shards at stage 3: "
+                "files are missing"
             )
-    steps = {reprlib.repr(model.get("global_steps")) for cell in cells for model in cell.models}
+    steps = {reprlib.repr(model.get("global_steps")) for tp_rank in tp_ranks for model in tp_rank.models}
     return f"its model states are of steps {sorted(steps)}: files of several saves" if len(steps) > 1 else ""
 
 
-def _partition_counts(cell: Cell) -> set[int]:
-    told = [shard.get("partition_count") for shard in cell.shards]
+def _partition_counts(tp_rank: TensorParallelRank) -> set[int]:
+    found_ = [shard.get("partition_count") for shard in tp_rank.shards]
     return {
-        count for each in told for count in (each if isinstance(each, list) else [each]) if isinstance(count, int)
+        count for each in found_ for count in (each if isinstance(each, list) else [each]) if isinstance(count, int)
     }
 
 

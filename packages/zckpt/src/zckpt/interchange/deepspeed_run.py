@@ -1,4 +1,4 @@
-"""What a DeepSpeed run was doing: counters, optimizer, schedule, loss scale, in the spelling of engine_state.py."""
+"""State of a DeepSpeed run (counters, optimizer, schedule, loss scale), encoded as in engine_state.py."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import attrs
 
-from ..canonical import JSON
-from .deepspeed_files import Cell, Files
-from .deepspeed_tensors import STEP, aliases
-from .engine_state import TIED, engine_objects, spell
-from .machine import Record
+from zckpt.format.canonical import JSON
+from zckpt.interchange.deepspeed_files import DeepSpeedFiles, TensorParallelRank
+from zckpt.interchange.deepspeed_tensors import STEP, aliases
+from zckpt.interchange.engine_state import TIED, engine_objects, spell
+from zckpt.interchange.unpickler import Record
 
 _OPTIONS = (
     *("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"),
@@ -42,36 +42,36 @@ _OWN = frozenset(
 
 
 @attrs.frozen
-class Kinds:
+class ClassNames:
     """Names of classes that the files do not hold; "" to infer them."""
 
     optimizer: str = ""
     scheduler: str = ""
 
 
-def run_objects(files: Files, kinds: Kinds) -> dict[str, JSON]:
+def run_objects(files: DeepSpeedFiles, class_names: ClassNames) -> dict[str, JSON]:
     """The JSON values of the checkpoint."""
-    cell = files.cells[0]
-    config = cell.model.get("ds_config")
+    tp_rank = files.tp_ranks[0]
+    config = tp_rank.model.get("ds_config")
     config = config if isinstance(config, dict) else {}
-    client, left = _client_state(cell.model)
-    told = {
+    client, left = _client_state(tp_rank.model)
+    saved = {
         "client_state": client,
-        "clock": _clock(cell.model, config),
-        "optimizer": _optimizer(cell, config, kinds.optimizer),
-        "scheduler": _scheduler(cell.model, config, kinds.scheduler),
-        "scaler": _scaler(cell),
-        TIED: {alias: name for cell in files.cells for alias, name in aliases(cell).items()},
+        "clock": _clock(tp_rank.model, config),
+        "optimizer": _optimizer(tp_rank, config, class_names.optimizer),
+        "scheduler": _scheduler(tp_rank.model, config, class_names.scheduler),
+        "scaler": _scaler(tp_rank),
+        TIED: {alias: name for tp_rank in files.tp_ranks for alias, name in aliases(tp_rank).items()},
     }
     source = {
         "from": "DeepSpeed",
-        "version": reprlib.repr(cell.model.get("ds_version")).strip("'"),
+        "version": reprlib.repr(tp_rank.model.get("ds_version")).strip("'"),
         "tag": files.tag,
-        "stage": cell.stage,
-        "world": [len(cell.shards) or _count(cell.model.get("dp_world_size")) or 1, len(files.cells)],
+        "stage": tp_rank.stage,
+        "world": [len(tp_rank.shards) or _count(tp_rank.model.get("dp_world_size")) or 1, len(files.tp_ranks)],
         "config": spell(config, left, "ds_config"),
     }
-    return engine_objects(told, {**source, "left_out": sorted(left)})
+    return engine_objects(saved, {**source, "left_out": sorted(left)})
 
 
 def _client_state(model: Mapping[str, Any]) -> tuple[JSON, set[str]]:
@@ -102,16 +102,16 @@ def _clock(model: Mapping[str, Any], config: Mapping[str, Any]) -> JSON:
     }
 
 
-def _optimizer(cell: Cell, config: Mapping[str, Any], kind: str) -> JSON:
-    source = cell.shards[0] if cell.shards else cell.model
-    told = source.get("base_optimizer_state") or source.get("optimizer_state_dict") or source.get("optimizer")
-    if not isinstance(told, dict) or not told.get("param_groups"):
+def _optimizer(tp_rank: TensorParallelRank, config: Mapping[str, Any], kind: str) -> JSON:
+    source = tp_rank.shards[0] if tp_rank.shards else tp_rank.model
+    saved = source.get("base_optimizer_state") or source.get("optimizer_state_dict") or source.get("optimizer")
+    if not isinstance(saved, dict) or not saved.get("param_groups"):
         return None
-    groups = [{key: spell(group[key]) for key in _OPTIONS if key in group} for group in told["param_groups"]]
-    return {"kind": kind or _optimizer_kind(told, config), "groups": groups}
+    groups = [{key: spell(group[key]) for key in _OPTIONS if key in group} for group in saved["param_groups"]]
+    return {"kind": kind or _optimizer_kind(saved, config), "groups": groups}
 
 
-def _optimizer_kind(told: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def _optimizer_kind(saved: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     section = config.get("optimizer")
     section = section if isinstance(section, dict) else {}
     name, options = _text(section.get("type")), section.get("params") or {}
@@ -120,8 +120,8 @@ def _optimizer_kind(told: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         return "Adam"
     if name:
         return _KINDS.get(name.lower(), name)
-    first = told["param_groups"][0]
-    states: dict[str, Any] = next(iter(told["state"].values()), {}) if isinstance(told.get("state"), dict) else {}
+    first = saved["param_groups"][0]
+    states: dict[str, Any] = next(iter(saved["state"].values()), {}) if isinstance(saved.get("state"), dict) else {}
     if {"exp_avg", "exp_avg_sq"} <= set(states):
         return "AdamW" if first.get("decoupled_weight_decay", True) else "Adam"
     return {"exp_avg": "Lion", "momentum_buffer": "SGD", "sum": "Adagrad"}.get(
@@ -138,18 +138,18 @@ def _scheduler(model: Mapping[str, Any], config: Mapping[str, Any], kind: str) -
     return {"kind": kind or named or "an unnamed schedule of the caller", "state": spell(plain)}
 
 
-def _scaler(cell: Cell) -> JSON:
+def _scaler(tp_rank: TensorParallelRank) -> JSON:
     """The loss scale; DeepSpeed counts iterations since the last overflow, and here clean steps of a window."""
-    told = cell.shards[0].get("loss_scaler") if cell.shards else None
-    scale = told.get("cur_scale") if isinstance(told, Record) else None
-    if not isinstance(told, Record) or not isinstance(scale, (int, float)):
+    saved = tp_rank.shards[0].get("loss_scaler") if tp_rank.shards else None
+    scale = saved.get("cur_scale") if isinstance(saved, Record) else None
+    if not isinstance(saved, Record) or not isinstance(scale, (int, float)):
         return {"kind": "NoScaling", "state": {}}
-    if not told.get("dynamic"):
+    if not saved.get("dynamic"):
         return {"kind": "StaticScaler", "state": {"static_factor": scale}} if scale != 1 else _NO_SCALING
-    window = max(1, int(told.get("scale_window", 1000)))
-    stable = max(0, int(told.get("cur_iter", 0)) - int(told.get("last_overflow_iter", -1)) - 1)
+    window = max(1, int(saved.get("scale_window", 1000)))
+    stable = max(0, int(saved.get("cur_iter", 0)) - int(saved.get("last_overflow_iter", -1)) - 1)
     clean = stable if stable <= window else (stable - 1) % window + 1
-    left = max(1, int(told.get("cur_hysteresis", 1)))
+    left = max(1, int(saved.get("cur_hysteresis", 1)))
     return {
         "kind": "DynamicScaler",
         "state": {"factor": float(scale), "clean_steps": clean, "hysteresis_left": left},

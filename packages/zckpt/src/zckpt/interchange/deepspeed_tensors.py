@@ -1,10 +1,11 @@
-"""From the files of a DeepSpeed checkpoint to shards: every tensor with its name and global address, none copied.
+"""Tensors of a DeepSpeed checkpoint as shards with names and global addresses, without a copy.
 
-Masters and states come from the flat buffers (flat.py), buffers and frozen parameters from the model states.  What a
-tensor-parallel rank holds is a box of the global tensor; which dim was cut is not in the files, so a rule says it.
+Masters and optimizer states come from the flat buffers (deepspeed_flat.py), buffers and frozen parameters from the
+model states.  A tensor-parallel rank holds a box of the global tensor; the files do not record which dim is sharded,
+so the caller gives a rule.
 
-Where the files hold a weight twice, as master and as the model's own, the two are compared: a layout that was
-understood wrongly shows as a master that does not round to its weight.
+If the files hold a weight twice, as fp32 master and in the model, the two are compared: a layout that is
+misinterpreted shows as a master that does not round to its weight.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointCorrupt, CheckpointInputError, CheckpointMismatch
-from ..regions import Box, Span
-from ..shard import Shard
-from .deepspeed_files import Cell, flat_tensors, shape_of
-from .flat import Fragment, fragments_of_groups, fragments_of_parts, part_spans
+from zckpt.errors import CheckpointCorrupt, CheckpointInputError, CheckpointMismatch
+from zckpt.format.regions import Box, Span
+from zckpt.format.shard import Shard
+from zckpt.interchange.deepspeed_files import TensorParallelRank, flat_tensors, shape_of
+from zckpt.interchange.deepspeed_flat import Fragment, fragments_of_groups, fragments_of_parts, part_spans
 
 MASTER, STEP = "", "step"  # keys of states beside exp_avg, ...: the weight itself, and the count of updates
 
 
 @attrs.frozen(eq=False)
-class Part:
+class StatePart:
     """Some elements of a tensor as one tensor-parallel rank has it."""
 
     name: str
@@ -40,8 +41,8 @@ class Part:
 
 @final
 @attrs.frozen
-class CutRules:
-    """Which dim of which tensors tensor parallelism has cut: the first pattern that matches a name decides."""
+class ShardingRules:
+    """Dims that tensor parallelism shards: the first pattern that matches a name decides."""
 
     dims: Mapping[str, int]  # glob pattern -> dim
 
@@ -55,30 +56,31 @@ class CutRules:
         return None
 
 
-def parts_of(cell: Cell) -> list[Part]:
+def state_parts(tp_rank: TensorParallelRank) -> list[StatePart]:
     """Everything that one tensor-parallel rank saved: masters and states, frozen parameters, buffers."""
-    moved = list(_moved(cell)) if cell.shards else list(_moved_without_zero(cell))
-    masters = {part.name for part in moved if part.key == MASTER}
-    rest = list(_frozen_parts(cell)) if cell.stage == 3 else list(_weights(cell, aliases(cell), masters))
-    if cell.shards and cell.stage < 3:
-        _compare(moved, cell.model["module"])
-    return moved + rest
+    optimized = list(_optimizer_parts(tp_rank)) if tp_rank.shards else list(_optimizer_parts_without_zero(tp_rank))
+    masters = {part.name for part in optimized if part.key == MASTER}
+    rest = list(_frozen_parts(tp_rank)) if tp_rank.stage == 3 else list(_weights(tp_rank, aliases(tp_rank), masters))
+    if tp_rank.shards and tp_rank.stage < 3:
+        _compare(optimized, tp_rank.model["module"])
+    return optimized + rest
 
 
-def addressed(cells: Sequence[Sequence[Part]], rules: CutRules) -> Iterator[tuple[str, Shard]]:
+def place_shards(tp_ranks: Sequence[Sequence[StatePart]], rules: ShardingRules) -> Iterator[tuple[str, Shard]]:
     """(state key, shard) of every part, placed in its global tensor; several cells need rules."""
-    if len(cells) > 1 and not rules.dims:
+    if len(tp_ranks) > 1 and not rules.dims:
         raise CheckpointInputError(
-            f"the checkpoint was written by {len(cells)} tensor-parallel ranks, and its files do not say which dim "
-            'of which tensor was cut: give tensor_parallel, such as {"*.query_key_value.*": 0, "*.dense.weight": 1}'
+            f"the checkpoint was written by {len(tp_ranks)} tensor-parallel ranks, and its files do not record "
+            "which dim of each tensor is sharded: give tensor_parallel, "
+            'e.g. {"*.query_key_value.*": 0, "*.dense.weight": 1}'
         )
-    shapes = [{part.name: part.shape for part in parts} for parts in cells]
-    first: dict[tuple[str, str], list[Part]] = {}
-    for part in cells[0] if len(cells) > 1 else ():
+    shapes = [{part.name: part.shape for part in parts} for parts in tp_ranks]
+    first: dict[tuple[str, str], list[StatePart]] = {}
+    for part in tp_ranks[0] if len(tp_ranks) > 1 else ():
         first.setdefault((part.name, part.key), []).append(part)
-    for number, parts in enumerate(cells):
+    for number, parts in enumerate(tp_ranks):
         for part in parts:
-            dim = rules.dim_of(part.name, part.shape) if len(cells) > 1 else None
+            dim = rules.dim_of(part.name, part.shape) if len(tp_ranks) > 1 else None
             if dim is None and number:
                 _compare_replicas(part, first.get((part.name, part.key), []))
                 continue
@@ -90,9 +92,11 @@ def addressed(cells: Sequence[Sequence[Part]], rules: CutRules) -> Iterator[tupl
                 yield part.key, Shard(part.name, shape, box, part.span, part.tensor)
 
 
-def _place(name: str, dim: int | None, cell: int, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> tuple[Any, Box]:
+def _place(
+    name: str, dim: int | None, tp_rank: int, shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> tuple[Any, Box]:
     """The global shape, and the box of one cell."""
-    mine = shapes[cell][name]
+    mine = shapes[tp_rank][name]
     if dim is None:
         return mine, tuple((0, size) for size in mine)
     if any(name not in each for each in shapes):
@@ -100,12 +104,12 @@ def _place(name: str, dim: int | None, cell: int, shapes: Sequence[Mapping[str, 
     lengths = [each[name][dim] for each in shapes]
     if any(each[name][:dim] + each[name][dim + 1 :] != mine[:dim] + mine[dim + 1 :] for each in shapes):
         raise CheckpointMismatch(f"the parts of {name!r} have shapes that do not join at dim {dim}")
-    lo = sum(lengths[:cell])
+    lo = sum(lengths[:tp_rank])
     shape = (*mine[:dim], sum(lengths), *mine[dim + 1 :])
     return shape, tuple((lo, lo + mine[dim]) if d == dim else (0, size) for d, size in enumerate(shape))
 
 
-def _compare_replicas(part: Part, first: Sequence[Part]) -> None:
+def _compare_replicas(part: StatePart, first: Sequence[StatePart]) -> None:
     """A tensor without a rule is the same on every rank, wherever its flat buffers were cut."""
     compared = 0
     for other in first:
@@ -126,17 +130,21 @@ def _compare_replicas(part: Part, first: Sequence[Part]) -> None:
 # -- what the optimizer moves --------------------------------------------------------------------
 
 
-def _moved(cell: Cell) -> Iterator[Part]:
+def _optimizer_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
     """Masters and states out of the flat buffers of every data-parallel rank."""
-    masters = [flat_tensors(shard.get(_MASTERS[cell.stage]), _MASTERS[cell.stage]) for shard in cell.shards]
-    states = [_states(shard.get(_STATES[cell.stage]), len(masters[0])) for shard in cell.shards]
+    masters = [flat_tensors(shard.get(_MASTERS[tp_rank.stage]), _MASTERS[tp_rank.stage]) for shard in tp_rank.shards]
+    states = [_states(shard.get(_STATES[tp_rank.stage]), len(masters[0])) for shard in tp_rank.shards]
     lengths = [[each.numel() for each in mine] for mine in masters]
-    if cell.stage == 3:
-        fragments = fragments_of_parts(cell.groups(), lengths)
+    if tp_rank.stage == 3:
+        fragments = fragments_of_parts(tp_rank.groups(), lengths)
     else:
-        if any(len(mine) != len(cell.groups()) for mine in lengths):
-            raise CheckpointCorrupt(f"{len(cell.groups())} groups of parameters, and {lengths} elements in buffers")
-        fragments = fragments_of_groups(cell.groups(), lengths, cell.shards[0].get("param_alignment_paddings") or [])
+        if any(len(mine) != len(tp_rank.groups()) for mine in lengths):
+            raise CheckpointCorrupt(
+                f"{len(tp_rank.groups())} groups of parameters, and {lengths} elements in buffers"
+            )
+        fragments = fragments_of_groups(
+            tp_rank.groups(), lengths, tp_rank.shards[0].get("param_alignment_paddings") or []
+        )
     seen: set[str] = set()
     for each in fragments:
         yield _cut(each, MASTER, masters[each.rank][each.group])
@@ -145,24 +153,24 @@ def _moved(cell: Cell) -> Iterator[Part]:
                 yield _cut(each, key, value.reshape(-1))
             elif (label := f"{key}.{each.name}") not in seen:
                 seen.add(label)
-                yield Part(each.name, key, each.shape, (0, 1), value.reshape(1).float())
+                yield StatePart(each.name, key, each.shape, (0, 1), value.reshape(1).float())
 
 
 _MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
 _STATES = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
 
 
-def _cut(fragment: Fragment, key: str, buffer: Tensor) -> Part:
+def _cut(fragment: Fragment, key: str, buffer: Tensor) -> StatePart:
     numel = fragment.span[1] - fragment.span[0]
     if fragment.start + numel > buffer.numel():
         raise CheckpointCorrupt(f"{key!r} of {fragment.name!r} ends behind its buffer of {buffer.numel():,} elements")
     part = buffer[fragment.start : fragment.start + numel]
-    return Part(fragment.name, key, fragment.shape, fragment.span, part)
+    return StatePart(fragment.name, key, fragment.shape, fragment.span, part)
 
 
-def _states(told: Any, count: int) -> list[dict[str, Tensor]]:
+def _states(saved: Any, count: int) -> list[dict[str, Tensor]]:
     """For each flat buffer, what the optimizer keeps of it; counts become tensors."""
-    state = told.get("state") if isinstance(told, dict) else None
+    state = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(state, dict):
         raise CheckpointCorrupt(
             "its optimizer's state is not a dict of one state for each group: it was saved with elastic_checkpoint, "
@@ -170,7 +178,7 @@ def _states(told: Any, count: int) -> list[dict[str, Tensor]]:
         )
     if state and set(state) != set(range(count)):
         raise CheckpointCorrupt(f"its optimizer has states {sorted(map(str, state))[:8]} for {count} buffers")
-    groups = told.get("param_groups") or [{}]
+    groups = saved.get("param_groups") or [{}]
     made = []
     for index in range(count):
         mine = {str(key): _as_tensor(key, value) for key, value in state.get(index, {}).items() if value is not None}
@@ -190,23 +198,25 @@ def _as_tensor(key: Any, value: Any) -> Tensor:
     raise CheckpointCorrupt(f"the optimizer's state {str(key)[:80]!r} is a {type(value).__name__}, and no tensor")
 
 
-def _moved_without_zero(cell: Cell) -> Iterator[Part]:
+def _optimizer_parts_without_zero(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
     """Stage 0: the states of torch's own optimizer, by number; the weights are the model's."""
-    told = cell.model.get("optimizer")
-    if not isinstance(told, dict) or not isinstance(told.get("state"), dict):
+    saved = tp_rank.model.get("optimizer")
+    if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict):
         return
-    module, names = _tensors_of(cell.model), aliases(cell)
+    module, names = _tensors_of(tp_rank.model), aliases(tp_rank)
     candidates = {name: tuple(t.shape) for name, t in module.items() if name not in names}
-    for name in _buffer_names(cell):
+    for name in _buffer_names(tp_rank):
         candidates.pop(name, None)
-    states = {index: {str(k): _as_tensor(k, v) for k, v in mine.items()} for index, mine in told["state"].items()}
-    for group in told.get("param_groups") or ():
+    states = {index: {str(k): _as_tensor(k, v) for k, v in mine.items()} for index, mine in saved["state"].items()}
+    for group in saved.get("param_groups") or ():
         shapes = [_state_shape(states.get(index, {})) for index in group["params"]]
         for index, name in zip(group["params"], _subsequence(shapes, candidates)):
             shape = candidates[name]
             for key, value in states.get(index, {}).items():
                 whole = (0, value.numel())
-                yield Part(name, key, shape, whole, value.reshape(-1).float() if key == STEP else value.reshape(-1))
+                yield StatePart(
+                    name, key, shape, whole, value.reshape(-1).float() if key == STEP else value.reshape(-1)
+                )
 
 
 def _state_shape(state: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -245,53 +255,53 @@ def _tensors_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
     return {str(name): value for name, value in module.items() if isinstance(value, Tensor)}
 
 
-def _buffer_names(cell: Cell) -> list[str]:
-    return [str(name) for name in cell.model.get("buffer_names") or ()]
+def _buffer_names(tp_rank: TensorParallelRank) -> list[str]:
+    return [str(name) for name in tp_rank.model.get("buffer_names") or ()]
 
 
-def aliases(cell: Cell) -> dict[str, str]:
+def aliases(tp_rank: TensorParallelRank) -> dict[str, str]:
     """Further names of tied weights -> their first."""
-    told = cell.model.get("shared_params")
-    if isinstance(told, dict):
-        return {str(name): str(first) for name, first in told.items()}
+    saved = tp_rank.model.get("shared_params")
+    if isinstance(saved, dict):
+        return {str(name): str(first) for name, first in saved.items()}
     seen: dict[tuple[Any, ...], str] = {}
     found = {
         name: seen.setdefault((each.data_ptr(), each.shape, each.stride(), each.dtype), name)
-        for name, each in _tensors_of(cell.model).items()
+        for name, each in _tensors_of(tp_rank.model).items()
         if each.numel()
     }
     return {name: first for name, first in found.items() if name != first}
 
 
-def _weights(cell: Cell, tied: Container[str], masters: set[str]) -> Iterator[Part]:
+def _weights(tp_rank: TensorParallelRank, tied: Container[str], masters: set[str]) -> Iterator[StatePart]:
     """Whole tensors of the model that no optimizer shard has."""
-    for name, value in _tensors_of(cell.model).items():
+    for name, value in _tensors_of(tp_rank.model).items():
         if name not in tied and name not in masters:
             yield _whole(name, value)
 
 
-def _whole(name: str, value: Tensor) -> Part:
-    return Part(name, MASTER, tuple(value.shape), (0, value.numel()), value.contiguous().view(-1))
+def _whole(name: str, value: Tensor) -> StatePart:
+    return StatePart(name, MASTER, tuple(value.shape), (0, value.numel()), value.contiguous().view(-1))
 
 
-def _frozen_parts(cell: Cell) -> Iterator[Part]:
+def _frozen_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
     """Stage 3: buffers are whole, frozen parameters are cut as the others are."""
-    tensors = _tensors_of(cell.model)
-    yield from (_whole(name, tensors[name]) for name in _buffer_names(cell) if name in tensors)
-    for name, told in (cell.model.get("frozen_param_shapes") or {}).items():
-        shape = shape_of(told, name)
-        spans = part_spans(math.prod(shape), len(cell.models))
-        for model, span in zip(cell.models, spans):
+    tensors = _tensors_of(tp_rank.model)
+    yield from (_whole(name, tensors[name]) for name in _buffer_names(tp_rank) if name in tensors)
+    for name, saved in (tp_rank.model.get("frozen_param_shapes") or {}).items():
+        shape = shape_of(saved, name)
+        spans = part_spans(math.prod(shape), len(tp_rank.models))
+        for model, span in zip(tp_rank.models, spans):
             fragment = (model.get("frozen_param_fragments") or {}).get(name)
             if not isinstance(fragment, Tensor) or fragment.numel() < span[1] - span[0]:
                 raise CheckpointCorrupt(f"the frozen parameter {name!r} of shape {shape} is not whole")
             if span[0] < span[1]:
-                yield Part(str(name), MASTER, shape, span, fragment.reshape(-1)[: span[1] - span[0]])
+                yield StatePart(str(name), MASTER, shape, span, fragment.reshape(-1)[: span[1] - span[0]])
 
 
-def _compare(moved: Sequence[Part], module: Mapping[str, Tensor]) -> None:
+def _compare(optimized: Sequence[StatePart], module: Mapping[str, Tensor]) -> None:
     """Every master rounds to the weight that the model had."""
-    for part in moved:
+    for part in optimized:
         weight = module.get(part.name)
         if part.key != MASTER or not isinstance(weight, Tensor):
             continue

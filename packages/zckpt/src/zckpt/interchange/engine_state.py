@@ -1,4 +1,4 @@
-"""How an engine's checkpoint spells what is beside its tensors, as zengine writes and reads it.
+"""Encoding of an engine's state beside its tensors, as zengine writes and reads it.
 
 The one place that knows these keys and prefixes on this side; tests/recovery continues runs from what is written
 with them, so a change there shows.
@@ -13,7 +13,7 @@ from typing import Any, final
 import attrs
 from torch import Tensor
 
-from ..canonical import JSON, MAX_DEPTH
+from zckpt.format.canonical import JSON, MAX_DEPTH
 
 MODEL, OPTIMIZER = "model.", "optimizer."  # prefixes of tensor names: model.<name>, optimizer.<state>.<name>
 TIED = "tied"  # in the objects: further names of tied weights -> the name that is stored, both without MODEL
@@ -21,7 +21,7 @@ _MAX_VALUES = 1_000_000
 NO_RANK_STATE: dict[str, JSON] = {"rng": None, "loader": None}  # others save neither random states nor positions
 
 
-def engine_objects(told: dict[str, JSON], source: dict[str, JSON]) -> dict[str, JSON]:
+def engine_objects(values: dict[str, JSON], source: dict[str, JSON]) -> dict[str, JSON]:
     """All keys that an engine looks for: those of `told`, and what a run that has not begun has."""
     return {
         "client_state": {},
@@ -31,15 +31,15 @@ def engine_objects(told: dict[str, JSON], source: dict[str, JSON]) -> dict[str, 
         "scaler": {"kind": "NoScaling", "state": {}},
         "features": {},
         "plan": f"imported from {source['from']}",
-        **told,
+        **values,
         "imported": source,
     }
 
 
 def tied_weights(objects: Mapping[str, JSON], stored: Container[str]) -> dict[str, str]:
     """Further names of tied weights -> names of `stored` tensors, whole names both; {} where nothing says so."""
-    told = objects.get(TIED)
-    pairs = told.items() if isinstance(told, dict) else ()
+    values = objects.get(TIED)
+    pairs = values.items() if isinstance(values, dict) else ()
     named = {MODEL + alias: MODEL + name for alias, name in pairs if isinstance(name, str) and alias != name}
     return {alias: name for alias, name in named.items() if name in stored}
 

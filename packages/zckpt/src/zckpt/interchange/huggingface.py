@@ -24,21 +24,21 @@ from pathlib import Path
 import attrs
 import torch
 
-from ..checkpoint import Checkpoint
-from ..dtypes import dtype_name
-from ..errors import CheckpointInputError, CheckpointMismatch, CheckpointWarning, CheckpointWriteError
-from ..regions import whole_box
-from ..safefile import byte_view
-from ..shard import Shard
-from ..storage import LOCAL, Storage, Writer
-from .engine_state import MODEL, tied_weights
+from zckpt.errors import CheckpointInputError, CheckpointMismatch, CheckpointWarning, CheckpointWriteError
+from zckpt.format.dtypes import dtype_name
+from zckpt.format.regions import whole_box
+from zckpt.format.shard import Shard
+from zckpt.interchange.engine_state import MODEL, tied_weights
+from zckpt.loading.checkpoint import Checkpoint
+from zckpt.storage.safetensors_file import byte_view
+from zckpt.storage.storage import LOCAL, Storage, Writer
 
 _STRETCH_NUMEL = 1 << 22  # elements read, cast and written at once: at most 2 x 32 MiB
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @attrs.frozen
-class Entry:
+class ExportTensor:
     """One tensor to be written."""
 
     name: str
@@ -78,7 +78,7 @@ def export_huggingface(
     if max_shard_nbytes < 1:
         raise CheckpointInputError(f"max_shard_nbytes {max_shard_nbytes} must be 1 or more")
     files = _planned(_entries(checkpoint, dtype, prefix), max_shard_nbytes)
-    with _Appearing(Path(folder), LOCAL) as making:
+    with _AtomicFolder(Path(folder), LOCAL) as making:
         for name, entries in files.items():
             making.write(name, functools.partial(_write, checkpoint, entries))
         if len(files) > 1:
@@ -86,7 +86,7 @@ def export_huggingface(
     return Path(folder)
 
 
-def _entries(checkpoint: Checkpoint, dtype: torch.dtype | None, prefix: str) -> list[Entry]:
+def _entries(checkpoint: Checkpoint, dtype: torch.dtype | None, prefix: str) -> list[ExportTensor]:
     tensors = checkpoint.manifest.tensors
     names = [name for name in checkpoint.names() if name.startswith(prefix) and name != prefix]
     if not names:
@@ -98,13 +98,15 @@ def _entries(checkpoint: Checkpoint, dtype: torch.dtype | None, prefix: str) -> 
     for name in names:
         source, shape = tensors[name].dtype, tensors[name].shape
         target = dtype if dtype is not None and source.is_floating_point else source
-        made.append(Entry(name.removeprefix(prefix), name, shape, source, target, tuple(aliases.get(name, ()))))
+        made.append(
+            ExportTensor(name.removeprefix(prefix), name, shape, source, target, tuple(aliases.get(name, ())))
+        )
     return made
 
 
-def _planned(entries: list[Entry], max_nbytes: int) -> dict[str, list[Entry]]:
+def _planned(entries: list[ExportTensor], max_nbytes: int) -> dict[str, list[ExportTensor]]:
     """File name -> its tensors; within a file by falling itemsize, so that every one is aligned."""
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[ExportTensor]] = [[]]
     for entry in entries:
         if shards[-1] and sum(each.nbytes for each in shards[-1]) + entry.nbytes > max_nbytes:
             shards.append([])
@@ -115,14 +117,14 @@ def _planned(entries: list[Entry], max_nbytes: int) -> dict[str, list[Entry]]:
     return dict(zip(names if count > 1 else ["model.safetensors"], ordered))
 
 
-def _index(files: dict[str, list[Entry]]) -> bytes:
+def _index(files: dict[str, list[ExportTensor]]) -> bytes:
     total = sum(entry.nbytes for entries in files.values() for entry in entries)
     table = {entry.name: file for file, entries in files.items() for entry in entries}
-    told = {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))}
-    return (json.dumps(told, indent=2) + "\n").encode()
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()
 
 
-def _write(checkpoint: Checkpoint, entries: list[Entry], writer: Writer) -> None:
+def _write(checkpoint: Checkpoint, entries: list[ExportTensor], writer: Writer) -> None:
     tied = {alias: entry.name for entry in entries for alias in entry.aliases}
     header: dict[str, object] = {"__metadata__": {**tied, "format": "pt"}}
     offset = 0
@@ -134,11 +136,11 @@ def _write(checkpoint: Checkpoint, entries: list[Entry], writer: Writer) -> None
     text += b" " * (-len(text) % 8)
     writer.write(memoryview(struct.pack("<Q", len(text)) + text))
     for entry in entries:
-        for stretch in _stretches(checkpoint, entry):
+        for stretch in _chunks(checkpoint, entry):
             writer.write(byte_view(stretch))
 
 
-def _stretches(checkpoint: Checkpoint, entry: Entry) -> Iterator[torch.Tensor]:
+def _chunks(checkpoint: Checkpoint, entry: ExportTensor) -> Iterator[torch.Tensor]:
     """The tensor's elements in order, cast, a fixed number at a time."""
     buffer = torch.empty(min(_STRETCH_NUMEL, entry.numel), dtype=entry.source)
     box = whole_box(entry.shape)
@@ -149,7 +151,7 @@ def _stretches(checkpoint: Checkpoint, entry: Entry) -> Iterator[torch.Tensor]:
         yield _cast(part, entry)
 
 
-def _cast(part: torch.Tensor, entry: Entry) -> torch.Tensor:
+def _cast(part: torch.Tensor, entry: ExportTensor) -> torch.Tensor:
     """A mask of huge numbers may become infinite and do as well; a weight may not, so it is told."""
     made = part.to(entry.dtype)
     if entry.dtype is torch.float16 is not entry.source and bool((made.isinf() & part.isfinite()).any()):
@@ -162,14 +164,14 @@ def _cast(part: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 @attrs.define(eq=False)
-class _Appearing:
+class _AtomicFolder:
     """A folder that is written under another name and renamed when all of it is on disk."""
 
     folder: Path
     storage: Storage
     making: Path = attrs.field(init=False)
 
-    def __enter__(self) -> _Appearing:
+    def __enter__(self) -> _AtomicFolder:
         is_empty = self.folder.is_dir() and not self.folder.is_symlink() and not any(self.folder.iterdir())
         if not is_empty and os.path.lexists(self.folder):
             raise CheckpointInputError(

@@ -32,7 +32,7 @@ __all__ = ["Patchwork"]
 Shape = tuple[int, ...]
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A tensor in a file; tensors are, too."""
 
     def get_shape(self) -> Sequence[int]: ...
@@ -46,7 +46,7 @@ class Patch:
 
     at: Shape  # in the whole: where it begins
     shape: Shape  # in the whole: its size
-    source: Source | Tensor
+    source: TensorSource | Tensor
     start: Shape  # in the source: where it begins
     dims: tuple[int | None, ...]  # per dimension of the whole, the source's that runs along it; None: none, of size 1
 
@@ -71,7 +71,7 @@ class Patchwork:
     patches: tuple[Patch, ...]
 
     @classmethod
-    def over(cls, source: Source | Tensor) -> Patchwork:
+    def over(cls, source: TensorSource | Tensor) -> Patchwork:
         """The whole of one source."""
         shape = torch.Size(source.shape if isinstance(source, Tensor) else source.get_shape())
         start = (0,) * len(shape)
@@ -126,11 +126,11 @@ class Patchwork:
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """torch's functions, without reading.  Raises TypeError for those that are not about places alone."""
-        if function not in _PLACING:
+        if function not in _FUNCTIONS:
             name = getattr(function, "__name__", str(function))
-            known = ", ".join(sorted(each.__name__ for each in _PLACING))
+            known = ", ".join(sorted(each.__name__ for each in _FUNCTIONS))
             raise TypeError(f"torch.{name} cannot be done on parts of files that are not read yet, only {known}")
-        return _PLACING[function](*args, **dict(kwargs or {}))
+        return _FUNCTIONS[function](*args, **dict(kwargs or {}))
 
     # Methods of tensors, for those who write conversions with them.
 
@@ -166,11 +166,11 @@ def _made(shape: Iterable[int], patches: Iterable[Patch]) -> Patchwork:
     return Patchwork(torch.Size(shape), tuple(patches))
 
 
-def _with(items: Shape, dim: int, item: int) -> Shape:
+def _replaced(items: Shape, dim: int, item: int) -> Shape:
     return (*items[:dim], item, *items[dim + 1 :])
 
 
-def _counted(dim: int, ndim: int) -> int:
+def _normalized(dim: int, ndim: int) -> int:
     """A dimension that may be counted from the end.  Raises IndexError."""
     if not -ndim <= dim < ndim:
         raise IndexError(f"dimension {dim} of {ndim}")
@@ -179,22 +179,22 @@ def _counted(dim: int, ndim: int) -> int:
 
 def _cat(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
     first = tensors[0].shape
-    dim = _counted(dim, len(first))
-    if any(_with(each.shape, dim, 0) != _with(first, dim, 0) for each in tensors):
+    dim = _normalized(dim, len(first))
+    if any(_replaced(each.shape, dim, 0) != _replaced(first, dim, 0) for each in tensors):
         raise ValueError(f"shapes {[tuple(each.shape) for each in tensors]} cannot be joined along dimension {dim}")
     patches, end = [], 0
     for each in tensors:
-        patches += [attrs.evolve(patch, at=_with(patch.at, dim, patch.at[dim] + end)) for patch in each.patches]
+        patches += [attrs.evolve(patch, at=_replaced(patch.at, dim, patch.at[dim] + end)) for patch in each.patches]
         end += each.shape[dim]
-    return _made(_with(first, dim, end), patches)
+    return _made(_replaced(first, dim, end), patches)
 
 
 def _stack(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
-    return _cat([_unsqueeze(each, dim) for each in tensors], _counted(dim, tensors[0].ndim + 1))
+    return _cat([_unsqueeze(each, dim) for each in tensors], _normalized(dim, tensors[0].ndim + 1))
 
 
 def _narrow(input: Patchwork, dim: int, start: int, length: int) -> Patchwork:
-    dim = _counted(dim, input.ndim)
+    dim = _normalized(dim, input.ndim)
     size = input.shape[dim]
     start += size if start < 0 else 0
     if not 0 <= start <= start + length <= size:
@@ -206,10 +206,10 @@ def _narrow(input: Patchwork, dim: int, start: int, length: int) -> Patchwork:
         if first < last:
             begin, along = patch.start, patch.dims[dim]
             if along is not None:
-                begin = _with(begin, along, begin[along] + first - patch.at[dim])
-            at, shape = _with(patch.at, dim, first - start), _with(patch.shape, dim, last - first)
+                begin = _replaced(begin, along, begin[along] + first - patch.at[dim])
+            at, shape = _replaced(patch.at, dim, first - start), _replaced(patch.shape, dim, last - first)
             patches.append(attrs.evolve(patch, at=at, shape=shape, start=begin))
-    return _made(_with(input.shape, dim, length), patches)
+    return _made(_replaced(input.shape, dim, length), patches)
 
 
 def _split(tensor: Patchwork, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Patchwork, ...]:
@@ -246,7 +246,7 @@ def _transpose(input: Patchwork, dim0: int, dim1: int) -> Patchwork:
 
 
 def _unsqueeze(input: Patchwork, dim: int) -> Patchwork:
-    dim = _counted(dim, input.ndim + 1)
+    dim = _normalized(dim, input.ndim + 1)
 
     def wider(items: Sequence[Any], item: Any) -> tuple[Any, ...]:
         return (*items[:dim], item, *items[dim:])
@@ -261,7 +261,7 @@ def _unsqueeze(input: Patchwork, dim: int) -> Patchwork:
 
 
 def _squeeze(input: Patchwork, dim: int) -> Patchwork:
-    dim = _counted(dim, input.ndim)
+    dim = _normalized(dim, input.ndim)
     if input.shape[dim] != 1:
         return input
 
@@ -278,7 +278,7 @@ def _squeeze(input: Patchwork, dim: int) -> Patchwork:
 
 
 # Arguments are called as torch calls them.
-_PLACING: Mapping[Any, Callable[..., Any]] = {
+_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     torch.cat: _cat,
     torch.stack: _stack,
     torch.narrow: _narrow,

@@ -4,7 +4,7 @@
         zpartition.load_slices(partition, weights)         # each rank reads only the rows of its part
 
 Files are mapped: a slice costs its own bytes.  Checksums, which `.pt` files have and safetensors do not, are compared
-when a file is opened, so nothing is taken of a damaged one.  `.pt` files go through machine.py and run nothing; an
+when a file is opened, so nothing is taken of a damaged one.  `.pt` files go through unpickler.py and run nothing; an
 index may name files of its own folder only.
 """
 
@@ -22,14 +22,14 @@ import attrs
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .. import canonical
-from ..canonical import JSON
-from ..errors import CheckpointCorrupt, CheckpointInputError, CheckpointNotFound, CheckpointReadError
-from ..saving import save
-from ..shard import Shard, whole
-from ..storage import LOCAL, read_all
-from .engine_state import MODEL, NO_RANK_STATE, TIED, engine_objects
-from .torchfile import open_torch_file
+from zckpt.errors import CheckpointCorrupt, CheckpointInputError, CheckpointNotFound, CheckpointReadError
+from zckpt.format import canonical
+from zckpt.format.canonical import JSON
+from zckpt.format.shard import Shard, whole
+from zckpt.interchange.engine_state import MODEL, NO_RANK_STATE, TIED, engine_objects
+from zckpt.interchange.torch_file import open_torch_file
+from zckpt.saving.save import save
+from zckpt.storage.storage import LOCAL, read_all
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDEXED = tuple(f"{name}.index.json" for name in _SINGLE)
@@ -117,7 +117,7 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
     Raises CheckpointNotFound, CheckpointCorrupt (damaged, or not admitted: named), CheckpointInputError (neither).
     """
     path = Path(path)
-    files, told = _files(path)
+    files, index = _files(path)
     tensors: dict[str, Callable[[], Tensor]] = {}
     said: dict[str, str] = {}
     checks: list[Callable[[], None]] = []
@@ -126,13 +126,13 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
             mine = _open_torch(file, stack, checks) if _is_torch(file) else _open_safetensors(file, stack, said)
             if twice := sorted(set(mine) & set(tensors)):
                 raise CheckpointCorrupt(f"{path}: {twice[0]!r} is in two of its files", path=str(path))
-            if strays := [name for name in sorted(mine) if told.get(name, file.name) != file.name]:
+            if strays := [name for name in sorted(mine) if index.get(name, file.name) != file.name]:
                 raise CheckpointCorrupt(
-                    f"{path}: {strays[0]!r} is in {file.name}, its index says {told[strays[0]]}: not of one export",
+                    f"{path}: {strays[0]!r} is in {file.name}, its index says {index[strays[0]]}: not of one export",
                     path=str(path),
                 )
             tensors.update(mine)
-        _compare_index(path, told, tensors)
+        _compare_index(path, index, tensors)
         ties = {alias: name for alias, name in said.items() if name in tensors and name not in said}
         return Weights(path, tensors, stack.pop_all(), tuple(checks), ties)
 
@@ -151,8 +151,8 @@ def import_weights(
     (`load_checkpoint(..., load_module_only=True)`).  Raises what `read_weights` and `zckpt.save` do.
     """
     with read_weights(path) as weights:
-        told: dict[str, JSON] = {TIED: dict(weights.tied())} if prefix == MODEL else {}
-        objects = engine_objects(told, {"from": "weights", "path": weights.path.name})
+        index: dict[str, JSON] = {TIED: dict(weights.tied())} if prefix == MODEL else {}
+        objects = engine_objects(index, {"from": "weights", "path": weights.path.name})
         shards = list(weights.shards(prefix))
         return save(root, tag, shards=shards, objects=objects, rank_objects=NO_RANK_STATE, step=step)
 
@@ -174,14 +174,14 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
         raise CheckpointNotFound(f"{path} does not exist; {_WHAT_THEY_ARE}", path=str(path))
     for name in _INDEXED:
         if (path / name).exists():
-            told = _index(path / name)
-            files = [path / file for file in dict.fromkeys(told.values())]
+            index = _index(path / name)
+            files = [path / file for file in dict.fromkeys(index.values())]
             if missing := [file.name for file in files if not file.is_file()]:
                 raise CheckpointCorrupt(
                     f"{path / name} names {len(missing)} files that are not there: {', '.join(missing[:5])}",
                     path=str(path / name),
                 )
-            return files, told
+            return files, index
     for name in _SINGLE:
         if (path / name).exists():
             return [path / name], {}
@@ -191,8 +191,8 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
 def _index(path: Path) -> dict[str, str]:
     """Tensor name -> name of a file in the same folder."""
     try:
-        told = canonical.load(read_all(LOCAL, path, _MAX_INDEX_NBYTES))
-        table = told["weight_map"]
+        index = canonical.load(read_all(LOCAL, path, _MAX_INDEX_NBYTES))
+        table = index["weight_map"]
         entries = {str(name): file for name, file in table.items()}
     except OSError as error:
         raise CheckpointReadError(f"{path}: {error.strerror or error}", path=str(path)) from error
@@ -215,8 +215,8 @@ def _index(path: Path) -> dict[str, str]:
     return entries
 
 
-def _compare_index(path: Path, told: Mapping[str, str], tensors: Mapping[str, Any]) -> None:
-    missing, extra = sorted(set(told) - set(tensors)), sorted(set(tensors) - set(told)) if told else []
+def _compare_index(path: Path, index: Mapping[str, str], tensors: Mapping[str, Any]) -> None:
+    missing, extra = sorted(set(index) - set(tensors)), sorted(set(tensors) - set(index)) if index else []
     if missing or extra:
         raise CheckpointCorrupt(
             f"{path}: its index and its files differ: {len(missing)} named and not there ({', '.join(missing[:5])}), "

@@ -26,8 +26,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..crew import work_through
-from ..errors import CheckpointCorrupt, CheckpointReadError
+from zckpt.errors import CheckpointCorrupt, CheckpointReadError
+from zckpt.storage.thread_pool import run_jobs
 
 _MAX_MEMBERS = 4_000_000
 _LOCAL_HEADER = struct.Struct("<4s5HLLL2H")  # signature, ..., length of the name, length of the extra field
@@ -106,7 +106,7 @@ class ZipMap:
 
     def verify(self) -> None:
         """Read every member and compare its checksum (torch writes them, and does not compare them)."""
-        work_through((functools.partial(self._verify, each) for each in self.members.values()), _THREADS)
+        run_jobs((functools.partial(self._verify, each) for each in self.members.values()), _THREADS)
 
     def _verify(self, member: Member) -> None:
         found, end = 0, member.start + member.nbytes

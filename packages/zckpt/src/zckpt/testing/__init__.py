@@ -11,10 +11,10 @@
 Tested itself, typed, and safe to import in production code, which has no use for it.
 """
 
-from .bucket import ModelBucket, Put, Torn, fail_put
-from .faults import FaultyStorage, fail_at
-from .model import SURVIVALS, Kept, ModelStorage, Op, Survival
-from .threads import Outcome, run_threads
+from zckpt.testing.bucket import ModelBucket, Put, Torn, fail_put
+from zckpt.testing.faults import FaultyStorage, fail_at
+from zckpt.testing.model import SURVIVALS, Kept, ModelStorage, Op, Survival
+from zckpt.testing.threads import Outcome, run_threads
 
 __all__ = [
     "SURVIVALS",

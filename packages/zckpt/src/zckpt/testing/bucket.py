@@ -19,13 +19,13 @@ from typing import Any, TypeAlias, final
 
 import attrs
 
-from ..leasing import Leasing
-from ..manifest import checksum
-from ..objectstore import RemoteStorage
+from zckpt.format.manifest import checksum
+from zckpt.storage.lock import LockPolicy
+from zckpt.storage.object_store import RemoteStorage
 
 
 class Torn(enum.Enum):
-    """What is left of an object whose writing was cut short."""
+    """Remainder of an object whose write was interrupted."""
 
     NOTHING = "nothing"  # or what was there before
     PART = "part"
@@ -69,7 +69,7 @@ def fail_put(number: int, code: int = errno.EIO) -> PutFault:
 @final
 @attrs.define(eq=False)
 class ModelBucket:
-    """Has the methods of an fsspec file system that zckpt uses, see `zckpt.storefiles.Files`."""
+    """Has the methods of an fsspec file system that zckpt uses, see `zckpt.storage.object_store_files.Files`."""
 
     base: dict[str, bytes] = attrs.field(factory=dict)  # what was there before the journal's first change
     journal: list[Put] = attrs.field(factory=list)  # every change so far
@@ -83,7 +83,7 @@ class ModelBucket:
     def storage(self, root: str = "model:/bucket/run") -> RemoteStorage:
         """The checkpoint storage over it; the lock of a dead job is taken over at once."""
         base = root.partition(":/")[2]
-        return RemoteStorage(Path(root), base, self, Leasing(beat_s=3600.0, patience_s=0.0))
+        return RemoteStorage(Path(root), base, self, LockPolicy(heartbeat_s=3600.0, timeout_s=0.0))
 
     def crash(self, at: int, torn: Torn) -> ModelBucket:
         """The store as found after a crash before change `at` of the journal."""

@@ -11,7 +11,7 @@ from typing import TypeAlias, final
 
 import attrs
 
-from ..storage import Kind, Lock, Reader, Storage, Writer
+from zckpt.storage.storage import Lock, PathKind, Reader, Storage, Writer
 
 WRITING = frozenset({"create", "write", "sync", "make_folder", "rename", "remove", "sync_folder"})
 
@@ -38,7 +38,7 @@ class FaultyStorage:
     inner: Storage
     before: Fault
 
-    def kind(self, path: Path) -> Kind:
+    def kind(self, path: Path) -> PathKind:
         self.before("kind", path)
         return self.inner.kind(path)
 

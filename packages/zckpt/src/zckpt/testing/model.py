@@ -21,11 +21,11 @@ from typing import final
 
 import attrs
 
-from ..storage import Kind
+from zckpt.storage.storage import PathKind
 
 
 class Kept(Enum):
-    """What a crash leaves of something."""
+    """State of one thing after a crash."""
 
     SYNCED = "synced"  # the least that is promised
     WRITTEN = "written"  # all of it
@@ -33,7 +33,7 @@ class Kept(Enum):
 
 @attrs.frozen
 class Survival:
-    """What a crash leaves of everything."""
+    """State of everything after a crash."""
 
     outer_names: Kept  # names in a folder that holds a folder
     inner_names: Kept  # names in a folder that holds none
@@ -98,10 +98,10 @@ class ModelStorage:
             getattr(self, f"_do_{op.name}")(op)
             self.journal.append(op)
 
-    def kind(self, path: Path) -> Kind:
+    def kind(self, path: Path) -> PathKind:
         with self.mutex:
             node = self._find(path)
-        return Kind.ABSENT if node is None else Kind.FOLDER if isinstance(node, _Folder) else Kind.FILE
+        return PathKind.ABSENT if node is None else PathKind.FOLDER if isinstance(node, _Folder) else PathKind.FILE
 
     def names(self, folder: Path) -> list[str]:
         with self.mutex:

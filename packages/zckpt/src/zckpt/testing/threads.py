@@ -9,16 +9,16 @@ from typing import Generic, TypeVar, final
 
 import attrs
 
-from .. import canonical
-from ..canonical import JSON
-from ..peers import Peers
+from zckpt.format import canonical
+from zckpt.format.canonical import JSON
+from zckpt.ranks.peers import Peers
 
 T = TypeVar("T")
 
 
 @attrs.frozen(eq=False)
 class Outcome(Generic[T]):
-    """How one rank ended: with a value or with an error."""
+    """Result of one rank: a value or an error."""
 
     value: T | None
     error: BaseException | None
@@ -27,7 +27,7 @@ class Outcome(Generic[T]):
 @final
 @attrs.define(eq=False)
 class _Hub:
-    """Where the ranks meet.  Each exchange has its own round, so a rank that has left one disturbs nobody in it."""
+    """Rendezvous of the ranks.  Each exchange has its own round, so early leavers disturb no one."""
 
     world_size: int
     timeout_s: float

@@ -1,6 +1,6 @@
-/* What Python and the shared-memory transport share.  hatch_build.py hands the part between the markers to cffi.
+/* Interface of the shared-memory transport to Python.  hatch_build.py passes the part between the markers to cffi.
  *
- * Python makes the memory (segments), meets the peers and writes the error messages; C moves and reduces.
+ * Python makes the memory (segments), connects the peers and writes the error messages; C moves and reduces.
  */
 #ifndef ZS_API_H
 #define ZS_API_H
@@ -9,42 +9,42 @@
 /* cdef begin */
 typedef struct zs_group zs_group;
 
-/* One collective as this rank wants it.  Operations, data types and reductions are numbered by names.py. */
+/* Arguments of one collective on this rank.  Operations, dtypes and reductions are numbered by names.py. */
 typedef struct {
-  int32_t op, dtype, reduction; /* reduction -1 where there is none */
-  int32_t source;               /* of a broadcast; of an exchange a checksum of its table; else 0 */
+  int32_t op, dtype, reduction; /* reduction: -1 for none */
+  int32_t source;               /* of a broadcast; of an all_to_all_v a checksum of its table; else 0 */
   int32_t item_bytes;
-  int32_t wake;       /* 1: the group's thread carries it out; 0: the caller waits at once and does so itself */
+  int32_t wake;       /* 1: the group's thread runs it; 0: the caller waits at once and runs it */
   int64_t numel;      /* elements of the tensor (all_reduce, broadcast), of the most that one rank sends to another
-                         (exchange), else of one rank's slice */
+                         (all_to_all_v), else of one rank's slice */
   int64_t stride;     /* elements from slice to slice of a reduce_scatter's input, an all_gather's output; >= numel */
   const void *input;  /* all_reduce, broadcast: the same as output */
   void *output;
-  int64_t num_runs;          /* exchange: what a rank sends to another is so many runs, one after the other */
-  const int64_t *sends;      /* [target][run]: place in the input and length, elements */
-  const int64_t *receives;   /* [source][run]: place in the output and length, elements */
+  int64_t num_runs;          /* all_to_all_v: runs that a rank sends to each other rank, one after the other */
+  const int64_t *sends;      /* [target][run]: offset in the input and length, elements */
+  const int64_t *receives;   /* [source][run]: offset in the output and length, elements */
   char label[64];
 } zs_call;
 
-/* What a rank tells the others about its call. */
+/* Arguments that a rank publishes to the others. */
 typedef struct {
   int32_t op, dtype, reduction, source;
   int64_t numel, stride;
-  int64_t segment; /* number of the shared segment that holds the payload, -1 for memory of its own */
+  int64_t segment; /* number of the shared segment that holds the payload, -1 for ordinary memory */
   int64_t offset;  /* of the payload in that segment, bytes */
   char label[64];
 } zs_descriptor;
 
-/* Why a group is broken. */
+/* Failure of a group. */
 typedef struct {
-  int32_t kind;     /* numbered by failure.py; 0: it is not */
-  int32_t rank;     /* place in the group of the rank that is the reason; the teller's own where it lies outside */
-  int32_t teller;   /* place of the rank that found out */
+  int32_t kind;     /* numbered by failure.py; 0: none */
+  int32_t rank;     /* group rank of the culprit; the reporter's own if the cause is outside of the group */
+  int32_t reporter; /* group rank that found out */
   int32_t padding;
-  int64_t ticket;   /* of the call during which this rank learnt it */
-  double seconds;   /* that the teller waited */
+  int64_t ticket;   /* of the call during which this rank noticed */
+  double seconds;   /* waited by the reporter */
   char label[64];   /* of that call */
-  zs_descriptor first, second; /* the calls of rank 0 and of `rank` where they disagree */
+  zs_descriptor first, second; /* the calls of rank 0 and of `rank`, if they disagree */
 } zs_report;
 
 const char *zs_source_hash(void);
@@ -53,7 +53,7 @@ void zs_unmap(void *start, int64_t bytes);
 const char *zs_level_name(void);
 int64_t zs_control_bytes(void);
 int zs_max_ranks(void);
-int zs_num_reducible(void); /* data types below this code can be reduced */
+int zs_num_reducible(void); /* dtypes below this code can be reduced */
 
 /* A group over control segments that all ranks have mapped and filled with zeros.  Arrays have `size` entries and are
  * copied; pidfds may hold -1.  NULL without memory. */
@@ -69,20 +69,20 @@ void zs_drop_segment(zs_group *group, int64_t number);
 int64_t zs_issue(zs_group *group, const zs_call *call); /* its ticket, counting from 1; 0 without memory */
 int zs_wait(zs_group *group, int64_t ticket, int limit_ms); /* 1 done, 0 not yet, -1 failed */
 int zs_is_done(zs_group *group, int64_t ticket);
-void zs_give_up(zs_group *group); /* what else this group is part of has failed: the others are told ZS_ELSEWHERE */
+void zs_abort(zs_group *group); /* fails the group on all ranks with ZS_ELSEWHERE */
 int64_t zs_completed(zs_group *group);                  /* the last ticket that is done */
-int zs_has_ended(zs_group *group, int64_t ticket);      /* done, or its group broken and nobody at work on it */
+int zs_has_ended(zs_group *group, int64_t ticket);      /* done, or its group is broken and no thread runs it */
 void zs_failure(zs_group *group, zs_report *report);
 
-/* The arithmetic alone, for tests and for the floor of the bench: `num` sources into `num_outputs` places, which are
- * written past the caches if they are fresh (large, and no sources).  zs_stream is a copy of that kind. */
+/* The arithmetic alone, for tests and for the floor of the bench: `num` sources into `num_outputs` outputs, which are
+ * written past the caches if they are fresh (large, and not sources).  zs_stream is such a copy. */
 void zs_reduce(int dtype, int reduction, int num, const void *const *sources, int num_outputs, void *const *outputs,
                int64_t numel, int is_fresh);
 void zs_stream(void *to, const void *from, int64_t bytes);
 int zs_set_level(int level); /* 0 plain, 1 the best of this processor; returns the level in use */
 /* cdef end */
 
-enum { ZS_ALL_REDUCE, ZS_REDUCE_SCATTER, ZS_ALL_GATHER, ZS_BROADCAST, ZS_ALL_TO_ALL, ZS_EXCHANGE, ZS_BARRIER };
+enum { ZS_ALL_REDUCE, ZS_REDUCE_SCATTER, ZS_ALL_GATHER, ZS_BROADCAST, ZS_ALL_TO_ALL, ZS_ALL_TO_ALL_V, ZS_BARRIER };
 enum { ZS_FLOAT32, ZS_FLOAT64, ZS_BFLOAT16, ZS_FLOAT16, ZS_INT32, ZS_INT64, ZS_UINT8, ZS_INT8, ZS_BOOL, ZS_REDUCIBLE };
 enum { ZS_SUM, ZS_MAX, ZS_MIN, ZS_REDUCTIONS };
 enum { ZS_FINE, ZS_DIED, ZS_TIMED_OUT, ZS_CLOSED, ZS_DISAGREE, ZS_ELSEWHERE };

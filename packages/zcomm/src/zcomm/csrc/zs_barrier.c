@@ -1,9 +1,9 @@
-/* Barriers between ranks, and why they end otherwise.
+/* Barriers between ranks, and their failures.
  *
- * A rank arrives by raising its own counter; it waits for each other rank's, spinning for a moment and then asleep on
- * a futex in that rank's control segment.  Nobody waits for ever: a barrier ends when all have come, when a rank is
- * dead (its pidfd says so), has closed or given up the group, or at the time limit.  The first failure breaks the group
- * for good; ranks that went on after a failed collective would no longer agree on which one is which.
+ * A rank arrives by raising its own counter; it waits for the others, spinning briefly and then sleeping on
+ * a futex in that rank's control segment.  No wait is endless: a barrier ends when all have arrived, when a rank is
+ * dead (by its pidfd), has closed or aborted the group, or at the time limit.  The first failure breaks the group
+ * permanently; ranks that continued after a failed collective would no longer agree on their order.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -17,7 +17,7 @@
 
 #include "zs_core.h"
 
-#define NAP_S 0.05 /* the longest sleep without a look at the peers */
+#define NAP_S 0.05 /* the longest sleep between two checks of the peers */
 
 #if defined(__x86_64__) || defined(__i386__)
 #define PAUSE() __builtin_ia32_pause()
@@ -49,13 +49,13 @@ void zs_wake_peers(zs_group *g) {
   for (int p = 0; p < g->size; p++) wake_all(&g->control[p]->arrived);
 }
 
-void zs_break(zs_group *g, const zs_task *t, int kind, int culprit, int teller, double seconds) {
+void zs_break(zs_group *g, const zs_task *t, int kind, int culprit, int reporter, double seconds) {
   zs_control *own = g->control[g->rank];
   pthread_mutex_lock(&g->lock);
   if (!g->is_broken) {
     g->report.kind = kind;
     g->report.rank = culprit;
-    g->report.teller = teller;
+    g->report.reporter = reporter;
     g->report.seconds = seconds;
     if (t) {
       g->report.ticket = t->ticket;
@@ -84,8 +84,8 @@ static int has_arrived(const zs_group *g, int p) {
   return (int32_t)(atomic_load_explicit(&g->control[p]->arrived, memory_order_acquire) - g->count) > 0;
 }
 
-/* Whether rank p, for which this rank waits at a barrier, will never come; then the group is broken. */
-static int is_hopeless(zs_group *g, const zs_task *t, int p, int look_for_dead) {
+/* True if rank p, for which this rank waits at a barrier, can never arrive; breaks the group then. */
+static int cannot_arrive(zs_group *g, const zs_task *t, int p, int look_for_dead) {
   if (atomic_load(&g->is_closing)) {
     zs_break(g, t, ZS_CLOSED, g->rank, g->rank, 0.0);
     return 1;
@@ -93,7 +93,7 @@ static int is_hopeless(zs_group *g, const zs_task *t, int p, int look_for_dead) 
   for (int q = 0; q < g->size; q++) {
     int state = atomic_load(&g->control[q]->state);
     if (q == g->rank || state == ZS_FINE) continue;
-    if (has_arrived(g, p)) return 0; /* whoever ended the group did so after this barrier */
+    if (has_arrived(g, p)) return 0; /* the group was ended after this barrier */
     if (state == ZS_CLOSED && q != p) continue;
     zs_break(g, t, state, state == ZS_CLOSED ? q : g->control[q]->culprit, q, g->control[q]->seconds);
     return 1;
@@ -123,7 +123,7 @@ int zs_await(zs_group *g, zs_task *t, double until, int spins) {
         PAUSE();
         continue;
       }
-      if (is_hopeless(g, t, p, look_for_dead)) return -1;
+      if (cannot_arrive(g, t, p, look_for_dead)) return -1;
       double time = zs_now_s();
       if (time >= until) return 0;
       _Atomic uint32_t *word = &g->control[p]->arrived;

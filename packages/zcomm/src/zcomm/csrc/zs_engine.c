@@ -1,10 +1,10 @@
-/* The queue of a group, who carries it out, and the group's life.
+/* The queue of a group, the threads that run it, and the group's lifetime.
  *
- * A group carries out its collectives one after the other, in the order of issue, as Gloo does.  Whoever waits
- * for one carries it out (no hand-over to another thread in the synchronous case); what was issued to be overlapped is
- * carried out by the group's thread, which is started when there is something for it.  `is_busy` says that
- * somebody is at it.  At a barrier the executor may give up for a while and come back, because the state lies in the
- * task: so a caller returns to Python now and then, and Ctrl-C works.
+ * A group runs its collectives one after the other, in the order of issue, as Gloo does.  The thread that waits
+ * for one runs it (no hand-over to another thread in the synchronous case); overlapped collectives are run by the
+ * group's thread, which is started on first use.  `is_busy` is set while a thread runs a
+ * task.  At a barrier that thread may return and resume later, because the state lies in the
+ * task: so a caller returns to Python regularly, and Ctrl-C works.
  */
 #define _GNU_SOURCE
 #include <signal.h>
@@ -13,10 +13,10 @@
 
 #include "zs_core.h"
 
-#define SPINS 600 /* turns of a waiting loop before sleeping, some 10 microseconds */
+#define SPINS 600 /* turns of a waiting loop before it sleeps, some 10 microseconds */
 
-/* Carries a task out as far as `until`: 1 it is done, 0 not yet, -1 the group is broken. */
-static int carry_out(zs_group *g, zs_task *t, double until, int spins) {
+/* Runs a task until `until`: 1 done, 0 not yet, -1 the group is broken. */
+static int run_task(zs_group *g, zs_task *t, double until, int spins) {
   for (;;) {
     if (!t->is_at_barrier) {
       if (atomic_load(&g->is_closing)) {
@@ -25,7 +25,7 @@ static int carry_out(zs_group *g, zs_task *t, double until, int spins) {
       }
       int next = zs_step(g, t);
       if (next == ZS_DONE) return 1;
-      if (next == ZS_REFUSED) {
+      if (next == ZS_MISMATCH) {
         zs_break(g, t, ZS_DISAGREE, g->report.rank, g->rank, 0.0);
         return -1;
       }
@@ -41,12 +41,12 @@ static int carry_out(zs_group *g, zs_task *t, double until, int spins) {
   }
 }
 
-/* With the lock held and nobody busy: work on the first task until `until`. */
+/* Runs the first task until `until`.  Requires the lock and no busy thread. */
 static void work_on_first(zs_group *g, double until, int spins) {
   zs_task *t = g->first;
   g->is_busy = 1;
   pthread_mutex_unlock(&g->lock);
-  int outcome = carry_out(g, t, until, spins);
+  int outcome = run_task(g, t, until, spins);
   pthread_mutex_lock(&g->lock);
   g->is_busy = 0;
   if (outcome == 1) {
@@ -73,8 +73,8 @@ static void *run_thread(void *argument) {
   return NULL;
 }
 
-/* With the lock held.  Signals stay with the threads of the program.  A thread that cannot be had is no failure: then
- * whoever waits does the work. */
+/* Requires the lock.  Signals stay with the threads of the program.  If the thread cannot be started, the threads
+ * that wait do the work. */
 static void start_thread(zs_group *g) {
   sigset_t all, before;
   sigfillset(&all);
@@ -133,7 +133,7 @@ int zs_has_ended(zs_group *g, int64_t ticket) {
   return ended;
 }
 
-void zs_give_up(zs_group *g) { zs_break(g, NULL, ZS_ELSEWHERE, g->rank, g->rank, 0.0); }
+void zs_abort(zs_group *g) { zs_break(g, NULL, ZS_ELSEWHERE, g->rank, g->rank, 0.0); }
 
 void zs_failure(zs_group *g, zs_report *report) {
   pthread_mutex_lock(&g->lock);
@@ -154,7 +154,7 @@ zs_group *zs_open(int rank, int size, void *const *controls, const int *pids, co
     g->pidfd[p] = pidfds[p];
   }
   g->timeout_s = timeout_s;
-  g->spins = num_cores >= size ? SPINS : 0; /* one busy thread a rank; beside the thread the program computes */
+  g->spins = num_cores >= size ? SPINS : 0; /* one busy thread per rank; the program computes beside the thread */
   g->spins_in_thread = num_cores >= 2 * size ? SPINS : 0;
   pthread_condattr_t clock;
   pthread_condattr_init(&clock);
@@ -172,7 +172,7 @@ void zs_close(zs_group *g) {
   pthread_cond_broadcast(&g->news);
   pthread_cond_broadcast(&g->work);
   pthread_mutex_unlock(&g->lock);
-  zs_wake_peers(g); /* our own executor sleeps where one of them is awaited */
+  zs_wake_peers(g); /* our own thread may sleep on one of their counters */
   if (g->has_thread) pthread_join(g->thread, NULL);
   pthread_mutex_lock(&g->lock);
   while (g->num_inside || g->is_busy) pthread_cond_wait(&g->news, &g->lock);
@@ -192,5 +192,5 @@ void zs_free(zs_group *g) {
     free(s);
     s = next;
   }
-  free(g); /* nothing is destroyed first: in a forked child that would wait for a thread that is not there */
+  free(g); /* nothing is destroyed first: a forked child would wait for a thread that was not copied */
 }

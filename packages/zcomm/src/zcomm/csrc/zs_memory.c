@@ -50,7 +50,7 @@ int64_t zs_control_bytes(void) { return ZS_HEADER + 3 * ZS_CHUNK; }
 int zs_max_ranks(void) { return ZS_MAX_RANKS; }
 int zs_num_reducible(void) { return ZS_REDUCIBLE; }
 
-/* Large pages where the machine gives them to those who ask; present at once, so that no collective stops for them. */
+/* Huge pages where available; populated at once, so that no collective stops for page faults. */
 void *zs_map(int descriptor, int64_t bytes) {
   void *start = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (start == MAP_FAILED) return NULL;

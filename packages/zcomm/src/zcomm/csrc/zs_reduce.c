@@ -3,8 +3,8 @@
  * Compiled once per instruction set (ZS_LEVEL is its suffix); all give the same bits.  16-bit floats are summed in
  * float32 and rounded once, to nearest even.  Maximum and minimum keep a NaN, as torch does.  Sums of bool are "or".
  * A block of each source is reduced inside the first-level cache, so a source may be one of the outputs.
- * Large results that nobody has read before are written past the caches: otherwise the processor first fetches
- * what is about to be overwritten, a third of the traffic.
+ * Large results that were not read before are written past the caches: otherwise the processor first fetches
+ * the memory to be overwritten, a third of the traffic.
  */
 #include <string.h>
 
@@ -149,7 +149,7 @@ void JOIN(zs_stream_, ZS_LEVEL)(void *to, const void *from, int64_t bytes);
 void JOIN(zs_reduce_, ZS_LEVEL)(int dtype, int reduction, int num, const void *const *sources, int num_outputs,
                                 void *const *outputs, int64_t numel, int is_fresh);
 
-/* A copy past the caches, where the processor has such; settle() must follow before another rank is told. */
+/* Copies past the caches where supported; store_fence() must follow before another rank is notified. */
 static void stream(void *to, const void *from, int64_t bytes) {
 #if defined(__SSE2__)
   char *out = to;
@@ -175,7 +175,7 @@ static void stream(void *to, const void *from, int64_t bytes) {
 #endif
 }
 
-static void settle(void) {
+static void store_fence(void) {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
@@ -183,11 +183,11 @@ static void settle(void) {
 
 void JOIN(zs_stream_, ZS_LEVEL)(void *to, const void *from, int64_t bytes) {
   stream(to, from, bytes);
-  settle();
+  store_fence();
 }
 
 /* num >= 2.  The first output gets the result, the others copies of it while it is in the cache; fresh ones, which
- * are no sources, get it past the cache. */
+ * are not sources, are written past the cache. */
 void JOIN(zs_reduce_, ZS_LEVEL)(int dtype, int reduction, int num, const void *const *sources, int num_outputs,
                                 void *const *outputs, int64_t numel, int is_fresh) {
   _Alignas(64) double scratch[BLOCK];
@@ -206,5 +206,5 @@ void JOIN(zs_reduce_, ZS_LEVEL)(int dtype, int reduction, int num, const void *c
       }
     }
   }
-  if (is_fresh) settle();
+  if (is_fresh) store_fence();
 }

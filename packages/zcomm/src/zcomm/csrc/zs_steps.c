@@ -1,17 +1,17 @@
-/* What each collective does between two barriers.
+/* The steps of each collective, between two barriers.
  *
- * Zero copy: step 0 tells where the payload lies, step 1 reads it (and, for all_reduce, writes the result) in the
- * memory of all ranks, each rank its own slice; a last barrier says that nobody reads any more.
+ * Zero copy: step 0 publishes where the payload lies, step 1 reads it (and, for all_reduce, writes the result) in the
+ * memory of all ranks, each rank its own slice; a last barrier ends the reads.
  *
- * Staged: the payload passes in chunks through the control segments, in a pipeline of one barrier a chunk.  In
+ * Staged: the payload passes in chunks through the control segments, in a pipeline of one barrier per chunk.  In
  * one step a rank stages chunk c, reduces its slice of chunk c - 1 and, for all_reduce, fetches the slices of
- * chunk c - 2 from the others.  Where no rank has its payload in a shared segment, step 0 stages chunk 0 already.
- * An exchange is always staged: what goes to a rank, runs of bytes from here and there, is one part of a chunk, and
- * comes out of it into the runs of the receiver, so no rank orders or pads anything before or after.
- * A payload of up to ZS_TINY bytes goes this way always, and then costs a single barrier: even an all_reduce, which
+ * chunk c - 2 from the others.  If no rank has its payload in a shared segment, step 0 stages chunk 0 already.
+ * An all_to_all_v is always staged: the runs of bytes for one rank are one part of a chunk, and are
+ * copied out of it into the runs of the receiver, so no rank reorders or pads anything.
+ * A payload of up to ZS_TINY bytes is always staged, and then costs a single barrier: even an all_reduce, which
  * every rank then computes in full.
  *
- * Both ways reduce each element in the order of the ranks, so they give the same bits.
+ * Both reduce each element in the order of the ranks, so they give the same bits.
  */
 #include <string.h>
 
@@ -47,7 +47,7 @@ static int64_t pitch(const zs_group *g, const zs_call *c) {
   return c->op == ZS_REDUCE_SCATTER || c->op == ZS_ALL_GATHER ? c->stride * c->item_bytes : slice_bytes(g, c);
 }
 
-/* Part of slice p that belongs to chunk number `chunk`: its place in the payload, and its bytes, 0 if there is none. */
+/* Part of slice p in chunk number `chunk`: its offset in the payload, and its bytes, 0 if there is none. */
 static int64_t part(const zs_group *g, const zs_call *c, int p, int64_t chunk, int64_t *bytes) {
   int64_t start = p * pitch(g, c), from = start + chunk * part_bytes(g), end = start + slice_bytes(g, c);
   if (c->op == ZS_ALL_REDUCE) end = smaller(end, call_bytes(c));
@@ -58,7 +58,7 @@ static int64_t part(const zs_group *g, const zs_call *c, int p, int64_t chunk, i
 
 static int64_t count_chunks(const zs_group *g, const zs_call *c) {
   int in_parts = c->op == ZS_ALL_REDUCE || c->op == ZS_REDUCE_SCATTER || c->op == ZS_ALL_TO_ALL ||
-                 c->op == ZS_EXCHANGE;
+                 c->op == ZS_ALL_TO_ALL_V;
   return in_parts ? divided_up(slice_bytes(g, c), part_bytes(g)) : divided_up(call_bytes(c), ZS_CHUNK);
 }
 
@@ -66,7 +66,7 @@ static void copy(void *to, const void *from, int64_t bytes) {
   if (bytes > 0 && to != from) memcpy(to, from, (size_t)bytes);
 }
 
-/* Whether the output is large, and memory that nobody reads before it is written. */
+/* True if the output is large and not read before it is written. */
 static int is_fresh(const zs_group *g, const zs_call *c) {
   int64_t bytes = call_bytes(c) * (c->op == ZS_ALL_GATHER || c->op == ZS_ALL_TO_ALL ? g->size : 1);
   const char *input = c->input, *output = c->output;
@@ -74,7 +74,7 @@ static int is_fresh(const zs_group *g, const zs_call *c) {
   return c->op != ZS_REDUCE_SCATTER || output < input || output >= input + pitch(g, c) * (g->size - 1) + bytes;
 }
 
-/* Write an output. */
+/* Writes an output. */
 static void put(const zs_group *g, const zs_call *c, void *to, const void *from, int64_t bytes) {
   if (is_fresh(g, c) && bytes > 0 && to != from) {
     zs_stream(to, from, bytes);
@@ -83,7 +83,7 @@ static void put(const zs_group *g, const zs_call *c, void *to, const void *from,
   }
 }
 
-/* Reduce `bytes` bytes: this rank's at `own`, those of rank p at theirs(p) in the staging buffers. */
+/* Reduces `bytes` bytes: this rank's at `own`, those of the others in their staging buffers. */
 static void reduce_staged(const zs_group *g, const zs_call *c, const char *own, int64_t at_bytes, int num_outputs,
                           void *const *outputs, int64_t bytes) {
   const void *sources[ZS_MAX_RANKS];
@@ -91,8 +91,8 @@ static void reduce_staged(const zs_group *g, const zs_call *c, const char *own, 
   zs_reduce(c->dtype, c->reduction, g->size, sources, num_outputs, outputs, bytes / c->item_bytes, is_fresh(g, c));
 }
 
-/* Copy what chunk number `chunk` holds of the bytes that two ranks exchange: between their runs in a tensor of this
- * rank, to or from which they go, and one part of a staging buffer. */
+/* Copies chunk number `chunk` of the bytes that two ranks exchange: between their runs in a tensor of this
+ * rank and one part of a staging buffer. */
 static void copy_runs(const zs_group *g, const zs_call *c, const int64_t *runs, char *tensor, int to_tensor, char *part,
                       int64_t chunk) {
   int64_t from = chunk * part_bytes(g), until = from + part_bytes(g), start = 0; /* in the bytes of all runs */
@@ -109,7 +109,7 @@ static void copy_runs(const zs_group *g, const zs_call *c, const int64_t *runs, 
 
 static const int64_t *runs_of(const zs_call *c, const int64_t *table, int p) { return table + 2 * c->num_runs * p; }
 
-/* What this rank keeps of an exchange: the same runs, elsewhere. */
+/* Copies the runs of an all_to_all_v that this rank keeps. */
 static void keep_runs(const zs_group *g, const zs_call *c) {
   const int64_t *from = runs_of(c, c->sends, g->rank), *to = runs_of(c, c->receives, g->rank);
   for (int64_t i = 0; i < c->num_runs; i++) {
@@ -118,7 +118,7 @@ static void keep_runs(const zs_group *g, const zs_call *c) {
   }
 }
 
-/* First phase of a chunk: this rank's payload, as far as others need it, into its staging buffer. */
+/* First phase of a chunk: copies the part of this rank's payload that others need into its staging buffer. */
 static void stage_in(const zs_group *g, const zs_call *c, int64_t chunk) {
   char *to = staged(g, g->rank, g->count);
   const char *from = c->input;
@@ -131,7 +131,7 @@ static void stage_in(const zs_group *g, const zs_call *c, int64_t chunk) {
   }
   for (int p = 0; p < g->size; p++) {
     if (p == g->rank) continue;
-    if (c->op == ZS_EXCHANGE) {
+    if (c->op == ZS_ALL_TO_ALL_V) {
       copy_runs(g, c, runs_of(c, c->sends, p), (char *)c->input, 0, to + p * part_bytes(g), chunk);
       continue;
     }
@@ -140,14 +140,14 @@ static void stage_in(const zs_group *g, const zs_call *c, int64_t chunk) {
   }
 }
 
-/* Middle phase of an all_reduce: this rank's slice of the chunk, into the tensor and for the others. */
+/* Middle phase of an all_reduce: reduces this rank's slice of the chunk, into the tensor and for the others. */
 static void stage_reduce(const zs_group *g, const zs_call *c, int64_t chunk) {
   int64_t bytes, at = part(g, c, g->rank, chunk, &bytes);
   void *outputs[2] = {(char *)c->output + at, reduced(g, g->rank, g->count)};
   reduce_staged(g, c, (const char *)c->input + at, g->rank * part_bytes(g), 2, outputs, bytes);
 }
 
-/* Last phase of an all_reduce: the others' slices. */
+/* Last phase of an all_reduce: copies the others' slices. */
 static void fetch_reduced(const zs_group *g, const zs_call *c, int64_t chunk) {
   for (int p = 0; p < g->size; p++) {
     if (p == g->rank) continue;
@@ -156,7 +156,7 @@ static void fetch_reduced(const zs_group *g, const zs_call *c, int64_t chunk) {
   }
 }
 
-/* Last phase of the others: from the staging buffers into the output. */
+/* Last phase of the other operations: from the staging buffers into the output. */
 static void stage_out(const zs_group *g, const zs_call *c, int64_t chunk) {
   const char *own = c->input;
   char *to = c->output;
@@ -188,7 +188,7 @@ static void stage_out(const zs_group *g, const zs_call *c, int64_t chunk) {
         put(g, c, to + p * call_bytes(c) + chunk * part_bytes(g), p == g->rank ? own + from : theirs, bytes);
       }
       break;
-    case ZS_EXCHANGE:
+    case ZS_ALL_TO_ALL_V:
       for (int p = 0; p < g->size; p++) {
         char *theirs = staged(g, p, g->count - 1) + g->rank * part_bytes(g);
         if (p != g->rank) copy_runs(g, c, runs_of(c, c->receives, p), to, 1, theirs, chunk);
@@ -216,7 +216,7 @@ static char *payload(const zs_group *g, const zs_task *t, int p) {
   return t->segment->base[p] + g->control[p]->descriptor[(g->count - 1) & 1].offset;
 }
 
-/* The whole collective in the memory of the ranks. */
+/* The whole collective, in the memory of the ranks. */
 static void zero_copy_step(zs_group *g, zs_task *t) {
   const zs_call *c = &t->call;
   const void *sources[ZS_MAX_RANKS];
@@ -225,7 +225,7 @@ static void zero_copy_step(zs_group *g, zs_task *t) {
   char *to = c->output;
   if (c->op == ZS_ALL_REDUCE) {
     bytes = smaller(slice_bytes(g, c), bytes - own);
-    for (int i = 0; i < g->size; i++) outputs[i] = payload(g, t, (g->rank + i) % g->size) + own; /* own place first */
+    for (int i = 0; i < g->size; i++) outputs[i] = payload(g, t, (g->rank + i) % g->size) + own; /* own output first */
   }
   for (int p = 0; p < g->size; p++) sources[p] = payload(g, t, p) + own;
   switch (c->op) {
@@ -238,7 +238,7 @@ static void zero_copy_step(zs_group *g, zs_task *t) {
       break;
     case ZS_ALL_GATHER:
       for (int i = 0; i < g->size; i++) {
-        int p = (g->rank + i) % g->size; /* the own slice is there already where the output is shared: see publish */
+        int p = (g->rank + i) % g->size; /* a shared output has the own slice already: see publish */
         char *place = to + p * pitch(g, c);
         if (payload(g, t, p) != place) put(g, c, place, payload(g, t, p), bytes);
       }
@@ -266,7 +266,7 @@ static zs_segment *segment_of(zs_group *g, const char *start, int64_t bytes) {
   return found;
 }
 
-/* Step 0: say what this rank wants and where its payload lies, and stage the first chunk if that is likely to help. */
+/* Step 0: publishes this rank's arguments and payload, and stages the first chunk if that is likely to help. */
 static void publish(zs_group *g, zs_task *t) {
   const zs_call *c = &t->call;
   zs_descriptor *d = &g->control[g->rank]->descriptor[g->count & 1];
@@ -277,7 +277,7 @@ static void publish(zs_group *g, zs_task *t) {
   const char *place = c->input;
   int in_slices = c->op == ZS_REDUCE_SCATTER || c->op == ZS_ALL_TO_ALL;
   int64_t bytes = call_bytes(c) + (in_slices ? pitch(g, c) * (g->size - 1) : 0);
-  t->segment = is_tiny(g, c) || c->op == ZS_EXCHANGE ? NULL : segment_of(g, place, bytes);
+  t->segment = is_tiny(g, c) || c->op == ZS_ALL_TO_ALL_V ? NULL : segment_of(g, place, bytes);
   if (c->op == ZS_ALL_GATHER && !is_tiny(g, c)) {
     char *own_slice = (char *)c->output + g->rank * pitch(g, c);
     zs_segment *outer = segment_of(g, own_slice, bytes);
@@ -300,7 +300,7 @@ static int agree(const zs_descriptor *a, const zs_descriptor *b) {
          a->numel == b->numel && a->stride == b->stride && !strncmp(a->label, b->label, sizeof a->label);
 }
 
-/* After step 0: read what the others want, choose the way.  Every rank reads the same and so decides the same. */
+/* After step 0: compares the arguments and chooses the path.  Every rank reads the same, so all decide the same. */
 static int decide(zs_group *g, zs_task *t) {
   int num_shared = 0, is_one_segment = 1;
   const zs_descriptor *first = &g->control[0]->descriptor[(g->count - 1) & 1];
@@ -310,7 +310,7 @@ static int decide(zs_group *g, zs_task *t) {
       g->report.first = *first;
       g->report.second = *d;
       g->report.rank = p;
-      return ZS_REFUSED;
+      return ZS_MISMATCH;
     }
     num_shared += d->segment >= 0;
     is_one_segment &= d->segment == first->segment;
@@ -325,7 +325,7 @@ int zs_step(zs_group *g, zs_task *t) {
     publish(g, t);
     return ZS_MORE;
   }
-  if (t->step == 1 && decide(g, t) == ZS_REFUSED) return ZS_REFUSED;
+  if (t->step == 1 && decide(g, t) == ZS_MISMATCH) return ZS_MISMATCH;
   if (t->num_chunks == 0) return ZS_DONE;
   if (!t->is_zero_copy) return staged_step(g, t);
   if (t->step == 2) return ZS_DONE;

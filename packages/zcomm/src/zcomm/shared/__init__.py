@@ -1,16 +1,16 @@
-"""Collectives of CPU ranks through memory that the ranks of a host share, an order of magnitude faster than Gloo.
+"""Shared-memory transport: collectives of CPU ranks on one host, an order of magnitude faster than Gloo.
 
-`zcomm`'s verbs take this way by themselves: `registry.issue` answers None where it is not open, and Gloo does the
-work.  ZCOMM_TRANSPORT=auto|shared|gloo chooses; `zcomm.shared_empty` makes tensors that need no copies.
+`zcomm`'s collectives use it automatically: `registry.issue` returns None where it is not available, and Gloo does the
+work.  ZCOMM_TRANSPORT=auto|shared|gloo selects; `zcomm.shared_empty` makes tensors that need no copies.
 
-    names        numbers of operations and data types        segment      memory without a name
-    native       loads the C extension                       handshake    the ranks decide together
-    transport    calls into C, waits, failures as errors     failure      failures in words
-    registry     process group -> transport                  tensors      shared_empty
+    names        numbers of operations and dtypes            segment      anonymous shared memory
+    native       loads the C extension                       handshake    the ranks negotiate
+    transport    calls into C, waits, errors                 failure      error messages
+    registry     process group -> transport
 
-Ranks on several hosts go in two levels, through memory inside a host and over Gloo between hosts:
+Groups with ranks on several hosts use two levels, shared memory inside a host and Gloo between hosts:
 
-    places       who is where, whether that fits             network      the ranks of one index on all hosts
-    levels       the steps of each collective                lane         one after the other, in the order of issue
+    host_layout  ranks by host                               network      Gloo between ranks of equal index
+    levels       the steps of each collective                task_queue   runs them in the order of issue
     hierarchy    the transport made of these
 """

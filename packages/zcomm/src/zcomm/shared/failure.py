@@ -1,7 +1,7 @@
-"""What went wrong in a group that shares memory, in words.
+"""Failures of a group that shares memory, as messages.
 
-C reports a kind, a culprit and who found out; here that becomes one line that names the culprit by its rank in the
-world and its process, and the call.  The kinds are numbered as in csrc/zs_api.h.
+C reports a kind, a culprit and the rank that found out.  The message names the culprit, by its global rank and its
+process, and the call.  The kinds are numbered as in csrc/zs_api.h.
 """
 
 from __future__ import annotations
@@ -13,51 +13,51 @@ from typing import Any
 
 import attrs
 
-from zcomm.handles import named
+from zcomm.hangs.fingerprint import call_name
 from zcomm.shared.names import OPS, REDUCTIONS, dtype_name
 
-__all__ = ["Kind", "Report", "SharedMemoryFailed", "Wish", "describe", "forked_from"]
+__all__ = ["CallSignature", "FailureKind", "FailureReport", "SharedMemoryFailed", "describe", "forked_message"]
 
 
 class SharedMemoryFailed(RuntimeError):
-    """A collective through shared memory ended in an error.  `zcomm` raises CollectiveFailed in its place."""
+    """Raised when a collective through shared memory fails.  `zcomm` raises CollectiveFailed in its place."""
 
 
-def forked_from(pid: int) -> str:
-    """What a forked child is told that uses a group of its parent's."""
+def forked_message(pid: int) -> str:
+    """Error text for a forked child that uses a group of its parent."""
     return (
         f"process {os.getpid()} was forked from process {pid}, which is the member of this group. Communicate in the "
-        "parent, or join a world of the child's own."
+        "parent, or initialize a separate world in the child."
     )
 
 
-class Kind(enum.IntEnum):
-    """Why a group is broken."""
+class FailureKind(enum.IntEnum):
+    """Reason for which a group is broken."""
 
     FINE = 0
     DIED = 1  # the culprit's process has ended
-    TIMED_OUT = 2  # the teller waited for the culprit up to the group's limit
+    TIMED_OUT = 2  # the reporter waited for the culprit up to the group's time limit
     CLOSED = 3  # the culprit has left the group
-    DISAGREE = 4  # the culprit's call does not fit that of rank 0
-    ELSEWHERE = 5  # the culprit has lost what else the group consists of: the ranks on other hosts
+    DISAGREE = 4  # the culprit's call differs from that of rank 0
+    ELSEWHERE = 5  # the culprit has lost the ranks on other hosts
 
 
 @attrs.frozen
-class Wish:
-    """A rank's call, as far as the ranks must agree."""
+class CallSignature:
+    """Arguments of a rank's call that must be equal on all ranks."""
 
     op: int  # as in names.OPS
     dtype: int  # as in names.DTYPES; -1 for a barrier
     reduction: int  # as in names.REDUCTIONS; -1 where there is none
-    source: int  # of a broadcast; of an exchange the checksum of its table
+    source: int  # of a broadcast; of an all_to_all_v the checksum of its table
     numel: int  # of the tensor, or of one slice
     label: str
-    stride: int = 0  # elements from one slice to the next; 0 where there are none
+    stride: int = 0  # elements from one slice to the next; 0 without slices
 
     def __str__(self) -> str:
-        call, details = named(OPS[self.op], self.label), []
+        call, details = call_name(OPS[self.op], self.label), []
         if self.dtype >= 0:
-            whose = {"all_reduce": "", "broadcast": "", "exchange": " at most"}.get(OPS[self.op], " a rank")
+            whose = {"all_reduce": "", "broadcast": "", "all_to_all_v": " at most"}.get(OPS[self.op], " a rank")
             call += f" of {self.numel} {dtype_name(self.dtype)}{whose}"
         if self.stride > self.numel:
             details.append(f"{self.stride} apart")
@@ -65,36 +65,36 @@ class Wish:
             details.append(f"op {REDUCTIONS[self.reduction]!r}")
         if OPS[self.op] == "broadcast":
             details.append(f"source {self.source}")
-        if OPS[self.op] == "exchange":
+        if OPS[self.op] == "all_to_all_v":
             details.append(f"table {self.source:08x}")
         return call + (f" ({', '.join(details)})" if details else "")
 
 
 @attrs.frozen
-class Report:
-    """Why a group is broken, as C tells it."""
+class FailureReport:
+    """Failure of a group, as C reports it."""
 
-    kind: Kind
-    rank: int  # place of the culprit in the group
-    teller: int  # place of the rank that found out
-    ticket: int  # of the call during which this rank learnt it; 0 for none
-    seconds: float  # that the teller waited
+    kind: FailureKind
+    rank: int  # the culprit's rank in the group
+    reporter: int  # rank in the group that found out
+    ticket: int  # of the call during which this rank noticed; 0 for none
+    seconds: float  # waited by the reporter
     label: str  # of that call
-    first: Wish | None = None  # of rank 0 and of the culprit, where they disagree
-    second: Wish | None = None
+    first: CallSignature | None = None  # of rank 0 and of the culprit, if they disagree
+    second: CallSignature | None = None
 
     @classmethod
-    def read(cls, ffi: Any, report: Any) -> Report:
-        """From the C struct."""
+    def read(cls, ffi: Any, report: Any) -> FailureReport:
+        """Read the C struct."""
         label = ffi.string(report.label).decode(errors="replace")
-        found = cls(Kind(report.kind), report.rank, report.teller, report.ticket, report.seconds, label)
-        if found.kind is not Kind.DISAGREE:
+        found = cls(FailureKind(report.kind), report.rank, report.reporter, report.ticket, report.seconds, label)
+        if found.kind is not FailureKind.DISAGREE:
             return found
-        return attrs.evolve(found, first=_wish(ffi, report.first), second=_wish(ffi, report.second))
+        return attrs.evolve(found, first=_signature(ffi, report.first), second=_signature(ffi, report.second))
 
 
-def describe(report: Report, *, rank: int, ranks: Sequence[int], pids: Sequence[int], ticket: int) -> str:
-    """One line for the error of call number `ticket` on place `rank` of a group.
+def describe(report: FailureReport, *, rank: int, ranks: Sequence[int], pids: Sequence[int], ticket: int) -> str:
+    """Return one line for the error of call number `ticket` on `rank`, a rank of the group.
 
     ranks, pids: of the members, in the world and in the system.
     """
@@ -102,16 +102,16 @@ def describe(report: Report, *, rank: int, ranks: Sequence[int], pids: Sequence[
     def who(place: int) -> str:
         return "this rank" if place == rank else f"rank {ranks[place]} (process {pids[place]})"
 
-    culprit, told = who(report.rank), "" if report.teller == rank else f", says {who(report.teller)}"
-    if report.kind is Kind.DIED:
-        text = f"{culprit} has died{told}"
-    elif report.kind is Kind.TIMED_OUT:
-        text = f"{who(report.teller)} waited {report.seconds:.1f} s for {culprit}, the time limit of the group"
-    elif report.kind is Kind.DISAGREE and report.first is not None and report.second is not None:
+    culprit, by = who(report.rank), "" if report.reporter == rank else f", reported by {who(report.reporter)}"
+    if report.kind is FailureKind.DIED:
+        text = f"{culprit} has died{by}"
+    elif report.kind is FailureKind.TIMED_OUT:
+        text = f"{who(report.reporter)} waited {report.seconds:.1f} s for {culprit}, the time limit of the group"
+    elif report.kind is FailureKind.DISAGREE and report.first is not None and report.second is not None:
         text = f"the ranks disagree: rank {ranks[0]} calls {report.first}, rank {ranks[report.rank]} {report.second}"
-    elif report.kind is Kind.DISAGREE:
-        text = f"{who(report.teller)} found that the calls of the ranks disagree"
-    elif report.kind is Kind.ELSEWHERE:
+    elif report.kind is FailureKind.DISAGREE:
+        text = f"{who(report.reporter)} found that the calls of the ranks disagree"
+    elif report.kind is FailureKind.ELSEWHERE:
         text = f"{culprit} has lost its connection to the ranks on other hosts"
     else:
         text = f"{culprit} has closed the group"
@@ -120,6 +120,6 @@ def describe(report: Report, *, rank: int, ranks: Sequence[int], pids: Sequence[
     return f"{text}.{earlier}"
 
 
-def _wish(ffi: Any, found: Any) -> Wish:
+def _signature(ffi: Any, found: Any) -> CallSignature:
     label = ffi.string(found.label).decode(errors="replace")
-    return Wish(found.op, found.dtype, found.reduction, found.source, found.numel, label, found.stride)
+    return CallSignature(found.op, found.dtype, found.reduction, found.source, found.numel, label, found.stride)

@@ -1,19 +1,19 @@
-"""What each collective does in two levels: inside the hosts through memory, between them over Gloo.
+"""Two-level collectives: through shared memory inside a host, over Gloo between hosts.
 
-Between hosts only ranks of equal index speak, and each carries its share of what its host has to say.  Every function
-is a generator of steps for the group's lane.  A large tensor passes in chunks, so that the memory that it needs
-beside itself is bounded, and while one chunk is on the network the next is reduced in memory.
+Between hosts only ranks of equal index communicate, each with its share of the host's data.  Every function is a
+generator of steps for the group's task queue.  A large tensor passes in chunks, which bounds the extra memory; while
+one chunk is on the network, the next is reduced in memory.
 
-    all_reduce      reduce_scatter here; pieces of equal index are exchanged between hosts and added; all_gather here
-    reduce_scatter  one reduce_scatter here for the ranks of each host; the results are exchanged and added
-    all_gather      slices of equal index between hosts, straight into the output; then one all_gather for each host
-    broadcast       everybody on the source's host gets all, and sends its share to the other hosts, which gather it
-    barrier         here, then between hosts: whoever passes the second knows that all have passed the first
+    all_reduce      reduce_scatter on the host; exchange and sum between ranks of equal index; all_gather on the host
+    reduce_scatter  one reduce_scatter on the host for the ranks of each host; exchange and sum of the results
+    all_gather      slices of equal index between hosts, straight into the output; one all_gather for each host
+    broadcast       on the source's host to all ranks; each sends its share to the other hosts, which gather it
+    barrier         on the host, then between hosts: a rank that passes the second knows that all passed the first
 
-[Note: the order of sums]  Elements are added in the order of the ranks of a host and then in the order of the hosts,
-which is that of their first ranks; 16-bit floats in float32, rounded once on each host and once over the hosts.  So
-all_reduce and reduce_scatter give the same bits on all ranks, however the tensor is cut.  A group on one host rounds
-once, so the same ranks on one host may differ in the last bit of a 16-bit sum.
+[Note: order of sums]  Elements are summed in the order of a host's ranks and then of the hosts, ordered by their
+first ranks; 16-bit floats in float32, rounded once on each host and once over the hosts.  So all_reduce and
+reduce_scatter give the same bits on all ranks, however the tensor is cut.  A group on one host rounds once, so the
+same ranks on one host may differ in the last bit of a 16-bit sum.
 
 all_to_all stays with Gloo: two levels would send the same bytes between hosts and copy all of them twice more.
 """
@@ -27,41 +27,42 @@ import attrs
 import torch
 from torch import Tensor
 
-from zcomm.shared.lane import Step
+from zcomm.shared.host_layout import HostLayout
 from zcomm.shared.names import DTYPES, REDUCTIONS
 from zcomm.shared.network import Network
-from zcomm.shared.places import Places
+from zcomm.shared.task_queue import Step
 from zcomm.shared.transport import Message, Transport
 
-__all__ = ["VERBS", "Levels", "spans"]
+__all__ = ["COLLECTIVES", "Levels", "spans"]
 
-SMALL_BYTES = 64 * 1024  # up to which fewer messages are better than shorter ones
-SUMMED_BYTES = 4 * 1024 * 1024  # most that a rank sends of one chunk, where it needs as much memory to receive
-MOVED_BYTES = 16 * 1024 * 1024  # where the chunk arrives in the output itself
-_Steps = Iterator["Step | None"]  # of one chunk; None where the next chunk may begin
+SMALL_BYTES = 64 * 1024  # up to this size, fewer messages are faster than shorter ones
+SUMMED_BYTES = 4 * 1024 * 1024  # limit of a chunk that needs as much memory to receive
+MOVED_BYTES = 16 * 1024 * 1024  # limit of a chunk that is received in the output itself
+_Steps = Iterator["Step | None"]  # of one chunk; None where the next chunk may start
 
 
 @attrs.frozen(eq=False)
 class Levels:
-    """The two levels of a group, from this rank."""
+    """Both levels of a group, as this rank sees them."""
 
-    memory: Transport  # the ranks of this host
-    network: Network  # the ranks of this index
-    places: Places
+    memory: Transport  # to the ranks of this host
+    network: Network  # to the ranks of equal index
+    layout: HostLayout
     host: int
     index: int
-    buffers: dict[Any, Tensor] = attrs.field(factory=dict)  # bytes for what arrives, by use; they grow, within bounds
+    # receive buffers in bytes, by use; they grow, within bounds
+    buffers: dict[Any, Tensor] = attrs.field(factory=dict)
 
     def buffer(self, use: Any, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory to receive in, (numel,); the same for the same use."""
+        """Return memory to receive in, (numel,); the same memory for the same use."""
         nbytes = numel * dtype.itemsize
         found = self.buffers.get(use)
         if found is None or found.numel() < nbytes:
             found = self.buffers[use] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return found[:nbytes].view(dtype)
 
-    def fold(self, sources: Iterable[Tensor], reduction: str, output: Tensor) -> None:
-        """Reduce in the order of the sources; `output` may be one of them."""
+    def reduce_local(self, sources: Iterable[Tensor], reduction: str, output: Tensor) -> None:
+        """Reduce the sources in order into `output`, which may be one of them."""
         ffi, lib = self.memory.library.ffi, self.memory.library.lib
         places = [ffi.cast("void *", source.data_ptr()) for source in sources]
         outputs = ffi.new("void *[]", [ffi.cast("void *", output.data_ptr())])
@@ -70,18 +71,20 @@ class Levels:
             code, REDUCTIONS.index(reduction), len(places), ffi.new("void *[]", places), 1, outputs, numel, 0
         )
 
-    def of_host(self, tensor: Tensor, host: int, start: int, stop: int) -> tuple[Tensor, int]:
-        """Columns [start, stop) of the slices of a host's ranks in a tensor of a slice for each rank of the group.
+    def host_slices(self, tensor: Tensor, host: int, start: int, stop: int) -> tuple[Tensor, int]:
+        """Columns [start, stop) of the slices of a host's ranks, in a tensor with one slice per rank of the group.
 
-        As a view that begins with the first and ends with the last, and the distance between two in elements.
+        Returns a view from the first to the last slice, and the stride between slices in elements.
         """
-        part = tensor.numel() // (self.places.num_hosts * self.places.num_here)
-        ranks = self.places.hosts[host]
-        return tensor[ranks[0] * part + start : ranks[-1] * part + stop], self.places.distance(host) * part
+        part = tensor.numel() // (self.layout.num_hosts * self.layout.ranks_per_host)
+        ranks = self.layout.hosts[host]
+        return tensor[ranks[0] * part + start : ranks[-1] * part + stop], self.layout.stride(host) * part
 
 
 def spans(numel: int, parts: int, most: int) -> list[tuple[int, int]]:
-    """[0, numel) in spans that divide by `parts` and have at most `most` elements a part; a rest that does not."""
+    """Cut [0, numel) into spans divisible by `parts`, of at most `most` elements per part; the rest is a span of its
+    own.
+    """
     width = max(1, most) * parts
     even = numel - numel % parts
     found = [(start, min(start + width, even)) for start in range(0, even, width)]
@@ -90,29 +93,29 @@ def spans(numel: int, parts: int, most: int) -> list[tuple[int, int]]:
 
 def all_reduce(levels: Levels, message: Message) -> Iterator[Step]:
     flat = _flat(message.output)
-    cuts = _cuts(flat, levels.places.num_here, SUMMED_BYTES)
+    cuts = _chunks(flat, levels.layout.ranks_per_host, SUMMED_BYTES)
     yield from _pipelined(_reduce_span(levels, message, flat[a:b], slot % 2) for slot, (a, b) in enumerate(cuts))
 
 
 def reduce_scatter(levels: Levels, message: Message) -> Iterator[Step]:
     output = _flat(message.output)
-    cuts = spans(output.numel(), 1, SUMMED_BYTES // levels.places.num_hosts // output.element_size())
+    cuts = spans(output.numel(), 1, SUMMED_BYTES // levels.layout.num_hosts // output.element_size())
     yield from _pipelined(_scatter_span(levels, message, a, b, slot % 2) for slot, (a, b) in enumerate(cuts))
 
 
 def all_gather(levels: Levels, message: Message) -> Iterator[Step]:
     output, input = _flat(message.output), _flat(message.input)
-    rank = levels.places.hosts[levels.host][levels.index]
+    rank = levels.layout.hosts[levels.host][levels.index]
     own = output[rank * input.numel() : (rank + 1) * input.numel()]
     if own.numel() and own.data_ptr() != input.data_ptr():
         own.copy_(input)
-    cuts = spans(input.numel(), 1, MOVED_BYTES // levels.places.num_hosts // output.element_size())
+    cuts = spans(input.numel(), 1, MOVED_BYTES // levels.layout.num_hosts // output.element_size())
     yield from _pipelined(_gather_span(levels, message, output, a, b) for a, b in cuts)
 
 
 def broadcast(levels: Levels, message: Message) -> Iterator[Step]:
     flat = _flat(message.output).view(torch.uint8)
-    cuts = _cuts(flat, levels.places.num_here, MOVED_BYTES)
+    cuts = _chunks(flat, levels.layout.ranks_per_host, MOVED_BYTES)
     yield from _pipelined(_send_span(levels, message, flat[a:b]) for a, b in cuts)
 
 
@@ -121,7 +124,7 @@ def barrier(levels: Levels, message: Message) -> Iterator[Step]:
     yield levels.network.barrier()
 
 
-VERBS: dict[str, Callable[[Levels, Message], Iterator[Step]]] = {
+COLLECTIVES: dict[str, Callable[[Levels, Message], Iterator[Step]]] = {
     "all_reduce": all_reduce,
     "reduce_scatter": reduce_scatter,
     "all_gather": all_gather,
@@ -131,74 +134,74 @@ VERBS: dict[str, Callable[[Levels, Message], Iterator[Step]]] = {
 
 
 def _pipelined(chunks: Iterable[_Steps]) -> Iterator[Step]:
-    """The steps of all chunks; the second part of each after the first part of the next."""
+    """Yield the steps of all chunks: the second part of each after the first part of the next."""
     started: _Steps = iter(())
     for chunk in chunks:
         yield from iter(lambda: next(chunk), None)  # noqa: B023 - used up before the next chunk
-        yield from _known(started)
+        yield from _steps_of(started)
         started = chunk
-    yield from _known(started)
+    yield from _steps_of(started)
 
 
-def _known(steps: _Steps) -> Iterator[Step]:
+def _steps_of(steps: _Steps) -> Iterator[Step]:
     return (step for step in steps if step is not None)
 
 
 def _reduce_span(levels: Levels, message: Message, span: Tensor, slot: int) -> _Steps:
-    """Of an all_reduce: a piece for each rank of the host, or, where it is too short for that, the whole for all."""
-    parts = levels.places.num_here
+    """Steps of an all_reduce: a part for each rank of the host or, if too short for that, the whole span on all."""
+    parts = levels.layout.ranks_per_host
     memory, reduction, label = levels.memory, message.reduction, message.label
     if span.numel() % parts or span.nbytes <= SMALL_BYTES:
         yield memory.issue(Message("all_reduce", span, span, reduction, label=label))
-        yield from _sum(levels, message, span, slot)
+        yield from _sum_between_hosts(levels, message, span, slot)
         return
     part = span.numel() // parts
     own = span[levels.index * part : (levels.index + 1) * part]
     yield memory.issue(Message("reduce_scatter", own, span, reduction, label=label))
-    yield from _sum(levels, message, own, slot)
+    yield from _sum_between_hosts(levels, message, own, slot)
     yield memory.issue(Message("all_gather", span, own, label=label))
 
 
-def _sum(levels: Levels, message: Message, piece: Tensor, slot: int) -> _Steps:
-    """Add up the pieces of all hosts, in each of them."""
-    reduction, host, num_hosts = message.reduction or "", levels.host, levels.places.num_hosts
+def _sum_between_hosts(levels: Levels, message: Message, piece: Tensor, slot: int) -> _Steps:
+    """Sum the pieces of all hosts, on each of them."""
+    reduction, host, num_hosts = message.reduction or "", levels.host, levels.layout.num_hosts
     if num_hosts == 2 or piece.nbytes <= SMALL_BYTES:
         rows = list(levels.buffer(slot, (num_hosts - 1) * piece.numel(), piece.dtype).view(num_hosts - 1, -1))
         rows.insert(host, piece)
         work: Step = levels.network.gather(rows)
         yield None
         yield work
-        levels.fold(rows, reduction, piece)
+        levels.reduce_local(rows, reduction, piece)
         return
     shares = [piece[a:b] for a, b in _shares(piece.numel(), num_hosts)]
     received = levels.buffer(slot, num_hosts * shares[host].numel(), piece.dtype)
     work = levels.network.exchange(received, piece, [share.numel() for share in shares])
     yield None
     yield work
-    levels.fold(received.view(num_hosts, -1), reduction, shares[host])
+    levels.reduce_local(received.view(num_hosts, -1), reduction, shares[host])
     yield levels.network.gather(shares)
 
 
 def _scatter_span(levels: Levels, message: Message, start: int, stop: int, slot: int) -> _Steps:
-    """Of a reduce_scatter: columns [start, stop) of all slices."""
+    """Steps of a reduce_scatter: columns [start, stop) of all slices."""
     output, input = _flat(message.output), _flat(message.input)
-    num_hosts, width = levels.places.num_hosts, stop - start
+    num_hosts, width = levels.layout.num_hosts, stop - start
     sent = levels.buffer(("sent", slot), num_hosts * width, output.dtype)
     received = levels.buffer(slot, num_hosts * width, output.dtype)
     for host, row in enumerate(sent.view(num_hosts, width)):
-        slices, stride = levels.of_host(input, host, start, stop)
+        slices, stride = levels.host_slices(input, host, start, stop)
         yield levels.memory.issue(
             Message("reduce_scatter", row, slices, message.reduction, label=message.label, stride=stride)
         )
     work = levels.network.exchange(received, sent, [width] * num_hosts)
     yield None
     yield work
-    levels.fold(received.view(num_hosts, width), message.reduction or "", output[start:stop])
+    levels.reduce_local(received.view(num_hosts, width), message.reduction or "", output[start:stop])
 
 
 def _gather_span(levels: Levels, message: Message, output: Tensor, start: int, stop: int) -> _Steps:
-    """Of an all_gather: columns [start, stop) of all slices."""
-    columns = [levels.of_host(output, host, start, stop) for host in range(levels.places.num_hosts)]
+    """Steps of an all_gather: columns [start, stop) of all slices."""
+    columns = [levels.host_slices(output, host, start, stop) for host in range(levels.layout.num_hosts)]
     own = [slices[levels.index * stride :][: stop - start] for slices, stride in columns]
 
     def here(host: int) -> Step:
@@ -209,15 +212,15 @@ def _gather_span(levels: Levels, message: Message, output: Tensor, start: int, s
     yield here(levels.host)
     yield None
     yield work
-    for host in range(levels.places.num_hosts):
+    for host in range(levels.layout.num_hosts):
         if host != levels.host:
             yield here(host)
 
 
 def _send_span(levels: Levels, message: Message, span: Tensor) -> _Steps:
-    """Of a broadcast: bytes."""
-    source_host, source_index = levels.places.find(message.source)
-    parts, memory, network, label = levels.places.num_here, levels.memory, levels.network, message.label
+    """Steps of a broadcast of bytes."""
+    source_host, source_index = levels.layout.locate(message.source)
+    parts, memory, network, label = levels.layout.ranks_per_host, levels.memory, levels.network, message.label
     here = Message("broadcast", span, span, source=source_index, label=label)
     if span.numel() % parts or span.nbytes <= SMALL_BYTES:
         if levels.index == source_index:
@@ -235,15 +238,15 @@ def _send_span(levels: Levels, message: Message, span: Tensor) -> _Steps:
         yield memory.issue(Message("all_gather", span, own, label=label))
 
 
-def _cuts(flat: Tensor, parts: int, most_bytes: int) -> list[tuple[int, int]]:
-    """Spans for a collective in which each rank of a host carries a part; one where that is not worth it."""
+def _chunks(flat: Tensor, parts: int, most_bytes: int) -> list[tuple[int, int]]:
+    """Cut a tensor into spans of which each rank of a host carries a part; small tensors stay whole."""
     if 0 < flat.nbytes <= SMALL_BYTES:
         return [(0, flat.numel())]
     return spans(flat.numel(), parts, most_bytes // flat.element_size())
 
 
 def _shares(numel: int, parts: int) -> list[tuple[int, int]]:
-    """[0, numel) in `parts` intervals of nearly equal length."""
+    """Cut [0, numel) into `parts` intervals of nearly equal length."""
     return [(numel * part // parts, numel * (part + 1) // parts) for part in range(parts)]
 
 

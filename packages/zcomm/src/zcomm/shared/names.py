@@ -1,14 +1,14 @@
-"""The numbers by which Python, C and the ranks call operations, data types and reductions.
+"""Numbers of operations, dtypes and reductions, shared by Python, C and the ranks.
 
-The order is that of the enumerations in `csrc/zs_api.h`; the ranks compare the numbers, so they are part of what
-two ranks must have in common.  A data type that has a number can be moved; the first `NUM_REDUCIBLE` can be reduced.
+The order is that of the enumerations in `csrc/zs_api.h`.  The ranks compare these numbers.  A dtype with a number can
+be moved; the first `NUM_REDUCIBLE` can be reduced.
 """
 
 from __future__ import annotations
 
 import torch
 
-OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "exchange", "barrier")
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "all_to_all_v", "barrier")
 REDUCTIONS = ("sum", "max", "min")
 NUM_REDUCIBLE = 9
 _DTYPE_NAMES = (
@@ -23,11 +23,11 @@ DTYPES: dict[torch.dtype, int] = {
 
 
 def dtype_name(code: int) -> str:
-    """Name of a data type by its number; "nothing" for that of a barrier, -1."""
+    """Name of a dtype by its number; "nothing" for -1, a barrier's."""
     return _DTYPE_NAMES[code] if code >= 0 else "nothing"
 
 
-def is_carried(dtype: torch.dtype, *, reduced: bool) -> bool:
-    """Whether tensors of `dtype` can be moved, or reduced, through shared memory."""
+def is_supported(dtype: torch.dtype, *, reduced: bool) -> bool:
+    """True if tensors of `dtype` can be moved, or reduced, through shared memory."""
     code = DTYPES.get(dtype)
     return code is not None and (code < NUM_REDUCIBLE or not reduced)

@@ -1,8 +1,8 @@
-"""The one place that touches the compiled extension of the shared-memory transport.
+"""Loader of the compiled extension; no other module touches it.
 
-It is loaded when a group of several CPU ranks is first used, never at import.  Without it (no compiler at
-installation, not Linux) `reason_without` says why, and the groups use Gloo.  A checkout knows when the extension is
-older than its sources and does not use it: C structs and Python must agree.  An installed wheel is never questioned.
+The extension is loaded on the first use of a group of several CPU ranks, never at import.  Without it (no compiler at
+installation, not Linux) `unavailable_reason` says why, and groups use Gloo.  A checkout rejects an extension older
+than its sources, because C structs and Python must match.  An installed wheel is not checked.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from typing import Any
 
 import attrs
 
-__all__ = ["Library", "library", "reason_without"]
+__all__ = ["Library", "library", "unavailable_reason"]
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
 @attrs.frozen(eq=False)
 class Library:
-    """The loaded extension: what csrc/zs_api.h declares."""
+    """The loaded extension; csrc/zs_api.h declares its functions."""
 
     ffi: Any
     lib: Any
 
     def level(self) -> str:
-        """The instruction set in use."""
+        """Name of the instruction set in use."""
         return str(self.ffi.string(self.lib.zs_level_name()).decode())
 
 
 def library() -> Library:
-    """The extension.  Raises ImportError saying why there is none to use."""
+    """Return the extension.  Raises ImportError with the reason if it is unavailable."""
     found = _load()
     if isinstance(found, str):
         raise ImportError(found)
     return found
 
 
-def reason_without() -> str:
-    """Why there is no extension to use; "" where there is one."""
+def unavailable_reason() -> str:
+    """Reason for which the extension is unavailable; "" if it is available."""
     found = _load()
     return found if isinstance(found, str) else ""
 
@@ -50,13 +50,14 @@ def reason_without() -> str:
 @functools.cache
 def _load() -> Library | str:
     if not sys.platform.startswith("linux"):
-        return f"it works on Linux, and this is {sys.platform}"
+        return f"it requires Linux, and this is {sys.platform}"
     try:
         module = importlib.import_module("zcomm._shared")
     except ImportError as error:
         if error.name != "zcomm._shared":
             return f"the extension zcomm._shared does not load ({error})"
-        remedy = "run python3 tools/dev.py build" if _checkout() else "reinstall zcomm with a C compiler at hand"
+        reinstall = "reinstall zcomm-torch with a C compiler on PATH"
+        remedy = "run python3 tools/dev.py build" if _checkout() else reinstall
         return f"the extension zcomm._shared is not built ({remedy})"
     built_from, folder = module.ffi.string(module.lib.zs_source_hash()).decode(), _checkout()
     if folder is not None and built_from != _source_hash(folder):
@@ -65,14 +66,14 @@ def _load() -> Library | str:
 
 
 def _checkout() -> Path | None:
-    """The folder with the sources that the extension is built from, when this is no installed wheel."""
+    """Folder of the extension's sources in a checkout; None in an installed wheel."""
     folder = PACKAGE.parent.parent
     is_checkout = (folder / "hatch_build.py").is_file() and (folder / "pyproject.toml").is_file()
     return folder if is_checkout else None
 
 
 def _source_hash(folder: Path) -> str:
-    """As hatch_build.py computes it."""
+    """Hash of the sources, equal to that of hatch_build.py."""
     total = hashlib.sha256()
     for path in [folder / "hatch_build.py", *sorted((PACKAGE / "csrc").glob("*.[ch]"))]:
         text = path.read_bytes()

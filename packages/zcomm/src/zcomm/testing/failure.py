@@ -1,7 +1,7 @@
-"""How the end of a rank is told.
+"""Reports of failed ranks.
 
-A fault on one rank shows on all: the others see their connection break.  The report therefore has every rank's
-own words, the root cause first and the lost connections last.
+A fault on one rank shows on all: the others lose their connections.  The report therefore has every rank's own error,
+the root cause first and lost connections last.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import traceback
 
 import attrs
 
-from zcomm.handles import CollectiveFailed
+from zcomm.collectives.handles import CollectiveFailed
 
 
 class Ending(enum.IntEnum):
-    """How a rank's function ended; the order is the order of a report, most telling first."""
+    """Outcome of a rank's function, in the order of a report, root causes first."""
 
-    DIED = 0  # the process ended by a signal or an exit: no Python error could be sent
+    DIED = 0  # the process ended by a signal or an exit, without a Python error
     RAISED = 1  # an exception of its own
-    HUNG = 2  # still running at the time limit, or when the others had failed
-    LOST_PEER = 3  # an exception, but one that a broken connection to another rank explains
+    HUNG = 2  # still running at the time limit, or when others failed
+    LOST_PEER = 3  # an exception caused by a broken connection to another rank
     RETURNED = 4  # normally
 
 
 @attrs.frozen
 class RankReport:
-    """One rank's end."""
+    """Outcome of one rank."""
 
     rank: int
     ending: Ending
@@ -46,9 +46,9 @@ class RankReport:
 
 
 class RankFailed(RuntimeError):
-    """A function run by `run_ranks` did not return on every rank.
+    """Raised when a function run by `run_ranks` did not return on every rank.
 
-    `reports` holds one RankReport a rank, root cause first.  The message holds all of them.
+    `reports` holds one RankReport per rank, root cause first.  The message includes all of them.
     """
 
     def __init__(self, function: str, world_size: int, reports: list[RankReport], note: str = "") -> None:
@@ -79,14 +79,14 @@ _LOST = (
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether another rank's end explains this error."""
+    """True if another rank's end explains this error."""
     if isinstance(error, CollectiveFailed):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST)
 
 
 def describe(error: BaseException, hide: str) -> str:
-    """The traceback as text, without the frames of file `hide` at its top; locals of a failed bare assert."""
+    """Format the traceback, without the frames of file `hide` at its top; adds the locals of a failed bare assert."""
     trail = traceback.TracebackException.from_exception(error)
     while len(trail.stack) > 1 and trail.stack[0].filename == hide:
         del trail.stack[0]
@@ -97,7 +97,7 @@ def describe(error: BaseException, hide: str) -> str:
 
 
 def _last_locals(error: BaseException) -> str:
-    """`name = value` of the frame that raised: a bare `assert a == b` says nothing by itself."""
+    """`name = value` of the frame that raised, since a bare `assert a == b` shows no values."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     found = frames[-1].f_locals if frames else {}
     return "".join(f"  where {name} = {_short(value)}\n" for name, value in found.items())

@@ -1,4 +1,4 @@
-"""One warm rank process, seen from the test process: start it, talk to it, ask where it is, bury it."""
+"""One warm rank process, seen from the test process: start, messages, stack, end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zcomm.testing import rank as rank_module
 from zcomm.testing.rank import DUMP_SIGNAL
 
 RANK_NAME = "zcomm-rank"  # of the processes
-START_LIMIT_S = 60.0  # for a process to start; the first one also waits for the fork server to import torch
+START_LIMIT_S = 60.0  # for a process to start; the first also waits for the fork server to import torch
 _PRELOAD = ["torch", "torch.distributed", "numpy", "zcomm", "zcomm.testing.rank"]
 
 
@@ -29,12 +29,12 @@ class Rank:
     """One warm process."""
 
     process: BaseProcess
-    connection: Connection  # jobs go out, answers come in
+    connection: Connection  # jobs out, answers in
     stack_path: Path  # where the process writes its Python stack when asked, or when it crashes
 
     @classmethod
     def start(cls, stack_path: Path) -> Rank:
-        """Fork a process from the fork server.  It is not ready yet: see `await_ready`."""
+        """Fork a process from the fork server.  Not ready yet: see `await_ready`."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_PRELOAD, *(["pytest"] if "pytest" in sys.modules else [])])
         ours, theirs = context.Pipe()
@@ -43,7 +43,7 @@ class Rank:
                 target=rank_module.serve, args=(theirs, str(stack_path)), name=RANK_NAME, daemon=True
             )
             process.start()
-        theirs.close()  # so that the end of the process is the end of the file for us
+        theirs.close()  # the end of the process then closes the connection
         return cls(process, ours, stack_path)
 
     def await_ready(self) -> None:
@@ -52,17 +52,17 @@ class Rank:
         try:
             self.connection.recv_bytes()
         except EOFError:
-            raise RuntimeError(f"A rank process could not start: {self.epitaph()}") from None
+            raise RuntimeError(f"A rank process could not start: {self.exit_report()}") from None
 
-    def tell(self, message: bytes) -> None:
-        """Send; a process that is gone is noticed where its answer is awaited."""
+    def send(self, message: bytes) -> None:
+        """Send a message; the end of a process is noticed when its answer is awaited."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send_bytes(message)
 
     def stack(self, within_s: float = 1.0) -> str:
-        """The Python stack of every thread in the process, most recent call first.
+        """Python stack of every thread in the process, most recent call first.
 
-        The answer comes from a signal handler in C, so it comes from a process that is stuck in native code too.
+        A signal handler in C answers, so it works for a process that is stuck in native code too.
         """
         if self.process.pid is None or not self.process.is_alive():
             return "(the process is gone)"
@@ -73,15 +73,15 @@ class Rank:
             time.sleep(0.02)
             grown = self.stack_path.read_text()[before:]
             if grown and grown == text:
-                return _users_frames(text) or "(not inside the function)"
+                return _user_frames(text) or "(not inside the function)"
             text = grown
         return "(no answer: the process is stopped, by SIGSTOP or a debugger)"
 
-    def epitaph(self) -> str:
-        """How the process ended, and its Python stack if it crashed."""
+    def exit_report(self) -> str:
+        """Exit code or signal of the process, and its Python stack if it crashed."""
         self.process.join(5.0)
         code = self.process.exitcode
-        crash = _users_frames(self.stack_path.read_text())
+        crash = _user_frames(self.stack_path.read_text())
         if code is not None and code < 0:
             return f"killed by {signal.Signals(-code).name} (signal {-code})\n{crash}"
         return f"the process exited with code {code} before the function returned\n{crash}"
@@ -89,15 +89,15 @@ class Rank:
     def kill(self) -> None:
         self.process.kill()
 
-    def bury(self) -> None:
+    def join(self) -> None:
         self.process.join(5.0)
         self.connection.close()
 
 
-def _users_frames(stack: str) -> str:
-    """The stack (most recent call first) without the harness: in each thread, the frames above `rank.call`.
+def _user_frames(stack: str) -> str:
+    """Remove the harness from a stack (most recent call first): keep each thread's frames above `rank.call`.
 
-    A thread of the harness that is not inside the user's function is left out.
+    Harness threads outside the user's function are dropped.
     """
     threads = []
     for thread in stack.split("\n\n"):
@@ -114,8 +114,8 @@ def _users_frames(stack: str) -> str:
 def _without_main_module() -> Iterator[None]:
     """Keep multiprocessing from executing the caller's main script in every new process.
 
-    Functions travel by file path, so nothing needs it; a script without an `if __name__ == "__main__"` guard
-    would otherwise start itself again.
+    Functions travel by file path, so it is not needed; a script without an `if __name__ == "__main__"` guard would
+    start itself again.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")

@@ -1,12 +1,12 @@
-"""The inside of a warm rank process: a loop that runs one function after another.
+"""Warm rank process: a loop that runs one function after another.
 
-A rank lives through many tests, so nothing a test sets may reach the next one: environment, working directory,
-import path, seeds, default dtype, threads, gradient mode and signal handlers are set anew for every job.  The
-process group of a job is destroyed only when *every* rank has returned (the parent says so): a rank that closed
-its sockets early would break the last collective of a slower one.
+A rank lives through many tests, so no state of a test may reach the next one: environment, working directory, import
+path, seeds, default dtype, threads, gradient mode and signal handlers are reset for every job.  The process group of
+a job is destroyed only when *every* rank has returned, on a signal of the parent: a rank that closed its sockets
+early would break the last collective of a slower one.
 
-This module is preloaded by the fork server and must only import: a thread pool started before the fork would
-hang the children.
+The fork server preloads this module, which must only import: a thread pool started before the fork would hang the
+children.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from zcomm.shared import registry
 from zcomm.testing.failure import Ending, RankReport, describe, is_lost_peer
 from zcomm.testing.reference import FunctionRef, resolve
 
-DUMP_SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2))  # asks for the Python stack; out of users' way
+# requests the Python stack; unlikely to be used by tests
+DUMP_SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2))
 READY = b"ready"  # rank -> parent: connected to the others, about to call the function
 GO, FINISHED = b"go", b"finished"  # parent -> rank: all are ready; all have returned
 
@@ -44,35 +45,38 @@ class Job:
 
     rank: int
     world_size: int
-    store_path: str  # file through which the ranks of this job find each other
+    store_path: str  # file of the rendezvous
     timeout_s: float  # the parent's time limit; collectives get more, so that the parent is first
     function: FunctionRef
-    arguments: bytes  # pickle of (args, kwargs); opened only when the function's module is loaded
+    arguments: bytes  # pickle of (args, kwargs), loaded after the function's module
     environ: dict[str, str]  # the caller's environment
     cwd: str
     path: list[str]  # the caller's sys.path
 
 
 def serve(connection: Connection, stack_path: str) -> None:
-    """Run jobs until the parent hangs up.  Leaves with os._exit after a failure, so that peers see it at once."""
-    _settle(stack_path)
+    """Run jobs until the parent closes the connection.
+
+    Leaves with os._exit after a failure, so that peers see it at once.
+    """
+    _set_up_process(stack_path)
     connection.send_bytes(READY)
     while True:
         try:
             job: Job = pickle.loads(connection.recv_bytes())
             answer, ended_well = _run(job, connection)
-            sys.stdout.flush()  # what the function printed belongs to its test
+            sys.stdout.flush()  # the output belongs to its test
             connection.send_bytes(answer)
             if not ended_well:
                 os._exit(1)
             connection.recv_bytes()  # FINISHED
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
-        _clean()
+        _clean_up()
 
 
-def _settle(stack_path: str) -> None:
-    """Once a process: die with the parent, leave Ctrl-C to it, be able to show the stack."""
+def _set_up_process(stack_path: str) -> None:
+    """Once per process: exit with the parent, ignore Ctrl-C, register the stack dump."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True, name="zcomm-parent").start()
     stack_file = open(stack_path, "w")  # noqa: SIM115 - must stay open for the signal handler
@@ -81,9 +85,9 @@ def _settle(stack_path: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait for the end of the test process, however it ends, and go too, whatever the function is doing.
+    """Exit when the test process ends, however it ends, whatever the function is doing.
 
-    A broken pipe alone would only be noticed between jobs, and the fork server lives as long as its children.
+    A broken pipe would only be noticed between jobs, and the fork server lives as long as its children.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None, "a rank was not started by multiprocessing"
@@ -92,7 +96,7 @@ def _end_with_parent() -> None:
 
 
 def _run(job: Job, connection: Connection) -> tuple[bytes, bool]:
-    """The pickled answer of one job, (ending, value or RankReport), and whether the function returned."""
+    """Run one job; return the pickled (ending, value or RankReport), and True if the function returned."""
     try:
         _prepare(job)
         function = resolve(job.function)
@@ -108,7 +112,7 @@ def _run(job: Job, connection: Connection) -> tuple[bytes, bool]:
 
 
 def call(function: Any, args: Any, kwargs: Any) -> Any:
-    """The frame below which a stack is the user's."""
+    """Call the function: a user's stack lies above this frame."""
     return function(*args, **kwargs)
 
 
@@ -123,7 +127,7 @@ def _pickled(job: Job, value: Any) -> bytes:
 
 
 def _prepare(job: Job) -> None:
-    """Everything a test may have changed, as new."""
+    """Reset everything that a test may have changed."""
     os.environ.clear()
     os.environ.update(job.environ)
     os.chdir(job.cwd)
@@ -141,7 +145,7 @@ def _prepare(job: Job) -> None:
 
 
 def _join(job: Job) -> None:
-    """The default process group of this job."""
+    """Make the default process group of this job."""
     dist.init_process_group(
         "gloo",
         store=compat.FileStore(job.store_path, job.world_size),
@@ -151,7 +155,7 @@ def _join(job: Job) -> None:
     )
 
 
-def _clean() -> None:
+def _clean_up() -> None:
     registry.close_all()
     if dist.is_initialized():
         dist.destroy_process_group()

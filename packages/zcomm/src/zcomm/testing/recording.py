@@ -1,4 +1,4 @@
-"""Counting and ordering collectives in tests.
+"""Recorded collectives, to count and order them in tests.
 
 with recorded() as communication:
     engine.step()
@@ -14,7 +14,7 @@ from typing import final
 
 import attrs
 
-from zcomm.trace import Record, traced
+from zcomm.collectives.trace import Record, traced
 
 __all__ = ["Recording", "recorded"]
 
@@ -22,13 +22,13 @@ __all__ = ["Recording", "recorded"]
 @final
 @attrs.define(eq=False)
 class Recording:
-    """The collectives of this process that were issued inside the block and have been waited for."""
+    """Collectives of this process that were issued inside the block and have been waited for."""
 
     delivered: list[Record] = attrs.field(factory=list)  # in the order of the waits
 
     @property
     def records(self) -> list[Record]:
-        """In the order of issue."""
+        """Records in the order of issue."""
         return sorted(self.delivered, key=lambda record: record.index)
 
     @property
@@ -42,7 +42,7 @@ class Recording:
         return [record.label for record in self.records]
 
     def count(self, op: str | None = None) -> int:
-        """How many collectives of kind `op`; of any kind if None."""
+        """Number of collectives of kind `op`; of any kind if None."""
         return sum(op in (None, record.op) for record in self.delivered)
 
     def nbytes(self, op: str | None = None) -> int:
@@ -52,7 +52,7 @@ class Recording:
 
 @contextmanager
 def recorded() -> Iterator[Recording]:
-    """Record the collectives of this process.  At world size 1 there are none: a skip is not recorded."""
+    """Record the collectives of this process.  At world size 1 there are none."""
     recording = Recording()
     with traced(recording.delivered):
         yield recording

@@ -1,9 +1,9 @@
-"""How a function travels to another process: by file and qualified name.
+"""References to functions, by file and qualified name, for transfer to another process.
 
-Pickle sends a function as `module.qualname` and imports the module there.  Under pytest's
-`--import-mode=importlib` the module's name is made up, so that import fails.  Here the file path travels too:
-a rank imports installed packages by name and loads every other file by path, under the name that it has in the
-test process, so that classes of that file pickle in both directions.
+Pickle sends a function as `module.qualname` and imports the module there.  Under pytest's `--import-mode=importlib`
+the module's name is made up, so that import fails.  A reference carries the file path too: a rank imports installed
+packages by name and loads every other file by path, under its name in the test process, so that classes of that file
+pickle in both directions.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import attrs
 
 @attrs.frozen
 class FunctionRef:
-    """Where a module-level function is found."""
+    """Location of a module-level function."""
 
     path: str  # absolute path of the source file
     module: str  # name of its module in the sending process; "__main__" travels as "__mp_main__"
     qualname: str  # "function" or "Class.function"
 
 
-def refer(fn: Callable[..., Any]) -> FunctionRef:
-    """The reference of `fn`.  Raises TypeError for anything that another process cannot find again."""
+def make_reference(fn: Callable[..., Any]) -> FunctionRef:
+    """Return the reference of `fn`.  Raises TypeError for objects that another process cannot find."""
     name = getattr(fn, "__qualname__", repr(fn))
     if not inspect.isfunction(fn):
         raise TypeError(
-            f"run_ranks wants a module-level function, got {name} ({type(fn).__name__}). "
+            f"run_ranks takes a module-level function, got {name} ({type(fn).__name__}). "
             "Pass the function itself and its arguments after the world size."
         )
     if "<" in name:
@@ -55,7 +55,7 @@ _loaded: dict[str, int] = {}  # path -> mtime_ns of the source that sys.modules 
 
 
 def resolve(ref: FunctionRef) -> Callable[..., Any]:
-    """The function in this process.  Raises whatever importing its file raises, and LookupError if it is gone."""
+    """Find the function in this process.  Raises the errors of importing its file, and LookupError if it is gone."""
     found: Any = importlib.import_module(ref.module) if _is_installed(ref) else _load(ref)
     for part in ref.qualname.split("."):
         if not hasattr(found, part):
@@ -66,7 +66,7 @@ def resolve(ref: FunctionRef) -> Callable[..., Any]:
 
 
 def _is_installed(ref: FunctionRef) -> bool:
-    """Whether the module is part of a regular package that this process can import, from the very same file."""
+    """True if the module belongs to a regular package that this process can import, from the same file."""
     root, _, rest = ref.module.partition(".")
     try:
         spec = importlib.util.find_spec(ref.module) if rest else None
@@ -79,7 +79,7 @@ def _is_installed(ref: FunctionRef) -> bool:
 
 
 def _load(ref: FunctionRef) -> types.ModuleType:
-    """Execute the file as module `ref.module`, unless it is there already and unchanged."""
+    """Execute the file as module `ref.module`, unless it is loaded already and unchanged."""
     mtime_ns = os.stat(ref.path).st_mtime_ns
     if ref.module in sys.modules and _loaded.get(ref.path) == mtime_ns:
         return sys.modules[ref.module]
@@ -99,7 +99,7 @@ def _load(ref: FunctionRef) -> types.ModuleType:
 
 
 def _add_parents(name: str) -> None:
-    """Pickle imports `a` before `a.b`; give made-up names their made-up parents."""
+    """Create missing parent modules of a made-up name: pickle imports `a` before `a.b`."""
     parts = name.split(".")[:-1]
     for end in range(1, len(parts) + 1):
         parent = ".".join(parts[:end])

@@ -1,4 +1,4 @@
-"""One task for the pool: what each rank is sent, and how its answers are awaited."""
+"""One call of `run_ranks`: the job of each rank, and the collection of the results."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from zcomm.testing.process import START_LIMIT_S, Rank
 from zcomm.testing.rank import GO, READY, Job
 from zcomm.testing.reference import FunctionRef
 
-_GRACE_S = 2.0  # for the other ranks to tell their end once one has failed
-_OTHER_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_")  # their words must not reach a rank
+_GRACE_S = 2.0  # for the other ranks to report after one has failed
+_OTHER_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_")  # must not reach a rank
 
 
 @attrs.frozen
-class Task:
-    """What `run_ranks` was asked for."""
+class RunRequest:
+    """Arguments of `run_ranks`."""
 
     function: FunctionRef
     world_size: int
     arguments: bytes  # pickle of (args, kwargs)
-    timeout_s: float  # from the moment that all ranks are about to call the function
+    timeout_s: float  # from the moment that all ranks are ready to call the function
 
     def for_rank(self, rank: int, store_path: str) -> Job:
         launch = {
@@ -36,7 +36,7 @@ class Task:
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29500",  # nobody listens: the default group exists before the function is called
+            "MASTER_PORT": "29500",  # unused: the default group exists before the function is called
         }
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(_OTHER_LAUNCHERS)}
         loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
@@ -54,46 +54,46 @@ class Task:
 
 
 @attrs.define(eq=False)
-class Gathering:
-    """Waiting for the answers of one task, without ever waiting for ever."""
+class ResultCollector:
+    """Collects the results of one call, with a time limit."""
 
     ranks: list[Rank]
-    task: Task
-    ready: int = 0  # ranks that are connected and wait for the others
+    task: RunRequest
+    ready: int = 0  # ranks that are connected
     values: dict[int, Any] = attrs.field(factory=dict)  # of ranks that returned
     reports: dict[int, RankReport] = attrs.field(factory=dict)  # of ranks that did not
     deadline_s: float = attrs.field(factory=lambda: time.monotonic() + START_LIMIT_S)
 
-    def gather(self) -> list[Any]:
+    def collect(self) -> list[Any]:
         while pending := self._pending():
             ready = wait(list(pending), timeout=max(0.0, self.deadline_s - time.monotonic()))
             if not ready:
                 raise self._failure(hung=list(pending.values()))
             for connection in ready:
-                self._hear(pending[connection])
+                self._receive(pending[connection])
         if self.reports:
             raise self._failure(hung=[])
         return [self.values[number] for number in range(len(self.ranks))]
 
     def _pending(self) -> dict[Any, int]:
-        """Connections of the ranks that owe an answer, and their numbers."""
+        """Connections of the ranks that have not answered, and their numbers."""
         return {
             rank.connection: number
             for number, rank in enumerate(self.ranks)
             if number not in self.values and number not in self.reports
         }
 
-    def _hear(self, number: int) -> None:
-        """Take one message of one rank."""
+    def _receive(self, number: int) -> None:
+        """Receive one message of one rank."""
         try:
             message = self.ranks[number].connection.recv_bytes()
         except (EOFError, ConnectionResetError):
-            self._failed(RankReport(number, Ending.DIED, self.ranks[number].epitaph()))
+            self._failed(RankReport(number, Ending.DIED, self.ranks[number].exit_report()))
             return
         if message == READY:
             self.ready += 1
             if self.ready == len(self.ranks):
-                self._go()
+                self._release()
             return
         try:
             ending, value = pickle.loads(message)
@@ -106,11 +106,11 @@ class Gathering:
         else:
             self._failed(value)
 
-    def _go(self) -> None:
-        """Let all ranks call the function; their time runs from here."""
+    def _release(self) -> None:
+        """Let all ranks call the function; their time starts."""
         self.deadline_s = time.monotonic() + self.task.timeout_s
         for rank in self.ranks:
-            rank.tell(GO)
+            rank.send(GO)
 
     def _failed(self, report: RankReport) -> None:
         self.reports[report.rank] = report
@@ -121,7 +121,7 @@ class Gathering:
         if self.ready < len(self.ranks):
             note = f": not all ranks were connected within {START_LIMIT_S:g} s"
         if self.reports:
-            note = ""  # they say enough
+            note = ""  # the reports suffice
         for number in hung:
             self.reports[number] = RankReport(number, Ending.HUNG, self.ranks[number].stack())
         returned = [RankReport(number, Ending.RETURNED, "") for number in self.values]

@@ -1,8 +1,7 @@
-"""`python -m zengine.commands.bound script.py ...`: keep to this process's share of the cores, then run the script.
+"""`python -m zengine.commands.bound script.py ...`: bind this process to its cores, then run the script.
 
-torchrun starts it in each process.  The cores that the process may use are cut into as many runs of neighbours as
-there are processes on the host (LOCAL_WORLD_SIZE); this one takes its own (LOCAL_RANK).  Neighbours share caches and,
-mostly, the memory of one socket.
+torchrun starts it in each process.  The available cores are split into LOCAL_WORLD_SIZE runs of adjacent cores; this
+process is bound to run number LOCAL_RANK.  Adjacent cores share caches and, mostly, the memory of one socket.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ __all__ = ["cores_of", "main"]
 
 
 def cores_of(available: Iterable[int], rank: int, size: int) -> list[int]:
-    """The cores of one of `size` processes: runs of equal length, one core at least.  Pure."""
+    """Return the cores of process `rank` of `size`: adjacent, equally many for each, at least one."""
     cores = sorted(available)
     share = len(cores) // size
     if share == 0:
@@ -25,7 +24,7 @@ def cores_of(available: Iterable[int], rank: int, size: int) -> list[int]:
 
 
 def bind(environ: Mapping[str, str]) -> list[int]:
-    """Bind this process; its cores."""
+    """Bind this process and return its cores."""
     own = cores_of(
         os.sched_getaffinity(0), int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
     )
@@ -34,7 +33,7 @@ def bind(environ: Mapping[str, str]) -> list[int]:
 
 
 def main(argv: list[str]) -> None:
-    """Bind, and become the script."""
+    """Bind this process and run the script."""
     own = bind(os.environ)
     os.environ["OMP_NUM_THREADS"] = str(len(own))
     if argv[0] == "-m":

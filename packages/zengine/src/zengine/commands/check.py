@@ -1,23 +1,11 @@
-"""`zengine check config.json`: every problem of a config, anywhere, also without the machines that it is for."""
+"""`zengine check config.json`: report every problem of a config, on any machine."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from zengine.commands import positive
-from zengine.commands.facts import facts_of
+from zengine.commands.arguments import facts_of
 from zengine.config import ConfigError, load, resolve, violations
-
-if TYPE_CHECKING:
-    from zengine.commands import Subparsers
-
-
-def add_parser(subparsers: Subparsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser("check", help="Report every problem of a config, and its notices.")
-    parser.add_argument("config", help="a JSON file")
-    parser.add_argument("--world", "--world-size", dest="world", type=positive, default=0, metavar="N", help="ranks")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,7 +18,5 @@ def run(arguments: argparse.Namespace) -> int:
     problems = violations(config)
     if problems:
         raise ConfigError(config.source, problems)
-    print(
-        "\n".join([f"{arguments.config}: no problems (give --world to check the batch sizes too)", *config.notices])
-    )
+    print("\n".join([f"{arguments.config}: no problems (pass --world to check batch sizes too)", *config.notices]))
     return 0

@@ -1,6 +1,6 @@
-"""`zengine convert-config old.json > new.json`: an old config in the words of today.
+"""`zengine convert-config old.json > new.json`: rewrite an old config with current keys.
 
-The result has the same plan.  What changed, and why, is on standard error: JSON has no comments.
+The result resolves to the same plan.  Changes and their reasons go to standard error, since JSON has no comments.
 """
 
 from __future__ import annotations
@@ -10,42 +10,26 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zengine.commands import CommandError
-from zengine.commands.explain import add_fill, filled
+from zengine.commands.arguments import parse_auto
 from zengine.config import ConfigError, load
-from zengine.config.auto import settle
-from zengine.config.convert import convert
-from zengine.config.source import read
-from zengine.config.versions import KEY
-
-if TYPE_CHECKING:
-    from zengine.commands import Subparsers
-
-
-def add_parser(subparsers: Subparsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser("convert-config", help="Rewrite an old DeepSpeed config with the keys of today.")
-    parser.add_argument("config", help="a JSON file")
-    parser.add_argument("--out", default="", metavar="FILE", help="write there; default: standard output")
-    parser.add_argument("--from", dest="release", default="", metavar="RELEASE", help='add "config_version": RELEASE')
-    parser.add_argument("--drop-refused", action="store_true", help="take out what is refused here, and say so")
-    parser.add_argument(
-        "--fill-auto", action="store_true", help='write values for "auto", for use without the Trainer'
-    )
-    add_fill(parser)
+from zengine.config.grammar.source import read
+from zengine.config.reading.auto import settle
+from zengine.config.reading.convert import convert
+from zengine.config.reading.versions import KEY
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the new config, and the changes.  Raises ConfigError for what is refused."""
-    auto = filled(arguments.auto)
+    """Print the new config and the changes.  Raises ConfigError for rejected keys."""
+    auto = parse_auto(arguments.auto)
     document = read(arguments.config)
     if document.problems or not isinstance(document.data, Mapping):
         raise ConfigError(document.source, document.problems)
     if not arguments.drop_refused:
-        load(arguments.config, auto=auto)  # what is refused is said with its lines, before anything is written
-    drop = frozenset(_refused(arguments.config, auto)) if arguments.drop_refused else frozenset()
+        load(arguments.config, auto=auto)  # reports rejected keys with their lines before anything is written
+    drop = frozenset(_rejected_keys(arguments.config, auto)) if arguments.drop_refused else frozenset()
     data: Mapping[str, Any] = document.data
     if arguments.fill_auto or auto:
         settled = settle(document, auto).document.data
@@ -58,13 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
         _write(Path(arguments.out), text)
     else:
         print(text, end="")
-    for change in converted.changes or ("nothing to change",):
+    for change in converted.changes or ("no changes",):
         print(change, file=sys.stderr)
     return 0
 
 
-def _refused(path: str, auto: Mapping[str, Any]) -> list[str]:
-    """The keys that a load complains of."""
+def _rejected_keys(path: str, auto: Mapping[str, Any]) -> list[str]:
+    """Return the keys that `load` rejects."""
     try:
         load(path, auto=auto)
     except ConfigError as error:

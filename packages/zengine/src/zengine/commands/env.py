@@ -1,8 +1,7 @@
-"""`zengine env`: what is here, for a report of a problem and to know before a run what it will use.
+"""`zengine env`: describe this machine, for bug reports and before a run.
 
-Versions, processor and kernels, memory and its limits, GPUs, optional packages, variables that change how things run,
-and what is known to go wrong in such a place.  `--try` starts two ranks, which is the honest way to learn what
-carries messages between them.
+Prints versions, processor and kernels, memory and its limits, GPUs, optional packages, environment variables that
+affect a run, and known problems.  `--try` starts two ranks to find the transport between them.
 """
 
 from __future__ import annotations
@@ -15,16 +14,12 @@ import resource
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 import zcomm
 import zoptim
 from zengine.planning.tables import columns, gib, section
-
-if TYPE_CHECKING:
-    from zengine.commands import Subparsers
 
 Rows = list[tuple[str, str]]
 _OURS = ("zengine-torch", "zcomm-torch", "zprecision", "zpartition", "zoptim", "zckpt")
@@ -41,15 +36,8 @@ _VARIABLES = ("OMP_", "MKL_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "
 _FEW_FILES = 1024
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser("env", help="What is here: versions, kernels, memory, GPUs, known problems.")
-    parser.add_argument("--try", dest="tries", action="store_true", help="start two ranks that exchange a tensor")
-    parser.add_argument("--json", action="store_true", help="for programs")
-
-
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is here."""
+    """Print all sections."""
     found = dict(sections(arguments.tries))
     if arguments.json:
         print(json.dumps({title: dict(rows) for title, rows in found.items()}, indent=1))
@@ -59,31 +47,34 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def sections(tries: bool) -> Iterator[tuple[str, Rows]]:
-    """Titles with names and values."""
+    """Yield (title, rows of name and value)."""
     yield "versions", _versions()
     yield "processor", _processor()
     yield "memory", _memory()
     yield "GPUs", _gpus()
-    yield "messages between ranks", _messages(tries)
+    yield "transport between ranks", _transport(tries)
     yield "optional packages", [(name, _version(name) or f"absent: {use}") for name, use in _OPTIONAL.items()]
     variables = [(name, value) for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)]
-    yield "variables", variables or [("(none)", "that changes how things run")]
+    yield "variables", variables or [("(none)", "that affects a run")]
     yield "known problems", list(problems()) or [("(none)", "")]
 
 
 def problems() -> Iterator[tuple[str, str]]:
-    """What is known to go wrong here: subject and advice."""
+    """Yield (subject, advice) of known problems on this machine."""
     kernels = zoptim.kernels()
     if not kernels.levels:
-        yield "optimizer kernels", f"torch's own operations are used instead: {kernels.cpu}"
+        yield "optimizer kernels", f"torch operations are used instead: {kernels.cpu}"
     if torch.cuda.is_available() and _version("cupy") is None and not kernels.gpu.startswith("CuPy"):
-        yield "optimizer kernels on the GPU", "pip install cupy-cuda12x makes optimizer steps one launch"
+        yield (
+            "optimizer kernels on the GPU",
+            "pip install cupy-cuda12x: an optimizer step becomes one launch",
+        )
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft <= _FEW_FILES:
         yield "open files", f"{soft} may be too few for many ranks and loader workers: ulimit -n 65536"
     limit, total = _limit_bytes(), _total_bytes()
     if limit and limit < total:
-        yield "memory limit", f"this container may use {gib(limit)} of {gib(total)}; beyond that it is killed"
+        yield "memory limit", f"this container is killed beyond {gib(limit)} of {gib(total)}"
     if not torch.cuda.is_available() and not _has_bf16():
         yield (
             "bf16",
@@ -113,7 +104,7 @@ def _memory() -> Rows:
         ("total", gib(_total_bytes())),
         ("available", gib(_meminfo("MemAvailable"))),
         ("limit of this container", gib(limit) if limit else "none"),
-        ("/dev/shm", "not needed: ranks share memory without names"),
+        ("/dev/shm", "not used: ranks share anonymous memory"),
     ]
 
 
@@ -129,10 +120,10 @@ def _gpus() -> Rows:
     return found
 
 
-def _messages(tries: bool) -> Rows:
+def _transport(tries: bool) -> Rows:
     rows = [("NCCL", "yes" if torch.distributed.is_nccl_available() else "no"), ("Gloo", "yes")]
     if not tries:
-        return [*rows, ("shared memory", "say --try to start two ranks and see")]
+        return [*rows, ("shared memory", "pass --try to start two ranks and test it")]
     from zcomm.testing import run_ranks
 
     carrier, reason = run_ranks(_exchange, 2)[0]
@@ -176,7 +167,7 @@ def _meminfo(name: str) -> int:
 
 
 def _limit_bytes() -> int:
-    """The memory limit of the control group; 0: none."""
+    """Return the memory limit of the control group in bytes; 0: none."""
     for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = "".join(_lines(place)).strip()
         if text.isdigit() and int(text) < 1 << 60:

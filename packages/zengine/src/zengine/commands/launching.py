@@ -1,4 +1,4 @@
-"""The command lines that start a run: pure functions from what is asked for to arguments of torchrun and srun."""
+"""Command lines of torchrun and srun, as pure functions of the requested launch."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import attrs
 
 from zengine.commands.hosts import Host
 
-__all__ = ["Launch", "of_this_machine", "slurm_line", "torchrun_line"]
+__all__ = ["Launch", "default_nproc", "slurm_line", "torchrun_line"]
 
 BOUND = "zengine.commands.bound"  # the module that binds a process to its cores and then runs the script
 
 
 @attrs.frozen(kw_only=True)
 class Launch:
-    """What every host starts."""
+    """Launch options shared by all hosts."""
 
     nproc: int  # processes on a host
-    port: int  # where ranks meet
+    port: int  # of the rendezvous
     max_restarts: int
     binds_cores: bool
-    script: tuple[str, ...]  # with its arguments; "-m" first where it is a module
+    script: tuple[str, ...]  # and its arguments; begins with "-m" for a module
 
 
 def torchrun_line(
     launch: Launch, *, host: Host | None = None, index: int = 0, num_hosts: int = 1, master: str = ""
 ) -> list[str]:
-    """torchrun's command on one host; without a host, on this one alone."""
+    """Return the torchrun command of one host; without `host`, of this machine alone."""
     nproc = launch.nproc if host is None else len(host.devices)
     line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
     if launch.max_restarts:
@@ -40,13 +40,13 @@ def torchrun_line(
         line += [f"--nnodes={num_hosts}", f"--node-rank={index}"]
         line += [f"--master-addr={master}", f"--master-port={launch.port}"]
     line += ["-m", BOUND, *launch.script] if launch.binds_cores else [*launch.script]
-    if host is not None and not host.takes_all:
+    if host is not None and not host.uses_all:
         return ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.devices))}", *line]
     return line
 
 
 def slurm_line(launch: Launch, environ: Mapping[str, str], nproc: int) -> list[str]:
-    """srun's command in an allocation: one torchrun a node, which meet on the first."""
+    """Return the srun command of an allocation: one torchrun per node, with the rendezvous on the first."""
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     per_node = nproc or (int(gpus) if gpus.isdigit() else launch.nproc)
     nodes = environ.get("SLURM_NNODES", "1")
@@ -61,8 +61,8 @@ def slurm_line(launch: Launch, environ: Mapping[str, str], nproc: int) -> list[s
     return ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", *inner]
 
 
-def of_this_machine(environ: Mapping[str, str]) -> int:
-    """Processes for this host: the GPUs that may be seen, else one."""
+def default_nproc(environ: Mapping[str, str]) -> int:
+    """Return the number of visible GPUs of this host, at least 1."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         listed = [part for part in environ["CUDA_VISIBLE_DEVICES"].split(",") if part.strip() not in ("", "-1")]
         return max(1, len(listed))
@@ -72,7 +72,7 @@ def of_this_machine(environ: Mapping[str, str]) -> int:
 
 
 def _first_node(environ: Mapping[str, str]) -> str:
-    """The first name of SLURM's list: "gpu[003-007,9],x1" is gpu003."""
+    """Return the first name of SLURM's node list: gpu003 of "gpu[003-007,9],x1"."""
     listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or os.uname().nodename
     name, bracket, rest = listed.partition("[")
     if not bracket or "," in name:

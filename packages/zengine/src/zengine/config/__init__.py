@@ -1,30 +1,29 @@
 """Configuration: strict to read, pure to resolve.
 
-    config = load("config.json")                                   # what a person wrote; every problem at once
+    config = load("config.json")                                   # as it was written; every problem at once
     plan = resolve(config, Facts(world_size=8, replicas=8))        # what will happen; nothing left to look up
     print(plan.describe())                                         # every value with its origin
 
-The keys are DeepSpeed's.  Each known one is honoured, or accepted where it has no effect and said so, or refused with
-the reason; an unknown one is an error with the name that was probably meant.
+Every DeepSpeed key is honoured, ignored with a one-time notice, or rejected with an explanation.  An unknown key is
+an error that suggests the name that was probably meant.
+
+Folders, each of which imports only those before it: `grammar` (kinds of values, rows, sources, errors), `keys` (what
+may be written: one row for each key), `reading` (from a document to settings), `plan` (what it means).
 """
 
 from __future__ import annotations
 
-from zengine.config.data_plan import DataPlan
-from zengine.config.errors import ConfigError, Place, Problem
-from zengine.config.load import Config, load
-from zengine.config.plan import (
-    BatchPlan,
-    Facts,
-    MonitorPlan,
-    OptimizerPlan,
-    Plan,
-    SchedulerPlan,
-    TelemetryPlan,
-)
-from zengine.config.resolve import resolve
-from zengine.config.rules import violations
-from zengine.config.schema import Settings
+from zengine.config.grammar.errors import ConfigError, Place, Problem
+from zengine.config.keys.root import Settings
+from zengine.config.plan.batch import BatchPlan
+from zengine.config.plan.data import DataPlan
+from zengine.config.plan.facts import Facts
+from zengine.config.plan.optimizer import OptimizerPlan, SchedulerPlan
+from zengine.config.plan.plan import Plan
+from zengine.config.plan.resolve import resolve
+from zengine.config.plan.rules import violations
+from zengine.config.plan.telemetry import TelemetryPlan
+from zengine.config.reading.load import Config, load
 
 __all__ = [
     "BatchPlan",
@@ -32,7 +31,6 @@ __all__ = [
     "ConfigError",
     "DataPlan",
     "Facts",
-    "MonitorPlan",
     "OptimizerPlan",
     "Place",
     "Plan",
@@ -44,3 +42,12 @@ __all__ = [
     "resolve",
     "violations",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Names of 0.2 raise with their successors."""
+    if name == "MonitorPlan":
+        raise AttributeError(
+            "zengine.config.MonitorPlan is gone: plan.telemetry.csv_monitor, .wandb, ... are sections of the config"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,22 +1,22 @@
-"""Data in an order that can be resumed: by any number of ranks, at any batch, bit for bit."""
+"""Data loading with a resumable order: bit for bit the same for any number of ranks and any batch size."""
 
 from zengine.data.analysis import DataAnalyzer
-from zengine.data.base import Loader, StaleIterationError
-from zengine.data.curriculum import By, CurriculumWalk, Limit
-from zengine.data.curriculum_loader import CurriculumLoader
-from zengine.data.delivery import ToDevice, delivery_to
-from zengine.data.feed import Feed
-from zengine.data.fetch import Fetching
-from zengine.data.indexed import MapLoader
-from zengine.data.loader import make_loader
-from zengine.data.metrics import MetricError, MetricIndex, length_of
-from zengine.data.order import Order, Ticket
-from zengine.data.packed_loader import PackedLoader
-from zengine.data.packing import PackedOrder, Packing, Picking
-from zengine.data.repeat import RepeatingLoader, forever
-from zengine.data.sampled import SampledLoader
-from zengine.data.schedules import Custom, FixedDiscrete, FixedRoot
-from zengine.data.stream import StreamLoader
+from zengine.data.files.metrics import MetricError, MetricIndex, length_of
+from zengine.data.loaders.base import Loader, StaleIterationError
+from zengine.data.loaders.curriculum import CurriculumLoader
+from zengine.data.loaders.delivery import ToDevice, delivery_to
+from zengine.data.loaders.feed import Feed
+from zengine.data.loaders.fetch import Fetching
+from zengine.data.loaders.indexed import MapLoader
+from zengine.data.loaders.make import make_loader
+from zengine.data.loaders.packed import PackedLoader
+from zengine.data.loaders.repeat import RepeatingLoader, forever
+from zengine.data.loaders.sampled import SampledLoader
+from zengine.data.loaders.stream import StreamLoader
+from zengine.data.order.curriculum import By, CurriculumWalk, Limit
+from zengine.data.order.order import Order, Ticket
+from zengine.data.order.packing import PackedOrder, Packing, Picking
+from zengine.data.order.schedules import Custom, FixedDiscrete, FixedRoot
 
 __all__ = [
     "By",

@@ -1,18 +1,17 @@
-"""Measuring each sample of a dataset once, by many processes, into files that a curriculum maps.
+"""Dataset analysis: measures each sample once, in parallel, into files that a curriculum maps.
 
     analyzer = DataAnalyzer(dataset, {"seqlen": length_of}, "metrics", num_parts=8)
     analyzer.run(num_workers=4)                   # on one machine
     analyzer.map(part) ... analyzer.reduce()      # or part by part, anywhere that sees the folder; then once
 
-A metric is a function from a sample to a number.  `map` measures the samples of one part, a slice of the dataset, and
-writes them; parts do not know each other and can be repeated.  `reduce` joins the parts, and sorts.  The
-results, below `<folder>/<metric>/`:
+A metric is a function from a sample to a number.  `map` measures one part, a slice of the dataset; parts are
+independent and can be repeated.  `reduce` joins the parts and sorts.  Results below `<folder>/<metric>/`:
 
     sample_to_metric.npy   the metric of sample i                      (dynamic batching: metrics_path is the folder)
     index_to_sample.npy    samples in order of difficulty              (curriculum: index_to_sample_path)
     index_to_metric.npy    the metric of each of those                 (curriculum: index_to_metric_path)
 
-Files appear whole or not at all: each is written under another name and renamed.
+Files appear atomically: each is written under another name and renamed.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ import attrs
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from zengine.data.arrays import mapped_array, save_array
-from zengine.data.metrics import METRIC_FILE, SAMPLE_FILE, SAMPLES_FILE, MetricError, MetricIndex
+from zengine.data.files.arrays import mapped_array, save_array
+from zengine.data.files.metrics import METRIC_FILE, SAMPLE_FILE, SAMPLES_FILE, MetricError, MetricIndex
 
 Metric = Callable[[Any], float]
 
@@ -42,7 +41,7 @@ class DataAnalyzer:
     num_parts: int = attrs.field(default=1, validator=attrs.validators.ge(1))
 
     def run(self, num_workers: int = 0) -> None:
-        """Map all parts, at least one a process, in `num_workers` processes (0: this one), and reduce."""
+        """Map all parts, at least one per process, in `num_workers` processes (0: this one), and reduce."""
         shared = attrs.evolve(self, num_parts=max(self.num_parts, num_workers))
         parts: Any = DataLoader(_Parts(shared), batch_size=None, num_workers=num_workers)
         for _ in parts:
@@ -96,7 +95,7 @@ class DataAnalyzer:
 
 
 class _Parts(Dataset[int]):
-    """The parts as a dataset, so that a DataLoader's workers map them."""
+    """Parts as a dataset, so that a DataLoader's workers map them."""
 
     def __init__(self, analyzer: DataAnalyzer) -> None:
         self._analyzer = analyzer
@@ -112,7 +111,7 @@ class _Parts(Dataset[int]):
 
 
 def _number(value: Any, name: str, place: int) -> float:
-    """A metric as a Python number, whole ones whole."""
+    """Convert a metric to a Python number; integers stay integers."""
     number = value.item() if hasattr(value, "item") else value
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not np.isfinite(number):
         raise MetricError(f"metric {name!r} of sample {place} must be a finite number, got {value!r}")

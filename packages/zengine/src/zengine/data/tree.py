@@ -1,4 +1,4 @@
-"""Batches are nests of tensors: tuples, lists, named tuples, mappings.  One walk over all of them."""
+"""Nested batches of tensors: tuples, lists, named tuples, mappings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with changed tensors.  What is neither a container nor a tensor passes."""
+    """Return the same nest with changed tensors; values that are neither containers nor tensors are unchanged."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -25,7 +25,7 @@ def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a nest, in order."""
+    """Yield the tensors of a nest, in order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def named_tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a nest that is called `name`, each as one would write it: batch['input_ids'], batch[0]."""
+    """Yield (path, tensor) of a nest called `name`: batch['input_ids'], batch[0]."""
     if isinstance(tree, Tensor):
         yield name, tree
     elif isinstance(tree, (tuple, list)):

@@ -7,8 +7,8 @@ For scripts that cannot be edited there is `python -m zengine.as_deepspeed`.
 
 from __future__ import annotations
 
-from zengine.arguments import add_config_arguments
 from zengine.as_deepspeed import API_VERSION
+from zengine.build.config_source import add_config_arguments
 from zengine.config import ConfigError as DeepSpeedConfigError
 from zengine.deepspeed import (
     checkpoint,
@@ -39,7 +39,7 @@ from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
 from zengine.deepspeed.runtime.config import ADAM_OPTIMIZER, LAMB_OPTIMIZER, DeepSpeedConfig
 from zengine.deepspeed.start import initialize, tp_model_init
 from zengine.deepspeed.utils import OnDevice, log_dist, logger
-from zengine.engine import Engine as DeepSpeedEngine
+from zengine.deepspeed_engine import DeepSpeedEngine
 from zengine.pipeline_engine import PipelineEngine
 
 __version__ = API_VERSION

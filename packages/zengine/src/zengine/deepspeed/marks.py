@@ -39,7 +39,7 @@ from zengine.deepspeed.utils.leaves import get_z3_leaf_modules
 from zengine.features import Feature
 
 if TYPE_CHECKING:
-    from zengine.engine import Engine
+    from zengine.engine.parts import Parts, Run
 
 __all__ = [
     "ParameterOffload",
@@ -88,7 +88,7 @@ class _Mark:
     num_holders: int = 0  # blocks and calls of all_gather that have it
     persists: bool = False  # whether it is small enough to stay whole
     leaf: Any = None  # a weak reference to the leaf module that it is part of
-    engine: Any = None  # a weak reference to the engine that cuts it
+    parts: Any = None  # a weak reference to the parts of the engine that cuts it
     opened: _Opened | None = None  # the call of all_gather that holds it
     sub_modules: set[int] = attrs.field(factory=set)  # for those who clear it; nothing reads it
 
@@ -111,7 +111,7 @@ class Marked:
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Whether somebody has gathered it at the moment."""
+        """Return whether somebody has gathered it at the moment."""
         is_held = _mark_of(self).num_holders > 0 or zpartition.is_gathered(_param(self))
         return ZeroParamStatus.AVAILABLE if is_held else ZeroParamStatus.NOT_AVAILABLE
 
@@ -137,7 +137,7 @@ class Marked:
 
     @property
     def ds_persist(self) -> bool:
-        """Whether it stays whole because it is small."""
+        """Return whether it stays whole because it is small."""
         return _mark_of(self).persists
 
     @property
@@ -243,7 +243,7 @@ class _Opened:
 
 
 def marked(param: object) -> bool:
-    """Whether `param` has a mark."""
+    """Return whether `param` has a mark."""
     return isinstance(param, Marked) and id(param) in _marks
 
 
@@ -283,7 +283,7 @@ class holding(ExitStack):  # noqa: N801 - used as a function is
 
 
 def external_parameters(module: nn.Module) -> dict[int, Parameter]:
-    """What was registered as used by `module` although others own it, by identity."""
+    """Return what was registered as used by `module` although others own it, by identity."""
     return _external.setdefault(module, {})
 
 
@@ -308,27 +308,27 @@ class ParameterOffload:
 class ZeroMarks(Feature):
     """The marks of an engine's module at stage 3; they go with it."""
 
-    def attach(self, engine: Engine) -> None:
-        params, modules = list(engine.module.parameters()), list(engine.module.modules())
-        if engine.plan.zero.stage < 3:
+    def attach(self, run: Run) -> None:
+        params, modules = list(run.module.parameters()), list(run.module.modules())
+        if run.plan.zero.stage < 3:
             unmark(params)  # a model that was built inside zero.Init
             self._undo: Any = _nothing
             return
-        left_numel = engine.plan.zero.persist_total_numel
+        left_numel = run.plan.zero.persist_total_numel
         for param in params:
             found = mark(param)
-            found.engine = weakref.ref(engine)
-            found.persists = param.numel() < engine.plan.zero.persist_numel and param.numel() <= left_numel
+            found.parts = weakref.ref(run.parts)
+            found.persists = param.numel() < run.plan.zero.persist_numel and param.numel() <= left_numel
             left_numel -= param.numel() if found.persists else 0
-        for module in get_z3_leaf_modules(engine.module):
+        for module in get_z3_leaf_modules(run.module):
             for param in module.parameters():
                 mark(param).leaf = weakref.ref(module)
         for module in modules:
             vars(module).update(zip(_OF_MODULES, (external_parameters(module).items, set())))
-        optimizer: Any = engine.optimizer
+        optimizer: Any = run.optimizer
         if optimizer is not None:
-            optimizer.parameter_offload = ParameterOffload(engine.module)
-        self._undo = weakref.finalize(engine, _take_off, params, modules, optimizer)
+            optimizer.parameter_offload = ParameterOffload(run.module)
+        self._undo = weakref.finalize(run.parts, _take_off, params, modules, optimizer)
 
     def close(self) -> None:
         self._undo()
@@ -379,10 +379,10 @@ def _forget(key: int, _: object) -> None:
 
 
 def _own_part(param: Parameter, known: _Mark) -> Tensor | None:
-    engine: Engine | None = None if known.engine is None else known.engine()
-    if engine is None:
+    parts: Parts | None = None if known.parts is None else known.parts()
+    if parts is None:
         return None
-    partition = engine.parts.partition
+    partition = parts.partition
     if partition.owns(param):
         return zpartition.local_weight(param)
     length = -(-param.numel() // zcomm.group_size(partition.group))  # all ranks have all of it

@@ -17,8 +17,9 @@ from torch import nn
 
 import zcomm
 import zpartition
-from zengine.config.resolve import BATCH_KEYS
-from zengine.config.source import read
+from zengine.build.config_source import pick_config
+from zengine.config.grammar.source import read
+from zengine.config.plan.resolve import BATCH_KEYS
 from zengine.deepspeed.comm import get_world_size, init_distributed
 from zengine.deepspeed.marks import ZeroMarks
 from zengine.deepspeed.runtime.activation_checkpointing import checkpointing
@@ -27,12 +28,11 @@ from zengine.deepspeed.utils.leaves import leaf_names, mark_configured
 from zengine.features import Feature
 from zengine.initialize import Initialized
 from zengine.initialize import initialize as make_engine
-from zengine.sources import pick_config
 from zpartition import tensor
 
 if TYPE_CHECKING:
-    from zengine.engine import Engine
-    from zengine.report import StepReport
+    from zengine.engine.parts import Run
+    from zengine.step_report import StepReport
 
 __all__ = ["initialize", "tp_model_init"]
 
@@ -43,8 +43,8 @@ log = logging.getLogger("zengine")
 class OverflowFlag(Feature):
     """`optimizer.overflow`: whether the last boundary left the update out, which Accelerate calls skipped."""
 
-    def attach(self, engine: Engine) -> None:
-        optimizer: Any = engine.optimizer
+    def attach(self, run: Run) -> None:
+        optimizer: Any = run.optimizer
         self._optimizer = optimizer
         if optimizer is not None:
             optimizer.overflow = False
@@ -95,7 +95,7 @@ def initialize(
     mark_configured(found[0].module, found[0].plan.leaf_modules)
     found[0].add_feature(OverflowFlag())
     found[0].add_feature(ZeroMarks())
-    checkpointing.follow(found[0].plan.activations, found[0].parts.partition.cell)
+    checkpointing.follow(found[0].plan.activations, found[0].parts.partition.mp_group)
     return found
 
 
@@ -154,7 +154,7 @@ def _counting_copies(given: Any, model: nn.Module | None) -> Any:
     said = (
         section.get("autotp_size"),
         _section(section, "tp").get("tp_size"),
-        zpartition.cell_of(model or nn.Module()).size,
+        zpartition.model_parallel_group_of(model or nn.Module()).size,
     )
     shared = max(each for each in said if isinstance(each, int))
     sizes = [data.get(key) for key in BATCH_KEYS]

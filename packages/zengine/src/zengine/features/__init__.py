@@ -1,22 +1,18 @@
 """Optional behaviour as objects with hooks; a feature that is off is absent.
 
-The order of the tuple given to the engine is the order of the hooks.  Features get the engine in `attach` and
-nowhere else, must not keep tensors of the step they were called in, and save their own state.
+The order of the tuple given to the engine is the order of the hooks.  A feature gets a `Run` in `attach`, never the
+engine; it keeps no tensors of the step it was called in, and saves its own state.
 """
 
-from zengine.features.background_saves import BackgroundSaves
-from zengine.features.balancing import Balancing
-from zengine.features.base import Feature
-from zengine.features.count_flops import CountFlops
+from zengine.engine.feature import Feature
+from zengine.features.builtin import BackgroundSaves, Balancing, DumpState, PythonGC, Unfreezing
 from zengine.features.curriculum import SampleDifficulty, SeqlenCurriculum
-from zengine.features.dump_state import DumpState
 from zengine.features.dynamic_batching import DynamicBatching
 from zengine.features.layer_norms import LayerNorms
 from zengine.features.measuring import Measuring
-from zengine.features.python_gc import PythonGC
 from zengine.features.random_ltd import RandomLtd
 from zengine.features.same_batch import SameBatch
-from zengine.features.unfreezing import Unfreezing
+from zengine.flops.count import CountFlops
 
 __all__ = [
     "BackgroundSaves",

@@ -1,7 +1,7 @@
-"""`comms_logger`: every rank counts its collectives, and leaves the sum in the run's folder.
+"""`comms_logger`: counts the collectives of every rank and writes the totals to the run's folder.
 
-The files (comms.rank0.json, ...) are what `zengine report` compares the ranks by.  They are written anew every few
-seconds, so that a run that was killed leaves them too, and no rank waits for another.
+`zengine report` compares ranks by these files (comms.rank0.json, ...).  They are rewritten every few seconds, so a
+killed run leaves them too and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 import zcomm
-from zengine.features.base import Feature
-from zengine.telemetry.comms import CommsLog, announce
+from zengine.engine.feature import Feature
+from zengine.telemetry.comms import CommsLog, log_collective
 from zengine.telemetry.sinks import training_goes_on
 from zengine.telemetry.stragglers import open_log, to_json
 
 if TYPE_CHECKING:
-    from zengine.config.profiling import CommsPlan
-    from zengine.engine import Engine
-    from zengine.report import StepReport
+    from zengine.config.plan.profiling import CommsPlan
+    from zengine.engine.parts import Run
+    from zengine.step_report import StepReport
 
 FILE = "comms.rank{}.json"
 INTERVAL_S = 10.0  # between two writes
@@ -32,18 +32,18 @@ class CommsSummary(Feature):
     """Counts from `attach` to `close`."""
 
     def __init__(self, plan: CommsPlan, folder: Path | None) -> None:
-        """folder: of the run; None for none, and then `log_summary` is the only reader."""
+        """folder: of the run; None: nothing is written, and only `log_summary` reads the counts."""
         self._plan = plan
         self._folder = folder
-        self._telling = contextlib.ExitStack()  # holds the trace of verbose lines
+        self._verbose_trace = contextlib.ExitStack()  # holds the trace of verbose lines
         self._next_write = time.monotonic() + INTERVAL_S
 
-    def attach(self, engine: Engine) -> None:
-        self._world = engine.parts.world
+    def attach(self, run: Run) -> None:
+        self._world = run.parts.world
         self._log = open_log(CommsLog(zcomm.traced, self._plan.ops))
         if self._plan.verbose:
             debug = self._plan.debug
-            self._telling.enter_context(zcomm.traced(lambda record: announce(record, with_label=debug)))
+            self._verbose_trace.enter_context(zcomm.traced(lambda record: log_collective(record, with_label=debug)))
 
     def step_end(self, report: StepReport) -> None:
         self._log.step_end()
@@ -51,8 +51,8 @@ class CommsSummary(Feature):
             self._write()
 
     def close(self) -> None:
-        """Count no further, and write the last time."""
-        self._telling.close()
+        """Stop counting and write the final totals."""
+        self._verbose_trace.close()
         self._log.close()
         self._write()
 

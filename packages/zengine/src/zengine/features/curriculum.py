@@ -20,16 +20,15 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from zengine.data.schedules import Schedule, with_laws
+from zengine.data.order.schedules import Schedule, with_laws
 from zengine.data.tree import mapped, tensors
-from zengine.features.base import Feature
+from zengine.engine.feature import Feature
 
 if TYPE_CHECKING:
-    from zengine.clock import Clock
     from zengine.data import CurriculumLoader
-    from zengine.engine import Engine
-    from zengine.parts import TelemetrySlot
-    from zengine.report import StepReport
+    from zengine.engine.clock import Clock
+    from zengine.engine.parts import Run, TelemetrySlot
+    from zengine.step_report import StepReport
 
 KEYWORD = "curriculum_seqlen"
 
@@ -50,10 +49,10 @@ class SeqlenCurriculum(Feature):
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
 
-    def attach(self, engine: Engine) -> None:
-        self.module, self.clock, self.telemetry = engine.module, engine.clock, engine.parts.telemetry
+    def attach(self, run: Run) -> None:
+        self.module, self.clock, self.telemetry = run.module, run.clock, run.parts.telemetry
         self.is_asked_for = KEYWORD in inspect.signature(self.module.forward).parameters
-        if engine.parts.world.rank == 0:
+        if run.parts.world.rank == 0:
             how = (
                 f"passed to forward() as {KEYWORD}"
                 if self.is_asked_for
@@ -89,13 +88,13 @@ class SeqlenCurriculum(Feature):
 
 @final
 class SampleDifficulty(Feature):
-    """Charts the difficulties of a curriculum over samples, which the loader follows by itself."""
+    """Logs the difficulties of a curriculum over samples, which the loader follows by itself."""
 
     loader: CurriculumLoader
     telemetry: TelemetrySlot
 
-    def attach(self, engine: Engine) -> None:
-        self.loader, self.telemetry = engine.parts.loader, engine.parts.telemetry
+    def attach(self, run: Run) -> None:
+        self.loader, self.telemetry = run.parts.loader, run.parts.telemetry
 
     def step_end(self, report: StepReport) -> None:
         found = self.loader.difficulties

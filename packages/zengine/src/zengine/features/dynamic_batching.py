@@ -1,15 +1,15 @@
-"""The learning rate follows the size of the batch, where batches are made by tokens.
+"""Learning-rate scaling with the batch size, for batches made by tokens.
 
-A step over more samples has a less noisy gradient and bears a greater step: in proportion (Goyal et al. 2017) or
+A step over more samples has a less noisy gradient and bears a larger step: in proportion (Goyal et al. 2017) or
 with the square root (You et al. 2019, for adaptive optimizers).  The reference is the config's train_batch_size.
 
-The rates are scaled around the optimizer's update alone and put back before the schedule steps, so any schedule,
-also one that multiplies what it finds, sees its own rates, and a checkpoint holds nothing scaled.  The size of a
-step is what the loader handed to all ranks since the last boundary; every rank knows it, so that nothing is
-communicated.
+The rates are scaled around the optimizer's update only and restored before the schedule steps, so any schedule, even
+one that multiplies current rates, sees its own rates, and a checkpoint holds nothing scaled.  The size of a step is
+the number of samples that the loader handed to all ranks since the last boundary; every rank knows it without
+communication.
 
-The engine's mean over micro-steps and ranks counts each micro-batch alike, though they hold unequal numbers of
-samples; a loss that is weighted when it is given to `backward` is the exact mean.
+The engine's mean over micro-steps and ranks weights each micro-batch equally, though they hold unequal numbers of
+samples; pass a weight with the loss to `backward` for the exact mean.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ import attrs
 import torch
 from torch import Tensor
 
-from zengine.features.base import Feature
+from zengine.engine.feature import Feature
 
 if TYPE_CHECKING:
-    from zengine.clock import Clock, MicroStep
     from zengine.data import PackedLoader
-    from zengine.engine import Engine
-    from zengine.parts import OptimizerSlot, TelemetrySlot
-    from zengine.report import StepReport
+    from zengine.engine.clock import Clock, MicroStep
+    from zengine.engine.parts import OptimizerSlot, OwnStep, Run, TelemetrySlot
+    from zengine.step_report import StepReport
     from zpartition import Partition
 
 
 def lr_factor(method: str, batch_size: int, reference: int) -> float:
-    """What the rate is multiplied by: "linear", "sqrt" or "none"."""
+    """Return the factor on the learning rate: "linear", "sqrt" or "none"."""
     ratio = batch_size / reference
     return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[method]
 
@@ -43,7 +42,7 @@ def lr_factor(method: str, batch_size: int, reference: int) -> float:
 @final
 @attrs.define(eq=False)
 class ScaledRate:
-    """An optimizer slot whose rates are multiplied by `factor` while it updates."""
+    """Optimizer wrapper that multiplies the rates by `factor` during an update."""
 
     slot: OptimizerSlot
     factor: float = 1.0  # of the step that is under way
@@ -51,6 +50,10 @@ class ScaledRate:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         return self.slot.optimizer
+
+    @property
+    def scaled(self) -> OwnStep | None:
+        return self.slot.scaled
 
     def update(self, partition: Partition, divisor: Tensor | None, *, any_unused: bool) -> None:
         """One step at the scaled rates."""
@@ -92,12 +95,12 @@ class DynamicBatching(Feature):
     def __init__(self, method: str) -> None:
         self.method = method
 
-    def attach(self, engine: Engine) -> None:
-        self.loader, self.clock, self.telemetry = engine.parts.loader, engine.clock, engine.parts.telemetry
-        self.reference = engine.plan.batch.train_batch_size
-        self.rate = ScaledRate(engine.parts.optimizer)
+    def attach(self, run: Run) -> None:
+        self.loader, self.clock, self.telemetry = run.parts.loader, run.clock, run.parts.telemetry
+        self.reference = run.plan.batch.train_batch_size
+        assert isinstance(run.parts.optimizer, ScaledRate), "the assembler wraps the slot where there is this feature"
+        self.rate = run.parts.optimizer
         self._begin()
-        engine.parts = attrs.evolve(engine.parts, optimizer=self.rate)
 
     def backward_begin(self, micro: MicroStep, loss: Tensor) -> Tensor:
         """A step that begins again, since it failed, leaves out what was handed for its first attempt."""

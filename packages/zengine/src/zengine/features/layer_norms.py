@@ -1,9 +1,8 @@
-"""The norms of the gradients by layer, for the histograms that "tensorboard.gradient_histograms" asks for.
+"""Gradient norms by layer, for the histograms of "tensorboard.gradient_histograms".
 
-At every so many steps each rank squares the norms of the pieces it keeps, adds them up by layer, and one all-reduce
-of a number a layer makes them whole; at the others the cost is one comparison.  The unit does not matter (loss
-scale, weights): telemetry brings them to the unit of the report's norm, whose square they make up together.
-The layers of a pipeline are those of all stages, first to last.
+Every so many steps each rank sums the squared norms of its pieces by layer, and one all-reduce with a number per
+layer completes them; other steps cost one comparison.  The unit (loss scale, weights) does not matter: telemetry
+rescales them to the report's norm.  The layers of a pipeline are those of all stages, first to last.
 """
 
 from __future__ import annotations
@@ -16,26 +15,25 @@ import torch
 
 import zcomm
 import zpartition
-from zengine.features.base import Feature
+from zengine.engine.feature import Feature
 
 if TYPE_CHECKING:
-    from zengine.clock import Clock
-    from zengine.engine import Engine
-    from zengine.parts import TelemetrySlot
-    from zpartition import Cell, Partition
+    from zengine.engine.clock import Clock
+    from zengine.engine.parts import Run, TelemetrySlot
+    from zpartition import ModelParallelGroup, Partition
 
 
 @final
 @attrs.define(eq=False)
 class LayerNorms(Feature):
-    """Measures where `steps % every == 0`, on all ranks alike."""
+    """Measures at `steps % every == 0`, on all ranks alike."""
 
     every: int
     clock: Clock = attrs.field(init=False)
     telemetry: TelemetrySlot = attrs.field(init=False)
 
-    def attach(self, engine: Engine) -> None:
-        self.clock, self.telemetry = engine.clock, engine.parts.telemetry
+    def attach(self, run: Run) -> None:
+        self.clock, self.telemetry = run.clock, run.parts.telemetry
 
     def gradients_ready(self, partition: Partition) -> None:
         if (self.clock.steps + 1) % self.every == 0:
@@ -43,24 +41,24 @@ class LayerNorms(Feature):
 
 
 def norms_by_layer(partition: Partition) -> dict[str, float]:
-    """Norm of each layer's reduced gradients over all ranks, in the order of the layers.  All ranks call."""
+    """Return the norm of each layer's reduced gradients over all ranks, in layer order.  All ranks call."""
     layers = {layer_of(name): 0 for name in partition.params}
     index = {layer: position for position, layer in enumerate(layers)}
     squares = torch.zeros(len(layers), dtype=torch.float64, device=partition.device)
     if (
-        partition.rank < partition.layout.num_shards or partition.layout.is_dealt
+        partition.rank < partition.layout.num_shards or partition.layout.is_expert_sharded
     ):  # the others keep the same gradients
         _add_pieces(partition, index, squares)
     if layers:
         zcomm.all_reduce(squares, partition.group, label="gradient norms by layer")
-        partition.cell.add_up(squares)
-    return _of_all_stages(dict(zip(layers, squares.tolist())), zpartition.stages_of(partition.module))
+        partition.mp_group.add_up(squares)
+    return _of_all_stages(dict(zip(layers, squares.tolist())), zpartition.pipeline_stages_of(partition.module))
 
 
-def _of_all_stages(own: dict[str, float], stages: Cell) -> dict[str, float]:
-    """Norms from squares; a layer that two stages have parts of is one."""
+def _of_all_stages(own: dict[str, float], stages: ModelParallelGroup) -> dict[str, float]:
+    """Return norms from squares; a layer split between two stages is one."""
     found: dict[str, float] = {}
-    for squares in [own] if stages.size == 1 else zcomm.exchange(own, stages.group):
+    for squares in [own] if stages.size == 1 else zcomm.all_gather_object(own, stages.group):
         for layer, square in squares.items():
             found[layer] = found.get(layer, 0.0) + square
     return {layer: math.sqrt(square) for layer, square in found.items()}

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from zengine.config.describe import rows
-from zengine.features.base import Feature
-from zengine.features.recomputation import Probe
+from zengine.engine.feature import Feature
+from zengine.flops.recomputation import Probe
 from zengine.telemetry.subject import (
     RunRecord,
     Subject,
@@ -21,13 +20,12 @@ from zengine.telemetry.subject import (
     without_secrets,
 )
 from zengine.telemetry.work import Formula
-from zpartition import Joining
+from zpartition import FullTensors
 
 if TYPE_CHECKING:
     from zengine.config import Plan
     from zengine.data import Loader
-    from zengine.engine import Engine
-    from zengine.parts import TelemetrySlot
+    from zengine.engine.parts import Run, TelemetrySlot
 
 
 @final
@@ -37,13 +35,13 @@ class Measuring(Feature):
     telemetry: TelemetrySlot
     probe: Probe  # looks in the first step how much is computed again
 
-    def attach(self, engine: Engine) -> None:
-        self.telemetry = engine.parts.telemetry
-        self.telemetry.begin(subject_of(engine))
-        looks = engine.plan.telemetry.rates.recomputation == "auto" and engine.parts.world.rank == 0
-        self.probe = Probe.of(engine.module) if looks else Probe()
-        if engine.parts.loader is not None:
-            engine.parts.loader.waiting = self.telemetry.span("data")
+    def attach(self, run: Run) -> None:
+        self.telemetry = run.parts.telemetry
+        self.telemetry.begin(subject_of(run))
+        looks = run.plan.telemetry.rates.recomputation == "auto" and run.parts.world.rank == 0
+        self.probe = Probe.of(run.module) if looks else Probe()
+        if run.parts.loader is not None:
+            run.parts.loader.waiting = self.telemetry.span("data")
 
     def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.is_grad_enabled():
@@ -60,34 +58,32 @@ class Measuring(Feature):
         self.probe.close()
 
 
-def subject_of(engine: Engine) -> Subject:
+def subject_of(run: Run) -> Subject:
     """The engine as telemetry sees it."""
-    from zpartition.experts import used_shares  # costs tens of milliseconds, where anything is measured
+    from zpartition.experts import active_fractions  # costs tens of milliseconds, where anything is measured
 
-    plan = engine.plan
-    layers, width = shape_of(engine.module)
-    whole = Joining.of(engine.module)  # of a rank's part the formula knows nothing
-    used = used_shares(engine.module)  # a token goes to some experts
+    plan = run.plan
+    layers, width = shape_of(run.module)
+    whole = FullTensors.of(run.module)  # of a rank's part the formula knows nothing
+    used = active_fractions(run.module)  # a token goes to some experts
     rates = plan.telemetry.rates
     return Subject(
         formula=Formula(
             num_parameters=sum(
-                round(math.prod(whole.shape(param)) * used.get(id(param), 1.0))
-                for param in engine.module.parameters()
+                round(math.prod(whole.shape(param)) * used.get(id(param), 1.0)) for param in run.module.parameters()
             ),
             num_layers=rates.num_layers or layers,
             hidden_size=rates.hidden_size or width,
         ),
-        recomputes=rates.recomputation == "yes"
-        or (rates.recomputation == "auto" and says_it_recomputes(engine.module)),
-        epochs=epochs_of(engine.parts.loader),
-        ledger=engine.parts.partition.ledger,
+        recomputes=rates.recomputation == "yes" or (rates.recomputation == "auto" and says_it_recomputes(run.module)),
+        epochs=epochs_of(run.parts.loader),
+        ledger=run.parts.partition.ledger,
         record=RunRecord(
             started=now(),
             config=without_secrets(plan.given),
-            plan=[(key, _plain(value), plan.origins.get(key, "default")) for key, value in rows(plan)],
-            environment=environment(engine.parts.world.device, engine.parts.world.world_size),
-            hparams=hparams_of(plan, engine.optimizer),
+            plan=[(key, _plain(value), plan.origins.get(key, "default")) for key, value in plan.rows()],
+            environment=environment(run.parts.world.device, run.parts.world.world_size),
+            hparams=hparams_of(plan, run.optimizer),
         ),
     )
 

@@ -1,11 +1,11 @@
-"""`profiler`: a window of steps under torch's profiler, written as a trace for each chosen rank.
+"""`profiler`: torch's profiler over a window of steps, written as one trace per selected rank.
 
-The window opens after the step before it (or at once, if it begins with the first) and closes after its last step,
-so it holds whole steps: data, forward, backward, update.  A run that is resumed behind its first step opens it where
-it is; one that ends inside writes what it has.
+The window opens after the step before it (or at once if it begins with the first) and closes after its last step, so
+it holds whole steps: data, forward, backward, update.  A run resumed inside the window opens it there; a run that
+ends inside it writes what it has.
 
-On CUDA `memory_snapshot` also records the allocator, for pytorch.org/memory_viz.  Other devices have no such record:
-there the trace holds every allocation, and memory_rank0.json the bytes in use over time, read from it.
+On CUDA `memory_snapshot` also records the allocator's history, for pytorch.org/memory_viz.  Other devices have no
+such record: there the trace holds every allocation, and memory_rank0.json the bytes in use over time, read from it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from zengine.features.base import Feature
-from zengine.telemetry._compat import begin_memory_history, end_memory_history
+from zengine._compat import begin_memory_history, end_memory_history
+from zengine.engine.feature import Feature
 from zengine.telemetry.sinks import training_goes_on
 
 if TYPE_CHECKING:
-    from zengine.config.profiling import WindowPlan
-    from zengine.engine import Engine
-    from zengine.report import StepReport
+    from zengine.config.plan.profiling import WindowPlan
+    from zengine.engine.parts import Run
+    from zengine.step_report import StepReport
 
 log = logging.getLogger("zengine")
 
 
 class State(enum.Enum):
-    """Where the run is, seen from the window."""
+    """State of the window."""
 
     BEFORE = enum.auto()
     INSIDE = enum.auto()  # the profiler records: some microseconds an operation, and memory for its events
@@ -44,20 +44,20 @@ class ProfilerWindow(Feature):
     """Records once.  Invariant: torch's profiler runs exactly while the state is INSIDE."""
 
     def __init__(self, plan: WindowPlan, folder: Path) -> None:
-        """folder: of the traces; made when there is something to write."""
+        """folder: of the traces; created when there is something to write."""
         self._plan = plan
         self._folder = folder
         self._state = State.AFTER
         self._first = plan.start_step  # of the steps recorded, for the file's name
 
-    def attach(self, engine: Engine) -> None:
-        self._engine = engine
-        if not self._plan.ranks or engine.parts.world.rank in self._plan.ranks:
+    def attach(self, run: Run) -> None:
+        self._run = run
+        if not self._plan.ranks or run.parts.world.rank in self._plan.ranks:
             self._state = State.BEFORE
 
     def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._state is State.BEFORE:
-            self._approach(self._engine.clock.steps)
+            self._approach(self._run.clock.steps)
         return args, kwargs
 
     def step_end(self, report: StepReport) -> None:
@@ -67,9 +67,9 @@ class ProfilerWindow(Feature):
             self._approach(report.step)
 
     def close(self) -> None:
-        """A run that ends inside of the window leaves what it has."""
+        """Write a window that the end of the run cuts short."""
         if self._state is State.INSIDE:
-            self._finish(self._engine.clock.steps)
+            self._finish(self._run.clock.steps)
 
     @property
     def _last(self) -> int:
@@ -77,10 +77,10 @@ class ProfilerWindow(Feature):
 
     @property
     def _on_cuda(self) -> bool:
-        return bool(self._engine.parts.world.device.type == "cuda")
+        return bool(self._run.parts.world.device.type == "cuda")
 
     def _approach(self, done: int) -> None:
-        """Begin if the step after `done` is in the window; give up if it has passed."""
+        """Begin if the next step is in the window; stop if the window has passed."""
         if done >= self._last:
             self._state = State.AFTER
         elif done + 1 >= self._plan.start_step:
@@ -108,7 +108,7 @@ class ProfilerWindow(Feature):
         del self._profiler  # its events are large
 
     def _write(self, last: int) -> None:
-        rank = self._engine.parts.world.rank
+        rank = self._run.parts.world.rank
         self._folder.mkdir(parents=True, exist_ok=True)
         trace = self._folder / f"trace_rank{rank}_steps{self._first}-{last}.json"
         self._profiler.export_chrome_trace(str(trace))
@@ -122,7 +122,7 @@ class ProfilerWindow(Feature):
 
 
 def memory_timeline(trace: Path) -> dict[str, list[tuple[float, int]]]:
-    """(milliseconds since the first, bytes in use) by device, from the allocations in a chrome trace."""
+    """Return (milliseconds since the first, bytes in use) by device, from the allocations of a chrome trace."""
     events: Iterable[Mapping[str, Any]] = json.loads(trace.read_text(encoding="utf-8")).get("traceEvents", ())
     found: dict[str, list[tuple[float, int]]] = {}
     for event in events:

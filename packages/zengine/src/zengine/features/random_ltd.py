@@ -37,16 +37,15 @@ import zcomm
 import zpartition
 from zengine._compat import backward_number
 from zengine.data.tree import mapped
-from zengine.features.base import Feature
-from zengine.staging import is_staged
+from zengine.engine.feature import Feature
+from zengine.engine.stages import is_staged
 
 if TYPE_CHECKING:
-    from zengine.clock import Clock
-    from zengine.config.data_plan import LtdPlan
-    from zengine.engine import Engine
-    from zengine.parts import TelemetrySlot
-    from zengine.report import StepReport
-    from zpartition import Cell
+    from zengine.config.plan.data import LtdPlan
+    from zengine.engine.clock import Clock
+    from zengine.engine.parts import Run, TelemetrySlot
+    from zengine.step_report import StepReport
+    from zpartition import ModelParallelGroup
     from zpartition.pipeline import PipelineModule
 
 log = logging.getLogger("zengine")
@@ -66,16 +65,16 @@ class RandomLtd(Feature):
         self.plan = plan
         self.layers = []
 
-    def attach(self, engine: Engine) -> None:
+    def attach(self, run: Run) -> None:
         """Find the layers.
 
         Raises:
             ValueError: the model has no list of as many layers, or several; a layer does not take the mask; or a
                 layer of a pipeline is a function, or used in several places.
         """
-        self.clock, self.telemetry = engine.clock, engine.parts.telemetry
-        path, blocks = find_layers(engine.module, self.plan.num_layers)
-        _refuse_absent(path, self.plan.layer_ids, blocks, zpartition.stages_of(engine.module))
+        self.clock, self.telemetry = run.clock, run.parts.telemetry
+        path, blocks = find_layers(run.module, self.plan.num_layers)
+        _refuse_absent(path, self.plan.layer_ids, blocks, zpartition.pipeline_stages_of(run.module))
         mine = [blocks[place] for place in self.plan.layer_ids if place in blocks]
         for layer in mine[:1]:
             check_mask(layer, self.plan.mask_name)
@@ -83,7 +82,7 @@ class RandomLtd(Feature):
             mask_name=self.plan.mask_name, is_causal=self.plan.is_causal, sequence_axis=self.plan.sequence_axis
         )
         self.layers = [_TokenDrop(layer, cutting, lambda: self.num_tokens) for layer in mine]
-        if engine.parts.world.rank == 0:
+        if run.parts.world.rank == 0:
             schedule = self.plan.schedule
             log.info(
                 "random-LTD: %d of the %d layers of %s see %d tokens at first, %d at the end",
@@ -168,10 +167,12 @@ def _layers_of_a_pipeline(module: PipelineModule, count: int) -> tuple[str, dict
     return fitting[0], found
 
 
-def _refuse_absent(path: str, wanted: Sequence[int], own: Mapping[int, nn.Module], stages: Cell) -> None:
+def _refuse_absent(
+    path: str, wanted: Sequence[int], own: Mapping[int, nn.Module], stages: ModelParallelGroup
+) -> None:
     """ValueError, on every rank of a pipeline, if none of them has a module of its own for a layer."""
     mine = sorted(set(wanted) & set(own))
-    everywhere = [mine] if stages.size == 1 else zcomm.exchange(mine, stages.group)
+    everywhere = [mine] if stages.size == 1 else zcomm.all_gather_object(mine, stages.group)
     absent = sorted(set(wanted) - {number for some in everywhere for number in some})
     if absent:
         raise ValueError(
@@ -193,7 +194,7 @@ def check_mask(layer: nn.Module, name: str) -> None:
 
 @attrs.frozen(kw_only=True)
 class _Cutting:
-    """How inputs of a layer are cut."""
+    """Cut of a layer's inputs."""
 
     mask_name: str
     is_causal: bool  # a mask that all samples share is a triangle, of which any sorted tokens see the corner

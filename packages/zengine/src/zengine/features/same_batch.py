@@ -2,7 +2,7 @@
 
 Tensor ranks with different batches do not fail: each layer adds up parts of different activations, and the model
 trains on noise.  The first steps are compared, where the mistakes of a script show, and every `EVERY`-th after them
-(ranks may shuffle a second epoch in different ways).  The comparison costs no message, see `zengine.drift`.
+(ranks may shuffle a second epoch in different ways).  The comparison costs no message, see `zengine.engine.drift`.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import torch
 from torch import Tensor
 
 from zengine.data.tree import named_tensors
-from zengine.digest import fingerprint
-from zengine.features.base import Feature
+from zengine.engine.digest import fingerprint
+from zengine.engine.feature import Feature
 
 if TYPE_CHECKING:
-    from zengine.drift import Facts
-    from zengine.engine import Engine
+    from zengine.engine.drift import Facts
+    from zengine.engine.parts import Run
 
 FIRST, EVERY = 10, 100  # steps that are compared: these many at first, then one in so many
 
 
 @final
 class SameBatch(Feature):
-    """Compares the tensors that forward is given over the tensor ranks, as a topic of `zengine.drift`.
+    """Compares the tensors that forward is given over the tensor ranks, as a topic of `zengine.engine.drift`.
 
     names: of positional arguments; default: those of the module's forward.
     """
 
     cure = (
         "These ranks share the layers of one model, so they need the same batches: choose them by the data-parallel "
-        "rank, engine.parts.groups.get_data_parallel_rank(), which is the same on all of them."
+        "rank, run.parts.groups.get_data_parallel_rank(), which is the same on all of them."
     )
 
     def __init__(self, names: Sequence[str] = ()) -> None:
@@ -45,10 +45,10 @@ class SameBatch(Feature):
         self.found: dict[str, tuple[str, int | Tensor]] = {}  # in those, by argument: what it is, and a fingerprint
         self.compared = self.found  # those of the last boundary
 
-    def attach(self, engine: Engine) -> None:
-        self.names = self.names or _positional(engine.module)
-        self.ranks = engine.parts.groups.ranks("tensor")
-        engine.parts.drift.add(self)
+    def attach(self, run: Run) -> None:
+        self.names = self.names or _positional(run.module)
+        self.ranks = run.parts.groups.ranks("tensor")
+        run.parts.drift.add(self)
 
     def forward_begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.is_grad_enabled() and (self.num_steps < FIRST or self.num_steps % EVERY == 0):

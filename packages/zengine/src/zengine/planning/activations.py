@@ -1,12 +1,11 @@
-"""What a forward and a backward need beside weights and gradients: a dry run on tensors without storage.
+"""Activation memory of a forward and backward: a dry run on tensors without storage.
 
-Every operation of the model runs on fake tensors of the real device type, so that the kernels that would be chosen
-are the ones counted (attention saves a row of sums on one device and a square of scores on another).  A storage
-counts from the operation that makes it until nothing holds it: what autograd saves, what checkpointing drops and
-makes again, what an operation needs for a moment.  A parameter's gradient counts until it has arrived: afterwards it
-lies in a bucket, which the partition's plan counts.
+Every operation runs on fake tensors of the real device type, so the same kernels are selected (attention saves a row
+of sums on one device and a square of scores on another).  A storage counts from the operation that creates it until
+nothing holds it: tensors saved by autograd, dropped and recomputed by checkpointing, or needed for a moment.  A
+parameter's gradient counts until it has arrived: afterwards it lies in a bucket, which the partition's plan counts.
 
-Not seen: scratch memory inside a kernel, and the allocator's rounding.
+Not counted: scratch memory inside a kernel, and the allocator's rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from zengine.planning._compat import fake_tensors, have_dry_runs, watching
+from zengine._compat import fake_tensors, have_dry_runs, watching
 
 __all__ = ["Activations", "CannotDryRun", "dry_run", "loss_of"]
 
@@ -29,12 +28,12 @@ _GRANULE = 512  # bytes that the CUDA allocator hands out
 
 
 class CannotDryRun(ValueError):
-    """The model looks at values, or needs what fake tensors do not have."""
+    """The model reads values, or needs features that fake tensors lack."""
 
 
 @attrs.frozen(kw_only=True)
 class Activations:
-    """Bytes of one micro-batch at most, by phase."""
+    """Peak bytes of one micro-batch, by phase."""
 
     forward: int
     backward: int
@@ -42,13 +41,13 @@ class Activations:
 
     @property
     def peak(self) -> int:
-        """The most of both."""
+        """Maximum of both phases."""
         return max(self.forward, self.backward)
 
 
 @final
 class Watermark:
-    """Bytes of live storages, and the most they ever were.  Storages that were there before do not count."""
+    """Bytes of live storages and their maximum.  Storages that existed before are excluded."""
 
     def __init__(self, known: list[Tensor]) -> None:
         self._sizes: dict[int, int] = {}
@@ -57,13 +56,13 @@ class Watermark:
         self.peak = 0
 
     def see(self, results: list[Any]) -> None:
-        """Count the storages of the results of an operation."""
+        """Count the storages of an operation's results."""
         for result in results:
             if isinstance(result, Tensor):
                 self._count(result.untyped_storage())
 
     def restart(self) -> None:
-        """Forget the peak, not what is live."""
+        """Reset the maximum, not the live storages."""
         self.peak = self.current
 
     def _count(self, storage: Any) -> None:
@@ -83,13 +82,13 @@ class Watermark:
 def dry_run(
     module: nn.Module, batch: Callable[[], Any], *, device: str, autocast: torch.dtype = torch.float32
 ) -> Activations:
-    """The activations of one micro-batch; allocates nothing and leaves `module` as it is.
+    """Return the activations of one micro-batch; allocates nothing and leaves `module` unchanged.
 
-    module: of the dtype that it trains in, on any device, also meta.  batch: makes its argument where tensors have no
-    storage: a tensor, a dict of keywords, or a tuple of arguments.  autocast: dtype of torch.autocast around the
-    forward; float32: none.
+    module: in its training dtype, on any device, also meta.  batch: makes its argument while tensors have no storage:
+    a tensor, a dict of keywords, or a tuple of arguments.  autocast: dtype of torch.autocast around the forward;
+    float32: none.
 
-    Raises CannotDryRun, with the reason and what to do.
+    Raises CannotDryRun, with the reason and a remedy.
     """
     if not have_dry_runs():
         raise CannotDryRun(
@@ -110,7 +109,7 @@ def dry_run(
 
 
 def _hollow(module: nn.Module, device: str) -> nn.Module:
-    """A copy whose parameters and buffers have no storage; what was shared stays shared."""
+    """Return a copy whose parameters and buffers have no storage; shared ones stay shared."""
     made: dict[int, Any] = {}
 
     def hollow(tensor: Tensor) -> Any:
@@ -151,9 +150,7 @@ def _call(module: nn.Module, given: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a model returns: itself, `.loss`, `["loss"]`, the first of a tuple; else a mean to go back
-    from.
-    """
+    """Return the loss of a model's output: the output, `.loss`, `["loss"]` or the first of a tuple; else a mean."""
     found = output
     if isinstance(output, Mapping):
         found = output.get("loss", next(iter(output.values())))

@@ -1,8 +1,8 @@
-"""What a reader of a config may not know, with its numbers: consequences, not opinions.
+"""Advice about a config: consequences with numbers, not opinions.
 
-Each rule is a function from a `Case` to advice; `RULES` is the list.  A rule speaks only where its subject acts, and
-says what to write for the other choice.  The numbers of the other choice are those of the config with these keys
-changed, read and resolved like any config: so what is refused is not advised, and what is said can be had.
+Each rule is a function from a `Case` to advice; `RULES` is the list.  A rule applies only where its subject is
+active, and gives the keys of the alternative.  The numbers of the alternative come from the config with these keys
+changed, read and resolved like any config: so rejected settings are never advised, and every number is attainable.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _USUAL_HOST = 8  # ranks
 
 @attrs.frozen(kw_only=True)
 class Advice:
-    """A sentence or two, and what to write for the other choice."""
+    """One or two sentences, and the keys of the alternative."""
 
     text: str
     changes: Mapping[str, Any] = attrs.field(factory=dict)  # keys of the config -> values; None leaves a key out
@@ -41,7 +41,7 @@ class Advice:
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """A plan with what it was made from, and what it needs for a model."""
+    """Plan with its sources, and its memory and traffic for a model."""
 
     config: Config
     plan: Plan
@@ -56,20 +56,20 @@ class Case:
 
     @property
     def sent_bytes(self) -> int:
-        """By a rank, in a step."""
+        """Bytes sent by a rank in a step."""
         return self.sizes.traffic.total_bytes
 
     @property
     def held_bytes(self) -> int:
-        """By a rank on its device, without activations."""
+        """Bytes held by a rank on its device, without activations."""
         return self.sizes.memory.total_bytes
 
     def of(self, plan: Plan) -> Sizes:
-        """What another plan would need for the same model."""
+        """Return the sizes of another plan for the same model."""
         return sizes(self.module, plan, world_size=plan.parallel.gradient_ranks, device=self.facts.device_type)
 
     def changed(self, changes: Mapping[str, Any]) -> Iterator[Case]:
-        """The same with other values in the config; nothing if that is refused."""
+        """Yield the case with other config values; nothing if the config rejects them."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -82,7 +82,7 @@ class Case:
 
 
 def edited(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with dotted keys set, or left out where the value is None."""
+    """Return the config with dotted keys set, or removed where the value is None."""
     found: dict[str, Any] = copy.deepcopy(dict(document))
     for key, value in changes.items():
         *path, last = key.split(".")
@@ -102,7 +102,7 @@ Rule = Callable[[Case], Iterator[Advice]]
 
 
 def the_parts_of_a_copy(case: Case) -> Iterator[Advice]:
-    """What a rank holds is counted for whole layers: which of them are split is known once the model runs."""
+    """Model parallelism: sizes are of whole layers, since the split is known only when the model runs."""
     parallel = case.plan.parallel
     if parallel.cells > 1:
         yield Advice(
@@ -119,7 +119,7 @@ def the_parts_of_a_copy(case: Case) -> Iterator[Advice]:
 
 
 def the_first_updates(case: Case) -> Iterator[Advice]:
-    """Warm-ups of DeepSpeed begin with two updates at the lowest rate."""
+    """DeepSpeed's warm-ups begin with two updates at the lowest rate."""
     plan = case.plan
     idle = _idle(plan)
     if not idle:
@@ -141,7 +141,7 @@ def the_first_updates(case: Case) -> Iterator[Advice]:
 
 
 def the_warm_up(case: Case) -> Iterator[Advice]:
-    """The default law is logarithmic, and the cosine's is one update ahead."""
+    """Warm-up: the default is logarithmic, and the cosine's is one update ahead."""
     kind, params = case.plan.scheduler.type, case.plan.scheduler.params
     if not kind.startswith("Warmup"):
         return
@@ -162,7 +162,7 @@ def the_warm_up(case: Case) -> Iterator[Advice]:
 
 
 def the_loss_scale(case: Case) -> Iterator[Advice]:
-    """fp16 starts too high on purpose."""
+    """Initial loss scale: fp16 starts too high on purpose."""
     scaling = case.plan.scaling
     if not isinstance(scaling, DynamicScaling):
         return
@@ -175,7 +175,7 @@ def the_loss_scale(case: Case) -> Iterator[Advice]:
 
 
 def the_name_adam(case: Case) -> Iterator[Advice]:
-    """DeepSpeed's Adam decouples the decay."""
+    """Optimizer "adam": DeepSpeed's decouples weight decay."""
     optimizer = case.plan.optimizer
     if (
         optimizer.type.lower() == "adam"
@@ -190,7 +190,7 @@ def the_name_adam(case: Case) -> Iterator[Advice]:
 
 
 def traffic_of_accumulation(case: Case) -> Iterator[Advice]:
-    """Stages 0 and 1 can exchange once a step; stage 3 gathers in every micro-step."""
+    """Traffic of accumulation: stages 0 and 1 can exchange once a step; stage 3 gathers each time."""
     plan, count = case.plan, case.plan.batch.accumulation
     gradients = sum(f.num_bytes for f in case.sizes.traffic.flows if f.what.startswith(("gradients", "sums")))
     if count == 1 or not gradients or plan.zero.reduce_at.value == "boundary" or sends_once(plan):
@@ -212,7 +212,7 @@ def traffic_of_accumulation(case: Case) -> Iterator[Advice]:
 
 
 def _less_accumulation(case: Case, told: str) -> Iterator[Advice]:
-    """The same batch in one micro-step."""
+    """Compare with the same batch in one micro-step."""
     micro = case.plan.batch.micro_batch_size * case.plan.batch.accumulation
     changes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": 1}
     for other in case.changed(changes):
@@ -225,7 +225,7 @@ def _less_accumulation(case: Case, told: str) -> Iterator[Advice]:
 
 
 def the_bucket_size(case: Case) -> Iterator[Advice]:
-    """5e8 is a number of large GPUs of 2020."""
+    """Bucket size: 5e8 was chosen for large GPUs of 2020."""
     numel, given = case.plan.zero.bucket_numel, case.sizes.memory
     changes = {"zero_optimization.reduce_bucket_size": None}
     for other in case.changed(changes) if numel else ():
@@ -239,7 +239,7 @@ def the_bucket_size(case: Case) -> Iterator[Advice]:
 
 
 def the_stage(case: Case) -> Iterator[Advice]:
-    """Where a lower stage would do."""
+    """Stage: suggest a lower one where it suffices."""
     stage = case.plan.zero.stage
     if case.num_ranks == 1:
         lowest = 1 if case.plan.zero.offload.moves_states else 0
@@ -263,7 +263,7 @@ def the_stage(case: Case) -> Iterator[Advice]:
 
 
 def what_stays_whole(case: Case) -> Iterator[Advice]:
-    """DeepSpeed's default of a billion live parameters is no limit for most models."""
+    """Live parameters: DeepSpeed's default of a billion does not limit most models."""
     zero, whole = case.plan.zero, case.sizes.memory.gathered_units
     if zero.stage < 3 or not zero.max_live_numel or not whole:
         return
@@ -280,7 +280,7 @@ def what_stays_whole(case: Case) -> Iterator[Advice]:
 
 
 def host_memory(case: Case) -> Iterator[Advice]:
-    """Offload moves the need; it does not remove it."""
+    """Offload: memory moves to the host."""
     memory = case.sizes.memory
     count = case.facts.ranks_per_host or min(_USUAL_HOST, case.facts.world_size)
     if memory.host_bytes:
@@ -297,7 +297,7 @@ def host_memory(case: Case) -> Iterator[Advice]:
 
 
 def small_parameters(case: Case) -> Iterator[Advice]:
-    """What stage 3 keeps whole."""
+    """Small parameters: stage 3 does not shard them."""
     zero = case.plan.zero
     if zero.stage < 3 or case.num_ranks == 1:
         return
@@ -330,12 +330,12 @@ RULES: tuple[Rule, ...] = (
 
 
 def advised(case: Case) -> tuple[Advice, ...]:
-    """All that the rules have to say."""
+    """Return the advice of all rules."""
     return tuple(advice for rule in RULES for advice in rule(case))
 
 
 def worth_knowing(case: Case) -> tuple[str, ...]:
-    """Every sentence, and the notices of the plan."""
+    """Return every sentence, and the notices of the plan."""
     return (*(" ".join(advice.text.split()) for advice in advised(case)), *case.plan.notices)
 
 
@@ -344,12 +344,12 @@ def _percent(share: float) -> str:
 
 
 def _idle(plan: Plan) -> int:
-    """How many of the first updates run at a rate of 0."""
+    """Return the number of first updates with a rate of 0."""
     return len(list(itertools.takewhile(lambda rate: rate == 0, itertools.islice(_rates(plan), _LOOKED_AT))))
 
 
 def _half_way(plan: Plan) -> int:
-    """The update at which a warm-up is half way up, from 1; 0: it goes nowhere, or takes very long."""
+    """Return the update, from 1, at which a warm-up is half done; 0: never, or very late."""
     schedule = _schedule(plan)
     first, peak = (schedule.lrs(t)[0] for t in (0, schedule.warmup_num_steps))
     rates = enumerate(itertools.islice(_rates(plan), _LONGEST_LOOK), 1)
@@ -357,7 +357,7 @@ def _half_way(plan: Plan) -> int:
 
 
 def _rates(plan: Plan) -> Iterator[float]:
-    """Learning rates of the updates; none without a schedule, or with one that looks at the loss."""
+    """Yield the learning rates of the updates; none without a schedule, or if it depends on the loss."""
     if plan.scheduler.type in ("", "ReduceLROnPlateau"):
         return
     schedule = _schedule(plan)
@@ -369,7 +369,7 @@ def _rates(plan: Plan) -> Iterator[float]:
 
 
 def _schedule(plan: Plan) -> Any:
-    """The schedule of a plan, over one parameter."""
+    """Return the schedule of a plan, over one parameter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kind, options = (plan.optimizer.type, dict(plan.optimizer.params)) if plan.optimizer.type else ("AdamW", {})

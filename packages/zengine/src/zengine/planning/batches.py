@@ -1,4 +1,4 @@
-"""Batches to plan with: a factory of the user's by name, token ids, or inputs of a shape."""
+"""Input batches for planning: from a user's factory, token ids, or a shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Batch = Callable[[int], Any]  # size of a micro-batch -> the model's argument
 
 
 def token_ids(length: int) -> Batch:
-    """Sequences of `length` ids: (micro-batch, length) int64."""
+    """Return batches of `length` token ids: (micro-batch, length) int64."""
 
     def make(micro_batch: int) -> Tensor:
         return torch.zeros(micro_batch, length, dtype=torch.long)
@@ -27,8 +27,9 @@ def token_ids(length: int) -> Batch:
 
 
 def inputs(text: str, dtype: torch.dtype) -> Batch:
-    """Inputs of a shape, "3x224x224" or "512": (micro-batch, *shape) of `dtype`.  Raises ValueError for other
-    text."""
+    """Return batches of a shape, "3x224x224" or "512": (micro-batch, *shape) of `dtype`.  Raises ValueError
+    otherwise.
+    """
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
         raise ValueError(f'"{text}" is no shape of one sample; write 3x224x224 or 512')
     shape = tuple(map(int, text.split("x")))
@@ -40,7 +41,7 @@ def inputs(text: str, dtype: torch.dtype) -> Batch:
 
 
 def from_factory(name: str) -> Batch:
-    """`module:factory`, which is called with the size of a micro-batch.  Raises NotAFactory where it takes none."""
+    """Return batches of `module:factory`, called with the micro-batch size.  Raises NotAFactory if it cannot."""
     make = factory(name)
     try:
         inspect.signature(make).bind(1)

@@ -1,4 +1,4 @@
-"""What `zengine explain` says: one frozen value, and its two forms, text for people and JSON for programs."""
+"""Output of `zengine explain`: one frozen value, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zengine.config import Config, Facts, Plan
-from zengine.config.describe import rows, text_of
+from zengine.config.plan.describe import text_of
 from zengine.planning.advice import Case, worth_knowing
 from zengine.planning.sizes import Sizes, at_stage, sizes
 from zengine.planning.tables import columns, gib, ranks, section, wrapped
@@ -26,7 +26,7 @@ _BATCH = (
 
 @attrs.frozen(kw_only=True)
 class Explanation:
-    """Everything that can be said of a config, a world and a model, before a run."""
+    """Facts about a config, a world and a model, before a run."""
 
     config: Config
     plan: Plan
@@ -37,7 +37,7 @@ class Explanation:
     advice: tuple[str, ...]
 
     def text(self, *, everything: bool = False) -> str:
-        """Sections for people; `everything` shows values that are at their defaults, too."""
+        """Format sections; `everything` includes values at their defaults."""
         device = "GPU" if self.facts.device_type == "cuda" else "CPU"
         sections = [
             f"{self.config.source} on {ranks(self.facts.world_size)} ({device})",
@@ -51,7 +51,7 @@ class Explanation:
         return "\n\n".join(sections)
 
     def equation(self) -> str:
-        """The batch triangle with values and origins."""
+        """Format the batch sizes with their origins."""
         batch, terms = self.plan.batch, []
         for word, key, name in _BATCH:
             origin = self.plan.origins.get(key or "train_batch_size", "default")
@@ -59,13 +59,13 @@ class Explanation:
         return " ".join(terms)
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs: plain data."""
+        """Return plain data."""
         return {
             "config": self.config.source,
             "world_size": self.facts.world_size,
             "device": self.facts.device_type,
             "batch": attrs.asdict(self.plan.batch),
-            "plan": [[key, _plain(value), self._origin(key)] for key, value in rows(self.plan)],
+            "plan": [[key, _plain(value), self._origin(key)] for key, value in self.plan.rows()],
             "model": self.subject,
             "memory_bytes": self.sizes.memory.ledger() | {"total": self.sizes.memory.total_bytes},
             "traffic": [attrs.asdict(flow) for flow in self.sizes.traffic.flows],
@@ -80,7 +80,7 @@ class Explanation:
         return self.plan.origins.get(key, "default")
 
     def _value_lines(self, everything: bool) -> list[str]:
-        table = [(key, text_of(value), self._told_origin(key)) for key, value in rows(self.plan)]
+        table = [(key, text_of(value), self._told_origin(key)) for key, value in self.plan.rows()]
         shown = [row for row in table if everything or row[2] != "default"]
         lines = columns(shown)
         hidden = len(table) - len(shown)
@@ -126,7 +126,7 @@ class Explanation:
 
 
 def explain(config: Config, plan: Plan, facts: Facts, module: nn.Module, subject: str) -> Explanation:
-    """Everything about `plan` for `module`, which is cast to the plan's dtype in place (it has no memory)."""
+    """Explain `plan` for `module`, which is cast to the plan's dtype in place (it has no memory)."""
     module = plan.precision.cast_module(module)
 
     def of(stage: int) -> Sizes:

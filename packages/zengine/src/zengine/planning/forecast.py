@@ -1,4 +1,4 @@
-"""What `zengine plan` says: one frozen value, and its two forms, text for people and JSON for programs."""
+"""Output of `zengine plan`: one frozen value, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import attrs
 
 from zengine.config import Config, ConfigError, Facts, Plan, load, resolve
 from zengine.planning.advice import edited
-from zengine.planning.peaks import Peak, StageFit, Subject, best_of, peak, stages
+from zengine.planning.peaks import Peak, PeakSubject, StageFit, best_of, peak, stages
 from zengine.planning.tables import columns, gib, ranks, section
 
 __all__ = ["Forecast", "forecast"]
@@ -18,7 +18,7 @@ USABLE = 0.92  # of a rank's memory: the rest is scratch memory of kernels, the 
 
 @attrs.frozen(kw_only=True)
 class Forecast:
-    """The peak of a plan, and what else would fit."""
+    """Peak of a plan, and the alternatives that fit."""
 
     config: Config
     facts: Facts
@@ -30,21 +30,21 @@ class Forecast:
 
     @property
     def own_fits(self) -> bool:
-        """Whether the plan can run as it is."""
+        """True if the plan fits as it is."""
         return self.own.total <= self.usable_bytes
 
     @property
     def usable_bytes(self) -> int:
-        """Of one rank."""
+        """Usable memory of one rank."""
         return usable(self.room_bytes)
 
     @property
     def best(self) -> tuple[int, Peak] | None:
-        """The stage that sends least in a step of the same batch."""
+        """Stage with the least traffic per step of the same batch."""
         return best_of(self.stages)
 
     def text(self) -> str:
-        """Sections for people."""
+        """Format sections."""
         device = "GPU" if self.facts.device_type == "cuda" else "CPU"
         head = f"{self.config.source}: {self.subject} on {ranks(self.facts.world_size)} ({device})"
         sections = [
@@ -59,7 +59,7 @@ class Forecast:
         return "\n\n".join(sections)
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs: plain data."""
+        """Return plain data."""
         best = self.best
         return {
             "config": self.config.source,
@@ -123,7 +123,7 @@ class Forecast:
         ]
 
     def best_changes(self) -> dict[str, Any]:
-        """What to write for the best, by key; None: the key is left out, which that stage would refuse."""
+        """Config changes for the best stage, by key; None removes a key that the stage would reject."""
         if self.best is None:
             return {}
         stage, each = self.best
@@ -139,7 +139,7 @@ class Forecast:
         return changes
 
     def _num_problems(self, changes: dict[str, Any]) -> int:
-        """Reasons for which the config is refused with `changes`."""
+        """Return the number of reasons for which the config is rejected with `changes`."""
         try:
             filled = {key: value for key, value in self.config.filled.items() if key not in changes}
             resolve(load(edited(self.config.document, changes), auto=filled), self.facts)
@@ -148,8 +148,8 @@ class Forecast:
         return 0
 
 
-def forecast(config: Config, plan: Plan, facts: Facts, subject: Subject, *, room_bytes: int) -> Forecast:
-    """Everything about `plan` for `subject`.  Raises CannotDryRun."""
+def forecast(config: Config, plan: Plan, facts: Facts, subject: PeakSubject, *, room_bytes: int) -> Forecast:
+    """Forecast `plan` for `subject`.  Raises CannotDryRun."""
     return Forecast(
         config=config,
         facts=facts,
@@ -160,7 +160,7 @@ def forecast(config: Config, plan: Plan, facts: Facts, subject: Subject, *, room
 
 
 def usable(room_bytes: int) -> int:
-    """The part of a rank's memory that a plan may fill."""
+    """Return the part of a rank's memory that a plan may fill."""
     return int(room_bytes * USABLE)
 
 

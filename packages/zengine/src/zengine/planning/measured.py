@@ -1,10 +1,9 @@
-"""The peak of real steps in this process, to hold a plan against.
+"""Measured peak of real steps in this process, to verify a plan.
 
-On CUDA it is the allocator's own count.  On the CPU it is the kernel's: anonymous and shared pages of this process
-that are resident (RssAnon + RssShmem), at most, during one warm step.  That is what the machine has to have, scratch
-memory of kernels included, and nothing that a program says about itself.  Pages of libraries are left out, since they
-come in whenever code first runs.  glibc is told to give freed blocks above 64 KiB back at once; otherwise it keeps
-them, and the figure would be the history of the process.
+On CUDA it is the allocator's count.  On the CPU it is the kernel's: the maximum of this process's resident anonymous
+and shared pages (RssAnon + RssShmem) during one warm step, which includes scratch memory of kernels.  Pages of
+libraries are excluded, since they load whenever code first runs.  glibc is set to return freed blocks above 64 KiB at
+once; otherwise it keeps them, and the figure would depend on the history of the process.
 
 Rejected: sums of live tensors (they agree with the plan by construction); a sampling thread (misses short peaks).
 """
@@ -34,12 +33,12 @@ _WARM_STEPS = 2  # buffers are made, order of use is learnt, states exist
 
 
 class CannotMeasure(RuntimeError):
-    """This system does not tell the peak of a process."""
+    """This system does not report the peak of a process."""
 
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """Bytes beyond what the process had before the model was made."""
+    """Bytes beyond those of the process before the model was made."""
 
     peak: int  # in a warm step, at most
     between_steps: int  # after it
@@ -53,9 +52,9 @@ def measure(
     micro_batch: int,
     device: str,
 ) -> Measured:
-    """Train a fresh model for a few steps and read the peak of the last.
+    """Train a fresh model for a few steps and return the peak of the last.
 
-    start: makes an engine of a model.  Raises CannotMeasure where the system does not tell.
+    start: makes an engine of a model.  Raises CannotMeasure if the system does not report the peak.
     """
     meter = _CudaMeter() if device == "cuda" else _ResidentMeter()
     before = meter.current()
@@ -76,7 +75,7 @@ def measure(
 
 
 def alone(plan: Plan) -> Plan:
-    """The same micro-steps for one process, with an optimizer where the caller was to bring one."""
+    """Return the plan of the same micro-steps for one process, with an optimizer if the caller was to bring one."""
     batch = plan.batch
     own = BatchPlan(
         train_batch_size=batch.micro_batch_size * batch.accumulation,
@@ -90,8 +89,8 @@ def alone(plan: Plan) -> Plan:
 
 
 def started(plan: Plan) -> Callable[[nn.Module], Any]:
-    """For `measure`: an engine of a model under `plan`, in this process alone."""
-    from zengine.assemble import Client
+    """Return a function for `measure` that makes an engine under `plan` in this process."""
+    from zengine.build.assemble import Client
     from zengine.initialize import make_engine
 
     def start(module: nn.Module) -> Any:
@@ -101,7 +100,7 @@ def started(plan: Plan) -> Callable[[nn.Module], Any]:
 
 
 class _CudaMeter:
-    """torch's allocator."""
+    """Peak of torch's allocator."""
 
     def current(self) -> int:
         gc.collect()
@@ -115,7 +114,7 @@ class _CudaMeter:
 
 
 class _ResidentMeter:
-    """The kernel's count of this process's pages."""
+    """Peak of this process's pages, counted by the kernel."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None)
@@ -148,14 +147,13 @@ class _ResidentMeter:
 
 
 def _sizes(place: Path) -> dict[str, int]:
-    """Sizes in a file of /proc, in bytes."""
+    """Return the sizes in a file of /proc, in bytes."""
     words = (line.split() for line in place.read_text().splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): int(size) * 1024 for name, size, _ in words}
 
 
 def _others_share(found: dict[str, int]) -> int:
-    """The part of shared pages that counts in other ranks of this machine: those are there once, and for all
-    steps."""
+    """Return the shared pages that count in other ranks of this machine, where they exist once."""
     try:
         return max(0, found["RssShmem"] - _sizes(_ROLLUP)["Pss_Shmem"])
     except (OSError, KeyError):  # an old kernel: counted here in full

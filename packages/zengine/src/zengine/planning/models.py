@@ -1,7 +1,7 @@
-"""Models to plan for: a factory of the user's by name, or a transformer of a given size.
+"""Models for planning: from a user's factory, or a transformer of a given size.
 
 Both are built on the "meta" device: a model of any size takes milliseconds and no memory.  A factory that insists on
-real tensors (it loads weights, say) still works, with its own cost.
+real tensors (it loads weights, say) still works, at its own cost.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ASPECT = 85  # width / layers of published models: 50 to 130
 
 
 class NotAFactory(ValueError):
-    """`module:factory` that names nothing which can be called."""
+    """`module:factory` does not name a callable."""
 
 
 def factory(name: str) -> Callable[..., Any]:
-    """The callable that `package.module:name` names; files of the working directory can be named, too.
+    """Return the callable named by `package.module:name`, also from the working directory.
 
-    Raises NotAFactory with what is there instead.
+    Raises NotAFactory with the names that exist instead.
     """
     place, colon, attribute = name.partition(":")
     if not colon or not place or not attribute:
@@ -56,7 +56,7 @@ def factory(name: str) -> Callable[..., Any]:
 
 
 def called(name: str) -> nn.Module:
-    """The model that a factory makes, on the meta device."""
+    """Return the model of a factory, on the meta device."""
     make = factory(name)
     with torch.device("meta"):
         made = make()
@@ -67,7 +67,7 @@ def called(name: str) -> nn.Module:
 
 @attrs.frozen(kw_only=True)
 class Shape:
-    """The size of a decoder-only transformer with tied embeddings."""
+    """Size of a decoder-only transformer with tied embeddings."""
 
     layers: int
     width: int
@@ -75,7 +75,7 @@ class Shape:
 
     @property
     def numel(self) -> int:
-        """Parameters: 12 h^2 + 13 h a layer, the embedding, the last norm."""
+        """Parameters: 12 h^2 + 13 h per layer, the embedding, the last norm."""
         return self.layers * (12 * self.width**2 + 13 * self.width) + (self.vocabulary + 2) * self.width
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Shape:
 
 
 def shape_of(numel: float = 0, *, width: int = 0, layers: int = 0, vocabulary: int = VOCABULARY) -> Shape:
-    """The shape nearest to `numel` parameters, with what else is given kept."""
+    """Return the shape nearest to `numel` parameters; given values are kept."""
     if width and layers:
         return Shape(layers=layers, width=width, vocabulary=vocabulary)
     widths = [width] if width else [_HEAD_WIDTH * k for k in range(1, 513)]

@@ -1,11 +1,10 @@
-"""The peak of a rank: what the partition holds and what the model needs for a micro-batch, together.
+"""Peak memory of a rank: the partition plus the model's activations for a micro-batch.
 
-    peak = states, masters, accumulators, weights, buckets, gathered units    (zpartition.plan, exact or at most)
-         + activations of one micro-batch at their most                      (a dry run)
+    peak = states, masters, accumulators, weights, buckets, gathered units    (zpartition.plan, exact or upper bound)
+         + peak activations of one micro-batch                               (a dry run)
 
-The optimizer's step has no activations and works in place, so the peak is in backward.  How activations grow with the
-micro-batch is not guessed: each candidate is run dry.  Where there is no GPU the kernels of the CPU stand in for a
-GPU's.
+The optimizer's step has no activations and works in place, so the peak is in backward.  Activations for each
+candidate micro-batch size come from a dry run, not from a guess.  Without a GPU the CPU's kernels stand in for it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from zengine.config import Plan
 from zengine.planning.activations import Activations, dry_run
 from zengine.planning.sizes import Sizes, at_stage, sizes
 
-__all__ = ["Peak", "StageFit", "Subject", "best_of", "largest_micro_batch", "peak", "stages"]
+__all__ = ["Peak", "PeakSubject", "StageFit", "best_of", "largest_micro_batch", "peak", "stages"]
 
 _MOST = 1 << 14  # samples of a micro-batch
 _GUESSES, _STEP_BACK = 3, 0.95
@@ -29,8 +28,8 @@ _GUESSES, _STEP_BACK = 3, 0.95
 
 @final
 @attrs.frozen(kw_only=True, eq=False)
-class Subject:
-    """A model and its data.  Each micro-batch is run dry once: activations are the same at every stage."""
+class PeakSubject:
+    """Model and its data.  Each micro-batch size is run dry once: activations are equal at every stage."""
 
     module: nn.Module  # in the plan's dtype, on any device, also meta
     batch: Callable[[int], Any]  # size of a micro-batch -> the model's argument
@@ -39,7 +38,7 @@ class Subject:
     _known: dict[int, Activations] = attrs.field(factory=dict, init=False)
 
     def activations(self, micro_batch: int) -> Activations:
-        """Of one micro-batch of that size."""
+        """Return the activations of a micro-batch size."""
         if micro_batch not in self._known:
             self._known[micro_batch] = self._run_dry(micro_batch)
         return self._known[micro_batch]
@@ -49,13 +48,13 @@ class Subject:
 
     @property
     def dry_device(self) -> str:
-        """The device whose kernels are counted."""
+        """Device whose kernels are counted."""
         return self.device if torch.cuda.is_available() else "cpu"
 
 
 @attrs.frozen(kw_only=True)
 class Peak:
-    """The most that one rank holds in a step, on its device, by phase."""
+    """Maximum memory of one rank's device in a step, by phase."""
 
     plan: Plan
     micro_batch: int
@@ -65,36 +64,36 @@ class Peak:
 
     @property
     def between_steps(self) -> int:
-        """What stays."""
+        """Bytes held between steps."""
         return self.sizes.memory.model_states_bytes + self.sizes.memory.secondary_shards
 
     @property
     def forward(self) -> int:
-        """At most, until the loss is there."""
+        """Upper bound until the loss exists."""
         return self.sizes.memory.total_bytes + self.activations.forward
 
     @property
     def backward(self) -> int:
-        """At most, until the gradients are there."""
+        """Upper bound until the gradients exist."""
         return self.sizes.memory.total_bytes + self.activations.backward
 
     @property
     def total(self) -> int:
-        """The most of all phases."""
+        """Maximum over all phases."""
         return max(self.forward, self.backward)
 
 
 @attrs.frozen(kw_only=True)
 class StageFit:
-    """What fits at one stage."""
+    """Largest fit at one stage."""
 
     stage: int
     largest: int  # samples of a micro-batch; 0: none
     peak: Peak | None  # with the largest micro-batch that divides the batch; None where none fits
 
 
-def peak(subject: Subject, plan: Plan, micro_batch: int, world_size: int) -> Peak:
-    """What a rank needs for micro-batches of that size."""
+def peak(subject: PeakSubject, plan: Plan, micro_batch: int, world_size: int) -> Peak:
+    """Return the peak of a rank for a micro-batch size."""
     return Peak(
         plan=plan,
         micro_batch=micro_batch,
@@ -104,11 +103,10 @@ def peak(subject: Subject, plan: Plan, micro_batch: int, world_size: int) -> Pea
     )
 
 
-def largest_micro_batch(subject: Subject, plan: Plan, world_size: int, room_bytes: int) -> int:
-    """The largest micro-batch whose peak fits, to a twentieth; 0 when not even one sample does.
+def largest_micro_batch(subject: PeakSubject, plan: Plan, world_size: int, room_bytes: int) -> int:
+    """Return the largest micro-batch whose peak fits, to 5%; 0 if not even one sample fits.
 
-    What is held grows by the same for each sample, nearly: two sizes give a guess, and a guess counts when it was run
-    dry and fits.
+    Memory grows almost linearly with the samples: two sizes give a guess, and a guess counts once its dry run fits.
     """
     own = sizes(subject.module, plan, world_size=world_size, device=subject.device)
     room = room_bytes - own.memory.total_bytes
@@ -125,8 +123,8 @@ def largest_micro_batch(subject: Subject, plan: Plan, world_size: int, room_byte
     return best
 
 
-def stages(subject: Subject, plan: Plan, world_size: int, room_bytes: int) -> Iterator[StageFit]:
-    """The largest micro-batch at each stage, and the peak with the one of them that keeps the plan's batch size."""
+def stages(subject: PeakSubject, plan: Plan, world_size: int, room_bytes: int) -> Iterator[StageFit]:
+    """Return the largest micro-batch at each stage, and the peak with one that keeps the plan's batch size."""
     share = plan.batch.train_batch_size // plan.batch.replicas
     for stage in range(4 if world_size > 1 else 1):
         found = StageFit(stage=stage, largest=0, peak=None)
@@ -150,11 +148,11 @@ def _with_batch(plan: Plan, micro_batch: int, accumulation: int) -> Plan:
 
 
 def best_of(found: Iterable[StageFit]) -> tuple[int, Peak] | None:
-    """The stage that sends least in a step of the same batch; of equals the lowest."""
+    """Return the stage with the least traffic per step of the same batch; the lowest of equals."""
     fitting = [(each.stage, each.peak) for each in found if each.peak is not None]
     return min(fitting, key=lambda pair: (pair[1].sizes.traffic.total_bytes, pair[0]), default=None)
 
 
 def _divisor_below(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`; 0 when nothing is."""
+    """Return the largest divisor of `number` that is at most `most`; 0 if there is none."""
     return next((size for size in range(min(number, most), 0, -1) if number % size == 0), 0)

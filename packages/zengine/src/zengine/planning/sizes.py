@@ -1,6 +1,4 @@
-"""Memory of a rank and bytes that it sends, for a model under a plan: what zpartition says, asked in the plan's
-words.
-"""
+"""Memory and traffic of a rank for a model under a plan, computed by zpartition."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from torch.nn import Parameter
 import zoptim
 import zpartition
 from zengine.config import Plan
-from zengine.config.precision import own_masters
+from zengine.config.plan.precision import own_masters
 
 __all__ = ["Sizes", "at_stage", "optimizer_maker", "sends_once", "sizes"]
 
@@ -23,14 +21,14 @@ _USUAL = "AdamW"  # for a config whose optimizer the caller brings
 
 @attrs.frozen(kw_only=True)
 class Sizes:
-    """One rank, between and during steps; activations are not in it."""
+    """Memory and traffic of one rank, between and during steps, without activations."""
 
     memory: zpartition.MemoryPlan
     traffic: zpartition.TrafficPlan
 
 
 def sizes(module: nn.Module, plan: Plan, *, world_size: int, device: str) -> Sizes:
-    """What `module` (of the plan's dtype, on any device, also meta) needs under `plan`."""
+    """Return the sizes of `module` (in the plan's dtype, on any device, also meta) under `plan`."""
     make, zero = optimizer_maker(module, plan), plan.zero
     if sends_once(plan):
         zero = attrs.evolve(zero, reduce_at=zpartition.ReduceAt.BATCH)
@@ -53,12 +51,12 @@ def sizes(module: nn.Module, plan: Plan, *, world_size: int, device: str) -> Siz
 
 
 def sends_once(plan: Plan) -> bool:
-    """Whether a batch is carried out by a pipeline, which reduces gradients at its end whatever `reduce_at` says."""
+    """Return True for a pipeline, which reduces gradients once per batch regardless of `reduce_at`."""
     return plan.parallel.degrees.pipeline > 1
 
 
 def at_stage(plan: Plan, stage: int) -> Plan:
-    """The same plan at another stage; what that stage has no use for is left out."""
+    """Return the plan at another stage, without settings that the stage ignores."""
     zero = plan.zero
     if stage == 0:
         zero = attrs.evolve(zero, shard_group_size=0, gradient_bits=0, gradient_hop_size=0)
@@ -73,9 +71,7 @@ def at_stage(plan: Plan, stage: int) -> Plan:
 
 
 def optimizer_maker(module: nn.Module, plan: Plan) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
-    """The optimizer of the config, or the usual one, over parameters that are told by their names where they have
-    any.
-    """
+    """Return the config's optimizer, or the default one, over parameters identified by name where they have one."""
     names = {id(param): name for name, param in module.named_parameters()}
     kind = plan.optimizer.type or _USUAL
     options = dict(plan.optimizer.params) if plan.optimizer.type else {}

@@ -1,4 +1,4 @@
-"""Text for people: sections, aligned columns, sizes."""
+"""Text formatting: sections, aligned columns, sizes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _WIDTH = 110
 
 
 def gib(num_bytes: float) -> str:
-    """A size; small ones in MiB."""
+    """Format a size; small ones in MiB."""
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def ranks(count: int) -> str:
-    """So many ranks, in words."""
+    """Format a number of ranks."""
     return f"{count} rank{'s' if count != 1 else ''}"
 
 
 def section(title: str, lines: Sequence[str]) -> str:
-    """A title and indented lines."""
+    """Format a title and indented lines."""
     return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
 
 
 def columns(table: Sequence[tuple[str, ...]], right: int = 0) -> list[str]:
-    """Aligned rows; the columns from `right` on (0: none, negative: from the end) to the right."""
+    """Align rows; columns from `right` on (0: none, negative: from the end) are right-aligned."""
     if not table:
         return []
     num = len(table[0])
@@ -40,6 +40,6 @@ def columns(table: Sequence[tuple[str, ...]], right: int = 0) -> list[str]:
 
 
 def wrapped(text: str) -> Iterator[str]:
-    """The lines of one item of a list."""
+    """Wrap one item of a list."""
     lines = textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
     yield from (f"{'-' if index == 0 else ' '} {line}" for index, line in enumerate(lines))

@@ -1,8 +1,8 @@
-"""Charts as SVG text: a page that needs no script library, no network and no image files.
+"""Charts as SVG text, without script libraries, network or image files.
 
-Two kinds, both over the step number: lines, and areas stacked on each other.  Colours are CSS variables of the page
-(`--series-1` ...), so one drawing serves a light and a dark page.  Every chart carries its points as JSON for the
-page's small hover script; without scripts it is complete as drawn.
+Two kinds over the step number: lines, and stacked areas.  Colours are CSS variables of the page (`--series-1` ...),
+so one drawing serves a light and a dark page.  Every chart carries its points as JSON for the page's small hover
+script; without scripts it is complete as drawn.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Line:
 
 
 def thinned(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
-    """Means of neighbours, so that a long run draws as fast as a short one."""
+    """Average neighbours, so that a long run draws as fast as a short one."""
     group = math.ceil(len(points) / at_most) or 1
     points = [(x, y if abs(y) < LIMIT else math.nan) for x, y in points]
     groups = [points[i : i + group] for i in range(0, len(points), group)]
@@ -53,7 +53,7 @@ def thinned(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point], span: int) -> list[Point]:
-    """Means over about `span` points, as many before as after, so that the curve does not lag behind the data."""
+    """Average over about `span` points, centred, so that the curve does not lag behind the data."""
     result = []
     for i, (x, _) in enumerate(points):
         reach = min(span // 2, i, len(points) - 1 - i)
@@ -62,13 +62,13 @@ def smoothed(points: Sequence[Point], span: int) -> list[Point]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Of those that are finite; NaN if none is."""
+    """Return the mean of the finite values; NaN if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten) from low to high."""
+    """Return round numbers (1, 2, 2.5 or 5 times a power of ten) from low to high."""
     raw = max((high - low) / about, LEAST) if high > low else 1.0
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
@@ -77,7 +77,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def label(value: float) -> str:
-    """1500 -> "1.5k", 0.0005 -> "5e-4"."""
+    """Format an axis value: 1500 -> "1.5k", 0.0005 -> "5e-4"."""
     if value == 0:
         return "0"
     if abs(value) < 0.01:
@@ -90,13 +90,13 @@ def label(value: float) -> str:
 
 
 def tick(x: float, y: float, anchor: str, text: str) -> str:
-    """A small text of the drawing; anchor: which end of it is at x."""
+    """Draw a small text; anchor: the end of it that is at x."""
     return f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
 @attrs.frozen
 class Axes:
-    """From data to the drawing."""
+    """Transformation from data to the drawing."""
 
     x: Point  # first and last step
     y: Point
@@ -110,7 +110,7 @@ class Axes:
         return BASE - (y - low) / ((high - low) or 1) * (BASE - TOP)
 
     def grid(self) -> str:
-        """Horizontal lines with their values, the steps below, and what they are."""
+        """Draw horizontal lines with their values, the steps below, and the axis titles."""
         parts = []
         for value in ticks(*self.y):
             y = self.up(value)
@@ -124,7 +124,7 @@ class Axes:
         return "".join(parts)
 
     def path(self, points: Sequence[Point]) -> str:
-        """The `d` of a line, interrupted where a value is not finite; a point between two gaps is a dot."""
+        """Return the `d` of a line with gaps at non-finite values; a point between two gaps is a dot."""
         parts, pen_is_down = [], False
         for i, (x, y) in enumerate(points):
             if math.isfinite(y):
@@ -136,7 +136,7 @@ class Axes:
 
 
 @attrs.frozen
-class Key:
+class LegendKey:
     """One series for the legend and the hover script."""
 
     name: str
@@ -145,9 +145,9 @@ class Key:
 
 
 def figure(
-    title: str, unit: str, axes: Axes, body: str, keys: Sequence[Key], *, legend: str = "", total: bool = False
+    title: str, unit: str, axes: Axes, body: str, keys: Sequence[LegendKey], *, legend: str = "", total: bool = False
 ) -> str:
-    """A titled chart.  legend: HTML beside the names of the series; total: the sum of them is worth telling."""
+    """Return a titled chart.  legend: HTML beside the series' names; total: show the sum of the series."""
     named = keys if len(keys) > 1 else ()  # a single line is what the title says
     names = "".join(f'<span class="key k{key.colour}">{html.escape(key.name)}</span>' for key in named)
     plot = {
@@ -165,13 +165,13 @@ def figure(
 
 
 def embedded(data: Any) -> str:
-    """JSON inside of a page; nothing in it can end the element, or open another."""
+    """Return JSON for embedding in a page, escaped so that it cannot end or open an element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json">{text}</script>'
 
 
 def _hover_points(points: Sequence[Point]) -> list[tuple[float, float | None]]:
-    """Rounded, as JSON has it: no NaN, no infinity."""
+    """Return rounded JSON points, without NaN and infinity."""
     return [(round(x, 1), float(f"{y:.5g}") if math.isfinite(y) else None) for x, y in points]
 
 
@@ -184,10 +184,10 @@ def line_chart(
     events: Sequence[float] = (),
     low: float = 0.0,
 ) -> str:
-    """All lines over one pair of axes; "" if there is nothing to draw.
+    """Draw all lines over one pair of axes; "" if there is nothing to draw.
 
-    marks: dashed lines across, by name; events: steps that are marked below; low: where the vertical axis begins,
-    NaN for a little below the lowest point.
+    marks: dashed horizontal lines, by name; events: marked steps; low: start of the vertical axis, NaN for a little
+    below the lowest point.
     """
     lines = [attrs.evolve(line, points=thinned(line.points)) for line in lines if line.points]
     finite = [y for line in lines for _, y in line.points if math.isfinite(y)]
@@ -201,14 +201,14 @@ def line_chart(
         number = (colour + line.faint - 1) % NUM_COLOURS + 1  # a faint line wears the colour of the one after it
         body.append(f'<path class="{"faint" if line.faint else "line"} s{number}" d="{axes.path(line.points)}"/>')
         if not line.faint:
-            keys.append(Key(line.name, number, _hover_points(line.points)))
+            keys.append(LegendKey(line.name, number, _hover_points(line.points)))
     marked = _events(axes, events)
     legend = '<span class="skips">skipped</span>' if marked else ""
     return figure(title, unit, axes, f'<g clip-path="url(#plot)">{"".join(body)}</g>{marked}', keys, legend=legend)
 
 
 def _range(lines: Sequence[Line], finite: Sequence[float], low: float) -> Point:
-    """Of the vertical axis, with room above the highest solid point."""
+    """Return the vertical range, with room above the highest solid point."""
     top = _ceiling(lines, finite)
     if not math.isnan(low):
         return low, top + 0.06 * abs(top - low) if top > low else low + 1.0
@@ -218,13 +218,13 @@ def _range(lines: Sequence[Line], finite: Sequence[float], low: float) -> Point:
 
 
 def _ceiling(lines: Sequence[Line], finite: Sequence[float]) -> float:
-    """The highest solid point: a spike of raw data behind a smoothed line may leave the picture."""
+    """Return the highest solid point: a spike of raw data behind a smoothed line may be clipped."""
     solid = [y for line in lines if not line.faint for _, y in line.points if math.isfinite(y)]
     return max(solid or finite)
 
 
 def _mark(axes: Axes, name: str, value: float) -> str:
-    """A dashed line across the plot, with its name above its right end."""
+    """Draw a dashed horizontal line with its name above the right end."""
     y = axes.up(value)
     return f'<line class="mark" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>' + tick(
         WIDTH - RIGHT, y - 5, "end", name
@@ -232,14 +232,14 @@ def _mark(axes: Axes, name: str, value: float) -> str:
 
 
 def _events(axes: Axes, steps: Sequence[float]) -> str:
-    """Small triangles on the axis; many of them as one path."""
+    """Draw small triangles on the axis; many of them as one path."""
     inside = [axes.across(step) for step in steps if axes.x[0] <= step <= axes.x[1]]
     shapes = "".join(f"M{x:.1f} {BASE - 7}l4 7h-8Z" for x in inside)
     return f'<path class="event" d="{shapes}"><title>skipped steps</title></path>' if shapes else ""
 
 
 def stacked_chart(title: str, unit: str, lines: Sequence[Line]) -> str:
-    """Values of equal steps added up, the first at the bottom; "" if there is nothing to draw."""
+    """Draw stacked values, the first at the bottom; "" if there is nothing to draw."""
     lines = [attrs.evolve(line, points=thinned(line.points, MAX_AREA_POINTS)) for line in lines if line.points]
     if not lines:
         return ""
@@ -257,5 +257,5 @@ def stacked_chart(title: str, unit: str, lines: Sequence[Line]) -> str:
         forth = axes.path(list(zip(steps, high)))
         back = axes.path(list(zip(steps, low))[::-1]).replace("M", "L", 1)
         body.append(f'<path class="area f{number}" d="{forth}{back}Z"/>')
-        keys.append(Key(line.name, number, _hover_points(line.points)))
+        keys.append(LegendKey(line.name, number, _hover_points(line.points)))
     return figure(title, unit, axes, f'<g clip-path="url(#plot)">{"".join(body)}</g>', keys, total=len(keys) > 1)

@@ -1,7 +1,7 @@
-"""Which curves a run has: from its events to charts.
+"""Curves of a run: from its events to charts.
 
-Tags are looked up by our names and by DeepSpeed's, so that any events of either kind draw; the loss by DeepSpeed's
-first, which is that of each step, where ours is a mean of several.  What was not recorded has no chart.
+Tags of ours and of DeepSpeed are looked up, so that events of either kind draw; DeepSpeed's loss comes first, which
+is that of each step, where ours is a mean of several.  Values that were not recorded have no chart.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from zengine.reporting.chart import Line, line_chart, smoothed, stacked_chart, thinned
-from zengine.reporting.runs import Points, Run
+from zengine.reporting.runs import Points, RecordedRun
 
 __all__ = ["charts", "memory_owners", "peak_bytes", "skipped_steps", "smooth", "step_parts", "time_layers", "typical"]
 
@@ -47,8 +47,8 @@ WHOLES = {
 RESERVED = "cuda_reserved"
 
 
-def charts(run: Run) -> Iterator[str]:
-    """All that the run has, the most asked for first; "" for those it has not."""
+def charts(run: RecordedRun) -> Iterator[str]:
+    """Return all charts of the run, the most important first; "" for those without data."""
     skipped = skipped_steps(run)
     yield curve("Loss", "mean over ranks", run.points(*LOSS), skipped, low=math.nan)
     tokens, samples = run.points(*TOKENS), run.points(*SAMPLES)
@@ -71,13 +71,13 @@ def charts(run: Run) -> Iterator[str]:
 
 
 def curve(title: str, unit: str, points: Points, events: Sequence[float] = (), *, low: float = 0.0) -> str:
-    """A series with its smoothed line before it."""
+    """Return a series and its smoothed line, which is drawn first."""
     lines = [Line("each step", points, faint=True), Line("smoothed", smooth(points))]
     return line_chart(title, unit, lines, events=events, low=low)
 
 
 def smooth(points: Points) -> Points:
-    """Means over a fortieth of the run, of which a long one is thinned first."""
+    """Average over a fortieth of the run; a long run is thinned first."""
     few = thinned(points, 2000)
     return smoothed(few, max(1, len(few) // 40))
 
@@ -87,18 +87,18 @@ def scaled(points: Points, factor: float) -> Points:
 
 
 def log2(points: Points) -> Points:
-    """Logarithms; what has none is a gap."""
+    """Return logarithms; values without one are gaps."""
     return [(step, math.log2(value) if 0 < value < math.inf else math.nan) for step, value in points]
 
 
 def typical(points: Points) -> float:
-    """The median of what is finite; NaN if nothing is."""
+    """Return the median of the finite values; NaN if there are none."""
     finite = [value for _, value in points if math.isfinite(value)]
     return statistics.median(finite) if finite else math.nan
 
 
-def skipped_steps(run: Run) -> list[float]:
-    """Steps whose update was left out: where the counter of the skipped ones rises."""
+def skipped_steps(run: RecordedRun) -> list[float]:
+    """Return the skipped steps: where the counter of skipped steps rises."""
     found, before = [], 0.0
     for index, (step, count) in enumerate(run.points(*SKIPPED)):
         if count > before and (index or step == 1):  # the counter of a run that was resumed elsewhere is no step
@@ -107,8 +107,8 @@ def skipped_steps(run: Run) -> list[float]:
     return found
 
 
-def time_layers(run: Run) -> list[Line]:
-    """A step's time in parts that do not contain each other, each averaged over a few steps; [] without timers."""
+def time_layers(run: RecordedRun) -> list[Line]:
+    """Split a step's time into disjoint parts, each averaged over a few steps; [] without timers."""
     tags = [tag for tag in run.tags(TIMER) if not tag.endswith("_microstep")]
     timers = {tag.removeprefix(TIMER): dict(run.points(tag)) for tag in tags}
     if "forward" not in timers:
@@ -126,10 +126,10 @@ def time_layers(run: Run) -> list[Line]:
 
 
 def step_parts(timers: Mapping[str, float], whole: float) -> dict[str, float]:
-    """Milliseconds of one step: the phases without what they contain, and what no timer saw.
+    """Return the milliseconds of one step by phase, without nested phases, and the untimed rest.
 
-    Waiting for collectives is told for backward, where it is measured apart; the forward and the update hold theirs.
-    Saving is not part of the step's time and comes on top.
+    Waits for collectives are separate for backward, where they are measured; forward and update include theirs.
+    Saving is not part of the step's time and is added on top.
     """
     backward = timers.get("backward", 0.0)
     inner = timers.get("backward_inner", max(0.0, backward - timers.get("backward_allreduce", 0.0)))
@@ -143,8 +143,8 @@ def step_parts(timers: Mapping[str, float], whole: float) -> dict[str, float]:
     return {**parts, "checkpoint": timers.get("checkpoint", 0.0), "other": max(0.0, whole - sum(parts.values()))}
 
 
-def memory_charts(run: Run) -> Iterator[str]:
-    """Bytes by owner, stacked, and the totals of process and allocator."""
+def memory_charts(run: RecordedRun) -> Iterator[str]:
+    """Draw bytes by owner, stacked, and the totals of process and allocator."""
     owners = memory_owners(run)
     factor, unit = bytes_unit(sum(map(peak_of, owners.values())))
     yield stacked_chart(
@@ -156,10 +156,10 @@ def memory_charts(run: Run) -> Iterator[str]:
     yield line_chart("Memory in all", f"{unit}, rank 0", lines)
 
 
-def memory_owners(run: Run) -> dict[str, Points]:
-    """Bytes of each owner over all steps that know of any, those that never hold anything left out.
+def memory_owners(run: RecordedRun) -> dict[str, Points]:
+    """Return the bytes of each owner over all steps with data, without owners that never hold anything.
 
-    On CUDA what the allocator holds beyond the owners (activations, workspaces) is an owner too.
+    On CUDA the rest of the allocator's bytes (activations, workspaces) is an owner too.
     """
     found: dict[str, dict[float, float]] = {}
     for prefix in MEMORY:
@@ -181,7 +181,9 @@ def memory_owners(run: Run) -> dict[str, Points]:
 
 
 def _held(series: Mapping[float, float], steps: Sequence[float]) -> Points:
-    """A value at every step: the last one known, since owners are looked at only when something may have changed."""
+    """Return a value at every step: the last known one, since owners are counted only when something may have
+    changed.
+    """
     points, known = [], 0.0
     for step in steps:
         known = series.get(step, known)
@@ -189,12 +191,12 @@ def _held(series: Mapping[float, float], steps: Sequence[float]) -> Points:
     return points
 
 
-def memory_points(run: Run, word: str) -> Points:
+def memory_points(run: RecordedRun, word: str) -> Points:
     return run.points(*(f"{prefix}{word}_bytes" for prefix in MEMORY))
 
 
-def peak_bytes(run: Run) -> float:
-    """The most that was in use: on the device if there is one, else of the process; 0 where nobody looked."""
+def peak_bytes(run: RecordedRun) -> float:
+    """Return the maximum in use: on the device if there is one, else of the process; 0 if not recorded."""
     for words in (("cuda_peak", "cuda"), ("process_peak", "process")):
         peak = max((peak_of(memory_points(run, word)) for word in words), default=0.0)
         if peak:
@@ -207,13 +209,13 @@ def peak_of(points: Iterable[tuple[float, float]]) -> float:
 
 
 def flops_unit(most: float) -> tuple[float, str]:
-    """The factor on TFLOPS and the unit that make `most` TFLOPS readable."""
+    """Return the factor on TFLOPS and the unit that make `most` TFLOPS readable."""
     units = ((1e3, "PFLOPS"), (1.0, "TFLOPS"), (1e-3, "GFLOPS"))
     return next(((1 / size, unit) for size, unit in units if most >= size), (1e6, "MFLOPS"))
 
 
 def bytes_unit(most: float) -> tuple[float, str]:
-    """The factor and the unit that make `most` readable."""
+    """Return the factor and the unit that make `most` readable."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if most >= size:
             return 1 / size, unit

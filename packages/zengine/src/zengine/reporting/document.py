@@ -1,7 +1,7 @@
-"""The frame of a page, and the small pieces that pages are made of; everything from outside is escaped here.
+"""HTML document and its building blocks; all external text is escaped here.
 
-A page is one file: page.css and page.js beside this module are written into it.  It fetches nothing, so it opens from
-a mail or a bucket, and a policy in its head forbids what an oversight might let in.
+A page is one file: page.css and page.js beside this module are inlined.  It fetches nothing, so it opens from a mail
+or a bucket, and a content security policy in its head blocks anything that escaping might miss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 def document(title: str, sections: Iterable[str]) -> str:
-    """The whole file. sections: HTML; title: text."""
+    """Return the whole file.  sections: HTML; title: text."""
     style, script = (HERE / "page.css").read_text("utf-8"), (HERE / "page.js").read_text("utf-8")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -32,7 +32,7 @@ def document(title: str, sections: Iterable[str]) -> str:
 
 
 def section(title: str, body: str, *, note: str = "") -> str:
-    """A card with a heading; "" if there is nothing to show. title, note: text; body: HTML."""
+    """Return a card with a heading; "" without a body.  title, note: text; body: HTML."""
     if not body:
         return ""
     lead = f"<p class='note'>{html.escape(note)}</p>" if note else ""
@@ -40,12 +40,12 @@ def section(title: str, body: str, *, note: str = "") -> str:
 
 
 def details(title: str, body: str) -> str:
-    """A card that is closed at first. title: text; body: HTML."""
+    """Return a collapsed card.  title: text; body: HTML."""
     return f"<section class='card'><details><summary>{html.escape(title)}</summary>{body}</details></section>"
 
 
 def tiles(figures: Mapping[str, str]) -> str:
-    """The figures to take home, by what they are."""
+    """Return the key figures by name."""
     cells = ((html.escape(value), html.escape(name)) for name, value in figures.items())
     return (
         f"<div class='tiles'>{''.join(f'<div class=tile><b>{v}</b><span>{n}</span></div>' for v, n in cells)}</div>"
@@ -53,7 +53,7 @@ def tiles(figures: Mapping[str, str]) -> str:
 
 
 def facts(values: Mapping[str, object]) -> str:
-    """Two columns: what it is, and its value."""
+    """Return a table of two columns: name and value."""
     rows = ((breakable(name), html.escape(str(value))) for name, value in values.items())
     return (
         f"<table class='facts'>{''.join(f'<tr><th>{name}</th><td>{value}</td></tr>' for name, value in rows)}</table>"
@@ -61,7 +61,7 @@ def facts(values: Mapping[str, object]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], *, num_texts: int = 1) -> str:
-    """A table with a head; each row: its class, and its cells as HTML.  Columns after `num_texts` are numbers."""
+    """Return a table with a head.  Each row: class and cells as HTML; columns after `num_texts` are numbers."""
 
     def cells(values: Sequence[str], tag: str) -> str:
         kinds = ("" if i < num_texts else " class=number" for i in range(len(values)))
@@ -75,24 +75,24 @@ def table(header: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], *, n
 
 
 def bar(share: float, colour: int = 1) -> str:
-    """A horizontal bar; share: of the full width, from 0 to 1."""
+    """Return a horizontal bar; share: of the full width, from 0 to 1."""
     return bars([(share, colour)])
 
 
 def bars(parts: Sequence[tuple[float, int]]) -> str:
-    """Bars one after the other: share of the full width and colour of each."""
+    """Return adjacent bars: share of the full width and colour of each."""
     widths = ((min(1.0, max(0.0, share)), colour) for share, colour in parts)
     inside = "".join(f'<div class="f{colour}" style="width:{width:.1%}"></div>' for width, colour in widths)
     return f'<div class="track">{inside}</div>'
 
 
 def shortened(text: str, limit: int = 200) -> str:
-    """`text` as HTML, of which a long one shows its beginning, and all of it to a pointer that rests on it."""
+    """Return `text` as HTML; a long one is cut and shown in full on hover."""
     if len(text) <= limit:
         return html.escape(text)
     return f'<span title="{html.escape(text[:4000])}">{html.escape(text[:limit])}&hellip;</span>'
 
 
 def breakable(name: str) -> str:
-    """A dotted name as HTML that may be broken after its dots and underscores."""
+    """Return a dotted name as HTML with line breaks allowed after dots and underscores."""
     return html.escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>")

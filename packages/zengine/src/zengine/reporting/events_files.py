@@ -1,7 +1,7 @@
-"""Steps from TensorBoard's event files, for runs that left nothing else; DeepSpeed's own are among them.
+"""Reader of TensorBoard's event files, for runs that left nothing else, including DeepSpeed's own.
 
-There are two families of tags: those of DeepSpeed lie over samples, the others over steps.  Every boundary writes
-both, so the n-th samples belong to the n-th step; where there are no steps, boundaries are counted from one.
+Two families of tags: DeepSpeed's lie over samples, the others over steps.  Every boundary writes both, so the n-th
+samples belong to the n-th step; without steps, boundaries are counted from one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Series = Mapping[int, tuple[float, float]]  # x -> (wall time in seconds, value)
 
 
 def read_event_files(folder: Path) -> list[dict[str, Any]]:
-    """Lines as events.jsonl has them, in the order of the steps.  Raises ImportError without tensorboard."""
+    """Return rows as in events.jsonl, in the order of the steps.  Raises ImportError without tensorboard."""
     scalars = _scalars(folder)
     families: list[dict[str, Series]] = [
         {tag: series for tag, series in scalars.items() if tag.startswith(SAMPLES) is over_samples}
@@ -39,7 +39,7 @@ def read_event_files(folder: Path) -> list[dict[str, Any]]:
 
 
 def _at(family: Mapping[str, Series], x: int) -> Iterable[tuple[str, Series]]:
-    """The series that have a point there."""
+    """Return the series that have a point there."""
     return ((tag, series) for tag, series in family.items() if x in series)
 
 

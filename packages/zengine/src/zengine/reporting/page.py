@@ -1,7 +1,7 @@
-"""The page of a run, or of several side by side.
+"""Page of one run, or of several side by side.
 
-One run: a sentence and the figures to take home, curves, then tables from what was computed to what was configured.
-Several: their curves over each other, their figures in columns, and the values in which their configs differ.
+One run: a summary and key figures, curves, then tables from computation to configuration.  Several: overlaid curves,
+figures in columns, and the config values that differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from zengine.reporting import curves
 from zengine.reporting.chart import Line, label, line_chart
 from zengine.reporting.document import document, facts, section, shortened, table, tiles
-from zengine.reporting.runs import Run, read_run
+from zengine.reporting.runs import RecordedRun, read_run
 from zengine.reporting.tables import comms_section, config_sections, flops_section, skipped_section
 
 __all__ = ["compare_page", "figures", "run_page", "write_report"]
@@ -27,9 +27,9 @@ _HEAD_BYTES = 1 << 16  # of a page, in which the title is
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Read runs and write their page to `out`, whole or not at all; where it is.
+    """Read runs, write their page to `out` atomically, and return its path.
 
-    out: by default beside the record of the first run, where no page is overwritten but an earlier one of ours.
+    out: defaults to the record folder of the first run, where only an earlier page of ours is overwritten.
 
     Raises NoRunError if a folder holds no run, OSError if the page cannot be written.
     """
@@ -44,7 +44,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def default_place(folder: Path) -> Path:
-    """Where the page of the run in `folder` goes; other programs write pages of that name, too."""
+    """Return the default path of the page of the run in `folder`; other programs write pages of that name, too."""
     page = folder / PAGE
     if not page.exists():
         return page
@@ -52,8 +52,8 @@ def default_place(folder: Path) -> Path:
         return page if _OURS.search(file.read(_HEAD_BYTES)) else folder / BESIDE
 
 
-def run_page(run: Run) -> str:
-    """The page of one run."""
+def run_page(run: RecordedRun) -> str:
+    """Return the page of one run."""
     drawn = "".join(curves.charts(run))
     environment = dict(run.environment) | ({"started": run.started} if run.started else {})
     traces = {name: "open in chrome://tracing or ui.perfetto.dev" for name in run.traces if name.startswith("trace")}
@@ -72,14 +72,14 @@ def run_page(run: Run) -> str:
     return document(f"{run.name}: run report", sections)
 
 
-def remarks(run: Run) -> str:
-    """What is missing or damaged."""
+def remarks(run: RecordedRun) -> str:
+    """List missing and damaged files."""
     lines = "".join(f"<li>{html.escape(remark)}</li>" for remark in run.remarks)
     return f"<section class='card remarks'><h2>What is missing</h2><ul>{lines}</ul></section>" if lines else ""
 
 
-def verdict(run: Run) -> str:
-    """What happened, in a sentence or two."""
+def verdict(run: RecordedRun) -> str:
+    """Summarize the run in one or two sentences."""
     if not run.events:
         return "No step was recorded."
     steps, skipped = run.events[-1].step, len(curves.skipped_steps(run))
@@ -97,8 +97,8 @@ def _count(number: int) -> str:
     return f"{number:,}" if number else "none"
 
 
-def measured(run: Run) -> str:
-    """The steps that the medians are of, as a note; "" where there are none."""
+def measured(run: RecordedRun) -> str:
+    """Return a note about the steps of the medians; "" if there are none."""
     steps = [step for tags in _RATES.values() for step, value in run.points(*tags) if math.isfinite(value)]
     if not steps:
         return ""
@@ -107,8 +107,8 @@ def measured(run: Run) -> str:
     )
 
 
-def figures(run: Run) -> dict[str, str]:
-    """The figures to take home, each with what it is; what was not measured is absent."""
+def figures(run: RecordedRun) -> dict[str, str]:
+    """Return the key figures by name; unmeasured ones are absent."""
     found: dict[str, str] = {}
     if run.events:
         steps, skipped = run.events[-1].step, len(curves.skipped_steps(run))
@@ -136,14 +136,14 @@ def figures(run: Run) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """3:07, 2:03:07."""
+    """Format seconds: 3:07, 2:03:07."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def compare_page(runs: Sequence[Run]) -> str:
-    """Several runs over each other."""
+def compare_page(runs: Sequence[RecordedRun]) -> str:
+    """Return the page of several overlaid runs."""
     names = distinct([run.name for run in runs])
     title = " / ".join(names)
     drawn = "".join(_overlays(dict(zip(names, runs))))
@@ -162,12 +162,12 @@ def compare_page(runs: Sequence[Run]) -> str:
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Names that are equal get a number."""
+    """Number equal names."""
     return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
-def _overlays(runs: Mapping[str, Run]) -> list[str]:
-    """One chart a quantity, one line a run."""
+def _overlays(runs: Mapping[str, RecordedRun]) -> list[str]:
+    """Draw one chart per quantity, one line per run."""
     fastest = max((curves.peak_of(run.points(*curves.TFLOPS)) for run in runs.values()), default=0.0)
     factor, unit = curves.flops_unit(fastest)
     wanted = [
@@ -185,14 +185,14 @@ def _overlays(runs: Mapping[str, Run]) -> list[str]:
 
 
 def _columns(names: Sequence[str], values: Sequence[Mapping[str, str]]) -> str:
-    """A row for each thing that any run has, a column for each run; "" without rows."""
+    """Return a row per value that any run has, a column per run; "" without rows."""
     keys = list(dict.fromkeys(key for each in values for key in each))
     rows = [("", [html.escape(key), *(shortened(each.get(key, "-")) for each in values)]) for key in keys]
     return table(["", *names], rows) if rows else ""
 
 
 def _differences(names: Sequence[str], values: Sequence[Mapping[str, str]]) -> str:
-    """The rows that are not alike in all columns."""
+    """Return the rows that differ between columns."""
     keys = dict.fromkeys(key for each in values for key in each)
     different = [key for key in keys if len({each.get(key, "-") for each in values}) > 1]
     return _columns(names, [{key: each.get(key, "-") for key in different} for each in values])

@@ -1,15 +1,15 @@
-"""What a run left in its folder, read as it is: whole, cut short by a kill, or in parts.
+"""Reader of a run's folder: complete, killed, or partial.
 
     run.json            written at the start: config, plan with origins, environment
-    events.jsonl        a line a step
+    events.jsonl        a line per step
     flops.json          the FLOPs profile of one step
     comms.rank0.json    the collectives of a rank, and so on for the others
-    profile/            traces; they are named, not read
+    profile/            traces; listed, not read
 
 A folder of TensorBoard's event files alone is a run too.
 
-Only a folder with none of these is an error.  Whatever else is missing, damaged or of another form is left out and
-said in `Run.remarks`, because the runs that one wants to look at most are those that ended badly.
+Only a folder with none of these is an error.  Other missing, damaged or malformed files are left out and listed in
+`Run.remarks`, because the most interesting runs are those that ended badly.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 import attrs
 
+from zengine.flops.profile import FlopsProfile
 from zengine.reporting.events_files import PATTERN, read_event_files
 from zengine.telemetry.comms import Messages
-from zengine.telemetry.fields import whole
-from zengine.telemetry.flops import FlopsProfile
+from zengine.telemetry.json_values import read_count
 from zengine.telemetry.stragglers import from_json
 
-__all__ = ["Event", "NoRunError", "PlanRow", "Points", "Run", "read_run"]
+__all__ = ["Event", "NoRunError", "PlanRow", "Points", "RecordedRun", "read_run"]
 
 RECORD, EVENTS, FLOPS, COMMS, TRACES = "run.json", "events.jsonl", "flops.json", "comms.rank*.json", "profile/*"
 
@@ -45,7 +45,7 @@ class NoRunError(ValueError):
 
 @attrs.frozen
 class PlanRow:
-    """One value that the run used."""
+    """One resolved value of the run."""
 
     key: str
     value: str
@@ -58,7 +58,7 @@ class PlanRow:
 
 @attrs.frozen
 class Event:
-    """One step, as rank 0 saw it."""
+    """One step, as recorded by rank 0."""
 
     step: int
     samples: int
@@ -67,8 +67,8 @@ class Event:
 
 
 @attrs.frozen(kw_only=True)
-class Run:
-    """Everything that was found."""
+class RecordedRun:
+    """Contents of a run's folder."""
 
     name: str
     folder: Path
@@ -94,23 +94,23 @@ class Run:
         return found
 
     def points(self, *tags: str) -> Points:
-        """The series of the first of `tags` that was recorded at all."""
+        """Return the series of the first recorded tag of `tags`."""
         return next((self.series[tag] for tag in tags if tag in self.series), [])
 
     def tags(self, prefix: str) -> list[str]:
-        """The tags that begin so, in the order in which they came up."""
+        """Return the tags with a prefix, in order of appearance."""
         return [tag for tag in self.series if tag.startswith(prefix)]
 
 
-def read_run(folder: Path) -> Run:
-    """Read `folder`, or the one run inside of it.  Raises NoRunError if there is none, or more than one."""
+def read_run(folder: Path) -> RecordedRun:
+    """Read `folder`, or the single run inside it.  Raises NoRunError if there is none, or more than one."""
     if not folder.is_dir():
         raise NoRunError(f"{folder}: there is no such folder. Give the folder of a run, the one with {EVENTS} in it")
     name, folder = _name(folder.resolve()), _inside(folder)
     reader = _Reader(folder)
     events, seconds = reader.events()
     record = reader.object(RECORD, "config and environment are unknown")
-    run = Run(
+    run = RecordedRun(
         name=name,
         folder=folder,
         events=events,
@@ -133,12 +133,12 @@ def read_run(folder: Path) -> Run:
 
 
 def _name(folder: Path) -> str:
-    """What people call the run in a folder."""
+    """Return the name of the run in a folder."""
     return folder.parent.name if folder.name in NAMELESS and folder.parent.name else folder.name
 
 
 def _inside(folder: Path) -> Path:
-    """The folder itself, or the one run in it.  Raises NoRunError where there are several."""
+    """Return the folder itself, or the single run in it.  Raises NoRunError if there are several."""
     if (folder / EVENTS).exists() or any(folder.glob(PATTERN)):
         return folder
     runs = sorted(path.parent for path in folder.glob(f"*/{EVENTS}"))
@@ -156,11 +156,11 @@ class _Reader:
     remarks: list[str] = attrs.field(factory=list)
 
     def text(self, name: str) -> str:
-        """A file; raises OSError. Bytes that are not UTF-8 are replaced, since a crash can leave any."""
+        """Return the text of a file; invalid UTF-8, which a crash can leave, is replaced.  Raises OSError."""
         return (self.folder / name).read_text(encoding="utf-8", errors="replace")
 
     def object(self, name: str, without: str) -> dict[str, Any]:
-        """A file that holds one JSON object; {} and a remark where it does not."""
+        """Return the JSON object of a file; {} and a remark if it has none."""
         try:
             found = json.loads(self.text(name))
         except FileNotFoundError:
@@ -175,7 +175,7 @@ class _Reader:
         return {}
 
     def events(self) -> tuple[tuple[Event, ...], float]:
-        """The steps, and the seconds that they took."""
+        """Return the steps, and the seconds they took."""
         if not (self.folder / EVENTS).exists() and any(self.folder.glob(PATTERN)):
             self.remarks.append(f"there is no {EVENTS}: the curves are those of TensorBoard's event files")
             return _as_done_last(filter(None, map(_event, read_event_files(self.folder))))
@@ -211,7 +211,7 @@ class _Reader:
         for path in sorted(self.folder.glob(COMMS)):
             fields = self.object(path.name, "its rank is left out")
             try:
-                ranks[whole(fields["rank"])] = [from_json(each) for each in fields["messages"]]
+                ranks[read_count(fields["rank"])] = [from_json(each) for each in fields["messages"]]
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 if fields:
                     self.remarks.append(f"{path.name} has another form (at {error}): its rank is left out")
@@ -219,7 +219,7 @@ class _Reader:
 
 
 def _event(line: str | dict[str, Any]) -> Event | None:
-    """One line, or what it holds; None for anything else than a step."""
+    """Parse one line; None if it is not a step."""
     try:
         fields = json.loads(line) if isinstance(line, str) else line
         values = {str(tag): math.nan if value is None else float(value) for tag, value in fields["values"].items()}
@@ -230,7 +230,7 @@ def _event(line: str | dict[str, Any]) -> Event | None:
 
 
 def _as_done_last(events: Iterable[Event]) -> tuple[tuple[Event, ...], float]:
-    """Steps once each: a step that comes again undoes itself and what followed it.  Also the time of them all."""
+    """Deduplicate steps: a repeated step replaces itself and all later ones.  Also return the total time."""
     kept: list[Event] = []
     seconds = before = 0.0
     for event in events:
@@ -243,7 +243,7 @@ def _as_done_last(events: Iterable[Event]) -> tuple[tuple[Event, ...], float]:
 
 
 def _plan(rows: Any) -> tuple[PlanRow, ...]:
-    """Rows of three; others are left out."""
+    """Return rows of three values; others are dropped."""
     if not isinstance(rows, list):
         return ()
     return tuple(PlanRow(*map(_text, row)) for row in rows if isinstance(row, list) and len(row) == 3)

@@ -1,4 +1,4 @@
-"""What is not a curve: FLOPs by module, collectives and stragglers, skipped steps, the config; pieces of HTML."""
+"""Tables of a report as HTML: FLOPs by module, collectives and stragglers, skipped steps, the config."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from zengine.flops.profile import FlopsProfile, ModuleCost
+from zengine.flops.table import shown
 from zengine.reporting.curves import LOSS, NORM, SCALE, skipped_steps
 from zengine.reporting.document import bar, bars, breakable, details, section, shortened, table
-from zengine.reporting.runs import PlanRow, Run
+from zengine.reporting.runs import PlanRow, RecordedRun
 from zengine.telemetry.comms import Messages, size_text
-from zengine.telemetry.flops import FlopsProfile, ModuleCost
-from zengine.telemetry.flops_table import shown
 from zengine.telemetry.stragglers import RankWait, rank_waits, verdict
 
 __all__ = ["comms_section", "config_sections", "flops_section", "skipped_section"]
@@ -23,8 +23,8 @@ __all__ = ["comms_section", "config_sections", "flops_section", "skipped_section
 MAX_ROWS = 60  # of FLOPs, collectives, skipped steps; the rest is counted
 
 
-def flops_section(run: Run) -> str:
-    """FLOPs, parameters and time of each kind of module; blocks that are alike are one row."""
+def flops_section(run: RecordedRun) -> str:
+    """Tabulate FLOPs, parameters and time by kind of module; equal blocks share a row."""
     if not run.flops:
         return ""
     profile = run.flops[0]
@@ -53,7 +53,7 @@ class Group:
 
 
 def alike(profile: FlopsProfile) -> list[Group]:
-    """The modules of a profile in groups, in the order of their first members; the model itself is not one."""
+    """Group the modules of a profile, in the order of their first members, without the model itself."""
     groups: dict[tuple[str, str], Group] = {}
     for cost in profile.modules[1:]:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", cost.path)
@@ -77,7 +77,7 @@ def _flops_row(group: Group, total: ModuleCost) -> tuple[str, list[str]]:
 
 
 def _last(pattern: str) -> str:
-    """The name in its parent; a number's alone would say nothing."""
+    """Return the name in the parent; a bare number is preceded by the parent's name."""
     head, _, name = pattern.rpartition(".")
     return f"{head.rpartition('.')[2]}.*" if name == "*" and head else name
 
@@ -86,8 +86,8 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def comms_section(run: Run) -> str:
-    """The collectives of the first rank, and what each rank waited for the others."""
+def comms_section(run: RecordedRun) -> str:
+    """Tabulate the collectives of the first rank, and each rank's waits for the others."""
     if not any(run.comms.values()):
         return ""
     first, messages = next(iter(run.comms.items()))
@@ -105,8 +105,8 @@ def _comms_row(each: Messages, most: float) -> list[str]:
     return [*counts, *times, f"{tally.gb_per_s:.3g}", f"{each.bus_gb_per_s:.3g}"]
 
 
-def straggler_section(run: Run) -> str:
-    """Waiting by rank; "" with fewer than two."""
+def straggler_section(run: RecordedRun) -> str:
+    """Tabulate waits by rank; "" with fewer than two ranks."""
     if len(run.comms) < 2:
         return ""
     waits = [attrs.evolve(wait, rank=rank) for rank, wait in zip(run.comms, rank_waits(list(run.comms.values())))]
@@ -120,7 +120,7 @@ def straggler_section(run: Run) -> str:
 
 
 def _kind(wait: RankWait, waits: Sequence[RankWait]) -> str:
-    """The straggler's row stands out."""
+    """Return the CSS class that highlights the straggler's row."""
     return "warn" if wait.spread_ms > 0 and wait.spread_ms == max(each.spread_ms for each in waits) else ""
 
 
@@ -135,8 +135,8 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def skipped_section(run: Run) -> str:
-    """The steps whose update was left out."""
+def skipped_section(run: RecordedRun) -> str:
+    """List the skipped steps."""
     skipped = skipped_steps(run)
     if not skipped:
         return ""
@@ -153,8 +153,8 @@ def _number(value: float | None) -> str:
     return f"{value:.6g}" if math.isfinite(value) else f"<b class=bad>{value}</b>"
 
 
-def config_sections(run: Run) -> Iterator[str]:
-    """Every value that the run used with its origin, and the config as it was given."""
+def config_sections(run: RecordedRun) -> Iterator[str]:
+    """Tabulate every value of the run with its origin, and the given config."""
     if run.plan:
         changed = sum(not row.is_default for row in run.plan)
         box = "<label class='switch'><input type=checkbox id=changed> only what was not left at its default</label>"

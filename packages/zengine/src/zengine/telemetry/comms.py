@@ -1,24 +1,27 @@
-"""What was communicated: a tally by operation and message size, from zcomm's trace.
+"""Communication tallies: collectives by operation and message size, from zcomm's trace.
 
 The trace is process-wide: two engines in one process see each other's collectives.
 
-Two bandwidths, as communication benchmarks have them.  The algorithm's is payload over time; the bus's counts what
-had to cross a link, (n-1)/n of a gathered or scattered payload and twice that of an all-reduce, so it can be held
-against the speed of the hardware whatever the number of ranks.  Time is the host's, from issue to the end of the
-wait: where communication hides behind computation both are lower than the links would allow.
+Two bandwidths, as in communication benchmarks.  Algorithm bandwidth is payload over time; bus bandwidth counts the
+bytes that cross a link, (n-1)/n of a gathered or scattered payload and twice that of an all-reduce, so it is
+comparable with the hardware for any number of ranks.  Time is the host's, from issue to the end of the wait: where
+communication overlaps computation both bandwidths are below what the links allow.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, TypeAlias, final
 
 import attrs
 
-from zengine.telemetry.plans import Trace, TraceRecord
+if TYPE_CHECKING:
+    import zcomm
+
+    Trace: TypeAlias = Callable[[Callable[[zcomm.Record], None]], AbstractContextManager[object]]  # zcomm.traced
 
 __all__ = ["CommsLog", "Messages", "NoCommsLog", "Tally", "columns", "format_messages", "plain_name"]
 
@@ -32,14 +35,14 @@ _ENDINGS = ("_into_tensor", "_tensor", "_base", "_fn", "_coalesced", "_single") 
 
 @attrs.frozen(kw_only=True)
 class Tally:
-    """Collectives of one kind, added up."""
+    """Totals of the collectives of one kind."""
 
     count: int = 0
     nbytes: int = 0  # payload of this rank
     ms: float = 0.0  # host time; overlapping collectives add up
     wait_ms: float = 0.0  # the part of it that a thread stood still
 
-    def plus(self, record: TraceRecord) -> Tally:
+    def plus(self, record: zcomm.Record) -> Tally:
         return Tally(
             count=self.count + 1,
             nbytes=self.nbytes + record.nbytes,
@@ -49,13 +52,13 @@ class Tally:
 
     @property
     def gb_per_s(self) -> float:
-        """Algorithm bandwidth: payload over time, whatever the algorithm really sent."""
+        """Algorithm bandwidth: payload over time."""
         return self.nbytes / self.ms / 1e6 if self.ms > 0 else 0.0
 
 
 @attrs.frozen
 class Messages:
-    """All collectives of one operation with one size, over groups of one size."""
+    """All collectives of one operation with one message size and group size."""
 
     op: str
     size_bytes: int  # payload of one: the larger of input and output
@@ -68,13 +71,13 @@ class Messages:
 
     @property
     def bus_gb_per_s(self) -> float:
-        """Bus bandwidth; that of the algorithm for operations without a factor (broadcast)."""
+        """Bus bandwidth; the algorithm bandwidth for operations without a factor (broadcast)."""
         share = (self.group_size - 1) / max(self.group_size, 1)
         return self.tally.gb_per_s * (_BUS_FACTORS[self.op] * share if self.op in _BUS_FACTORS else 1.0)
 
 
 def plain_name(op: str) -> str:
-    """ "all_gather_into_tensor" -> "all_gather": the operation whatever its variant is called."""
+    """Strip variant suffixes of other engines: "all_gather_into_tensor" -> "all_gather"."""
     ending = next((ending for ending in _ENDINGS if op.endswith(ending)), "")
     return plain_name(op.removesuffix(ending)) if ending else op
 
@@ -83,7 +86,7 @@ def plain_name(op: str) -> str:
 class CommsLog:
     """Counts collectives from construction to `close`, in total and by step.
 
-    ops: names of the operations that are counted, () for all.
+    ops: names of the counted operations; () counts all.
     """
 
     def __init__(self, trace: Trace, ops: Sequence[str] = ()) -> None:
@@ -95,25 +98,25 @@ class CommsLog:
         self._tracing.enter_context(trace(self._add))
 
     def step_end(self) -> Mapping[str, Tally]:
-        """The tallies since the last call, by operation."""
+        """Return the tallies since the last call, by operation."""
         with self._lock:
             done, self._step = self._step, {}
         return done
 
     def messages(self) -> list[Messages]:
-        """All collectives so far, those with most time first."""
+        """Return all collectives so far, those with the most time first."""
         with self._lock:
             total = list(self._total.items())
         return [Messages(*key, tally) for key, tally in sorted(total, key=lambda item: -item[1].ms)]
 
     def table(self) -> str:
-        """`messages` as text."""
+        """Return `messages` as text."""
         return format_messages(self.messages())
 
     def close(self) -> None:
         self._tracing.close()
 
-    def _add(self, record: TraceRecord) -> None:
+    def _add(self, record: zcomm.Record) -> None:
         if self._ops and plain_name(record.op) not in self._ops:
             return
         key = (record.op, record.nbytes, record.group_size)
@@ -124,7 +127,7 @@ class CommsLog:
 
 @final
 class NoCommsLog:
-    """The identity."""
+    """Null object: counts nothing."""
 
     def step_end(self) -> Mapping[str, Tally]:
         return {}
@@ -138,8 +141,8 @@ class NoCommsLog:
     def close(self) -> None: ...
 
 
-def announce(record: TraceRecord, *, with_label: bool) -> None:
-    """One collective as a line of the log."""
+def log_collective(record: zcomm.Record, *, with_label: bool) -> None:
+    """Log one collective."""
     label = f" [{record.label}]" if with_label and record.label else ""
     log.info(
         "%s%s: %s over %d ranks, %.2f ms, waited %.2f ms",
@@ -148,7 +151,7 @@ def announce(record: TraceRecord, *, with_label: bool) -> None:
 
 
 def size_text(nbytes: int) -> str:
-    """12 B, 1.5 KiB, 3 MiB."""
+    """Format a size: 12 B, 1.5 KiB, 3 MiB."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if nbytes >= size:
             return f"{nbytes / size:.4g} {unit}"
@@ -156,7 +159,7 @@ def size_text(nbytes: int) -> str:
 
 
 def format_messages(messages: Iterable[Messages]) -> str:
-    """A table with one line for each, in the order given."""
+    """Format a table with one line per entry, in the given order."""
     rows = [_row(each) for each in messages]
     if not rows:
         return "communication: none"
@@ -172,7 +175,7 @@ def _row(each: Messages) -> tuple[str, ...]:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines: the first column to the left, the others to the right."""
+    """Align rows: the first column left, the others right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])

@@ -1,8 +1,8 @@
-"""What devices can do at best: the yardstick of the model FLOPs utilisation (MFU).
+"""Peak FLOPS of devices, the denominator of the model FLOPs utilisation (MFU).
 
-The figures are the makers' for dense bf16 matrix products (fp16 where a device knows no bf16), without sparsity, in
-TFLOPS of one device.  A device that is not listed, every CPU among them, has no yardstick: the MFU is left out then,
-unless the config names the peak ("timers": {"throughput": {"peak_tflops": ...}}).
+Vendor figures for dense bf16 matrix products (fp16 where a device lacks bf16), without sparsity, in TFLOPS of one
+device.  Unlisted devices, including every CPU, report no MFU unless the config sets the peak
+("timers": {"throughput": {"peak_tflops": ...}}).
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ PEAK_TFLOPS = {
 
 @attrs.frozen(kw_only=True)
 class Fleet:
-    """The devices that a rate was reached with."""
+    """Devices that train together."""
 
     num_devices: int = 1  # ranks that train together, one device each
     peak_tflops: float = 0.0  # of one of them; 0: unknown
 
 
 def peak_of(device: torch.device) -> float:
-    """TFLOPS of `device` by the table; 0 for one that is not in it."""
+    """Return the peak TFLOPS of `device`; 0 if it is not in the table."""
     return peak_by_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else 0.0
 
 
 def peak_by_name(name: str) -> float:
-    """TFLOPS of a device that calls itself `name`, e.g. "NVIDIA H100 80GB HBM3"; 0 if unknown."""
+    """Return the peak TFLOPS of a device name such as "NVIDIA H100 80GB HBM3"; 0 if unknown."""
     words = name.replace("-", " ").split()
     return next((peak for known, peak in PEAK_TFLOPS.items() if _holds(words, known.split())), 0.0)
 
 
 def _holds(words: list[str], known: list[str]) -> bool:
-    """Whether each word of the table is a word of the name ("A10" is not one of "NVIDIA A100", nor "L4" of "L40")."""
+    """Return True if all words of a table entry occur ("A10" does not match "NVIDIA A100", nor "L4" "L40")."""
     return all(word in words for word in known)

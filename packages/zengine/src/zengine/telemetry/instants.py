@@ -1,4 +1,4 @@
-"""Moments: on the host's clock, or on the device's stream, where they can be read only after they have passed."""
+"""Timestamps on the host's clock or on a device stream, where they are readable once they have passed."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 
 
 class Interval(Protocol):
-    """The time between two moments."""
+    """Time between two timestamps."""
 
     def ms(self) -> float:
-        """Milliseconds; on a device best after `Instants.settle`: else each interval waits for its own end."""
+        """Return milliseconds.  On a device, call `Instants.settle` first, or each interval synchronizes alone."""
 
 
 class Instants(Protocol):
-    """Makes moments of one clock."""
+    """Source of timestamps of one clock."""
 
     def now(self) -> Any:
-        """This moment: the host's time, or an event behind all work that the stream has been given so far."""
+        """Return the host's time, or an event recorded behind the work queued on the stream."""
 
     def interval(self, begin: Any, end: Any) -> Interval: ...
 
     def settle(self) -> None:
-        """Return when every moment made so far has passed."""
+        """Block until every timestamp so far has passed."""
 
 
 @final
 @attrs.frozen
 class HostInterval:
-    """Two readings of the clock, in seconds."""
+    """Two readings of the host's clock, in seconds."""
 
     begin: float
     end: float
@@ -44,7 +44,7 @@ class HostInterval:
 @final
 @attrs.frozen(eq=False)
 class HostInstants:
-    """The host's clock; moments have passed when they are made."""
+    """Host clock; its timestamps have passed once made."""
 
     clock: Callable[[], float] = time.perf_counter  # seconds
 
@@ -84,7 +84,7 @@ def _make_event() -> Any:
 class DeviceInstants:
     """Events on the current CUDA stream.
 
-    Invariant: `last` is the newest event, so whoever has waited for it may read all of them.
+    Invariant: `last` is the newest event, so all events are readable after waiting for it.
     """
 
     make: Callable[[], Any] = _make_event

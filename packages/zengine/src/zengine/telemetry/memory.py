@@ -19,10 +19,10 @@ _FIELDS = {"VmRSS:": "process", "VmHWM:": "process_peak"}
 
 
 def process_memory() -> dict[str, int]:
-    """Resident bytes of this process: `process` now and `process_peak` since its start.
+    """Return the resident bytes of this process: `process` now and `process_peak` since its start.
 
-    Without /proc (not Linux) only the peak is known. /proc is preferred for the peak too: `getrusage`
-    inherits the peak of the program that started this one.
+    Without /proc (not Linux) only the peak is known.  /proc is preferred for the peak too: `getrusage` inherits the
+    peak of the parent process.
     """
     try:
         text = _read(_STATUS)
@@ -34,7 +34,7 @@ def process_memory() -> dict[str, int]:
 
 
 def _read(path: Path) -> str:
-    """All of a small file; a third of the time that Path.read_text takes."""
+    """Read a small file in one call, in a third of the time of Path.read_text."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return os.read(descriptor, 65536).decode()
@@ -43,7 +43,7 @@ def _read(path: Path) -> str:
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
-    """Bytes in torch's CUDA allocator; nothing on other devices."""
+    """Return the bytes in torch's CUDA allocator; empty on other devices."""
     if device.type != "cuda":
         return {}
     return {
@@ -54,12 +54,12 @@ def device_memory(device: torch.device) -> dict[str, int]:
 
 
 def read_memory(device: torch.device) -> dict[str, int]:
-    """Everything known now, by name."""
+    """Return all known sizes by name."""
     return {**process_memory(), **device_memory(device)}
 
 
 def current_bytes(device: torch.device) -> int:
-    """The one number that a phase moves: allocated on CUDA, resident elsewhere (0 where neither is known)."""
+    """Return the size that a phase changes: allocated on CUDA, resident elsewhere (0 if unknown)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:
@@ -90,7 +90,7 @@ class MemoryMarks:
 
 @final
 class NoMemoryMarks:
-    """The identity."""
+    """Null object: marks nothing."""
 
     def observers(self) -> tuple[Observer, ...]:
         return ()
@@ -104,10 +104,10 @@ OFTEN, SELDOM = 3, 100  # boundaries at the start that are all read, and the int
 
 @final
 class Owners:
-    """Memory by owner, as the partition's ledger counts it.
+    """Memory by owner, from the partition's ledger.
 
-    Counting looks at every tensor, and the sizes hardly change once the optimizer has its states: so it is done at
-    the first boundaries and at every hundredth, unless `always` is asked for ("memory_breakdown").
+    Counting visits every tensor, and sizes hardly change once the optimizer has its states.  So it runs at the first
+    boundaries and every hundredth, or at all of them with `always` ("memory_breakdown").
     """
 
     def __init__(self, always: bool) -> None:
@@ -116,7 +116,7 @@ class Owners:
         self.ledger: Callable[[], Mapping[str, int]] = dict  # until the engine is complete nobody owns anything
 
     def step_end(self) -> dict[str, int]:
-        """Bytes by owner, those that are not zero; empty where it is not due."""
+        """Return the non-zero bytes by owner; empty at boundaries without a count."""
         self._seen += 1
         if self._seen > OFTEN and self._seen % self._every:
             return {}

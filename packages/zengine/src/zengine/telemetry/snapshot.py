@@ -1,18 +1,18 @@
-"""Everything that one boundary has to say, as a value, and the names of its charts.
+"""Snapshot of one boundary, and the tags of its charts.
 
 Two families of tags.  `Train/Samples/...` are DeepSpeed's, so existing dashboards keep working; their x axis is the
-number of samples seen by all ranks, as there.  All others are ours, in small letters, and their x axis is the number
-of the step.  What was not measured is absent, never zero.
+number of samples seen by all ranks.  All other tags are ours, lower case, and their x axis is the step number.
+Values that were not measured are absent, never zero.
 
 | tag | unit |
 |---|---|
-| `train/loss` | mean over ranks and over the last `steps_per_print` steps: at a console line, what the line says |
+| `train/loss` | mean over ranks and the last `steps_per_print` steps; equals the console line at its step |
 | `train/grad_norm`, `train/learning_rate` | of this step: before clipping; of the first group |
 | `Train/Samples/train_loss` | of this step, mean over its micro-steps and ranks, as DeepSpeed's pipelines write it |
-| `train/global_step`, `train/epoch` | boundaries; passes over the data, with fractions (our loader alone knows) |
+| `train/global_step`, `train/epoch` | boundaries; passes over the data, with fractions (our loader only) |
 | `perf/step_time_ms`, `perf/samples_per_second`, `perf/tokens_per_second` | of all ranks together |
 | `perf/tflops`, `perf/tflops_counted` | of one device: by the formula, and by counted operations |
-| `perf/mfu` | share of the device's peak, without what is computed twice |
+| `perf/mfu` | share of the device's peak, without recomputation |
 | `memory/<owner>_bytes`, `memory/cuda_bytes`, ... | of rank 0 |
 | `communication/<operation>_bytes`, `..._ms` | of rank 0, in this step |
 | `gradients/<layer>` | norm of the layer's gradients over all ranks, unscaled, before clipping |
@@ -27,7 +27,7 @@ from typing import final
 
 import attrs
 
-from zengine.report import StepReport
+from zengine.step_report import StepReport
 from zengine.telemetry.comms import Tally
 from zengine.telemetry.devices import Fleet
 from zengine.telemetry.spans import MICRO
@@ -44,10 +44,10 @@ GRADIENTS = "gradients/"
 
 @final
 class RecentLoss:
-    """The mean loss of the last `span` steps.
+    """Mean loss of the last `span` steps.
 
-    Steps whose update was skipped are left out of it: a loss that overflowed changed no weights, and its step has a
-    line of its own on the console.  A loss that is not finite and did change them makes the mean NaN or infinite.
+    Skipped steps are excluded: an overflowed loss changed no weights, and the console prints a line for its step.  A
+    non-finite loss that did change them makes the mean NaN or infinite.
     """
 
     def __init__(self, span: int) -> None:
@@ -55,21 +55,21 @@ class RecentLoss:
         self._applied: collections.deque[bool] = collections.deque(maxlen=span)
 
     def add(self, report: StepReport) -> float:
-        """The mean, with one step more; that step's own loss where all were skipped."""
+        """Add a step and return the mean; that step's own loss if all were skipped."""
         self._losses.append(report.loss if report.applied else 0.0)
         self._applied.append(report.applied)
         count = sum(self._applied)
         return sum(self._losses) / count if count else report.loss
 
     def clear(self) -> None:
-        """Begin an interval."""
+        """Start a new interval."""
         self._losses.clear()
         self._applied.clear()
 
 
 @attrs.frozen(kw_only=True)
 class Snapshot:
-    """One boundary: what the engine reports, and what telemetry measured around it."""
+    """One boundary: the engine's report and the measurements of telemetry."""
 
     report: StepReport
     rate: Rate = attrs.field(factory=Rate)  # this step; falsy while not measured
@@ -87,7 +87,7 @@ class Snapshot:
         return self.report.loss
 
     def scalars(self) -> Mapping[str, float]:
-        """Every number of this boundary by its tag."""
+        """Return every number of this boundary by tag."""
         return self._scalars
 
     @functools.cached_property
@@ -107,12 +107,12 @@ class Snapshot:
         }
 
     def x(self, tag: str) -> int:
-        """Where on its axis a tag's point lies: samples or steps."""
+        """Return the x coordinate of a tag: samples or steps."""
         return self.report.samples if tag.startswith(SAMPLES) else self.report.step
 
 
 def speed(rate: Rate, fleet: Fleet) -> dict[str, float]:
-    """A rate in the units of the charts; empty while it is not measured."""
+    """Return a rate in the units of the charts; empty if not measured."""
     if not rate:
         return {}
     found = {"step_time_ms": rate.step_ms, "samples_per_second": rate.samples_per_s}
@@ -127,7 +127,7 @@ def speed(rate: Rate, fleet: Fleet) -> dict[str, float]:
 
 
 def _samples(report: StepReport) -> dict[str, float]:
-    """`lr` is that of the first parameter group; the others follow as `lr_group_1`, `lr_group_2`, ..."""
+    """Return DeepSpeed's tags; `lr` is the first parameter group, `lr_group_1`, ... are the others."""
     names = ["lr", *(f"lr_group_{i}" for i in range(1, len(report.lr)))]
     return {
         "train_loss": report.loss,

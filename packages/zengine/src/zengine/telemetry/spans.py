@@ -1,28 +1,25 @@
-"""Where the time of a step goes: phases as context managers, and a stopwatch that watches them.
+"""Time of a step by phase: phases as context managers, and a stopwatch that observes them.
 
-Two families, by the names that users of DeepSpeed have in their dashboards:
+Two families, named as in DeepSpeed's dashboards:
 
 - micro:  `forward_microstep`, `backward_microstep`, `backward_allreduce_microstep`, `step_microstep` are the
   milliseconds of the last micro-step alone;
-- global: `forward`, `backward`, `backward_allreduce`, `step` are the totals of all micro-steps since the last
-  boundary;
+- global: `forward`, `backward`, `backward_allreduce`, `step` are totals over the micro-steps since the last boundary;
 - `backward_inner` of both is backward without the waits for collectives in it.
 
-A phase is inclusive: what is nested in it counts in it too, and a phase entered again while it is open is
-timed once, from its outermost entry to its outermost exit. `backward_allreduce` is the communication that shows:
-the time that this rank spent waiting for collectives while any phase was open. It is part of the phase it happens
-in, not beside it; what overlaps with computation is not in it (the communication table of `comms_logger` has the
-whole time of each collective). Under NCCL it is the stream that waits: then the time is that between two events.
+A phase includes nested phases, and a phase entered again while open is timed once, from its outermost entry to its
+outermost exit.  `backward_allreduce` is exposed communication: the time this rank waited for collectives while any
+phase was open.  It is part of the phase it happens in; communication that overlaps computation is not in it (the
+communication table of `comms_logger` has the full time of each collective).  Under NCCL the stream waits, and the
+time is that between two events.
 
-What the host does alone is timed by the host's clock: `data`, the wait for the loader's next batch, and
-`checkpoint`, what a save holds the loop up for.  Both happen between the others, and are reported with the boundary
-that follows them.
+Host-only phases use the host's clock: `data`, the wait for the loader's next batch, and `checkpoint`, the time a save
+blocks the loop.  Both happen between the others and are reported with the next boundary.
 
-On CUDA a phase leaves two events on the stream, and nobody waits: the boundary, once a step, waits for the last of
-them and reads all.  So launches run ahead of the device inside a step as they do without timers, and a phase's time
-is the device's.  What is off costs nothing and waits for nothing.  Rejected: a synchronisation at each edge, as
-DeepSpeed's timers have, which makes the host's launches part of every phase; and reading the events a step later,
-which needs no wait at all and labels times with the wrong step.
+On CUDA a phase records two events and waits for nothing; the boundary synchronizes once on the last event and reads
+all of them.  So launches run ahead of the device as without timers, and phase times are device times.
+Rejected: a synchronisation at each edge, as in DeepSpeed's timers, which adds the host's launches to every phase; and
+reading events one step later, which needs no wait but labels times with the wrong step.
 """
 
 from __future__ import annotations
@@ -31,12 +28,15 @@ import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
-from typing import Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import attrs
 
 from zengine.telemetry.instants import HOST, DeviceInterval, HostInterval, Instants, Interval
-from zengine.telemetry.plans import Trace, TraceRecord
+
+if TYPE_CHECKING:
+    import zcomm
+    from zengine.telemetry.comms import Trace
 
 HOST_PHASES = ("data", "checkpoint")  # outside of a step's work, on the host's clock
 STEP_PHASES = ("forward", "backward", "step")
@@ -49,7 +49,7 @@ MICRO = "_microstep"  # suffix of the micro family
 
 
 class Observer(Protocol):
-    """Is told when a phase opens (outermost entry) and when it closes (outermost exit)."""
+    """Receives the outermost entry and the outermost exit of each phase."""
 
     def phase_begin(self, name: str) -> None: ...
 
@@ -58,7 +58,7 @@ class Observer(Protocol):
 
 @final
 class Span:
-    """One phase: a context manager that may be entered again, also while it is open."""
+    """One phase: a reentrant context manager."""
 
     def __init__(self, name: str, observers: tuple[Observer, ...]) -> None:
         self._name = name
@@ -81,7 +81,7 @@ class Span:
 
 
 def make_spans(observers: tuple[Observer, ...]) -> Mapping[str, AbstractContextManager[None]]:
-    """The context manager of each phase; all the same empty one when nobody observes."""
+    """Return the context manager of each phase; one shared empty one without observers."""
     if not observers:
         return dict.fromkeys(PHASES, nullcontext())
     return {name: Span(name, observers) for name in PHASES}
@@ -89,7 +89,7 @@ def make_spans(observers: tuple[Observer, ...]) -> Mapping[str, AbstractContextM
 
 @attrs.define(eq=False)
 class Lap:
-    """What was timed since some moment: intervals, read when somebody asks, and waits for collectives."""
+    """Intervals and waits for collectives since some moment, read on demand."""
 
     intervals: list[tuple[str, Interval]] = attrs.field(factory=list)  # phase -> begin and end
     waits: list[tuple[str, Interval]] = attrs.field(factory=list)  # phase that was open inmost -> begin and end
@@ -98,7 +98,7 @@ class Lap:
         return bool(self.intervals or self.waits)
 
     def read(self) -> dict[str, float]:
-        """Milliseconds by timer; those of the step are 0 where nothing was measured, those of the host absent."""
+        """Return milliseconds by timer: 0 for phases of the step without measurement; host phases are then absent."""
         seen = {name for name, _ in self.intervals}
         found = {timer: 0.0 for timer in TIMERS if timer in seen or timer not in HOST_PHASES}
         for name, interval in self.intervals:
@@ -152,20 +152,20 @@ class Stopwatch:
         self._total = Lap()
 
     def reset(self) -> None:
-        """Forget what was measured; open phases stay open."""
+        """Discard measurements; open phases stay open."""
         self._micro, self._last_micro, self._total = Lap(), Lap(), Lap()
 
     def micro_ms(self) -> dict[str, float]:
-        """The micro family, by timer name without its suffix.
+        """Return the micro family, by timer name without its suffix.
 
-        At a boundary the two calls that end the micro-step and the step may come in either order: the
-        micro-step under way counts as the last one as soon as it has measured anything.
+        At a boundary the calls that end the micro-step and the step may come in either order: the current micro-step
+        counts as the last one as soon as it has measured anything.
         """
         self._device.settle()
         return (self._micro or self._last_micro).read()
 
     def total_ms(self) -> dict[str, float]:
-        """The global family, by timer name."""
+        """Return the global family, by timer name."""
         self._device.settle()
         return self._total.read()
 
@@ -175,7 +175,7 @@ class Stopwatch:
     def _clock_of(self, name: str) -> Instants:
         return self._host if name in HOST_PHASES else self._device
 
-    def _communicated(self, record: TraceRecord) -> None:
+    def _communicated(self, record: zcomm.Record) -> None:
         with self._lock:
             phase = (self._open() or [""])[-1]
             interval = DeviceInterval(*record.stall) if record.stall else HostInterval(0.0, record.wait_ms / 1e3)
@@ -185,7 +185,7 @@ class Stopwatch:
 
 @final
 class NoStopwatch:
-    """The identity: no timers, so nothing to report."""
+    """Null object: no timers."""
 
     def observers(self) -> tuple[Observer, ...]:
         return ()

@@ -1,12 +1,11 @@
-"""Who waits for whom: the communication of all ranks side by side.
+"""Straggler analysis: communication waits of all ranks, compared.
 
-Every rank enters the same collectives, and leaves each at about the same time; one that comes late waits least, and
-the others wait for it.  So for each operation and size the least wait among the ranks is what the communication
-itself takes, and what a rank waits beyond it, it waits for others.  The rank with the least wait of all is the
-straggler: the slowest to compute, or the one with most to do.
+All ranks enter the same collectives and leave each at about the same time; the latest rank waits least.  So for each
+operation and size the least wait over the ranks is the communication itself, and any wait beyond it is a wait for
+other ranks.  The rank with the least total wait is the straggler: the slowest to compute, or the one with most work.
 
-A rank's own record goes into the run's folder when it closes, by itself: no rank waits for another to end.
-`log_summary` compares while the run lives, and is a collective.
+Each rank writes its own record to the run's folder when it closes; no rank waits for another to end.  `log_summary`
+compares during the run and is a collective.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import attrs
 
 import zcomm
 from zengine.telemetry.comms import CommsLog, Messages, Tally, columns, format_messages
-from zengine.telemetry.fields import amount, text, whole
+from zengine.telemetry.json_values import read_amount, read_count, read_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,7 +30,7 @@ _open: weakref.WeakSet[CommsLog] = weakref.WeakSet()  # logs that count now; all
 
 @attrs.frozen(kw_only=True)
 class RankWait:
-    """One rank against the others, over all collectives."""
+    """Waits of one rank over all collectives, compared with the other ranks."""
 
     rank: int
     wait_ms: float  # in all
@@ -40,14 +39,14 @@ class RankWait:
 
     @property
     def for_others_ms(self) -> float:
-        """What this rank waited for others."""
+        """Wait of this rank for other ranks."""
         return self.wait_ms - self.least_ms
 
 
 def rank_waits(ranks: Sequence[Sequence[Messages]]) -> list[RankWait]:
-    """Waiting by rank, from every rank's messages in the order of the ranks.
+    """Compute the waits by rank from the messages of all ranks, in rank order.
 
-    Kinds of messages that some rank did not see (groups of which it is no member) are left out.
+    Kinds of messages that some rank did not see (groups without it) are left out.
     """
     waits = [{each.key: each.tally.wait_ms for each in messages} for messages in ranks]
     common = set.intersection(*(set(rank) for rank in waits)) if waits else set()
@@ -61,7 +60,7 @@ def rank_waits(ranks: Sequence[Sequence[Messages]]) -> list[RankWait]:
 
 
 def format_waits(waits: Sequence[RankWait]) -> str:
-    """A line a rank, and who the others wait for."""
+    """Format a line per rank, and name the straggler."""
     if len(waits) < 2:
         return "stragglers: a single rank waits for nobody"
     rows = [("rank", "waited ms", "for others ms")]
@@ -70,7 +69,7 @@ def format_waits(waits: Sequence[RankWait]) -> str:
 
 
 def verdict(waits: Sequence[RankWait]) -> str:
-    """One sentence."""
+    """Name the straggler in one sentence."""
     slowest = max(waits, key=lambda each: each.spread_ms)
     if slowest.spread_ms <= 0:
         return "all ranks wait alike"
@@ -78,7 +77,7 @@ def verdict(waits: Sequence[RankWait]) -> str:
 
 
 def open_log(log: CommsLog) -> CommsLog:
-    """Let `log_summary` find a log, for as long as it lives."""
+    """Register a log for `log_summary`, for as long as it lives."""
     _open.add(log)
     return log
 
@@ -86,10 +85,10 @@ def open_log(log: CommsLog) -> CommsLog:
 def log_summary(
     show_straggler: bool = False, return_dict: bool = False, group: ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """Print what was communicated since the oldest engine with `comms_logger` on was made.
+    """Print the communication since the oldest engine with `comms_logger` was created.
 
-    show_straggler: compare with the other ranks of `group` (None: all); then every rank must call, and rank 0 prints
-    the comparison.  return_dict: return it too, as operation -> size -> figures, and "stragglers" by rank.
+    show_straggler: compare with the other ranks of `group` (None: all); every rank must call, and rank 0 prints the
+    comparison.  return_dict: also return it as operation -> size -> figures, with "stragglers" by rank.
     """
     mine = max((each.messages() for each in _open), key=lambda found: sum(m.tally.count for m in found), default=None)
     is_first = zcomm.group_rank(group) == 0
@@ -97,7 +96,7 @@ def log_summary(
         print("communication: not counted (comms_logger.enabled is false)" if mine is None else format_messages(mine))
     waits: list[RankWait] = []
     if show_straggler:
-        everyone = zcomm.exchange([to_json(each) for each in mine or ()], group)
+        everyone = zcomm.all_gather_object([to_json(each) for each in mine or ()], group)
         waits = rank_waits([[from_json(fields) for fields in rank] for rank in everyone])
         if is_first:
             print(format_waits(waits))
@@ -115,7 +114,7 @@ def _as_dict(messages: Sequence[Messages], waits: Sequence[RankWait]) -> dict[st
 
 
 def to_json(each: Messages) -> dict[str, Any]:
-    """A flat object."""
+    """Return a flat JSON object."""
     return {
         "op": each.op,
         "size_bytes": each.size_bytes,
@@ -125,11 +124,13 @@ def to_json(each: Messages) -> dict[str, Any]:
 
 
 def from_json(fields: dict[str, Any]) -> Messages:
-    """What `to_json` gave. Raises KeyError, TypeError or ValueError for anything else."""
+    """Inverse of `to_json`.  Raises KeyError, TypeError or ValueError for other input."""
     tally = Tally(
-        count=whole(fields["count"]),
-        nbytes=whole(fields["nbytes"]),
-        ms=amount(fields["ms"]),
-        wait_ms=amount(fields["wait_ms"]),
+        count=read_count(fields["count"]),
+        nbytes=read_count(fields["nbytes"]),
+        ms=read_amount(fields["ms"]),
+        wait_ms=read_amount(fields["wait_ms"]),
     )
-    return Messages(text(fields["op"]), whole(fields["size_bytes"]), whole(fields["group_size"]), tally)
+    return Messages(
+        read_text(fields["op"]), read_count(fields["size_bytes"]), read_count(fields["group_size"]), tally
+    )

@@ -1,6 +1,6 @@
-"""What telemetry is told once, when the engine is complete: the model it measures, and the run it belongs to.
+"""Description of the measured run: the model and the run's record, which telemetry receives once.
 
-Telemetry is made before the engine, from the plan alone; parameters, layers, the loader and the ledger exist later.
+Telemetry is created before the engine, from the plan alone; parameters, layers, the loader and the ledger come later.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import attrs
 import torch
 from torch import nn
 
+from zengine.imports import own_version
 from zengine.telemetry.work import Formula
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
@@ -25,7 +26,7 @@ _SECRETS = ("api_key",)
 
 @attrs.frozen(kw_only=True)
 class RunRecord:
-    """What a reader of a run's files wants to know that is no curve.  All of it is JSON."""
+    """Facts about a run that are not curves.  All of it is JSON."""
 
     started: str  # ISO time, with its zone
     config: Mapping[str, Any]  # as it was given, without secrets
@@ -50,7 +51,7 @@ class Subject:
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
-    """(layers, width) of a transformer by its own `config` or `shape`; 0 for what it does not say."""
+    """Return (layers, width) of a transformer from its `config` or `shape`; 0 for unknown values."""
     for name in ("config", "shape", "cfg", "args"):
         config = getattr(module, name, None)
         layers, width = _number(config, _LAYERS), _number(config, _WIDTHS)
@@ -65,20 +66,18 @@ def _number(config: object, names: tuple[str, ...]) -> int:
 
 
 def says_it_recomputes(module: nn.Module) -> bool:
-    """Whether a model's own flag says so, as those of Hugging Face do."""
+    """Return True if a flag of the model, as in Hugging Face, enables activation checkpointing."""
     flags = ("is_gradient_checkpointing", "gradient_checkpointing")
     return any(getattr(each, flag, False) is True for each in module.modules() for flag in flags)
 
 
 def environment(device: torch.device, world_size: int) -> dict[str, Any]:
     """Versions and the machine; JSON."""
-    from zengine import __version__
-
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "zengine": __version__,
+        "zengine": own_version(),
         "cuda": torch.version.cuda or "",
         "host": platform.node(),
         "system": platform.platform(),
@@ -91,12 +90,12 @@ def environment(device: torch.device, world_size: int) -> dict[str, Any]:
 
 
 def now() -> str:
-    """The time, in ISO 8601."""
+    """Return the time in ISO 8601."""
     return datetime.datetime.now(datetime.timezone.utc).astimezone().isoformat(timespec="seconds")
 
 
 def without_secrets(value: Any) -> Any:
-    """A config with its keys to services blanked out."""
+    """Replace the API keys of a config by "(hidden)"."""
     if isinstance(value, Mapping):
         return {
             name: "(hidden)" if name in _SECRETS and inner else without_secrets(inner)

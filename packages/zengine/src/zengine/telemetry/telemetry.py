@@ -1,10 +1,9 @@
-"""The telemetry slot of the engine: `Silent`, or a `Telemetry` assembled from a plan.
+"""Telemetry of an engine: `Telemetry`, assembled from a plan, or its null object `Silent`.
 
-The engine calls three things, always: `span(name)` around a phase, `micro_step_end()` after each micro-step
-and `step_end(report)` after each boundary, outside of any span. What is off is an identity object chosen once
-by `make_telemetry`, so nothing on the way asks whether it is enabled. Only rank 0 measures and writes: the
-other ranks are silent, and a chart shows rank 0's times and memory but the loss and gradient norm of all
-ranks.
+The engine always makes three calls: `span(name)` around a phase, `micro_step_end()` after each micro-step and
+`step_end(report)` after each boundary, outside any span.  Disabled parts are null objects chosen once by
+`make_telemetry`, so no code on the way checks a flag.  Only rank 0 measures and writes; a chart shows rank 0's times
+and memory, but the loss and gradient norm of all ranks.
 """
 
 from __future__ import annotations
@@ -13,26 +12,34 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import attrs
 import torch
 
-from zengine.report import StepReport
+import zcomm
 from zengine.telemetry.comms import CommsLog, NoCommsLog
-from zengine.telemetry.countdown import Countdown
-from zengine.telemetry.devices import Fleet
+from zengine.telemetry.devices import Fleet, peak_of
+from zengine.telemetry.instants import DeviceInstants
 from zengine.telemetry.memory import MemoryMarks, NoMemoryMarks, Owners, read_memory
 from zengine.telemetry.sinks import Events, Sinks
+from zengine.telemetry.sinks.bench import Bench
+from zengine.telemetry.sinks.console import Console
+from zengine.telemetry.sinks.table import open_sinks
 from zengine.telemetry.snapshot import RecentLoss, Snapshot
-from zengine.telemetry.spans import NoStopwatch, Stopwatch
-from zengine.telemetry.subject import Subject
-from zengine.telemetry.throughput import NoThroughput, Throughput
+from zengine.telemetry.spans import NoStopwatch, Stopwatch, make_spans
+from zengine.telemetry.throughput import NoThroughput, Rate, Throughput
 from zengine.telemetry.work import Meter
+
+if TYPE_CHECKING:
+    from zengine.config.plan.telemetry import TelemetryPlan
+    from zengine.step_report import StepReport
+    from zengine.telemetry.silent import Countdown
+    from zengine.telemetry.subject import Subject
 
 logger = logging.getLogger("zengine.telemetry")
 NO_ATTENTION = (
-    "perf/tflops leaves out the attention: the model's config tells no number of layers and width (set "
+    "perf/tflops excludes attention: the model's config has no number of layers and width (set "
     "timers.throughput.num_layers and timers.throughput.hidden_size)"
 )
 
@@ -40,7 +47,7 @@ NO_ATTENTION = (
 @final
 @attrs.define(eq=False, kw_only=True)
 class Telemetry:
-    """Measures on rank 0 and hands one snapshot a boundary to the sinks."""
+    """Measures on rank 0 and writes one snapshot per boundary to the sinks."""
 
     device: torch.device  # whose allocator is read
     sinks: Sinks
@@ -56,23 +63,23 @@ class Telemetry:
     countdown: Countdown  # until the figures of a bench run are complete
     subject: tuple[Subject, ...] = ()  # the engine, from `begin` on
     layer_norms: dict[str, float] = attrs.field(factory=dict)  # of the boundary under way; mostly empty
-    remarks: list[str] = attrs.field(factory=list)  # to be said at the first step that has tokens
+    warnings: list[str] = attrs.field(factory=list)  # to log at the first step that has tokens
 
     def begin(self, subject: Subject) -> None:
-        """The engine is complete; called once."""
+        """Receive the complete engine; called once."""
         self.subject = (subject,)
         self.meter.formula = subject.formula
         self.owners.ledger = subject.ledger
         if subject.recomputes:
             self.recomputes(1.0)
         if not subject.formula.num_layers * subject.formula.hidden_size:
-            self.remarks.append(NO_ATTENTION)
+            self.warnings.append(NO_ATTENTION)
         self.sinks.begin(subject.record)
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """The context manager of a phase (`spans.PHASES`); may be entered again while open.
+        """Return the context manager of a phase (`spans.PHASES`), which is reentrant.
 
-        A forward without gradients is validation, not part of a step: its time is left out everywhere.
+        A forward without gradients is validation, not part of a step: its time is excluded everywhere.
         """
         if name == "forward" and not torch.is_grad_enabled():
             return self.paused()
@@ -82,42 +89,42 @@ class Telemetry:
             raise ValueError(f"no phase is called {name!r}; there are {', '.join(self.spans)}") from None
 
     def paused(self) -> AbstractContextManager[None]:
-        """Around what is not training (validation, saving): its time is left out of the throughput."""
+        """Return a context manager around work that is not training (validation, saving): throughput excludes it."""
         return self.throughput.paused()
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A training forward is about to get these arguments."""
+        """Count the tokens of a training forward that is about to run."""
         self.meter.forward(args, kwargs)
 
     def report_tokens(self, num_tokens: int) -> None:
-        """Tokens of this rank in this step; they count in place of those that forward was seen to get."""
-        self.meter.tell(num_tokens)
+        """Set the number of tokens of this rank in this step, in place of the counted ones."""
+        self.meter.report_tokens(num_tokens)
 
     def recomputes(self, share: float) -> None:
-        """That share of the layers is computed again in backward."""
+        """Set the share of the layers that backward computes again."""
         self.meter.coefficient = 3 + share
 
     def counted(self, flops_per_sample: float) -> None:
-        """The operations of a step were counted."""
+        """Set the counted FLOPs per sample."""
         self.meter.flops_per_sample = flops_per_sample
 
     def layers(self, norms: Mapping[str, float]) -> None:
-        """Gradient norms by layer, for the boundary under way, in any unit: the report has the norm of all."""
+        """Set the gradient norms by layer of the current boundary, in any unit; the report has the total norm."""
         self.layer_norms = dict(norms)
 
     def write_events(self, events: Events, flush: bool = True) -> None:
-        """Scalars of the program's own, (tag, value, x) each, to every sink; `flush` (DeepSpeed's) is always so."""
+        """Write the program's own scalars, (tag, value, x) each, to every sink; sinks always flush."""
         self.sinks.write_events(events)
 
     def micro_step_end(self) -> None:
-        """A micro-step is complete; at a boundary before or after `step_end`, as the caller likes."""
+        """End a micro-step; at a boundary before or after `step_end`."""
         self.stopwatch.micro_step_end()
 
     def step_end(self, report: StepReport) -> None:
-        """A boundary: one snapshot to every sink."""
+        """End a step: write one snapshot to every sink."""
         work = self.meter.step_end(report.samples)
-        while self.remarks and work.tokens:
-            logger.warning("%s", self.remarks.pop())
+        while self.warnings and work.tokens:
+            logger.warning("%s", self.warnings.pop())
         snapshot = Snapshot(
             report=report,
             rate=self.throughput.step_end(report.samples, work),
@@ -136,34 +143,105 @@ class Telemetry:
         self.sinks.write(snapshot)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: times belong to the process that measured them."""
+        """Return {}: times belong to the process that measured them."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start measuring afresh, warm-up included: the counters have jumped."""
+        """Restart measuring, warm-up included: the counters have jumped."""
         self.stopwatch.reset()
         self.throughput.reset()
         self.recent_loss.clear()
         self.countdown.reset()
 
     def close(self) -> None:
-        """Last lines, then close every sink. Safe to call twice."""
+        """Print the final lines and close every sink.  Safe to call twice."""
         self.sinks.close()
         self.comms.close()
 
     @property
     def enabled(self) -> bool:
-        """Whether there is a place that `write_events` reaches."""
+        """True if `write_events` reaches a sink."""
         return bool(self.sinks)
 
     @property
     def bench_done(self) -> bool:
-        """Whether the steps that `bench_steps` asks for are measured; the same on all ranks."""
+        """True once `bench_steps` steps are measured; equal on all ranks."""
         return self.countdown.is_over
 
 
+@attrs.frozen(kw_only=True)
+class Scope:
+    """Device, ranks and batch sizes of the measured run."""
+
+    device: torch.device  # of this rank
+    micro_batch_size: int  # samples per rank and micro-step
+    batch_size: int  # samples per step over all ranks
+    replicas: int  # ranks that train together
+    pieces: int  # ranks that share the tokens of a sample
+    num_devices: int  # all ranks; differs from `replicas` where several ranks hold one model
+
+
+def assemble(plan: TelemetryPlan, scope: Scope, countdown: Countdown) -> Telemetry:
+    """Build rank 0's telemetry: an active part or its null object for each switch of the plan, then the sinks."""
+    stopwatch = _make_stopwatch(scope.device) if plan.wall_clock_breakdown else NoStopwatch()
+    marks = MemoryMarks(scope.device) if plan.memory_breakdown else NoMemoryMarks()
+    throughput = Throughput(warmup_steps=plan.rates.warmup_steps) if plan.throughput else NoThroughput()
+    comms = CommsLog(zcomm.traced, plan.comms_ops) if plan.comms_log else NoCommsLog()
+    fleet = Fleet(num_devices=scope.num_devices, peak_tflops=plan.rates.peak_tflops or peak_of(scope.device))
+
+    def summary() -> str:
+        batch = f"batch {scope.batch_size}, micro-batch {scope.micro_batch_size}"
+        return "\n".join(filter(None, [_mean_rate(plan, throughput.total, batch), comms.table()]))
+
+    sinks = open_sinks(plan, _empty_charts(plan, fleet))
+    if plan.steps_per_print or plan.comms_log:
+        sinks.add("console", lambda: Console(plan.steps_per_print, table=comms.table, farewell=summary))
+    if plan.bench_steps:
+        sinks.add("bench summary", lambda: Bench(plan.bench_steps))
+    return Telemetry(
+        device=scope.device,
+        sinks=sinks,
+        stopwatch=stopwatch,
+        throughput=throughput,
+        marks=marks,
+        comms=comms,
+        spans=make_spans((*stopwatch.observers(), *marks.observers())),
+        meter=Meter(replicas=scope.replicas, pieces=scope.pieces, tokens_per_sample=plan.rates.tokens_per_sample),
+        fleet=fleet,
+        owners=Owners(always=plan.memory_breakdown),
+        recent_loss=RecentLoss(max(1, plan.steps_per_print)),
+        countdown=countdown,
+    )
+
+
+def _make_stopwatch(device: torch.device) -> Stopwatch:
+    return Stopwatch(zcomm.traced, DeviceInstants()) if device.type == "cuda" else Stopwatch(zcomm.traced)
+
+
+def _empty_charts(plan: TelemetryPlan, fleet: Fleet) -> list[str]:
+    """Return the sections and charts that stay empty in this run."""
+    needs = {
+        "Speed": plan.throughput,
+        "MFU": fleet.peak_tflops > 0,
+        "Phases": plan.wall_clock_breakdown,
+        "bytes after each phase": plan.memory_breakdown,
+        "Communication": plan.comms_log,
+        "Gradients": plan.gradient_histograms > 0,
+    }
+    return [name for name, is_there in needs.items() if not is_there]
+
+
+def _mean_rate(plan: TelemetryPlan, total: Rate, batch: str) -> str:
+    if not (total and plan.steps_per_print):
+        return ""
+    return (
+        f"throughput: {total.samples_per_s:.1f} samples/s, {total.step_ms:.1f} ms a step "
+        f"(mean of {total.steps} steps; {batch})"
+    )
+
+
 def in_units_of(whole: float, parts: Mapping[str, float]) -> dict[str, float]:
-    """`parts`, whose squares shall add up to that of `whole`; as they are where they cannot."""
+    """Scale `parts` so that their squares add up to that of `whole`; unchanged where that is impossible."""
     total = math.hypot(*parts.values())
     factor = whole / total if total and math.isfinite(total) and math.isfinite(whole) else 1.0
     return {name: norm * factor for name, norm in parts.items()}

@@ -1,11 +1,10 @@
 """Samples, tokens and FLOPs per second, from boundary to boundary.
 
-The time of a step is the whole time since the boundary before it: waiting for data counts, because the user
-waits for it too. What is not training (a validation pass, writing a checkpoint) is left out by `paused()`.
-The first steps are not measured: the first has no boundary before it, and the early ones carry allocation and
-compilation. Rejected: timing forward to step only, which makes a run that starves for data look fast; and waiting
-for the device at each boundary, since the engine reads the norm in the middle of each, so the host can be ahead of
-the device by less than a step, always the same.
+The time of a step is all time since the previous boundary: waiting for data counts, because the user waits for it
+too.  `paused()` excludes work that is not training (validation, checkpoints).  The first steps are not measured: the
+first has no previous boundary, and early ones include allocation and compilation.  Rejected: timing from forward to
+step only, which makes a data-starved run look fast; and synchronizing at each boundary, since the engine reads the
+norm in the middle of each, so the host is ahead of the device by less than a step, always the same.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ WARMUP_STEPS = 2
 
 @attrs.frozen(kw_only=True)
 class Work:
-    """What one step was about, over all ranks; zero is unknown."""
+    """Work of one step over all ranks; zero is unknown."""
 
     tokens: int = 0
     flops: float = 0.0  # by the formula, recomputation included
@@ -30,7 +29,7 @@ class Work:
     counted_flops: float = 0.0  # from counting the operations of one step
 
     def in_time(self, samples: int, ms: float) -> Rate:
-        """The rate of a step that did this in `ms` milliseconds."""
+        """Return the rate of a step that did this work in `ms` milliseconds."""
         return Rate(
             samples=samples,
             ms=ms,
@@ -44,7 +43,7 @@ class Work:
 
 @attrs.frozen(kw_only=True)
 class Rate:
-    """Samples of all ranks and what they cost, and the time they took. Rates add up over steps."""
+    """Samples of all ranks, their work and time.  Rates add up over steps."""
 
     samples: int = 0
     ms: float = 0.0
@@ -69,7 +68,7 @@ class Rate:
         return self.steps > 0 and self.ms > 0
 
     def per_s(self, amount: float) -> float:
-        """`amount` over the time; 0 while nothing is measured."""
+        """Return `amount` per second; 0 if nothing is measured."""
         return amount / self.ms * 1e3 if self else 0.0
 
     @property
@@ -97,7 +96,7 @@ class Throughput:
     _depth: int = attrs.field(default=0, init=False)  # pauses open now; the outermost is timed
 
     def step_end(self, samples: int, work: Work | None = None) -> Rate:
-        """The rate of the step that ends now, at `samples` samples since the start of training."""
+        """Return the rate of the step that ends at `samples` samples since the start of training."""
         now = self._clock()
         self._seen += 1
         elapsed_ms = (now - self._last_time - self._pause) * 1e3
@@ -110,7 +109,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside does not count as training; pauses may be nested."""
+        """Exclude the block from the throughput; blocks may be nested."""
         begin = self._clock()
         self._depth += 1
         try:
@@ -121,13 +120,13 @@ class Throughput:
                 self._pause += self._clock() - begin
 
     def reset(self) -> None:
-        """Start again, with a warm-up: the sample counter has jumped."""
+        """Restart with a warm-up: the sample counter has jumped."""
         self.total, self._seen = Rate(), 0
 
 
 @final
 class NoThroughput:
-    """The identity."""
+    """Null object: measures nothing."""
 
     total = Rate()
 

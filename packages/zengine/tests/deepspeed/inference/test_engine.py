@@ -12,7 +12,7 @@ from torch import nn
 
 import zengine.deepspeed as deepspeed
 from zcomm.testing import run_ranks
-from zpartition.tensor.testing import PLAN, Language
+from zpartition.testing.tensor_models import PLAN, Language
 
 
 class Generator(nn.Module):

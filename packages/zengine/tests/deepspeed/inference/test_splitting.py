@@ -14,12 +14,12 @@ import zcomm
 import zengine.deepspeed as deepspeed
 import zpartition
 from zcomm.testing import run_ranks
-from zengine.agreement import RanksDisagree
+from zengine.build.agreement import RanksDisagree
 from zengine.deepspeed.inference import splitting
 from zengine.deepspeed.inference.parallel import NOBODY, Wanted, read_sharing
-from zpartition.experts.testing import Language as Experts
-from zpartition.tensor import Column, Row, Rule, TensorPlan, Whole
-from zpartition.tensor.testing import PLAN, Block, Gated, Grouped, Language
+from zpartition.tensor import Column, Replicated, Row, Rule, TensorPlan
+from zpartition.testing.expert_models import MoELanguageModel as Experts
+from zpartition.testing.tensor_models import PLAN, Block, Gated, Grouped, Language
 
 TOKENS = torch.arange(14).view(2, 7) % 20
 
@@ -97,8 +97,8 @@ def _refusals() -> None:
         refused("ep_size = 4 does not divide the 2 ranks", {"moe": {"ep_size": 4}})
         refused(r"tp_size = 2, and the tensor group.* has 1 ranks", {"tp": {"tp_size": 2, "tp_group": alone}})
         refused(r"mpu= is a object without get_model_parallel_group", {"mpu": object()})
-        refused("1 key-value heads, which cannot be shared out over 2", {"mp_size": 2}, _Few())
-        refused("no experts are found in the Runnable", {"ep_size": 2})
+        refused("1 key-value heads, which cannot be split over 2", {"mp_size": 2}, _Few())
+        refused("no experts found in Runnable", {"ep_size": 2})
         refused(r"moe_experts = \[8\], and .* has 4 experts", {"ep_size": 2, "moe_experts": 8}, Experts())
         refused(r"and it has no dummy_inputs.*injection_policy=\{Block", {"mp_size": 2}, Language())
         refused("pattern 'nothing' fits no weight", {"tp": {"tp_size": 2, "partition_config": _spec("nothing")}})
@@ -109,7 +109,7 @@ def _refusals() -> None:
         deepspeed.init_inference(
             nn.Sequential(*_layers(2 + zcomm.group_rank())), mp_size=2, tp={"partition_config": _EMPTY}
         )
-    assert zpartition.cell_of(model).size == 1
+    assert zpartition.model_parallel_group_of(model).size == 1
 
 
 class _Few(Runnable):
@@ -119,7 +119,7 @@ class _Few(Runnable):
 
 
 _PAIR = TensorPlan([Rule("up", Column()), Rule("down", Row())])
-_EMPTY = TensorPlan([Rule("0", Column(gathers=True)), Rule("*", Whole())])
+_EMPTY = TensorPlan([Rule("0", Column(gathers=True)), Rule("*", Replicated())])
 
 
 def _layers(count: int) -> list[nn.Module]:
@@ -150,8 +150,8 @@ def _already(caplog_level: int) -> list[str]:
     with pytest.raises(
         ValueError, match=r"layers are split over ranks \[0, 1\] already, and ranks \[0, 1, 2, 3\] are"
     ):
-        splitting._to_do(Wanted(4, key="mp_size"), [zpartition.cell_of(model)], "layers")
-    assert splitting._to_do(NOBODY, [zpartition.cell_of(model)], "layers") == NOBODY
+        splitting._to_do(Wanted(4, key="mp_size"), [zpartition.model_parallel_group_of(model)], "layers")
+    assert splitting._to_do(NOBODY, [zpartition.model_parallel_group_of(model)], "layers") == NOBODY
     return told
 
 
@@ -170,10 +170,10 @@ def _experts() -> tuple[float, int]:
     first = deepspeed.init_inference(model, dtype=torch.float32, moe={"ep_size": 4})
     both = deepspeed.init_inference(Language(), dtype=torch.float32, tp={"tp_size": 2, "partition_config": PLAN})
     mixed = Experts()
-    plan = TensorPlan([Rule("head", Column(gathers=True)), Rule("**", Whole())])
+    plan = TensorPlan([Rule("head", Column(gathers=True)), Rule("**", Replicated())])
     given = {"tensor_parallel": {"tp_size": 2, "partition_config": plan}, "ep_size": 2}
     last = deepspeed.init_inference(mixed, dtype=torch.float32, **given)
-    assert zcomm.group_size(zpartition.cell_of(both.module).group) == 2
+    assert zcomm.group_size(zpartition.model_parallel_group_of(both.module).group) == 2
     own = [engine(TOKENS + (rank // 2 if engine is first else 0)) for engine in (first, both, last)]
     wanted = [Experts()(TOKENS + rank // 2), expected[1], expected[0]]
     again = zpartition.whole_state_dict(mixed)

@@ -12,7 +12,7 @@ import zcomm
 import zengine.deepspeed as deepspeed
 from zcomm.testing import run_ranks
 from zengine.deepspeed.utils import groups
-from zpartition.tensor.testing import PLAN, Language
+from zpartition.testing.tensor_models import PLAN, Language
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 

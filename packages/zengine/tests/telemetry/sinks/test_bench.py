@@ -1,6 +1,6 @@
 """The figures of a bench run."""
 
-from zengine.report import StepReport
+from zengine.step_report import StepReport
 from zengine.telemetry.devices import Fleet
 from zengine.telemetry.sinks.bench import Bench
 from zengine.telemetry.snapshot import Snapshot

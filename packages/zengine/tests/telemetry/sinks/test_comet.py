@@ -5,8 +5,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from zengine.config.telemetry import CometPlan
-from zengine.report import StepReport
+from zengine.config.keys.telemetry import Comet
+from zengine.step_report import StepReport
 from zengine.telemetry.sinks.comet import CometSink
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.subject import RunRecord
@@ -36,9 +36,7 @@ def snapshot(step):
 
 
 def test_a_point_is_sent_when_enough_samples_have_passed(calls):
-    sink = CometSink(
-        CometPlan(enabled=True, project="zoo", api_key="k", experiment_name="n", samples_log_interval=20)
-    )
+    sink = CometSink(Comet(enabled=True, project="zoo", api_key="k", experiment_name="n", samples_log_interval=20))
     sink.begin(RunRecord(started="", config={}, plan=[], environment={}, hparams={"lr": 0.1}))
     for step in range(1, 8):
         sink.write(snapshot(step))
@@ -51,6 +49,6 @@ def test_a_point_is_sent_when_enough_samples_have_passed(calls):
 
 
 def test_what_is_empty_is_left_to_the_package(calls):
-    sink = CometSink(CometPlan(enabled=True, online=False))
+    sink = CometSink(Comet(enabled=True, online=False))
     sink.write_events([("eval/loss", 1.5, 3)])
     assert calls == [("start", {"online": False}), ("metrics", 3, ["eval/loss"])]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from zengine.report import StepReport
+from zengine.step_report import StepReport
 from zengine.telemetry.sinks.console import Console
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.throughput import Rate

@@ -2,7 +2,7 @@
 
 import csv
 
-from zengine.report import StepReport
+from zengine.step_report import StepReport
 from zengine.telemetry.sinks.csv import CsvSink
 from zengine.telemetry.snapshot import Snapshot
 

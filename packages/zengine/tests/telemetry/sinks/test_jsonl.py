@@ -3,7 +3,7 @@
 import json
 import math
 
-from zengine.report import StepReport
+from zengine.step_report import StepReport
 from zengine.telemetry.sinks.jsonl import JsonlSink
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.subject import RunRecord

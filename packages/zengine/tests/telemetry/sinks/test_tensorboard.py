@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from zengine.report import StepReport
+from zengine.step_report import StepReport
 from zengine.telemetry.comms import Tally
 from zengine.telemetry.devices import Fleet
 from zengine.telemetry.sinks.tensorboard import LAYOUT, TensorBoardSink

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from zengine.report import StepReport
+from zengine.step_report import StepReport
 from zengine.telemetry.sinks.wandb import WandbSink
 from zengine.telemetry.snapshot import Snapshot
 from zengine.telemetry.subject import RunRecord

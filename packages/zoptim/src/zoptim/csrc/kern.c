@@ -112,8 +112,13 @@ static void *element(const uint64_t *rows, int64_t row, int64_t at, int64_t byte
   return rows ? (char *)(uintptr_t)rows[row] + at * bytes : 0;
 }
 
-/* Whether state `k` of a rule is a second moment (no sign, wide range). */
-static int is_square(int rule, int k) { return rule == ZK_ADAGRAD || ((rule == ZK_ADAM || rule == ZK_LAMB) && k > 0); }
+/* Is state `k` of a rule a second moment: not negative, of a wide range? */
+static int is_square(int rule, int k) {
+#define ZK_SQUARES_OF(NAME, name) ZK_##NAME##_SQUARES,
+  static const unsigned char squares[] = {ZK_RULES(ZK_SQUARES_OF)};
+#undef ZK_SQUARES_OF
+  return squares[rule] >> k & 1;
+}
 
 static float *load(int format, void *from, const void *beside, float *buffer, int64_t n, int square) {
   switch (format) {
@@ -142,64 +147,34 @@ typedef struct {
   const float *g;
 } arrays;
 
-ZK_FN void adam_as(arrays a, int64_t n, const zk_coef c, const int flags) {
-  out_f p = a.p, m = a.s0, v = a.s1, x = a.s2;
-  in_f g = a.g;
-  if (flags & ZK_AMSGRAD) {
-    for (int64_t i = 0; i < n; i++) p[i] = zk_adam(p[i], g[i], &m[i], &v[i], &x[i], &c, flags);
-  } else {
-    for (int64_t i = 0; i < n; i++) p[i] = zk_adam(p[i], g[i], &m[i], &v[i], 0, &c, flags);
+/* The loops of a rule, with constant flags and number of states, and the choice among them. */
+#define ZK_DEFINE_RULE(NAME, name)                                                                           \
+  ZK_FN void name##_as(arrays a, int64_t n, const zk_coef c, const int flags, const int states) {            \
+    out_f p = a.p, x = a.s0, y = a.s1, z = a.s2;                                                             \
+    in_f g = a.g;                                                                                            \
+    for (int64_t i = 0; i < n; i++)                                                                          \
+      p[i] = zk_##name(p[i], g[i], states > 0 ? &x[i] : 0, states > 1 ? &y[i] : 0, states > 2 ? &z[i] : 0, &c, flags); \
+  }                                                                                                          \
+  static void apply_##name(const zk_job *job, arrays a, int64_t n, const zk_coef *c) {                       \
+    enum { loop_flags = 0 ZK_##NAME##_LOOPS(ZK_OR_FLAGS), has_squares = ZK_##NAME##_SQUARES != 0 };          \
+    ZK_##NAME##_LOOPS(ZK_TRY_LOOP)                                                                           \
   }
-}
-static void adam(arrays a, int64_t n, const zk_coef *c) { adam_as(a, n, *c, 0); }
-static void adam_largest(arrays a, int64_t n, const zk_coef *c) { adam_as(a, n, *c, ZK_AMSGRAD); }
-static void adam_roots(arrays a, int64_t n, const zk_coef *c) { adam_as(a, n, *c, ZK_ROOTS); }
-static void adam_largest_roots(arrays a, int64_t n, const zk_coef *c) { adam_as(a, n, *c, ZK_AMSGRAD | ZK_ROOTS); }
-
-static void sgd(arrays a, int64_t n, const zk_coef *k) {
-  const zk_coef c = *k;
-  out_f p = a.p;
-  in_f g = a.g;
-  for (int64_t i = 0; i < n; i++) p[i] = zk_sgd(p[i], g[i], &c);
-}
-ZK_FN void sgd_momentum_as(arrays a, int64_t n, const zk_coef c, const int flags) {
-  out_f p = a.p, b = a.s0;
-  in_f g = a.g;
-  for (int64_t i = 0; i < n; i++) p[i] = zk_sgd_momentum(p[i], g[i], &b[i], &c, flags);
-}
-static void sgd_momentum(arrays a, int64_t n, const zk_coef *c) { sgd_momentum_as(a, n, *c, 0); }
-static void sgd_nesterov(arrays a, int64_t n, const zk_coef *c) { sgd_momentum_as(a, n, *c, ZK_NESTEROV); }
-
-ZK_FN void adagrad_as(arrays a, int64_t n, const zk_coef c, const int flags) {
-  out_f p = a.p, s = a.s0;
-  in_f g = a.g;
-  for (int64_t i = 0; i < n; i++) p[i] = zk_adagrad(p[i], g[i], &s[i], &c, flags);
-}
-static void adagrad(arrays a, int64_t n, const zk_coef *c) { adagrad_as(a, n, *c, 0); }
-static void adagrad_roots(arrays a, int64_t n, const zk_coef *c) { adagrad_as(a, n, *c, ZK_ROOTS); }
-
-static void lion(arrays a, int64_t n, const zk_coef *k) {
-  const zk_coef c = *k;
-  out_f p = a.p, m = a.s0;
-  in_f g = a.g;
-  for (int64_t i = 0; i < n; i++) p[i] = zk_lion(p[i], g[i], &m[i], &c);
-}
+#define ZK_OR_FLAGS(name, states, wanted) | (wanted)
+#define ZK_TRY_LOOP(name, states, wanted)                                                                    \
+  if ((job->flags & loop_flags) == (wanted) && (job->state == ZK_NONE) == (states == 0)) {                   \
+    if (has_squares && job->state == ZK_Q8)                                                                  \
+      name##_as(a, n, *c, (wanted) | ZK_ROOTS, states);                                                      \
+    else                                                                                                     \
+      name##_as(a, n, *c, wanted, states);                                                                   \
+    return;                                                                                                  \
+  }
+ZK_ELEMENTWISE(ZK_DEFINE_RULE)
 
 static void apply_rule(const zk_job *job, arrays a, int64_t n, const zk_coef *c) {
-  const int roots = job->state == ZK_Q8;
-  switch (job->rule) {
-    case ZK_ADAM:
-      if (job->flags & ZK_AMSGRAD)
-        (roots ? adam_largest_roots : adam_largest)(a, n, c);
-      else
-        (roots ? adam_roots : adam)(a, n, c);
-      break;
-    case ZK_SGD:
-      (job->state == ZK_NONE ? sgd : job->flags & ZK_NESTEROV ? sgd_nesterov : sgd_momentum)(a, n, c);
-      break;
-    case ZK_ADAGRAD: (roots ? adagrad_roots : adagrad)(a, n, c); break;
-    default: lion(a, n, c); break;
-  }
+#define ZK_CASE(NAME, name) \
+  case ZK_##NAME: apply_##name(job, a, n, c); break;
+  switch (job->rule) { ZK_ELEMENTWISE(ZK_CASE) }
+#undef ZK_CASE
 }
 
 /* One piece through the three stations; `visit` is what happens to the float32 arrays. */
@@ -349,17 +324,17 @@ ZK_FN void fused_adam_q8(const zk_job *job, int64_t row, int64_t from, int64_t t
 ZK_FUSED_Q8(ZK_DEFINE_Q8)
 
 #define ZK_KEY(W, G, S, C) ((W) << 12 | (G) << 8 | (S) << 4 | (C))
-#define ZK_CASE(W, G, S, C) \
+#define ZK_FUSED_CASE(W, G, S, C) \
   case ZK_KEY(ZK_##W, ZK_##G, ZK_##S, ZK_##C): fused_##W##_##G##_##S##_##C(job, row, from, to); return;
 
-#define ZK_CASE_Q8(W, G, C) \
+#define ZK_FUSED_CASE_Q8(W, G, C) \
   case ZK_KEY(ZK_##W, ZK_##G, ZK_Q8, ZK_##C): fused_##W##_##G##_Q8_##C(job, row, from, to); return;
 #endif
 
 static void update(const zk_job *job, int64_t row, int64_t from, int64_t to) {
 #ifndef ZK_ONLY_PIECES /* SSE2 does without the fused loops: the wheel is a third smaller */
   if (job->rule == ZK_ADAM && !(job->flags & ZK_AMSGRAD)) {
-    switch (ZK_KEY(job->weight, job->grad, job->state, job->copy)) { ZK_FUSED(ZK_CASE) ZK_FUSED_Q8(ZK_CASE_Q8) }
+    switch (ZK_KEY(job->weight, job->grad, job->state, job->copy)) { ZK_FUSED(ZK_FUSED_CASE) ZK_FUSED_Q8(ZK_FUSED_CASE_Q8) }
   }
 #endif
   pieces(job, row, from, to, visit_rule, 0, 3);

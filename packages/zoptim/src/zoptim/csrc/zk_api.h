@@ -6,7 +6,7 @@
  */
 #ifndef ZK_API_H
 #define ZK_API_H
-#include "zk_rules.h"
+#include "zk_prepare.h"
 
 /* cdef begin */
 typedef struct {

@@ -9,12 +9,13 @@
  * of four neighbours (float32: 16 bytes at a time; neighbouring threads read neighbouring memory in every
  * format); elsewhere, and in the last group of a row, it holds every 32nd element and asks about the end.
  *
- * Formats, rule and flags are constants of the compilation: ZK_RULE, ZK_FLAGS, ZK_WEIGHT, ZK_GRAD, ZK_STATE,
- * ZK_COPY and ZK_CHUNK.  Without ZK_RULE only the kernels that are common to all are compiled.
+ * Formats, rule and flags are constants of the compilation: ZK_RULE with its ZK_UPDATE, ZK_LOOPS and ZK_SQUARES,
+ * ZK_FLAGS, ZK_WEIGHT, ZK_GRAD, ZK_STATE, ZK_COPY and ZK_CHUNK.  Without ZK_RULE only the kernels that all rules
+ * share are compiled.
  */
 #include "zk_gpu.h"
 #include "zk_math.h"
-#include "zk_rules.h"
+#include "zk_prepare.h"
 
 #define ZK_THREADS 256
 #define ZK_WARPS (ZK_THREADS / 32)
@@ -176,15 +177,9 @@ ZK_KERNEL(4, zk_squares_final, zk_squares_args) {
 
 #define ZK_ALL_FLAGS (ZK_FLAGS | (ZK_STATE == ZK_Q8 ? ZK_ROOTS : 0))
 
-#if ZK_STATE == ZK_NONE
-#define ZK_STATES 0
-#elif ZK_RULE == ZK_LAMB
-#define ZK_STATES 2
-#elif ZK_RULE == ZK_ADAM
-#define ZK_STATES (ZK_FLAGS & ZK_AMSGRAD ? 3 : 2)
-#else
-#define ZK_STATES 1
-#endif
+/* The number of states that the loop of these flags has. */
+#define ZK_COUNT_STATES(name, states, flags) +((states) * ((states) > 0 && ZK_FLAGS == (flags)))
+#define ZK_STATES (ZK_STATE == ZK_NONE ? 0 : 0 ZK_LOOPS(ZK_COUNT_STATES))
 
 #if ZK_RULE == ZK_LAMB || ZK_STATE == ZK_Q8
 #define ZK_RUNS 2 /* a whole ZK_BLOCK */
@@ -316,10 +311,8 @@ ZK_FN void store_weight(const zk_row *row, const zk_coef *c, zk_place w, int r, 
   }
 }
 
-/* Whether state `k` is a second moment: no sign, and its root in 8 bits. */
-ZK_FN int is_square(const int k) {
-  return ZK_RULE == ZK_ADAGRAD || ((ZK_RULE == ZK_ADAM || ZK_RULE == ZK_LAMB) && k > 0);
-}
+/* Is state `k` a second moment: not negative, and stored as its root in 8 bits? */
+ZK_FN int is_square(const int k) { return ZK_SQUARES >> k & 1; }
 
 ZK_FN void load_state(const zk_row *row, const int k, zk_place w, int r, const int whole, float *x) {
   if (ZK_STATE != ZK_Q8) {
@@ -424,13 +417,6 @@ ZK_FN zk_item begin(const zk_step_args *a, zk_row *row, zk_coef *c) {
 
 #if ZK_RULE != ZK_LAMB
 
-ZK_FN float updated(float p, float g, float *x0, float *x1, float *x2, const zk_coef *c) {
-  if (ZK_RULE == ZK_ADAM) return zk_adam(p, g, x0, x1, x2, c, ZK_ALL_FLAGS);
-  if (ZK_RULE == ZK_ADAGRAD) return zk_adagrad(p, g, x0, c, ZK_ALL_FLAGS);
-  if (ZK_RULE == ZK_LION) return zk_lion(p, g, x0, c);
-  return ZK_STATES ? zk_sgd_momentum(p, g, x0, c, ZK_ALL_FLAGS) : zk_sgd(p, g, c);
-}
-
 ZK_FN void update_group(const zk_row *row, const zk_coef *c, zk_place w, const int whole) {
   float p[ZK_EACH], x[3][ZK_EACH];
   ZK_EVERY_RUN(r) {
@@ -443,7 +429,8 @@ ZK_FN void update_group(const zk_row *row, const zk_coef *c, zk_place w, const i
     ZK_FOUR(j) {
       const int i = 4 * r + j;
       ZK_NEXT_ELEMENT;
-      p[i] = updated(p[i], g[j], &x[0][i], &x[1][i], &x[2][i], c);
+      p[i] = ZK_UPDATE(p[i], g[j], ZK_STATES > 0 ? &x[0][i] : 0, ZK_STATES > 1 ? &x[1][i] : 0,
+                       ZK_STATES > 2 ? &x[2][i] : 0, c, ZK_ALL_FLAGS);
     }
     if (ZK_APART) store_weight(row, c, w, r, whole, p + 4 * r);
   }

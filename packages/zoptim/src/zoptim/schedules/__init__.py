@@ -3,10 +3,10 @@
 `laws` holds the curves as pure functions; the classes add a counter and write to the optimizer.
 """
 
-from .base import Schedule
-from .build import LRSchedule, make_schedule
-from .cycle import LRRangeTest, OneCycle
-from .warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zoptim.schedules.base import Schedule
+from zoptim.schedules.build import LRSchedule, make_schedule
+from zoptim.schedules.cycle import LRRangeTest, OneCycle
+from zoptim.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
     "LRRangeTest",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import integer, number
+from zoptim.checks import integer, number
 
 __all__ = ["Rate", "Schedule", "checked"]
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch.optim import lr_scheduler as torch_schedulers
 
-from ..errors import UnknownNameError, did_you_mean, refuse_unknown_options
-from .base import Schedule
-from .cycle import LRRangeTest, OneCycle
-from .warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zoptim.errors import UnknownNameError, check_option_names, did_you_mean
+from zoptim.schedules.base import Schedule
+from zoptim.schedules.cycle import LRRangeTest, OneCycle
+from zoptim.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = ["LRSchedule", "make_schedule"]
 
@@ -53,7 +53,7 @@ def make_schedule(name: str, optimizer: torch.optim.Optimizer, params: Mapping[s
         )
     given = dict(params or {})
     expected = {key: p for key, p in inspect.signature(classes[name]).parameters.items() if key != "optimizer"}
-    refuse_unknown_options(name, given, expected)
+    check_option_names(name, given, expected)
     missing = [key for key, p in expected.items() if p.default is p.empty and key not in given]
     if missing:
         raise ValueError(f"{name} needs {', '.join(missing)}; it was given {', '.join(given) or 'nothing'}.")

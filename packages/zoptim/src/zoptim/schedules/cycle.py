@@ -6,9 +6,9 @@ import warnings
 
 import torch
 
-from ..checks import flag, integer, number
-from . import laws
-from .base import Rate, Schedule, checked
+from zoptim.checks import flag, integer, number
+from zoptim.schedules import laws
+from zoptim.schedules.base import Rate, Schedule, checked
 
 __all__ = ["LRRangeTest", "OneCycle"]
 
@@ -63,7 +63,7 @@ class OneCycle(Schedule):
         self.exact_peak = flag("exact_peak", exact_peak)
         self.cycles_momentum = flag("cycle_momentum", cycle_momentum) and _has_betas(optimizer)
         if self.cycles_momentum and not exact_peak:
-            _say_second(optimizer)
+            _warn_second_beta(optimizer)
         super().__init__(optimizer, last_batch_iteration)
 
     def lrs(self, t: int) -> list[float]:
@@ -100,14 +100,14 @@ class OneCycle(Schedule):
         t = self.last_batch_iteration
         begins = t < 0 and not self.exact_peak
         momenta = self._momentum_limits()[0] if begins else self.momenta(t)
-        self._refuse_growth(momenta)
+        self._check_growth(momenta)
         super()._apply()
         if self.cycles_momentum:
             for group, betas in zip(self.optimizer.param_groups, self._betas(momenta)):
                 if "betas" in group:
                     group["betas"] = betas
 
-    def _refuse_growth(self, momenta: list[float]) -> None:
+    def _check_growth(self, momenta: list[float]) -> None:
         if self.cycles_momentum and max(momenta, default=0.0) >= 1:
             raise ValueError(
                 f"after {self.last_batch_iteration + 1} updates decay_mom_rate {self.decay_rates[1]:g} has brought "
@@ -152,7 +152,7 @@ def _has_betas(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _say_second(optimizer: torch.optim.Optimizer) -> None:
+def _warn_second_beta(optimizer: torch.optim.Optimizer) -> None:
     found = {group["betas"][1] for group in optimizer.param_groups if "betas" in group} - {_SECOND}
     if found:
         warnings.warn(

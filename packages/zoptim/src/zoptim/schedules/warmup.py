@@ -6,10 +6,10 @@ import warnings
 
 import torch
 
-from ..checks import flag, integer, number
-from ..errors import UnknownNameError, did_you_mean
-from . import laws
-from .base import Rate, Schedule
+from zoptim.checks import flag, integer, number
+from zoptim.errors import UnknownNameError, did_you_mean
+from zoptim.schedules import laws
+from zoptim.schedules.base import Rate, Schedule
 
 __all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 
@@ -130,7 +130,7 @@ class WarmupCosineLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def ratio(self, t: int) -> float:
-        """What every group's own lr is multiplied by.  Pure."""
+        """Return what every group's own lr is multiplied by.  Pure."""
         law = laws.exact_cosine_ratio if self.exact_peak else laws.cosine_ratio
         return law(t, self.warmup_num_steps, self.total_num_steps, self.warmup_type, self.low_ratios)
 

@@ -1,34 +1,45 @@
-"""Activation checkpointing: a block keeps its inputs alone, and computes the rest again in backward.
+"""Activation checkpointing: a block keeps only its inputs, and recomputes the rest in backward.
 
-torch.utils.checkpoint does the computing again.  What is added here is where the inputs wait (each tensor rank keeps
-a part, on the host, in one piece of memory made beforehand), and the random numbers of several streams:
+torch.utils.checkpoint does the recomputation.  This package adds where the inputs are saved (a part on each tensor
+rank, on the host, in one preallocated buffer), and the state of several random number streams:
 
-    checkpoint = Checkpointing(keeping=Keeping(cell=Cell.of(tensor_group), store=OnHost()))
+    checkpoint = Checkpointing(saved_inputs=SavedInputs(cell=Cell.of(tensor_group), store=HostStore()))
     x = checkpoint(block, x)
 """
 
 from __future__ import annotations
 
-from zpartition.activations.blocks import Blocks
-from zpartition.activations.checkpointing import Checkpointing, Variant
-from zpartition.activations.keeping import WHOLE, Keeping, kept_numel
-from zpartition.activations.replay import NO_STREAMS, Streams
-from zpartition.activations.stores import Arena, AsTheyAre, OnHost, Store
+from zpartition._renamed import renamed
+from zpartition.activations.blocks import CheckpointedBlocks
+from zpartition.activations.checkpointing import NO_STREAMS, Checkpointing, Streams, Variant
+from zpartition.activations.saved_inputs import UNPARTITIONED, SavedInputs, saved_numel
+from zpartition.activations.stores import ArenaStore, DeviceStore, HostStore, Store
 from zpartition.activations.streams import MODEL_PARALLEL, RandomStreams
 
 __all__ = [
     "MODEL_PARALLEL",
     "NO_STREAMS",
-    "WHOLE",
-    "Arena",
-    "AsTheyAre",
-    "Blocks",
+    "UNPARTITIONED",
+    "ArenaStore",
+    "CheckpointedBlocks",
     "Checkpointing",
-    "Keeping",
-    "OnHost",
+    "DeviceStore",
+    "HostStore",
     "RandomStreams",
+    "SavedInputs",
     "Store",
     "Streams",
     "Variant",
-    "kept_numel",
+    "saved_numel",
 ]
+
+RENAMED = {
+    "Arena": "ArenaStore",
+    "AsTheyAre": "DeviceStore",
+    "Blocks": "CheckpointedBlocks",
+    "Keeping": "SavedInputs",
+    "OnHost": "HostStore",
+    "WHOLE": "UNPARTITIONED",
+    "kept_numel": "saved_numel",
+}
+__getattr__ = renamed(__name__, RENAMED)

@@ -1,11 +1,11 @@
-"""Blocks that are checkpointed wherever they are called, chosen by their names: the model's code stays as it is.
+"""Checkpoint blocks wherever they are called, chosen by name; the model's code stays as it is.
 
-A block's class is exchanged for one made of it, whose call goes through a `Checkpointing`.  It is the call and not
-`forward`, so that hooks of the block (those which gather its weights, say) run again with it.  Names, parameters and
-state dicts are untouched, `close` puts the classes back, and what is saved or copied is plain.
+The class of a block is replaced by a subclass whose `__call__` goes through a `Checkpointing`.  It wraps the call and
+not `forward`, so that hooks of the block (those that gather its weights, say) run again with it.  Names, parameters
+and state dicts do not change, `close` restores the classes, and pickles and copies are plain modules.
 
-Rejected: wrapper modules, which put a component into every name; a `forward` of our own on each module, behind whose
-back hooks and compiled calls would not run again.
+Rejected: wrapper modules, which put a component into every name; a `forward` set on each instance, which hooks and
+compiled calls bypass in the recomputation.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import attrs
 from torch import nn
 
 from zpartition.activations.checkpointing import Checkpointing
-from zpartition.patterns import matches
+from zpartition.layout.units import matches
 
-__all__ = ["Blocks"]
+__all__ = ["CheckpointedBlocks"]
 
 
 @final
 @attrs.define(eq=False)
-class Blocks:
-    """Modules of one model that are checkpointed, until `close`."""
+class CheckpointedBlocks:
+    """Modules of one model that are checkpointed until `close`."""
 
     modules: dict[str, nn.Module]  # by name
-    plain: dict[nn.Module, type[nn.Module]]  # what their classes were
+    original_classes: dict[nn.Module, type[nn.Module]]
 
     @classmethod
     def of(
         cls, model: nn.Module, patterns: Sequence[str], run: Checkpointing, *, elsewhere: Sequence[str] = ()
-    ) -> Blocks:
-        """Checkpoint the modules of `model` that a pattern names; of nested ones the outermost.
+    ) -> CheckpointedBlocks:
+        """Checkpoint the modules of `model` that match a pattern; of nested ones the outermost.
 
-        elsewhere: names of modules that other ranks have, as in one stage of a pipeline.
+        elsewhere: names of modules on other ranks, as in another stage of a pipeline.
 
         Raises:
-            ValueError: a pattern names nothing, elsewhere neither.
+            ValueError: a pattern matches no module, here or elsewhere.
         """
         names = [name for name, _ in model.named_modules() if name]
         for pattern in patterns:
@@ -56,15 +56,15 @@ class Blocks:
             if name and not inside and any(matches(pattern, name) for pattern in patterns):
                 chosen[name] = module
         blocks = cls(chosen, {module: type(module) for module in chosen.values()})
-        for module, kind in blocks.plain.items():
+        for module, kind in blocks.original_classes.items():
             module.__class__ = _checkpointed(kind, run)
         return blocks
 
     def close(self) -> None:
-        """Call them plainly again.  May be called again."""
-        for module, kind in self.plain.items():
+        """Restore the classes; idempotent."""
+        for module, kind in self.original_classes.items():
             module.__class__ = kind
-        self.modules, self.plain = {}, {}
+        self.modules, self.original_classes = {}, {}
 
 
 def _checkpointed(kind: type[nn.Module], run: Checkpointing) -> type[nn.Module]:
@@ -72,10 +72,10 @@ def _checkpointed(kind: type[nn.Module], run: Checkpointing) -> type[nn.Module]:
         return run(functools.partial(kind.__call__, self), *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        """For pickle and copy: what is saved or copied is a block of the class that the model's code has."""
+        """Pickle and copy as a block of the original class."""
         given: Any = kind.__reduce_ex__(self, protocol)
         make, arguments, *rest = given
-        if make.__name__ == "__newobj__":  # which may make nothing but the object's own class
+        if make.__name__ == "__newobj__":  # which can only create the object's own class
             make = object.__new__
         return (make, tuple(kind if each is type(self) else each for each in arguments), *rest)
 

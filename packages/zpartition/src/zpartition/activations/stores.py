@@ -1,4 +1,4 @@
-"""Where the inputs of checkpointed blocks wait for their backward."""
+"""Stores: where the inputs of checkpointed blocks wait for their backward."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from torch import Tensor
 
 from zpartition._compat import version
 
-__all__ = ["Arena", "AsTheyAre", "OnHost", "Store"]
+__all__ = ["ArenaStore", "DeviceStore", "HostStore", "Store"]
 
 log = logging.getLogger("zpartition")
 
-Back = Callable[[], Tensor]  # gives back what was put, on its device; may be called again
+Restore = Callable[[], Tensor]  # gives back what was put, on its device; may be called again
 
 
 class Store(Protocol):
-    """Keeps tensors for a while."""
+    """Keeps tensors until backward."""
 
-    def put(self, flat: Tensor) -> Back:
-        """Keep `flat` (1-D, contiguous, without a graph) until what is returned is dropped."""
-
-
-@final
-@attrs.frozen
-class AsTheyAre:
-    """The identity: the tensor itself."""
-
-    def put(self, flat: Tensor) -> Back:
-        return _itself(flat)
+    def put(self, flat: Tensor) -> Restore:
+        """Keep `flat` (1-D, contiguous, without a graph) until the returned function is dropped."""
 
 
 @final
 @attrs.frozen
-class OnHost:
-    """In memory of the host, page-locked where there is an accelerator that copies from it."""
+class DeviceStore:
+    """Identity: the tensor itself."""
 
-    def put(self, flat: Tensor) -> Back:
+    def put(self, flat: Tensor) -> Restore:
+        return _restore_same(flat)
+
+
+@final
+@attrs.frozen
+class HostStore:
+    """Host memory, page-locked if CUDA is available."""
+
+    def put(self, flat: Tensor) -> Restore:
         if flat.device.type == "cpu":
-            return _itself(flat)
+            return _restore_same(flat)
         place, device = _on_host(flat.numel(), flat.dtype), flat.device
         place.copy_(flat)
         return lambda: place.to(device, non_blocking=True)
@@ -50,43 +50,44 @@ class OnHost:
 
 @final
 @attrs.define(eq=False)
-class Arena:
-    """One piece of memory for so many tensors of one size, made at the first: many sizes that come and go in turn
-    would leave holes in the device's memory.
+class ArenaStore:
+    """One preallocated buffer for a number of tensors of one size, allocated on first use.
 
-    Invariant: a slot is in `free`, or held by what one `put` has returned.
+    It avoids the fragmentation of device memory by tensors of many sizes that come and go in turn.
+
+    Invariant: a slot is in `free`, or held by the result of one `put`.
     """
 
-    num_slots: int  # of each size and dtype; what exceeds them is kept as it is, and told once
+    num_slots: int  # of each size and dtype; further tensors are kept outside, with one warning
     on_host: bool = False
     free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = attrs.field(factory=dict)
-    told: set[int] = attrs.field(factory=set)  # sizes that did not fit
+    reported_sizes: set[int] = attrs.field(factory=set)  # sizes that did not fit
 
-    def put(self, flat: Tensor) -> Back:
+    def put(self, flat: Tensor) -> Restore:
         """Copy `flat` to a free slot."""
         key = flat.numel(), flat.dtype, flat.device
         if key not in self.free:
-            self.free[key] = list(self._whole(flat).view(self.num_slots, -1).unbind())
+            self.free[key] = list(self._allocate(flat).view(self.num_slots, -1).unbind())
         slots = self.free[key]
         if not slots:
-            self._tell(flat.numel())
-            return (OnHost() if self.on_host else AsTheyAre()).put(flat)
+            self._warn_once(flat.numel())
+            return (HostStore() if self.on_host else DeviceStore()).put(flat)
         place = slots.pop()
         place.copy_(flat)
-        return _Slot(slots, place, flat.device).back
+        return _ArenaSlot(slots, place, flat.device).restore
 
-    def _whole(self, flat: Tensor) -> Tensor:
+    def _allocate(self, flat: Tensor) -> Tensor:
         numel = self.num_slots * flat.numel()
         if self.on_host and flat.device.type != "cpu":
             return _on_host(numel, flat.dtype)
         return torch.empty(numel, dtype=flat.dtype, device=flat.device)
 
-    def _tell(self, numel: int) -> None:
-        if numel not in self.told:
-            self.told.add(numel)
+    def _warn_once(self, numel: int) -> None:
+        if numel not in self.reported_sizes:
+            self.reported_sizes.add(numel)
             log.warning(
-                "more than %d activations of %d elements wait at once: the others are kept apart. Set the number of "
-                "checkpoints to how many blocks a forward passes (times the micro-batches in flight).",
+                "more than %d activations of %d elements are saved at once; the others are kept outside the arena. "
+                "Set the number of checkpoints to that of blocks (times micro-batches in flight).",
                 self.num_slots,
                 numel,
             )
@@ -94,34 +95,34 @@ class Arena:
 
 @final
 @attrs.define(eq=False)
-class _Slot:
-    """A part of an arena, until the last reference goes."""
+class _ArenaSlot:
+    """A slot of an arena, held until the last reference is dropped."""
 
-    home: list[Tensor]
+    free_slots: list[Tensor]
     place: Tensor
     device: torch.device
 
-    def back(self) -> Tensor:
-        """A copy of what was put, where it came from: others may use it longer than this slot is held."""
+    def restore(self) -> Tensor:
+        """Copy the tensor back to its device: callers may use it longer than this slot is held."""
         return self.place.to(self.device, non_blocking=True, copy=True)
 
     def __del__(self) -> None:
-        self.home.append(self.place)
+        self.free_slots.append(self.place)
 
 
-def _itself(flat: Tensor) -> Back:
-    """No copy, so it must not change; autograd looks after that for what it keeps itself alone."""
+def _restore_same(flat: Tensor) -> Restore:
+    """Return the tensor without a copy, so it must not change; autograd checks only what it saved itself."""
     before = version(flat)
 
-    def back() -> Tensor:
+    def restore() -> Tensor:
         if version(flat) != before:
             raise RuntimeError(
-                f"an activation of {flat.numel()} elements that a checkpointed block began with was modified in "
-                "place, and the block would run again with other inputs: write x = x + block(x) for x += block(x)."
+                f"an input of a checkpointed block ({flat.numel()} elements) was modified in place, so the block "
+                "would be recomputed from other values: write x = x + block(x) instead of x += block(x)."
             )
         return flat
 
-    return back
+    return restore
 
 
 def _on_host(numel: int, dtype: torch.dtype) -> Tensor:

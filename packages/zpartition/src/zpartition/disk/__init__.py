@@ -1,15 +1,23 @@
-"""The disk tier: bytes that do not fit into memory, in a folder, with commits that no crash can halve.
+"""Disk tier: byte regions in a folder on a drive, with atomic commits.
 
-It knows flat CPU tensors and files, nothing of partitions: `DiskStore` and what goes with it.
+The package knows flat CPU tensors and files, and nothing of partitions.  `DiskStore` is the entry point.
 """
 
 from __future__ import annotations
 
-from .errors import DiskBusy, DiskClosed, DiskCorrupt, DiskError, DiskExists, DiskFailed, DiskFull, DiskMissing
-from .options import Direct, DiskOptions
-from .region import Region
-from .store import DiskStore
-from .transfer import Transfer
+from zpartition.disk.errors import (
+    DiskBusy,
+    DiskClosed,
+    DiskCorrupt,
+    DiskError,
+    DiskExists,
+    DiskFailed,
+    DiskFull,
+    DiskMissing,
+)
+from zpartition.disk.options import Direct, DiskOptions
+from zpartition.disk.region import Region, Transfer
+from zpartition.disk.store import DiskStore
 
 __all__ = [
     "Direct",

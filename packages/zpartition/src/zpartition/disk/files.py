@@ -1,9 +1,8 @@
-"""One open file of the store: whole reads and writes at an offset, direct or buffered.
+"""One open file of a store: complete reads and writes at an offset, direct or buffered.
 
-A write that the system cut short is resumed, in direct mode from the last whole block.  In direct mode memory that
-does not fit goes through a bounce buffer, and the end of a file is written in whole blocks (the room is there: the
-slots of a region are padded).  The two modes are never mixed on one file, since the page cache and the drive would
-then hold two truths.
+Short writes are resumed; in direct mode from the last whole block.  In direct mode unaligned memory goes through a
+bounce buffer, and the end of a file is written in whole blocks (slots of a region are padded, so the room is there).
+A file is never used in both modes: the page cache and the drive could disagree.
 """
 
 from __future__ import annotations
@@ -16,49 +15,49 @@ from typing import final
 
 import attrs
 
-from .errors import DiskFailed, DiskFull
-from .memory import Bounce, Memory
-from .options import ALIGNMENT
-from .system import DIRECT, NEW, OLD, System
+from zpartition.disk.errors import DiskFailed, DiskFull
+from zpartition.disk.memory import BounceBuffer, MemorySpan
+from zpartition.disk.options import ALIGNMENT
+from zpartition.disk.system import DIRECT, NEW, OLD, System
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 UNKNOWN_BYTES = -1
 
 
-def explain(system: System, error: OSError, doing: str, path: str, num_bytes: int = 0) -> DiskFailed:
-    """The named error for one of the system's, raised while `doing` something with the file at `path`."""
+def to_disk_error(system: System, error: OSError, action: str, path: str, num_bytes: int = 0) -> DiskFailed:
+    """Convert an OSError, raised during `action` on the file at `path`, into a named error."""
     if error.errno not in NO_ROOM:
-        return DiskFailed(doing, path, error.errno or errno.EIO, num_bytes)
+        return DiskFailed(action, path, error.errno or errno.EIO, num_bytes)
     try:
         free_bytes = system.free_bytes(os.path.dirname(path))
     except OSError:
         free_bytes = UNKNOWN_BYTES
-    return DiskFull(doing, path, error.errno, num_bytes, free_bytes)
+    return DiskFull(action, path, error.errno, num_bytes, free_bytes)
 
 
 @contextlib.contextmanager
-def naming(system: System, doing: str, path: str, num_bytes: int = 0) -> Iterator[None]:
-    """OSErrors inside become named errors."""
+def translate_os_errors(system: System, action: str, path: str, num_bytes: int = 0) -> Iterator[None]:
+    """Convert OSErrors raised inside into named errors."""
     try:
         yield
     except OSError as error:
-        raise explain(system, error, doing, path, num_bytes) from error
+        raise to_disk_error(system, error, action, path, num_bytes) from error
 
 
 @final
 @attrs.define(eq=False)
 class BlockFile:
-    """An open file that is read and written at offsets which are multiples of the alignment."""
+    """An open file, read and written at offsets that are multiples of the alignment."""
 
     system: System
     path: str
     fd: int
     is_direct: bool
-    bounce: Bounce
+    bounce: BounceBuffer
 
     @classmethod
-    def create(cls, system: System, path: str, num_bytes: int, *, is_direct: bool, bounce: Bounce) -> BlockFile:
-        """A new file with its room reserved; nothing is left of one that failed (OSError)."""
+    def create(cls, system: System, path: str, num_bytes: int, *, is_direct: bool, bounce: BounceBuffer) -> BlockFile:
+        """Create a file with its space reserved.  Raises OSError, and removes the file if that fails."""
         try:
             fd = system.open(path, NEW)
             try:  # not in direct mode: where the file system cannot reserve, the C library writes single bytes
@@ -76,20 +75,20 @@ class BlockFile:
             raise
 
     @classmethod
-    def open(cls, system: System, path: str, *, is_direct: bool, bounce: Bounce) -> BlockFile:
-        """A file that is there."""
+    def open(cls, system: System, path: str, *, is_direct: bool, bounce: BounceBuffer) -> BlockFile:
+        """Open an existing file."""
         return cls(system, path, system.open(path, OLD | (DIRECT if is_direct else 0)), is_direct, bounce)
 
     def close(self) -> None:
-        """Twice is fine."""
+        """Close the file; idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             self.system.close(fd)
 
-    def write(self, memory: Memory, offset: int) -> None:
-        """All of it, or OSError."""
+    def write(self, memory: MemorySpan, offset: int) -> None:
+        """Write all of `memory`.  Raises OSError."""
         if self.is_direct and not memory.is_aligned:
-            bounce = self.bounce.take(len(memory.bytes))
+            bounce = self.bounce.get(len(memory.bytes))
             bounce.bytes[: len(memory.bytes)] = memory.bytes
             memory = bounce
         done, size = 0, len(memory.bytes)
@@ -99,22 +98,22 @@ class BlockFile:
                 raise OSError(errno.EIO, "the system wrote nothing")
             done += count
 
-    def read(self, memory: Memory, offset: int) -> int:
-        """How many bytes came: fewer than asked for only where the file ends."""
+    def read(self, memory: MemorySpan, offset: int) -> int:
+        """Read into `memory`; returns the number of bytes read, fewer than requested only at the end."""
         size = len(memory.bytes)
         if not self.is_direct or memory.is_aligned:
             return self._read(memory, offset)
-        bounce = self.bounce.take(size)
+        bounce = self.bounce.get(size)
         came = min(self._read(bounce, offset), size)
         memory.bytes[:came] = bounce.bytes[:came]
         return came
 
     def sync(self) -> None:
-        """What was written is on the medium; DiskFailed if it may not be."""
-        with naming(self.system, "sync", self.path):
+        """Flush written data to the medium.  Raises DiskFailed."""
+        with translate_os_errors(self.system, "sync", self.path):
             self.system.sync_data(self.fd)
 
-    def _read(self, memory: Memory, offset: int) -> int:
+    def _read(self, memory: MemorySpan, offset: int) -> int:
         done, size = 0, len(memory.bytes)
         while done < size:
             count = self._whole(self.system.read(self.fd, memory.bytes[done:], offset + done), size - done)
@@ -124,19 +123,19 @@ class BlockFile:
         return done
 
     def _whole(self, count: int, wanted: int) -> int:
-        """Of a short call, the part after which direct mode can go on."""
+        """Round a short count down to whole blocks in direct mode, which can resume there only."""
         return count - count % ALIGNMENT if self.is_direct and count < wanted else count
 
 
 def allows_direct(system: System, path: str) -> bool:
-    """Whether the file system takes O_DIRECT, tried out on a file at `path`, which is removed."""
+    """Check if the file system supports O_DIRECT, by writing a probe file at `path`, which is removed."""
     if not DIRECT:
         return False
     system.remove(path)
     try:
-        probe = BlockFile.create(system, path, ALIGNMENT, is_direct=True, bounce=Bounce())
+        probe = BlockFile.create(system, path, ALIGNMENT, is_direct=True, bounce=BounceBuffer())
         try:
-            probe.write(probe.bounce.take(ALIGNMENT), 0)
+            probe.write(probe.bounce.get(ALIGNMENT), 0)
         finally:
             probe.close()
     except OSError as error:

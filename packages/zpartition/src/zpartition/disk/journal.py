@@ -1,12 +1,12 @@
-"""What is committed, as a value, and its form on disk.
+r"""Journal: the committed state of a store as a value, and its file format.
 
     {"format": 1, "generation": 7, "chunk_bytes": 1048576, "regions": [...]}\n    JSON, one line
-    checksums of the regions' current slots, one after the other                  uint32, little-endian
+    checksums of the regions' current slots, concatenated                         uint32, little-endian
     checksum of everything above                                                  uint32, little-endian
 
-A region is `{"name", "file", "num_bytes", "slot"}`; slot -1 says that it was allocated and never written.
-The journal is rewritten as a whole at each commit: 4 bytes for a chunk, a quarter of a megabyte for 64 GiB.
-Rejected: a log that is appended to, which a crash can tear and somebody has to compact.
+A region is `{"name", "file", "num_bytes", "slot"}`; slot -1 means allocated and never written.  Each commit rewrites
+the whole journal: 4 bytes for each chunk, a quarter of a megabyte for 64 GiB.  Rejected: an append-only log, which a
+crash can tear and which needs compaction.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NO_SLOT = -1
 
 
 def num_chunks(num_bytes: int, chunk_bytes: int) -> int:
-    """The last one may be shorter."""
+    """Return the number of chunks; the last one may be shorter."""
     return -(-num_bytes // chunk_bytes)
 
 
 @attrs.frozen
-class Entry:
-    """One region, as committed."""
+class RegionEntry:
+    """One committed region."""
 
     name: str
     file: str  # in the store's folder
@@ -40,14 +40,14 @@ class Entry:
 
 @attrs.frozen
 class Journal:
-    """All that a store knows after a crash."""
+    """Everything that a store knows after a crash."""
 
     generation: int
     chunk_bytes: int
-    entries: tuple[Entry, ...]
+    entries: tuple[RegionEntry, ...]
 
     def encode(self) -> bytes:
-        """See the head of this file."""
+        """Serialize to the file format of this module."""
         regions = [attrs.asdict(each, filter=attrs.filters.exclude("checksums")) for each in self.entries]
         head = {
             "format": FORMAT,
@@ -61,7 +61,7 @@ class Journal:
 
     @classmethod
     def decode(cls, data: bytes) -> Journal:
-        """ValueError, saying what is expected and what was found, for anything that `encode` did not make."""
+        """Parse `data`.  Raises ValueError, with expected and found values, for data that `encode` did not make."""
         body, tail = data[:-4], data[-4:]
         found = zlib.crc32(body)
         if len(tail) < 4 or struct.unpack("<I", tail)[0] != found:
@@ -74,11 +74,11 @@ class Journal:
         return cls(head["generation"], head["chunk_bytes"], _entries(head, packed))
 
 
-def _entries(head: dict[str, Any], packed: bytes) -> tuple[Entry, ...]:
+def _entries(head: dict[str, Any], packed: bytes) -> tuple[RegionEntry, ...]:
     sums = [number for (number,) in struct.iter_unpack("<I", packed)]
     made, start = [], 0
     for each in head["regions"]:
         count = num_chunks(each["num_bytes"], head["chunk_bytes"]) if each["slot"] != NO_SLOT else 0
-        made.append(Entry(**each, checksums=tuple(sums[start : start + count])))
+        made.append(RegionEntry(**each, checksums=tuple(sums[start : start + count])))
         start += count
     return tuple(made)

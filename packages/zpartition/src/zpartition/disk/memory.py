@@ -1,7 +1,7 @@
 """Memory as the operating system sees it: an address and a length.
 
-O_DIRECT wants addresses, lengths and offsets that are multiples of the drive's block.  `aligned` makes such memory;
-any other goes through a `Bounce`, one chunk a thread.
+O_DIRECT requires addresses, lengths and offsets that are multiples of the drive's block size.  `aligned_buffer`
+allocates such memory; other memory is copied through a `BounceBuffer`, one chunk for each thread.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import attrs
 import torch
 from torch import Tensor
 
-from .options import ALIGNMENT
+from zpartition.disk.options import ALIGNMENT
 
 
 def padded(num_bytes: int) -> int:
-    """The next multiple of the alignment."""
+    """Round up to a multiple of the alignment."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def aligned(num_bytes: int) -> Tensor:
-    """(padded(num_bytes),) uint8 on the CPU, zeros, at an address that is a multiple of it: pages of its own."""
+def aligned_buffer(num_bytes: int) -> Tensor:
+    """Allocate (padded(num_bytes),) uint8 zeros on the CPU, on pages of its own."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, padded(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -35,45 +35,45 @@ def aligned(num_bytes: int) -> Tensor:
 
 @final
 @attrs.frozen(eq=False)
-class Memory:
-    """A stretch of memory, kept alive by the tensor that it is of."""
+class MemorySpan:
+    """A span of memory, kept alive by its tensor."""
 
     address: int
     bytes: memoryview  # of exactly the stretch, writable
     owner: Tensor
 
     @classmethod
-    def of(cls, tensor: Tensor, num_bytes: int) -> Memory:
-        """The first `num_bytes` of a contiguous tensor on the CPU, of any dtype and shape."""
+    def of(cls, tensor: Tensor, num_bytes: int) -> MemorySpan:
+        """Return the first `num_bytes` of a contiguous CPU tensor of any dtype and shape.  Raises ValueError."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.nbytes < num_bytes:
             raise ValueError(
                 f"the tensor is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, {tensor.nbytes:,} bytes, "
-                f"{'' if tensor.is_contiguous() else 'not '}contiguous; give a contiguous one on the CPU with at "
-                f"least the region's {num_bytes:,} bytes, such as store.buffer({num_bytes})"
+                f"{'' if tensor.is_contiguous() else 'not '}contiguous; pass a contiguous CPU tensor of at least "
+                f"the region's {num_bytes:,} bytes, such as store.buffer({num_bytes})"
             )
         address = tensor.data_ptr()
         view = memoryview((ctypes.c_ubyte * num_bytes).from_address(address)) if num_bytes else memoryview(b"")
         return cls(address, view.cast("B"), tensor)
 
-    def cut(self, start: int, stop: int) -> Memory:
-        """Bytes start to stop of it."""
-        return Memory(self.address + start, self.bytes[start:stop], self.owner)
+    def cut(self, start: int, stop: int) -> MemorySpan:
+        """Return the bytes from `start` to `stop`."""
+        return MemorySpan(self.address + start, self.bytes[start:stop], self.owner)
 
     @property
     def is_aligned(self) -> bool:
-        """Whether O_DIRECT takes it as it is."""
+        """Check if O_DIRECT accepts the span."""
         return self.address % ALIGNMENT == 0 and len(self.bytes) % ALIGNMENT == 0
 
 
-class Bounce(threading.local):
-    """One aligned chunk for each thread, made when it is first needed."""
+class BounceBuffer(threading.local):
+    """One aligned chunk for each thread, allocated on first use."""
 
     def __init__(self) -> None:
-        self.memory = Memory.of(aligned(0), 0)
+        self.memory = MemorySpan.of(aligned_buffer(0), 0)
 
-    def take(self, num_bytes: int) -> Memory:
-        """Aligned memory of at least `num_bytes`, padded; valid until the thread's next `take`."""
+    def get(self, num_bytes: int) -> MemorySpan:
+        """Return aligned memory of at least `num_bytes`, padded; valid until the thread's next `get`."""
         size = padded(num_bytes)
         if len(self.memory.bytes) < size:
-            self.memory = Memory.of(aligned(size), size)
+            self.memory = MemorySpan.of(aligned_buffer(size), size)
         return self.memory.cut(0, size)

@@ -1,4 +1,4 @@
-"""How a store does its work, as a frozen value."""
+"""Options of a store, as a frozen value."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ ALIGNMENT = 4096  # bytes: fits the logical blocks of every drive, and is what m
 
 
 class Direct(enum.Enum):
-    """Whether transfers pass by the page cache (O_DIRECT)."""
+    """Use of O_DIRECT, which bypasses the page cache."""
 
-    AUTO = "auto"  # where the file system allows it, which is tried out
-    ALWAYS = "always"  # refuse a folder where it is not allowed
-    NEVER = "never"  # through the page cache, which then holds what was to be kept out of memory
+    AUTO = "auto"  # if a probe shows that the file system supports it
+    ALWAYS = "always"  # reject a folder that does not support it
+    NEVER = "never"  # through the page cache, which then holds the data that were to stay out of memory
 
 
 def _is_multiple(_: object, field: attrs.Attribute[int], value: int) -> None:
@@ -24,9 +24,9 @@ def _is_multiple(_: object, field: attrs.Attribute[int], value: int) -> None:
 
 @attrs.frozen(kw_only=True)
 class DiskOptions:
-    """How a store does its work; the defaults fit one NVMe drive."""
+    """Options of a store; the defaults suit one NVMe drive."""
 
     num_threads: int = attrs.field(default=8, validator=attrs.validators.ge(1))  # calls in flight, per store
     direct: Direct = attrs.field(default=Direct.AUTO, converter=Direct)
-    durable: bool = True  # committed values survive a power cut (fsync); False: the death of the process only
+    durable: bool = True  # commits survive a power failure (fsync); False: only the death of the process
     chunk_bytes: int = attrs.field(default=1 << 20, validator=_is_multiple)  # of one call and of one checksum

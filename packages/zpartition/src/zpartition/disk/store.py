@@ -1,21 +1,21 @@
 """A store of bytes on disk, for optimizer states and weights that do not fit into memory.
 
-The problem.  A training step reads some gigabytes, changes them and writes them back.  A write takes long, can fail
-half-way, and the values that it replaces are the only ones there are; a step that is half written is no step at all.
+Problem.  A training step reads some gigabytes, updates them and writes them back.  A write takes long and can fail
+half-way, and the values that it replaces exist nowhere else; a half-written step is no step at all.
 
-The design.  Every region has two slots.  Writes go to the one that is not current, and `commit` makes all that was
-written current at once, by renaming a small journal (folder.py says in which order).  So whatever happens (an
-exception, a full disk, kill -9, a power cut), the last committed step is there, whole; the price is twice the room,
-and no copy is ever made.  Transfers are asynchronous: a pool of threads does preads and pwrites, by default past the
-page cache (O_DIRECT), which otherwise would fill with what was to be kept out of memory.  Every chunk has a checksum,
-verified whenever it is read.
+Design.  Every region has two slots.  Writes go to the slot that is not current, and `commit` makes all writes current
+at once by renaming a small journal (folder.py has the order of operations).  So after any failure (an exception, a
+full disk, kill -9, a power failure) the last committed step is intact.  The price is twice the room; no copy is ever
+made.  Transfers are asynchronous: a thread pool issues preads and pwrites, by default past the page cache (O_DIRECT),
+which would otherwise fill with the data that were to stay out of memory.  Every chunk has a checksum that is verified
+on each read.
 
-A store belongs to one process; a folder belongs to one store.  It knows bytes and files, nothing of ranks.
+A store belongs to one process; a folder belongs to one store.  A store knows bytes and files, and nothing of ranks.
 
-Rejected.  libaio and io_uring: a compiled extension or a library that has to be installed, for what four threads do
-at the drive's speed.  mmap: an error of the drive is a signal that kills the process.  Writing in place with a log of
-old values: every byte is written twice, and a crash needs a repair before anything can be read.  One file for all
-regions: where transfers are buffered, one file is written by one thread at a time.
+Rejected: libaio and io_uring, a compiled extension or a library to install, for what four threads do at the drive's
+speed.  mmap, where an error of the drive is a signal that kills the process.  Writing in place with an undo log,
+which writes every byte twice and needs a repair before anything can be read.  One file for all regions, since
+buffered transfers to one file are written by one thread at a time.
 """
 
 from __future__ import annotations
@@ -31,65 +31,65 @@ from typing import final
 import attrs
 from torch import Tensor
 
-from .errors import DiskClosed, DiskCorrupt, DiskError, DiskExists, DiskMissing
-from .files import BlockFile, allows_direct, naming
-from .folder import JOURNAL, PROBE, Folder
-from .holdings import AtEnd, Holdings, close_files
-from .journal import Entry, Journal
-from .memory import Bounce, Memory, aligned, padded
-from .options import Direct, DiskOptions
-from .region import Pending, Region
-from .system import System
-from .transfer import Direction, Transfer
+from zpartition.disk.errors import DiskClosed, DiskCorrupt, DiskError, DiskExists, DiskMissing
+from zpartition.disk.files import BlockFile, allows_direct, translate_os_errors
+from zpartition.disk.folder import JOURNAL, PROBE, Folder
+from zpartition.disk.journal import Journal, RegionEntry
+from zpartition.disk.memory import BounceBuffer, MemorySpan, aligned_buffer, padded
+from zpartition.disk.options import Direct, DiskOptions
+from zpartition.disk.region import Direction, Pending, Region, Transfer
+from zpartition.disk.resources import OnClose, StoreResources, close_files
+from zpartition.disk.system import System
 
 DEFAULTS = DiskOptions()
 
 
-class Phase(enum.Enum):
-    """What the journal on disk is, compared with what the store has in memory."""
+class StoreState(enum.Enum):
+    """State of the journal on disk, compared to the store in memory."""
 
     OPEN = "open"  # the same generation
-    UNSURE = "unsure"  # a rename was begun and not seen through: this generation or the next; settled before a write
+    UNSURE = "unsure"  # a rename was interrupted: this generation or the next; resolved before the next write
     CLOSED = "closed"
 
 
 @final
 @attrs.define(eq=False)
 class DiskStore:
-    """Regions of bytes in the files of one folder; see the head of this file.
+    """Regions of bytes in the files of one folder; see the module's docstring.
 
-    Make one with `create` or `open`.  Its methods are for one thread; transfers may be waited for in any.
+    Create one with `create` or `open`.  Methods may be called from one thread only; any thread may wait for
+    transfers.
     """
 
-    holdings: Holdings  # folder, files, threads: what has to be given back
+    resources: StoreResources  # folder, files and threads, to be released
     options: DiskOptions
     is_direct: bool  # transfers pass by the page cache
-    journal: Journal  # what is committed
-    next_journal: Journal  # what journal.new holds, to be renamed; the same one if nothing is prepared
-    bounce: Bounce  # of all files: one chunk a thread
-    phase: Phase = Phase.OPEN
-    release: weakref.finalize[..., DiskStore] = attrs.field(init=False)  # gives back the holdings, once
+    journal: Journal  # the last commit
+    next_journal: Journal  # journal.new, to be renamed; the same object if nothing is prepared
+    bounce: BounceBuffer  # of all files: one chunk a thread
+    state: StoreState = StoreState.OPEN
+    finalizer: weakref.finalize[..., DiskStore] = attrs.field(init=False)  # releases the resources, once
 
     def __attrs_post_init__(self) -> None:
-        self.release = weakref.finalize(self, self.holdings.give_back)  # when the store is dropped, or by `close`
+        self.finalizer = weakref.finalize(self, self.resources.shut_down)  # when the store is dropped, or by `close`
 
     @classmethod
     def create(
         cls, directory: str | os.PathLike[str], options: DiskOptions = DEFAULTS, *, system: System | None = None
     ) -> DiskStore:
-        """A new, empty store; the folder is made, and should lie on the drive and carry the rank in its name.
+        """Create an empty store.  The folder is created; use one for each rank, on the drive.
 
-        DiskBusy while another store has the folder, DiskExists when one was left there (open or remove it).
+        Raises DiskBusy if another store has the folder open, DiskExists if it holds a store (open or remove that).
         """
         calls, path = system or System(), os.path.abspath(directory)
-        with naming(calls, "make the store's folder", path):
+        with translate_os_errors(calls, "make the store's folder", path):
             calls.make_folder(path)
         folder = Folder.lock(calls, path)
-        with _unlocking_on_error(folder), naming(calls, "make the store", path):
+        with _unlock_on_error(folder), translate_os_errors(calls, "make the store", path):
             if folder.has_journal():
                 raise DiskExists(
-                    f"{path}: holds a store that a process has left; DiskStore.open() it, to go on from its last "
-                    "commit, or DiskStore.remove() it",
+                    f"{path}: the folder holds a store already; call DiskStore.open() to continue from its last "
+                    "commit, or DiskStore.remove()",
                     path,
                 )
             folder.sweep(set())
@@ -104,14 +104,15 @@ class DiskStore:
     def open(
         cls, directory: str | os.PathLike[str], options: DiskOptions = DEFAULTS, *, system: System | None = None
     ) -> DiskStore:
-        """The store that a process has left, as of its last commit; what came after that is removed.
+        """Open an existing store at its last commit; later writes are removed.
 
-        DiskMissing if there is none, DiskBusy, DiskCorrupt, DiskFailed.  Checksums are verified on each read.
-        The chunk size is the one that it was made with.
+        Checksums are verified on each read.  The chunk size is the one that the store was created with.
+
+        Raises DiskMissing if there is no store, DiskBusy, DiskCorrupt, DiskFailed.
         """
         calls, path = system or System(), os.path.abspath(directory)
         folder = _lock_existing(calls, path)
-        with _unlocking_on_error(folder), naming(calls, "open the store", path):
+        with _unlock_on_error(folder), translate_os_errors(calls, "open the store", path):
             journal = folder.read_journal()
             folder.sweep({each.file for each in journal.entries})
             return cls._start(folder, attrs.evolve(options, chunk_bytes=journal.chunk_bytes), journal)
@@ -123,7 +124,7 @@ class DiskStore:
         with contextlib.suppress(DiskMissing):
             folder = _lock_existing(calls, path)
             try:
-                with naming(calls, "remove the store", path):
+                with translate_os_errors(calls, "remove the store", path):
                     folder.clear()
             finally:
                 folder.unlock()
@@ -133,19 +134,19 @@ class DiskStore:
         is_direct = options.direct is not Direct.NEVER and allows_direct(folder.system, folder.at(PROBE))
         if options.direct is Direct.ALWAYS and not is_direct:
             raise ValueError(
-                f"{folder.path}: direct is {options.direct.value!r}, and this file system refuses O_DIRECT; choose a "
-                "folder on a local drive, or direct='auto'"
+                f"{folder.path}: direct is {options.direct.value!r}, but this file system does not support O_DIRECT; "
+                "choose a folder on a local drive, or direct='auto'"
             )
-        bounce = Bounce()
+        bounce = BounceBuffer()
         regions: dict[str, Region] = {}
         try:
             for entry in journal.entries:
                 regions[entry.name] = _opened(folder, entry, journal.chunk_bytes, is_direct, bounce)
-            holdings = Holdings.start(folder, regions, options.num_threads)
+            resources = StoreResources.start(folder, regions, options.num_threads)
         except BaseException:
             close_files(regions)
             raise
-        return cls(holdings, options, is_direct, journal, journal, bounce)
+        return cls(resources, options, is_direct, journal, journal, bounce)
 
     def __enter__(self) -> DiskStore:
         return self
@@ -158,65 +159,65 @@ class DiskStore:
 
     @property
     def generation(self) -> int:
-        """How many commits there were."""
+        """Number of commits."""
         return self.journal.generation
 
     @property
     def regions(self) -> Mapping[str, Region]:
-        """All regions by name, in the order in which they were allocated."""
-        return MappingProxyType(self.holdings.regions)
+        """All regions by name, in order of allocation."""
+        return MappingProxyType(self.resources.regions)
 
     @property
     def allocated_bytes(self) -> int:
-        """What the regions take on the disk, both slots of each."""
+        """Bytes that the regions take on disk, both slots of each."""
         return sum(2 * region.slot_bytes for region in self.regions.values())
 
     def allocate(self, name: str, num_bytes: int) -> Region:
-        """A new region, with the room of both slots reserved; it lasts if something is committed.
+        """Allocate a region and reserve the room of both slots; a commit makes it permanent.
 
-        DiskFull, with needed and free bytes, when there is no room; ValueError for a name that is taken.
+        Raises DiskFull, with needed and free bytes, and ValueError for a name that is taken.
         """
-        self._settle()
+        self._resolve_commit()
         if name in self.regions or num_bytes < 0:
-            taken = f"region {name!r} is there already" if name in self.regions else f"{num_bytes} bytes"
+            taken = f"region {name!r} exists" if name in self.regions else f"{num_bytes} bytes"
             raise ValueError(f"{self.path}: {taken}; choose a new name and a size of 0 or more bytes")
-        folder, calls = self.holdings.folder, self.holdings.folder.system
+        folder, calls = self.resources.folder, self.resources.folder.system
         path, slots = folder.at(folder.new_region_name()), 2 * padded(num_bytes)
-        with naming(calls, f"allocate region {name!r}", path, slots):
+        with translate_os_errors(calls, f"allocate region {name!r}", path, slots):
             file = BlockFile.create(calls, path, slots, is_direct=self.is_direct, bounce=self.bounce)
         region = Region(name, num_bytes, file, self.options.chunk_bytes)
-        self.holdings.regions[name] = region
+        self.resources.regions[name] = region
         return region
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """(at least num_bytes,) uint8 on the CPU, zeros: memory that transfers need not copy."""
-        return aligned(num_bytes)
+        """Allocate (at least num_bytes,) uint8 zeros on the CPU: memory that transfers use without a copy."""
+        return aligned_buffer(num_bytes)
 
     def read(self, region: Region, into: Tensor) -> Transfer:
-        """Fill the first bytes of `into`, a contiguous CPU tensor of any dtype, with the newest values of the region.
+        """Start reading the newest values of `region`, committed or not, into the first bytes of `into`.
 
-        That is what was written last, committed or not.  Returns at once; `wait` on the result raises DiskCorrupt or
-        DiskFailed, and nothing in `into` counts then.
+        `into` is a contiguous CPU tensor of any dtype.  `wait` on the result raises DiskCorrupt or DiskFailed; the
+        contents of `into` are undefined then.
         """
         self._check_usable()
         return self._submit(region, Direction.READ, into)
 
     def write(self, region: Region, source: Tensor) -> Transfer:
-        """Write the first bytes of `source`, a contiguous CPU tensor of any dtype, to the slot that is not current.
+        """Start writing the first bytes of `source`, a contiguous CPU tensor of any dtype, to the other slot.
 
-        Returns at once; `source` must stay as it is until `wait` on the result has returned.  That raises DiskFull or
-        DiskFailed, and so does `commit` if nobody waits.
+        `source` must not change until `wait` on the result has returned.  `wait`, or else `commit`, raises DiskFull
+        or DiskFailed.
         """
-        self._settle()
+        self._resolve_commit()
         return self._submit(region, Direction.WRITE, source)
 
     def prepare(self) -> None:
-        """Do all of a commit but its last step, a rename: what needs room or can be damaged has been done then.
+        """Do all of a commit except its last step, the rename: everything that can fail for lack of room.
 
-        Stores that are to commit together, or not at all, prepare, agree, and then commit.  Raises as `commit` does.
+        Stores that commit together, or not at all, prepare, agree, and then commit.  Raises as `commit` does.
         """
-        self._settle()
-        self.holdings.traffic.drain()
+        self._resolve_commit()
+        self.resources.transfers.drain()
         self._raise_failures()
         regions = tuple(region.entry() for region in self.regions.values())
         journal = Journal(self.generation + 1, self.options.chunk_bytes, regions)
@@ -226,118 +227,118 @@ class DiskStore:
         self._sync_written()
         if journal != self.next_journal:
             self.next_journal = self.journal
-            folder = self.holdings.folder
-            with naming(folder.system, f"commit generation {journal.generation}", folder.path):
+            folder = self.resources.folder
+            with translate_os_errors(folder.system, f"commit generation {journal.generation}", folder.path):
                 folder.write_next(journal, durable=self.options.durable)
             self.next_journal = journal
 
     def commit(self) -> int:
-        """Make all that was written current, or nothing of it; the generation.
+        """Make all writes current, or none of them; returns the generation.
 
-        Waits for what is under way.  Raises the first error that nobody has heard of, or that left a region half
-        written; then, and when the commit itself fails, what was written stays uncommitted: mend it and commit again,
-        or `discard`.  After an error in the very last step, the rename, the next call finds out what became of it.
+        Waits for transfers in flight.  Raises the first error that was not reported, or that left a region half
+        written.  After that, or if the commit itself fails, the writes stay uncommitted: fix the cause and commit
+        again, or `discard`.  After an error in the last step, the rename, the next call finds out if it took effect.
         """
         self.prepare()
         if self.next_journal is not self.journal:
-            folder = self.holdings.folder
-            with naming(folder.system, f"commit generation {self.next_journal.generation}", folder.path):
-                self.phase = Phase.UNSURE
+            folder = self.resources.folder
+            with translate_os_errors(folder.system, f"commit generation {self.next_journal.generation}", folder.path):
+                self.state = StoreState.UNSURE
                 folder.publish_next(durable=self.options.durable)
             self._adopt()
         return self.generation
 
     def discard(self) -> None:
-        """Forget what was written since the last commit, failures too; regions stay allocated."""
-        self._settle()
-        self.holdings.traffic.drain()
-        self.holdings.traffic.forget_writes()
+        """Drop all writes since the last commit, failed ones too; regions stay allocated."""
+        self._resolve_commit()
+        self.resources.transfers.drain()
+        self.resources.transfers.drop_write_errors()
         self.next_journal = self.journal
         for region in self.regions.values():
-            region.forget()
+            region.reset()
 
     def close(self, *, remove: bool = False) -> None:
-        """End the threads, close the files, give up the folder, and remove it if that is wanted; once.
+        """Stop the threads, close the files, unlock the folder, and remove it if `remove`; idempotent.
 
-        What was not committed is lost, and what is under way is cut off.  Raises the first error that nobody has
-        heard of.
+        Uncommitted writes are lost, and transfers in flight are cancelled.  Raises the first error that was not
+        reported.
         """
-        if self.phase is Phase.CLOSED:
+        if self.state is StoreState.CLOSED:
             return
-        self.phase = Phase.CLOSED
+        self.state = StoreState.CLOSED
         if remove:
-            self.holdings.at_end = AtEnd.REMOVE
-        self.release()
-        if error := self.holdings.first_error():
+            self.resources.on_close = OnClose.REMOVE
+        self.finalizer()
+        if error := self.resources.first_error():
             raise error
 
     @property
     def path(self) -> str:
         """The folder."""
-        return self.holdings.folder.path
+        return self.resources.folder.path
 
     def _submit(self, region: Region, direction: Direction, tensor: Tensor) -> Transfer:
         if self.regions.get(region.name) is not region:
             raise ValueError(
                 f"{self.path}: region {region.name!r} belongs to another store; this one has {[*self.regions]}"
             )
-        transfer = Transfer(region, direction, Memory.of(tensor, region.num_bytes))
-        self.holdings.traffic.submit(transfer)
+        transfer = Transfer(region, direction, MemorySpan.of(tensor, region.num_bytes))
+        self.resources.transfers.submit(transfer)
         return transfer
 
     def _raise_failures(self) -> None:
         torn = (region.failure for region in self.regions.values() if region.pending is Pending.TORN)
-        if error := self.holdings.traffic.take_untold() or next(torn, None):
+        if error := self.resources.transfers.pop_unreported() or next(torn, None):
             raise error
 
     def _sync_written(self) -> None:
-        """The regions' bytes and names are on the medium; a region whose bytes may not be is torn."""
+        """Flush bytes and names of the written regions; a region that fails to sync is marked torn."""
         if not self.options.durable:
             return
         known = {entry.name for entry in self.journal.entries}
         written = [
             each for each in self.regions.values() if each.pending is Pending.WRITTEN or each.name not in known
         ]
-        errors = self.holdings.workers.run_all([region.file.sync for region in written])
+        errors = self.resources.pool.run_all([region.file.sync for region in written])
         for region, error in zip(written, errors, strict=True):
             if error is not None:
-                region.tear(error)
+                region.mark_torn(error)
         self._raise_failures()
         if len(self.regions) != len(known):
-            self.holdings.folder.sync()
+            self.resources.folder.sync()
 
     def _adopt(self) -> None:
-        """The next journal is the journal; doing this twice, after an interrupt, is the same as once."""
+        """Make the next journal the current one; idempotent, for a call after an interrupt."""
         for entry in self.next_journal.entries:
             self.regions[entry.name].adopt(entry)
-        self.journal, self.phase = self.next_journal, Phase.OPEN
+        self.journal, self.state = self.next_journal, StoreState.OPEN
 
-    def _settle(self) -> None:
-        """Find out what became of a commit that was not seen through."""
+    def _resolve_commit(self) -> None:
+        """Find out if an interrupted commit took effect."""
         self._check_usable()
-        if self.phase is Phase.UNSURE:
-            folder = self.holdings.folder
-            with naming(folder.system, "find out what is committed", folder.path):
+        if self.state is StoreState.UNSURE:
+            folder = self.resources.folder
+            with translate_os_errors(folder.system, "find out what is committed", folder.path):
                 found = folder.read_journal()
                 if self.options.durable:
                     folder.sync()
             if found.generation == self.next_journal.generation:
                 self._adopt()
-            self.next_journal, self.phase = self.journal, Phase.OPEN
+            self.next_journal, self.state = self.journal, StoreState.OPEN
 
     def _check_usable(self) -> None:
-        if self.phase is Phase.CLOSED:
+        if self.state is StoreState.CLOSED:
             raise DiskClosed(f"{self.path}: the store is closed; open() it again", self.path)
-        if self.holdings.is_elsewhere():
+        if self.resources.is_forked():
             raise DiskClosed(
-                f"{self.path}: the store belongs to process {self.holdings.owner_pid}, of which this one, "
+                f"{self.path}: the store belongs to process {self.resources.owner_pid}, of which this one, "
                 f"{os.getpid()}, is a fork; use it there",
                 self.path,
             )
 
 
-def _opened(folder: Folder, entry: Entry, chunk_bytes: int, is_direct: bool, bounce: Bounce) -> Region:
-    """The region as it was committed; DiskCorrupt if its file is gone or too short."""
+def _opened(folder: Folder, entry: RegionEntry, chunk_bytes: int, is_direct: bool, bounce: BounceBuffer) -> Region:
+    """Open a committed region.  Raises DiskCorrupt if its file is missing or too short."""
     path, wanted = folder.at(entry.file), 2 * padded(entry.num_bytes)
     try:
         file = BlockFile.open(folder.system, path, is_direct=is_direct, bounce=bounce)
@@ -353,7 +354,7 @@ def _opened(folder: Folder, entry: Entry, chunk_bytes: int, is_direct: bool, bou
 
 
 def _lock_existing(system: System, path: str) -> Folder:
-    """The folder of a store that nobody has open; DiskMissing if there is none."""
+    """Lock the folder of an existing store.  Raises DiskMissing."""
     missing = DiskMissing(f"{path}: there is no store; DiskStore.create() makes one", path)
     try:
         if JOURNAL not in system.names(path):
@@ -364,7 +365,7 @@ def _lock_existing(system: System, path: str) -> Folder:
 
 
 @contextlib.contextmanager
-def _unlocking_on_error(folder: Folder) -> Iterator[None]:
+def _unlock_on_error(folder: Folder) -> Iterator[None]:
     try:
         yield
     except BaseException:

@@ -1,16 +1,14 @@
-"""Expert parallelism: layers of which each token uses a few parts, and ranks that share those parts out."""
+"""Expert parallelism: mixture-of-experts layers, and models whose experts are sharded over ranks."""
 
 from __future__ import annotations
 
-from zpartition.experts.balancing import balance, balanced_routers
-from zpartition.experts.bank import Experts
-from zpartition.experts.distribute import distribute, expert_degree, find_experts, fitting_experts
+from zpartition._renamed import renamed
+from zpartition.experts.distribute import active_fractions, distribute, divisible_experts, expert_degree, find_experts
 from zpartition.experts.gates import Routing, capacity_of, top1, top2, topk
 from zpartition.experts.layer import MoE
 from zpartition.experts.mlp import ExpertMLP
-from zpartition.experts.parameter import ExpertParameter
-from zpartition.experts.router import Router, RoutingRule
-from zpartition.experts.used import used_shares
+from zpartition.experts.router import Router, RoutingRule, balance, balanced_routers
+from zpartition.experts.stacked import ExpertParameter, Experts
 
 __all__ = [
     "ExpertMLP",
@@ -20,15 +18,21 @@ __all__ = [
     "Router",
     "Routing",
     "RoutingRule",
+    "active_fractions",
     "balance",
     "balanced_routers",
     "capacity_of",
     "distribute",
+    "divisible_experts",
     "expert_degree",
     "find_experts",
-    "fitting_experts",
     "top1",
     "top2",
     "topk",
-    "used_shares",
 ]
+
+RENAMED = {
+    "fitting_experts": "divisible_experts",
+    "used_shares": "active_fractions",
+}
+__getattr__ = renamed(__name__, RENAMED)

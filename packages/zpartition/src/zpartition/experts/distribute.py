@@ -1,4 +1,4 @@
-"""`distribute`: from a model with whole layers of experts to one of which each rank has some experts."""
+"""Shard the experts of a model over ranks, in place."""
 
 from __future__ import annotations
 
@@ -10,34 +10,37 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 import zcomm
-from zpartition.admission import refuse_hollow, refuse_owned
-from zpartition.cells import ALONE, Cell
-from zpartition.deferred import draw_alike, noting, tapes_of
-from zpartition.experts.bank import Experts, refuse_uneven
-from zpartition.experts.foreign import is_foreign, share_out_foreign
+from zpartition.deferred.fake_device import clear_fake_device
+from zpartition.deferred.init import recording_if_deferred, recordings_of, share_seeds
+from zpartition.experts.huggingface import num_experts_of, shard_hf_experts
 from zpartition.experts.layer import MoE
-from zpartition.hidden import show
+from zpartition.experts.stacked import Experts, check_divisible
+from zpartition.layout.hf_experts import is_hf_experts, is_sharded_hf_experts
+from zpartition.layout.model_parallel import ALONE, ModelParallelGroup
+from zpartition.ownership import check_has_weights, check_not_owned
 
-__all__ = ["distribute", "expert_degree", "find_experts", "fitting_experts"]
+__all__ = ["active_fractions", "distribute", "divisible_experts", "expert_degree", "find_experts"]
 
 Stack = Experts | nn.Module
 
 
 def find_experts(model: nn.Module, pattern: str = "") -> dict[str, Stack]:
-    """The stacks of experts in `model`, by path: those of MoE layers, and of Hugging Face's blocks.
+    """Find the expert stacks in `model`, by path: those of MoE layers, and of Hugging Face's blocks.
 
-    pattern: a regular expression that a path must contain: "layers.[0-9]+.mlp", say.
+    pattern: a regular expression that a path must contain, e.g. "layers.[0-9]+.mlp".
     """
-    found = {path: child for path, child in model.named_modules() if isinstance(child, Experts) or is_foreign(child)}
+    found = {
+        path: child for path, child in model.named_modules() if isinstance(child, Experts) or is_hf_experts(child)
+    }
     return {path: child for path, child in found.items() if re.search(pattern, path)}
 
 
 def expert_degree(model: nn.Module) -> int:
-    """The `ep_size` of the model's MoE layers, 1 where there are none.  ValueError if they differ."""
+    """Return the `ep_size` of the model's MoE layers, 1 if there are none.  Raises ValueError if they differ."""
     sizes = {path: child.ep_size for path, child in model.named_modules() if isinstance(child, MoE)}
     if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{path} has {size}" for path, size in sizes.items())
-        raise ValueError(f"layers of one model have different ep_size ({told}): give all of them the same.")
+        listed = ", ".join(f"{path} has {size}" for path, size in sizes.items())
+        raise ValueError(f"MoE layers of one model have different ep_size ({listed}): give all layers the same.")
     return next(iter(sizes.values()), 1)
 
 
@@ -48,77 +51,107 @@ def distribute(
     tensor: ProcessGroup | None = None,
     pattern: str = "",
 ) -> tuple[str, ...]:
-    """Share the experts of `model` out among the ranks of `group`, in place; returns the paths of what was found.
+    """Shard the experts of `model` over the ranks of `group`, in place; returns the paths of the expert stacks.
 
-    Every rank of the group calls it with a whole model, of which rank 0's experts count.  Parameters keep their names
-    and identities.  `zpartition.shard` over a group of which `group` is a run of neighbours then sums gradients of
-    experts over those ranks that hold the same.  tensor: ranks that see the same data, and compute parts of each
-    expert in layers with `enable_expert_tensor_parallelism`; None: there are none such (for all ranks give
-    torch.distributed.group.WORLD).  A collective.
+    Every rank of the group calls it with a whole model; the experts of rank 0 are used.  Parameters keep their names
+    and identities.  `zpartition.shard` over a group in which `group` is a run of consecutive ranks then reduces
+    gradients of experts over the ranks that hold the same ones.  Collective.
+
+    tensor: ranks with the same data, over which layers with `enable_expert_tensor_parallelism` split each expert;
+        None: no such ranks (for all ranks pass torch.distributed.group.WORLD).
 
     Raises:
         ValueError: no experts are found, they or their inner sizes do not divide, an expert cannot be split, or the
-            model is partitioned, being built, or shared out already; before anything is sent or changed.
+            model is partitioned, under construction, or sharded already; raised before anything is sent or changed.
     """
     size = zcomm.group_size(group)
-    stacks = fitting_experts(model, size, pattern)
+    stacks = divisible_experts(model, size, pattern)
     layers = [child for child in model.modules() if isinstance(child, MoE)]
     wide = {id(layer.experts) for layer in layers if layer.enable_expert_tensor_parallelism}
-    cell = Cell.of(tensor) if tensor is not None and zcomm.group_size(tensor) > 1 else ALONE
-    cells = {path: cell if id(stack) in wide else ALONE for path, stack in stacks.items()}
-    _refuse_parts(stacks, size, cells)
-    deal = Cell.of(zcomm.twin(group)) if size > 1 else ALONE
-    if cell.size > 1:
-        for tape in tapes_of(model):
-            draw_alike(tape, tensor)  # over the others `shard` does it
+    mp_group = ModelParallelGroup.of(tensor) if tensor is not None and zcomm.group_size(tensor) > 1 else ALONE
+    mp_groups = {path: mp_group if id(stack) in wide else ALONE for path, stack in stacks.items()}
+    _check_shardable(stacks, size, mp_groups)
+    expert_group = ModelParallelGroup.of(zcomm.duplicate_group(group)) if size > 1 else ALONE
+    if mp_group.size > 1:
+        for recorded in recordings_of(model):
+            share_seeds(recorded, tensor)  # over the others `shard` does it
     for path, stack in stacks.items():
-        _agree(path, stack, group)
-        if cell.size > 1:
-            _agree(path, stack, tensor)
-        with noting(stack):
+        _broadcast_experts(path, stack, group)
+        if mp_group.size > 1:
+            _broadcast_experts(path, stack, tensor)
+        with recording_if_deferred(stack):
             if isinstance(stack, Experts):
-                stack.share_out(deal, cells[path])
+                stack.shard(expert_group, mp_groups[path])
             else:
-                share_out_foreign(stack, deal)
+                shard_hf_experts(stack, expert_group)
     return tuple(stacks)
 
 
-def fitting_experts(model: nn.Module, size: int, pattern: str = "") -> dict[str, Stack]:
-    """`find_experts`, if they can be shared out among `size` ranks; else ValueError, with paths and numbers."""
+def divisible_experts(model: nn.Module, size: int, pattern: str = "") -> dict[str, Stack]:
+    """Return `find_experts` if the experts divide by `size` ranks.  Raises ValueError with paths and numbers."""
     stacks = find_experts(model, pattern)
     if not stacks:
         at = f" at paths with {pattern!r}" if pattern else ""
         raise ValueError(
-            f"no experts are found in the {type(model).__name__}{at}, to be shared out among {size} ranks: it needs "
-            "zpartition.experts.MoE layers, or blocks whose experts are stacked in parameters, as Transformers "
-            "has them since version 5. Leave expert parallelism out for a dense model."
+            f"no experts found in {type(model).__name__}{at} to shard over {size} ranks: it needs "
+            "zpartition.experts.MoE layers, or blocks with experts stacked in parameters, as in Transformers since "
+            "version 5. Do not use expert parallelism for a dense model."
         )
     for path, stack in stacks.items():
-        show(stack.parameters())
+        clear_fake_device(stack.parameters())
         for name, param in stack.named_parameters():
-            refuse_owned(f"{path}.{name}", param)
-            refuse_hollow(f"{path}.{name}", param)
+            check_not_owned(f"{path}.{name}", param)
+            check_has_weights(f"{path}.{name}", param)
         try:
-            refuse_uneven(int(stack.num_experts), size)  # type: ignore[arg-type]
+            check_divisible(int(stack.num_experts), size)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     return stacks
 
 
-def _refuse_parts(stacks: Mapping[str, Stack], size: int, cells: Mapping[str, Cell]) -> None:
-    """ValueError, with the path, for experts that are shared out already, or cannot be split over their cell."""
+def _check_shardable(stacks: Mapping[str, Stack], size: int, mp_groups: Mapping[str, ModelParallelGroup]) -> None:
+    """Raise ValueError, with the path, if experts are sharded already or cannot be split over their cell."""
     for path, stack in stacks.items():
         if isinstance(stack, Experts):
             try:
-                stack.check_parts(size, cells[path].size)
+                stack.check_parts(size, mp_groups[path].size)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
 
 
-def _agree(path: str, stack: nn.Module, group: ProcessGroup | None) -> None:
-    """All ranks start from the experts of rank 0."""
+def _broadcast_experts(path: str, stack: nn.Module, group: ProcessGroup | None) -> None:
+    """Broadcast the experts of rank 0."""
     with torch.no_grad():
         for name, param in stack.named_parameters():
             if not param.is_meta:
                 param.data = param.data.contiguous()
                 zcomm.broadcast(param.data, group, source=0, label=f"{path}.{name}")
+
+
+_NAMES = ("top_k", "num_experts_per_tok", "k")  # attributes with the number of experts per token
+
+
+def active_fractions(model: nn.Module) -> Mapping[int, float]:
+    """Return k / experts for each expert parameter, by id: the fraction that is active for one token.
+
+    It counts for FLOPs, while memory holds all parameters.  1.0 if k is unknown.
+    """
+    shares: dict[int, float] = {}
+    for path, stack in model.named_modules():
+        if not (isinstance(stack, Experts) or is_hf_experts(stack) or is_sharded_hf_experts(stack)):
+            continue
+        parent = model.get_submodule(path.rpartition(".")[0])
+        k = parent.gate.rule.k if isinstance(parent, MoE) else _num_active(parent, stack)
+        number = num_experts_of(stack)
+        shares.update({id(param): min(1.0, k / number) if k else 1.0 for param in stack.parameters()})
+    return shares
+
+
+def _num_active(parent: nn.Module, stack: nn.Module) -> int:
+    """Return the experts per token that a block of another library declares; 0 if none."""
+    for module in (parent, *parent.children(), stack):
+        for name in _NAMES:
+            found = getattr(module, name, None)
+            if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+                return found
+    return 0

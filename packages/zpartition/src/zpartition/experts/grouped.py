@@ -1,10 +1,11 @@
-"""Products of runs of rows with a weight each: what experts compute.
+"""Grouped products: runs of rows, each times the weight of its expert.
 
-Rows are sorted by expert, so an expert's are one contiguous slice, and so is what it writes: `addmm` into the output
-needs no copy and no padding.  On a GPU of the right kind torch has one kernel for all slices (`_compat.grouped_mm`);
-elsewhere a loop over the experts of this rank, whose products are large, is as fast as the products.
+Rows are sorted by expert, so the rows of an expert and its output are contiguous slices: `mm` into the output needs
+neither copies nor padding.  On supported GPUs torch has one kernel for all slices (`_compat.grouped_mm`); elsewhere a
+loop over this rank's experts, whose products are large, is as fast.
 
-An expert without rows writes nothing, and its gradient is zero, not missing: ranks must send the same things.
+An expert without rows writes nothing, and its gradient is zero rather than missing: all ranks must send the same
+messages.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ __all__ = ["add_rows_bias", "grouped_linear", "runs"]
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
-    """Rows of each expert times its weight.
+    """Multiply the rows of each expert by its weight.
 
-    x: (rows, in), sorted by expert.  weight: (experts, out, in), of the same dtype.  bias: (experts, out).  counts:
-    rows of each expert; they add up to `rows`.  Returns (rows, out).
+    x: (rows, in), sorted by expert.
+    weight: (experts, out, in), of the same dtype.
+    counts: rows of each expert; they add up to `rows`.
+    bias: (experts, out).
+    Returns (rows, out).
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -45,7 +49,7 @@ def add_rows_bias(bias: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def runs(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows), of experts that have some."""
+    """Yield (expert, its rows) for experts that have rows."""
     start = 0
     for expert, count in enumerate(counts):
         if count:

@@ -1,10 +1,10 @@
-"""`MoE`: a feed-forward layer of experts, by DeepSpeed's arguments.
+"""`MoE`: a mixture-of-experts layer with DeepSpeed's arguments.
 
     layer = MoE(512, ExpertMLP(512, 2048), num_experts=8, ep_size=2, k=2)
     output, aux_loss, exp_counts = layer(x)          # loss = loss + 0.01 * aux_loss
 
-Gating happens on each rank over its own tokens (so capacity is of a rank's tokens), then tokens travel to the ranks
-that have their experts.  What a layer computes does not depend on how its experts are shared out.
+Each rank routes its own tokens (so capacity counts a rank's tokens), then tokens are dispatched to the ranks of their
+experts.  The output of a layer does not depend on how its experts are sharded.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from zpartition.experts.bank import Experts, refuse_uneven
-from zpartition.experts.dispatch import Shipment
+from zpartition.experts.dispatch import TokenDispatch
 from zpartition.experts.router import Router, RoutingRule
+from zpartition.experts.stacked import Experts, check_divisible
 
 __all__ = ["MoE"]
 
 
 @final
 class MoE(nn.Module):
-    """Tokens -> their k best experts of `num_experts` -> sums of what these make of them.
+    """Mixture-of-experts layer: sums the outputs of each token's k best experts of `num_experts`.
 
-    Until `distribute` (a zengine engine calls it) has told the layer its ranks, every rank has all experts.
+    Every rank holds all experts until `distribute` shards them (a zengine engine calls it).
     """
 
     def __init__(
@@ -47,19 +47,22 @@ class MoE(nn.Module):
         enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
-        """The arguments of DeepSpeed's layer.
+        """Take the arguments of DeepSpeed's layer.
 
-        expert: what one expert is, (tokens, hidden) -> (tokens, hidden); see Experts for initialisation.  ep_size:
-        ranks to share the experts out among.  capacity_factor ...: see RoutingRule.  use_residual: add a dense copy
-        of the expert, mixed in by a learnt coefficient (Rajbhandari et al. 2022, section 4.1).  noisy_gate_policy:
-        None, "Jitter" or "RSample".  use_rts: top-1 drops random tokens rather than the last.  (To balance without an
-        auxiliary loss: `layer.gate.balance_by_bias(0.001)`.)
+        expert: one expert, (tokens, hidden) -> (tokens, hidden); see Experts for initialization.
+        ep_size: ranks to shard the experts over.
+        capacity_factor, eval_capacity_factor, min_capacity: see RoutingRule.
+        use_residual: add a dense copy of the expert, mixed by a learned coefficient (Rajbhandari et al. 2022, section
+            4.1).
+        noisy_gate_policy: None, "Jitter" or "RSample".
+        use_rts: top-1 drops random tokens instead of the last ones.
+        (To balance without an auxiliary loss: `layer.gate.balance_by_bias(0.001)`.)
 
-        Raises ValueError, with the numbers, if experts do not divide by ep_size or k is larger than their number.
+        Raises ValueError, with the numbers, if the experts do not divide by ep_size or k exceeds their number.
         """
         super().__init__()
-        refuse_uneven(num_experts, ep_size)
-        _refuse(num_experts, k, use_tutel)
+        check_divisible(num_experts, ep_size)
+        _check_arguments(num_experts, k, use_tutel)
         rule = RoutingRule(
             k=k,
             capacity_factor=capacity_factor,
@@ -82,19 +85,19 @@ class MoE(nn.Module):
 
     @property
     def num_local_experts(self) -> int:
-        """Of this rank."""
+        """Number of experts on this rank."""
         return len(self.experts.own)
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(..., hidden) -> the same shape, the auxiliary loss, (experts,) tokens that chose each on this rank.
+        """(..., hidden) -> the same shape, the auxiliary loss, (experts,) tokens of this rank that chose each expert.
 
-        used_token: one for each token; those that are 0 (padding) go to no expert.
+        used_token: one number for each token; tokens with 0 (padding) are not routed.
         """
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         routing = self.gate(x, None if used_token is None else used_token.reshape(-1))
-        shipment = Shipment.plan(routing.experts, routing.kept, self.num_experts, self.experts.deal)
-        y = self.experts(shipment.send(x), shipment.counts)
-        output = shipment.fetch(y, routing.weights).to(hidden_states.dtype).view(hidden_states.shape)
+        dispatch = TokenDispatch.plan(routing.experts, routing.kept, self.num_experts, self.experts.expert_group)
+        y = self.experts(dispatch.send(x), dispatch.counts)
+        output = dispatch.combine(y, routing.weights).to(hidden_states.dtype).view(hidden_states.shape)
         return self._with_residual(hidden_states, output), routing.aux_loss, routing.counts
 
     def _with_residual(self, x: Tensor, output: Tensor) -> Tensor:
@@ -106,11 +109,11 @@ class MoE(nn.Module):
         return output * mix[..., :1] + other * mix[..., 1:]
 
 
-def _refuse(num_experts: int, k: int, use_tutel: bool) -> None:
+def _check_arguments(num_experts: int, k: int, use_tutel: bool) -> None:
     if not 1 <= k <= num_experts:
-        raise ValueError(f"k is {k}, but a token can go to 1 to {num_experts} of {num_experts} experts.")
+        raise ValueError(f"k is {k}, but must be between 1 and the number of experts, {num_experts}.")
     if use_tutel:
         raise ValueError(
-            "use_tutel=True: Tutel's kernels are not used here. Leave it out: tokens are sorted by expert and "
-            "computed by grouped products, so there are no one-hot products to replace."
+            "use_tutel=True: Tutel's kernels are not supported. Remove it: tokens are sorted by expert and computed "
+            "by grouped products, so there are no one-hot products to replace."
         )

@@ -1,7 +1,7 @@
-"""The expert of most models: two layers with an activation between them, gated or not.
+"""The usual expert: two linear layers with an activation between them, gated or not.
 
-`ExpertMLP` is a module like any other, and one expert by itself.  A layer of experts that is given one keeps the
-weights of all in stacks and computes them by grouped products (`forward_rows`), with no loop over modules.
+`ExpertMLP` is an ordinary module that is one expert.  A layer of experts keeps the weights of all in stacks and
+computes them by grouped products (`forward_rows`), without a loop over modules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ExpertMLP(nn.Module):
     """down(act(up(x))), or down(act(gate(x)) * up(x)) where `activation` is swiglu or geglu (Shazeer 2020)."""
 
     def __init__(self, hidden_size: int, inner_size: int, activation: str = "swiglu", *, bias: bool = False) -> None:
-        """Raises ValueError for an activation that is not known."""
+        """Raises ValueError for an unknown activation."""
         super().__init__()
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}.")
@@ -47,9 +47,10 @@ class ExpertMLP(nn.Module):
         return self.forward_rows(weights, rows, [rows.shape[0]]).view(x.shape)
 
     def forward_rows(self, weights: Mapping[str, Tensor], rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """What several experts make of their rows.
+        """Compute the rows of several experts.
 
-        weights: by the names here, each with the experts in front.  rows: (rows, hidden), sorted by expert.
+        weights: by the names here, each with the experts in front.
+        rows: (rows, hidden), sorted by expert.
         """
         act = _ACTIVATIONS[self.activation]
         inner = _linear("up", weights, rows, counts)
@@ -57,7 +58,7 @@ class ExpertMLP(nn.Module):
         return _linear("down", weights, inner, counts)
 
     def split_dims(self) -> dict[str, int]:
-        """The dim of each weight that tensor ranks share out; biases behind the sum are whole (not named here)."""
+        """Dimension of each weight that tensor ranks split; a bias behind the sum is whole, and not listed."""
         first = [name for name, _ in self.named_parameters() if not name.startswith("down.")]
         return {**dict.fromkeys(first, 0), "down.weight": 1}
 

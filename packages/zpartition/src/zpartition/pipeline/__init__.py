@@ -1,42 +1,57 @@
-"""Pipelines: a model cut into stages, and schedules that say who does what when."""
+"""Pipeline parallelism: a model partitioned into stages, and schedules of their forwards and backwards."""
 
-from .actions import Action, Kind
-from .alarm import Alarm, StageFailed
-from .cutting import CutError, cut, layer_weights
-from .layers import LayerSpec, TiedLayerSpec
-from .module import PipelineError, PipelineModule, Place
-from .recorder import Recorder, picture, predict_like
-from .runner import Passes, PipelineRunner
-from .schedule import Schedule, ScheduleError
-from .schedules import gpipe, interleaved, make_schedule, one_f_one_b, zero_bubble
-from .timeline import Bar, Timeline, predict
+from __future__ import annotations
+
+from zpartition._renamed import renamed
+from zpartition.pipeline.abort import AbortGuard, StageFailed
+from zpartition.pipeline.actions import Action, ActionKind
+from zpartition.pipeline.layers import LayerSpec, TiedLayerSpec
+from zpartition.pipeline.module import PipelineError, PipelineModule, PipelinePosition
+from zpartition.pipeline.partition_layers import LayerPartitionError, layer_weights, partition_balanced
+from zpartition.pipeline.recorder import Recorder, comparison_svg, simulate_measured
+from zpartition.pipeline.runner import Passes, PipelineRunner
+from zpartition.pipeline.schedule import Schedule, ScheduleError
+from zpartition.pipeline.schedules import gpipe, interleaved, make_schedule, one_f_one_b, zero_bubble
+from zpartition.pipeline.timeline import Bar, Timeline, simulate
 
 __all__ = [
+    "AbortGuard",
     "Action",
-    "Alarm",
+    "ActionKind",
     "Bar",
-    "CutError",
-    "Kind",
+    "LayerPartitionError",
     "LayerSpec",
     "Passes",
     "PipelineError",
     "PipelineModule",
+    "PipelinePosition",
     "PipelineRunner",
-    "Place",
     "Recorder",
     "Schedule",
     "ScheduleError",
     "StageFailed",
     "TiedLayerSpec",
     "Timeline",
-    "cut",
+    "comparison_svg",
     "gpipe",
     "interleaved",
     "layer_weights",
     "make_schedule",
     "one_f_one_b",
-    "picture",
-    "predict",
-    "predict_like",
+    "partition_balanced",
+    "simulate",
+    "simulate_measured",
     "zero_bubble",
 ]
+
+RENAMED = {
+    "Alarm": "AbortGuard",
+    "CutError": "LayerPartitionError",
+    "Kind": "ActionKind",
+    "Place": "PipelinePosition",
+    "cut": "partition_balanced",
+    "picture": "comparison_svg",
+    "predict": "simulate",
+    "predict_like": "simulate_measured",
+}
+__getattr__ = renamed(__name__, RENAMED)

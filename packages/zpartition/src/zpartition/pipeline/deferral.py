@@ -1,22 +1,22 @@
-"""A backward in two halves: the gradient of a stage's input first, those of its weights when there is time.
+"""Split backward: gradients of a stage's input first, gradients of its weights when there is time.
 
-The weight gradient of a linear layer is a matrix product that nobody else waits for, and about a third of a training
-step.  While `WeightsLater` is entered, `torch.nn.functional.linear` on a parameter remembers its two factors instead
-of multiplying them in backward; `finish` multiplies, and hands the result to the parameter through autograd, so that
-whatever hangs on the parameter's gradient (accumulation, ZeRO's buckets) sees it as ever.
+The weight gradient of a linear layer is a matrix product that nothing else waits for, and about a third of a training
+step.  Inside `DeferWeightGrads`, `torch.nn.functional.linear` on a parameter records the two factors in backward
+instead of multiplying them; `finish` multiplies, and passes the result to the parameter through autograd, so that
+everything that depends on its gradient (accumulation, ZeRO's buckets) sees it as usual.
 
-A layer that computes parts of itself again in backward (torch.utils.checkpoint) has to find what it found in forward,
-since checkpoints compare what is saved.  So `backward` runs inside of `WeightsLater(later, again=True)`, which takes
-weights that forward has taken, and no others: a function of the user's own that differentiates a product inside of
-its backward wants the gradient there and then.
+A layer that recomputes parts of itself in backward (torch.utils.checkpoint) must find the same operations as in
+forward, since checkpoints compare saved tensors.  So `backward` runs inside `DeferWeightGrads(deferred, again=True)`,
+which defers the weights that forward deferred, and no others: a user function that differentiates a product inside
+its own backward needs the gradient immediately.
 
-All other gradients (norms, biases, embeddings, convolutions) are small or rare and come at once, with the input's.
-Under autocast nothing is deferred, since the factors would have other dtypes than the weights; nor is the weight of a
-layer whose input needs no gradient.  The weight itself is no part of the graph, since autograd would call the hooks
-of a parameter that gets nothing.
+All other gradients (norms, biases, embeddings, convolutions) are small or rare and are computed with the input's.
+Under autocast nothing is deferred, since the factors' dtypes differ from the weights'; nor is the weight of a layer
+whose input needs no gradient.  The weight itself is no part of the graph, since autograd would call the hooks of a
+parameter that gets no gradient.
 
-Rejected: two calls of torch.autograd.grad, one for inputs and one for weights: the second walks through the stage
-again, and the bubble it fills is the one it makes.
+Rejected: two calls of torch.autograd.grad, one for inputs and one for weights: the second call walks the stage's
+graph again, so the bubble that it fills is the one it creates.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from zpartition import _compat
 
 @final
 @attrs.define(eq=False)
-class LaterProducts:
-    """Weight gradients of one micro-batch at one stage that are still to be multiplied."""
+class DeferredWeightGrads:
+    """Weight gradients of one micro-batch at one stage that are still to be computed."""
 
     factors: list[tuple[Tensor, Tensor, Tensor]] = attrs.field(factory=list)  # (weight, output gradient, input)
-    weights: set[int] = attrs.field(factory=set)  # by id: those that have waited in forward
+    weights: set[int] = attrs.field(factory=set)  # by id: those deferred in forward
 
     def add(self, weight: Tensor, gradient: Tensor, value: Tensor) -> None:
-        """One product to come."""
+        """Record one product."""
         self.factors.append((weight, gradient, value))
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """As torch.autograd.backward, of what was computed inside `WeightsLater(self)`."""
-        with WeightsLater(self, again=True):
+        """Run torch.autograd.backward on outputs that were computed inside `DeferWeightGrads(self)`."""
+        with DeferWeightGrads(self, again=True):
             _compat.run_backward(outputs, gradients)
 
     def finish(self) -> None:
-        """Multiply, and let autograd accumulate; in the order in which a whole backward would."""
+        """Compute the products and let autograd accumulate them, in the order of a whole backward."""
         factors, self.factors = self.factors, []
         for weight, gradient, value in factors:
             product = gradient.reshape(-1, gradient.shape[-1]).t() @ value.reshape(-1, value.shape[-1])
@@ -60,16 +60,16 @@ class LaterProducts:
 
 
 @final
-class WeightsLater(TorchFunctionMode):
-    """Linear layers called inside put their weights' gradients into `later` when backward comes.
+class DeferWeightGrads(TorchFunctionMode):
+    """Defer the weight gradients of linear layers called inside to `deferred`.
 
-    again: only those of weights that did so in forward; around a backward.
+    again: only those of weights that were deferred in forward; for use around a backward.
     """
 
-    def __init__(self, later: LaterProducts, *, again: bool = False) -> None:
+    def __init__(self, deferred: DeferredWeightGrads, *, again: bool = False) -> None:
         super().__init__()
-        self.later = later
-        self.known = later.weights if again else None
+        self.deferred = deferred
+        self.known = deferred.weights if again else None
 
     def __torch_function__(
         self,
@@ -79,14 +79,14 @@ class WeightsLater(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        if func is functional.linear and not given and self._can_wait(*args):
+        if func is functional.linear and not given and self._can_defer(*args):
             bias = args[2] if len(args) > 2 else None
-            add = partial(self.later.add, args[1])
-            self.later.weights.add(id(args[1]))
+            add = partial(self.deferred.add, args[1])
+            self.deferred.weights.add(id(args[1]))
             return _Linear.apply(args[0], args[1].detach(), bias, add)  # type: ignore[no-untyped-call]
         return func(*args, **given)
 
-    def _can_wait(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    def _can_defer(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         is_leaf = weight.is_leaf and weight.requires_grad and value.requires_grad and torch.is_grad_enabled()
         if self.known is not None and id(weight) not in self.known:
             return False
@@ -94,7 +94,7 @@ class WeightsLater(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b, whose backward leaves the gradient of W for later."""
+    """y = x W^T + b, whose backward defers the gradient of W."""
 
     @staticmethod
     def forward(

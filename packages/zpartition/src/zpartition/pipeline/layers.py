@@ -1,10 +1,11 @@
-"""A model as a list of layers: what each is, how it is built, and what it is called.
+"""Layers of a pipeline: specs, their construction, and their names.
 
-Names are those of the whole model (`layers.7.weight`, `tied.embedding.weight`) on every rank, so a checkpoint of any
-cut loads into any other.  A layer is a module, a function, or a `LayerSpec` that is built where it is needed.
+Names are those of the whole model (`layers.7.weight`, `tied.embedding.weight`) on every rank, so a checkpoint of one
+partitioning loads into any other.  A layer is a module, a function, or a `LayerSpec` that is built where it is
+needed.
 
-Weights are those that one process would have: unless `seed_layers` gives each layer a seed of its own, every rank
-builds all layers, one after the other, and keeps its own, so that the random numbers are drawn alike.
+Initial weights are those of a single process: unless `seed_layers` gives each layer its own seed, every rank builds
+all layers in order and keeps its own, so that random numbers are drawn alike.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cutting import layer_weights
+from zpartition.pipeline.partition_layers import layer_weights
 
 
 class LayerSpec:
-    """A module to be built later: `LayerSpec(nn.Linear, 8, 8, bias=False)`."""
+    """Module to be built later: `LayerSpec(nn.Linear, 8, 8, bias=False)`."""
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not callable(typename):
-            raise TypeError(f"LayerSpec wants a class of modules first, got {typename!r}")
+            raise TypeError(f"LayerSpec expects a module class as its first argument, got {typename!r}")
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     @property
     def class_name(self) -> str:
-        """For `partition_method="type:REGEX"` and messages."""
+        """Class name for `partition_method="type:REGEX"` and messages."""
         return getattr(self.typename, "__name__", type(self.typename).__name__)
 
     def build(self) -> nn.Module:
-        """A new module."""
+        """Build a new module."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -41,10 +42,10 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """One module used at several places: all specs with the same key share it, also over stages.
+    """Module used in several places: all specs with the same key share it, also across stages.
 
     forward_fn: (module, input) -> output at this place; default: the module itself.
-    tied_weight_attr: kept for DeepSpeed's sake; the whole module is shared.
+    tied_weight_attr: accepted for compatibility with DeepSpeed; the whole module is shared.
     """
 
     def __init__(
@@ -64,17 +65,17 @@ Layer = Any  # nn.Module | LayerSpec | Callable
 
 
 def class_name(layer: Layer) -> str:
-    """How `type:REGEX` and messages call a layer."""
+    """Name of a layer for `type:REGEX` and messages."""
     return layer.class_name if isinstance(layer, LayerSpec) else getattr(layer, "__name__", type(layer).__name__)
 
 
 def key_of(layer: Layer) -> str:
-    """The key of a tied layer; "" for all others."""
+    """Key of a tied layer; "" for all others."""
     return layer.key if isinstance(layer, TiedLayerSpec) else ""
 
 
 def weights_of(layers: Sequence[Layer], method: str) -> list[float]:
-    """What each layer counts under a partition method; specs are built without memory to be counted."""
+    """Weigh each layer by a partition method; specs are built on the meta device to count their parameters."""
     numels = [0] * len(layers)
     if method.lower() in ("parameters", "best"):
         numels = [_numel(layer) for layer in layers]
@@ -93,9 +94,9 @@ def _numel(layer: Layer) -> int:
 def build(
     layers: Sequence[Layer], wanted: set[int], *, seed: int | None, seed_fn: Callable[[int], Any] = torch.manual_seed
 ) -> dict[int, Any]:
-    """The layers of these indices, built; a tied layer once, at its first index of all.
+    """Build the layers with the given indices; a tied layer once, at its first index.
 
-    seed: layer i is built after `seed_fn(seed + i)`; None: in the one stream of random numbers, as one process would.
+    seed: layer i is built after `seed_fn(seed + i)`; None: all in one random number stream, as one process would.
     """
     made: dict[int, Any] = {}
     first = {key_of(layer): index for index, layer in reversed(list(enumerate(layers))) if key_of(layer)}

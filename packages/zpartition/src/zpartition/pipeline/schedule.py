@@ -1,11 +1,11 @@
-"""A pipeline schedule: for each rank its actions in order, and which rank holds which stage.
+"""Pipeline schedules: an ordered list of actions for each rank, and the placement of stages on ranks.
 
-`check` proves before a run what would otherwise be a hang in the middle of one: every stage sees every micro-batch
-forward and backward once, on the rank that holds it, and the orders of all ranks fit together, found by carrying
-them out without data.
+`checked` proves before a run what would otherwise hang in the middle of one: every stage runs forward and backward of
+every micro-batch once, on the rank that holds it, and the orders of all ranks fit together, which is found by
+executing them without data.
 
 Sources: GPipe (Huang et al. 2019); 1F1B (Narayanan et al. 2019, PipeDream; the flushing one of Narayanan et al. 2021,
-section 2.2); interleaved stages (the same, section 2.2); zero bubble, ZB-H1 (Qi et al. 2023, section 3).
+    section 2.2); interleaved stages (the same, section 2.2); zero bubble, ZB-H1 (Qi et al. 2023, section 3).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from .actions import Action, Kind
+from zpartition.pipeline.actions import Action, ActionKind
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be carried out; says where."""
+    """The schedule cannot be executed; the text says where."""
 
 
 @attrs.frozen
 class Schedule:
-    """`ranks[r]` are rank r's actions in order; stage s lies on rank `s % len(ranks)`."""
+    """`ranks[r]` are rank r's actions in order; stage s is on rank `s % len(ranks)`."""
 
     name: str
     stages: int
@@ -31,20 +31,20 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
 
     def rank_of(self, stage: int) -> int:
-        """Stages lie on ranks in turn, so that neighbours of a stage are on neighbours of its rank."""
+        """Return the rank of a stage; stages are assigned round-robin, so adjacent stages are on adjacent ranks."""
         return stage % len(self.ranks)
 
     def stages_of(self, rank: int) -> range:
-        """Stages of one rank, in the order of the model."""
+        """Return the stages of a rank in model order."""
         return range(rank, self.stages, len(self.ranks))
 
     def text(self) -> str:
-        """A line a rank; `parse` reads it."""
+        """Format one line per rank; `parse` reads it."""
         return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
 
     @classmethod
     def parse(cls, text: str, name: str = "custom") -> Schedule:
-        """From the text form, blank lines and `#` comments aside; checked."""
+        """Parse the text form, ignoring blank lines and `#` comments; the schedule is checked."""
         lines = [line.split("#")[0].split() for line in text.splitlines()]
         ranks = tuple(tuple(map(Action.parse, line)) for line in lines if line)
         every = [action for actions in ranks for action in actions]
@@ -54,11 +54,11 @@ class Schedule:
         return cls(name, stages, micros, ranks).checked()
 
     def checked(self) -> Schedule:
-        """The schedule itself, if it can be carried out; ScheduleError says which rank and action could not be."""
+        """Return the schedule if it can be executed.  Raises ScheduleError with the rank and action that cannot."""
         if self.stages % len(self.ranks):
             raise ScheduleError(
-                f"{self.stages} stages on {len(self.ranks)} ranks: each rank holds as many, so the stages must be a "
-                f"multiple of {len(self.ranks)}"
+                f"{self.stages} stages on {len(self.ranks)} ranks: every rank holds equally many, so the number of "
+                f"stages must be a multiple of {len(self.ranks)}"
             )
         for rank, actions in enumerate(self.ranks):
             self._check_rank(rank, actions)
@@ -67,7 +67,7 @@ class Schedule:
         return self
 
     def _check_rank(self, rank: int, actions: Sequence[Action]) -> None:
-        """Each stage of the rank, and no other, has each micro-batch's work once."""
+        """Check that the rank does the work of each micro-batch once for each of its stages, and no other work."""
         for action in actions:
             if (
                 action.stage >= self.stages
@@ -76,12 +76,12 @@ class Schedule:
             ):
                 held = ", ".join(map(str, self.stages_of(rank)))
                 raise ScheduleError(
-                    f"rank {rank} has {action}, and holds stages {held} of {self.micro_batches} micro-batches"
+                    f"rank {rank} has {action}, but holds stages {held} of {self.micro_batches} micro-batches"
                 )
         done = set(actions)
         for stage in self.stages_of(rank):
             for micro in range(self.micro_batches):
-                found = "".join(kind.value for kind in Kind if Action(stage, kind, micro) in done)
+                found = "".join(kind.value for kind in ActionKind if Action(stage, kind, micro) in done)
                 if found not in ("FB", "FIW"):
                     raise ScheduleError(
                         f"stage {stage}, micro-batch {micro}: the schedule has {found or 'nothing'}; it needs one F, "
@@ -92,9 +92,9 @@ class Schedule:
             raise ScheduleError(f"rank {rank} has {twice} twice")
 
     def turns(self) -> Iterator[list[Action | None]]:
-        """Carry it out with every action as long as every other: what each rank does in each turn.
+        """Execute with actions of equal length; yields the actions of all ranks in each turn.
 
-        Raises ScheduleError where every rank waits for another.
+        Raises ScheduleError if every rank waits for another.
         """
         position, done = [0] * len(self.ranks), set[Action]()
         total = sum(map(len, self.ranks))
@@ -104,7 +104,7 @@ class Schedule:
                 rest = actions[position[rank] :]
                 turn.append(rest[0] if rest and not self.missing(rest[0], done) else None)
             if not any(turn):
-                raise ScheduleError(f"schedule {self.name!r} stands still: {self._waiting(position, done)}")
+                raise ScheduleError(f"schedule {self.name!r} deadlocks: {self._waiting(position, done)}")
             for rank, action in enumerate(turn):
                 if action is not None:
                     done.add(action)
@@ -112,29 +112,29 @@ class Schedule:
             yield turn
 
     def needs(self, action: Action) -> list[Action]:
-        """What must be over before `action`; a whole backward will do where its first half is named."""
+        """Return the actions that must precede `action`; a whole backward satisfies its first half."""
         stage, kind, micro = action.stage, action.kind, action.micro
-        if kind is Kind.FORWARD:
-            return [Action(stage - 1, Kind.FORWARD, micro)] if stage else []
-        if kind is Kind.WEIGHT:
-            return [Action(stage, Kind.INPUT, micro)]
-        own = [Action(stage, Kind.FORWARD, micro)]
-        return own if stage == self.stages - 1 else [*own, Action(stage + 1, Kind.INPUT, micro)]
+        if kind is ActionKind.FORWARD:
+            return [Action(stage - 1, ActionKind.FORWARD, micro)] if stage else []
+        if kind is ActionKind.WEIGHT:
+            return [Action(stage, ActionKind.INPUT, micro)]
+        own = [Action(stage, ActionKind.FORWARD, micro)]
+        return own if stage == self.stages - 1 else [*own, Action(stage + 1, ActionKind.INPUT, micro)]
 
     def missing(self, action: Action, done: set[Action]) -> list[Action]:
-        """What `action` needs and is not in `done`."""
+        """Return the needed actions that are not in `done`."""
         return [
             need
             for need in self.needs(action)
             if need not in done
-            and not (need.kind is Kind.INPUT and Action(need.stage, Kind.BACKWARD, need.micro) in done)
+            and not (need.kind is ActionKind.INPUT and Action(need.stage, ActionKind.BACKWARD, need.micro) in done)
         ]
 
     def _waiting(self, position: Sequence[int], done: set[Action]) -> str:
-        told = []
+        found = []
         for rank, actions in enumerate(self.ranks):
             for action in actions[position[rank] : position[rank] + 1]:
                 need = self.missing(action, done)[0]
-                what = "forward" if need.kind is Kind.FORWARD else "backward"
-                told.append(f"rank {rank} at {action} waits for the {what} of {need.micro} at stage {need.stage}")
-        return "; ".join(told)
+                what = "forward" if need.kind is ActionKind.FORWARD else "backward"
+                found.append(f"rank {rank} at {action} waits for the {what} of {need.micro} at stage {need.stage}")
+        return "; ".join(found)

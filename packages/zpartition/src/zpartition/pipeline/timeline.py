@@ -1,7 +1,7 @@
-"""When each action of a schedule happens, if actions take so long: the bubble, the memory, and a picture.
+"""Timelines: when each action of a schedule happens for given durations, with bubble, memory, and a picture.
 
-Times come from a guess (a backward is two forwards), or from a measurement of a run.  The picture is ranks x time, as
-text for a terminal or as SVG for a page.
+Durations are assumed (a backward takes two forwards) or measured in a run.  The picture shows ranks over time, as
+text for a terminal or as SVG.
 """
 
 from __future__ import annotations
@@ -10,14 +10,24 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
-from .actions import Action, Kind
-from .schedule import Schedule
+from zpartition.pipeline.actions import Action, ActionKind
+from zpartition.pipeline.schedule import Schedule
 
-COSTS: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+COSTS: Mapping[ActionKind, float] = {
+    ActionKind.FORWARD: 1.0,
+    ActionKind.BACKWARD: 2.0,
+    ActionKind.INPUT: 1.0,
+    ActionKind.WEIGHT: 1.0,
+}
 
 _ROW = 26  # height of a rank's row
 
-_COLOURS = {Kind.FORWARD: "#7eb6ff", Kind.BACKWARD: "#5fbf77", Kind.INPUT: "#5fbf77", Kind.WEIGHT: "#b8d8a0"}
+_COLOURS = {
+    ActionKind.FORWARD: "#7eb6ff",
+    ActionKind.BACKWARD: "#5fbf77",
+    ActionKind.INPUT: "#5fbf77",
+    ActionKind.WEIGHT: "#b8d8a0",
+}
 
 
 @attrs.frozen
@@ -32,36 +42,36 @@ class Bar:
 
 @attrs.frozen
 class Timeline:
-    """Bars of a batch, in any unit of time; the batch begins at 0."""
+    """Bars of a batch, in any unit of time; the batch starts at 0."""
 
     num_ranks: int
     bars: tuple[Bar, ...]
 
     @property
     def span(self) -> float:
-        """From the first forward to the end of the last rank."""
+        """Time from the first forward to the end of the last rank."""
         return max((bar.stop for bar in self.bars), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """Time in which this rank works."""
+        """Time in which a rank works."""
         return sum(bar.stop - bar.start for bar in self.bars if bar.rank == rank)
 
     @property
     def bubble(self) -> float:
-        """Time in which ranks wait, over the time in which they work; (P-1)/M for 1F1B."""
+        """Idle time of all ranks over their working time; (P-1)/M for 1F1B."""
         busy = sum(self.busy(rank) for rank in range(self.num_ranks))
         return self.num_ranks * self.span / busy - 1 if busy else 0.0
 
     def peak_kept(self, rank: int) -> int:
-        """Most (stage, micro-batch) pairs whose activations the rank keeps at once."""
+        """Maximum number of (stage, micro-batch) pairs whose activations the rank keeps at once."""
         kept, peak = 0, 0
         for bar in sorted((bar for bar in self.bars if bar.rank == rank), key=lambda bar: bar.start):
-            kept += (bar.action.kind is Kind.FORWARD) - bar.action.kind.frees_activations
+            kept += (bar.action.kind is ActionKind.FORWARD) - bar.action.kind.frees_activations
             peak = max(peak, kept)
         return peak
 
     def text(self, unit: float = 1.0) -> str:
-        """A line a rank: every `unit` of time one cell with the action that runs then."""
+        """Format one line per rank, with a cell for each `unit` of time that holds the running action."""
         width = max((len(_label(bar.action)) for bar in self.bars), default=1)
         count = round(self.span / unit)
         lines = []
@@ -75,18 +85,18 @@ class Timeline:
         return "\n".join(lines)
 
     def svg(self, width: int = 900) -> str:
-        """A self-contained picture; bars have titles that show on hover."""
+        """Draw a self-contained SVG; bars have tooltips."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {self.height()}" font-family="sans-serif">'
         )
         return "".join([head, *self.rows(width, self.span, 0), "</svg>"])
 
     def height(self) -> int:
-        """Of the rows of an SVG, in its units."""
+        """Height of the SVG rows, in its units."""
         return self.num_ranks * _ROW + 8
 
     def rows(self, width: int, span: float, top: int) -> list[str]:
-        """A row a rank, as elements of an SVG; `span` of time is as wide as there is room."""
+        """Draw one row per rank as SVG elements; `span` of time fills the width."""
         left, scale = 52, (width - 60) / (span or 1.0)
         parts = []
         for rank in range(self.num_ranks):
@@ -109,12 +119,12 @@ class Timeline:
         return parts
 
 
-def predict(
+def simulate(
     schedule: Schedule,
     cost: Callable[[Action], float] = lambda action: COSTS[action.kind],
     send: float = 0.0,
 ) -> Timeline:
-    """The timeline of a checked schedule; `cost` and `send` (from one rank to another) in one unit of time."""
+    """Simulate a checked schedule; `cost` of an action and `send` between ranks in one unit of time."""
     ends: dict[Action, float] = {}
     free, position = [0.0] * len(schedule.ranks), [0] * len(schedule.ranks)
     bars: list[Bar] = []
@@ -125,7 +135,7 @@ def predict(
                 action = actions[position[rank]]
                 ready = [
                     ends[each] + send * (schedule.rank_of(each.stage) != rank)
-                    for each in _causes(schedule, action, done)
+                    for each in _waited_for(schedule, action, done)
                 ]
                 start = max([free[rank], *ready])
                 ends[action] = free[rank] = start + cost(action)
@@ -135,10 +145,10 @@ def predict(
     return Timeline(len(schedule.ranks), tuple(bars))
 
 
-def _causes(schedule: Schedule, action: Action, done: set[Action]) -> list[Action]:
-    """What `action` waited for, as it happened: a whole backward stands for its first half."""
+def _waited_for(schedule: Schedule, action: Action, done: set[Action]) -> list[Action]:
+    """Return the actions that `action` waited for; a whole backward replaces its first half."""
     needs = schedule.needs(action)
-    return [need if need in done else Action(need.stage, Kind.BACKWARD, need.micro) for need in needs]
+    return [need if need in done else Action(need.stage, ActionKind.BACKWARD, need.micro) for need in needs]
 
 
 def _label(action: Action) -> str:

@@ -1,14 +1,14 @@
-"""Batches of whole sequences become each rank's tokens of them.
+"""Batches: each rank's tokens of whole sequences.
 
-What must happen before sequences are cut, because the neighbour of the last token is on another rank:
+Two things happen before sequences are split, because the next token may be on another rank:
 
-- labels are shifted by one: `labels` become `shift_labels`, in which each token has what it should say next;
-- tokens get their positions, unless the batch has some (packed documents count from 0 again and again).
+- labels are shifted by one: `labels` become `shift_labels`, the next token of each token;
+- tokens get positions, unless the batch has some (packed documents restart at 0).
 
-Then everything that has a token dim is cut; what has none (a number for each sample, strings) goes to all as it is.
+Then every tensor with a token dim is split; values without one (a number per sample, strings) go to all ranks.
 
-`SequenceBatches` is for loaders that give all sequence ranks the same batches, as zengine's do: nothing travels.  For
-those that give each rank others see traded.py.
+`SequenceBatches` is for loaders that yield the same batches on all sequence ranks, as zengine's do: nothing is sent.
+For loaders that yield different ones see batch_exchange.py.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from torch.nn.functional import pad
 import zcomm
 from zpartition.sequence.splits import Order, Split
 
-__all__ = ["Batch", "SequenceBatches", "piece_of", "prepared", "shift_labels"]
+__all__ = ["Batch", "SequenceBatches", "local_batch", "prepare_batch", "shift_labels"]
 
 Batch = dict[str, Any]
 
-IGNORED = -100  # the label of a token that is not counted, as torch's cross_entropy has it
+IGNORED = -100  # label of a token that is ignored, torch's default in cross_entropy
 
 
 def shift_labels(labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
-    """(..., tokens): for each token the label of the next one; the last has none."""
+    """(..., tokens): shift labels to the left by one; the last token has none."""
     return pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
-def prepared(batch: Mapping[str, Any], multiple: int = 1, pad_id: int | None = None) -> Batch:
-    """A batch of whole sequences with everything in it that has to be made before they are cut.
+def prepare_batch(batch: Mapping[str, Any], multiple: int = 1, pad_id: int | None = None) -> Batch:
+    """Prepare a batch of whole sequences to be split.
 
-    batch: `input_ids` or `inputs_embeds` (batch, tokens, ...), and what else there is; `labels` are taken out, and
-        `shift_labels` and `position_ids` put in where they are missing.
-    pad_id: a token to make the length a multiple of `multiple` with, at the end, where nothing is counted; None: the
-        length stays as it is.
+    batch: `input_ids` or `inputs_embeds` (batch, tokens, ...), and other values; `labels` are removed, and missing
+        `shift_labels` and `position_ids` added.
+    pad_id: token that pads the length at the end to a multiple of `multiple`, without effect on the loss; None: no
+        padding.
     """
-    made, length = dict(batch), length_of(batch)
+    made, length = dict(batch), sequence_length(batch)
     tokens = next(made[key] for key in _MAIN if key in made)
     if "labels" in made:
         labels = made.pop("labels")
@@ -60,13 +60,13 @@ def prepared(batch: Mapping[str, Any], multiple: int = 1, pad_id: int | None = N
 _MAIN = ("input_ids", "inputs_embeds")
 
 
-def length_of(batch: Mapping[str, Any]) -> int:
-    """Tokens of a sequence.  Raises ValueError if the batch does not tell."""
+def sequence_length(batch: Mapping[str, Any]) -> int:
+    """Return the number of tokens of a sequence.  Raises ValueError if the batch has no tokens."""
     main = next((batch[key] for key in _MAIN if isinstance(batch.get(key), Tensor)), None)
     if main is None or main.dim() < 2:
         raise ValueError(
-            f"a batch with the keys {', '.join(map(str, batch)) or '(none)'}: sequences are cut by the tokens of "
-            f"{' or '.join(_MAIN)}, a tensor (batch, tokens, ...). Let the collate function return a dict with one."
+            f"a batch with the keys {', '.join(map(str, batch)) or '(none)'}: sequences are split by the tokens of "
+            f"{' or '.join(_MAIN)}, a tensor (batch, tokens, ...). Return a dict with one from the collate function."
         )
     return int(main.shape[1])
 
@@ -82,20 +82,20 @@ def _padded(key: str, value: Any, length: int, more: int, pad_id: int) -> Any:
 
 
 def _has_tokens(key: str, value: Any, length: int) -> bool:
-    """Whether there is something to cut.  Raises ValueError for what is of another length."""
+    """Check if the value has a token dim.  Raises ValueError for a value of another length."""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return False
     if value.shape[1] != length:
         raise ValueError(
             f"{key} of shape {list(value.shape)} is not (batch, {length} tokens, ...). A mask over pairs of tokens "
-            "cannot be shared out: leave it out, and say by position_ids where documents begin."
+            "cannot be split: leave it out, and mark the start of documents by position_ids."
         )
     return True
 
 
-def piece_of(batch: Batch, split: Split) -> Batch:
-    """This rank's tokens.  Raises ValueError if they do not divide."""
-    length = length_of(batch)
+def local_batch(batch: Batch, split: Split) -> Batch:
+    """Return this rank's tokens.  Raises ValueError if they do not divide."""
+    length = sequence_length(batch)
     split.check(length, "a batch")
     return {key: split.take(value) if _has_tokens(key, value, length) else value for key, value in batch.items()}
 
@@ -103,7 +103,7 @@ def piece_of(batch: Batch, split: Split) -> Batch:
 @final
 @attrs.define(eq=False)
 class SequenceBatches:
-    """Around a loader (anything to iterate over) that yields the same dicts on all sequence ranks."""
+    """Wraps a loader (any iterable) that yields the same dicts on all sequence ranks."""
 
     loader: Iterable[Mapping[str, Any]]
     split: Split
@@ -118,18 +118,20 @@ class SequenceBatches:
         order: Order = Order.CONTIGUOUS,
         pad_id: int | None = None,
     ) -> SequenceBatches:
-        """For the ranks of `group`, in its order.  See `prepared` for pad_id; without it lengths have to divide."""
+        """Wrap for the ranks of `group`, in its order.  See `prepare_batch` for pad_id; without it lengths must
+        divide.
+        """
         return cls(loader, Split(zcomm.group_size(group), zcomm.group_rank(group), order), pad_id)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Each batch, this rank's tokens of it.  Raises ValueError with the numbers if they do not divide."""
+        """Yield this rank's tokens of each batch.  Raises ValueError with the numbers if they do not divide."""
         for batch in self.loader:
             yield self.piece(batch)
 
     def piece(self, batch: Mapping[str, Any]) -> Batch:
-        """This rank's tokens of one batch."""
-        return piece_of(prepared(batch, self.split.multiple, self.pad_id), self.split)
+        """Return this rank's tokens of one batch."""
+        return local_batch(prepare_batch(batch, self.split.multiple, self.pad_id), self.split)
 
     def __len__(self) -> int:
-        """Batches, if the loader tells."""
+        """Number of batches, if the loader knows it."""
         return len(self.loader)  # type: ignore[arg-type]

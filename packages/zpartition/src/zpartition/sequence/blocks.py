@@ -1,12 +1,12 @@
-"""Attention of some queries to some keys: what a ring adds up.
+"""Blockwise attention: some queries over some keys, for rings to accumulate.
 
-`attend` also returns the log of the sum of exponentials of each query's scores (lse), by which parts over different
-keys are merged into what one softmax over all of them gives (Milakov and Gimelshein 2018; `merge`).  The gradients of
-a part need only the final output and lse: probabilities are computed again as exp(score - lse) (Dao et al. 2022,
-algorithm 4), so that nothing quadratic is kept.
+`attend` also returns the log-sum-exp of each query's scores (lse), by which parts over different keys are merged into
+the result of one softmax over all of them (Milakov and Gimelshein 2018; `merge`).  The gradients of a part need only
+the final output and lse: probabilities are recomputed as exp(score - lse) (Dao et al. 2022, algorithm 4), so nothing
+quadratic is kept.
 
-Torch's own kernels do both where they can (`_compat.fused_attention`).  Else scores exist for `TILE` queries at a
-time.
+Torch's own kernels do both where they can (`_compat.fused_attention`).  Otherwise scores exist for `TILE` queries at
+a time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from zpartition import _compat
 
-__all__ = ["Attended", "Block", "attend", "attend_backward", "merge"]
+__all__ = ["Attended", "AttentionBlock", "attend", "attend_backward", "merge"]
 
-# q, k, v, and the output and lse of these queries, over all keys there are: those of other blocks included
+# q, k, v, and the output and lse of these queries over all keys, including those of other blocks
 Attended = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 TILE = 256  # queries whose scores exist at a time
@@ -30,26 +30,28 @@ TILE = 256  # queries whose scores exist at a time
 
 @final
 @attrs.frozen(eq=False)
-class Block:
-    """How a run of queries looks at a run of keys."""
+class AttentionBlock:
+    """Attention of a run of queries over a run of keys."""
 
     scale: float
     is_causal: bool = False  # query i at keys 0 to i; otherwise at all
-    query_segments: Tensor | None = None  # (batch, queries) whole numbers: each looks at keys of its own only
+    query_segments: Tensor | None = None  # (batch, queries) integers: a query sees keys of the same segment only
     key_segments: Tensor | None = None  # (batch, keys)
     dropout: float = 0.0  # of probabilities
     seed: int = 0  # of the mask; another one for each block
 
     @property
     def is_plain(self) -> bool:
-        """Whether a kernel knows it."""
+        """True if a fused kernel supports it."""
         return self.query_segments is None and not self.dropout
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """(output as q, lse (batch, heads, queries) of at least float32); lse is -inf where a query sees no key.
+def attend(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+    """Return (output shaped as q, lse (batch, heads, queries) of at least float32); lse is -inf for a query without
+    keys.
 
-    q: (batch, heads, queries, width); k, v: (batch, heads or a divisor of them, keys, width).
+    q: (batch, heads, queries, width).
+    k, v: (batch, heads or a divisor of them, keys, width).
     """
     if block.is_plain and (found := _compat.fused_attention(q, k, v, block.is_causal, block.scale)):
         return found
@@ -60,14 +62,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tenso
         lse = scores.logsumexp(-1)
         probabilities = (scores - _finite(lse).unsqueeze(-1)).exp_()
         if block.dropout:
-            probabilities *= _kept(probabilities, block, start)
+            probabilities *= _dropout_mask(probabilities, block, start)
         out[:, :, tile] = _times(probabilities.to(v.dtype), v)
         lses.append(lse)
     return out, torch.cat(lses, -1)
 
 
-def attend_backward(grad: Tensor, attended: Attended, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """The part of the gradients of q, k, v that goes through this block; grad: of the output."""
+def attend_backward(grad: Tensor, attended: Attended, block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v through this block; grad: of the output."""
     if block.is_plain and (found := _compat.fused_attention_backward(grad, attended, block.is_causal, block.scale)):
         return found
     q, k, v, out, lse = attended
@@ -78,7 +80,7 @@ def attend_backward(grad: Tensor, attended: Attended, block: Block) -> tuple[Ten
         tile = slice(start, start + TILE)
         there, grads = q[:, :, tile], grad[:, :, tile].to(wide)
         probabilities = (_scores(there, k, block, start) - _finite(lse[:, :, tile]).unsqueeze(-1)).exp_()
-        kept = _kept(probabilities, block, start) if block.dropout else 1.0
+        kept = _dropout_mask(probabilities, block, start) if block.dropout else 1.0
         dv += _shared(probabilities * kept, grads, v.shape[1])
         wrong = _times(grads, v.to(wide).mT) * kept - inner[:, :, tile]
         wrong *= probabilities * block.scale
@@ -88,15 +90,15 @@ def attend_backward(grad: Tensor, attended: Attended, block: Block) -> tuple[Ten
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Let `out` and `lse` be over the keys of both, in place; shapes as `attend` returns them."""
+    """Merge the other part into `out` and `lse`, in place; shapes as `attend` returns them."""
     joint = torch.logaddexp(lse, more_lse)
     safe = _finite(joint)
     out.mul_((lse - safe).exp_().unsqueeze(-1)).add_(more * (more_lse - safe).exp_().unsqueeze(-1))
     lse.copy_(joint)
 
 
-def _scores(q: Tensor, k: Tensor, block: Block, start: int) -> Tensor:
-    """(batch, heads, queries of a tile, keys), -inf where a query must not look; at least float32."""
+def _scores(q: Tensor, k: Tensor, block: AttentionBlock, start: int) -> Tensor:
+    """(batch, heads, queries of a tile, keys), -inf where masked; at least float32."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = _times(q.to(wide), k.to(wide).mT).mul_(block.scale)
     if block.is_causal:
@@ -116,23 +118,23 @@ def _times(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _shared(x: Tensor, y: Tensor, heads: int) -> Tensor:
-    """x^T @ y, (batch, all heads, a, b) by (batch, all heads, a, c), summed over those that share one of `heads`."""
+    """x^T @ y, (batch, all heads, a, b) by (batch, all heads, a, c), summed over query heads of each of `heads`."""
     product = x.mT @ y
     return product if heads == x.shape[1] else _grouped(product, heads).sum(2)
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """(batch, all heads, a, b) -> (batch, heads, those that share it, a, b)."""
+    """(batch, all heads, a, b) -> (batch, heads, query heads of each, a, b)."""
     return x.reshape(x.shape[0], heads, -1, *x.shape[2:])
 
 
-def _kept(like: Tensor, block: Block, start: int) -> Tensor:
-    """What dropout leaves of probabilities like these: 0, or 1 / (1 - dropout)."""
+def _dropout_mask(like: Tensor, block: AttentionBlock, start: int) -> Tensor:
+    """Dropout factors of the probabilities: 0, or 1 / (1 - dropout)."""
     generator = torch.Generator(like.device).manual_seed((block.seed + start) % 2**63)
     mask = torch.rand(like.shape, generator=generator, device=like.device) >= block.dropout
     return mask.to(like.dtype).div_(1.0 - block.dropout)
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """0 where it is -inf: exp(-inf - 0) is 0, which is meant, and exp(-inf + inf) is not a number."""
+    """Replace -inf by 0: exp(-inf - 0) is 0, as intended, while exp(-inf + inf) is NaN."""
     return lse.masked_fill(lse == -math.inf, 0.0)

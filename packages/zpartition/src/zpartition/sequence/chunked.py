@@ -1,14 +1,13 @@
-"""Cross-entropy straight from hidden states and head weight: the logits exist for a few tokens at a time.
+"""Chunked cross-entropy: directly from hidden states and head weight, with the logits of a few tokens at a time.
 
-Logits of S tokens over a vocabulary of V are the largest tensor of many models, and exist several times: as they are,
-in float32, as probabilities, as gradients.  All that is needed of them is a number a token, and the gradients of
-hidden states and head.  These are computed in the forward pass, tile by tile, while a tile's probabilities are there:
-three matrix products a tile instead of four with recomputation, and backward only multiplies by the gradient of the
-loss.
+The logits of S tokens over a vocabulary of V are the largest tensor of many models, and exist several times: as they
+are, in float32, as probabilities, as gradients.  Only a number per token is needed, and the gradients of hidden
+states and head.  These are computed in the forward pass, tile by tile, while a tile's probabilities exist: three
+matrix products per tile instead of four with recomputation; backward only multiplies by the gradient of the loss.
 
     memory    tile_tokens * V in float32, the gradient of the hidden states, and one of the head in float32
 
-The gradients of weight and bias come out of one node of the graph, so they arrive once, whoever waits for them.
+The gradients of weight and bias come from one node of the graph, so hooks see them once.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ __all__ = ["chunked_cross_entropy"]
 @final
 @attrs.frozen
 class Tiling:
-    """How a loss is computed."""
+    """Settings of one loss computation."""
 
     tokens: int  # of a tile
-    ignored: int  # the label that does not count
-    differentiates: bool  # as it goes
+    ignored: int  # the label to ignore
+    differentiates: bool  # in the forward pass
 
 
 class _Chunked(Function):
@@ -67,7 +66,7 @@ class _Chunked(Function):
 
 
 def _as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What a linear layer would compute with here: the same, or all in the dtype of autocast."""
+    """Cast as a linear layer would here: nothing, or all to the dtype of autocast."""
     if not torch.is_autocast_enabled(hidden.device.type):
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -75,7 +74,7 @@ def _as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
 
 
 def _tile(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """(gradient of the sum by the logits (tokens, V), the sum) of a tile."""
+    """Return (gradient of the sum by the logits (tokens, V), the sum) of a tile."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counts = labels != ignored
@@ -89,7 +88,7 @@ def _tile(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, i
 
 
 def _add(made: list[Tensor | None], here: slice, wrong: Tensor, hidden: Tensor, weight: Tensor) -> None:
-    """What a tile adds to the gradients of hidden states, weight and bias."""
+    """Add a tile to the gradients of hidden states, weight and bias."""
     narrow = wrong.to(weight.dtype)
     if made[0] is not None:
         torch.mm(narrow, weight, out=made[0][here])
@@ -109,16 +108,18 @@ def chunked_cross_entropy(
     tile_tokens: int = 1024,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """torch's cross_entropy(hidden @ weight.T + bias, labels), whose logits are never all there.
+    """Compute torch's cross_entropy(hidden @ weight.T + bias, labels) without materializing all logits.
 
-    hidden: (..., width); weight: (vocabulary, width); labels: (...) whole numbers.  The loss is () of at least
-    float32. Where all labels are ignored the mean is NaN, as torch's; over sequence ranks use "sum" and
-    `mean_over_sequence`.
+    hidden: (..., width).
+    weight: (vocabulary, width).
+    labels: (...) integers.
+    The loss is () of at least float32.  If all labels are ignored the mean is NaN, as torch's; over sequence ranks
+    use "sum" and `mean_over_sequence`.
 
-    At ZeRO stage 3 the weight is there inside the forward of the module that has it, or of one around it.
+    At ZeRO stage 3 the weight is available inside the forward of its module, or of a module around it.
 
     Raises:
-        ValueError: shapes do not fit together, or a label is outside the vocabulary (checked on a CPU).
+        ValueError: shapes do not match, or a label is outside the vocabulary (checked on a CPU).
     """
     _check(hidden, weight, labels, ignore_index, tile_tokens, reduction)
     flat = labels.reshape(-1)
@@ -134,14 +135,17 @@ def _check(
 ) -> None:
     if hidden.shape[:-1] != labels.shape or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
-            f"hidden states {list(hidden.shape)}, head weight {list(weight.shape)} and labels {list(labels.shape)} "
-            "do not fit together: (..., width), (vocabulary, width) and (...) are needed."
+            f"the shapes of hidden states {list(hidden.shape)}, head weight {list(weight.shape)} and labels "
+            f"{list(labels.shape)} do not match: (..., width), (vocabulary, width) and (...) are needed."
         )
     if tile_tokens < 1 or reduction not in ("mean", "sum"):
-        raise ValueError(f'tile_tokens={tile_tokens}, reduction={reduction!r}: at least 1, and "mean" or "sum".')
+        raise ValueError(
+            f"tile_tokens={tile_tokens}, reduction={reduction!r}: tile_tokens must be at least 1, and reduction "
+            '"mean" or "sum".'
+        )
     counted = labels[labels != ignore_index] if labels.is_cpu else labels[:0]
     if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < len(weight):
         raise ValueError(
-            f"labels {int(counted.min())} to {int(counted.max())}: allowed are 0 to {len(weight) - 1}, and "
-            f"ignore_index={ignore_index}."
+            f"labels range from {int(counted.min())} to {int(counted.max())}; allowed are 0 to {len(weight) - 1}, "
+            f"and ignore_index={ignore_index}."
         )

@@ -1,13 +1,14 @@
-"""The loss of a sequence that is shared out: a mean over all tokens that count, of all its ranks.
+"""Losses of split sequences: a mean over all counted tokens of all sequence ranks.
 
-The mean of the ranks' means is another number as soon as they count differently many tokens, and NaN where one counts
-none.  Here sums travel: the losses and the tokens, as one message of two numbers.
+The mean of the ranks' means is a different number if they count different numbers of tokens, and NaN if one counts
+none.  So sums are reduced: losses and token counts, as one message of two numbers.  `gather_sequence` joins the
+tokens of all ranks instead, for values of the whole sequence: a loss for each token, logits to inspect.
 
-[Note: whose mean]  Partitions and the engine take the mean of gradients over all ranks that sum them, data and
-sequence ranks alike.  A sequence counts once however many ranks it has, so what each adds to the loss goes back
-`size` times: the mean over gradient ranks is then the mean over data ranks of the sum over sequence ranks.  A loop
-that takes sums over sequence ranks instead divides by `size`.  In zengine `engine.backward(mean of this rank,
-weight=its tokens)` is a way without any message of its own.
+[Note: whose mean]  Partitions and the engine average gradients over all ranks that reduce them, data and sequence
+ranks alike.  A sequence counts once for any number of ranks, so the backward of this mean is scaled by `size`: the
+average over gradient ranks is then the average over data ranks of the sum over sequence ranks.  A loop that sums over
+sequence ranks instead divides by `size`.  In zengine `engine.backward(mean of this rank, weight=its tokens)` does the
+same without a message of its own.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import cross_entropy
 
 import zcomm
-from zpartition.cells import Cell
+from zpartition.layout.model_parallel import ModelParallelGroup
+from zpartition.tensor.functions import gather_tokens
 
-__all__ = ["mean_over_sequence", "sequence_cross_entropy"]
+__all__ = ["gather_sequence", "mean_over_sequence", "sequence_cross_entropy"]
 
 
 class _Mean(Function):
     @staticmethod
-    def forward(ctx: Any, total: Tensor, count: Tensor, cell: Cell) -> Tensor:
+    def forward(ctx: Any, total: Tensor, count: Tensor, mp_group: ModelParallelGroup) -> Tensor:
         sums = torch.stack([total.double(), count.double()])
-        if cell.size > 1:
-            zcomm.all_reduce(sums, cell.group, label="loss of a sequence")
+        if mp_group.size > 1:
+            zcomm.all_reduce(sums, mp_group.group, label="loss of a sequence")
         everybodys = sums[1].clamp(min=1.0)
-        ctx.factor = cell.size / everybodys
+        ctx.factor = mp_group.size / everybodys
         ctx.dtype = total.dtype
         return (sums[0] / everybodys).to(total.dtype)
 
@@ -43,14 +45,16 @@ class _Mean(Function):
 
 
 def mean_over_sequence(total: Tensor, count: Tensor | int, group: ProcessGroup | None = None) -> Tensor:
-    """The sum of all ranks' `total` by the sum of their `count`: (), equal on all ranks; 0 if nothing counts.
+    """Divide the sum of all ranks' `total` by the sum of their `count`: (), equal on all ranks; 0 if nothing is
+    counted.
 
-    total: () floating, the sum of the losses of this rank's tokens.  count: how many of them count.  Collective of
-    the group, forward only.  For the gradient see [Note: whose mean].
+    total: () floating, the sum of the losses of this rank's tokens.
+    count: number of counted tokens.
+    Collective of the group, in forward only.  For the gradient see [Note: whose mean].
     """
     numbers = torch.as_tensor(count, device=total.device)
     mean: Tensor = _Mean.apply(  # type: ignore[no-untyped-call]
-        total.reshape(()), numbers.reshape(()), Cell.of(group)
+        total.reshape(()), numbers.reshape(()), ModelParallelGroup.of(group)
     )
     return mean
 
@@ -58,18 +62,19 @@ def mean_over_sequence(total: Tensor, count: Tensor | int, group: ProcessGroup |
 def sequence_cross_entropy(
     logits: Tensor, labels: Tensor, group: ProcessGroup | None = None, *, ignore_index: int = -100
 ) -> Tensor:
-    """torch's cross_entropy of whole sequences, from the logits of each rank's tokens.
+    """Compute torch's cross_entropy of whole sequences from the logits of each rank's tokens.
 
-    logits: (..., vocabulary) of this rank's tokens; labels: (...) what each of them should say, shifted before the
-    sequence was shared out (`shift_labels`).  () equal on all ranks; collective of the group.
+    logits: (..., vocabulary) of this rank's tokens.
+    labels: (...) next token of each, shifted before the sequence was split (`shift_labels`).
+    Returns (), equal on all ranks; collective of the group.
 
     Raises:
-        ValueError: the two are not of equally many tokens.
+        ValueError: logits and labels have different numbers of tokens.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"logits of shape {list(logits.shape)} and labels of shape {list(labels.shape)} are not of the same "
-            "tokens: share out shift_labels(labels) as the inputs were."
+            "tokens: split shift_labels(labels) as the inputs."
         )
     total = cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float() if logits.itemsize < 4 else logits.reshape(-1, logits.shape[-1]),
@@ -78,3 +83,12 @@ def sequence_cross_entropy(
         reduction="sum",
     )
     return mean_over_sequence(total, (labels != ignore_index).sum(), group)
+
+
+def gather_sequence(x: Tensor, group: ProcessGroup | None = None, dim: int = 1) -> Tensor:
+    """Join the ranks' tokens along `dim`, in rank order.  Differentiable; collective of the group.
+
+    Each rank has equally many.  A token's gradient is the sum of the ranks' gradients: if all compute one loss of the
+    whole, `size` times its own, as an average over gradient ranks requires (see [Note: whose mean]).
+    """
+    return gather_tokens(x, ModelParallelGroup.of(group), dim % x.dim())

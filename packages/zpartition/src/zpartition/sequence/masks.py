@@ -1,9 +1,9 @@
-"""What tokens of whole sequences may see of each other, from what each token carries with it.
+"""Attention masks over whole sequences, built from two numbers per token.
 
-A model that sees a piece of a sequence makes masks for the piece.  They are of no use to an attention over the whole,
-and a mask over all pairs is too large to be sent.  Two numbers a token say as much: its position in its document
-(positions that do not go on by one begin another: packed sequences) and whether it is padding.  `Tokens` has those of
-all tokens; masks are made of them where an attention cannot do without.
+A model that sees a piece of a sequence builds masks for the piece.  They do not apply to attention over the whole,
+and a mask over all pairs is too large to send.  Two numbers per token are sufficient: its position in its document
+(positions that do not increase by one start another document: packed sequences) and whether it is padding.  `Tokens`
+holds them for all tokens; masks are built from them if an attention needs one.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 import zcomm
-from zpartition.cells import Cell
+from zpartition.layout.model_parallel import ModelParallelGroup
 
-__all__ = ["Looks", "Tokens", "Trait", "padding_of"]
+__all__ = ["BatchTrait", "MaskKind", "Tokens", "padding_of"]
 
 
 @final
 @attrs.frozen
-class Looks:
-    """How far a layer looks."""
+class MaskKind:
+    """Kind of mask of a layer."""
 
     is_causal: bool = True
-    window: int = 0  # tokens that each sees, itself included; 0: all
+    window: int = 0  # number of tokens that each token sees, itself included; 0: all
 
 
-class Trait(enum.Flag):
-    """What is unusual about a batch of sequences."""
+class BatchTrait(enum.Flag):
+    """Properties of a batch of sequences that need a mask."""
 
     NONE = 0
     PACKED = enum.auto()  # some sequence has several documents
@@ -48,75 +48,75 @@ class Tokens:
     positions: Tensor  # (batch, tokens) int64
     is_valid: Tensor  # (batch, tokens) bool: False is padding
     documents: Tensor  # (batch, tokens) int64: a number for each
-    traits: Trait
-    made: dict[tuple[str, Looks], Any] = attrs.field(factory=dict)  # masks
+    traits: BatchTrait
+    cache: dict[tuple[str, MaskKind], Any] = attrs.field(factory=dict)  # masks
 
     @classmethod
     def of(cls, positions: Tensor, is_valid: Tensor) -> Tokens:
-        """From (batch, tokens) each.  Waits for the device."""
+        """Build from (batch, tokens) each.  Synchronizes with the device."""
         starts = torch.diff(positions, dim=1, prepend=positions[:, :1] - 1) != 1
         begins = (is_valid[:, 1:] & ~is_valid[:, :-1]).any()
         facts = torch.stack([starts[:, 1:].any(), ~is_valid.all(), begins]).tolist()
-        traits = Trait.NONE
-        for trait, is_there in zip((Trait.PACKED, Trait.PADDED, Trait.PADDED_BEFORE), facts):
-            traits |= trait if is_there else Trait.NONE
+        traits = BatchTrait.NONE
+        for trait, is_there in zip((BatchTrait.PACKED, BatchTrait.PADDED, BatchTrait.PADDED_BEFORE), facts):
+            traits |= trait if is_there else BatchTrait.NONE
         return cls(positions, is_valid, starts.cumsum(1), traits)
 
     @classmethod
-    def gathered(cls, positions: Tensor, is_valid: Tensor, cell: Cell) -> Tokens:
-        """From those of each rank; one message of a number a token."""
+    def gathered(cls, positions: Tensor, is_valid: Tensor, mp_group: ModelParallelGroup) -> Tokens:
+        """Gather from all ranks; one message of a number per token."""
         mine = (positions * 2 + is_valid).contiguous()
-        found = mine.new_empty(cell.size, *mine.shape)
-        zcomm.all_gather(found.view(-1), mine.view(-1), cell.group, label="positions")
+        found = mine.new_empty(mp_group.size, *mine.shape)
+        zcomm.all_gather(found.view(-1), mine.view(-1), mp_group.group, label="positions")
         every = torch.cat(list(found), 1)
         return cls.of(every >> 1, every % 2 == 1)
 
-    def needs_mask(self, looks: Looks) -> bool:
-        """Whether `is_causal` alone does not say it all."""
+    def needs_mask(self, mask_kind: MaskKind) -> bool:
+        """Check if `is_causal` alone is not sufficient."""
         length = self.positions.shape[1]
-        tells = Trait.PACKED | (Trait.PADDED_BEFORE if looks.is_causal else Trait.PADDED)
-        return bool(self.traits & tells) or 0 < looks.window < length
+        masked = BatchTrait.PACKED | (BatchTrait.PADDED_BEFORE if mask_kind.is_causal else BatchTrait.PADDED)
+        return bool(self.traits & masked) or 0 < mask_kind.window < length
 
-    def dense(self, looks: Looks) -> Tensor:
+    def dense(self, mask_kind: MaskKind) -> Tensor:
         """(batch, 1, tokens, tokens) bool: True where a token (row) sees another; each sees itself."""
-        if ("dense", looks) not in self.made:
+        if ("dense", mask_kind) not in self.cache:
             index = torch.arange(self.positions.shape[1], device=self.positions.device)
             behind = index.unsqueeze(1) - index
             sees = (self.documents.unsqueeze(2) == self.documents.unsqueeze(1)) & self.is_valid.unsqueeze(1)
-            if looks.is_causal:
+            if mask_kind.is_causal:
                 sees &= behind >= 0
-            if looks.window:
-                sees &= behind < looks.window if looks.is_causal else behind.abs() < looks.window
-            self.made["dense", looks] = (sees | (behind == 0)).unsqueeze(1)
-        found: Tensor = self.made["dense", looks]
+            if mask_kind.window:
+                sees &= behind < mask_kind.window if mask_kind.is_causal else behind.abs() < mask_kind.window
+            self.cache["dense", mask_kind] = (sees | (behind == 0)).unsqueeze(1)
+        found: Tensor = self.cache["dense", mask_kind]
         return found
 
-    def blocks(self, looks: Looks) -> Any:
-        """The same as FlexAttention takes it."""
-        if ("blocks", looks) not in self.made:
+    def blocks(self, mask_kind: MaskKind) -> Any:
+        """Return the same mask as a BlockMask for FlexAttention."""
+        if ("blocks", mask_kind) not in self.cache:
             from torch.nn.attention.flex_attention import create_block_mask
 
             documents, is_valid, (batch, length) = self.documents, self.is_valid, self.positions.shape
 
             def sees(b: Tensor, _head: Tensor, row: Tensor, column: Tensor) -> Tensor:
                 found = (documents[b, row] == documents[b, column]) & is_valid[b, column]
-                if looks.is_causal:
+                if mask_kind.is_causal:
                     found = found & (row >= column)
-                if looks.window:
-                    near = row - column if looks.is_causal else (row - column).abs()
-                    found = found & (near < looks.window)
+                if mask_kind.window:
+                    near = row - column if mask_kind.is_causal else (row - column).abs()
+                    found = found & (near < mask_kind.window)
                 return found | (row == column)
 
             device = str(self.positions.device)
-            self.made["blocks", looks] = create_block_mask(sees, batch, None, length, length, device=device)
-        return self.made["blocks", looks]
+            self.cache["blocks", mask_kind] = create_block_mask(sees, batch, None, length, length, device=device)
+        return self.cache["blocks", mask_kind]
 
 
 def padding_of(mask: Any, like: Tensor) -> Tensor:
-    """(batch, tokens) bool: which of a piece's tokens are none, told by the mask that a model made for the piece.
+    """(batch, tokens) bool: False for padding, read from the mask that a model built for its piece.
 
     mask: None, (batch, tokens) of 0 and 1, (batch, 1, tokens, tokens), boolean or added to scores, or FlexAttention's
-    BlockMask.  The diagonal of what is made for pairs says it: a token that does not even see itself is padding.
+        BlockMask.  In a mask over pairs the diagonal is decisive: a token that does not see itself is padding.
     like: (batch, tokens).
     """
     sees = getattr(mask, "mask_mod", None)
@@ -131,9 +131,9 @@ def padding_of(mask: Any, like: Tensor) -> Tensor:
 
 
 def _diagonal(sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], like: Tensor) -> Tensor:
-    """(batch, tokens) bool: what a function of (sample, head, row, column) says of each token and itself.
+    """(batch, tokens) bool: a function of (sample, head, row, column), for each token and itself.
 
-    Called with one number each, as FlexAttention calls it: it may look up tensors by them.
+    Called with one number each, as FlexAttention calls it: it may index tensors by them.
     """
     samples, places = (torch.arange(size, device=like.device) for size in like.shape)
     first = places.new_zeros(())  # head

@@ -1,15 +1,15 @@
-"""What works token by token, done for some tokens at a time: what it makes in between exists for those only.
+"""Tiled computation: token-wise functions run on some tokens at a time, which bounds their intermediate memory.
 
-An MLP widens each token fourfold and more; at long sequences that is most of a layer's memory.  `tiled` runs any such
-function tile after tile, keeps its inputs, and runs each tile again in backward (torch's own checkpoint: random
-numbers and autocast are as they were).  One graph holds all tiles, so the gradient of a weight is summed in it and
-arrives once: at ZeRO's hooks, DDP's or FSDP's, which need not be told.
+An MLP widens each token fourfold or more; at long sequences that is most of a layer's memory.  `tiled` runs any such
+function tile by tile, keeps its inputs, and recomputes each tile in backward (torch's own checkpoint: random numbers
+and autocast are restored).  One graph holds all tiles, so the gradient of a weight is summed in it and arrives once:
+ZeRO's hooks, DDP's or FSDP's need no notice.
 
-`tiled_loss` is for what ends in a loss: each tile's backward is done in the forward pass, as in chunked.py, for any
-function.  The weights whose gradients it returns are found in the graph of the first tile.
+`tiled_loss` is for functions that end in a loss: each tile's backward runs in the forward pass, as in chunked.py, for
+any function.  The weights whose gradients it returns are found in the graph of the first tile.
 
-Rejected: a Function that runs `torch.autograd.backward` on each tile, as others have it: gradients of weights arrive
-tile by tile, outside the graph, and partitions have to be told which one is the last.
+Rejected: a Function that runs `torch.autograd.backward` on each tile, as others do: gradients of weights arrive tile
+by tile, outside the graph, and partitions must know which one is the last.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Reduction = Literal["mean", "sum"]
 def tiled(
     function: Callable[..., Tensor], tensors: Sequence[Tensor], num_tiles: int, *, dim: int = 1
 ) -> tuple[Tensor, ...]:
-    """`function(*tiles)` for each tile of all `tensors` along `dim`; what it returned, in order.
+    """Return `function(*tiles)` for each tile of all `tensors` along `dim`, in order.
 
-    num_tiles: at most so many; the last may be shorter.  Backward runs `function` again.
+    num_tiles: maximum number of tiles; the last may be shorter.  Backward runs `function` again.
 
     Raises:
         ValueError: lengths differ, or there are no tiles.
@@ -43,7 +43,7 @@ def tiled(
     return tuple(checkpoint(function, *row, use_reentrant=False) for row in rows)
 
 
-class _Known(Function):
+class _KnownGradients(Function):
     """A value whose gradients are known."""
 
     @staticmethod
@@ -64,7 +64,7 @@ def tiled_loss(
     dim: int = 0,
     reduction: Reduction = "sum",
 ) -> Tensor:
-    """The sum or mean of the losses `function(*tiles)`, (), differentiated in this call; backward scales.
+    """Return the sum or mean of the losses `function(*tiles)`, (), differentiated in this call; backward scales.
 
     The first of `tensors` is differentiated (hidden states), the others (labels, a mask) are not; weights that
     `function` uses are.
@@ -73,7 +73,7 @@ def tiled_loss(
         ValueError: lengths differ, a loss is no scalar, or another reduction.
     """
     if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction={reduction!r}: "mean" (of the tiles\' losses) or "sum" is needed.')
+        raise ValueError(f'reduction={reduction!r} must be "mean" (of the tiles\' losses) or "sum".')
     rows = _cut(tensors, num_tiles, dim)
     factor = 1.0 / len(rows) if reduction == "mean" else 1.0
     if not torch.is_grad_enabled():
@@ -84,7 +84,7 @@ def tiled_loss(
 def _differentiated(
     function: Callable[..., Tensor], x: Tensor, rows: Sequence[Sequence[Tensor]], factor: float, dim: int
 ) -> Tensor:
-    """The loss of all tiles, with the gradients of `x` and of the weights that are in the tiles' graphs."""
+    """Return the loss of all tiles, with the gradients of `x` and of the weights in the tiles' graphs."""
     total, of_x = torch.zeros((), device=x.device), []
     weights: dict[int, Tensor] = {}
     of_weights: dict[int, Tensor] = {}
@@ -103,12 +103,12 @@ def _differentiated(
                 of_weights[key] = of_weights[key].add_(got) if key in of_weights else got.clone()
         total = total + loss.detach()
     known = [torch.cat(of_x, dim) if of_x else None, *(of_weights.get(key) for key in weights)]
-    value: Tensor = _Known.apply(total, known, x, *weights.values())  # type: ignore[no-untyped-call]
+    value: Tensor = _KnownGradients.apply(total, known, x, *weights.values())  # type: ignore[no-untyped-call]
     return value
 
 
 def _leaves(output: Tensor) -> list[Tensor]:
-    """The leaves that a graph ends in, each once, in the order in which they are met."""
+    """Return the leaves of a graph, each once, in traversal order."""
     found: list[Tensor] = []
     seen, waiting = set(), [output.grad_fn]
     while waiting:
@@ -126,8 +126,8 @@ def _cut(tensors: Sequence[Tensor], num_tiles: int, dim: int) -> list[tuple[Tens
     lengths = [tensor.shape[dim] for tensor in tensors]
     if num_tiles < 1 or len(set(lengths)) != 1 or not lengths[0]:
         raise ValueError(
-            f"{num_tiles} tiles of tensors of lengths {lengths} (dim {dim}): at least one tile, and equal lengths "
-            "of at least one token, are needed."
+            f"{num_tiles} tiles of tensors of lengths {lengths} (dim {dim}): at least one tile and equal lengths of "
+            "at least one token are needed."
         )
     each = -(-lengths[0] // num_tiles)
     return list(zip(*(torch.split(tensor, each, dim) for tensor in tensors)))
@@ -135,5 +135,5 @@ def _cut(tensors: Sequence[Tensor], num_tiles: int, dim: int) -> list[tuple[Tens
 
 def _scalar(loss: Tensor) -> Tensor:
     if loss.numel() != 1:
-        raise ValueError(f"the function of a tile returned shape {list(loss.shape)}; a loss of one number is needed.")
+        raise ValueError(f"the function of a tile returned shape {list(loss.shape)}; a scalar loss is needed.")
     return loss.reshape(())

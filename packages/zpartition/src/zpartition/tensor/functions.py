@@ -1,19 +1,19 @@
-"""What crosses between tensor ranks, in pairs: each forward's message is the other's backward.
+"""Autograd functions between tensor ranks, in pairs: the collective of one's forward is the other's backward.
 
     copy              identity        <->  all-reduce        into a layer that is split by columns
     reduce            all-reduce      <->  identity          out of a layer that is split by rows
     gather_tokens     all-gather      <->  reduce-scatter    the same two, where activations between layers are
     scatter_sums      reduce-scatter  <->  all-gather        split by tokens
     own_tokens        slice           <->  all-gather        from and to activations that every rank has whole,
-    all_tokens        all-gather      <->  slice             whose gradients are whole on every rank
+    all_tokens        all-gather      <->  slice             with gradients that are whole on every rank
     own_features      slice           <->  all-gather        the same along the last dim, in uneven parts
     all_features      all-gather      <->  slice
 
 The first four are f, g of Shoeybi et al. 2019 (Megatron-LM, section 3) and g-bar, f-bar of Korthikanti et al. 2022
-(section 4.2.2).  All work on a cell of one rank, where nothing travels.
+(section 4.2.2).  All of them accept a cell of one rank, where nothing is sent.
 
-Tensors may have any shape and dtype; `dim` counts from the front.  What a function is given is not changed, but for
-`reduce`, which sums in the memory of its argument.
+Tensors may have any shape and dtype; `dim` counts from the front.  Arguments are not modified, except by `reduce`,
+which sums in place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 import zcomm
-from zpartition.cells import Cell
+from zpartition.layout.model_parallel import ModelParallelGroup
 
 __all__ = [
     "all_features",
@@ -40,39 +40,37 @@ __all__ = [
     "scatter_sums",
 ]
 
-# Context objects are torch's; what they carry are plain attributes.
-
 
 class _Copy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cell: Cell) -> Tensor:
-        ctx.cell = cell
-        return x.detach()  # which is no view: Entrance keeps it no longer than x lives
+    def forward(ctx: Any, x: Tensor, mp_group: ModelParallelGroup) -> Tensor:
+        ctx.mp_group = mp_group
+        return x.detach()  # which is no view: ParallelRegion keeps it no longer than x lives
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _summed(grad, ctx.cell), None
+        return _summed(grad, ctx.mp_group), None
 
 
 class _CopyAll(Function):
     @staticmethod
-    def forward(ctx: Any, cell: Cell, *tensors: Tensor) -> Any:
-        ctx.cell = cell
+    def forward(ctx: Any, mp_group: ModelParallelGroup, *tensors: Tensor) -> Any:
+        ctx.mp_group = mp_group
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        zcomm.all_reduce(flat, ctx.cell.group, label="gradients of shared weights")
+        zcomm.all_reduce(flat, ctx.mp_group.group, label="gradients of shared weights")
         parts = torch.split(flat, [grad.numel() for grad in grads])
         return None, *(part.view(grad.shape) for part, grad in zip(parts, grads))
 
 
 class _Reduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cell: Cell) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mp_group: ModelParallelGroup) -> Tensor:
         ctx.mark_dirty(x)
-        zcomm.all_reduce(x, cell.group, label="tensor outputs")
+        zcomm.all_reduce(x, mp_group.group, label="tensor outputs")
         return x
 
     @staticmethod
@@ -82,31 +80,31 @@ class _Reduce(Function):
 
 class _GatherTokens(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cell: Cell, dim: int) -> Tensor:
-        ctx.cell, ctx.dim = cell, dim
-        return _gathered(x, cell, dim)
+    def forward(ctx: Any, x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
+        ctx.mp_group, ctx.dim = mp_group, dim
+        return _gathered(x, mp_group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _scattered(grad, ctx.cell, ctx.dim), None, None
+        return _scattered(grad, ctx.mp_group, ctx.dim), None, None
 
 
 class _ScatterSums(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cell: Cell, dim: int) -> Tensor:
-        ctx.cell, ctx.dim = cell, dim
-        return _scattered(x, cell, dim)
+    def forward(ctx: Any, x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
+        ctx.mp_group, ctx.dim = mp_group, dim
+        return _scattered(x, mp_group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gathered(grad, ctx.cell, ctx.dim), None, None
+        return _gathered(grad, ctx.mp_group, ctx.dim), None, None
 
 
 class _Own(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cell: Cell, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.rest = cell, dim, sizes
-        return _own(x, cell, dim, sizes).clone()
+    def forward(ctx: Any, x: Tensor, mp_group: ModelParallelGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.rest = mp_group, dim, sizes
+        return _own(x, mp_group, dim, sizes).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -115,125 +113,125 @@ class _Own(Function):
 
 class _All(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cell: Cell, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.rest = cell, dim, sizes
-        return _joined(x, cell, dim, sizes)
+    def forward(ctx: Any, x: Tensor, mp_group: ModelParallelGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.rest = mp_group, dim, sizes
+        return _joined(x, mp_group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _own(grad, *ctx.rest), None, None, None
 
 
-def copy(x: Tensor, cell: Cell) -> Tensor:
-    """`x`, the same on all ranks; its gradient is the sum of theirs."""
-    copied: Tensor = _applied(_Copy, x, cell)
+def copy(x: Tensor, mp_group: ModelParallelGroup) -> Tensor:
+    """Return `x`, equal on all ranks; its gradient is the sum of theirs."""
+    copied: Tensor = _applied(_Copy, x, mp_group)
     return copied
 
 
-def copy_all(tensors: Sequence[Tensor], cell: Cell) -> tuple[Tensor, ...]:
-    """The same of several at once, of one dtype: their gradients travel as one message."""
-    copied: tuple[Tensor, ...] = _applied(_CopyAll, cell, *tensors)
+def copy_all(tensors: Sequence[Tensor], mp_group: ModelParallelGroup) -> tuple[Tensor, ...]:
+    """Copy several tensors of one dtype; their gradients are all-reduced as one message."""
+    copied: tuple[Tensor, ...] = _applied(_CopyAll, mp_group, *tensors)
     return copied
 
 
-def reduce(x: Tensor, cell: Cell) -> Tensor:
-    """The sum of the ranks' `x`, which is contiguous and overwritten."""
-    reduced: Tensor = _applied(_Reduce, x, cell)
+def reduce(x: Tensor, mp_group: ModelParallelGroup) -> Tensor:
+    """Return the sum of the ranks' `x`, which must be contiguous and is overwritten."""
+    reduced: Tensor = _applied(_Reduce, x, mp_group)
     return reduced
 
 
-def gather_tokens(x: Tensor, cell: Cell, dim: int) -> Tensor:
-    """The ranks' tokens along `dim`, joined; each token's gradient is the sum of the ranks'."""
-    gathered: Tensor = _applied(_GatherTokens, x, cell, dim)
+def gather_tokens(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
+    """Join the ranks' tokens along `dim`; each token's gradient is the sum of the ranks' gradients."""
+    gathered: Tensor = _applied(_GatherTokens, x, mp_group, dim)
     return gathered
 
 
-def scatter_sums(x: Tensor, cell: Cell, dim: int) -> Tensor:
-    """This rank's tokens along `dim` of the sum of the ranks' `x`.  Raises ValueError if they do not divide."""
-    _refuse_uneven(x, cell, dim)
-    scattered: Tensor = _applied(_ScatterSums, x, cell, dim)
+def scatter_sums(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
+    """Return this rank's tokens of the sum of the ranks' `x`.  Raises ValueError if they do not divide."""
+    _check_even(x, mp_group, dim)
+    scattered: Tensor = _applied(_ScatterSums, x, mp_group, dim)
     return scattered
 
 
-def own_tokens(x: Tensor, cell: Cell, dim: int) -> Tensor:
-    """This rank's tokens of an `x` that every rank has.  Raises ValueError if they cannot be shared out."""
-    _refuse_uneven(x, cell, dim)
-    part: Tensor = _applied(_Own, x, cell, dim, (x.shape[dim] // cell.size,) * cell.size)
+def own_tokens(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
+    """Return this rank's tokens of an `x` that every rank has.  Raises ValueError if they do not divide."""
+    _check_even(x, mp_group, dim)
+    part: Tensor = _applied(_Own, x, mp_group, dim, (x.shape[dim] // mp_group.size,) * mp_group.size)
     return part
 
 
-def all_tokens(x: Tensor, cell: Cell, dim: int) -> Tensor:
-    """The ranks' tokens joined, for what every rank does alike."""
-    joined: Tensor = _applied(_All, x, cell, dim, (x.shape[dim],) * cell.size)
+def all_tokens(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
+    """Join the ranks' tokens, for replicated computation."""
+    joined: Tensor = _applied(_All, x, mp_group, dim, (x.shape[dim],) * mp_group.size)
     return joined
 
 
-def own_features(x: Tensor, cell: Cell, sizes: tuple[int, ...]) -> Tensor:
-    """This rank's part of the last dim of an `x` that every rank has; `sizes` of all ranks' parts."""
-    part: Tensor = _applied(_Own, x, cell, x.dim() - 1, sizes)
+def own_features(x: Tensor, mp_group: ModelParallelGroup, sizes: tuple[int, ...]) -> Tensor:
+    """Return this rank's part of the last dim of an `x` that every rank has; `sizes` of all ranks' parts."""
+    part: Tensor = _applied(_Own, x, mp_group, x.dim() - 1, sizes)
     return part
 
 
-def all_features(x: Tensor, cell: Cell, sizes: tuple[int, ...]) -> Tensor:
-    """The ranks' parts of the last dim joined, for what every rank does alike."""
-    joined: Tensor = _applied(_All, x, cell, x.dim() - 1, sizes)
+def all_features(x: Tensor, mp_group: ModelParallelGroup, sizes: tuple[int, ...]) -> Tensor:
+    """Join the ranks' parts of the last dim, for replicated computation."""
+    joined: Tensor = _applied(_All, x, mp_group, x.dim() - 1, sizes)
     return joined
 
 
 def _applied(function: type[Function], *args: Any) -> Any:
-    """torch's `apply`, which has no types."""
+    """Call torch's `apply`, which is untyped."""
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
 # --- messages --------------------------------------------------------------------------------------------
 
 
-def _summed(grad: Tensor, cell: Cell) -> Tensor:
-    """All-reduced in place: between this package's layers nobody else has a gradient of their input."""
+def _summed(grad: Tensor, mp_group: ModelParallelGroup) -> Tensor:
+    """All-reduce in place: nothing but this package's layers holds a gradient of their input."""
     grad = grad.contiguous()
-    zcomm.all_reduce(grad, cell.group, label="tensor input gradients")
+    zcomm.all_reduce(grad, mp_group.group, label="tensor input gradients")
     return grad
 
 
-def _gathered(x: Tensor, cell: Cell, dim: int) -> Tensor:
-    """(..., n, ...) of each rank -> (..., size * n, ...)."""
-    if cell.size == 1:
+def _gathered(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
+    """All-gather (..., n, ...) of each rank -> (..., size * n, ...)."""
+    if mp_group.size == 1:
         return x.view_as(x)
-    parts = x.new_empty((cell.size, *x.shape))
-    zcomm.all_gather(parts.view(-1), x.contiguous().view(-1), cell.group, label="tokens")
+    parts = x.new_empty((mp_group.size, *x.shape))
+    zcomm.all_gather(parts.view(-1), x.contiguous().view(-1), mp_group.group, label="tokens")
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _scattered(x: Tensor, cell: Cell, dim: int) -> Tensor:
-    """(..., size * n, ...) -> (..., n, ...), summed."""
-    if cell.size == 1:
+def _scattered(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
+    """Reduce-scatter (..., size * n, ...) -> (..., n, ...)."""
+    if mp_group.size == 1:
         return x.view_as(x)
-    shape = (*x.shape[:dim], cell.size, x.shape[dim] // cell.size, *x.shape[dim + 1 :])
+    shape = (*x.shape[:dim], mp_group.size, x.shape[dim] // mp_group.size, *x.shape[dim + 1 :])
     parts = x.reshape(shape).movedim(dim, 0).contiguous()
     parts = parts.clone() if parts.data_ptr() == x.data_ptr() else parts  # the message overwrites it
-    zcomm.reduce_scatter(parts[cell.rank].view(-1), parts.view(-1), cell.group, label="token sums")
-    return parts[cell.rank]
+    zcomm.reduce_scatter(parts[mp_group.rank].view(-1), parts.view(-1), mp_group.group, label="token sums")
+    return parts[mp_group.rank]
 
 
-def _own(x: Tensor, cell: Cell, dim: int, sizes: tuple[int, ...]) -> Tensor:
-    return x.narrow(dim, sum(sizes[: cell.rank]), sizes[cell.rank])
+def _own(x: Tensor, mp_group: ModelParallelGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    return x.narrow(dim, sum(sizes[: mp_group.rank]), sizes[mp_group.rank])
 
 
-def _joined(x: Tensor, cell: Cell, dim: int, sizes: tuple[int, ...]) -> Tensor:
-    """The ranks' parts, of `sizes` along `dim`; padded to the longest on their way."""
-    if cell.size == 1:
+def _joined(x: Tensor, mp_group: ModelParallelGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    """All-gather the ranks' parts, of `sizes` along `dim`; padded to the longest for the message."""
+    if mp_group.size == 1:
         return x.clone()
     longest = max(sizes)
     padded = x.new_zeros((*x.shape[:dim], longest, *x.shape[dim + 1 :]))
-    padded.narrow(dim, 0, sizes[cell.rank]).copy_(x)
-    parts = padded.new_empty((cell.size, *padded.shape))
-    zcomm.all_gather(parts.view(-1), padded.view(-1), cell.group, label="parts")
+    padded.narrow(dim, 0, sizes[mp_group.rank]).copy_(x)
+    parts = padded.new_empty((mp_group.size, *padded.shape))
+    zcomm.all_gather(parts.view(-1), padded.view(-1), mp_group.group, label="parts")
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes)], dim)
 
 
-def _refuse_uneven(x: Tensor, cell: Cell, dim: int) -> None:
-    if x.shape[dim] % cell.size:
+def _check_even(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> None:
+    if x.shape[dim] % mp_group.size:
         raise ValueError(
-            f"{x.shape[dim]} tokens (dim {dim} of shape {list(x.shape)}) cannot be shared out evenly over "
-            f"{cell.size} tensor ranks: pad the sequence to a multiple of {cell.size}, or use sequence_dim=-1."
+            f"{x.shape[dim]} tokens (dim {dim} of shape {list(x.shape)}) cannot be split evenly over {mp_group.size} "
+            f"tensor ranks: pad the sequence to a multiple of {mp_group.size}, or use sequence_dim=-1."
         )

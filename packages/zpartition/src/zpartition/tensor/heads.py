@@ -1,8 +1,8 @@
-"""The heads of an attention module, read from its attributes or from the config it carries.
+"""The heads of an attention module, read from its attributes or its config.
 
-Splitting an attention gives each rank some heads.  Two things depend on that: weights are cut between heads (between
-groups of query heads where several share one key-value head), and numbers of heads that a module keeps, by which it
-views its tensors, are this rank's numbers from then on.
+Splitting an attention gives each rank some heads.  Two things follow: weights are split between heads (between groups
+of query heads where several share a key-value head), and the head counts that a module keeps, by which it views its
+tensors, become this rank's.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["NO_HEADS", "Heads", "heads_of", "localize"]
 
 _QUERY = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head", "nhead", "nheads", "heads")
 _KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
-_MARKS = ("head_dim", "attention_head_size", "head_size", "d_head")  # what makes a module an attention
+_MARKS = ("head_dim", "attention_head_size", "head_size", "d_head")  # attributes of attention modules
 _WIDTHS = ("split_size", "embed_dim", "all_head_size", "inner_dim", "hidden_size", "d_model", "dim", "hidden_dim")
 
 
 @attrs.frozen
 class Heads:
-    """Of one attention."""
+    """Head counts of an attention."""
 
     query: int
     key_value: int
 
     @property
     def units(self) -> int:
-        """What cannot be taken apart: groups of query heads around a key-value head."""
+        """Number of groups that cannot be split further: query heads around a key-value head."""
         return min(self.query, self.key_value)
 
 
@@ -37,7 +37,7 @@ NO_HEADS = Heads(0, 0)
 
 
 def heads_of(module: nn.Module) -> Heads:
-    """The heads of `module`; NO_HEADS if it is no attention."""
+    """Return the heads of `module`; NO_HEADS if it is no attention."""
     query, key_value = _number(module, _QUERY), _number(module, _KEY_VALUE)
     if not query and any(_number(module, (mark,)) for mark in _MARKS):
         config = getattr(module, "config", None)
@@ -46,7 +46,7 @@ def heads_of(module: nn.Module) -> Heads:
 
 
 def localize(module: nn.Module, num_units: int, own_units: int, widths: Iterable[int]) -> None:
-    """Let the numbers that `module` keeps be this rank's: heads, and what is as wide as a layer that is split."""
+    """Set the counts that `module` keeps to this rank's: heads, and widths of layers that are split."""
     wide = set(widths)
     for name, value in list(vars(module).items()):
         is_count = name in (*_QUERY, *_KEY_VALUE)
@@ -56,6 +56,6 @@ def localize(module: nn.Module, num_units: int, own_units: int, widths: Iterable
 
 
 def _number(source: object, names: Iterable[str]) -> int:
-    """The first of the attributes that is a positive whole number; 0 if none is."""
+    """Return the first of the attributes that is a positive int; 0 if none is."""
     found = (getattr(source, name, None) for name in names)
     return next((value for value in found if type(value) is int and value > 0), 0)

@@ -1,8 +1,8 @@
-"""Linear layers of which each rank has a part.
+"""Split linear layers, of which each rank holds a part.
 
-They are made out of layers that exist, by changing the class: the module keeps its name, identity, hooks and
-parameters, whose memory becomes the part.  So ties stay ties, an optimizer that was made before still holds the right
-parameters, and `isinstance(layer, nn.Linear)` stays true.
+They are made from existing layers by changing the class: the module keeps its name, identity, hooks and parameters,
+whose data become the part.  So ties stay ties, an optimizer that exists already holds the right parameters, and
+`isinstance(layer, nn.Linear)` stays true.
 
 Two storage orders: nn.Linear's weight is (out, in), that of the Conv1D of Transformers (GPT-2) is (in, out).
 """
@@ -16,42 +16,42 @@ import attrs
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from zpartition.cells import Cell
-from zpartition.shard import Address
+from zpartition.layout.address import Address
+from zpartition.layout.model_parallel import ModelParallelGroup
 from zpartition.tensor import functions
-from zpartition.tensor.entrance import Entrance
+from zpartition.tensor.parallel_region import ParallelRegion
 
-__all__ = ["ColumnConv1D", "ColumnLinear", "Place", "Placed", "RowConv1D", "RowLinear"]
+__all__ = ["ColumnConv1D", "ColumnLinear", "LayerPlacement", "RowConv1D", "RowLinear", "SplitLayer"]
 
 
 @final
 @attrs.frozen(eq=False)
-class Place:
-    """Where a layer is among its parts."""
+class LayerPlacement:
+    """The part of a layer that this rank holds."""
 
-    entrance: Entrance
+    parallel_region: ParallelRegion
     addresses: Mapping[str, Address]  # of its parameters, by their names in it
-    sizes: tuple[int, ...]  # of all ranks' parts, along the dim that is shared out
-    is_joined: bool = False  # the side that is shared out is whole for those around: joined behind, or cut before
+    sizes: tuple[int, ...]  # of all ranks' parts, along the split dim
+    is_joined: bool = False  # the split side is whole outside of the layer: outputs gathered, or inputs narrowed
 
 
-class Placed:
-    """What all layers with parts have; makes them `Celled`."""
+class SplitLayer:
+    """Base of all split layers; makes them `ModelParallelModule`."""
 
-    place: Place
+    placement: LayerPlacement
 
     @property
-    def cell(self) -> Cell:
-        """The ranks that have the other parts."""
-        return self.place.entrance.cell
+    def mp_group(self) -> ModelParallelGroup:
+        """The ranks that hold the other parts."""
+        return self.placement.parallel_region.mp_group
 
     def addresses(self) -> Mapping[str, Address]:
-        """Of the parameters, by their names here."""
-        return self.place.addresses
+        """Addresses of the parameters, by name."""
+        return self.placement.addresses
 
 
 class _Product(nn.Module):
-    """What is the same for both storage orders."""
+    """Common part of both storage orders."""
 
     weight: Tensor
     bias: Any  # Tensor or None
@@ -62,53 +62,53 @@ class _Product(nn.Module):
 
 
 class _Transposed(_Product):
-    """A weight that is stored as (in, out)."""
+    """A weight stored as (in, out)."""
 
     def kernel(self) -> Tensor:
         return self.weight.t()
 
 
-class _Column(Placed, _Product):
-    """Whole inputs, this rank's outputs."""
+class _ColumnForward(SplitLayer, _Product):
+    """Column-parallel: whole inputs, this rank's outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., this rank's part of out), or (..., out) where outputs are joined."""
-        place = self.place
-        y = linear(place.entrance.enter(x), self.kernel(), self.bias)
-        if place.is_joined:
-            return functions.all_features(y, self.cell, place.sizes)
-        place.entrance.parted(x, self)
+        """(..., in) -> (..., this rank's part of out), or (..., out) if outputs are gathered."""
+        placement = self.placement
+        y = linear(placement.parallel_region.enter(x), self.kernel(), self.bias)
+        if placement.is_joined:
+            return functions.all_features(y, self.mp_group, placement.sizes)
+        placement.parallel_region.begin_sharded(x, self)
         return y
 
 
-class _Row(Placed, _Product):
-    """This rank's inputs, whole outputs."""
+class _RowForward(SplitLayer, _Product):
+    """Row-parallel: this rank's inputs, whole outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., this rank's part of in), or (..., in) where inputs come whole -> (..., out)."""
-        place = self.place
-        place.entrance.joining()
-        if place.is_joined:
-            x = functions.own_features(x, self.cell, place.sizes)
-        y = place.entrance.leave(linear(x, self.kernel()))
-        return y if self.bias is None else y + place.entrance.share(self.bias)
+        """(..., this rank's part of in), or (..., in) if inputs are whole -> (..., out)."""
+        placement = self.placement
+        placement.parallel_region.end_sharded()
+        if placement.is_joined:
+            x = functions.own_features(x, self.mp_group, placement.sizes)
+        y = placement.parallel_region.reduce(linear(x, self.kernel()))
+        return y if self.bias is None else y + placement.parallel_region.copy_weight(self.bias)
 
 
 @final
-class ColumnLinear(_Column, nn.Linear):
-    """nn.Linear, split by outputs; `out_features` is this rank's number."""
+class ColumnLinear(_ColumnForward, nn.Linear):
+    """nn.Linear split by outputs; `out_features` is this rank's number."""
 
 
 @final
-class RowLinear(_Row, nn.Linear):
-    """nn.Linear, split by inputs; `in_features` is this rank's number."""
+class RowLinear(_RowForward, nn.Linear):
+    """nn.Linear split by inputs; `in_features` is this rank's number."""
 
 
 @final
-class ColumnConv1D(_Column, _Transposed):
-    """Transformers' Conv1D, split by outputs; `nf` is this rank's number."""
+class ColumnConv1D(_ColumnForward, _Transposed):
+    """Transformers' Conv1D split by outputs; `nf` is this rank's number."""
 
 
 @final
-class RowConv1D(_Row, _Transposed):
-    """Transformers' Conv1D, split by inputs."""
+class RowConv1D(_RowForward, _Transposed):
+    """Transformers' Conv1D split by inputs."""

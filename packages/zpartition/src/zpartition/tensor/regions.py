@@ -1,7 +1,7 @@
-"""Modules between split layers: weights that each rank uses for a part, and where activations are split or joined.
+"""Modules between split layers: replicated weights with summed gradients, and points where tokens are split or
+    joined.
 
-Any module will do (a norm of somebody's own): its class is exchanged for one made of it, which adds to `forward` and
-to nothing else.
+Any module can be converted (a custom norm, say): its class is replaced by a subclass that extends `forward` only.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from zpartition.tensor import functions as messages
-from zpartition.tensor.entrance import Entrance
+from zpartition.tensor.parallel_region import ParallelRegion
 
-__all__ = ["gather_behind", "scatter_behind", "sum_gradients"]
-
-
-_made: dict[tuple[type, type], type[nn.Module]] = {}  # modules of one class become modules of one class
+__all__ = ["gather_output", "scatter_output", "sum_gradients"]
 
 
-class _Region:
-    """Keeps what leads to the other ranks."""
-
-    entrance: Entrance
+_made: dict[tuple[type, type], type[nn.Module]] = {}  # by region and class of the module
 
 
-class _Summed(_Region):
-    """The module's own weights are whole; while it runs they are read as copies whose gradients are summed.
+class _BoundaryModule:
+    """A module converted for a parallel region, which it keeps."""
+
+    parallel_region: ParallelRegion
+
+
+class _GradSummed(_BoundaryModule):
+    """Replicated weights: while the module runs they are read as copies whose gradients are all-reduced.
 
     A forward hook of torch runs outside of `forward` and sees the parameters themselves.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        cell = self.entrance.cell
+        mp_group = self.parallel_region.mp_group
         own = {n: p for n, p in self.named_parameters(recurse=False) if p.requires_grad}
-        if cell.size == 1 or not torch.is_grad_enabled() or not own:
+        if mp_group.size == 1 or not torch.is_grad_enabled() or not own:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        copies = messages.copy_all([getattr(self, name) for name in own], cell)
+        copies = messages.copy_all([getattr(self, name) for name in own], mp_group)
         self.__dict__["_copies"] = dict(zip(own, copies))
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -51,68 +51,68 @@ class _Summed(_Region):
         return super().__getattr__(name)  # type: ignore[misc]
 
 
-class _SummedGathered(_Summed):
-    """The same, and all ranks' tokens come out, for split layers."""
+class _GradSummedGathered(_GradSummed):
+    """The same, and all ranks' tokens are gathered from the output, for split layers."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _first(super().forward(*args, **kwargs), self.entrance.gather)
+        return _change_first(super().forward(*args, **kwargs), self.parallel_region.gather)
 
 
-class _Scattered(_Region):
-    """Each rank goes on with its tokens of the first tensor that comes out."""
+class _OutputScattered(_BoundaryModule):
+    """Split the first output tensor by tokens."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _first(super().forward(*args, **kwargs), self._own)  # type: ignore[misc]
+        return _change_first(super().forward(*args, **kwargs), self._own)  # type: ignore[misc]
 
     def _own(self, x: Tensor) -> Tensor:
-        self.entrance.scattering(x, _module(self))
-        return self.entrance.leave_alone(x)
+        self.parallel_region.begin_scattered(x, _module(self))
+        return self.parallel_region.scatter(x)
 
 
-class _Gathered(_Region):
-    """Every rank goes on with all tokens of the first tensor that comes out."""
+class _OutputGathered(_BoundaryModule):
+    """Gather all tokens of the first output tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _first(super().forward(*args, **kwargs), self._joined)  # type: ignore[misc]
+        return _change_first(super().forward(*args, **kwargs), self._joined)  # type: ignore[misc]
 
     def _joined(self, x: Tensor) -> Tensor:
-        cell, dim = self.entrance.cell, self.entrance.sequence_dim
-        self.entrance.draws.whole()
-        return x if cell.size == 1 or dim < 0 else messages.all_tokens(x, cell, dim)
+        mp_group, dim = self.parallel_region.mp_group, self.parallel_region.sequence_dim
+        self.parallel_region.random_state.restore()
+        return x if mp_group.size == 1 or dim < 0 else messages.all_tokens(x, mp_group, dim)
 
 
-def sum_gradients(module: nn.Module, entrance: Entrance, gathers: bool) -> None:
-    """From now on the gradients of the module's own parameters are sums over the ranks; see Summed."""
-    _become(_SummedGathered if gathers else _Summed, module, entrance)
+def sum_gradients(module: nn.Module, parallel_region: ParallelRegion, gathers: bool) -> None:
+    """Sum the gradients of the module's own parameters over the ranks; see NormShard."""
+    _convert(_GradSummedGathered if gathers else _GradSummed, module, parallel_region)
 
 
-def scatter_behind(module: nn.Module, entrance: Entrance) -> None:
-    """From now on what comes out of `module` is this rank's tokens."""
-    _become(_Scattered, module, entrance)
+def scatter_output(module: nn.Module, parallel_region: ParallelRegion) -> None:
+    """Split the output of `module` by tokens."""
+    _convert(_OutputScattered, module, parallel_region)
 
 
-def gather_behind(module: nn.Module, entrance: Entrance) -> None:
-    """From now on what comes out of `module` is all tokens."""
-    _become(_Gathered, module, entrance)
+def gather_output(module: nn.Module, parallel_region: ParallelRegion) -> None:
+    """Gather the tokens of the output of `module`."""
+    _convert(_OutputGathered, module, parallel_region)
 
 
-def _become(region: type[_Region], module: nn.Module, entrance: Entrance) -> None:
-    module.__class__ = _mixed(region, type(module))
-    module.entrance = entrance  # type: ignore[assignment]
+def _convert(region: type[_BoundaryModule], module: nn.Module, parallel_region: ParallelRegion) -> None:
+    module.__class__ = _region_class(region, type(module))
+    module.parallel_region = parallel_region  # type: ignore[assignment]
 
 
-def _mixed(region: type[_Region], kind: type[nn.Module]) -> type[nn.Module]:
+def _region_class(region: type[_BoundaryModule], kind: type[nn.Module]) -> type[nn.Module]:
     if (region, kind) not in _made:
         _made[region, kind] = type(f"{region.__name__.strip('_')}{kind.__name__}", (region, kind), {})
     return _made[region, kind]
 
 
 def _module(region: Any) -> nn.Module:
-    """The module that the region has become."""
+    """Return the region as the module that it is."""
     found: nn.Module = region
     return found
 
 
-def _first(out: Any, change: Any) -> Any:
-    """`out` with its first tensor changed, where modules return several things."""
+def _change_first(out: Any, change: Any) -> Any:
+    """Apply `change` to the first tensor of `out`."""
     return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)

@@ -1,7 +1,7 @@
-"""How one layer is split: values, and the arithmetic of their cuts.
+"""Styles: how one layer is split, as values, and the arithmetic of units.
 
-A weight is cut in *units*, runs of rows (or columns) that stay together: a head, or a group of query heads with the
-key-value head that they share, or one element.  Units that do not divide evenly leave the first ranks one more.
+A weight is split in *units*, runs of rows (or columns) that stay together: a head, or a group of query heads with
+their shared key-value head, or one element.  If units do not divide evenly, the first ranks get one more.
 """
 
 from __future__ import annotations
@@ -11,71 +11,86 @@ import itertools
 import attrs
 from attrs.validators import ge
 
-from zpartition.shard import Address, Box
+from zpartition.layout.address import Address, Box
 
-__all__ = ["Column", "Gather", "Row", "Scatter", "Style", "Summed", "Vocabulary", "Whole", "cut_along", "shares"]
+__all__ = [
+    "Column",
+    "Gather",
+    "NormShard",
+    "Replicated",
+    "Row",
+    "Scatter",
+    "Style",
+    "Vocabulary",
+    "split_along",
+    "unit_ranges",
+]
 
 
 @attrs.frozen(kw_only=True)
 class Column:
-    """A linear layer whose outputs are shared out: each rank has some rows of the weight, and of the bias."""
+    """Column-parallel linear layer: outputs are split; each rank holds some rows of the weight and of the bias."""
 
     units: int = attrs.field(default=0, validator=ge(0))  # that stay together; 0: the attention's heads, or elements
-    blocks: tuple[int, ...] = ()  # rows of each of several fused layers ([q; k; v]), every one cut by itself
-    gathers: bool = False  # whether every rank gets all outputs
+    blocks: tuple[int, ...] = ()  # rows of each of several fused layers ([q; k; v]), each split separately
+    gathers: bool = False  # every rank gets all outputs
 
 
 @attrs.frozen(kw_only=True)
 class Row:
-    """A linear layer whose inputs are shared out: each rank has some columns of the weight; products are summed."""
+    """Row-parallel linear layer: inputs are split; each rank holds some columns of the weight, and products are
+    summed.
+    """
 
     units: int = attrs.field(default=0, validator=ge(0))  # as those of the column layer before it
-    takes_part: bool = False  # whether every rank is given all inputs
+    takes_part: bool = False  # every rank gets all inputs
 
 
 @attrs.frozen(kw_only=True)
 class Vocabulary:
-    """An embedding of which each rank has some rows."""
+    """Embedding of which each rank holds some rows."""
 
-    scatters: bool = False  # whether its outputs are split by tokens (in a plan with sequence_dim)
+    scatters: bool = False  # outputs are split by tokens (in a plan with sequence_dim)
 
 
 @attrs.frozen(kw_only=True)
-class Summed:
-    """Whole weights of which each rank gets a part of the gradient: norms of a rank's tokens, or of its heads."""
+class NormShard:
+    """Replicated weights that run on a shard of the activations (norms of a rank's tokens or heads); gradients are
+    summed.
+    """
 
-    gathers: bool = False  # whether all tokens come out, for split layers (in a plan with sequence_dim)
+    gathers: bool = False  # outputs are all tokens, for split layers (in a plan with sequence_dim)
 
 
 @attrs.frozen
-class Whole:
-    """Left as it is: every rank computes the same."""
+class Replicated:
+    """Replicated layer: every rank computes the same."""
 
 
 @attrs.frozen
 class Scatter:
-    """A module behind which activations are split by tokens (in a plan with sequence_dim)."""
+    """Split the module's output by tokens (in a plan with sequence_dim)."""
 
 
 @attrs.frozen
 class Gather:
-    """A module behind which they are whole again."""
+    """Gather the tokens of the module's output."""
 
 
-Style = Column | Row | Vocabulary | Summed | Whole | Scatter | Gather
+Style = Column | Row | Vocabulary | NormShard | Replicated | Scatter | Gather
 
 
-def shares(num_units: int, num_ranks: int) -> list[tuple[int, int]]:
-    """[lo, hi) of the units of each rank."""
+def unit_ranges(num_units: int, num_ranks: int) -> list[tuple[int, int]]:
+    """Return [lo, hi) of the units of each rank."""
     least, more = divmod(num_units, num_ranks)
     ends = [rank * least + min(rank, more) for rank in range(num_ranks + 1)]
     return list(itertools.pairwise(ends))
 
 
-def cut_along(
+def split_along(
     shape: tuple[int, ...], dim: int, num_units: int, share: tuple[int, int], blocks: tuple[int, ...] = ()
 ) -> Address:
-    """The address of units `share` along `dim` of a tensor of `shape`; of each block, where there are several.
+    """Return the address of units `share` along `dim` of a tensor of `shape`; of each block, if there are several.
 
     blocks: sizes along dim 0, each a multiple of `num_units` as `shape[dim]` is.
     """

@@ -1,9 +1,9 @@
-"""What flows from which linear layer into which, seen while a small input runs through a model.
+"""Trace the data flow between linear layers while a small input runs through a model.
 
-Every tensor that is computed carries the names of the linear layers that it was computed from, back to the nearest
-ones: a linear layer starts anew.  Operations are seen where Python calls them (torch's function mode), so any model
-that runs can be traced, on the meta device too; what cannot be seen (a custom autograd function) carries no names,
-and layers behind it stay whole.  No graph is built and nothing is compiled.
+Every computed tensor carries the names of the nearest linear layers that it was computed from; a linear layer starts
+anew.  Operations are observed where Python calls them (torch's function mode), so any model that runs can be traced,
+also on the meta device.  Operations that cannot be observed (a custom autograd function) carry no names, and layers
+behind them stay whole.  No graph is built and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -19,54 +19,56 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zpartition._compat import tree_flatten
-from zpartition.tensor.placing import kind_of
+from zpartition.tensor.layer_split import linear_kind
 
-__all__ = ["Flow", "trace"]
+__all__ = ["LayerFlow", "trace"]
 
 _NOTHING: frozenset[str] = frozenset()
 
 
 @final
 @attrs.frozen(eq=False)
-class Flow:
-    """What was seen; names are those of modules, in the order in which they ran first."""
+class LayerFlow:
+    """The observed flow; names are those of modules, in order of first execution."""
 
     sources: Mapping[str, frozenset[str]]  # of each linear layer: the nearest ones that its input was computed from
     leaking: frozenset[str]  # linear layers that the model's output was computed from, with none between
     norms: Mapping[str, frozenset[str]]  # of other modules that have parameters, the same as `sources`
-    heads: Mapping[
-        str, frozenset[int]
-    ]  # numbers of heads into which a layer's outputs, or blocks of them, were viewed
-    blocks: Mapping[str, tuple[int, ...]]  # sizes of several layers fused into one, whose outputs were taken apart
+    heads: Mapping[str, frozenset[int]]  # head counts into which a layer's outputs, or blocks of them, were viewed
+    blocks: Mapping[str, tuple[int, ...]]  # sizes of several layers fused into one, whose outputs were split
 
     def consumers(self, name: str) -> frozenset[str]:
-        """The linear layers whose input was computed from the outputs of `name`."""
+        """Return the linear layers whose input was computed from the outputs of `name`."""
         return frozenset(other for other, found in self.sources.items() if name in found)
 
 
-def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}) -> Flow:
-    """Run `model(*args, **kwargs)` once, as for evaluation, and tell what flowed where."""
-    seeing = _Seeing()
+def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}) -> LayerFlow:
+    """Run `model(*args, **kwargs)` once in evaluation mode, and return the observed flow."""
+    tracer = _Tracer()
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
         model.eval()
         for name, module in model.named_modules():
             own = next(module.parameters(recurse=False), None)
-            if kind_of(module) is not None:
-                stack.callback(module.register_forward_pre_hook(seeing.enters(name), with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(seeing.leaves(name)).remove)
+            if linear_kind(module) is not None:
+                stack.callback(
+                    module.register_forward_pre_hook(tracer.linear_input_hook(name), with_kwargs=True).remove
+                )
+                stack.callback(module.register_forward_hook(tracer.linear_output_hook(name)).remove)
             elif own is not None and not isinstance(module, nn.Embedding):
-                stack.callback(module.register_forward_pre_hook(seeing.passes(name), with_kwargs=True).remove)
+                stack.callback(
+                    module.register_forward_pre_hook(tracer.module_input_hook(name), with_kwargs=True).remove
+                )
         stack.enter_context(torch.no_grad())
-        stack.enter_context(seeing)
+        stack.enter_context(tracer)
         out = model(*args, **kwargs)
-    return seeing.flow(out)
+    return tracer.flow(out)
 
 
 @final
-class _Seeing(TorchFunctionMode):
-    """Notes, for every tensor that is computed, where it came from."""
+class _Tracer(TorchFunctionMode):
+    """Records the sources of every computed tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,50 +89,52 @@ class _Seeing(TorchFunctionMode):
         names = self.names_of(given)
         made = _tensors(out)
         for tensor in made if names else ():
-            self.note(tensor, names | self.names.get(id(tensor), _NOTHING))
+            self.record(tensor, names | self.names.get(id(tensor), _NOTHING))
         raw = [tensor for tensor in given if id(tensor) in self.raw]
         if len(raw) == 1:
             for tensor in made:
-                self.follow(raw[0], tensor)
+                self.track_view(raw[0], tensor)
         return out
 
-    def enters(self, name: str) -> Callable[..., None]:
-        """A hook for what comes into a linear layer."""
+    def linear_input_hook(self, name: str) -> Callable[..., None]:
+        """Return a hook for the input of a linear layer."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.sources[name] = self.sources.get(name, _NOTHING) | self.names_of(_tensors((args, kwargs)))
 
         return hook
 
-    def passes(self, name: str) -> Callable[..., None]:
-        """A hook for what comes into another module with parameters."""
+    def module_input_hook(self, name: str) -> Callable[..., None]:
+        """Return a hook for the input of another module with parameters."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.norms[name] = self.norms.get(name, _NOTHING) | self.names_of(_tensors((args, kwargs)))
 
         return hook
 
-    def leaves(self, name: str) -> Callable[..., None]:
-        """A hook for what comes out of a linear layer."""
+    def linear_output_hook(self, name: str) -> Callable[..., None]:
+        """Return a hook for the output of a linear layer."""
 
         def hook(module: nn.Module, args: Any, out: Tensor) -> None:
-            self.note(out, frozenset({name}))
+            self.record(out, frozenset({name}))
             self.raw[id(out)] = name, 0
             self.widths[name] = out.shape[-1]
 
         return hook
 
-    def note(self, tensor: Tensor, names: frozenset[str]) -> None:
+    def record(self, tensor: Tensor, names: frozenset[str]) -> None:
         self.kept.append(tensor)
         self.names[id(tensor)] = names
         self.raw.pop(id(tensor), None)
 
     def names_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        """The layers that any of them was computed from."""
+        """Return the layers that any of `tensors` was computed from."""
         return _NOTHING.union(*(self.names.get(id(tensor), _NOTHING) for tensor in tensors))
 
-    def follow(self, before: Tensor, after: Tensor) -> None:
-        """`after` was made of `before` alone, whose last dim is a layer's outputs: taken apart, viewed, or alike."""
+    def track_view(self, before: Tensor, after: Tensor) -> None:
+        """Track `after`, which was computed from `before` alone, a layer's outputs: a part, a view, or the same
+        shape.
+        """
         name, start = self.raw[id(before)]
         if after.shape == before.shape:
             self.raw[id(after)] = name, start
@@ -139,10 +143,12 @@ class _Seeing(TorchFunctionMode):
             self.parts.setdefault(name, {})[first] = after.shape[-1]
             self.raw[id(after)] = name, first
         elif after.numel() == before.numel():
-            self.see_view(name, before.shape[-1], tuple(after.shape))
+            self.record_view(name, before.shape[-1], tuple(after.shape))
 
-    def see_view(self, name: str, width: int, shape: tuple[int, ...]) -> None:
-        """Outputs (..., width) were viewed as `shape`: (..., heads, size), or (..., 3, heads, size) of three."""
+    def record_view(self, name: str, width: int, shape: tuple[int, ...]) -> None:
+        """Record that outputs (..., width) were viewed as `shape`: (..., heads, size), or (..., 3, heads, size) of
+        three.
+        """
         ends = (shape[at:] for at in range(len(shape) - 2, -1, -1))
         dims = next((end for end in ends if math.prod(end) == width), ())
         if len(dims) > 2 and dims[0] in (2, 3) and dims[1] not in (2, 3):
@@ -151,8 +157,8 @@ class _Seeing(TorchFunctionMode):
         if dims:
             self.heads.setdefault(name, set()).add(dims[0])
 
-    def flow(self, out: Any) -> Flow:
-        """All of it, once the model returned `out`."""
+    def flow(self, out: Any) -> LayerFlow:
+        """Return the flow, once the model returned `out`."""
         blocks = {}
         for name, parts in self.parts.items():
             sizes = tuple(size for _, size in sorted(parts.items()))
@@ -160,7 +166,7 @@ class _Seeing(TorchFunctionMode):
             if sorted(parts) == starts and sum(sizes) == self.widths[name]:
                 blocks[name] = sizes
         heads = {name: frozenset(numbers) for name, numbers in self.heads.items()}
-        return Flow(self.sources, self.names_of(_tensors(out)), self.norms, heads, blocks)
+        return LayerFlow(self.sources, self.names_of(_tensors(out)), self.norms, heads, blocks)
 
 
 def _tensors(values: Any) -> list[Tensor]:

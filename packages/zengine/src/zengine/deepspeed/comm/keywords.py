@@ -37,7 +37,7 @@ def _is_known(name: str, verb: Callable[..., Any], own: frozenset[str]) -> bool:
     """False for an argument of the logger, which is to be dropped; TypeError for others."""
     if name in LOGGING:
         return False
-    from zengine.config.suggest import nearest
+    from zengine.config.grammar.suggest import nearest
 
     close = nearest(name, own)
     hint = f"did you mean {close[0]}=?" if close else f"it takes {', '.join(sorted(own))}."

@@ -198,7 +198,7 @@ def all_gather_coalesced(
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
     """Rank i's `obj`, as JSON, into `object_list[i]`.  TypeError on every rank for what JSON cannot hold."""
-    object_list[:] = zcomm.exchange(obj, group)
+    object_list[:] = zcomm.all_gather_object(obj, group)
 
 
 @takes_logging
@@ -215,7 +215,7 @@ def broadcast_object_list(
 ) -> None:
     """Rank `src` (of the world)'s objects, as JSON, in every rank's list.  TypeError for what JSON cannot hold."""
     is_sender = get_rank() == src
-    everyone = zcomm.exchange(object_list if is_sender else None, group)
+    everyone = zcomm.all_gather_object(object_list if is_sender else None, group)
     object_list[:] = everyone[get_all_ranks_from_group(group).index(src)]
 
 

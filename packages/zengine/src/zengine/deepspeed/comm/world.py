@@ -77,12 +77,12 @@ def init_distributed(
 
 
 def is_available() -> bool:
-    """Whether torch was built with torch.distributed."""
+    """Return whether torch was built with torch.distributed."""
     return bool(dist.is_available())
 
 
 def is_initialized() -> bool:
-    """Whether there is a default process group."""
+    """Return whether there is a default process group."""
     return is_available() and bool(dist.is_initialized())
 
 

@@ -12,8 +12,8 @@ import attrs
 import torch
 
 from zengine.config import ConfigError, Problem
-from zengine.config.source import read
-from zengine.config.suggest import nearest
+from zengine.config.grammar.source import read
+from zengine.config.grammar.suggest import nearest
 from zengine.deepspeed.inference.parallel import KEYS, Sharing, read_sharing
 
 __all__ = ["DeepSpeedInferenceConfig", "default_inference_config", "merged"]
@@ -60,7 +60,7 @@ class DeepSpeedInferenceConfig:
 
     @property
     def sharing(self) -> Sharing:
-        """What `ranks` comes to.  Raises ConfigError."""
+        """Return what `ranks` comes to.  Raises ConfigError."""
         found = read_sharing(self.ranks)
         if isinstance(found, Sharing):
             return found
@@ -123,7 +123,7 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 def _problem(key: str, value: Any) -> Problem | None:
-    """What is wrong with one key; None if nothing is."""
+    """Return what is wrong with one key; None if nothing is."""
     if key in _NO_EFFECT or key in KEYS:
         return None
     if key in _REFUSED:

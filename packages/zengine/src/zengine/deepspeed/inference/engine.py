@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zengine.build.tensor_parallel import TRIED_NUMEL
 from zengine.deepspeed.accelerator import get_accelerator
 from zengine.deepspeed.inference import splitting, weights
 from zengine.deepspeed.inference.config import DeepSpeedInferenceConfig, merged
-from zengine.splitting import TRIED_NUMEL
 
 __all__ = ["InferenceEngine", "init_inference"]
 
@@ -116,7 +116,7 @@ def _prepared(module: nn.Module, config: DeepSpeedInferenceConfig) -> nn.Module:
 
 
 def _is_to_be_run(module: nn.Module, config: DeepSpeedInferenceConfig) -> bool:
-    """Whether a plan has to be found by running the model, and memory for all of it is no question."""
+    """Return whether a plan has to be found by running the model, and memory for all of it is no question."""
     sharing = config.sharing
     is_small = sum(param.numel() for param in module.parameters()) <= TRIED_NUMEL
     return not sharing.is_idle and is_small and splitting.written_plan(module, sharing) is None

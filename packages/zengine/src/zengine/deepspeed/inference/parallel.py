@@ -14,7 +14,7 @@ import attrs
 from torch import nn
 
 from zengine.config import Problem
-from zengine.config.suggest import nearest
+from zengine.config.grammar.suggest import nearest
 from zpartition.tensor import TensorPlan
 
 __all__ = ["KEYS", "NOBODY", "Sharing", "Wanted", "read_sharing"]
@@ -53,7 +53,7 @@ class Sharing:
 
     @property
     def is_idle(self) -> bool:
-        """Whether each rank has a whole model, or comes with its part."""
+        """Return whether each rank has a whole model, or comes with its part."""
         wanted = (self.tensor, self.experts)
         return all(each.size <= 1 and each.group is None and each.mpu is None for each in wanted)
 
@@ -114,7 +114,7 @@ def _said(
 def _twice(
     given: Mapping[str, Any], tensor: Mapping[str, Any], moe: Mapping[str, Any]
 ) -> Iterator[Mapping[str, Any]]:
-    """What has several places, of which one alone is read: values by key, where they are given."""
+    """Return what has several places, of which one alone is read: values by key, where they are given."""
     groups = {"tensor_parallel.tp_group": tensor.get("tp_group"), "tensor_parallel.mpu": tensor.get("mpu")}
     experts = {"moe.moe_experts": moe.get("moe_experts"), "moe.num_experts": moe.get("num_experts")}
     plans = {"tensor_parallel.partition_config": tensor.get("partition_config")}
@@ -163,7 +163,7 @@ def _is_names(kind: Any, names: Any) -> bool:
 
 
 def _problems(key: str, value: Any) -> Iterator[Problem]:
-    """What is wrong with one key of KEYS, and with the keys in it."""
+    """Return what is wrong with one key of KEYS, and with the keys in it."""
     if key in _SECTIONS and isinstance(value, Mapping):
         checks = _SECTIONS[key]
         for name, inner in value.items():

@@ -20,10 +20,10 @@ from torch.distributed import ProcessGroup
 
 import zcomm
 import zpartition
-from zengine.agreement import compare, parameter_lines
+from zengine.build.agreement import compare, parameter_lines
+from zengine.build.tensor_parallel import TRIED_NUMEL, Input, own_plan, small_input
 from zengine.deepspeed.comm import get_rank, get_world_size, init_distributed, is_initialized
 from zengine.deepspeed.inference.parallel import NOBODY, Sharing, Wanted
-from zengine.splitting import TRIED_NUMEL, Input, own_plan, small_input
 from zpartition import tensor
 from zpartition.tensor import TensorPlan
 
@@ -57,7 +57,7 @@ class Split:
             return self
         args, kwargs = self.inputs
         if self.is_inferred:
-            fitted = tensor.fitted_plan(module, _group(self.layers), *args, kwargs=kwargs)
+            fitted = tensor.infer_verified_plan(module, _group(self.layers), *args, kwargs=kwargs)
             return attrs.evolve(self, plan=attrs.evolve(fitted, grain=self.plan.grain))
         if sum(param.numel() for param in module.parameters()) <= TRIED_NUMEL:
             tensor.verify(module, self.plan, _group(self.layers), *args, kwargs=kwargs)
@@ -74,7 +74,7 @@ class Split:
 
 
 def planned(module: nn.Module, sharing: Sharing) -> Split:
-    """What becomes of `module`; joins the others (a process group) where several are asked for.
+    """Return what becomes of `module`; joins the others (a process group) where several are asked for.
 
     Raises:
         ValueError: sizes that do not make the ranks, a model that is split otherwise, or what a plan has against it.
@@ -84,9 +84,9 @@ def planned(module: nn.Module, sharing: Sharing) -> Split:
     if not (_is_several(sharing.tensor) or _is_several(sharing.experts)):
         return Split()
     init_distributed()
-    layers, stacks = _to_do(sharing.tensor, [zpartition.cell_of(module)], "layers"), NOBODY
+    layers, stacks = _to_do(sharing.tensor, [zpartition.model_parallel_group_of(module)], "layers"), NOBODY
     if _is_several(sharing.experts):
-        stacks = _to_do(sharing.experts, list(zpartition.deals_of(module).values()), "experts")
+        stacks = _to_do(sharing.experts, list(zpartition.expert_shards_of(module).values()), "experts")
     if _is_several(stacks):
         _refuse_experts(module, _place(stacks)[0], sharing)
     if not _is_several(layers):
@@ -129,7 +129,7 @@ def _given(wanted: Wanted) -> ProcessGroup | None:
 
 def _group(wanted: Wanted) -> ProcessGroup | None:
     found = _given(wanted)
-    return found if found is not None or wanted.size <= 1 else zcomm.run(wanted.size)
+    return found if found is not None or wanted.size <= 1 else zcomm.consecutive_group(wanted.size)
 
 
 def _is_several(wanted: Wanted) -> bool:
@@ -137,8 +137,9 @@ def _is_several(wanted: Wanted) -> bool:
     return wanted.size > 1 if found is None else zcomm.group_size(found) > 1
 
 
-def _to_do(wanted: Wanted, cells: Sequence[zpartition.Cell], what: str) -> Wanted:
-    """What is wanted, or nothing where it has been done.  Raises ValueError where it was done over other ranks."""
+def _to_do(wanted: Wanted, cells: Sequence[zpartition.ModelParallelGroup], what: str) -> Wanted:
+    """Return what is wanted, or nothing where it has been done.  Raises ValueError where it was done over other
+    ranks."""
     done = next((_ranks(cell.group) for cell in cells if cell.size > 1), None)
     if done is None or not _is_several(wanted):
         return wanted
@@ -187,7 +188,7 @@ def _planned_layers(module: nn.Module, sharing: Sharing) -> Split:
 
 
 def written_plan(module: nn.Module, sharing: Sharing) -> TensorPlan | None:
-    """What somebody has written: in the config, or in the model."""
+    """Return what somebody has written: in the config, or in the model."""
     if isinstance(sharing.plan, TensorPlan):
         return sharing.plan
     if sharing.plan:
@@ -204,7 +205,7 @@ def _inferred(module: nn.Module, inputs: Input | None) -> TensorPlan:
 
 
 def _seen(module: nn.Module) -> TensorPlan | None:
-    """What a run of the model tells of its layers; None where it cannot be run, or shows nothing."""
+    """Return what a run of the model tells of its layers; None where it cannot be run, or shows nothing."""
     given: Mapping[str, Any] = getattr(module, "dummy_inputs", None) or {}
     try:
         return tensor.infer_plan(module, kwargs=given) if given else None
@@ -216,7 +217,7 @@ def _refuse_experts(module: nn.Module, size: int, sharing: Sharing) -> None:
     """ValueError, with numbers, for experts that cannot be shared out over `size` ranks, or are others than said."""
     from zpartition import experts
 
-    stacks = experts.fitting_experts(module, size)
+    stacks = experts.divisible_experts(module, size)
     numbers = {path: int(getattr(stack, "num_experts", 0)) for path, stack in stacks.items()}
     for path, number in numbers.items():
         if sharing.expert_counts and number not in sharing.expert_counts:

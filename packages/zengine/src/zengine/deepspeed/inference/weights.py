@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import zpartition
-from zengine.converting import as_module_has_them
+from zengine.checkpoint.huggingface import as_module_has_them
 
 __all__ = ["is_hollow", "load", "make_real"]
 
 
 def is_hollow(module: nn.Module) -> bool:
-    """Whether some of `module` is on the meta device."""
+    """Return whether some of `module` is on the meta device."""
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
@@ -61,7 +61,7 @@ def refuse_unfit(module: nn.Module, path: str) -> None:
     """ValueError as `load` raises it, before anything is done with `module`."""
     with _opened(module, path) as weights:
         try:
-            zpartition.refuse_unfit_slices(module, weights)
+            zpartition.check_slices(module, weights)
         except ValueError as error:
             raise ValueError(f"{path} does not fit {type(module).__name__}: {error}") from None
 
@@ -71,7 +71,7 @@ def _opened(module: nn.Module, path: str) -> Iterator[Mapping[str, Any]]:
     """Slices of files by the module's names, whatever part of it is here."""
     import zckpt.interchange  # not at the top: it takes longer to import than the rest of this package
 
-    joining, held = zpartition.Joining.of(module), module.state_dict(keep_vars=True)
+    joining, held = zpartition.FullTensors.of(module), module.state_dict(keep_vars=True)
     shapes = {name: joining.shape(value) for name, value in held.items() if isinstance(value, Tensor)}
     with zckpt.interchange.read_weights(path) as weights:
         yield as_module_has_them(weights, module, shapes)

@@ -34,12 +34,12 @@ def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Whether `param` holds weights of experts."""
+    """Return whether `param` holds weights of experts."""
     return isinstance(param, ExpertParameter)
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Whether a group of an optimizer was made for experts."""
+    """Return whether a group of an optimizer was made for experts."""
     return bool(param_group.get("moe", False))
 
 

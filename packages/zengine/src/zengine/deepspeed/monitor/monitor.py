@@ -7,11 +7,13 @@ from typing import Any, final
 
 from zengine.config import Facts, load, resolve
 from zengine.deepspeed.comm.world import get_rank
-from zengine.telemetry.sinks import CometSink, CsvSink, Sinks, TensorBoardSink, WandbSink, folder_of, require_packages
+from zengine.telemetry.sinks import Sinks
+from zengine.telemetry.sinks.table import SINKS, open_sinks, require_packages
 
 __all__ = ["MonitorMaster"]
 
 _SECTIONS = ("tensorboard", "csv_monitor", "wandb", "comet")
+_ROWS = [row for row in SINKS if row.section in _SECTIONS]
 
 
 @final
@@ -25,20 +27,8 @@ class MonitorMaster:
     def __init__(self, monitor_config: Any) -> None:
         plan = monitor_config if hasattr(monitor_config, "csv_monitor") else _telemetry(monitor_config)
         self.enabled = any(getattr(plan, name).enabled for name in _SECTIONS)
-        self._sinks = Sinks()
-        require_packages(plan)
-        if get_rank() != 0:
-            return
-        if plan.tensorboard.enabled:
-            folder = folder_of(plan.tensorboard)
-            self._sinks.add(f"TensorBoard events in {folder}", lambda: TensorBoardSink(folder))
-        if plan.csv_monitor.enabled:
-            place = folder_of(plan.csv_monitor)
-            self._sinks.add(f"CSV files in {place}", lambda: CsvSink(place))
-        if plan.wandb.enabled:
-            self._sinks.add(f"Weights & Biases project {plan.wandb.project!r}", lambda: WandbSink(plan.wandb))
-        if plan.comet.enabled:
-            self._sinks.add(f"Comet project {plan.comet.project!r}", lambda: CometSink(plan.comet))
+        require_packages(plan, _ROWS)
+        self._sinks = open_sinks(plan, rows=_ROWS) if get_rank() == 0 else Sinks()
 
     def write_events(self, event_list: Iterable[tuple[str, float, int]]) -> None:
         """Write (tag, value, samples) triples."""

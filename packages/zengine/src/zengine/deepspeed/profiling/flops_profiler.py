@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from zengine.telemetry import FlopsProfiler, get_model_profile
+from zengine.flops import FlopsProfiler, get_model_profile
 
 __all__ = ["FlopsProfiler", "get_model_profile"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from zengine.engine import Engine as DeepSpeedEngine
+from zengine.deepspeed_engine import DeepSpeedEngine
 
 __all__ = ["DeepSpeedEngine"]

@@ -18,7 +18,7 @@ import zcomm
 from zengine.deepspeed.comm.world import get_rank, get_world_size
 
 if TYPE_CHECKING:
-    from zengine.engine import Engine
+    from zengine.engine.engine import Engine
 
 __all__ = [
     "get_data_parallel_group",
@@ -105,7 +105,7 @@ def get_data_parallel_world_size() -> int:
 
 
 def get_data_parallel_rank() -> int:
-    """Which of them this is."""
+    """Return which of them this is."""
     return _place("data_parallel")
 
 
@@ -120,7 +120,7 @@ def get_model_parallel_world_size() -> int:
 
 
 def get_model_parallel_rank() -> int:
-    """Which of them this is."""
+    """Return which of them this is."""
     return _place("model_parallel")
 
 
@@ -140,7 +140,7 @@ def get_sequence_parallel_world_size() -> int:
 
 
 def get_sequence_parallel_rank() -> int:
-    """Which of them this is."""
+    """Return which of them this is."""
     return _place("sequence_parallel")
 
 

@@ -32,12 +32,12 @@ _leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether `model` was marked."""
+    """Return whether `model` was marked."""
     return model in _leaves
 
 
 def z3_leaf_parameter(model: Parameter) -> bool:
-    """Whether a parameter belongs to a marked module of a stage-3 engine."""
+    """Return whether a parameter belongs to a marked module of a stage-3 engine."""
     return hasattr(model, "ds_z3_leaf_module")
 
 

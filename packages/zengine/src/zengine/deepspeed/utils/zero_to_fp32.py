@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import zckpt
 import zckpt.interchange
-from zengine.consensus import MODEL
-from zengine.weightfiles import Entry, write_weights
+from zengine.checkpoint.consensus import MODEL
+from zengine.checkpoint.weight_files import Entry, write_weights
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -146,7 +146,7 @@ def _weights(folder: str | os.PathLike[str], tag: str | None, trained_only: bool
 
 def _is_deepspeed(folder: str | os.PathLike[str]) -> bool:
     try:
-        return zckpt.interchange.recognise(folder) == "deepspeed"
+        return zckpt.interchange.detect_format(folder) == "deepspeed"
     except zckpt.CheckpointError:
         return False
 

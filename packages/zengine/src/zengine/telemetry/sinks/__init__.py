@@ -1,55 +1,20 @@
-"""The places that telemetry writes to."""
+"""Sinks: where telemetry writes its snapshots.  `zengine.telemetry.sinks.table` lists those of the config."""
 
-from typing import TYPE_CHECKING
+from zengine.imports import importing
+from zengine.telemetry.sinks.base import Events, MissingPackageError, Sink, Sinks, is_installed, training_goes_on
 
-from zengine.lazily import importing
-from zengine.telemetry.sinks.base import (
-    Events,
-    MissingPackageError,
-    Sink,
-    Sinks,
-    folder_of,
-    is_installed,
-    require_packages,
-    training_goes_on,
-)
+__all__ = ["Events", "MissingPackageError", "Sink", "Sinks", "is_installed", "training_goes_on"]
 
-if TYPE_CHECKING:
-    from zengine.telemetry.sinks.bench import Bench
-    from zengine.telemetry.sinks.comet import CometSink
-    from zengine.telemetry.sinks.console import Console
-    from zengine.telemetry.sinks.csv import CsvSink
-    from zengine.telemetry.sinks.jsonl import JsonlSink
-    from zengine.telemetry.sinks.tensorboard import TensorBoardSink
-    from zengine.telemetry.sinks.wandb import WandbSink
-
-__all__ = [
-    "Bench",
-    "CometSink",
-    "Console",
-    "CsvSink",
-    "Events",
-    "JsonlSink",
-    "MissingPackageError",
-    "Sink",
-    "Sinks",
-    "TensorBoardSink",
-    "WandbSink",
-    "folder_of",
-    "is_installed",
-    "require_packages",
-    "training_goes_on",
-]
-
-# Imported on first use: a run that measures nothing needs none of it.
-_HOME_OF = {
-    "Bench": "zengine.telemetry.sinks.bench",
-    "CometSink": "zengine.telemetry.sinks.comet",
-    "Console": "zengine.telemetry.sinks.console",
-    "CsvSink": "zengine.telemetry.sinks.csv",
-    "JsonlSink": "zengine.telemetry.sinks.jsonl",
-    "TensorBoardSink": "zengine.telemetry.sinks.tensorboard",
-    "WandbSink": "zengine.telemetry.sinks.wandb",
+RENAMED = {
+    "Bench": "zengine.telemetry.sinks.bench.Bench",
+    "CometSink": "zengine.telemetry.sinks.comet.CometSink",
+    "Console": "zengine.telemetry.sinks.console.Console",
+    "CsvSink": "zengine.telemetry.sinks.csv.CsvSink",
+    "JsonlSink": "zengine.telemetry.sinks.jsonl.JsonlSink",
+    "TensorBoardSink": "zengine.telemetry.sinks.tensorboard.TensorBoardSink",
+    "WandbSink": "zengine.telemetry.sinks.wandb.WandbSink",
+    "folder_of": "zengine.telemetry.sinks.table.folder_of",
+    "require_packages": "zengine.telemetry.sinks.table.require_packages",
 }
 
-__getattr__ = importing(__name__, _HOME_OF)
+__getattr__ = importing(__name__, {}, RENAMED)

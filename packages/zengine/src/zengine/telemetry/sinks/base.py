@@ -1,10 +1,9 @@
-"""Where snapshots go, and the promise that none of those places can stop training.
+"""Sinks, and the guarantee that a failing sink never stops training.
 
-A sink may fail at any moment: the disk fills, the service goes away. `Sinks` then says once which one, where
-and why, drops it for the rest of the run, and training goes on. The message goes through logging, not
-`warnings`, because a program that turns warnings into errors must not be stopped either. A package that is
-not installed is different: it is a mistake in the configuration, known before training, and raises on every
-rank alike.
+A sink may fail at any moment: the disk fills, the service goes away.  `Sinks` then logs once which one failed, where
+and why, drops it for the rest of the run, and training continues.  It logs instead of calling `warnings.warn`,
+because a program that turns warnings into errors must not be stopped either.  A package that is not installed is
+different: it is a mistake in the configuration, known before training, and raises on every rank.
 """
 
 from __future__ import annotations
@@ -14,48 +13,40 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TypeAlias, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
-from zengine.telemetry.plans import MonitorLike, TelemetryPlanLike
-from zengine.telemetry.snapshot import Snapshot
-from zengine.telemetry.subject import RunRecord
+if TYPE_CHECKING:
+    from zengine.telemetry.snapshot import Snapshot
+    from zengine.telemetry.subject import RunRecord
 
 logger = logging.getLogger("zengine.telemetry")
 
 Events: TypeAlias = Sequence[tuple[str, float, int]]  # tag, value, place on the x axis
 
-# section of the config -> package, its name for pip, what it is needed for
-_PACKAGES = {
-    "tensorboard": ("tensorboard", "tensorboard", "writes TensorBoard events"),
-    "wandb": ("wandb", "wandb", "sends metrics to Weights & Biases"),
-    "comet": ("comet_ml", "comet-ml", "sends metrics to Comet"),
-}
-
 
 class Sink:
-    """Takes one snapshot a boundary, and what the program adds to it.  This one is the identity."""
+    """Writes one snapshot per boundary, and events of the program.  This base class writes nothing."""
 
     def begin(self, record: RunRecord) -> None:
-        """The engine is complete; called once, before the first snapshot."""
+        """Receive the record of the complete run; called once, before the first snapshot."""
 
     def write(self, snapshot: Snapshot) -> None:
-        """A boundary."""
+        """Write the snapshot of a boundary."""
 
     def write_events(self, events: Events) -> None:
-        """Scalars of the program's own."""
+        """Write scalars of the program."""
 
     def close(self) -> None:
-        """No more calls will come."""
+        """Close; no more calls follow."""
 
 
 class MissingPackageError(ImportError):
-    """A monitor is enabled and the package that it needs is not installed."""
+    """Package of an enabled sink is not installed."""
 
 
 @final
 class Sinks:
-    """The sinks that still work."""
+    """The sinks that have not failed."""
 
     def __init__(self) -> None:
         self._open: list[tuple[str, Sink]] = []  # what and where, for the message; and the sink
@@ -64,7 +55,7 @@ class Sinks:
         return bool(self._open)
 
     def add(self, what: str, make: Callable[[], Sink]) -> None:
-        """Open a sink; `what` names it and its place, e.g. "TensorBoard events in runs/a"."""
+        """Open a sink; `what` names it and its destination, e.g. "TensorBoard events in runs/a"."""
         try:
             self._open.append((what, make()))
         except Exception as cause:
@@ -96,7 +87,7 @@ class Sinks:
 
 @contextmanager
 def training_goes_on(what: str) -> Iterator[None]:
-    """Around the writing of something that is no sink: a disk that fails is told, with `what` and where it is."""
+    """Log OSErrors of the block instead of raising; `what` names the output and its destination."""
     try:
         yield
     except OSError as cause:
@@ -105,42 +96,15 @@ def training_goes_on(what: str) -> Iterator[None]:
 
 def _warn(what: str, cause: Exception) -> None:
     logger.warning(
-        "%s: writing failed and has stopped for the rest of this run; training goes on. Cause: %s: %s",
+        "%s: writing failed and is disabled for the rest of this run; training goes on. Cause: %s: %s",
         what,
         type(cause).__name__,
         cause,
     )
 
 
-def folder_of(monitor: MonitorLike) -> Path:
-    """output_path / job_name; both empty is the folder that the program was started in."""
-    return Path(monitor.output_path or ".").expanduser() / monitor.job_name
-
-
-def require_packages(plan: TelemetryPlanLike) -> None:
-    """Raise MissingPackageError if an enabled monitor's package is absent; alike on every rank."""
-    for section, is_enabled in (
-        ("tensorboard", plan.tensorboard.enabled),
-        ("wandb", plan.wandb.enabled),
-        ("comet", plan.comet.enabled),
-    ):
-        if is_enabled:
-            _require(section, *_PACKAGES[section])
-
-
-def _require(section: str, package: str, for_pip: str, purpose: str) -> None:
-    if is_installed(package):
-        return
-    raise MissingPackageError(
-        f'config section "{section}" is enabled; it {purpose} and needs the package {package!r}, which is '
-        f"not installed in {sys.executable}: install it (pip install {for_pip}), "
-        f"or set {section}.enabled to false",
-        name=package,
-    )
-
-
 def is_installed(package: str) -> bool:
-    """A folder that merely has the package's name (wandb leaves one behind) is not the package."""
+    """Return True if the package is importable; a bare folder of its name (wandb leaves one) is not."""
     if package in sys.modules:
         return sys.modules[package] is not None
     spec = importlib.util.find_spec(package)

@@ -1,4 +1,4 @@
-"""The figures of a bench run (`bench_steps`), printed once, when enough steps have been measured."""
+"""Summary of a bench run (`bench_steps`), printed once after enough measured steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LABELS = {
 
 @final
 class Bench(Sink):
-    """Collects `steps` measured steps, prints, and is silent from then on."""
+    """Collects `steps` measured steps, prints them, and does nothing afterwards."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -39,7 +39,7 @@ class Bench(Sink):
 
 
 def summary(rates: list[Rate], memory: Mapping[str, int], last: Snapshot) -> str:
-    """A table of the measured steps, of which `last` is the last; `memory` is bytes of rank 0 by owner."""
+    """Format the measured steps up to snapshot `last`; `memory` is bytes of rank 0 by owner."""
     times = sorted(rate.step_ms for rate in rates)
     total = sum(rates, Rate())
     rows = [

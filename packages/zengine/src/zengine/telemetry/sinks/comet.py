@@ -1,25 +1,27 @@
-"""Comet: two calls a point, ours at the number of the step and DeepSpeed's tags at the number of samples.
+"""Comet sink: two calls per point, our tags over steps and DeepSpeed's tags over samples.
 
-A point is sent when `samples_log_interval` samples have passed since the one before, as DeepSpeed's monitor does, so
-that a run of small steps is not slowed by a service.
+A point is sent every `samples_log_interval` samples, as in DeepSpeed's monitor, so a service does not slow a run of
+small steps.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-from zengine.telemetry.plans import CometLike
 from zengine.telemetry.sinks.base import Events, Sink
 from zengine.telemetry.snapshot import SAMPLES, Snapshot
-from zengine.telemetry.subject import RunRecord
+
+if TYPE_CHECKING:
+    from zengine.config.keys.telemetry import Comet
+    from zengine.telemetry.subject import RunRecord
 
 
 @final
 class CometSink(Sink):
-    """One experiment.  What the plan leaves empty is the package's own (COMET_API_KEY, ~/.comet.config, ...)."""
+    """One experiment.  Empty settings of the plan are left to the package (COMET_API_KEY, ~/.comet.config, ...)."""
 
-    def __init__(self, plan: CometLike) -> None:
+    def __init__(self, plan: Comet) -> None:
         comet: Any = importlib.import_module("comet_ml")  # optional and untyped here
         given = {
             "api_key": plan.api_key,

@@ -1,8 +1,8 @@
-"""Lines for people: every `interval` boundaries the state of training, and each skipped step with its reason.
+"""Console sink: the state of training every `interval` boundaries, and each skipped step with its reason.
 
-Times, rates and the loss are means since the line before, so a line stands for its whole interval; learning rate and
-gradient norm are those of the step named, and so is the loss of a skipped step that has a line of its own.  On a
-terminal the newest step is shown below them, in a line that is overwritten (live.py).
+Times, rates and the loss are means since the last line; learning rate and gradient norm are those of the printed
+step, and so is the loss of a skipped step that has a line of its own.  On a terminal the newest step is shown in a
+line below that is overwritten (live.py).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _LABELS = {COMMUNICATION: "communication"}  # timers whose name is not plain wor
 
 @attrs.frozen
 class Window:
-    """What accumulated since the line before."""
+    """Totals since the last line."""
 
     steps: int = 0
     rate: Rate = attrs.field(factory=Rate)
     phase_ms: dict[str, float] = attrs.field(factory=dict)  # totals by timer
 
     def plus(self, snapshot: Snapshot) -> Window:
-        """With one boundary more; phases of the warm-up are forgotten with the first step that has a rate."""
+        """Return the window with one more boundary; the first step with a rate discards the phases of the warm-up."""
         before = Window() if snapshot.rate and not self.rate else self
         phases = dict(before.phase_ms)
         for timer, ms in snapshot.phase_ms.items():
@@ -41,7 +41,7 @@ class Window:
 
 
 def format_line(snapshot: Snapshot, window: Window, loss: float) -> str:
-    """One line for a boundary; parts that were not measured are left out."""
+    """Format one boundary; parts that were not measured are left out."""
     report = snapshot.report
     parts = [
         f"step {report.step}" + ("" if report.applied else f" SKIPPED: {report.reason}"),
@@ -81,7 +81,7 @@ def _rate(window: Window, fleet: Fleet) -> list[str]:
 
 
 def _memory(snapshot: Snapshot) -> list[str]:
-    """Device memory where there is some, else that of the process; then the marks after each phase."""
+    """Return device memory, or process memory without a device, then the marks after each phase."""
     mib = {name: f"{nbytes / 2**20:.0f}" for name, nbytes in snapshot.memory.items()}
     kind = "cuda" if "cuda" in mib else "process"
     words = ((kind, "{} MiB"), (f"{kind}_peak", "{} MiB peak"))
@@ -94,9 +94,9 @@ def _memory(snapshot: Snapshot) -> list[str]:
 
 @final
 class Console(Sink):
-    """Prints to standard output, flushed. interval 0 prints no lines, only what is asked for at the end.
+    """Prints to standard output and flushes.  interval 0 prints no step lines.
 
-    `table()` is asked after every line that is due, `farewell()` at the end; "" prints nothing.
+    `table()` is printed after every due line, `farewell()` at the end; "" prints nothing.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""CSV files, one a tag, as DeepSpeed's csv_monitor writes them.
+"""CSV sink: one file per tag, in the format of DeepSpeed's csv_monitor.
 
-`Train/Samples/lr` becomes `Train_Samples_lr.csv` with the header `step,lr`; `step` is the number of samples seen, as
-there. Our own tags (`train_loss.csv`, ...) have the number of the step. One table for all tags was rejected: tags
-come and go during a run (throughput after the warm-up), and a table cannot grow a column. A file that is there
-already is continued.
+`Train/Samples/lr` becomes `Train_Samples_lr.csv` with the header `step,lr`, where `step` is the number of samples
+seen, as in DeepSpeed.  Our own tags (`train_loss.csv`, ...) use the step number.  Existing files are appended to.
+Rejected: one table for all tags, since tags come and go during a run (throughput after the warm-up) and a table
+cannot grow a column.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zengine.telemetry.snapshot import Snapshot
 
 @final
 class CsvSink(Sink):
-    """Appends one row a boundary to each tag's file in `folder`, and flushes it."""
+    """Appends one row per boundary to each tag's file in `folder` and flushes it."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

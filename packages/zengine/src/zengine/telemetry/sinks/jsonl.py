@@ -1,10 +1,10 @@
-"""A folder that tells of the run, for programs: `run.json` at its start, and a line of `events.jsonl` a boundary.
+"""JSONL sink: machine-readable run folder with `run.json`, written at start, and one line of `events.jsonl` per step.
 
     {"step": 3, "samples": 96, "time_s": 1.25, "values": {"train/loss": 2.5, ...}}
 
-`time_s` counts from the start of the process's part of the run.  A run that is resumed in the same folder continues
-the file; where steps were lost and done again, the later line counts.  Numbers that JSON does not know (NaN,
-infinities) are written as the words "NaN", "Infinity" and "-Infinity", so that every reader can read the file.
+`time_s` counts from the start of this process's part of the run.  A resumed run appends to the file; where steps were
+lost and repeated, the later line counts.  NaN and infinities, which JSON lacks, are written as the strings "NaN",
+"Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EVENTS, RUN = "events.jsonl", "run.json"
 
 @final
 class JsonlSink(Sink):
-    """Appends to `events.jsonl` in `folder`, and flushes each line."""
+    """Appends to `events.jsonl` in `folder` and flushes each line."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.perf_counter) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ class JsonlSink(Sink):
         self._file.close()
 
     def _put(self, scalars: Mapping[str, float]) -> None:
-        """A line at the last boundary, with what the program has added."""
+        """Write a line at the last boundary, with the program's own events."""
         values = {**scalars, **self._own}
         line = {
             "step": self._place[0],
@@ -70,14 +70,14 @@ class JsonlSink(Sink):
 
 
 def write_record(folder: Path, record: RunRecord) -> None:
-    """Write `run.json` whole or not at all; a reader never sees half of one."""
+    """Write `run.json` atomically."""
     part = folder / f"{RUN}.part"
     part.write_text(json.dumps(record.as_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     part.replace(folder / RUN)
 
 
 def plain(value: float) -> float | str:
-    """`value`, or its word where JSON has no number."""
+    """Return `value`, or its name if JSON has no number for it."""
     if math.isnan(value):
         return "NaN"
     return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"

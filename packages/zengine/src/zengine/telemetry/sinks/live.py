@@ -1,8 +1,7 @@
-"""The line at the bottom of a terminal that shows the newest step and is overwritten by the next.
+"""Live line at the bottom of a terminal: shows the newest step and is overwritten by the next.
 
-`rich` draws it where it is installed, and keeps what the program prints above it.  Without rich the line is ended by
-a carriage return, so that a program's own prints overwrite it in place.  In a log, a pipe or a notebook there is no
-such line at all.
+Drawn by `rich` where it is installed, which keeps the program's prints above it.  Without rich the line ends in a
+carriage return, so the program's own prints overwrite it.  Logs, pipes and notebooks get no live line.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ INTERVAL_S = 0.1  # between two drawings: more often, nobody can read it
 
 
 class LiveLine(Protocol):
-    """A line that is replaced."""
+    """A line that is replaced in place."""
 
     def show(self, text: Callable[[], str]) -> None:
-        """Draw a text, if it is time; otherwise it is not even made."""
+        """Draw a text if due; otherwise it is not even formatted."""
 
     def above(self, text: str) -> None:
-        """Print lines that stay."""
+        """Print permanent lines."""
 
     def close(self) -> None: ...
 
 
 @final
 class NoLiveLine:
-    """The identity, for logs: only what stays is printed, to whatever standard output is at the time."""
+    """Null object, for logs: prints permanent lines only, to the current standard output."""
 
     def show(self, text: Callable[[], str]) -> None: ...
 
@@ -43,7 +42,7 @@ class NoLiveLine:
 
 @final
 class PlainLine:
-    """Carriage returns and nothing else."""
+    """Live line drawn with carriage returns."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -73,7 +72,7 @@ class PlainLine:
 
 @final
 class RichLine:
-    """`rich.live` without a thread of its own: it is drawn when a step ends."""
+    """Live line drawn by `rich.live`, without a thread: it refreshes when a step ends."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
@@ -104,7 +103,7 @@ class RichLine:
 
 
 def make_line(stream: TextIO) -> LiveLine:
-    """What suits the stream."""
+    """Return the live line that suits the stream."""
     if not stream.isatty():
         return NoLiveLine()
     return RichLine(stream) if is_installed("rich") else PlainLine(stream)

@@ -1,11 +1,11 @@
-"""Event files: records of bytes, each with its length and two checksums (the TFRecord format).
+"""TFRecord writer for event files: each record has a length and two checksums.
 
     uint64 length | uint32 masked crc32c(length) | data | uint32 masked crc32c(data)
 
-The checksum is CRC-32C (Castagnoli), which Python's standard library does not have.  tensorboard's own writer
-computes it byte by byte in Python, 0.4 ms for the events of a step, and that was most of what telemetry cost.  A CRC
-is linear: the remainder of a message is the exclusive or of the remainders of its single bytes, each shifted to its
-place.  So one table of byte and distance (1 MiB) turns a thousand bytes into one gather and one reduction of numpy.
+The checksum is CRC-32C (Castagnoli), which Python's standard library lacks.  tensorboard's own writer computes it
+byte by byte in Python, 0.4 ms for the events of a step, which was most of the cost of telemetry.  A CRC is linear:
+the remainder of a message is the exclusive or of the remainders of its bytes, each shifted to its place.  So one
+table by byte and distance (1 MiB) turns a thousand bytes into one gather and one reduction in numpy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SPAN = 1024  # bytes that one look-up takes
 
 @functools.cache
 def _remainders() -> NDArray[np.uint32]:
-    """(_SPAN, 256): row d is the remainder of each byte with d zero bytes behind it."""
+    """Return (_SPAN, 256): row d is the remainder of each byte followed by d zero bytes."""
     first = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         first = np.where(first & 1, (first >> 1) ^ np.uint32(_POLYNOMIAL), first >> 1).astype(np.uint32)
@@ -37,12 +37,12 @@ def _remainders() -> NDArray[np.uint32]:
 
 @functools.cache
 def _offsets() -> NDArray[np.int64]:
-    """Where the rows of the table begin, the farthest first."""
+    """Return the offsets of the table's rows, the farthest first."""
     return np.arange(_SPAN - 1, -1, -1, dtype=np.int64) * 256
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C of `data`."""
+    """Return the CRC-32C of `data`."""
     state, table, offsets = 0xFFFFFFFF, _remainders().reshape(-1), _offsets()
     for start in range(0, len(data), _SPAN):
         chunk = np.frombuffer(data, dtype=np.uint8, count=min(_SPAN, len(data) - start), offset=start)
@@ -56,13 +56,13 @@ def crc32c(data: bytes) -> int:
 
 
 def masked(checksum: int) -> int:
-    """A checksum as it is stored: rotated and shifted, so that data that holds checksums has an unlike one."""
+    """Return a checksum as stored: rotated and offset, so that data containing checksums has a different one."""
     return (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 @final
 class RecordWriter:
-    """Writes records to a file of its own."""
+    """Writes records to a file it owns."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

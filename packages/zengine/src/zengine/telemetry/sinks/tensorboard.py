@@ -1,14 +1,13 @@
-"""TensorBoard events: two a boundary, DeepSpeed's tags at x = samples seen and ours at x = step.
+"""TensorBoard sink: two events per boundary, DeepSpeed's tags at x = samples seen and ours at x = step.
 
-Events are framed by a writer of our own (records.py) into a plain file, and flushed each time, so that a killed run
-loses nothing. Rejected: torch's SummaryWriter, one event a scalar, several times the cost; and
-tensorboard's EventFileWriter, whose thread reports a full disk one step late and prints a traceback of its
-own.
+Our own writer (records.py) frames events into a plain file and flushes each time, so a killed run loses nothing.
+Rejected: torch's SummaryWriter, one event per scalar at several times the cost; and tensorboard's EventFileWriter,
+whose thread reports a full disk one step late and prints a traceback of its own.
 
-A run resumed from a checkpoint in the same folder continues its curves: TensorBoard drops the points of a tag that
-lie at or after a newer one.  Programs that read with its EventAccumulator are told by a session start in the first
-event of samples; it drops the steps that were lost of DeepSpeed's tags, and shows those of ours twice.  A layout for
-the "Custom Scalars" page groups what belongs together; on the other pages the tag up to the first "/" does.
+A run resumed in the same folder continues its curves: TensorBoard drops the points of a tag at or after a newer one.
+For programs that use its EventAccumulator, the first event of samples carries a session start: the accumulator then
+drops the lost steps of DeepSpeed's tags, and shows those of ours twice.  A layout for the "Custom Scalars" page
+groups related tags; on the other pages the tag up to the first "/" does.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ LAYOUT = {
 class TensorBoardSink(Sink):
     """Writes one event file into `folder`.
 
-    left_out: sections and charts of the layout that will stay empty in this run.
+    left_out: sections and charts of the layout that stay empty in this run.
     """
 
     def __init__(self, folder: Path, left_out: Collection[str] = ()) -> None:
@@ -129,7 +128,7 @@ class TensorBoardSink(Sink):
         self._records.close()
 
     def _put_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """One event; that of the same tags a step ago is filled in anew, which is faster than to make one."""
+        """Write one event; the event with the same tags is reused, which is faster than creating one."""
         tags = tuple(scalars)
         if tags not in self._events:
             values = [self._summary_of.Value(tag=tag) for tag in tags]
@@ -153,6 +152,6 @@ def _without(left_out: Collection[str]) -> dict[str, dict[str, list[str]]]:
 
 
 def _file_name() -> str:
-    """The pattern that TensorBoard looks for, unique on this host; sorts by time of creation."""
+    """Return a name that TensorBoard finds, unique on this host and sorted by creation time."""
     origin = f"{socket.gethostname()}.{os.getpid()}.{next(_FILE_NUMBER)}"
     return f"events.out.tfevents.{int(time.time()):010d}.{origin}"

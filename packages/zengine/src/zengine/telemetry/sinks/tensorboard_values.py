@@ -1,6 +1,6 @@
-"""What TensorBoard's plugins want beside scalars, as summary values: a layout of charts, hparams, texts, histograms.
+"""Summary values for TensorBoard's plugins: chart layout, hparams, texts, histograms.
 
-The packages of the plugins are imported when a value is made, so that only those who write events pay for them.
+Packages of the plugins are imported when a value is made, so only runs that write events pay for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ METRICS = ("train/loss", "perf/tokens_per_second", "perf/samples_per_second", "p
 
 
 def layout_value(layout: Mapping[str, Mapping[str, list[str]]]) -> Any:
-    """Of the custom scalars page: section -> chart -> regular expressions of the tags drawn in it."""
+    """Return the custom scalars layout: section -> chart -> regular expressions of its tags."""
     from tensorboard.plugins.custom_scalar import layout_pb2
 
     def chart(title: str, tags: list[str]) -> Any:
@@ -33,7 +33,7 @@ def layout_value(layout: Mapping[str, Mapping[str, list[str]]]) -> Any:
 
 
 def text_values(record: RunRecord) -> list[Any]:
-    """Of the text page: the config as it was given, the plan with origins, and the environment."""
+    """Return the text page: the given config, the plan with origins, and the environment."""
     config = json.dumps(dict(record.config), indent=2)
     pages = {
         "run/config": "\n".join(f"    {line}" for line in config.splitlines()),
@@ -44,13 +44,13 @@ def text_values(record: RunRecord) -> list[Any]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Markdown."""
+    """Format a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines)
 
 
 def hparams_values(record: RunRecord) -> list[Any]:
-    """Of the hparams page, at the start of a run: what may be compared, and what this run has."""
+    """Return the hparams page at the start of a run: the comparable values and those of this run."""
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
     start = plugin_data_pb2.SessionStartInfo()
@@ -70,7 +70,7 @@ def hparams_values(record: RunRecord) -> list[Any]:
 
 
 def end_value(time_s: float) -> Any:
-    """Of the hparams page, at the end of a run."""
+    """Return the hparams page's end-of-run value."""
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
     end = plugin_data_pb2.SessionEndInfo(status=api_pb2.Status.Value("STATUS_SUCCESS"), end_time_secs=time_s)
@@ -85,7 +85,7 @@ def _of_hparams(tag: str, content: Any) -> Any:
 
 
 def histogram_value(tag: str, numbers: Sequence[float], num_bins: int = 30) -> Any:
-    """How finite `numbers` are spread over `num_bins` bins of equal width."""
+    """Return a histogram of the finite `numbers` over `num_bins` bins of equal width."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
     values = np.asarray([number for number in numbers if np.isfinite(number)], dtype=np.float64)

@@ -1,24 +1,26 @@
-"""Weights & Biases: one `log` call a boundary.
+"""Weights & Biases sink: one `log` call per boundary.
 
-Its own axis is the number of samples seen, that of DeepSpeed's tags; ours are drawn over `train/global_step`.
+Its own axis is the number of samples seen, as for DeepSpeed's tags; ours are drawn over `train/global_step`.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-from zengine.telemetry.plans import WandbLike
 from zengine.telemetry.sinks.base import Events, Sink
 from zengine.telemetry.snapshot import COMMUNICATION, GRADIENTS, MEMORY, PERF, TRAIN, Snapshot
-from zengine.telemetry.subject import RunRecord
+
+if TYPE_CHECKING:
+    from zengine.config.keys.telemetry import Wandb
+    from zengine.telemetry.subject import RunRecord
 
 
 @final
 class WandbSink(Sink):
-    """One run in the plan's project. The package's own environment variables (WANDB_MODE, ...) apply."""
+    """One run in the plan's project.  The package's environment variables (WANDB_MODE, ...) apply."""
 
-    def __init__(self, plan: WandbLike) -> None:
+    def __init__(self, plan: Wandb) -> None:
         wandb: Any = importlib.import_module("wandb")  # optional and untyped here
         self._run: Any = wandb.init(project=plan.project, group=plan.group or None, entity=plan.team or None)
         for family in (TRAIN, PERF, MEMORY, COMMUNICATION, GRADIENTS):

@@ -81,7 +81,7 @@ def test_a_reset_frees_memory_and_keeps_the_settings():
     for _ in range(2):
         assert torch.equal(gradient(checkpointing.checkpoint)[0], plain)
         (made,) = checkpointing._present.made.values()
-        arenas.append(made.keeping.store)
+        arenas.append(made.saved_inputs.store)
         checkpointing.reset()
     assert arenas[0] is not arenas[1]
     assert arenas[0].free

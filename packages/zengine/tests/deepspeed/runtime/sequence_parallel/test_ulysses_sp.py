@@ -45,7 +45,7 @@ def _adapted() -> dict[str, Any]:
     q, k = torch.randn(1, 4, 2, 3), torch.randn(1, 2, 2, 3)
     attention = UlyssesSPAttentionHF(core, 1, 4, 3, 2, 1, group, seq_length_is_variable=True)
     out, _ = attention(nn.Module(), q, k, k, None, position_ids=positions)
-    with pytest.raises(ValueError, match="1 query heads cannot be shared out over 2"):
+    with pytest.raises(ValueError, match="1 query heads cannot be split over 2"):
         UlyssesSPAttentionHF(core, 1, 1, 3, 1, 1, group)
     return {"epochs": epochs, "keys": sorted(piece), "shape": list(out.shape)}
 
@@ -67,8 +67,8 @@ def test_what_cannot_be_shared_out_is_refused_with_the_numbers() -> None:
     register = UlyssesSPAttentionHF.register_with_transformers
     assert register(_config(4, 2), "sdpa", 1, 1) is None
     for model, size, more, message in [
-        (_config(4, 2), 8, {}, "4 query heads cannot be shared out over 8 sequence ranks"),
-        (_config(4, 2), 2, {"seq_length": 7}, "seq_length: 7 tokens cannot be shared out over 2"),
+        (_config(4, 2), 8, {}, "4 query heads cannot be split over 8 sequence ranks"),
+        (_config(4, 2), 2, {"seq_length": 7}, "seq_length: 7 tokens cannot be split over 2"),
         (_config(4, 2), 2, {"seq_length_is_variable": False}, "needs seq_length="),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -2,7 +2,7 @@
 
 `configure` is global in DeepSpeed, because `checkpoint` has no argument that could carry settings; so it is here.
 Who has not called it has what the config of the last `deepspeed.initialize` says.  Engines of zengine have each their
-own, `engine.activation_checkpointing`, made by the same hand (recomputing.py).
+own, `engine.activation_checkpointing`, made by the same hand (activation_checkpointing.py).
 
 The tracker holds random numbers of layers that users split over tensor ranks by hand; what `zpartition.tensor` has
 split needs none.  Where there is no CUDA device it tracks the CPU's generator.
@@ -17,11 +17,11 @@ from typing import Any
 import attrs
 import torch
 
+from zengine.build.activation_checkpointing import make_checkpointing
 from zengine.config import ConfigError, load, violations
-from zengine.config.activation_settings import ActivationCheckpointing
-from zengine.config.source import read
-from zengine.recomputing import make_checkpointing
-from zpartition import Cell
+from zengine.config.grammar.source import read
+from zengine.config.keys.parallel import ActivationCheckpointing
+from zpartition import ModelParallelGroup
 from zpartition.activations import Checkpointing, RandomStreams, Variant
 
 __all__ = [
@@ -49,11 +49,11 @@ class _Present:
 
     is_configured: bool = False
     settings: ActivationCheckpointing = attrs.field(factory=ActivationCheckpointing)
-    cell: Cell = attrs.field(factory=lambda: Cell(None))  # of the tensor ranks
+    cell: ModelParallelGroup = attrs.field(factory=lambda: ModelParallelGroup(None))  # of the tensor ranks
     tensor_rank: int = 0
     made: dict[Variant, Checkpointing] = attrs.field(factory=dict)  # of these settings
 
-    def take(self, settings: ActivationCheckpointing, cell: Cell) -> None:
+    def take(self, settings: ActivationCheckpointing, cell: ModelParallelGroup) -> None:
         self.settings, self.cell, self.made = settings, cell, {}
 
     def run(self, variant: Variant) -> Checkpointing:
@@ -101,7 +101,7 @@ def configure(
     _present.is_configured, _present.tensor_rank = True, rank
 
 
-def follow(settings: ActivationCheckpointing, cell: Cell) -> None:
+def follow(settings: ActivationCheckpointing, cell: ModelParallelGroup) -> None:
     """The config of an engine that was made; counts unless `configure` was called."""
     if not _present.is_configured:
         _present.take(settings, cell)
@@ -109,7 +109,7 @@ def follow(settings: ActivationCheckpointing, cell: Cell) -> None:
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """Return whether `configure` was called."""
     return _present.is_configured
 
 
@@ -119,7 +119,7 @@ def reset() -> None:
 
 
 def settings() -> ActivationCheckpointing:
-    """What counts now."""
+    """Return what counts now."""
     return _present.settings
 
 
@@ -179,8 +179,8 @@ def _section(source: Any) -> dict[str, Any]:
     return section or {}
 
 
-def _tensor_ranks(mpu: Any) -> tuple[Cell, int]:
-    """What an mpu tells of them; one that names no group has a rank perhaps, for seeds."""
+def _tensor_ranks(mpu: Any) -> tuple[ModelParallelGroup, int]:
+    """Return what an mpu tells of them; one that names no group has a rank perhaps, for seeds."""
     group = next((getattr(mpu, name)() for name in _GROUPS if hasattr(mpu, name)), None)
-    cell = Cell(None) if group is None else Cell.of(group)
+    cell = ModelParallelGroup(None) if group is None else ModelParallelGroup.of(group)
     return cell, next((int(getattr(mpu, name)()) for name in _RANKS if hasattr(mpu, name)), cell.rank)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zengine.config.data_rules import schedule_of
-from zengine.config.data_settings import CurriculumLearning, ScheduleConfig
-from zengine.data.schedules import with_laws
+from zengine.config.keys.data import CurriculumLearning, ScheduleConfig
+from zengine.config.plan.data_rules import schedule_of
+from zengine.data.order.schedules import with_laws
 
 __all__ = ["CurriculumScheduler"]
 
@@ -42,7 +42,7 @@ class CurriculumScheduler:
         return self.current_difficulty
 
     def get_current_difficulty(self) -> int:
-        """Where `update_difficulty` has led."""
+        """Return where `update_difficulty` has led."""
         return self.current_difficulty
 
     def set_current_difficulty(self, difficulty: int) -> None:
@@ -54,7 +54,7 @@ class CurriculumScheduler:
         self.schedule = with_laws({"difficulty": self.schedule}, schedule_function)["difficulty"]
 
     def get_state(self) -> dict[str, Any]:
-        """What `set_state` takes."""
+        """Return what `set_state` takes."""
         return {"current_difficulty": self.current_difficulty}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

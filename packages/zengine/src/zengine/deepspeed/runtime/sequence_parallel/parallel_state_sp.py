@@ -50,7 +50,7 @@ def get_sequence_parallel_world_size() -> int:
 
 
 def get_sequence_parallel_rank() -> int:
-    """Which of them this is."""
+    """Return which of them this is."""
     return _groups().ranks("sequence").index(_groups().rank)
 
 
@@ -65,5 +65,5 @@ def get_sequence_data_parallel_world_size() -> int:
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """Which of them this is."""
+    """Return which of them this is."""
     return zcomm.group_rank(_groups().gradient())

@@ -56,7 +56,7 @@ class UlyssesSPAttentionHF(nn.Module):
         Raises ValueError if heads cannot be shared out.
         """
         super().__init__()
-        sequence.HeadShares(attn_head_count, kv_head_count, zcomm.group_size(process_group))
+        sequence.HeadAssignment(attn_head_count, kv_head_count, zcomm.group_size(process_group))
         self.attn = sequence.ModelAttention.over(attn, "sdpa", process_group, disable_in_eval=disable_in_eval)
 
     def forward(
@@ -99,7 +99,7 @@ class UlyssesSPAttentionHF(nn.Module):
                 f"attn_implementation={loaded!r}: give both the same."
             )
         heads = config.num_attention_heads
-        sequence.HeadShares(heads, getattr(config, "num_key_value_heads", None) or heads, sequence_parallel_size)
+        sequence.HeadAssignment(heads, getattr(config, "num_key_value_heads", None) or heads, sequence_parallel_size)
         if length is not None:
             sequence.Split(sequence_parallel_size).check(length, "seq_length")
         groups = initialize_sequence_parallel(sequence_parallel_size)
@@ -132,7 +132,7 @@ class UlyssesSPDataLoaderAdapter:
                 "sp_group."
             )
         self.dl = dl
-        self._batches = sequence.TradedBatches.over(dl, sp_group)
+        self._batches = sequence.ExchangedBatches.over(dl, sp_group)
         self._pieces: Iterator[dict[str, Any]] | None = None
 
     def __len__(self) -> int:

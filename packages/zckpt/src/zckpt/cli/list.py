@@ -1,0 +1,82 @@
+"""`zckpt ls`: the checkpoints of a root, newest first, then what crashes left."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from zckpt.cli.output import ABSENT, CORRUPT, OK, count_text, print_json, size_text, table
+from zckpt.cli.resolve import existing_root
+from zckpt.errors import CheckpointError, CheckpointNotFound
+from zckpt.format.paths import LATEST, parse_leftover, tag_problem
+from zckpt.loading.open import named_os_errors, open_checkpoint
+from zckpt.loading.select import list_checkpoints
+from zckpt.storage.storage import PathKind, Storage, read_all
+
+
+def run(arguments: argparse.Namespace) -> int:
+    root, storage = existing_root(arguments.root)
+    with named_os_errors(f"listing {root}"):
+        rows, remains = _rows(root, storage), _remains(root, storage)
+        pointer = _pointer(root, storage)
+    for row in rows:
+        row["latest"] = row["tag"] == pointer
+    if arguments.json:
+        print_json({"root": str(root), "checkpoints": rows, "interrupted": remains})
+    else:
+        _print(rows, remains)
+    if any(row["state"] == "damaged" for row in rows):
+        return CORRUPT
+    return OK if any(row["state"] == "complete" for row in rows) else ABSENT
+
+
+def _rows(root: Path, storage: Storage) -> list[dict[str, Any]]:
+    seen = {each.tag: each.path for each in list_checkpoints(root, storage=storage)}
+    named = [name for name in storage.names(root) if not tag_problem(name) and name not in seen]
+    others = {name: root / name for name in named if storage.kind(root / name) is PathKind.FOLDER}
+    return [_row(tag, path, storage) for tag, path in {**seen, **others}.items()]
+
+
+def _row(tag: str, path: Path, storage: Storage) -> dict[str, Any]:
+    try:
+        found = open_checkpoint(path, tag=tag, storage=storage).manifest
+    except CheckpointNotFound:
+        return {"tag": tag, "state": "incomplete", "problem": "no manifest.json"}
+    except CheckpointError as error:
+        return {"tag": tag, "state": "damaged", "problem": str(error)}
+    return {
+        "tag": tag,
+        "state": "complete",
+        "step": found.step,
+        "bytes": found.nbytes,
+        "tensors": len(found.tensors),
+        "world_size": found.world_size,
+    }
+
+
+def _remains(root: Path, storage: Storage) -> list[str]:
+    return [name for name in storage.names(root) if parse_leftover(name) is not None]
+
+
+def _pointer(root: Path, storage: Storage) -> str:
+    with contextlib.suppress(OSError):
+        return read_all(storage, root / LATEST, 4096).decode(errors="replace").strip()
+    return ""
+
+
+def _print(rows: list[dict[str, Any]], remains: list[str]) -> None:
+    complete = [row for row in rows if row["state"] == "complete"]
+    lines = [["tag", "step", "size", "tensors", "saved by"]]
+    for row in complete:
+        ranks = count_text(row["world_size"], "rank") + (f"  <- {LATEST}" if row["latest"] else "")
+        lines.append([row["tag"], f"{row['step']:,}", size_text(row["bytes"]), f"{row['tensors']:,}", ranks])
+    if complete:
+        print("\n".join(table(lines, right=(1, 2, 3))))
+    for row in rows:
+        if row["state"] != "complete":
+            shown = "DAMAGED" if row["state"] == "damaged" else row["state"]
+            print(f"{row['tag']}  {shown}: {row['problem']}{f'  <- {LATEST}' if row['latest'] else ''}")
+    for name in remains:
+        print(f"{name}  left by an interrupted save; the next save removes it")

@@ -1,0 +1,1 @@
+"""Format: manifest, schema, chunks, shards and regions as pure values.  FORMAT.md is the specification."""

@@ -1,0 +1,156 @@
+"""The manifest: the file that turns a folder of tensors into a checkpoint.
+
+It lists for every tensor the location and the checksums of its pieces, so a reader needs nothing else: it never
+parses the header of a tensor file, and a flipped bit anywhere contradicts a checksum.  The manifest is written last,
+and the folder gets its name after it; see commit.py.  FORMAT.md is the specification; schema.py reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import re
+
+import attrs
+import numpy
+import torch
+import xxhash
+
+from zckpt.format import canonical
+from zckpt.format.canonical import JSON
+from zckpt.format.dtypes import dtype_name
+from zckpt.format.regions import Region
+
+FORMAT = "zckpt"
+VERSION = 1
+FILE_NAME = "manifest.json"
+MAX_NBYTES = 1 << 29  # a larger manifest is rejected unread; 512 MiB hold millions of pieces
+
+# The end of every manifest.  The checksum covers all bytes before it, so a reader need not reproduce our JSON.
+TAIL = re.compile(rb',"checksum":"([0-9a-f]{32})"\}\n\Z')
+TAIL_NBYTES = len(b',"checksum":""}\n') + 32
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """xxh3_128 as 32 lower-case hex digits; detects accidental corruption, not forgery."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+@attrs.frozen
+class Piece:
+    """A byte range of one file: the elements of `region` in order."""
+
+    file: str
+    key: str  # its name in the safetensors header
+    region: Region
+    offset: int  # first byte, from the start of the file
+    nbytes: int
+    chunk_nbytes: int  # of each chunk but the last, which may be shorter
+    checksum: str  # xxh3_64 of each chunk in order, 16 hex digits each, joined
+
+
+@attrs.frozen
+class TensorEntry:
+    """Invariant: the pieces cover each element of the tensor exactly once; none is empty."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@attrs.frozen
+class FileEntry:
+    """Invariant: header, then the file's pieces without gap or overlap, then the end."""
+
+    nbytes: int  # of the whole file
+    header_nbytes: int  # length field and JSON header of safetensors: everything before the first piece
+    header_checksum: str
+
+
+@attrs.frozen(kw_only=True)
+class Manifest:
+    """All of one checkpoint except the values of its tensors."""
+
+    tag: str  # also the name of its folder
+    step: int  # orders checkpoints; timestamps do not
+    attempt: str  # 16 random hex digits per save, also in every tensor file: detects mixed saves
+    world_size: int  # ranks that saved
+    tensors: dict[str, TensorEntry]
+    files: dict[str, FileEntry]
+    objects: dict[str, JSON]  # of the run
+    rank_objects: tuple[dict[str, JSON], ...]  # of each rank, in rank order
+    libraries: dict[str, str]  # name -> version, of the writer
+
+    @property
+    def nbytes(self) -> int:
+        """Total size of the tensor files."""
+        return sum(entry.nbytes for entry in self.files.values())
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the writer's libraries, for the manifest."""
+    return {
+        "zckpt": _own_version(),
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "xxhash": xxhash.VERSION,
+        "python": platform.python_version(),
+    }
+
+
+@functools.cache
+def _own_version() -> str:
+    """Version of the installed distribution: importing it from the package would close a circle of imports."""
+    try:
+        return importlib.metadata.version("zckpt")
+    except importlib.metadata.PackageNotFoundError:  # sources on the path, not installed
+        return "unknown"
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json; equal manifests give equal bytes."""
+    body = canonical.dump(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "tag": manifest.tag,
+            "step": manifest.step,
+            "attempt": manifest.attempt,
+            "world_size": manifest.world_size,
+            "tensors": {name: _tensor(entry) for name, entry in manifest.tensors.items()},
+            "files": {name: _file(entry) for name, entry in manifest.files.items()},
+            "objects": manifest.objects,
+            "rank_objects": list(manifest.rank_objects),
+            "libraries": manifest.libraries,
+        }
+    )[:-1]
+    return body + f',"checksum":"{checksum(body)}"}}\n'.encode()
+
+
+def _tensor(entry: TensorEntry) -> JSON:
+    return {
+        "dtype": dtype_name(entry.dtype),
+        "shape": list(entry.shape),
+        "pieces": [
+            {
+                "file": piece.file,
+                "key": piece.key,
+                "box": [list(side) for side in piece.region.box],
+                "span": list(piece.region.span),
+                "offset": piece.offset,
+                "bytes": piece.nbytes,
+                "chunk_bytes": piece.chunk_nbytes,
+                "xxh3_64": piece.checksum,
+            }
+            for piece in entry.pieces
+        ],
+    }
+
+
+def _file(entry: FileEntry) -> JSON:
+    return {
+        "bytes": entry.nbytes,
+        "header_bytes": entry.header_nbytes,
+        "header_xxh3_128": entry.header_checksum,
+    }

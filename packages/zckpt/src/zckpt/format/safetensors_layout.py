@@ -1,0 +1,95 @@
+"""Layout of a safetensors file, computed before a byte is written.
+
+Any safetensors reader opens the result.  A tensor that is stored whole keeps its name and shape; a part is named
+after its region.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+
+from zckpt.errors import CheckpointInputError
+from zckpt.format import canonical
+from zckpt.format.dtypes import dtype_name
+from zckpt.format.regions import Region, box_numel, whole_box
+
+_MAX_HEADER_NBYTES = 100_000_000  # limit of the safetensors library
+
+
+@attrs.frozen
+class TensorPart:
+    """One tensor of a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the global tensor
+    region: Region
+
+    @property
+    def nbytes(self) -> int:
+        return self.region.numel * self.dtype.itemsize
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """Shape of the box if the span covers it, else flat."""
+        if self.region.numel == box_numel(self.region.box):
+            return tuple(hi - lo for lo, hi in self.region.box)
+        return (self.region.numel,)
+
+    @property
+    def key(self) -> str:
+        is_whole = self.region == Region(whole_box(self.shape), (0, box_numel(whole_box(self.shape))))
+        return self.name if is_whole else f"{self.name}@{self.region}"
+
+
+@attrs.frozen
+class FileLayout:
+    """A file before it is written; keys[i] and offsets[i] belong to parts[i]."""
+
+    parts: tuple[TensorPart, ...]
+    keys: tuple[str, ...]
+    offsets: tuple[int, ...]  # from the start of the file
+    header: bytes  # length field, JSON, spaces up to a multiple of 8
+    nbytes: int
+
+
+def place_parts(parts: Sequence[TensorPart], metadata: Mapping[str, str]) -> FileLayout:
+    """Compute header, keys and offsets.  Parts in order of decreasing itemsize are each aligned to their itemsize."""
+    keys = _unique([part.key for part in parts])
+    table: dict[str, object] = {"__metadata__": dict(metadata)}
+    starts, end = [], 0
+    for key, part in zip(keys, parts):
+        table[key] = {
+            "dtype": dtype_name(part.dtype),
+            "shape": list(part.file_shape),
+            "data_offsets": [end, end + part.nbytes],
+        }
+        starts.append(end)
+        end += part.nbytes
+    text = canonical.dump(table)
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_NBYTES:
+        raise CheckpointInputError(f"{len(parts):,} tensors in one file need a header of {len(text):,} bytes")
+    header = struct.pack("<Q", len(text)) + text
+    return FileLayout(
+        parts=tuple(parts),
+        keys=tuple(keys),
+        offsets=tuple(len(header) + start for start in starts),
+        header=header,
+        nbytes=len(header) + end,
+    )
+
+
+def _unique(keys: list[str]) -> list[str]:
+    """Unique keys: "~" is appended to a key that collides with the name of another tensor."""
+    taken: set[str] = set()
+    for i, key in enumerate(keys):
+        while keys[i] in taken:
+            keys[i] = keys[i] + "~"
+        taken.add(keys[i])
+        assert keys[i].startswith(key)
+    return keys

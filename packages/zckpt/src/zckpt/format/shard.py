@@ -1,0 +1,134 @@
+"""A tensor with its global address: the unit of saving and loading."""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol, final
+
+import attrs
+import torch
+from torch import Tensor
+
+from zckpt.errors import CheckpointInputError
+from zckpt.format.dtypes import dtype_name
+from zckpt.format.regions import Box, Region, Span, region_problem, whole_box
+
+MAX_NAME = 1024  # characters
+_FORBIDDEN = re.compile("[\x00-\x1f\ud800-\udfff]")
+
+
+class ShardLike(Protocol):
+    """Any object with these five attributes."""
+
+    @property
+    def name(self) -> str:
+        """Name of the global tensor, the same on every rank and at every world size."""
+        ...
+
+    @property
+    def global_shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def box(self) -> tuple[tuple[int, int], ...]:
+        """(lo, hi) per dim: the hyper-rectangle of the global tensor that this model-parallel rank holds."""
+        ...
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """[start, stop) of the flattened box (row-major): the elements that this rank holds."""
+        ...
+
+    @property
+    def tensor(self) -> Tensor:
+        """(stop - start,) contiguous, any dtype of safetensors, any device."""
+        ...
+
+
+@final
+@attrs.frozen(eq=False)
+class Shard:
+    """The plain ShardLike.  Its fields are validated together on construction."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
+    span: Span
+    tensor: Tensor
+
+    def __attrs_post_init__(self) -> None:
+        check_shard(self)
+
+
+def whole(name: str, tensor: Tensor) -> Shard:
+    """The shard of a tensor that this rank holds entirely.
+
+    `tensor`: any shape, contiguous; the shard shares its memory, so a load into it fills the tensor.
+
+    >>> whole("w", torch.zeros(2, 3))
+    Shard(name='w', global_shape=(2, 3), box=((0, 2), (0, 3)), span=(0, 6), tensor=tensor([0., 0., 0., 0., 0., 0.]))
+    """
+    if not tensor.is_contiguous():
+        raise CheckpointInputError(
+            f"tensor {name!r} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous: "
+            "give .contiguous() to save it; to load into it, load into a contiguous copy and copy that back"
+        )
+    shape = tuple(tensor.shape)
+    return Shard(name, shape, whole_box(shape), (0, tensor.numel()), tensor.detach().view(-1))
+
+
+def region_of(shard: ShardLike) -> Region:
+    """Box and span as plain tuples of int."""
+    box = tuple((int(lo), int(hi)) for lo, hi in shard.box)
+    return Region(box, (int(shard.span[0]), int(shard.span[1])))
+
+
+def shape_of(shard: ShardLike) -> tuple[int, ...]:
+    return tuple(int(size) for size in shard.global_shape)
+
+
+def name_problem(name: object) -> str:
+    """Error text if this is not a valid tensor name; "" if it is."""
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        return f"a name must be a str of 1 to {MAX_NAME} characters"
+    if name == "__metadata__":
+        return "the name __metadata__ is reserved by the safetensors format"
+    if _FORBIDDEN.search(name):
+        return "a name must not contain control characters or lone surrogates"
+    return ""
+
+
+def check_shard(shard: ShardLike) -> None:
+    """Raises CheckpointInputError that names the shard, if its address and its tensor do not match."""
+    problem = name_problem(shard.name) or _address_problem(shard) or _tensor_problem(shard.tensor, shard.span)
+    if problem:
+        raise CheckpointInputError(f"shard {str(shard.name)[:80]!r}: {problem}")
+    dtype_name(shard.tensor.dtype)
+
+
+def _address_problem(shard: ShardLike) -> str:
+    try:
+        return region_problem(shape_of(shard), region_of(shard))
+    except (TypeError, ValueError, IndexError):
+        return (
+            "global_shape must be a tuple of int, box a tuple of (lo, hi) and span a (start, stop); given "
+            f"{shard.global_shape!r}, {shard.box!r}, {shard.span!r}"
+        )
+
+
+def _tensor_problem(tensor: Tensor, span: Span) -> str:
+    numel = span[1] - span[0]
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+        return f"its tensor must be a plain strided torch.Tensor, not {type(tensor).__name__}"
+    if tensor.device.type == "meta":
+        return "its tensor is on the meta device and has no values"
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != numel:
+        return (
+            f"its tensor must be 1-D, contiguous and of {numel} elements, the length of span {tuple(span)}; "
+            f"given shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        )
+    return ""
+
+
+def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """Dtype and shape for errors: "float32 (2, 3)"."""
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"

@@ -1,0 +1,255 @@
+"""Reads a pickle as data: an interpreter of its instructions in which nothing can be called.
+
+A pickle is a program.  The usual defence runs it in Python's own machine with a filter on names, and every name that
+slips through is code.  Here the instructions are listed by the standard library's disassembler, which executes
+nothing, and done by a small machine of our own: it makes numbers, strings and containers, and where the program
+names a class or function it asks a table (allowed_globals.py), whose entries are the only functions that ever run.
+What is
+not in the table is an error with its name.
+
+The work is bounded by the length of the program: no instruction makes more than it reads, keys are shallow and short
+(so that hashing is), containers are shared rather than copied, and all calls together are given no more values than
+the program has bytes for, so that none can be made to copy one large value again and again.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+import attrs
+
+from zckpt.errors import CheckpointCorrupt
+
+MAX_NBYTES = 1 << 26  # of a program; tensors are not in it
+_MAX_KEY = 1 << 12  # characters; of an int as many bits
+_SIZED = (str, bytes, bytearray, tuple, list, dict, set, frozenset)
+_MARK = object()
+
+Operation = Callable[["DataUnpickler", Any], None]
+
+
+@final
+@attrs.define(eq=False)
+class Record:
+    """An object of a class that is not here, as data; printed as its kind, as what it holds may share endlessly."""
+
+    kind: str  # "module.Class"
+    args: tuple[Any, ...] = attrs.field(default=(), repr=False)
+    state: Any = attrs.field(factory=dict, repr=False)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An attribute that it had."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+@final
+@attrs.frozen(eq=False)
+class Constructor:
+    """Stands for a class or function that the program names; `make` is ours."""
+
+    name: str
+    make: Callable[..., Any]
+
+
+@final
+@attrs.define(eq=False)
+class DataUnpickler:
+    """The state of one reading."""
+
+    find: Callable[
+        [str], Any
+    ]  # "module name" -> a Maker or a value; raises CheckpointCorrupt for what is not admitted
+    persistent: Callable[[Any], Any]  # what a persistent id stands for
+    stack: list[Any] = attrs.field(factory=list, repr=False)  # printing it could take for ever: it may share
+    memo: dict[int, Any] = attrs.field(factory=dict, repr=False)
+    left: int = 0  # values that calls may still be given
+
+    def run(self, program: bytes) -> Any:
+        """The object that the program describes; CheckpointCorrupt, saying where, if it describes none."""
+        position, name = 0, ""
+        self.left = 8 * len(program) + 1000
+        try:
+            for operation, argument, at in pickletools.genops(program):
+                position, name = at or 0, operation.name
+                if name == "STOP":
+                    value = self.pop()
+                    if self.stack:
+                        raise ValueError(f"{len(self.stack)} values are left over")
+                    return value
+                if name not in _OPERATIONS:
+                    raise CheckpointCorrupt(f"instruction {name} is not admitted: it belongs to no plain data")
+                _OPERATIONS[name](self, argument)
+        except CheckpointCorrupt as error:
+            raise CheckpointCorrupt(f"{error} (byte {position} of its pickle)") from None
+        except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+            raise CheckpointCorrupt(
+                f"its pickle makes no sense at byte {position} ({name or 'start'}): {type(error).__name__} {error}"
+            ) from None
+        except RecursionError:
+            raise CheckpointCorrupt(f"its pickle is nested too deeply (byte {position})") from None
+        raise CheckpointCorrupt("its pickle has no end")
+
+    def pop(self) -> Any:
+        value = self.stack.pop()
+        if value is _MARK:
+            raise ValueError("a mark where a value should be")
+        return value
+
+    def since_mark(self) -> list[Any]:
+        index = len(self.stack) - 1
+        while self.stack[index] is not _MARK:
+            index -= 1
+            if index < 0:
+                raise ValueError("no mark")
+        items = self.stack[index + 1 :]
+        del self.stack[index:]
+        return items
+
+    def top(self, kind: type) -> Any:
+        if not self.stack or not isinstance(self.stack[-1], kind):
+            raise TypeError(f"a {kind.__name__} is wanted here")
+        return self.stack[-1]
+
+    def memoize(self, key: int) -> None:
+        self.memo[key] = self.top(object)
+
+    def reduce(self) -> None:
+        args, constructor = self.pop(), self.pop()
+        if not isinstance(constructor, Constructor) or not isinstance(args, tuple):
+            raise CheckpointCorrupt(f"it calls a {type(constructor).__name__}, which is no class or function")
+        self.left -= len(args) + sum(len(each) for each in args if isinstance(each, _SIZED))
+        if self.left < 0:
+            raise CheckpointCorrupt(f"it gives {constructor.name!r} and others the same large values again and again")
+        self.stack.append(constructor.make(*args))
+
+    def build(self) -> None:
+        """Attributes for an object: kept for a record, without meaning for plain containers."""
+        state = self.pop()
+        target = self.stack[-1]
+        if isinstance(target, Record):
+            target.state = state
+        elif not isinstance(target, dict):
+            raise CheckpointCorrupt(f"it sets attributes of a {type(target).__name__}")
+
+
+def plain_key(value: Any) -> Any:
+    """Keys and members of sets: at most tuples of a few plain values, so that hashing them is cheap."""
+    if isinstance(value, tuple) and len(value) <= 16:
+        return tuple(_plain(item) for item in value)
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    size = value.bit_length() if isinstance(value, int) else len(value) if isinstance(value, (str, bytes)) else 0
+    if size <= _MAX_KEY and (value is None or isinstance(value, (str, int, float, bytes, Record))):
+        return value
+    raise TypeError(f"a {type(value).__name__} as a key")
+
+
+def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
+    if len(items) % 2:
+        raise ValueError("a key without a value")
+    return ((plain_key(key), value) for key, value in zip(items[::2], items[1::2]))
+
+
+def _push(unpickler: DataUnpickler, value: Any) -> None:
+    unpickler.stack.append(value)
+
+
+def _text(unpickler: DataUnpickler, value: Any) -> None:
+    """The 8-bit strings of Python 2."""
+    unpickler.stack.append(value.decode("latin-1") if isinstance(value, bytes) else value)
+
+
+def _tuple(count: int) -> Operation:
+    def make(unpickler: DataUnpickler, _: Any) -> None:
+        unpickler.stack.append(tuple(reversed([unpickler.pop() for _ in range(count)])))
+
+    return make
+
+
+def _stack_global(unpickler: DataUnpickler, _: Any) -> None:
+    name, module = unpickler.pop(), unpickler.pop()
+    if not isinstance(name, str) or not isinstance(module, str):
+        raise TypeError(f"a {type(name).__name__} in a {type(module).__name__} as a name")
+    unpickler.stack.append(unpickler.find(f"{module} {name}"))
+
+
+def _append(unpickler: DataUnpickler, _: Any) -> None:
+    item = unpickler.pop()
+    unpickler.top(list).append(item)
+
+
+def _appends(unpickler: DataUnpickler, _: Any) -> None:
+    items = unpickler.since_mark()
+    unpickler.top(list).extend(items)
+
+
+def _set_item(unpickler: DataUnpickler, _: Any) -> None:
+    value, key = unpickler.pop(), unpickler.pop()
+    unpickler.top(dict)[plain_key(key)] = value
+
+
+def _set_items(unpickler: DataUnpickler, _: Any) -> None:
+    items = unpickler.since_mark()
+    unpickler.top(dict).update(_pairs(items))
+
+
+def _add_items(unpickler: DataUnpickler, _: Any) -> None:
+    items = unpickler.since_mark()
+    unpickler.top(set).update(map(plain_key, items))
+
+
+def _new_object(unpickler: DataUnpickler, _: Any) -> None:
+    unpickler.reduce()
+
+
+def _new_object_with_keywords(unpickler: DataUnpickler, _: Any) -> None:
+    if unpickler.pop():
+        raise CheckpointCorrupt("it makes an object with keyword arguments, which no plain data does")
+    unpickler.reduce()
+
+
+_OPERATIONS: Mapping[str, Operation] = {
+    **dict.fromkeys(("PROTO", "FRAME"), lambda unpickler, _: None),
+    "MARK": lambda unpickler, _: unpickler.stack.append(_MARK),
+    "POP": lambda unpickler, _: unpickler.stack.__delitem__(-1),
+    "POP_MARK": lambda unpickler, _: unpickler.since_mark().clear(),
+    "DUP": lambda unpickler, _: unpickler.stack.append(unpickler.top(object)),
+    **{name: (lambda unpickler, _, value=value: unpickler.stack.append(value))  # type: ignore[misc]
+       for name, value in (("NONE", None), ("NEWTRUE", True), ("NEWFALSE", False))},
+    **dict.fromkeys(("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"), _push),
+    **dict.fromkeys(("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), _push),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"), _push),
+    **dict.fromkeys(("STRING", "BINSTRING", "SHORT_BINSTRING"), _text),
+    "EMPTY_LIST": lambda unpickler, _: unpickler.stack.append([]),
+    "EMPTY_DICT": lambda unpickler, _: unpickler.stack.append({}),
+    "EMPTY_SET": lambda unpickler, _: unpickler.stack.append(set()),
+    "EMPTY_TUPLE": _tuple(0),
+    "TUPLE1": _tuple(1),
+    "TUPLE2": _tuple(2),
+    "TUPLE3": _tuple(3),
+    "TUPLE": lambda unpickler, _: unpickler.stack.append(tuple(unpickler.since_mark())),
+    "LIST": lambda unpickler, _: unpickler.stack.append(unpickler.since_mark()),
+    "DICT": lambda unpickler, _: unpickler.stack.append(dict(_pairs(unpickler.since_mark()))),
+    "FROZENSET": lambda unpickler, _: unpickler.stack.append(frozenset(map(plain_key, unpickler.since_mark()))),
+    "APPEND": _append,
+    "APPENDS": _appends,
+    "SETITEM": _set_item,
+    "SETITEMS": _set_items,
+    "ADDITEMS": _add_items,
+    "GLOBAL": lambda unpickler, name: unpickler.stack.append(unpickler.find(name)),
+    "STACK_GLOBAL": _stack_global,
+    "REDUCE": lambda unpickler, _: unpickler.reduce(),
+    "NEWOBJ": _new_object,
+    "NEWOBJ_EX": _new_object_with_keywords,
+    "BUILD": lambda unpickler, _: unpickler.build(),
+    "BINPERSID": lambda unpickler, _: unpickler.stack.append(unpickler.persistent(unpickler.pop())),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda unpickler, key: unpickler.memoize(key)),
+    "MEMOIZE": lambda unpickler, _: unpickler.memoize(len(unpickler.memo)),
+    **dict.fromkeys(
+        ("GET", "BINGET", "LONG_BINGET"), lambda unpickler, key: unpickler.stack.append(unpickler.memo[key])
+    ),
+}  # fmt: skip

@@ -1,0 +1,148 @@
+"""The copy of a background save as a checkpoint that can be read.
+
+After a step that went wrong (a NaN, a lost peer that came back, an experiment that did not pay) the newest state is
+still in host memory, a hundred times nearer than the disk.  `MemoryCheckpoint` answers what a `Checkpoint` answers,
+so that whoever loads from one loads from the other by the same code.
+
+A copy is of one rank: it holds the parts that this rank had, and fills the same parts.  Reading it at another cut, or
+on another rank, is what the checkpoint on disk is for, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, final
+
+import attrs
+import torch
+
+from zckpt.errors import CheckpointMismatch, CheckpointReadError
+from zckpt.format.canonical import JSON
+from zckpt.format.dtypes import dtype_name, dtype_of
+from zckpt.format.manifest import Manifest, TensorEntry
+from zckpt.format.regions import Region
+from zckpt.format.shard import ShardLike, region_of
+from zckpt.loading.plan_reads import LoadReport, ReadRequest, check_problems, merge_plans, plan_read
+from zckpt.ranks.peers import ALONE, Peers
+from zckpt.ranks.vote import Vote
+
+
+@final
+@attrs.frozen(eq=False)
+class MemoryCheckpoint:
+    """Made by `SaveHandle.checkpoint`; valid until the next save takes the memory."""
+
+    path: str  # what errors and logs call it
+    manifest: Manifest  # of all ranks; its tensors have no pieces
+    rank: int
+    kept: Mapping[tuple[str, Region], torch.Tensor]  # this rank's copies, (n,) each
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        shards: Sequence[ShardLike],
+        objects: dict[str, JSON],
+        rank_objects: dict[str, JSON],
+        *,
+        tag: str,
+        step: int,
+        peers: Peers = ALONE,
+    ) -> MemoryCheckpoint:
+        """Build the checkpoint of the copies of all ranks; every rank calls it."""
+        vote = Vote(peers, f"look at the memory copy of {tag!r}", CheckpointReadError)
+        mine = {each.name: [dtype_name(each.tensor.dtype), list(each.global_shape)] for each in shards}
+        answers = vote.run("comparing", lambda: {"tag": tag, "tensors": mine, "objects": rank_objects})
+        tags = [answer["tag"] for answer in answers]
+        if len(set(tags)) > 1:
+            raise CheckpointMismatch(f"ranks hold copies of different saves: {', '.join(map(repr, tags))}")
+        manifest = Manifest(
+            tag=tag,
+            step=step,
+            attempt="0" * 16,
+            world_size=peers.world_size,
+            tensors={name: _entry(entry) for answer in answers for name, entry in answer["tensors"].items()},
+            files={},
+            objects=objects,
+            rank_objects=tuple(answer["objects"] for answer in answers),
+            libraries={},
+        )
+        kept = {(each.name, region_of(each)): each.tensor for each in shards}
+        return cls(f"memory copy of {tag}", manifest, peers.rank, kept)
+
+    @property
+    def tag(self) -> str:
+        return self.manifest.tag
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def objects(self) -> dict[str, JSON]:
+        """The run's JSON values."""
+        return self.manifest.objects
+
+    @property
+    def origin(self) -> str:
+        """Location of the objects, for errors."""
+        return self.path
+
+    def rank_objects(self, rank: int) -> dict[str, JSON]:
+        """The JSON values that this rank saved."""
+        return self.manifest.rank_objects[rank]
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors that any rank holds, sorted."""
+        return tuple(sorted(self.manifest.tensors))
+
+    def read(
+        self,
+        wanted: Iterable[ShardLike],
+        strict: bool = True,
+        verify: bool | Literal["first"] = True,
+        *,
+        cast: bool = False,
+        ignore: Sequence[str] = (),
+        readers: int = 4,
+        peers: Peers = ALONE,
+    ) -> LoadReport:
+        """As Checkpoint.read, for the parts that this rank gave to the save; memory needs no `verify` or `readers`.
+
+        Raises CheckpointInputError, CheckpointMismatch; no tensor is touched then.
+        """
+        return self.prepare_read(
+            ReadRequest(wanted, "refuse" if strict else "leave", verify, cast, tuple(ignore), readers), peers
+        )()
+
+    def prepare_read(self, reading: ReadRequest, peers: Peers = ALONE) -> Callable[[], LoadReport]:
+        """The phases of `read` before a tensor is touched; what is returned does the copy.  All ranks call."""
+        vote = Vote(peers, f"restoring of the {self.path}", CheckpointReadError)
+        plans = []
+
+        def check() -> JSON:
+            plans.append(plan_read(self.manifest, reading.wanted, cast=reading.cast))
+            for item in plans[0].items:
+                if (item.shard.name, item.region) not in self.kept:
+                    raise CheckpointMismatch(
+                        f"{self.path}: rank {self.rank} holds no copy of {item.shard.name} {item.region}. A copy "
+                        "restores the parts that it was made of; load the checkpoint from disk for others"
+                    )
+            return plans[0].as_json()
+
+        report, problems = merge_plans(vote.run("checking", check), self.manifest, reading.ignore)
+        check_problems(problems, strict=reading.misfits == "refuse", where=self.path)
+
+        def copy() -> LoadReport:
+            with torch.no_grad():
+                for item in plans[0].items:
+                    item.shard.tensor.copy_(self.kept[item.shard.name, item.region].view_as(item.shard.tensor))
+            return report
+
+        return copy
+
+
+def _entry(entry: JSON) -> TensorEntry:
+    dtype = dtype_of(entry[0])
+    assert dtype is not None
+    return TensorEntry(dtype, tuple(entry[1]), ())

@@ -1,0 +1,174 @@
+"""Does the checkpoint hold what is wanted?  Pure: addresses in, a plan or a list of problems out.
+
+All of it is checked before the first live tensor is touched.  What is missing and what does not fit is a matter
+of each rank; what is extra is only known when all ranks have said what they want, since with sharded state no
+rank wants all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import attrs
+import torch
+
+from zckpt.errors import CheckpointMismatch
+from zckpt.format.canonical import JSON
+from zckpt.format.manifest import Manifest, Piece, TensorEntry
+from zckpt.format.regions import Region, box_numel, overlap, whole_box
+from zckpt.format.shard import Shard, ShardLike, check_shard, describe, region_of, shape_of
+
+_SHOWN = 10  # problems of each kind that an error lists
+
+
+@attrs.frozen
+class LoadReport:
+    """Result of a read, over all ranks that took part."""
+
+    loaded: tuple[str, ...]  # names filled on any rank
+    missing: tuple[str, ...]  # wanted and not in the checkpoint; their tensors are as they were
+    extra: tuple[str, ...]  # in the checkpoint and wanted by no rank
+    read_nbytes: (
+        int  # of tensor data, by this rank, whole chunks around what it wants; not a pass that verifies first
+    )
+
+
+@attrs.frozen
+class ReadRequest:
+    """Tensors to read and the options of `Checkpoint.read`."""
+
+    wanted: Iterable[ShardLike]  # gone through once
+    misfits: Literal["refuse", "leave"] = "refuse"  # names that are missing or extra; `strict`
+    verify: bool | Literal["first"] = True
+    cast: bool = False
+    ignore: tuple[str, ...] = ()
+    readers: int = 4
+
+
+@attrs.frozen
+class ReadItem:
+    """One wanted shard and the pieces that hold some of it."""
+
+    shard: ShardLike
+    region: Region
+    entry: TensorEntry
+    pieces: tuple[Piece, ...]
+
+
+@attrs.frozen
+class ReadPlan:
+    """One rank's side of a read."""
+
+    items: tuple[ReadItem, ...]
+    names: tuple[str, ...]  # all wanted, present or not
+    missing: dict[str, str]  # name -> dtype and shape, as wanted
+    unfit: dict[str, tuple[str, ...]]  # kind ("shape", "dtype") -> lines
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes that are wanted."""
+        return sum(item.region.numel * item.entry.dtype.itemsize for item in self.items)
+
+    def as_json(self) -> JSON:
+        return {
+            "names": list(self.names),
+            "missing": self.missing,
+            "unfit": {kind: list(lines) for kind, lines in self.unfit.items()},
+            "nbytes": self.nbytes,
+        }
+
+
+def plan_read(manifest: Manifest, wanted: Iterable[ShardLike], *, cast: bool) -> ReadPlan:
+    """CheckpointInputError for a malformed shard; everything else is in the plan."""
+    items: list[ReadItem] = []
+    names: dict[str, None] = {}
+    missing: dict[str, str] = {}
+    unfit: dict[str, list[str]] = {"shape": [], "dtype": []}
+    for shard in wanted:
+        check_shard(shard)
+        names[shard.name] = None
+        entry = manifest.tensors.get(shard.name)
+        if entry is None:
+            missing[shard.name] = describe(shard.tensor.dtype, shape_of(shard))
+        elif problem := _unfit(shard, entry, cast):
+            unfit[problem[0]].append(problem[1])
+        else:
+            items.append(_item(shard, entry))
+    return ReadPlan(
+        tuple(items), tuple(names), missing, {kind: tuple(lines) for kind, lines in unfit.items() if lines}
+    )
+
+
+def stored(name: str, entry: TensorEntry) -> ReadItem:
+    """All of a tensor, to be proved and not to be filled: its own tensor holds nothing."""
+    box = whole_box(entry.shape)
+    region = Region(box, (0, box_numel(box)))
+    nothing = Shard(name, (0,), ((0, 0),), (0, 0), torch.empty(0, dtype=entry.dtype))
+    return ReadItem(nothing, region, entry, entry.pieces)
+
+
+def _item(shard: ShardLike, entry: TensorEntry) -> ReadItem:
+    region = region_of(shard)
+    pieces = tuple(piece for piece in entry.pieces if overlap(region, piece.region))
+    return ReadItem(shard, region, entry, pieces)
+
+
+def _unfit(shard: ShardLike, entry: TensorEntry, cast: bool) -> tuple[str, str] | None:
+    wanted, stored = shard.tensor.dtype, entry.dtype
+    if shape_of(shard) != entry.shape:
+        return "shape", f"{shard.name}: wanted {describe(wanted, shape_of(shard))}, stored {entry.shape}"
+    if wanted == stored or (cast and wanted.is_floating_point and stored.is_floating_point):
+        return None
+    hint = " (cast=True converts)" if wanted.is_floating_point and stored.is_floating_point else ""
+    return "dtype", f"{shard.name}: wanted {describe(wanted, entry.shape)}, stored {describe(stored, ())[:-3]}{hint}"
+
+
+def merge_plans(
+    answers: Sequence[JSON], manifest: Manifest, ignore: Sequence[str] = ()
+) -> tuple[LoadReport, dict[str, list[str]]]:
+    """Combine the plans of all ranks: the report, and the problems by kind as lines; equal on all ranks."""
+    names = sorted({name for answer in answers for name in answer["names"]})
+    missing = {name: text for answer in reversed(answers) for name, text in answer["missing"].items()}
+    unfit = {line: kind for answer in answers for kind, lines in answer["unfit"].items() for line in lines}
+    unwanted = sorted(set(manifest.tensors) - set(names))
+    extra = tuple(name for name in unwanted if not name.startswith(tuple(ignore)))
+    report = LoadReport(
+        loaded=tuple(name for name in names if name not in missing),
+        missing=tuple(sorted(missing)),
+        extra=extra,
+        read_nbytes=0,
+    )
+    problems = {
+        "missing (wanted, not in the checkpoint)": [f"{name}: {missing[name]}" for name in report.missing],
+        "extra (in the checkpoint, not wanted)": [
+            f"{name}: {describe(manifest.tensors[name].dtype, manifest.tensors[name].shape)}" for name in extra
+        ],
+        "of another shape": [line for line, kind in unfit.items() if kind == "shape"],
+        "of another dtype": [line for line, kind in unfit.items() if kind == "dtype"],
+    }
+    return report, problems
+
+
+def is_disjoint(answers: Sequence[JSON], manifest: Manifest) -> bool:
+    """True if ranks read mostly different bytes: together hardly more than the checkpoint holds."""
+    stored = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in manifest.tensors.values())
+    wanted = sum(int(answer["nbytes"]) for answer in answers)
+    return wanted <= 1.25 * stored
+
+
+def check_problems(problems: Mapping[str, Sequence[str]], *, strict: bool, where: str) -> None:
+    """CheckpointMismatch with the first ten of each kind; with strict=False only shapes and dtypes count."""
+    counted = [kind for kind, lines in problems.items() if lines and (strict or kind.startswith("of another"))]
+    if not counted:
+        return
+    lines = []
+    for kind in counted:
+        shown, rest = problems[kind][:_SHOWN], len(problems[kind]) - _SHOWN
+        lines += [f"{len(problems[kind])} {kind}:", *(f"  {line}" for line in shown)]
+        lines += [f"  ... and {rest} more"] if rest > 0 else []
+    hint = "" if any(kind.startswith("of another") for kind in counted) else "\nstrict=False loads what there is."
+    raise CheckpointMismatch(
+        f"{where} does not fit what is wanted; nothing was loaded.\n" + "\n".join(lines) + hint, path=where
+    )

@@ -1,0 +1,97 @@
+"""Comparing bytes on disk with the checksums of the manifest.
+
+A Verifier remembers what it found sound, so nothing is hashed twice in the life of a Checkpoint; it reads nothing
+itself but headers: copy.py shows it the chunks that it reads anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import final
+
+import attrs
+import xxhash
+
+from zckpt.errors import CheckpointCorrupt
+from zckpt.format.chunks import BadChunk, ChunkChecks
+from zckpt.format.manifest import Manifest, Piece
+from zckpt.storage.safetensors_file import read_metadata
+from zckpt.storage.storage import Reader, Storage
+
+_STEP_NBYTES = 1 << 20
+
+
+@final
+@attrs.define(eq=False)
+class Verifier:
+    """Verification state of one checkpoint.  Thread-safe."""
+
+    folder: Path
+    manifest: Manifest
+    storage: Storage
+    known: dict[tuple[str, int], ChunkChecks] = attrs.field(factory=dict)  # by file and offset of a piece
+    headers: set[str] = attrs.field(factory=set)  # files whose header is sound
+    mutex: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def checks(self, piece: Piece) -> ChunkChecks:
+        """The checksums of a piece, with what is known about them; one object for each piece."""
+        with self.mutex:
+            made = self.known.get((piece.file, piece.offset))
+            if made is None:
+                made = ChunkChecks(piece.nbytes, piece.chunk_nbytes, piece.checksum)
+                self.known[piece.file, piece.offset] = made
+            return made
+
+    @contextlib.contextmanager
+    def named_errors(self, piece: Piece) -> Iterator[None]:
+        """A bad chunk inside becomes CheckpointCorrupt with the tensor and the file."""
+        try:
+            yield
+        except BadChunk as bad:
+            begin, end = piece.offset + bad.begin, piece.offset + bad.end
+            raise CheckpointCorrupt(
+                f"checkpoint {self.folder}: tensor {piece.key!r} in {piece.file} (bytes {begin:,} to {end:,}): "
+                f"checksum is {bad.found}, the manifest says {bad.expected}: damaged",
+                path=str(self.folder / piece.file),
+            ) from None
+
+    def check_header(self, reader: Reader, file: str) -> None:
+        """CheckpointCorrupt if the bytes before the first piece are not those that were written."""
+        if file in self.headers:
+            return
+        entry = self.manifest.files[file]
+        found = _hash(reader, entry.header_nbytes)
+        if found != entry.header_checksum:
+            path = self.folder / file
+            raise CheckpointCorrupt(
+                f"checkpoint {self.folder}: header of {file}: checksum is {found}, the manifest says "
+                f"{entry.header_checksum}: damaged{other_save_hint(self.storage, path, self.manifest)}",
+                path=str(path),
+            )
+        self.headers.add(file)
+
+
+def _hash(reader: Reader, nbytes: int) -> str:
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(nbytes, _STEP_NBYTES)))
+    for start in range(0, nbytes, _STEP_NBYTES):
+        part = buffer[: min(_STEP_NBYTES, nbytes - start)]
+        reader.read_into(start, part)
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def other_save_hint(storage: Storage, path: Path, manifest: Manifest) -> str:
+    """ "; it is of another save ..." if the file says so itself, else ""."""
+    with contextlib.suppress(OSError), storage.open(path) as reader:
+        metadata = read_metadata(reader)
+        attempt = metadata.get("zckpt_attempt", manifest.attempt)
+        if attempt != manifest.attempt:
+            return (
+                f"; the file is of another save (tag {metadata.get('zckpt_tag')!r}, attempt {attempt}; "
+                f"this one is {manifest.attempt})"
+            )
+    return ""

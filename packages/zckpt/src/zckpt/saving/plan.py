@@ -1,0 +1,320 @@
+"""Assignment of shards to ranks and files: a pure function of all ranks' proposals, equal on every rank.
+
+Each rank sends a proposal (its addresses, not its tensors); every rank then runs `settle` over all of them and comes
+to the same plan or the same error without asking again.  Nothing has touched the disk by then, so a rank that
+disagrees about the tag, or a tensor that has a hole, costs nothing but the message.
+
+Who writes what all hold: pieces that only one rank has go to it; then, from large to small, each replicated
+piece goes to the rank with the fewest bytes so far.  (Longest processing time first: at most 4/3 of the best.)
+A rank's pieces go to its writers, one file each, by the same rule.  A piece so large that no order would balance it
+is cut first; pieces below 16 MiB never are, and a writer with less than that to do is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import attrs
+import torch
+
+from zckpt.errors import CheckpointInputError
+from zckpt.format import canonical
+from zckpt.format.canonical import JSON
+from zckpt.format.coverage import tiling_problem
+from zckpt.format.dtypes import dtype_name, dtype_of
+from zckpt.format.manifest import checksum
+from zckpt.format.paths import check_tag
+from zckpt.format.regions import Region
+from zckpt.format.safetensors_layout import FileLayout, TensorPart, place_parts
+from zckpt.format.shard import ShardLike, check_shard, describe, region_of, shape_of
+
+_MIN_NBYTES = 16 << 20  # the least that is worth a cut, and a file of its own
+
+
+@attrs.frozen(kw_only=True)
+class SaveRequest:
+    """Arguments of a save that must be equal on all ranks."""
+
+    tag: str
+    step: int
+    latest: bool
+    overwrite: Literal["refuse", "replace"]  # what is done about a tag that is taken
+    writers: int = 1  # threads a rank, and files
+
+    @classmethod
+    def of(cls, tag: str | None, step: int, *, latest: bool, overwrite: bool, writers: int) -> SaveRequest:
+        """Build the request from the arguments of `save`."""
+        return cls(
+            tag=f"step-{step}" if tag is None else tag,
+            step=step,
+            latest=latest,
+            overwrite="replace" if overwrite else "refuse",
+            writers=writers,
+        )
+
+    def checked(self) -> SaveRequest:
+        check_tag(self.tag)
+        if isinstance(self.step, bool) or not isinstance(self.step, int) or not 0 <= self.step < 2**62:
+            raise CheckpointInputError(f"step {self.step!r} must be an int, 0 or more: it orders the checkpoints")
+        if isinstance(self.writers, bool) or not isinstance(self.writers, int) or not 1 <= self.writers <= 64:
+            raise CheckpointInputError(f"writers {self.writers!r} must be an int, 1 to 64: threads a rank, and files")
+        return self
+
+
+@attrs.frozen
+class ShardSlice:
+    """Elements [start, stop) of a shard's tensor."""
+
+    index: int  # which of the shards that its rank offered
+    start: int
+    stop: int
+
+
+@attrs.frozen
+class FilePlan:
+    """One file, and where its values come from."""
+
+    rank: int  # who writes it
+    name: str
+    layout: FileLayout
+    sources: tuple[ShardSlice, ...]  # of each part of the layout
+
+
+@attrs.frozen(kw_only=True)
+class SavePlan:
+    """Everything about a save but the values."""
+
+    request: SaveRequest
+    attempt: str
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype, global shape; empty ones too
+    files: tuple[FilePlan, ...]  # in the order of their ranks
+    objects: dict[str, JSON]
+    rank_objects: tuple[dict[str, JSON], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensor files."""
+        return sum(file.layout.nbytes for file in self.files)
+
+    def files_of(self, rank: int) -> list[FilePlan]:
+        return [file for file in self.files if file.rank == rank]
+
+
+def file_name(rank: int, writer: int = 0) -> str:
+    """ "rank00002.safetensors", "rank00002-1.safetensors"."""
+    return f"rank{rank:05d}{f'-{writer}' if writer else ''}.safetensors"
+
+
+def propose(
+    request: SaveRequest,
+    attempt: str,
+    shards: Sequence[ShardLike],
+    objects: Mapping[str, JSON],
+    rank_objects: Mapping[str, JSON],
+) -> JSON:
+    """This rank's side, as JSON; CheckpointInputError if it cannot be saved."""
+    request.checked()
+    for shard in shards:
+        check_shard(shard)
+    plain: dict[str, JSON] = canonical.plain(dict(objects), "objects")
+    return {
+        "request": attrs.asdict(request),
+        "attempt": attempt,
+        "shards": [_address(shard) for shard in shards],
+        "objects": plain,
+        "digests": {key: checksum(canonical.dump(value)) for key, value in plain.items()},
+        "rank_objects": canonical.plain(dict(rank_objects), "rank_objects"),
+    }
+
+
+def drop_objects(proposal: JSON, rank: int) -> JSON:
+    """Only rank 0's objects are stored; the others' digests are enough to compare."""
+    return proposal if rank == 0 else {**proposal, "objects": {}}
+
+
+def _address(shard: ShardLike) -> JSON:
+    region = region_of(shard)
+    shape = list(shape_of(shard))
+    return [shard.name, dtype_name(shard.tensor.dtype), shape, [list(side) for side in region.box], list(region.span)]
+
+
+@attrs.frozen
+class _Offer:
+    """One shard as its rank announced it."""
+
+    rank: int
+    source: ShardSlice
+    part: TensorPart
+
+
+def merge_proposals(proposals: Sequence[JSON]) -> SavePlan:
+    """The plan that follows from every rank's proposal, in rank order; CheckpointInputError if none does."""
+    request = SaveRequest(**_check_equal("save arguments", [each["request"] for each in proposals]))
+    _check_objects([each["digests"] for each in proposals])
+    offers = [offer for rank, each in enumerate(proposals) for offer in _offers(rank, each["shards"])]
+    tensors = _tensors(offers)
+    numel = [offer for offer in offers if offer.part.region.numel]
+    owners = _assign(numel, len(proposals), request.writers)
+    _check_coverage(tensors, owners)
+    attempt = proposals[0]["attempt"]
+    return SavePlan(
+        request=request,
+        attempt=attempt,
+        tensors=tensors,
+        files=tuple(
+            _file_plan(rank, writer, offers, _metadata(request.tag, attempt, rank))
+            for rank in range(len(proposals))
+            for writer, offers in enumerate(
+                _split_over_writers([each for each in owners if each.rank == rank], request.writers)
+            )
+        ),
+        objects=proposals[0]["objects"],
+        rank_objects=tuple(each["rank_objects"] for each in proposals),
+    )
+
+
+def _metadata(tag: str, attempt: str, rank: int) -> dict[str, str]:
+    """Inside every tensor file, so that a file of another save put in its place can be named as such."""
+    return {"format": "pt", "zckpt_tag": tag, "zckpt_attempt": attempt, "zckpt_rank": str(rank)}
+
+
+def _file_plan(rank: int, writer: int, offers: Sequence[_Offer], metadata: dict[str, str]) -> FilePlan:
+    ordered = sorted(offers, key=_file_order)
+    return FilePlan(
+        rank,
+        file_name(rank, writer),
+        place_parts([offer.part for offer in ordered], metadata),
+        tuple(offer.source for offer in ordered),
+    )
+
+
+def _split_over_writers(offers: Sequence[_Offer], writers: int) -> list[list[_Offer]]:
+    """A rank's pieces over its writers, large ones first; none for a rank without pieces."""
+    count = min(writers, sum(offer.part.nbytes for offer in offers) // _MIN_NBYTES)
+    lanes: list[list[_Offer]] = [[] for _ in range(max(1, count))]
+    load = [0] * len(lanes)
+    for offer in sorted(offers, key=lambda each: -each.part.nbytes):
+        lane = load.index(min(load))
+        lanes[lane].append(offer)
+        load[lane] += offer.part.nbytes
+    return [lane for lane in lanes if lane]
+
+
+def _file_order(offer: _Offer) -> tuple[int, str, object, object]:
+    """Falling itemsize keeps every tensor of a file aligned."""
+    return -offer.part.dtype.itemsize, offer.part.name, offer.part.region.box, offer.part.region.span
+
+
+def _by_value(values: Sequence[JSON]) -> str:
+    """ "'a' (rank 0, 1), 'b' (rank 2)": what ranks said, for an error."""
+    ranks: dict[str, list[str]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        ranks[repr(value)].append(str(rank))
+    shown = [f"{value} (rank {', '.join(who[:8])}{' ...' if len(who) > 8 else ''})" for value, who in ranks.items()]
+    return ", ".join(shown[:8])
+
+
+def _check_equal(what: str, values: Sequence[dict[str, JSON]]) -> dict[str, JSON]:
+    for key in values[0]:
+        said = [value[key] for value in values]
+        if any(each != said[0] for each in said):
+            raise CheckpointInputError(f"ranks disagree on {key} ({what}): {_by_value(said)}")
+    return values[0]
+
+
+def _check_objects(digests: Sequence[dict[str, str]]) -> None:
+    """`objects` are the run's: a rank gives the same as rank 0, or none."""
+    for rank, mine in enumerate(digests):
+        differing = sorted(key for key in {*mine, *digests[0]} if mine.get(key) != digests[0].get(key))
+        if mine and differing:
+            raise CheckpointInputError(
+                f"objects[{differing[0]!r}] of rank {rank} differs from rank 0's: objects are stored once for all "
+                "ranks. Give what differs by rank in rank_objects."
+            )
+
+
+def _offers(rank: int, shards: Sequence[JSON]) -> list[_Offer]:
+    made = []
+    for index, (name, dtype, shape, box, span) in enumerate(shards):
+        region = Region(tuple((lo, hi) for lo, hi in box), (span[0], span[1]))
+        torch_dtype = dtype_of(dtype)
+        assert torch_dtype is not None, dtype  # the sender named it from the same table
+        made.append(
+            _Offer(rank, ShardSlice(index, 0, region.numel), TensorPart(name, torch_dtype, tuple(shape), region))
+        )
+    return made
+
+
+def _tensors(offers: Sequence[_Offer]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    first: dict[str, _Offer] = {}
+    for offer in offers:
+        known = first.setdefault(offer.part.name, offer)
+        if (known.part.dtype, known.part.shape) != (offer.part.dtype, offer.part.shape):
+            raise CheckpointInputError(
+                f"tensor {offer.part.name!r} is {describe(known.part.dtype, known.part.shape)} on rank {known.rank} "
+                f"and {describe(offer.part.dtype, offer.part.shape)} on rank {offer.rank}"
+            )
+    return {name: (offer.part.dtype, offer.part.shape) for name, offer in first.items()}
+
+
+def _assign(offers: Sequence[_Offer], world_size: int, writers: int) -> list[_Offer]:
+    """One owner for every distinct (name, region), or for each part of a large one."""
+    holders: dict[tuple[str, Region], dict[int, _Offer]] = defaultdict(dict)
+    for offer in offers:
+        ranks = holders[offer.part.name, offer.part.region]
+        if offer.rank in ranks:
+            raise CheckpointInputError(
+                f"tensor {offer.part.name!r} {offer.part.region}: given twice by rank {offer.rank} (tied parameters "
+                "are one tensor: give them once)"
+            )
+        ranks[offer.rank] = offer
+    total = sum(next(iter(ranks.values())).part.nbytes for ranks in holders.values())
+    limit = max(_MIN_NBYTES, total // (2 * world_size * writers))
+    pieces = [piece for ranks in holders.values() for piece in _cut(ranks, limit)]
+    load = [0] * world_size
+    chosen = []
+    for ranks in sorted(pieces, key=_hardest_first):
+        owner = ranks[min(ranks, key=lambda rank: (load[rank], rank))]
+        load[owner.rank] += owner.part.nbytes
+        chosen.append(owner)
+    return chosen
+
+
+def _cut(ranks: dict[int, _Offer], limit: int) -> list[dict[int, _Offer]]:
+    """The piece that these ranks hold as pieces of at most `limit` bytes, nearly equal; most are one already."""
+    part = next(iter(ranks.values())).part
+    count = -(-part.nbytes // limit)
+    if count == 1:
+        return [ranks]
+    first, numel = part.region.span[0], part.region.numel
+    edges = [numel * i // count for i in range(count + 1)]
+    return [
+        {
+            rank: _Offer(
+                rank,
+                ShardSlice(offer.source.index, start, stop),
+                attrs.evolve(part, region=Region(part.region.box, (first + start, first + stop))),
+            )
+            for rank, offer in ranks.items()
+        }
+        for start, stop in itertools.pairwise(edges)
+    ]
+
+
+def _hardest_first(ranks: dict[int, _Offer]) -> tuple[bool, int, str, object, object]:
+    part = next(iter(ranks.values())).part
+    return len(ranks) > 1, -part.nbytes, part.name, part.region.box, part.region.span
+
+
+def _check_coverage(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], owners: Sequence[_Offer]) -> None:
+    regions: dict[str, list[Region]] = defaultdict(list)
+    for offer in owners:
+        regions[offer.part.name].append(offer.part.region)
+    for name, (dtype, shape) in tensors.items():
+        if error := tiling_problem(shape, regions[name]):
+            raise CheckpointInputError(
+                f"the shards of tensor {name!r}, {describe(dtype, shape)}, do not make it whole: {error}"
+            )

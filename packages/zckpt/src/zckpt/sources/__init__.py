@@ -1,0 +1,1 @@
+"""Sources of tensors: modules, optimizers and DTensors as shards."""

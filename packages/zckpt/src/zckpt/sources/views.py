@@ -1,0 +1,303 @@
+"""A model and an optimizer as tensors with names: what a plain script gives to save and load.
+
+    zckpt.save(path, tensors=zckpt.views(model, optimizer), step=100)
+    zckpt.load(path, tensors=zckpt.views(model, optimizer))
+
+Weights and persistent buffers are `model.<name>`, optimizer tensors `optimizer.<key>.<name of the parameter>`; what
+is no tensor (hyperparameters of the groups, counters that are numbers) is JSON in the checkpoint's objects, under
+"zckpt.views".  So the order of the parameters is not part of a checkpoint, and no pickle is.
+
+A view is made when it is asked for, so one object serves every save of a run.  To load, an optimizer that has not
+stepped yet gets the state that the checkpoint says it had, once all has been read; tensors that it has already are
+filled in place, as the weights are.  A model whose optimizer state is not there is refused unless that is asked for:
+a silent restart of Adam's moments is a bug that only the loss curve tells.
+
+Tied weights are one tensor, under the first name.  A parameter that is not contiguous is saved, and loaded, through
+a contiguous copy.  DTensors (FSDP2) have an address of their own (dtensors.py); every rank gives its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, final
+
+import attrs
+import torch
+from torch import Tensor
+
+from zckpt.errors import CheckpointInputError, CheckpointMismatch
+from zckpt.format import canonical
+from zckpt.format.canonical import JSON
+from zckpt.format.shard import Shard, ShardLike
+from zckpt.sources.dtensors import is_dtensor, local_part, local_shard
+
+VIEWS_KEY = "zckpt.views"  # in the checkpoint's objects
+MODEL, OPTIMIZER = "model.", "optimizer."
+
+_DtypeShape: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"  # dtype and shape of a stored tensor
+
+
+def views(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Views:
+    """The state of a model, and of its optimizer, for `save` and `load`.  Of a wrapped model give the inner one."""
+    return Views(model, optimizer)
+
+
+@final
+@attrs.frozen(eq=False)
+class Views:
+    """Invariant: nothing of the model or the optimizer is kept but the two themselves."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer | None
+
+    def shards(self) -> list[Shard]:
+        """Everything that is a tensor now, by name."""
+        made = [_whole(MODEL + name, tensor) for name, tensor in self._weights().items()]
+        for name, state in self._states():
+            made += [
+                _whole(_state_name(key, name), value) for key, value in state.items() if isinstance(value, Tensor)
+            ]
+        return made
+
+    def objects(self) -> JSON:
+        """Everything else."""
+        if self.optimizer is None:
+            return {}
+        names = self._names()
+        numbers = {
+            name: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            for name, state in self._states()
+        }
+        groups = [
+            {
+                "params": [names[id(each)] for each in group["params"]],
+                "options": {
+                    key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")
+                },
+            }
+            for group in self.optimizer.param_groups
+        ]
+        made: JSON = canonical.plain(
+            {"optimizer": {"kind": type(self.optimizer).__name__, "groups": groups, "numbers": numbers}}, VIEWS_KEY
+        )
+        return made
+
+    def prepare(self, saved: JSON, kinds: Mapping[str, _DtypeShape], *, optimizer: bool) -> RestorePlan:
+        """Plan a restore from a save's `objects` and its tensors; modifies nothing.
+
+        Raises CheckpointMismatch: the optimizer's state is required and absent, or belongs to another optimizer.
+        """
+        restore = RestorePlan()
+        self._prepare_weights(kinds, restore)
+        if self.optimizer is not None and optimizer:
+            self._prepare_optimizer(self.optimizer, saved, kinds, restore)
+        return restore
+
+    def _prepare_weights(self, kinds: Mapping[str, _DtypeShape], restore: RestorePlan) -> None:
+        """Parameters and buffers in place; what the state_dict makes up (extra state) through load_state_dict."""
+        own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        made: dict[str, Tensor] = {}
+        for name, tensor in self._weights().items():
+            stored = MODEL + name
+            if id(tensor) not in own and stored in kinds:
+                tensor = made[name] = torch.empty(kinds[stored][1], dtype=tensor.dtype, device=tensor.device)
+            restore.add(stored, tensor)
+        if made:
+            restore.add_finisher(lambda: self.model.load_state_dict(made, strict=False))
+
+    def _prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, saved: JSON, kinds: Mapping[str, _DtypeShape], restore: RestorePlan
+    ) -> None:
+        saved = saved.get("optimizer") if isinstance(saved, dict) else None
+        if not isinstance(saved, dict):
+            raise CheckpointMismatch(
+                'the checkpoint holds no optimizer state. Load with optimizer="skip" to begin its state anew, and '
+                "say so in your logs."
+            )
+        if saved["kind"] != type(optimizer).__name__:
+            raise CheckpointMismatch(
+                f"the checkpoint holds the state of {saved['kind']}, the optimizer is {type(optimizer).__name__}. "
+                'Load with optimizer="skip" to begin its state anew.'
+            )
+        names = self._names()
+        mine = [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+        theirs = [group["params"] for group in saved["groups"]]
+        if mine != theirs:
+            raise CheckpointMismatch(
+                f"the optimizer's groups hold other parameters: {_first_difference(mine, theirs)}"
+            )
+        keys = sorted({name[len(OPTIMIZER) :].split(".", 1)[0] for name in kinds if name.startswith(OPTIMIZER)})
+        states: dict[Tensor, dict[str, Any]] = {}
+        for group in optimizer.param_groups:
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                state: dict[str, Any] = dict(saved["numbers"].get(name, {}))
+                for key in keys:
+                    stored = _state_name(key, name)
+                    if stored in kinds:
+                        old = optimizer.state.get(parameter, {}).get(key)
+                        state[key] = _state_tensor(old, kinds[stored], parameter, on_device)
+                        restore.add(stored, state[key])
+                if state:
+                    states[parameter] = state
+        restore.add_finisher(lambda: _restore_optimizer(optimizer, states, saved["groups"]))
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers, each once."""
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                raise CheckpointInputError(f"{MODEL}{name} of the model's state_dict is a {type(value).__name__}")
+            if id(value) not in seen:
+                seen.add(id(value))
+                found[name] = value
+        return found
+
+    def _names(self) -> dict[int, str]:
+        """id of a parameter -> its name; CheckpointInputError if the optimizer has one that the model has not."""
+        names = {id(tensor): name for name, tensor in self._weights().items()}
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) not in names:
+                    raise CheckpointInputError(
+                        f"the optimizer's parameter {index} in a group, {tuple(parameter.shape)}, is none of "
+                        "the model's"
+                    )
+        return names
+
+    def _states(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(name of a parameter, its state) of those that have one."""
+        if self.optimizer is None:
+            return
+        names = self._names()
+        unknown = [key for key, state in self.optimizer.state.items() if state and id(key) not in names]
+        if unknown:
+            raise CheckpointInputError(
+                f"{type(self.optimizer).__name__} keeps state of {len(unknown)} things that are no parameters of "
+                f"the model ({type(unknown[0]).__name__} first): it would be lost. Save it yourself, in objects="
+            )
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self.optimizer.state:
+                    yield names[id(parameter)], self.optimizer.state[parameter]
+
+
+Tensors: TypeAlias = "Mapping[str, Tensor] | Views | Iterable[ShardLike]"
+
+
+def shards_of(tensors: Tensors) -> list[ShardLike]:
+    """Whatever `save` takes as tensors, with addresses."""
+    if isinstance(tensors, Views):
+        return list(tensors.shards())
+    if isinstance(tensors, Mapping):
+        return [_whole(name, tensor) for name, tensor in tensors.items()]
+    return list(tensors)
+
+
+def targets(tensors: Tensors, saved: JSON, kinds: Mapping[str, _DtypeShape], *, optimizer: bool) -> RestorePlan:
+    """Whatever `load` takes as tensors, as what to fill; the other arguments as in Views.prepare."""
+    if isinstance(tensors, Views):
+        return tensors.prepare(saved, kinds, optimizer=optimizer)
+    restore = RestorePlan()
+    if isinstance(tensors, Mapping):
+        for name, tensor in tensors.items():
+            restore.add(name, tensor)
+    else:
+        restore.shards += tensors
+    return restore
+
+
+def with_views(objects: Mapping[str, JSON], tensors: Tensors) -> Mapping[str, JSON]:
+    """`objects` with what the views have to say beside their tensors."""
+    if not isinstance(tensors, Views):
+        return objects
+    if VIEWS_KEY in objects:
+        raise CheckpointInputError(
+            f"objects[{VIEWS_KEY!r}] is where `views` keeps what is no tensor: use another key"
+        )
+    return {**objects, VIEWS_KEY: tensors.objects()}
+
+
+@final
+@attrs.define(eq=False)
+class RestorePlan:
+    """Tensors to fill, and what to do when all are."""
+
+    shards: list[ShardLike] = attrs.field(factory=list)
+    finishers: list[Callable[[], object]] = attrs.field(factory=list)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """`tensor`: any strides; one that is not contiguous is filled at the end."""
+        here = local_part(tensor)
+        straight = here
+        if not here.is_contiguous():
+            straight = here.contiguous()  # with its values, as nothing may be read into it
+            self.add_finisher(lambda: here.copy_(straight))
+        self.shards.append(local_shard(name, tensor, straight))
+
+    def add_finisher(self, action: Callable[[], object]) -> None:
+        self.finishers.append(action)
+
+    def commit(self) -> None:
+        for action in self.finishers:
+            action()
+
+
+def _whole(name: str, tensor: Tensor) -> Shard:
+    return local_shard(name, tensor, local_part(tensor).contiguous())
+
+
+def _state_name(key: str, name: str) -> str:
+    if not isinstance(key, str) or "." in key:
+        raise CheckpointInputError(f"the optimizer keeps {key!r} of {name}: a key must be a str without dots")
+    return f"{OPTIMIZER}{key}.{name}"
+
+
+def _plain(value: object) -> JSON:
+    """A hyperparameter; a learning rate may be a tensor of one element."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _state_tensor(old: object, kind: _DtypeShape, parameter: Tensor, on_device: bool) -> Tensor:
+    """The tensor of a state to fill: the one that is there, if it fits, or a new one where torch would have it."""
+    dtype, shape = kind
+    if isinstance(old, Tensor) and (old.dtype, tuple(old.shape)) == kind:
+        return old
+    if is_dtensor(parameter) and shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype)  # cut as the parameter is
+    device = parameter.device if shape or on_device else torch.device("cpu")
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _restore_optimizer(
+    optimizer: torch.optim.Optimizer, states: Mapping[Tensor, dict[str, Any]], groups: JSON
+) -> None:
+    """States and hyperparameters, in place where something refers to them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+    optimizer.state.update(states)
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved["options"].items():
+            now = group.get(key)
+            if isinstance(now, Tensor):
+                now.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(now, tuple) else value
+
+
+def _first_difference(mine: list[list[str]], theirs: list[list[str]]) -> str:
+    if len(mine) != len(theirs):
+        return f"{len(mine)} groups here, {len(theirs)} saved"
+    index = next(i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b)
+    here, saved = (
+        [name for name in a if name not in b][:5]
+        for a, b in ((mine[index], theirs[index]), (theirs[index], mine[index]))
+    )
+    return (
+        f"group {index} has {here} here only, {saved} saved only"
+        if here or saved
+        else f"group {index}: another order"
+    )

@@ -1,0 +1,41 @@
+import torch
+import xxhash
+
+from zckpt.format.manifest import FileEntry, Manifest, Piece, TensorEntry, checksum, encode, library_versions
+from zckpt.format.regions import Region
+
+
+def sample(**changes: object) -> Manifest:
+    piece = Piece("rank00000.safetensors", "w", Region(((0, 2),), (0, 2)), 64, 8, 4096, "a" * 16)
+    fields = {
+        "tag": "t",
+        "step": 3,
+        "attempt": "0123456789abcdef",
+        "world_size": 1,
+        "tensors": {"w": TensorEntry(torch.float32, (2,), (piece,))},
+        "files": {"rank00000.safetensors": FileEntry(72, 64, "b" * 32)},
+        "objects": {"x": 1},
+        "rank_objects": ({},),
+        "libraries": {"zckpt": "0"},
+    }
+    return Manifest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_equal_manifests_have_equal_bytes_and_end_with_the_checksum_of_what_is_before() -> None:
+    data = encode(sample())
+    assert data == encode(sample())
+    body, tail = data[:-48], data[-48:]
+    assert tail == f',"checksum":"{xxhash.xxh3_128_hexdigest(body)}"}}\n'[-48:].encode()
+    assert data.startswith(b'{"attempt":"0123456789abcdef","files":')
+
+
+def test_nbytes_counts_the_files() -> None:
+    assert sample().nbytes == 72
+
+
+def test_the_checksum_is_xxh3_128_in_hex() -> None:
+    assert checksum(b"") == "99aa06d3014798d86001c324468d497f"
+
+
+def test_versions_of_what_wrote_it() -> None:
+    assert set(library_versions()) == {"zckpt", "torch", "numpy", "xxhash", "python"}

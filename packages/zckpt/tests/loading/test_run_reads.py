@@ -1,0 +1,159 @@
+"""Who reads how much: counted at the storage, not believed from the report."""
+
+import os
+import resource
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+from zckpt import CheckpointCorrupt, Peers, Shard, find, save, whole
+from zckpt.loading import run_reads as fetching
+from zckpt.saving import plan as planning
+from zckpt.storage.storage import LOCAL, LocalStorage, Reader
+from zckpt.testing import run_threads
+
+SHAPES = {"wte": (1003, 192), "up": (768, 192), "down": (192, 768), "bias": (768,), "scalar": ()}
+
+
+def values() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        f"{key}.{name}": torch.rand(shape, generator=generator)
+        for key in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+        for name, shape in SHAPES.items()
+    }
+
+
+def cut(tensors: dict[str, torch.Tensor], stage: int, rank: int, ranks: int) -> list[Shard]:
+    """As a stage of ZeRO holds them: 0 all of it; 1 and 2 moments by flat space; 3 each tensor by itself."""
+    made, flat, total = [], 0, sum(each.numel() for each in tensors.values())
+    low, high = total * rank // ranks, total * (rank + 1) // ranks
+    for name, tensor in tensors.items():
+        numel = tensor.numel()
+        if stage == 0 or (stage < 3 and name.startswith("model")):
+            span = (0, numel)
+        elif stage == 3:
+            span = (numel * rank // ranks, numel * (rank + 1) // ranks)
+        else:
+            span = (min(max(low - flat, 0), numel), min(max(high - flat, 0), numel))
+        flat += numel
+        box = tuple((0, size) for size in tensor.shape)
+        part = tensor.reshape(-1)[span[0] : span[1]].clone()
+        made.append(Shard(name, tuple(tensor.shape), box, span, part))
+    return made
+
+
+@attrs.frozen(eq=False)
+class Counting:
+    """A LocalStorage whose readers add up what they read of tensor files."""
+
+    inner: LocalStorage
+    nbytes_read: list[int]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def open(self, path: Path, *, once: bool = False) -> Reader:
+        return CountingReader(self.inner.open(path, once=once), self.nbytes_read if "rank" in path.name else [])  # type: ignore[return-value]
+
+
+@attrs.frozen(eq=False)
+class CountingReader:
+    inner: Reader
+    nbytes_read: list[int]
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self.nbytes_read.append(len(buffer))
+        self.inner.read_into(offset, buffer)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def __enter__(self) -> "CountingReader":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.inner.__exit__(*exc)
+
+
+@pytest.mark.parametrize("saved", [(a, s) for a in (1, 2, 4) for s in (0, 1, 2, 3)], ids=str)
+def test_any_world_and_stage_loads_at_any_other_and_reads_its_part(
+    tmp_path: Path, saved: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "_MIN_NBYTES", 100_000)  # several files a rank, and tensors cut between them
+    monkeypatch.setattr(fetching, "_THREAD_NBYTES", 100_000)  # and several threads reading
+    monkeypatch.setattr(fetching, "_JOB_NBYTES", 64 << 10)
+    world, stage = saved
+    tensors = values()
+
+    def saving(peers: Peers) -> None:
+        save(tmp_path, "a", shards=cut(tensors, stage, peers.rank, world), peers=peers)
+
+    assert [each.error for each in run_threads(saving, world)] == [None] * world
+    for world in (1, 2, 4):
+        for stage in (0, 1, 2, 3):
+            check_load(tmp_path, tensors, world, stage)
+
+
+def check_load(root: Path, tensors: dict[str, torch.Tensor], world: int, stage: int) -> None:
+    def loading(peers: Peers) -> tuple[int, int]:
+        expected = cut(tensors, stage, peers.rank, world)
+        live = [attrs.evolve(shard, tensor=torch.zeros_like(shard.tensor)) for shard in expected]
+        counted: list[int] = []
+        storage = Counting(LOCAL, counted)
+        report = find(root, storage=storage).read(live, peers=peers)  # type: ignore[arg-type]
+        for shard, source in zip(live, expected):
+            assert shard.tensor.equal(source.tensor), shard.name
+        assert sum(counted) >= report.read_nbytes
+        return sum(counted), sum(shard.tensor.nbytes for shard in live)
+
+    for outcome in run_threads(loading, world):
+        assert outcome.error is None
+        assert outcome.value is not None
+        read, wanted = outcome.value
+        headers = 4 * 3000  # of the files it opens
+        assert read <= 1.05 * wanted + headers, (world, stage, read / wanted)
+
+
+def test_a_flip_anywhere_in_a_chunk_around_the_slice_is_noticed_and_elsewhere_is_not(tmp_path: Path) -> None:
+    path = save(tmp_path, "a", tensors={"w": torch.rand(100_000)})
+    file = path / "rank00000.safetensors"
+    data = bytearray(file.read_bytes())
+    start = len(data) - 400_000
+    data[start + 41_000] ^= 1  # bytes 40,960 to 45,056 are a chunk
+    file.write_bytes(data)
+
+    def read(first: int, last: int) -> None:
+        live = torch.zeros(last - first)
+        find(tmp_path).read([Shard("w", (100_000,), ((0, 100_000),), (first, last), live)])
+
+    read(0, 10_240)  # up to the chunk
+    read(11_264, 100_000)  # from behind it
+    for first, last in [(0, 10_241), (11_263, 100_000), (10_300, 10_301)]:
+        with pytest.raises(CheckpointCorrupt, match=r"bytes [\d,]+ to [\d,]+\): checksum"):
+            read(first, last)
+
+
+def test_a_checkpoint_of_many_files_is_read_with_few_of_them_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "_MIN_NBYTES", 1)  # a file for each writer of however little
+    expected = {f"w{n:03}": torch.full((2,), float(n)) for n in range(192)}
+
+    def rank(peers: Peers) -> None:
+        mine = {name: tensor for n, (name, tensor) in enumerate(expected.items()) if n % 3 == peers.rank}
+        save(tmp_path, "a", tensors=mine, writers=64, peers=peers)
+
+    assert [each.error for each in run_threads(rank, 3)] == [None] * 3
+    found = find(tmp_path)
+    assert len(found.manifest.files) == 192
+    live = {name: torch.zeros(2) for name in expected}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 150, hard))
+    try:
+        found.read([whole(name, tensor) for name, tensor in live.items()], verify="first")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(tensor.equal(expected[name]) for name, tensor in live.items())

@@ -1,0 +1,1 @@
+"""Collectives over torch's groups: flat, quantized, sparse and ragged, with handles and traces."""

@@ -1,0 +1,1 @@
+"""Worlds, meshes and groups: launch, rendezvous, axes, topologies, derived groups."""

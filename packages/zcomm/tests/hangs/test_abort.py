@@ -1,0 +1,101 @@
+"""Abort: collectives, pending and later, and torch's own messages end with one reason on all ranks."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zcomm
+from zcomm.testing import run_ranks
+
+REASON = "rank 1 cannot go on: it has no data"
+
+
+def aborts() -> list[str]:
+    """Errors on each rank; ranks wait in different ways."""
+    rank, texts = dist.get_rank(), []
+    zcomm.all_reduce(torch.ones(1))
+    own = zcomm.consecutive_group(2, None)
+    zcomm.all_reduce(torch.ones(1), own)
+    zcomm.close_on_failure(own)
+    assert zcomm.failure() == ""
+    if rank == 1:
+        time.sleep(0.3)
+        zcomm.abort(REASON)
+        zcomm.abort("and for another reason")
+    elif rank == 0:
+        with pytest.raises(RuntimeError):
+            dist.recv(torch.ones(1), group=own, group_src=1)
+    elif rank == 2:
+        with pytest.raises(RuntimeError) as caught:
+            zcomm.all_reduce(torch.ones(1))
+        texts.append(str(caught.value))
+    else:
+        while not zcomm.failure():
+            time.sleep(0.05)
+    with pytest.raises(zcomm.CollectiveFailed) as caught:
+        zcomm.all_reduce(torch.ones(1), label="later")
+    return [zcomm.failure(), zcomm.diagnose_failure(), *texts, str(caught.value)]
+
+
+def test_all_ranks_raise_the_first_reason_however_they_wait() -> None:
+    for failure in run_ranks(aborts, 4):
+        assert failure[0] == failure[1] == REASON
+        for text in failure[2:]:
+            assert REASON in text
+        assert "all_reduce 'later'" in failure[-1]
+        assert "not issued: this world has failed before" in failure[-1]
+
+
+def aborts_with_other_groups() -> tuple[str, str, str]:
+    """Errors on a rank that waits in a group whose back end nobody named; two others have been destroyed.
+
+    And one that says only afterwards that it wants its messages ended.
+    """
+    groups = [dist.new_group(backend="undefined") for _ in range(4)]
+    for group in groups[:3]:
+        zcomm.all_reduce(torch.ones(1), group)
+        zcomm.close_on_failure(group)
+    for group in groups[1:3]:
+        dist.destroy_process_group(group)
+    if dist.get_rank() == 1:
+        zcomm.abort(REASON)
+    texts = [zcomm.failure()]
+    for group in (groups[0], groups[3]):
+        zcomm.close_on_failure(group)
+        with pytest.raises(RuntimeError) as caught:
+            dist.irecv(torch.ones(1), group=group, group_src=1 - dist.get_rank()).wait(timedelta(seconds=20))
+        texts.append(str(caught.value))
+    return texts[0], texts[1], texts[2]
+
+
+def test_groups_end_however_they_were_made_and_whenever_they_are_named() -> None:
+    for failure, *texts in run_ranks(aborts_with_other_groups, 2):
+        assert failure in ("", REASON)
+        assert not any("20000ms" in text for text in texts)
+
+
+def asks() -> str:
+    zcomm.all_reduce(torch.ones(1))
+    zcomm.close_on_failure(None)
+    if dist.get_rank() == 0:
+        return zcomm.diagnose_failure()
+    with pytest.raises(RuntimeError):
+        dist.recv(torch.ones(1), src=0)
+    return zcomm.failure()
+
+
+def test_a_rank_that_diagnoses_ends_the_waits_of_the_others() -> None:
+    first, second = run_ranks(asks, 2)
+    assert first == second != ""
+
+
+def test_alone_an_abort_does_nothing() -> None:
+    zcomm.abort(REASON)
+    zcomm.close_on_failure(None)
+    assert zcomm.failure() == ""
+    assert zcomm.diagnose_failure() == "the other ranks could not be asked"

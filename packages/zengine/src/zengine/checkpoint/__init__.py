@@ -1,0 +1,1 @@
+"""Checkpoints of an engine: save, load, restore, export."""

@@ -1,0 +1,257 @@
+"""An engine to disk and back.
+
+What is saved: weights (the masters, where there are any), optimizer state, both under logical names with global
+addresses, so that any world size and any stage can read them; and as JSON the counters, the optimizer's
+hyperparameters, schedule, scaler, features, the caller's `client_state`, and each rank's random state and loader
+position.  Restoring all of it makes the continued run bit-identical to the uninterrupted one at the same world size.
+At another one the order of data continues at the same sample, and each rank keeps the random state it started
+with, which is said.
+
+Gradients are not saved: a checkpoint is taken between steps, and a save in the middle of accumulation is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import attrs
+import torch
+from torch import nn
+
+import zckpt
+import zpartition
+from zengine.checkpoint import weights
+from zengine.checkpoint.consensus import (
+    MODEL,
+    GroupPeers,
+    Source,
+    common_tag,
+    compare_kinds,
+    compare_names,
+    find,
+    named,
+    on_every_rank,
+    optimizer_kind,
+    require_run,
+    say_rounded,
+    small_state,
+)
+from zengine.checkpoint.export import tied_names
+from zengine.checkpoint.foreign_state import travelling_options
+from zengine.checkpoint.jsonable import decode, encode
+from zengine.checkpoint.restore import EVERYTHING, OPTIMIZER, What, prepare
+from zengine.checkpoint.saver import Content, Saver
+from zengine.engine.clock import Phase
+
+if TYPE_CHECKING:
+    from zengine.engine.parts import Run, SavedFeature
+
+__all__ = ["Checkpoints"]
+
+NOTHING_LOADED = "nothing was loaded"
+
+
+@final
+@attrs.frozen(eq=False)
+class Checkpoints:
+    """The engine's `checkpoints` slot: saves and restores runs, with weights in other formats beside them."""
+
+    saver: Saver
+
+    def save(
+        self,
+        run: Run,
+        features: Sequence[SavedFeature],
+        root: str,
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        *,
+        latest: bool,
+        trained_only: bool,
+    ) -> str:
+        """See `Engine.save_checkpoint`.  trained_only: frozen parameters are left out."""
+        clock = run.clock
+        clock.require_open("save_checkpoint")
+        if not clock.is_between_steps:
+            raise ValueError(
+                f"save_checkpoint() is legal between steps; micro-step {clock.index + 1} of {clock.accumulation} of "
+                f"step {clock.steps} is under way (phase {clock.phase.value}): its gradients would be lost. Save "
+                "after a step() that returned a report."
+            )
+        peers = GroupPeers.of(run)
+        left_out = frozenset(
+            name for name, param in run.module.named_parameters() if trained_only and not param.requires_grad
+        )
+        common = common_tag(
+            f"global_step{clock.steps}" if tag is None else str(tag), run.plan.checkpoint.tag_validation, peers
+        )
+        objects, rank_objects = on_every_rank(
+            lambda: (_objects(run, features, client_state), _rank_objects(run)), peers
+        )
+        objects["features"] = peers.exchange(objects["features"])[0]  # counts of ranks may differ
+        objects["left_out"] = sorted(left_out)
+        objects["tied"] = tied_names(run)
+        telemetry = run.parts.telemetry
+        with telemetry.paused(), telemetry.span("checkpoint"):
+            content = Content(
+                shards=_shards(run, left_out),
+                objects=objects,
+                rank_objects=rank_objects,
+                step=clock.steps,
+                latest=latest,
+                keep=run.plan.keep,
+            )
+            return self.saver.save(root, common, content, peers)
+
+    def load(
+        self,
+        run: Run,
+        features: Sequence[SavedFeature],
+        root: str,
+        tag: str | None,
+        *,
+        strict: bool,
+        module_only: bool,
+        optimizer: bool,
+        scheduler: bool,
+    ) -> tuple[str, dict[str, Any]]:
+        """See `Engine.load_checkpoint`.
+
+        Phases: find (all ranks the same one), compare names and kinds, decode and check everything, fill tensors,
+        commit the rest, publish.
+        """
+        run.clock.require_loadable("load_checkpoint")
+        self.saver.wait()
+        peers, what = GroupPeers.of(run), What.choose(module_only, optimizer, scheduler)
+        return _load(run, features, find(root, tag, peers), what, strict=strict)
+
+    def restore_from_memory(self, run: Run, features: Sequence[SavedFeature]) -> dict[str, Any]:
+        """See `Engine.restore_from_memory`.  With the same stage and world as at the save."""
+        run.clock.require_loadable("restore_from_memory")
+        return _load(run, features, self.saver.newest(GroupPeers.of(run)), EVERYTHING, strict=True)[1]
+
+    def load_weights(self, run: Run, path: str | os.PathLike[str], *, strict: bool, like: nn.Module | None) -> None:
+        """See `Engine.load_weights`."""
+        weights.load_weights(run, path, strict=strict, like=like)
+
+    def state_dict(self, run: Run, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See `Engine.state_dict`."""
+        return weights.state_dict(run, *args, **kwargs)
+
+    def load_state_dict(self, run: Run, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
+        """See `Engine.load_state_dict`."""
+        return weights.load_state_dict(run, state_dict, strict=strict)
+
+    def check(self) -> None:
+        """Raise the error of a background save that has failed, on all ranks together; never waits for a disk."""
+        self.saver.check()
+
+    def wait(self) -> None:
+        """See `Engine.wait_for_checkpoint`."""
+        self.saver.wait()
+
+    def close(self) -> None:
+        """Wait for the background save, and free its memory."""
+        self.saver.close()
+
+
+def _load(
+    run: Run, features: Sequence[SavedFeature], checkpoint: Source, what: What, *, strict: bool
+) -> tuple[str, dict[str, Any]]:
+    """Decode and check everything on all ranks, touching nothing; then fill tensors, then commit the rest."""
+    partition, names, peers = run.parts.partition, frozenset(checkpoint.names()), GroupPeers.of(run)
+    left_out, client_state = on_every_rank(lambda: _checked(run, checkpoint, what), peers, NOTHING_LOADED)
+    compare_names(partition, names | left_out, str(checkpoint.path), peers, strict=strict)
+    partition.admit_unfrozen()
+    wanted = [shard for shard in _named(partition.shards_to_fill()) if shard.name in names]
+    say_rounded(wanted, checkpoint, peers.rank)
+    prepared = on_every_rank(lambda: prepare(run, features, checkpoint, what), peers, NOTHING_LOADED)
+    checkpoint.read(prepared.state.numbers, strict=False, verify="first", cast=True, peers=peers)
+    on_every_rank(prepared.state.take_numbers, peers, NOTHING_LOADED)
+    everything = zckpt.ReadRequest([*wanted, *prepared.state.shards], "leave", verify="first", cast=True)
+    fill = checkpoint.prepare_read(everything, peers)
+    with run.clock.loading(f"the load of checkpoint {checkpoint.path}", what.parts, is_whole=strict):
+        partition.zero_grad()
+        fill()
+        del fill, everything  # staged tensors are freed one by one as the optimizer adopts them
+        on_every_rank(prepared.commit, peers, "the load was not completed")
+        partition.publish()
+    if run.clock.phase is not Phase.HALF_LOADED:
+        run.clock.begin_step()
+    return str(checkpoint.path), client_state
+
+
+def _checked(run: Run, checkpoint: Source, what: What) -> tuple[frozenset[str], dict[str, Any]]:
+    """Return what is not compared, and the caller's state; after kinds were found to be this engine's."""
+    objects = small_state(checkpoint)
+    if what.run:
+        require_run(checkpoint)
+    left_out = frozenset(MODEL + name.text() for name in objects.member("left_out", []).items())
+    compare_kinds(run, checkpoint, optimizer=what.optimizer, scheduler=what.scheduler)
+    client_state = objects.member("client_state", {})
+    client_state.members()
+    with named(client_state):
+        return left_out, decode(client_state.value, client_state.where)
+
+
+# -- what is saved -------------------------------------------------------------------------------
+
+
+def _shards(run: Run, left_out: frozenset[str]) -> Iterator[zckpt.ShardLike]:
+    partition = run.parts.partition
+    yield from _named(shard for shard in partition.shards() if shard.name not in left_out)
+    if run.optimizer is not None:
+        for key, shard in zpartition.state_shards(run.optimizer, partition.holders):
+            yield attrs.evolve(shard, name=f"{OPTIMIZER}{key}.{shard.name}")
+
+
+def _named(shards: Iterable[Any]) -> Iterator[Any]:
+    """With the names that weights have in a checkpoint."""
+    for shard in shards:
+        yield attrs.evolve(shard, name=MODEL + shard.name)
+
+
+def _objects(run: Run, features: Sequence[SavedFeature], client_state: Mapping[str, Any]) -> dict[str, Any]:
+    parts = run.parts
+    return {
+        "client_state": encode(dict(client_state), "client_state"),
+        "metrics": _metrics(client_state),
+        "clock": encode(run.clock.state_dict()),
+        "optimizer": None if run.optimizer is None else _describe_optimizer(run.optimizer),
+        "scheduler": {
+            "kind": type(parts.scheduler).__name__,
+            "state": encode(parts.scheduler.state_dict(), "the scheduler's state"),
+        },
+        "scaler": {"kind": type(parts.scaler).__name__, "state": encode(parts.scaler.state_dict())},
+        "features": {f.name: encode(f.state_dict(), f"feature {f.name}") for f in features if f.name},
+        "plan": run.plan.describe(),
+        "degrees": attrs.asdict(run.plan.parallel.degrees),
+    }
+
+
+def _metrics(client_state: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of client_state["metrics"], by which checkpoint.keep.best judges; a NaN is no number."""
+    given = client_state.get("metrics")
+    values = given.items() if isinstance(given, Mapping) else ()
+    is_number = (int, float, torch.Tensor)
+    numbers = {str(name): float(value) for name, value in values if isinstance(value, is_number)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its kind, and the hyperparameters of each group."""
+    groups = [
+        encode(options, f"optimizer group {index}") for index, options in enumerate(travelling_options(optimizer))
+    ]
+    return {"kind": optimizer_kind(optimizer), "groups": groups}
+
+
+def _rank_objects(run: Run) -> dict[str, Any]:
+    loader = run.parts.loader
+    return {
+        "rng": zckpt.rng.capture(),
+        "loader": None if loader is None else encode(loader.state_dict(), "the loader's state"),
+    }

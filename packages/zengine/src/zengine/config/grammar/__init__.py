@@ -1,0 +1,1 @@
+"""The grammar of configs: kinds of values, sources, errors and suggestions."""

@@ -1,0 +1,1 @@
+"""The keys: what may be written in a config."""

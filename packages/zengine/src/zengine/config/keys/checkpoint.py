@@ -1,0 +1,87 @@
+"""Keys of checkpoints: how they are saved and which stay."""
+
+from __future__ import annotations
+
+import attrs
+
+import zckpt
+from zengine.config.grammar.kinds import COUNT, NAMES, TEXT, TRUTH, Mismatch, ValueKind, choice, whole
+from zengine.config.grammar.table import Row, Section, all_ignored, fixed, ignored, rejected, section, setting
+
+
+def _read_best(value: object) -> tuple[zckpt.Best, ...]:
+    try:
+        return tuple(map(zckpt.Best.parse, NAMES.read([value] if isinstance(value, str) else value)))
+    except zckpt.CheckpointInputError as error:
+        raise Mismatch(str(error), 'Write "loss", "loss:min" or "accuracy:max:3".') from None
+
+
+BEST = ValueKind(
+    "a metric, as METRIC[:min|max[:N]], or a list of them",
+    _read_best,
+    {"anyOf": [{"type": "string"}, NAMES.json_schema]},
+)
+
+
+def _in_words(best: tuple[zckpt.Best, ...]) -> str:
+    return ", ".join(f"{each.mode} {each.metric} ({each.count})" for each in best)
+
+
+@attrs.frozen(kw_only=True)
+class KeepSettings:
+    """checkpoint.keep, a key of ours: which checkpoints stay when one is saved; without `last` all do."""
+
+    last: int = setting(COUNT, 0, "the newest so many; 0: all, and the other keys have nothing to do", empty="all")
+    every: int = setting(COUNT, 0, "also steps divisible by it; 0: none", empty="off")
+    best: tuple[zckpt.Best, ...] = setting(
+        BEST, (), 'also the best by a number of client_state["metrics"]', empty="off", show=_in_words
+    )
+    tags: tuple[str, ...] = setting(NAMES, (), "also tags that match one of these shell patterns", empty="off")
+
+
+@attrs.frozen(kw_only=True)
+class CheckpointSettings:
+    """checkpoint."""
+
+    tag_validation: str = setting(
+        choice("IGNORE", "WARN", "FAIL", fold=str.upper), "WARN", "when ranks save under different tags"
+    )
+    async_save: bool = setting(TRUTH, False, "write behind the loop's back, from a copy in host memory")
+    keep: KeepSettings = section(KeepSettings)
+
+
+CHECKPOINT: dict[str, Row] = {
+    "load_universal": ignored(TRUTH, False, why="every checkpoint loads at any world size"),
+    "use_node_local_storage": fixed(TRUTH, False, why="checkpoints on each node's own disk"),
+    "parallel_write": Section(
+        keys={"pipeline_stage": ignored(TRUTH, False, why="every rank always writes its own share")}
+    ),
+    "checkpoint_serialization": ignored(TRUTH, True, why="the format has one serialization"),
+    "writer": Section(
+        rejection='checkpoint writers have no names; "checkpoint": {"async_save": true} writes behind the loop',
+        keys=all_ignored(
+            "",
+            type=TEXT,
+            decoupled=TRUTH,
+            io_buffer_size=whole(1),
+            io_buffer_double=TRUTH,
+            show_statistics=TRUTH,
+            data_parallel=TEXT,
+            io_multiplier=whole(1),
+        ),
+    ),
+}
+
+NEBULA = Section(keys={"enabled": fixed(TRUTH, False, why="the Nebula service")}, switch="enabled", is_open=True)
+
+DATASTATES = rejected("the external engine DataStates is not supported", "Remove the section.")
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class CheckpointKeys:
+    """The section of the top level about checkpoints."""
+
+    checkpoint: CheckpointSettings = section(CheckpointSettings, CHECKPOINT)
+
+
+OTHERS: dict[str, Row] = {"nebula": NEBULA, "datastates_ckpt": DATASTATES}

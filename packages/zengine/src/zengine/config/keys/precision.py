@@ -1,0 +1,180 @@
+"""Keys of precision: dtypes of weights, loss scaling, autocast, Apex AMP, 8-bit layers."""
+
+from __future__ import annotations
+
+import attrs
+
+from zengine.config.grammar.kinds import (
+    DTYPE,
+    MAPPING,
+    NAMES,
+    TRUTH,
+    Mismatch,
+    ValueKind,
+    choice,
+    literal,
+    null_or,
+    number,
+    spellings,
+    whole,
+)
+from zengine.config.grammar.table import Row, ignored, renamed, section, setting
+
+SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
+
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+def _read_half(value: object) -> str:
+    dtype: str = DTYPE.read(value)
+    if dtype in ("float32", "float64"):
+        raise Mismatch('must be "bf16" or "fp16"', f"To train in {dtype}, leave the section out.")
+    return dtype
+
+
+HALF = ValueKind('"bf16" or "fp16"', _read_half, {"enum": spellings("bfloat16", "float16")})
+
+
+def _start(scale: float) -> str:
+    return f"starts at {scale:g}"
+
+
+@attrs.frozen(kw_only=True)
+class Fp16:
+    """fp16: half precision with loss scaling."""
+
+    enabled: bool = setting(TRUTH, False, "train in float16")
+    auto_cast: bool = setting(TRUTH, False, "cast floating inputs of forward to float16")
+    loss_scale: float = setting(number(0), 0.0, "factor on the loss; 0 = dynamic")
+    initial_scale_power: int = setting(
+        whole(0, 126), 16, "a dynamic scale starts at 2 to this power", plan="initial", show=_start
+    )
+    loss_scale_window: int = setting(whole(1), 1000, "clean steps before a dynamic scale doubles", plan="window")
+    hysteresis: int = setting(whole(1), 2, "overflows tolerated before the scale halves")
+    consecutive_hysteresis: bool = setting(TRUTH, False, "a clean step refills the hysteresis")
+    min_loss_scale: float = setting(number(above=0), 1.0, "a dynamic scale never falls below this", plan="floor")
+    fp16_master_weights_and_grads: bool = setting(TRUTH, False, "no float32 masters; states stay float32")
+
+
+BF16: dict[str, Row] = {
+    "immediate_grad_update": ignored(TRUTH, True, why="gradients are accumulated at once anyway"),
+}
+
+BFLOAT16 = renamed(MAPPING, "bf16")
+
+
+@attrs.frozen(kw_only=True)
+class Bf16:
+    """bf16: bfloat16 training."""
+
+    enabled: bool | str = setting(literal(TRUTH, "auto"), False, 'train in bfloat16; "auto": where it is faster')
+    check_grad_overflow: bool = setting(TRUTH, True, "leave out an update with non-finite gradients")
+    bf16_master_weights_and_grads: bool = setting(TRUTH, False, "no float32 masters; states stay float32")
+    bf16_optimizer_states: bool = setting(
+        TRUTH, False, "beside bf16 masters: optimizer states in bf16 too", plan="narrow_states"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class DataTypes:
+    """data_types: dtypes that precision does not already decide."""
+
+    grad_accum_dtype: str = setting(
+        null_or(DTYPE, ""),
+        "",
+        "dtype of the gradient accumulators; default: masters'",
+        plan="accumulate",
+        empty="(each parameter's)",
+    )
+    param_dtype: str = setting(
+        null_or(DTYPE, ""),
+        "",
+        "dtype of the weights; default: what fp16 or bf16 say, else the model's own",
+        plan="param",
+        empty="(the model's)",
+    )
+    buffer_dtype: str = setting(
+        null_or(DTYPE, ""),
+        "",
+        "dtype of floating buffers; default: they keep theirs",
+        plan="buffer",
+        empty="(each buffer's)",
+    )
+    # DeepSpeed keeps buffers only; here parameters stay too.
+    keep_in_fp32_modules: tuple[str, ...] | str = setting(
+        literal(NAMES, "auto"),
+        "auto",
+        "what stays float32, by parts of names; auto: what a Transformers model lists",
+        empty="(none)",
+    )
+
+
+@attrs.frozen(kw_only=True)
+class Autocast:
+    """torch_autocast: float32 weights; torch chooses for each operation whether it runs in the lower dtype."""
+
+    enabled: bool = setting(TRUTH, False, "run forward under torch.autocast")
+    # torch's own default is float16 on a GPU, where DeepSpeed then scales no loss.
+    dtype: str = setting(null_or(HALF, "bfloat16"), "bfloat16", "the lower dtype", plan="autocast")
+    lower_precision_safe_modules: tuple[str, ...] = setting(
+        null_or(NAMES, SAFE_MODULES),
+        SAFE_MODULES,
+        "classes whose parameters' gradients travel in the lower dtype",
+        empty="(none)",
+    )
+    # Ours: for DeepSpeed it is always dynamic.
+    loss_scale: float = setting(number(0), 0.0, "factor on the loss with fp16; 0 = dynamic")
+
+
+_CHOSEN = "torch.autocast has its own rules for each operation"
+
+AMP_OTHERS: dict[str, Row] = {
+    "patch_torch_functions": ignored(null_or(TRUTH, None), None, True, why=_CHOSEN),
+    "keep_batchnorm_fp32": ignored(
+        null_or(literal(TRUTH, "True", "False"), None), None, True, "True", why="weights are float32 anyway"
+    ),
+    "master_weights": ignored(null_or(TRUTH, None), None, True, why="weights are float32 anyway"),
+    "cast_model_type": ignored(null_or(DTYPE, None), None, why="weights stay float32"),
+    "cast_model_outputs": ignored(null_or(DTYPE, None), None, why="outputs are what the model returns"),
+    "num_losses": ignored(null_or(number(0), None), None, why="one loss scale serves all losses"),
+    "verbosity": ignored(null_or(number(0), None), None, why="what was done is said once"),
+    "min_loss_scale": ignored(null_or(number(0), None), None, why="a dynamic scale stays above 1"),
+    "max_loss_scale": ignored(null_or(number(0), None), None, why="a dynamic scale has no ceiling"),
+}
+
+
+@attrs.frozen(kw_only=True)
+class Amp:
+    """amp: NVIDIA Apex, which its authors gave up; read as torch_autocast."""
+
+    enabled: bool = setting(TRUTH, False, "Apex's mixed precision, carried out by torch.autocast")
+    opt_level: str = setting(
+        choice(*LEVELS, fold=str.upper), "O1", "O0: float32; O1, O2, O3: torch_autocast in fp16", plan="amp_level"
+    )
+    loss_scale: float | str = setting(
+        null_or(literal(number(0), "dynamic"), "dynamic"), "dynamic", 'factor on the loss, or "dynamic"'
+    )
+
+
+@attrs.frozen(kw_only=True)
+class Float8:
+    """fp8, a section of ours: linear layers whose products run in 8-bit floats, on devices that have them."""
+
+    enabled: bool = setting(TRUTH, False, "multiply in 8-bit floats; needs an NVIDIA GPU from Ada on")
+    modules: tuple[str, ...] = setting(NAMES, ("*",), "linear layers, by parts of their names; * is anything")
+    exclude: tuple[str, ...] = setting(NAMES, ("lm_head",), "linear layers that stay as they are", empty="(none)")
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class PrecisionKeys:
+    """Sections of the top level about precision."""
+
+    fp16: Fp16 = section(Fp16, switch="enabled")
+    bf16: Bf16 = section(Bf16, BF16, switch="enabled")
+    amp: Amp = section(Amp, AMP_OTHERS, switch="enabled")
+    torch_autocast: Autocast = section(Autocast, switch="enabled")
+    fp8: Float8 = section(Float8, switch="enabled")
+    data_types: DataTypes = section(DataTypes)
+
+
+OTHERS: dict[str, Row] = {"bfloat16": BFLOAT16}

@@ -1,0 +1,1 @@
+"""The plan: what a config means on a world of ranks."""

@@ -1,0 +1,255 @@
+"""Rules of the data sections that are on: keys that are required, and keys that must agree.
+
+Whether a section is on takes every switch above it: `data_efficiency.enabled`, `data_sampling.enabled`, its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from zengine.config.grammar.errors import NOWHERE, Problem
+from zengine.config.keys.data import (
+    CurriculumLearning,
+    CurriculumMetric,
+    DataCurriculum,
+    DynamicBatchingSection,
+    LtdSchedule,
+    RandomLtdSection,
+)
+from zengine.config.plan.parallel import ParallelPlan
+from zengine.config.reading.load import Config
+from zengine.data.order.packing import Packing, Picking
+from zengine.data.order.schedules import Custom, FixedDiscrete, FixedRoot, Schedule
+
+SEQLEN = "curriculum_learning"
+METRICS = "data_efficiency.data_sampling.curriculum_learning"
+PACKING = "data_efficiency.data_sampling.dynamic_batching"
+LTD = "data_efficiency.data_routing.random_ltd"
+MEASURED = "seqlen"  # the metric that can be measured at start
+
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "fixed_linear": ("total_curriculum_step",),
+    "fixed_root": ("total_curriculum_step",),
+    "fixed_discrete": ("difficulty",),
+    "custom": (),
+}
+_USED = {
+    "fixed_linear": {"total_curriculum_step", "difficulty_step"},
+    "fixed_root": {"total_curriculum_step", "difficulty_step", "root_degree"},
+    "fixed_discrete": {"difficulty", "max_step"},
+}
+
+
+# -- what is on ----------------------------------------------------------------------------------
+
+
+def curriculum(config: Config) -> tuple[CurriculumLearning, ...]:
+    """The legacy section, if it is on."""
+    section = config.settings.curriculum_learning
+    return (section,) if section.enabled else ()
+
+
+def sample_curriculum(config: Config) -> tuple[DataCurriculum, ...]:
+    """The curriculum over samples, if it is on."""
+    efficiency = config.settings.data_efficiency
+    section = efficiency.data_sampling.curriculum_learning
+    return (section,) if efficiency.enabled and efficiency.data_sampling.enabled and section.enabled else ()
+
+
+def dynamic_batching(config: Config) -> tuple[DynamicBatchingSection, ...]:
+    """Dynamic batching, if it is on."""
+    efficiency = config.settings.data_efficiency
+    section = efficiency.data_sampling.dynamic_batching
+    return (section,) if efficiency.enabled and efficiency.data_sampling.enabled and section.enabled else ()
+
+
+def random_ltd(config: Config) -> tuple[RandomLtdSection, ...]:
+    """Random-LTD, if it is on."""
+    efficiency = config.settings.data_efficiency
+    section = efficiency.data_routing.random_ltd
+    return (section,) if efficiency.enabled and efficiency.data_routing.enabled and section.enabled else ()
+
+
+# -- values that validate themselves --------------------------------------------------------------
+
+
+def schedule_of(section: CurriculumLearning | CurriculumMetric) -> Schedule:
+    """The law that a section describes.
+
+    Raises:
+        ValueError: a key is missing or makes no sense with the others.
+    """
+    kind, details = section.schedule_type, section.schedule_config
+    if not kind:
+        raise ValueError("schedule_type is missing: it is fixed_linear, fixed_root, fixed_discrete or custom")
+    missing = [f"schedule_config.{name}" for name in _NEEDED[kind] if not getattr(details, name)]
+    missing += ["max_difficulty"] * (not section.max_difficulty)
+    if missing:
+        raise ValueError(f'schedule_type "{kind}" needs {" and ".join(missing)}')
+    low, high = section.min_difficulty, section.max_difficulty
+    if kind == "custom":
+        return Custom(low=low, high=high)
+    if kind == "fixed_discrete":
+        outside = [value for value in details.difficulty if not low <= value <= high]
+        if outside:
+            raise ValueError(f"difficulties {outside} are not between min_difficulty {low} and max_difficulty {high}")
+        return FixedDiscrete(difficulties=details.difficulty, until=details.max_step)
+    return FixedRoot(
+        low=low,
+        high=high,
+        steps=details.total_curriculum_step,
+        multiple=details.difficulty_step,
+        degree=details.root_degree if kind == "fixed_root" else 1.0,
+    )
+
+
+def packing_of(section: DynamicBatchingSection) -> Packing:
+    """ValueError if the limits of a micro-batch make no sense."""
+    if not section.max_tokens:
+        raise ValueError("max_tokens is missing")
+    return Packing(
+        max_tokens=section.max_tokens,
+        min_batch_size=section.min_batch_size,
+        max_batch_size=section.max_batch_size,
+        picking=Picking(section.sequence_picking_order),
+    )
+
+
+def ltd_schedule_of(section: LtdSchedule) -> Schedule:
+    """ValueError if the schedule of tokens makes no sense."""
+    details = section.schedule_config
+    if not section.max_value or not details.require_steps:
+        raise ValueError("max_value and schedule_config.require_steps are needed, each at least 1")
+    return FixedRoot(
+        low=section.min_value, high=section.max_value, steps=details.require_steps, multiple=details.seq_per_step
+    )
+
+
+# -- the rules -----------------------------------------------------------------------------------
+
+
+def data_violations(config: Config) -> list[Problem]:
+    """Every rule that the data sections break."""
+    return [*_of_lengths(config), *_of_samples(config), *_of_batches(config), *_of_layers(config)]
+
+
+def _problem(config: Config, key: str, reason: str, suggestion: str) -> Problem:
+    inner = [place for name, place in config.given.items() if name.startswith(f"{key}.")]
+    place = config.given.get(key, inner[0] if inner else NOWHERE)
+    return Problem(place=place, key=key, reason=reason, suggestion=suggestion)
+
+
+def _refused(make: Callable[[Any], object], section: Any) -> str:
+    """The reason why `make` rejects a section; "" if it does not."""
+    try:
+        make(section)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _of_lengths(config: Config) -> Iterator[Problem]:
+    for section in curriculum(config):
+        if reason := _refused(schedule_of, section):
+            yield _problem(config, SEQLEN, reason, "Complete the section, or switch it off.")
+        elif (least := _least(schedule_of(section))) < 1:
+            yield _problem(config, SEQLEN, _says_nothing(least, "difficulty_step"), "Raise min_difficulty.")
+
+
+def _least(schedule: Schedule) -> int:
+    """The difficulty of the first step; 1 for a law that is not known yet."""
+    return 1 if isinstance(schedule, Custom) else schedule.at(1)
+
+
+def _says_nothing(least: int, multiple: str) -> str:
+    return f"the first step would have sequences of {least} tokens (rounded down to a multiple of {multiple})"
+
+
+def _of_samples(config: Config) -> Iterator[Problem]:
+    for section in sample_curriculum(config):
+        if not section.curriculum_metrics:
+            yield _problem(config, METRICS, "curriculum_metrics names no metric", 'Add one: {"seqlen": {...}}.')
+        for name, metric in section.curriculum_metrics.items():
+            key = f"{METRICS}.curriculum_metrics.{name}"
+            if reason := _refused(schedule_of, metric):
+                yield _problem(config, key, reason, "Complete the metric, or leave it out.")
+            if missing := _missing_files(name, metric):
+                yield _problem(
+                    config,
+                    key,
+                    f"{missing} is missing",
+                    f'zengine.data.DataAnalyzer writes them; only "{MEASURED}" is measured without files.',
+                )
+        for _ in dynamic_batching(config):
+            yield _problem(
+                config,
+                METRICS,
+                f"{METRICS}.enabled and {PACKING}.enabled are both on, and each decides which samples make a batch",
+                "Keep one of them.",
+            )
+
+
+def _missing_files(name: str, metric: CurriculumMetric) -> str:
+    """The path that a metric cannot do without."""
+    needs_values = metric.difficulty_type == "value"
+    if metric.clustering_type == "single_cluster":
+        return ""
+    if not metric.index_to_sample_path:
+        is_measured = name == MEASURED and not metric.index_to_metric_path
+        return "" if is_measured else "index_to_sample_path"
+    return "index_to_metric_path" if needs_values and not metric.index_to_metric_path else ""
+
+
+def _of_batches(config: Config) -> Iterator[Problem]:
+    for section in dynamic_batching(config):
+        if reason := _refused(packing_of, section):
+            yield _problem(config, PACKING, reason, "Set max_tokens to what a micro-batch can hold.")
+
+
+def _of_layers(config: Config) -> Iterator[Problem]:
+    for section in random_ltd(config):
+        ids, total, named = section.random_ltd_layer_id, section.total_layer_num, section.random_ltd_layer_num
+        if not ids or not total:
+            yield _problem(config, LTD, "total_layer_num and random_ltd_layer_id are needed", "Name the layers.")
+        elif len(set(ids)) != len(ids) or max(ids) >= total:
+            reason = f"random_ltd_layer_id {list(ids)} must be different numbers below total_layer_num = {total}"
+            yield _problem(config, LTD, reason, "Layers count from 0.")
+        if named and named != len(ids):
+            reason = f"random_ltd_layer_num = {named}, and random_ltd_layer_id names {len(ids)}"
+            yield _problem(config, LTD, reason, "Leave random_ltd_layer_num out.")
+        schedule = f"{LTD}.random_ltd_schedule"
+        if reason := _refused(ltd_schedule_of, section.random_ltd_schedule):
+            yield _problem(config, schedule, reason, "Complete the schedule.")
+        elif (least := ltd_schedule_of(section.random_ltd_schedule).at(0)) < 1:
+            yield _problem(config, schedule, _says_nothing(least, "seq_per_step"), "Raise min_value.")
+
+
+def unused_keys(section: CurriculumLearning | CurriculumMetric, prefix: str, config: Config) -> list[str]:
+    """Keys of schedule_config that were given and do not count for this schedule_type."""
+    used = _USED.get(section.schedule_type, set())
+    start = f"{prefix}.schedule_config."
+    return [key for key in config.given if key.startswith(start) and key.removeprefix(start) not in used]
+
+
+# -- sequence parallelism: each rank would cut its own piece of a sequence ---------------------------
+
+
+def sequences_are_whole(config: Config, parallel: ParallelPlan) -> list[Problem]:
+    """The sections that are on and need whole sequences, where ranks have pieces."""
+    size = parallel.degrees.sequence
+    if size == 1:
+        return []
+    asked = {f"{SEQLEN}.enabled": curriculum(config), f"{LTD}.enabled": random_ltd(config)}
+    return [
+        Problem(
+            place=config.given.get(key, NOWHERE),
+            key=key,
+            given=True,
+            reason=f"it takes tokens out of whole sequences, of which each of {size} ranks has a piece "
+            f"(sequence_parallel_size)",
+            suggestion="Leave the section out, or set sequence_parallel_size to 1.",
+        )
+        for key, is_on in asked.items()
+        if is_on
+    ]

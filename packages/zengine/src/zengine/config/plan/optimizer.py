@@ -1,0 +1,103 @@
+"""The optimizer and the schedule of a plan, and in which dtype the optimizer keeps its states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from zengine.config.keys.root import Settings
+from zengine.config.keys.training import Optimizer, Scheduler
+from zengine.config.plan.parts import PlanRow, rows
+from zengine.config.reading.choices import takes
+from zengine.config.reading.load import Config
+from zprecision import Precision
+
+__all__ = ["OptimizerPlan", "SchedulerPlan", "is_narrow", "optimizer_notices", "optimizer_plan", "optimizer_rows"]
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerPlan:
+    """The optimizer to build by name; an empty type means that the caller brings one."""
+
+    type: str = ""
+    params: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class SchedulerPlan:
+    """The learning-rate schedule to build by name; an empty type means none, or the caller's."""
+
+    type: str = ""
+    params: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+def optimizer_plan(settings: Settings, dtypes: Precision) -> OptimizerPlan:
+    """The optimizer, told in what to keep its states where the masters are narrow.
+
+    Left alone it would keep them in the masters' dtype, as torch does; DeepSpeed's keys mean float32 unless
+    bf16_optimizer_states is on.
+    """
+    name, params = settings.optimizer.type, dict(settings.optimizer.params)
+    if name and not _says_states(params) and is_narrow(dtypes.master):
+        wanted = "bf16" if settings.bf16.bf16_optimizer_states else "fp32"
+        if takes(name, params, "state_dtype", wanted):
+            params["state_dtype"] = wanted
+    return OptimizerPlan(type=name, params=params)
+
+
+def optimizer_rows(optimizer: OptimizerPlan, scheduler: SchedulerPlan) -> Iterator[PlanRow]:
+    """Rows of both sections, option by option."""
+    for section, settings, part in (("optimizer", Optimizer, optimizer), ("scheduler", Scheduler, scheduler)):
+        yield from rows(f"{section}.", part, settings, skip=("params",))
+        yield from ((f"{section}.params.{name}", value) for name, value in part.params.items())
+
+
+def is_narrow(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.itemsize < torch.float32.itemsize
+
+
+def _says_states(params: Mapping[str, Any]) -> bool:
+    return params.get("state_dtype") is not None or "fp32_optimizer_states" in params
+
+
+def optimizer_notices(config: Config, dtypes: Precision) -> list[str]:
+    """Notices of what masters in 16 bits cost."""
+    settings, name = config.settings, config.settings.optimizer.type
+    asked = "bf16.bf16_master_weights_and_grads"
+    if (
+        settings.bf16.enabled == "auto"
+        and settings.bf16.bf16_master_weights_and_grads
+        and not is_narrow(dtypes.master)
+    ):
+        return [f"{config.origin(asked)}: {asked} has no effect here: training in float32"]
+    if not is_narrow(dtypes.master):
+        return _states_notices(config)
+    if not name:
+        return []
+    notices = []
+    chosen = optimizer_plan(settings, dtypes).params
+    dtype = str(dtypes.master).removeprefix("torch.")
+    if not _says_states(chosen):
+        notices.append(f"{name} keeps its states in the dtype of the masters, {dtype}: it has no state_dtype")
+    if dtypes.master == torch.float16 or not takes(name, settings.optimizer.params, "state_dtype", "bf16"):
+        share = 2**8 if dtype == "bfloat16" else 2**11
+        notices.append(
+            f"masters in {dtype} are rounded to nearest by {name}: an update below 1/{share} of its weight is lost. "
+            "AdamW and its kin of this package round bf16 masters stochastically"
+        )
+    return notices
+
+
+def _states_notices(config: Config) -> list[str]:
+    """The switch that DeepSpeed reads as "in the dtype of what is optimized", beside float32 masters."""
+    key = "optimizer.params.fp32_optimizer_states"
+    params = config.settings.optimizer.params
+    if params.get("fp32_optimizer_states") is not False or params.get("state_dtype") is not None:
+        return []
+    return [
+        f"{config.origin(key)}: {key} = false has no effect here: states then have the dtype of the masters, which "
+        'is float32. For smaller ones write "state_dtype": "bf16"'
+    ]

@@ -1,0 +1,214 @@
+"""Degrees of parallelism, from the config and from the mesh or model of the caller.
+
+The degrees multiply to the ranks of the engine.  Degrees that do not divide them are a problem here, with the
+equation, before a process group exists; the result is a value (`zcomm.Degrees`, resolved), from which groups follow.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from zcomm import Degrees
+from zengine.config.grammar.errors import NOWHERE, Problem
+from zengine.config.keys.parallel import (
+    ActivationCheckpointing,
+    ExpertParallel,
+    PartitionConfig,
+    Pipeline,
+    TensorParallel,
+    TensorRanks,
+)
+from zengine.config.keys.root import Settings
+from zengine.config.plan.facts import Facts
+from zengine.config.plan.parts import PlanRow, planned, rows
+from zengine.config.reading.load import Config, at
+
+__all__ = [
+    "MODEL_AXES",
+    "TENSOR_KEYS",
+    "ActivationCheckpointing",
+    "ParallelPlan",
+    "TensorPlan",
+    "activation_notices",
+    "parallel_notices",
+    "parallel_plan",
+    "parallel_rows",
+]
+
+MODEL_AXES = ("pipeline", "sequence", "tensor")  # ranks along these work on the same samples
+
+# Keys that set each degree.  0 is as good as 1: not asked for.
+_KEYS: Mapping[str, Mapping[str, Callable[[Settings], int]]] = {
+    "tensor": {
+        "tensor_parallel.autotp_size": lambda s: s.tensor_parallel.autotp_size,
+        "tensor_parallel.tp.tp_size": lambda s: s.tensor_parallel.tp.tp_size,
+    },
+    "sequence": {"sequence_parallel_size": lambda s: s.sequence_parallel_size},
+    "pipeline": {"pipeline.stages": lambda s: s.pipeline.stages},
+    "expert": {
+        "expert_parallel.autoep_size": lambda s: s.expert_parallel.autoep_size if s.expert_parallel.enabled else 0
+    },
+}
+
+
+TENSOR_KEYS = tuple(_KEYS["tensor"])  # that ask for tensor ranks
+
+
+@attrs.frozen(kw_only=True)
+class TensorPlan:
+    """Tensor parallelism: how layers are split."""
+
+    layer_specs: tuple[Mapping[str, Any], ...] = ()  # DeepSpeed's, which come first
+    completes: bool = True  # layers that none names are split as the model suggests
+    is_strict: bool = False  # a linear layer that nothing names is an error
+    splits_vocabulary: bool = False  # embeddings and output layers of an inferred plan, too
+    grain: int = 1  # columns without heads stay together by this many
+
+
+@attrs.frozen(kw_only=True)
+class ParallelPlan:
+    """Degrees of parallelism; `zcomm.groups.axes` assigns the ranks.  Invariant: `degrees` has no -1."""
+
+    degrees: Degrees = attrs.field(factory=lambda: Degrees(shard=1))
+    tensor: TensorPlan = attrs.field(factory=TensorPlan)
+    expert_layers: str = ""  # regular expression of the paths whose experts are shared out
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different samples: the replicas of the batch equation."""
+        return self.degrees.replicate * self.degrees.shard
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks that sum gradients, over which ZeRO shards."""
+        return self.data_ranks * self.degrees.sequence
+
+    @property
+    def cells(self) -> int:
+        """Ranks that hold different parts of one copy of the model, ZeRO aside."""
+        return self.degrees.pipeline * self.degrees.tensor
+
+
+def parallel_plan(config: Config, facts: Facts) -> ParallelPlan | list[Problem]:
+    """The degrees, or all that is wrong with them."""
+    problems: list[Problem] = _patterns_compile(config)
+    sizes = {axis: _size(config, axis, facts, problems) for axis in _KEYS}
+    if problems:
+        return problems
+    total = facts.replicas * math.prod(facts.axes.get(axis, 1) for axis in MODEL_AXES)
+    shared = math.prod(sizes[axis] for axis in MODEL_AXES)
+    if total % shared:
+        return [_no_quotient(config, sizes, total)]
+    data = {axis: facts.axes[axis] for axis in ("replicate", "shard") if axis in facts.axes}
+    try:
+        degrees = Degrees(**sizes, **data).resolved(total)
+        layers = config.settings.expert_parallel.moe_layer_pattern or ""
+        return ParallelPlan(degrees=degrees, tensor=_tensor(config.settings), expert_layers=layers)
+    except ValueError as error:  # experts, or a mesh whose axes do not make its ranks
+        return [_problem(config, "expert", sizes["expert"], str(error).rstrip("."), "")]
+
+
+def parallel_rows(plan: ParallelPlan, pipeline: Pipeline, activations: ActivationCheckpointing) -> Iterator[PlanRow]:
+    """Rows of the sections that split the model."""
+    degrees, config = plan.degrees, "tensor_parallel.partition_config."
+    yield from rows("tensor_parallel.", plan.tensor, TensorParallel, autotp_size=degrees.tensor)
+    yield from rows("tensor_parallel.tp.", plan.tensor, TensorRanks, tp_size=degrees.tensor)
+    yield from rows(config, plan.tensor, PartitionConfig)
+    for index, spec in enumerate(plan.tensor.layer_specs):
+        yield from ((f"{config}layer_specs[{index}].{name}", _shown(value)) for name, value in spec.items())
+    yield "expert_parallel.enabled", degrees.expert > 1
+    yield from rows("expert_parallel.", plan, ExpertParallel, skip=("enabled",))
+    yield from rows("pipeline.", pipeline, Pipeline)
+    yield from rows("activation_checkpointing.", activations, ActivationCheckpointing)
+
+
+def _shown(value: Any) -> Any:
+    return (list(value) or "(none)") if isinstance(value, tuple) else value
+
+
+def parallel_notices(config: Config, plan: ParallelPlan) -> list[str]:
+    """Keys that say how to split what is not split."""
+    home = "tensor_parallel."
+    tuned = [key for key in config.given if key.startswith(home) and key not in _KEYS["tensor"]]
+    if not tuned or plan.degrees.tensor > 1:
+        return []
+    verb = "has" if len(tuned) == 1 else "have"
+    return [f"{config.origin(tuned[0])}: {', '.join(tuned)} {verb} no effect here: every rank has whole layers"]
+
+
+def _tensor(settings: Settings) -> TensorPlan:
+    section = settings.tensor_parallel
+    specs = tuple(attrs.asdict(spec) for spec in section.partition_config.layer_specs)
+    own, sizes = planned(section, TensorPlan), planned(section.tp, TensorPlan)
+    return TensorPlan(**own, **sizes, **planned(section.partition_config, TensorPlan, layer_specs=specs))
+
+
+def _patterns_compile(config: Config) -> list[Problem]:
+    key, pattern = "expert_parallel.moe_layer_pattern", config.settings.expert_parallel.moe_layer_pattern
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        place = config.given.get(key, NOWHERE)
+        reason = f"it is no regular expression ({error})"
+        return [
+            Problem(place=place, key=key, given=pattern, reason=reason, suggestion="Correct it, or leave it out.")
+        ]
+    return []
+
+
+def _size(config: Config, axis: str, facts: Facts, problems: list[Problem]) -> int:
+    """The degree of one axis; 1 and a problem where it is asked for in two ways."""
+    asked = {key: read(config.settings) for key, read in _KEYS[axis].items() if key in config.given}
+    asked = {key: size for key, size in asked.items() if size > 0}
+    laid_out = facts.axes.get(axis)
+    if len(set(asked.values())) > 1:
+        both = " and ".join(f"{at(config, key)} = {size}" for key, size in asked.items())
+        problems.append(_problem(config, axis, max(asked.values()), f"{both} differ", "Keep one of them."))
+        return 1
+    size = next(iter(asked.values()), 1)
+    if laid_out is None:
+        return size
+    if asked and size != laid_out:
+        reason = f"{facts.laid_out_by} has {laid_out} {axis} rank{'s' * (laid_out != 1)} for each copy"
+        hint = f"Make it {laid_out}, or leave the key out: {facts.laid_out_by} decides."
+        problems.append(_problem(config, axis, size, reason, hint))
+    return laid_out
+
+
+def _no_quotient(config: Config, sizes: Mapping[str, int], total: int) -> Problem:
+    """The product does not divide the ranks; at the key of the largest degree."""
+    axis = max(MODEL_AXES, key=lambda each: sizes[each])
+    others = math.prod(sizes[each] for each in MODEL_AXES if each != axis)
+    equation = " x ".join(f"{each} {sizes[each]}" for each in MODEL_AXES)
+    fitting = [n for n in range(1, total + 1) if total % (n * others) == 0]
+    hint = f"Choose one of {', '.join(map(str, fitting))}" if fitting else "Make the degrees smaller"
+    return _problem(
+        config,
+        axis,
+        sizes[axis],
+        f"one copy of the model takes {equation} = {others * sizes[axis]} ranks, which does not divide the {total} "
+        f"rank{'s' * (total != 1)} of this run",
+        f"{hint}, or start a multiple of {others * sizes[axis]} ranks.",
+    )
+
+
+def _problem(config: Config, axis: str, given: int, reason: str, suggestion: str) -> Problem:
+    """At the first of the keys of `axis` that was written."""
+    key = next((key for key in _KEYS[axis] if key in config.given), next(iter(_KEYS[axis])))
+    place = config.given.get(key, NOWHERE)
+    return Problem(place=place, key=key, given=given, reason=reason, suggestion=suggestion)
+
+
+def activation_notices(config: Config, parallel: ParallelPlan) -> list[str]:
+    """Keys that have nothing to do here."""
+    section, found, home = config.settings.activation_checkpointing, [], "activation_checkpointing"
+    if section.partition_activations and parallel.degrees.tensor == 1:
+        found.append(f"{at(config, f'{home}.partition_activations')}: there is one tensor rank, which keeps all")
+    if section.number_checkpoints and not section.contiguous_memory_optimization:
+        found.append(f"{at(config, f'{home}.number_checkpoints')} counts with contiguous_memory_optimization alone")
+    return found

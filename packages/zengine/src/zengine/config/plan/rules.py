@@ -1,0 +1,188 @@
+"""Rules between keys: each names both sides, where they stand, and which to drop.
+
+A rule is a function from a config to a problem or none; `RULES` is the list.  None needs a machine, so that
+`zengine check` can apply them anywhere; the batch equation, which does, has a module of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zengine.config.grammar.errors import Problem
+from zengine.config.plan.data_rules import data_violations
+from zengine.config.plan.precision_rules import PRECISION_RULES
+from zengine.config.reading.load import Config
+from zengine.config.reading.load import at as _at
+from zengine.config.reading.load import violation as _violation
+
+Rule = Callable[[Config], Problem | None]
+
+
+def prescale_leaves_nothing_to_predivide(config: Config) -> Problem | None:
+    """prescale_gradients divides by all replicas before the sum, so no part is left for the factor."""
+    settings = config.settings
+    if not settings.prescale_gradients or settings.gradient_predivide_factor == 1.0:
+        return None
+    return _violation(
+        config,
+        "gradient_predivide_factor",
+        f"{_at(config, 'gradient_predivide_factor')} = {settings.gradient_predivide_factor:g} has no part of the "
+        f"division left: {_at(config, 'prescale_gradients')} does all of it before the sum",
+        "Keep one of them.",
+    )
+
+
+def a_sum_is_not_divided(config: Config) -> Problem | None:
+    """gradient_allreduce_op "sum" asks for no division at all."""
+    settings = config.settings
+    if settings.gradient_allreduce_op != "sum":
+        return None
+    dividing = [key for key in ("prescale_gradients",) if settings.prescale_gradients]
+    dividing += [key for key in ("gradient_predivide_factor",) if settings.gradient_predivide_factor != 1.0]
+    if not dividing:
+        return None
+    return _violation(
+        config,
+        "gradient_allreduce_op",
+        f'{_at(config, "gradient_allreduce_op")} = "sum" divides nothing, yet '
+        f"{' and '.join(_at(config, key) for key in dividing)} would divide",
+        'Drop them, or use "mean".',
+    )
+
+
+def stage_2_keeps_no_full_gradient(config: Config) -> Problem | None:
+    """Reducing once a step needs a full local gradient, which stage 2 exists to avoid."""
+    zero = config.settings.zero_optimization
+    if zero.stage < 2 or zero.reduce_at == "micro_step":
+        return None
+    return _violation(
+        config,
+        "zero_optimization.reduce_at",
+        f'{_at(config, "zero_optimization.reduce_at")} = "boundary" keeps a full gradient on every rank, which '
+        f"{_at(config, 'zero_optimization.stage')} = {zero.stage} exists to avoid",
+        'Use stage 1 for one exchange per step, or "micro_step".',
+    )
+
+
+def scale_starts_above_its_floor(config: Config) -> Problem | None:
+    """A dynamic loss scale starts at or above min_loss_scale."""
+    fp16 = config.settings.fp16
+    start = 2.0**fp16.initial_scale_power
+    if not fp16.enabled or fp16.loss_scale or fp16.min_loss_scale <= start:
+        return None
+    return _violation(
+        config,
+        "fp16.min_loss_scale",
+        f"{_at(config, 'fp16.min_loss_scale')} = {fp16.min_loss_scale:g} is above the first scale, 2 to the "
+        f"{_at(config, 'fp16.initial_scale_power')} {fp16.initial_scale_power} = {start:g}",
+        "Lower the floor or raise the power.",
+    )
+
+
+def stage_0_shards_nothing(config: Config) -> Problem | None:
+    """Groups that hold one copy each mean nothing where every rank holds one."""
+    zero, key = config.settings.zero_optimization, "zero_optimization.shard_group_size"
+    if zero.stage or not zero.shard_group_size:
+        return None
+    return _violation(
+        config,
+        key,
+        f"{_at(config, key)} = {zero.shard_group_size}, but at stage 0 nothing is sharded",
+        'Set "stage" to 1, 2 or 3, or leave shard_group_size out.',
+    )
+
+
+def files_have_a_folder(config: Config) -> Problem | None:
+    """Offload to nvme needs a path, and there is one for both sections."""
+    zero = config.settings.zero_optimization
+    states, weights = zero.offload_optimizer, zero.offload_param
+    named = {
+        "offload_optimizer": (states.device, states.nvme_path),
+        "offload_param": (weights.device, weights.nvme_path),
+    }
+    on_disk = {name: path for name, (device, path) in named.items() if device == "nvme"}
+    for name, path in on_disk.items():
+        if not path:
+            key = f"zero_optimization.{name}.device"
+            return _violation(
+                config,
+                key,
+                f'{_at(config, key)} = "nvme" needs a folder on a local drive',
+                f'Add "nvme_path": "/local/nvme" to {name}.',
+            )
+    if len(set(on_disk.values())) > 1:
+        key = "zero_optimization.offload_param.nvme_path"
+        return _violation(
+            config,
+            key,
+            f"{_at(config, key)} and {_at(config, 'zero_optimization.offload_optimizer.nvme_path')} differ",
+            "Give both the same folder: each rank makes one of its own in it.",
+        )
+    return None
+
+
+def resting_weights_are_sharded(config: Config) -> Problem | None:
+    """Only stage 3 has weights that rest."""
+    zero = config.settings.zero_optimization
+    if zero.offload_param.device == "none" or zero.stage == 3:
+        return None
+    key = "zero_optimization.offload_param.device"
+    return _violation(
+        config,
+        key,
+        f'{_at(config, key)} = "{zero.offload_param.device}" moves the shards of stage 3, and '
+        f"{_at(config, 'zero_optimization.stage')} = {zero.stage}",
+        'Use stage 3, or set it to "none".',
+    )
+
+
+def what_stays_begins_with_the_last(config: Config) -> Problem | None:
+    """The other keys of checkpoint.keep add to the last few; alone they would delete the run's newest work."""
+    keep = config.settings.checkpoint.keep
+    added = [f"checkpoint.keep.{key}" for key in ("every", "best", "tags") if getattr(keep, key)]
+    if keep.last or not added:
+        return None
+    return _violation(
+        config,
+        added[0],
+        f"{_at(config, added[0])} says what stays beside the last few, and checkpoint.keep.last is not set",
+        "Set checkpoint.keep.last to 1 or more, or leave the section out to keep all checkpoints.",
+    )
+
+
+def one_piece_of_parts_has_a_size(config: Config) -> Problem | None:
+    """contiguous_memory_optimization holds parts of activations, a number of them that somebody has to know."""
+    section = config.settings.activation_checkpointing
+    if not section.contiguous_memory_optimization:
+        return None
+    needed = [name for name in ("partition_activations", "number_checkpoints") if not getattr(section, name)]
+    if not needed:
+        return None
+    key = "activation_checkpointing.contiguous_memory_optimization"
+    return _violation(
+        config,
+        key,
+        f"{_at(config, key)} keeps parts of activations in one piece of memory, and {' and '.join(needed)} "
+        f"{'is' if len(needed) == 1 else 'are'} not set",
+        'Set "partition_activations" to true and "number_checkpoints" to the blocks that a forward passes, or leave '
+        "it out.",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    *PRECISION_RULES,
+    prescale_leaves_nothing_to_predivide,
+    a_sum_is_not_divided,
+    stage_2_keeps_no_full_gradient,
+    scale_starts_above_its_floor,
+    stage_0_shards_nothing,
+    files_have_a_folder,
+    resting_weights_are_sharded,
+    what_stays_begins_with_the_last,
+    one_piece_of_parts_has_a_size,
+)
+
+
+def violations(config: Config) -> list[Problem]:
+    """Every rule that `config` breaks."""
+    return [problem for rule in RULES if (problem := rule(config)) is not None] + data_violations(config)

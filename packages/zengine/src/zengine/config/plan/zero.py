@@ -1,0 +1,249 @@
+"""ZeRO of the plan: the policy for zpartition, from the config, the machine and the degrees of parallelism.
+
+Offload: on a machine without a GPU everything is on the CPU already, so "cpu" moves and copies nothing.  "nvme" means
+files everywhere.
+
+ZeRO++: weights travel in 8 bits and gradients in 4, the widths of the paper.  Gradients are summed inside a node
+first, and then between nodes; the size of a node is `zero_hpz_partition_size`, else what the launcher says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import attrs
+
+from zengine.config.grammar.errors import NOWHERE, Problem
+from zengine.config.keys.root import Settings
+from zengine.config.keys.zero import Aio, LeafModule, OffloadOptimizer, OffloadParam, Zero
+from zengine.config.plan.facts import Facts
+from zengine.config.plan.parallel import ParallelPlan
+from zengine.config.plan.parts import PlanRow, planned, rows
+from zengine.config.plan.precision import wire_dtypes
+from zengine.config.reading.load import Config
+from zpartition import Averaging, Offload, ReduceAt, SparseGradients, Speculation, Tier, ZeroPolicy
+from zprecision import Precision
+
+__all__ = [
+    "leaf_modules",
+    "offload_devices",
+    "offload_notices",
+    "secondary_group_fits",
+    "shard_groups_fit",
+    "stage_3_keys",
+    "zero_policy",
+    "zero_rows",
+]
+
+WEIGHT_BITS, GRADIENT_BITS = 8, 4
+SECONDARY = "zero_optimization.zero_hpz_partition_size"
+_TUNING = "zero_optimization.offload_optimizer."
+
+
+# -- the policy ----------------------------------------------------------------------------------
+
+
+def zero_policy(settings: Settings, dtypes: Precision, facts: Facts, parallel: ParallelPlan) -> ZeroPolicy:
+    """The policy: the values of zero_optimization whose rows name a field, and those that are derived."""
+    zero = settings.zero_optimization
+    derived = {
+        "accumulate_dtype": dtypes.accumulate,
+        "master_dtype": dtypes.master,
+        "averaging": Averaging(
+            operation=settings.gradient_allreduce_op,
+            prescale=settings.prescale_gradients,
+            predivide=settings.gradient_predivide_factor,
+        ),
+        "reduce_at": ReduceAt(zero.reduce_at),
+        "sparse_gradients": SparseGradients.ROWS if settings.sparse_gradients else SparseGradients.DENSE,
+        "shard_group_size": _shard_group_size(settings, parallel),
+        "offload": _offload(settings, facts),
+        "leaves": (
+            *zero.leaf_module.classes,
+            *zero.leaf_module.names,
+            *(f"*{end}" for end in zero.leaf_module.name_suffixes),
+        ),
+        **wire_dtypes(settings),
+        **_zeropp_fields(zero, facts, parallel),
+    }
+    return ZeroPolicy(**planned(zero, ZeroPolicy, **derived))
+
+
+def _shard_group_size(settings: Settings, parallel: ParallelPlan) -> int:
+    """Ranks of one copy: the key, or the axes of a mesh that has an axis of replicas."""
+    zero = settings.zero_optimization
+    if zero.shard_group_size or not zero.stage or parallel.degrees.replicate == 1:
+        return zero.shard_group_size
+    return parallel.gradient_ranks // parallel.degrees.replicate
+
+
+def leaf_modules(settings: Settings) -> dict[str, tuple[str, ...]]:
+    """The names of leaf modules as they were given."""
+    leaves = settings.zero_optimization.leaf_module
+    return {"classes": leaves.classes, "names": leaves.names, "name_suffixes": leaves.name_suffixes}
+
+
+def offload_devices(settings: Settings) -> dict[str, str]:
+    """Device of each offloaded part, by the name of its section."""
+    zero = settings.zero_optimization
+    return {"offload_optimizer": zero.offload_optimizer.device, "offload_param": zero.offload_param.device}
+
+
+def _offload(settings: Settings, facts: Facts) -> Offload:
+    """The policy of offload; `rules` have checked that there is a path where one is needed."""
+    zero = settings.zero_optimization
+    states, weights = zero.offload_optimizer, zero.offload_param
+    tier = _tier(states.device, facts)
+    speculates = states.super_offload and tier is Tier.HOST
+    derived = {
+        "states": tier,
+        "weights": _tier(weights.device, facts),
+        "step_numel": zero.sub_group_size,
+        "buffer_count": max(2, states.buffer_count),
+        "pin": states.pin_memory if tier is Tier.HOST else weights.pin_memory,
+        "directory": next((each.nvme_path for each in (states, weights) if each.device == "nvme"), ""),
+        "speculation": Speculation.LAST_BACKWARD if speculates else Speculation.OFF,
+    }
+    return Offload(**{**planned(settings.aio, Offload), **planned(states, Offload, **derived)})
+
+
+def _tier(device: str, facts: Facts) -> Tier:
+    if device == "nvme":
+        return Tier.DISK
+    return Tier.HOST if device == "cpu" and facts.device_type != "cpu" else Tier.DEVICE
+
+
+def _zeropp_fields(zero: Zero, facts: Facts, parallel: ParallelPlan) -> dict[str, int]:
+    """The policy's fields of ZeRO++; all zero below stage 3."""
+    names = ("weight_bits", "frozen_weight_bits", "secondary_group_size", "gradient_bits", "gradient_hop_size")
+    if zero.stage < 3:
+        return dict.fromkeys(names, 0)
+    here = facts.ranks_per_host // parallel.degrees.tensor  # tensor ranks are neighbours
+    node = zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else here
+    fits = _copy_size(zero, parallel) % max(node, 1) == 0
+    values = (
+        WEIGHT_BITS * zero.zero_quantized_weights,
+        WEIGHT_BITS * zero.zero_quantized_nontrainable_weights,
+        zero.zero_hpz_partition_size * (zero.zero_hpz_partition_size > 1),
+        GRADIENT_BITS * zero.zero_quantized_gradients,
+        node * (zero.zero_quantized_gradients and fits),
+    )
+    return dict(zip(names, values))
+
+
+def _copy_size(zero: Zero, parallel: ParallelPlan) -> int:
+    """Ranks over which weights are cut."""
+    return zero.shard_group_size or parallel.gradient_ranks
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+
+def zero_rows(
+    policy: ZeroPolicy, offloads: Mapping[str, str], leaf_modules: Mapping[str, tuple[str, ...]]
+) -> Iterator[PlanRow]:
+    """Rows of zero_optimization and aio."""
+    home = "zero_optimization."
+    yield from rows(home, policy, Zero)
+    yield from rows(f"{home}leaf_module.", policy, LeafModule, **_all_names(leaf_modules))
+    yield from rows(
+        f"{home}offload_optimizer.",
+        policy.offload,
+        OffloadOptimizer,
+        device=offloads.get("offload_optimizer", "none"),
+        super_offload=policy.offload.speculation is not Speculation.OFF,
+    )
+    yield from rows(
+        f"{home}offload_param.", policy.offload, OffloadParam, device=offloads.get("offload_param", "none")
+    )
+    yield from rows("aio.", policy.offload, Aio)
+
+
+def _all_names(leaf_modules: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    return {field.name: leaf_modules.get(field.name, ()) for field in attrs.fields(LeafModule)}
+
+
+# -- rules and notices ---------------------------------------------------------------------------
+
+
+def shard_groups_fit(config: Config, parallel: ParallelPlan) -> list[Problem]:
+    """shard_group_size divides the ranks that share the model."""
+    size, key = config.settings.zero_optimization.shard_group_size, "zero_optimization.shard_group_size"
+    ranks = parallel.gradient_ranks
+    if not size or ranks % size == 0:
+        return []
+    divisors = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
+    return [
+        Problem(
+            place=config.given.get(key, NOWHERE),
+            key=key,
+            given=size,
+            reason=f"it does not divide the {ranks} ranks that share this model",
+            suggestion=f"Choose one of {', '.join(divisors)}, or 0 for one group of all.",
+        )
+    ]
+
+
+def secondary_group_fits(config: Config, parallel: ParallelPlan) -> list[Problem]:
+    """Nodes are filled; alone, nothing is sharded and nobody looks."""
+    zero = config.settings.zero_optimization
+    size, total = zero.zero_hpz_partition_size, _copy_size(zero, parallel)
+    if zero.stage < 3 or total == 1 or total % size == 0:
+        return []
+    allowed = ", ".join(str(number) for number in range(1, total + 1) if total % number == 0)
+    return [
+        Problem(
+            place=config.given.get(SECONDARY, NOWHERE),
+            key=SECONDARY,
+            given=size,
+            reason=f"it does not divide the {total} ranks that hold one copy of the weights",
+            suggestion=f"Choose one of {allowed}: the ranks of a node, or 1 for no secondary shards.",
+        )
+    ]
+
+
+def stage_3_keys(config: Config) -> list[str]:
+    """Keys that ask for something which only stage 3 does."""
+    zero = config.settings.zero_optimization
+    asked = {
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+    }
+    return [f"zero_optimization.{key}" for key, is_asked in asked.items() if is_asked and zero.stage < 3]
+
+
+def offload_notices(config: Config, facts: Facts) -> list[str]:
+    """Notices of offload keys without effect on this machine, or beside the other keys."""
+    zero = config.settings.zero_optimization
+    notices = []
+    for name, device in offload_devices(config.settings).items():
+        if device == "cpu" and facts.device_type == "cpu":
+            key = f"zero_optimization.{name}.device"
+            notices.append(
+                f"{config.origin(key)}: {key} has no effect here: this run computes on the CPU, where everything is "
+                "already"
+            )
+    tuned = {"sub_group_size": "zero_optimization.sub_group_size", "super_offload": f"{_TUNING}super_offload"}
+    tuned |= {key: f"{_TUNING}{key}" for key in ("ratio", "pin_memory", "buffer_count")}
+    tuned["aio"] = next((key for key in config.given if key.startswith("aio.")), "aio")
+    moved = _tier(zero.offload_optimizer.device, facts)
+    idle = {Tier.DEVICE: list(tuned), Tier.HOST: ["buffer_count", "aio"], Tier.DISK: ["super_offload", "pin_memory"]}
+    for key in (tuned[name] for name in idle[moved] if tuned[name] in config.given):
+        if zero.offload_param.device == "nvme" and key == tuned["aio"]:
+            continue
+        where = "is not offloaded" if moved is Tier.DEVICE else f"is offloaded to {zero.offload_optimizer.device}"
+        notices.append(f"{config.origin(key)}: {key} has no effect here: the optimizer {where}")
+    for name, device in offload_devices(config.settings).items():
+        key = f"zero_optimization.{name}.nvme_path"
+        if key in config.given and getattr(zero, name).nvme_path and device != "nvme":
+            notices.append(f'{config.origin(key)}: {key} has no effect here: {name}.device is "{device}"')
+    key = "zero_optimization.offload_param.pin_memory"
+    if key in config.given and (moved is Tier.HOST or _tier(zero.offload_param.device, facts) is not Tier.HOST):
+        decides = f"{_TUNING}pin_memory decides" if moved is Tier.HOST else "the weights are not on the host"
+        notices.append(f"{config.origin(key)}: {key} has no effect here: {decides}")
+    if moved is Tier.DISK and zero.offload_optimizer.buffer_count < 2:
+        key = tuned["buffer_count"]
+        notices.append(f"{config.origin(key)}: {key} = 1 counts as 2: one is read while another is updated")
+    return notices

@@ -1,0 +1,1 @@
+"""Reading: from JSON, dicts and objects to a checked config."""

@@ -1,0 +1,243 @@
+"""Settings of a document: one walk that meets every key once.
+
+The walk never stops at a mistake: a bad leaf keeps its default and is reported, so that the report holds all
+of them.  Old names are moved to their new place before their section is read; `moved` remembers from where, so
+that every message points at what the person wrote.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from zengine.config.grammar.errors import NOTHING, Place, Problem, shown
+from zengine.config.grammar.kinds import MAPPING, TRUTH, Mismatch
+from zengine.config.grammar.scan import Document, Path, dotted
+from zengine.config.grammar.suggest import nearest
+from zengine.config.grammar.table import Key, Section, Support
+from zengine.config.keys.root import ROOT, Settings
+from zengine.config.reading.unknown_keys import meant
+
+SWITCHED_OFF = "the section is switched off"
+
+
+class Mode(enum.Enum):
+    """Effect of the keys of a section."""
+
+    ACTIVE = "active"  # they act
+    OFF = "off"  # the section is off: a notice says that the given keys have no effect
+    CHECKED = "checked"  # the section is rejected as a whole: only spelling and types are checked
+
+
+@attrs.frozen(kw_only=True)
+class Reading:
+    """Result of one walk."""
+
+    settings: Settings
+    given: Mapping[str, Place]  # keys that were written and act, with their places
+    notices: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def structure(document: Document) -> Reading:
+    """Read `document` by the table.  Never raises: the reading carries the problems."""
+    walk = _Walk(document)
+    settings = walk.section(ROOT, document.data, (), Mode.ACTIVE)
+    return Reading(
+        settings=settings if isinstance(settings, Settings) else Settings(),
+        given=walk.given,
+        notices=walk.all_notices(),
+        problems=tuple(walk.problems),
+    )
+
+
+class _Walk:
+    """Collects while it reads.  Invariant: every key of the document is met exactly once."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.given: dict[str, Place] = {}
+        self.problems: list[Problem] = []
+        self.moved: dict[Path, Path] = {}  # new path of a renamed key -> path as written
+        self.typed: dict[Path, object] = {}  # new path of a renamed key -> value as written
+        self.notices: list[str] = []
+        self.idle: dict[tuple[str, str], list[Path]] = {}  # (top key, reason) -> keys without effect
+
+    def section(self, section: Section, data: object, path: Path, outer: Mode) -> Any:
+        """The settings object of a section, with defaults where a key is missing or bad."""
+        if isinstance(data, bool) and data in section.shorthand:
+            self.notify(path, f'"{dotted(path)}": {shown(data)} is read as {shown(section.shorthand[data])}')
+            data = section.shorthand[data]
+        try:
+            members = self.translated(section, MAPPING.read(data), path)
+        except Mismatch as mismatch:
+            self.report(path, mismatch.reason, _section_hint(section, data), given=data)
+            return section.factory()
+        mode = self.mode(section, members, path) if outer is Mode.ACTIVE else outer
+        found = {
+            name: self.entry(section, name, value, (*path, name), outer if name == section.switch else mode)
+            for name, value in members.items()
+        }
+        return section.factory(**{name: value for name, value in found.items() if value is not NOTHING})
+
+    def entry(self, section: Section, name: str, value: object, path: Path, mode: Mode) -> Any:
+        """The value of one key for its section's settings, or NOTHING."""
+        entry = section.keys.get(name)
+        if section.members:
+            return self.inner_section(section.members[0], value, path, mode)
+        if isinstance(entry, Section):
+            return self.inner_section(entry, value, path, mode)
+        if isinstance(entry, Key):
+            return self.key(entry, value, path, mode)
+        if not section.is_open or nearest(name, section.keys, tolerance=1):
+            self.report(path, "unknown key", meant(name, section), given=value)
+        elif mode is Mode.OFF:
+            self.ignore(path, SWITCHED_OFF)
+        return NOTHING
+
+    def inner_section(self, section: Section, value: object, path: Path, mode: Mode) -> Any:
+        if value is None:  # the way to write an absent section
+            return NOTHING
+        if section.members and isinstance(value, (list, tuple)):
+            members = [
+                self.section(section.members[0], each, (*path, index), mode) for index, each in enumerate(value)
+            ]
+            return NOTHING if any(isinstance(member, dict) for member in members) else tuple(members)
+        if section.rejection and mode is Mode.ACTIVE:
+            self.report(path, section.rejection, "Remove the section.")
+            mode = Mode.CHECKED
+        built = self.section(section, value, path, mode)
+        return NOTHING if isinstance(built, dict) else built
+
+    def key(self, entry: Key, value: object, path: Path, mode: Mode) -> Any:
+        if entry.support is Support.REJECTED:
+            if mode is Mode.ACTIVE:
+                self.report(path, entry.why, entry.hint, given=value)
+            return NOTHING
+        try:
+            read = entry.kind.read(value)
+        except Mismatch as mismatch:
+            self.report(path, mismatch.reason, mismatch.suggestion, given=value)
+            return NOTHING
+        if mode is Mode.OFF:
+            self.ignore(path, SWITCHED_OFF)
+        elif mode is Mode.ACTIVE:
+            self.act(entry, read, value, path)
+        return read if entry.support is Support.HONOURED else NOTHING
+
+    def act(self, entry: Key, read: object, value: object, path: Path) -> None:
+        """Record what a key does whose section is on."""
+        matches = _among(read, entry.matching)
+        if entry.support is Support.HONOURED or (entry.support is Support.FIXED and matches):
+            if value is not None:  # null is the way to write the default
+                self.given[dotted(path)] = self.place(path)
+        elif matches:
+            return
+        elif entry.support is Support.IGNORED:
+            self.ignore(path, entry.why)
+        else:
+            self.report(path, entry.why, entry.hint or _accepted(entry), given=value)
+
+    def mode(self, section: Section, members: Mapping[str, Any], path: Path) -> Mode:
+        """Mode of a section, by the value of its switch."""
+        entry = section.keys.get(section.switch)
+        if not isinstance(entry, Key):
+            return Mode.ACTIVE
+        is_ours = entry.support is Support.HONOURED
+        try:
+            value = entry.kind.read(members.get(section.switch, entry.default if is_ours else section.off[0]))
+        except Mismatch:  # reported when the switch itself is read
+            return Mode.CHECKED
+        if _among(value, section.off):
+            return Mode.OFF
+        return Mode.ACTIVE if is_ours else Mode.CHECKED
+
+    def translated(self, section: Section, members: dict[str, Any], path: Path) -> dict[str, Any]:
+        """`members` with old names replaced by new ones."""
+        for name, value in list(members.items()):
+            entry = section.keys.get(name) if isinstance(name, str) else None
+            if isinstance(entry, Key) and entry.support is Support.RENAMED:
+                del members[name]
+                self.move(entry, members, (*path, name), value)
+        return members
+
+    def move(self, entry: Key, members: dict[str, Any], old: Path, value: object) -> None:
+        new = (*old[:-1], *entry.target)
+        try:
+            converted = entry.convert(entry.kind.read(value))
+        except Mismatch as mismatch:
+            self.report(old, mismatch.reason, mismatch.suggestion, given=value)
+            return
+        home: Any = members
+        for part in entry.target[:-1]:
+            if not isinstance(home.get(part) or {}, Mapping):
+                return  # reported when that section is read
+            home[part] = dict(home.get(part) or {})
+            home = home[part]
+        if entry.target[-1] in home:
+            other = self.place(new).origin()
+            self.report(old, f'the old name of "{dotted(new)}", which is given too ({other})', "Keep the new one.")
+            return
+        home[entry.target[-1]] = converted
+        self.moved[new], self.typed[new] = old, value
+        text = f" = {shown(converted)}" if entry.kind is TRUTH else ""
+        self.notify(old, f'"{dotted(old)}" is an old name: read as "{dotted(new)}"{text}')
+
+    def written(self, path: Path) -> Path:
+        """The path of a key in the words of the person."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.moved:
+                return (*self.moved[path[:end]], *path[end:])
+        return path
+
+    def place(self, path: Path) -> Place:
+        return self.document.place(self.written(path))
+
+    def report(self, path: Path, reason: str, suggestion: str = "", given: object = NOTHING) -> None:
+        written = self.written(path)
+        place = self.document.place(written)
+        if path in self.moved:  # the new name is news: the notice goes down with this error
+            reason, given = f'the old name of "{dotted(path)}": {reason}', self.typed[path]
+            suggestion = "Leave it out."
+        self.problems.append(
+            Problem(place=place, key=dotted(written), given=given, reason=reason, suggestion=suggestion)
+        )
+
+    def notify(self, path: Path, text: str) -> None:
+        self.notices.append(f"{self.place(path).origin()}: {text}")
+
+    def all_notices(self) -> tuple[str, ...]:
+        """Translations, and one line for each reason of having no effect."""
+        return (*self.notices, *(self.no_effect(why, paths) for (_, why), paths in self.idle.items()))
+
+    def ignore(self, path: Path, why: str) -> None:
+        """A key that is accepted and does nothing."""
+        self.idle.setdefault((str(path[0]), why), []).append(path)
+
+    def no_effect(self, why: str, paths: list[Path]) -> str:
+        names = ", ".join(dotted(path) for path in paths)
+        verb = "has" if len(paths) == 1 else "have"
+        return f"{self.place(paths[0]).origin()}: {names} {verb} no effect here: {why}"
+
+
+def _section_hint(section: Section, data: object) -> str:
+    """Hint for a value in place of an object."""
+    if isinstance(data, bool) and section.switch == "enabled":
+        return f'Write {{"enabled": {shown(data)}}}.'
+    if isinstance(data, str) and section.switch == "device":
+        return f'Write {{"device": {shown(data)}}}.'
+    return 'Write {"type": ' + f"{shown(data)}}}." if isinstance(data, str) and "type" in section.keys else ""
+
+
+def _among(value: object, matching: tuple[object, ...]) -> bool:
+    """Equality that tells true from 1."""
+    return any(type(value) is type(other) and value == other for other in matching)
+
+
+def _accepted(entry: Key) -> str:
+    if not entry.matching:
+        return "Leave it out."
+    return f"Set it to {' or '.join(shown(value) for value in entry.matching)}, or leave it out."

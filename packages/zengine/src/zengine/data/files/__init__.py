@@ -1,0 +1,1 @@
+"""Files of datasets: arrays, metrics and indexes."""

@@ -1,0 +1,1 @@
+"""Loaders: batches with a position that can be saved."""

@@ -1,0 +1,1 @@
+"""Orders: which sample goes where. Pure arithmetic."""

@@ -1,0 +1,173 @@
+"""Curriculum order: the samples that a step may see, as pure arithmetic.
+
+    walk = CurriculumWalk(order=Order(...), limits=(Limit(...),), steps_per=accumulation)
+    indices, position = walk.take(position)
+
+The samples of a pass are those of the plain order: one permutation by (seed, pass), the same on every rank and in
+every world.  The curriculum walks along it and skips samples too difficult for the current step.  So no sample
+repeats within a pass, later-admitted samples join in their proportion of the data, and a curriculum at the end of its
+schedule is the plain order.  A position is two numbers, the pass and a place in it; no list of seen samples is kept
+or saved.  Skipped samples come in a later pass.
+
+A batch that reaches the end of a pass continues in the next, so all batches are full.
+
+Rejected: clusters of samples in files, one per rise of the difficulty, drawn in proportion to their sizes, as in
+DeepSpeed; their bookkeeping has to be saved, and samples repeat while others wait.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from zengine.data.files.metrics import MetricError, MetricIndex
+from zengine.data.order.order import Indices, Order
+from zengine.data.order.schedules import Schedule
+
+_LOOK_AHEAD = 4096  # places that are looked at in one go
+
+
+class By(enum.Enum):
+    """Meaning of a difficulty."""
+
+    VALUE = "value"  # samples with a metric of at most the difficulty
+    PERCENTILE = "percentile"  # the easiest (difficulty / parts) of all samples
+    NOTHING = "single_cluster"  # no sample is held back; a post-processing function reads the difficulty
+
+
+@final
+@attrs.frozen(kw_only=True, eq=False)
+class Limit:
+    """Schedule and metric of one limit."""
+
+    name: str
+    schedule: Schedule
+    by: By
+    parts: int  # of percentiles: the difficulty that stands for all samples
+    index: MetricIndex
+    places: NDArray[np.int64]  # (num_samples,): the place of each sample in the order of difficulty
+
+    @classmethod
+    def make(cls, schedule: Schedule, by: By, index: MetricIndex, parts: int = 100) -> Limit:
+        return cls(name=index.name, schedule=schedule, by=by, parts=parts, index=index, places=index.places())
+
+    def count(self, difficulty: int) -> int:
+        """Return the number of easiest samples that are admitted."""
+        if self.by is By.VALUE:
+            return self.index.count_by_value(difficulty)
+        if self.by is By.PERCENTILE:
+            return self.index.count_by_percentile(difficulty, self.parts)
+        return len(self.places)
+
+
+@attrs.frozen(kw_only=True)
+class Position:
+    """Place in the walk."""
+
+    epoch: int = 0  # passes completed
+    place: int = 0  # in the permutation of this pass
+    step: int = 0  # optimizer steps whose samples have been taken
+    micro_step: int = 0  # micro-steps of the step that is under way
+
+
+@final
+@attrs.frozen(kw_only=True, eq=False)
+class CurriculumWalk:
+    """Order of samples under limits, for all ranks together."""
+
+    order: Order
+    limits: tuple[Limit, ...]
+    accumulation: int  # micro-steps of a step, which share a difficulty
+
+    def difficulties(self, step: int) -> dict[str, int]:
+        """Return the difficulty of each metric at `step`, counted from 0; as in DeepSpeed, schedules count from 1."""
+        return {limit.name: limit.schedule.at(step + 1) for limit in self.limits}
+
+    def take(self, start: Position, permutations: Mapping[int, Indices]) -> tuple[Indices, Position]:
+        """Return ((stride,) samples of the next micro-step of all ranks, the position after it).
+
+        permutations: the order of each pass, as `Permutations` makes it.
+
+        Raises:
+            MetricError: no sample is easy enough.
+        """
+        counts = self._counts(start.step)
+        taken: list[Indices] = []
+        missing, epoch, place = self.order.stride, start.epoch, start.place
+        num_before_pass = -1 if place else missing  # what was missing when this pass began; -1: it began earlier
+        while missing:
+            found, place = self._admitted(permutations[epoch], place, missing, counts)
+            taken.append(found)
+            missing -= len(found)
+            if place < self.order.num_samples:
+                continue
+            if missing == num_before_pass:
+                raise self._nothing(start.step)
+            epoch, place, num_before_pass = epoch + 1, 0, missing
+        micro_step = (start.micro_step + 1) % self.accumulation
+        step = start.step + (micro_step == 0)
+        return np.concatenate(taken), Position(epoch=epoch, place=place, step=step, micro_step=micro_step)
+
+    def _counts(self, step: int) -> list[tuple[Limit, int]]:
+        """Return the limits that exclude samples, with their counts."""
+        difficulties = self.difficulties(step)
+        counts = [(limit, limit.count(difficulties[limit.name])) for limit in self.limits]
+        return [(limit, count) for limit, count in counts if count < self.order.num_samples]
+
+    def _admitted(
+        self, permutation: Indices, place: int, wanted: int, counts: list[tuple[Limit, int]]
+    ) -> tuple[Indices, int]:
+        """Return up to `wanted` admitted samples from `place` on, and the place after the last one visited."""
+        while place < len(permutation):
+            window = permutation[place : place + max(_LOOK_AHEAD, wanted)]
+            easy = np.ones(len(window), dtype=bool)
+            for limit, count in counts:
+                easy &= limit.places[window] < count
+            where = np.flatnonzero(easy)[:wanted]
+            if len(where):
+                is_all = len(where) == wanted
+                return window[where], place + (int(where[-1]) + 1 if is_all else len(window))
+            place += len(window)
+        return permutation[:0], place
+
+    def _nothing(self, step: int) -> MetricError:
+        told = ", ".join(
+            f"{limit.name} {'<=' if limit.by is By.VALUE else 'percentile'} {limit.schedule.at(step + 1)} "
+            f"(admits {limit.count(limit.schedule.at(step + 1))} of {len(limit.places)}; the smallest is "
+            f"{limit.index.metrics[0]})"
+            for limit in self.limits
+            if limit.by is not By.NOTHING
+        )
+        return MetricError(
+            f"no sample is easy enough for step {step + 1} of the curriculum: {told}. Raise min_difficulty until the "
+            "limits together admit some"
+        )
+
+
+class Permutations(Mapping[int, Indices]):
+    """Permutation of each pass, caching the last one."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._epoch, self._kept = -1, np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, epoch: int) -> Indices:
+        if epoch != self._epoch:
+            self._epoch, self._kept = epoch, self._order.permutation(epoch)
+        return self._kept
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (self._epoch,)
+
+    def __len__(self) -> int:
+        return 1
+
+
+def replaced(limits: tuple[Limit, ...], schedules: Mapping[str, Any]) -> tuple[Limit, ...]:
+    """Return the limits with other schedules."""
+    return tuple(attrs.evolve(limit, schedule=schedules[limit.name]) for limit in limits)

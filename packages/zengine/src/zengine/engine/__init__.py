@@ -1,0 +1,1 @@
+"""The loop: engine, clock, parts, runners, loss weighting, non-finite gradients, features."""

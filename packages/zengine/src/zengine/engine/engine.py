@@ -1,0 +1,398 @@
+"""The training loop: forward, backward, step, checkpoints, close.
+
+    loss = engine(batch)
+    engine.backward(loss)
+    report = engine.step()
+
+`backward` divides the loss by the accumulation count, scales it and reduces gradients.  `step` counts the micro-step;
+at a boundary it inspects the gradients once, updates this rank's shards, publishes the weights and returns a
+`StepReport`.  Between boundaries it returns None.
+
+Implementations are chosen by `zengine.build.assemble` and called through the slots of `Parts`, each a Protocol with
+an identity, so nothing here asks if something is enabled.  Optional behaviour is a `Feature`: its hooks default to
+the identity, and one that is off is absent.  Features, checkpoints and exports receive a `Run`, never the engine.
+DeepSpeed's names are in `zengine.deepspeed_engine`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from zengine.config import Plan
+from zengine.engine import accumulation, module_attributes, optimizer_calls, torch_style
+from zengine.engine.clock import Boundary, Clock
+from zengine.engine.feature import Feature
+from zengine.engine.loss_weighting import StepLoss, Weight, check_loss, check_reached
+from zengine.engine.parts import Parts, Run
+from zengine.step_report import StepReport
+
+E = TypeVar("E", bound="Engine")
+
+
+class Engine(nn.Module):
+    """Trains `module` by `plan`; made by `zengine.initialize`.
+
+    Attributes that the engine does not have are the module's (`engine.generate`).
+
+    Invariant: `module`'s parameters show the newest weights, on every rank, when no method is running.
+    """
+
+    def __init__(self, module: nn.Module, parts: Parts, plan: Plan, features: tuple[Feature, ...] = ()) -> None:
+        super().__init__()
+        self.module = module
+        clock = Clock(
+            accumulation=plan.batch.accumulation,
+            samples_per_micro_step=plan.batch.micro_batch_size * plan.batch.replicas,
+            boundary=Boundary.COUNTED if plan.managed_accumulation else Boundary.FORCED,
+        )
+        losses = StepLoss(clock, parts.world.device, plan.parallel.gradient_ranks, parts.exchange)
+        self._run = Run(module, parts, plan, clock, losses)
+        self._features: tuple[Feature, ...] = ()
+        self._last_report: StepReport | None = None
+        for feature in features:
+            self.add_feature(feature)
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module and return its output untouched.
+
+        Raises:
+            CallOrderError: the engine is closed.
+        """
+        parts = self.parts
+        self.clock.forward(with_grad=torch.is_grad_enabled())
+        with parts.telemetry.span("forward"):
+            for feature in self._features:
+                args, kwargs = feature.forward_begin(args, kwargs)
+            output = parts.runner.forward(self.module, args, kwargs)
+            for feature in self._features:
+                output = feature.forward_end(output)
+        return output
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, weight: Weight | None = None
+    ) -> Tensor:
+        """Compute and reduce gradients of `loss` (a scalar: the mean over this rank's micro-batch).
+
+        weight: number of units (tokens, say) that the loss is a mean of.  The step's gradient is then the mean over
+            the units of all micro-steps and ranks, however unevenly they are spread; all ranks give one, or none.
+
+        Returns the loss's contribution to the step, detached: divided by the accumulation count (unless
+        `scale_wrt_gas` is False), or weighted, see loss_weighting.py.  May be called several times before `step`; the
+        gradients add up.
+
+        Raises:
+            CallOrderError: no forward came before.
+            ValueError: the loss is not a scalar, has no graph, or reaches no parameter of this engine; or some
+                backwards of a step have a weight and others none.
+        """
+        run, parts = self._run, self.parts
+        reducing = partial(run.reducing, is_weighted=weight is not None)
+        with run.clock.backward() as micro, parts.telemetry.span("backward"), reducing(micro):
+            check_loss(loss)
+            for feature in self._features:
+                loss = feature.backward_begin(micro, loss)
+            share = run.losses.share(loss, micro, weight, divides=scale_wrt_gas)
+            torch.autograd.backward(parts.scaler.scale(share), retain_graph=retain_graph)
+            check_reached(parts.partition)
+        share = share.detach()
+        run.losses.add(share)
+        for feature in self._features:
+            feature.backward_end(micro)
+        return share
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport | None:
+        """End the micro-step; at a boundary update the weights and return the report, else None.
+
+        `lr_kwargs` are passed to the schedule's `step` (a metric, say).
+
+        Raises:
+            CallOrderError: no backward came before.
+            LossScaleExhausted: fp16 gradients overflow although the scale is at its floor.
+            RanksDisagree: options, trained parameters or batches differ between ranks that must have them alike.
+        """
+        return self._end_micro_step(partial(self.parts.scheduler.step, **dict(lr_kwargs or {})))
+
+    def _end_micro_step(self, advance: Callable[[], object]) -> StepReport | None:
+        """Carry out `step`; `advance` moves the learning-rate schedule after an update that was applied."""
+        parts, report = self.parts, None
+        torch_style.accept_plain_gradients(self._run)
+        micro = self.clock.end_micro_step()
+        with parts.telemetry.span("step"):
+            if micro.is_last:
+                with self.clock.update(), parts.partition.zero_grad_on_exit():
+                    report = self._update(advance)
+        parts.telemetry.micro_step_end()
+        if report is not None:
+            self._finish_step(report)
+        return report
+
+    def _update(self, advance: Callable[[], object]) -> StepReport:
+        """Carry out a boundary."""
+        run, parts, clock = self._run, self.parts, self.clock
+        for feature in self._features:
+            feature.step_begin()
+        # 1. the last gradients are reduced
+        gradients = parts.partition.finish_gradients()
+        for feature in self._features:
+            feature.gradients_ready(parts.partition)
+        # 2. one all-reduce brings norm, overflow, loss and the check that ranks agree
+        num_unused = parts.partition.num_unused()
+        drift = parts.drift.number(clock.steps, any_unused=num_unused > 0)
+        stats = parts.inspect(gradients, extra=run.losses.statistics(num_unused, drift))
+        numbers = parts.read(stats, run.losses)
+        parts.drift.check(numbers.drift)
+        lr = parts.optimizer.lr()
+        # 3. the update is skipped, or applied with loss scale, weights and clipping in one divisor
+        skip = parts.skip_reason(numbers, run.losses)
+        if not skip:
+            divisor = parts.divisor(numbers)
+            parts.optimizer.update(parts.partition, divisor, any_unused=numbers.num_unused > 0)
+            advance()
+        # 4. scaler and counters move
+        parts.scaler.update(stats.found_inf)
+        clock.end_step(applied=not skip)
+        self._last_report = parts.report(clock, numbers, lr, skip)
+        skip.raise_if_fatal(clock.steps)
+        return self._last_report
+
+    def _finish_step(self, report: StepReport) -> None:
+        self.parts.telemetry.step_end(report)
+        for feature in self._features:
+            feature.step_end(report)
+
+    # -- variants of the loop --------------------------------------------------------------------
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss for your own backward, `engine.scale(loss).backward()`: divided by the micro-steps and
+        multiplied by the loss scale.
+
+        loss: the mean over this rank's micro-batch.  Exactly one backward of the result is legal.  Terms may be
+        added to `loss`, not to the result.
+
+        Raises:
+            CallOrderError: no forward came before.
+            ValueError: the loss is not a scalar, or has no graph.
+        """
+        return torch_style.scale(self._run, self._features, loss)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backwards send nothing: gradients add up on this rank, and the next backward outside, or `step`,
+        sends their sum.  At every stage; on all ranks alike.
+
+        It costs a whole gradient in the parameters' dtype on each rank, at stages 2 and 3 too, which otherwise keep
+        a part; and the sum over micro-steps is rounded to that dtype.  `step` rejects a boundary inside.
+        """
+        return self.clock.local()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that came from elsewhere (another engine's backward); `step` drops its own by itself.
+
+        Raises:
+            CallOrderError: in the middle of a step, whose earlier micro-steps would count and be lost.
+        """
+        accumulation.zero_grad(self._run)
+
+    def restart_step(self) -> None:
+        """Drop the gradients of the step so far and begin it again; on all ranks alike."""
+        accumulation.restart_step(self._run)
+
+    def _optimizer_step(self) -> None:
+        """Carry out `optimizer.step()`: `step`, but the caller moves the learning-rate schedule."""
+        if optimizer_calls.is_step_due(self._run):
+            self._end_micro_step(lambda: None)
+
+    def _optimizer_zero_grad(self) -> None:
+        """Carry out `optimizer.zero_grad()`: drop the gradients of a step that has just begun, and plain ones."""
+        if optimizer_calls.drop_plain_gradients(self._run):
+            self.zero_grad()
+
+    # -- checkpoints: every rank calls -----------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> str:
+        """Save the whole run between two steps; return the checkpoint's folder.  `tag`: default global_step<N>.
+
+        client_state: returned by `load_checkpoint`: numbers, strings, lists, dicts and scalar tensors.
+        exclude_frozen_parameters: parameters that require no gradient are not written (a base model under adapters,
+            say); a load keeps the module's.
+
+        Raises:
+            ValueError: gradients of an unfinished step are pending.
+            TypeError: `client_state` holds something else.
+            zckpt.CheckpointError: on every rank, when any rank failed; earlier checkpoints are untouched.
+        """
+        state, trained_only = client_state or {}, exclude_frozen_parameters
+        return self.parts.checkpoints.save(
+            self._run, self._features, save_dir, tag, state, latest=save_latest, trained_only=trained_only
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str, dict[str, Any]]:
+        """Restore a run saved by `save_checkpoint`, at any world size and stage; return (folder, client state).
+
+        tag: default: the newest.
+
+        Raises:
+            ValueError: `custom_load_fn` is given, DeepSpeed's function that copies a whole state dict into the
+                module: no rank has one here.
+            zckpt.CheckpointError: on every rank; nothing there, damaged, or not of this run: the engine is unchanged.
+                If the medium fails later, the error says so, and the engine refuses to go on (`HalfLoaded`) until a
+                load restores all of it.
+        """
+        if custom_load_fn is not None:
+            raise ValueError(
+                "load_checkpoint(custom_load_fn=...) is not offered: no rank holds a whole state dict while it "
+                "loads. Read it with zckpt.load(), change it, and give it to engine.load_state_dict()."
+            )
+        return self.parts.checkpoints.load(
+            self._run,
+            self._features,
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            module_only=load_module_only,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+        )
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the background save ("async_save") is durable.
+
+        Raises:
+            zckpt.CheckpointError: it failed, on every rank; earlier checkpoints are untouched.
+        """
+        self.parts.checkpoints.wait()
+
+    def restore_from_memory(self) -> dict[str, Any]:
+        """Go back to the newest `save_checkpoint` of "async_save", from the copy in host memory.
+
+        For a step that went wrong: weights, optimizer, schedule, scale, counters, random numbers and the order of
+        data are as they were when that save was called.  Returns its client_state.
+
+        Raises:
+            ValueError: there is no copy.
+            zckpt.CheckpointError: it does not fit this engine any more; nothing has changed.
+        """
+        return self.parts.checkpoints.restore_from_memory(self._run, self._features)
+
+    def load_weights(
+        self, path: str | os.PathLike[str], *, strict: bool = True, like: nn.Module | None = None
+    ) -> None:
+        """Fill weights and masters from a `.safetensors`, a `.pt`, or a Hugging Face folder.
+
+        Each rank reads only its own parts, however the model is split.  Names are the module's, or those that
+        Transformers' folders of such a model have: experts one by one, say, where the module has them stacked.
+
+        strict: if False, missing weights keep their values, and names that the module does not have are ignored.
+        like: a Transformers model of that folder with the module's names (the meta device will do), for the stages
+            of a pipeline, which are no Transformers models themselves.
+
+        Raises, on every rank and with nothing loaded:
+            ValueError: names or shapes do not fit the module.
+            CheckpointError: a rank cannot read the files, a checksum differs, or Transformers converts them in a way
+                that cannot be carried out part by part.
+        """
+        self.parts.checkpoints.load_weights(self._run, path, strict=strict, like=like)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # three overloads
+        """Return the module's state dict under its own names.
+
+        Where the module is split over ranks: that of the whole, on every rank; all ranks call, without arguments.
+
+        Raises:
+            TypeError: there are arguments, and the module is split: they are for one rank's part.
+        """
+        return self.parts.checkpoints.state_dict(self._run, *args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy weights (also with `assign`), and masters with all the digits that are given.
+
+        All ranks call; rank 0's values count.  Where the module is split, each rank uses its parts of the whole.
+        """
+        return self.parts.checkpoints.load_state_dict(self._run, state_dict, strict=strict)
+
+    # -- members ---------------------------------------------------------------------------------
+
+    @property
+    def parts(self) -> Parts:
+        """Implementations behind the engine's slots."""
+        return self._run.parts
+
+    @property
+    def plan(self) -> Plan:
+        """The resolved plan: `print(engine.plan)` lists every value with its origin."""
+        return self._run.plan
+
+    @property
+    def clock(self) -> Clock:
+        """Phase and counters."""
+        return self._run.clock
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """Report of the last boundary; None before the first."""
+        return self._last_report
+
+    def add_feature(self, feature: Feature) -> None:
+        """Attach `feature`, after those that are there."""
+        feature.attach(self._run)
+        self._features = (*self._features, feature)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Around work that is not training (validation, sampling): its time is left out of the throughput."""
+        return self.parts.telemetry.paused()
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Time the block as a phase: `with engine.span("data"): batch = next(batches)`."""
+        return self.parts.telemetry.span(name)
+
+    def report_tokens(self, num_tokens: int) -> None:
+        """Count this rank's tokens of the running step, where the inputs of forward would mislead; calls add up."""
+        self.parts.telemetry.report_tokens(num_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the module's attribute (`engine.generate`)."""
+        return module_attributes.lookup(self, name)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Remove hooks, buffers, writers; the module keeps its weights (at stage 3 all ranks call). Idempotent.
+
+        A caller's optimizer stays with the engine: it keeps its shards and their state, and cannot be used again.
+        """
+        self.clock.close()
+        with ExitStack() as stack:  # errors are raised after everything is closed; the parts go last
+            stack.callback(self.parts.close)
+            while self._features:
+                stack.callback(self._features[0].close)
+                self._features = self._features[1:]
+
+    def __enter__(self: E) -> E:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()

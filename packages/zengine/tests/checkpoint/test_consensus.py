@@ -1,0 +1,123 @@
+"""Decisions about checkpoints that all ranks make alike."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+from torch import nn
+
+import zckpt
+import zcomm
+import zengine
+from zcomm.testing import run_ranks
+from zengine.checkpoint.consensus import GroupPeers, common_tag, find, named, on_every_rank
+
+
+def _peers() -> GroupPeers:
+    return GroupPeers(None, zcomm.group_rank(), zcomm.group_size())
+
+
+def _tags(validation: str) -> str:
+    try:
+        return common_tag(f"rank{zcomm.group_rank()}", validation, _peers())
+    except ValueError as error:
+        return str(error)
+
+
+def test_rank_0s_tag_is_taken_or_all_ranks_fail():
+    assert run_ranks(_tags, 2, "WARN") == run_ranks(_tags, 2, "IGNORE") == ["rank0", "rank0"]
+    assert all("rank 0: 'rank0', rank 1: 'rank1'" in message for message in run_ranks(_tags, 2, "FAIL"))
+
+
+def _fails_on(bad: int) -> str:
+    def work() -> dict[str, int]:
+        if zcomm.group_rank() == bad:
+            raise TypeError("no")
+        return {"rank": zcomm.group_rank()}
+
+    try:
+        return str(on_every_rank(work, _peers()))
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__} {error}"
+
+
+def test_work_succeeds_on_all_ranks_or_on_none():
+    assert run_ranks(_fails_on, 2, 9) == ["{'rank': 0}", "{'rank': 1}"]
+    assert run_ranks(_fails_on, 2, 1) == ["ValueError nothing was saved, because of rank 1: no", "TypeError no"]
+
+
+def _two_file_systems() -> str:
+    root = tempfile.mkdtemp()
+    if zcomm.group_rank() == 0:
+        zckpt.save(root, "only-here", shards=[], objects={})
+    try:
+        return find(root, None, _peers()).tag
+    except zckpt.CheckpointError as error:
+        return str(error)
+
+
+def test_a_rank_that_sees_another_file_system_stops_all():
+    first, second = run_ranks(_two_file_systems, 2)
+    assert "rank 1 finds no checkpoint" in first
+    assert "this rank finds 'only-here': do all hosts see the same file system?" in first
+    assert second
+
+
+def _two_newest() -> str:
+    root = tempfile.mkdtemp()
+    zckpt.save(root, f"of-rank-{zcomm.group_rank()}", shards=[], objects={})
+    try:
+        return find(root, None, _peers()).tag
+    except (zckpt.CheckpointError, ValueError) as error:
+        return str(error)
+
+
+def test_a_rank_that_cannot_follow_rank_0_stops_all():
+    first, second = run_ranks(_two_newest, 2)
+    assert first.startswith("nothing was loaded, because of rank 1:")
+    assert "of-rank-0" in second
+
+
+def test_an_engine_that_only_runs_forward_loads_a_trained_checkpoint(tmp_path):
+    model = nn.Linear(2, 1)
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {}},
+    }
+    engine, *_ = zengine.initialize(model=model, config=config)
+    engine.backward(engine(torch.ones(1, 2)).mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    forward_only, *_ = zengine.initialize(model=nn.Linear(2, 1), config={"train_batch_size": 1})
+    forward_only.load_checkpoint(tmp_path)
+    assert torch.equal(forward_only.module.weight, model.weight)
+    with pytest.raises(zckpt.CheckpointNotFound):
+        forward_only.load_checkpoint(tmp_path, tag="global_step9")
+
+
+def _fails_on_rank_0(name: str) -> str:
+    def work() -> None:
+        if zcomm.group_rank() == 0:
+            raise getattr(zckpt, name, OSError)("of rank 0")
+
+    try:
+        on_every_rank(work, _peers())
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_an_error_of_zckpts_is_of_its_class_on_every_rank():
+    assert run_ranks(_fails_on_rank_0, 2, "CheckpointStateError") == ["CheckpointStateError"] * 2
+    assert run_ranks(_fails_on_rank_0, 2, "no class of zckpt's") == ["OSError", "ValueError"]
+
+
+@pytest.mark.parametrize("error", [KeyError("key"), TypeError("no number"), AttributeError("items"), IndexError()])
+def test_whatever_an_owner_trips_over_names_file_and_key(error):
+    node = zckpt.Node(5, "runs/a/manifest.json: objects['clock']", zckpt.CheckpointStateError)
+    with pytest.raises(zckpt.CheckpointStateError) as told, named(node):
+        raise error
+    assert str(told.value).startswith("runs/a/manifest.json: objects['clock']: ")

@@ -1,0 +1,114 @@
+"""What comes back: from disk and from the copy of a background save in memory."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zckpt
+import zengine
+from zcomm.testing import run_ranks
+from zengine.checkpoint.restore import RestoredState, What
+from zpartition import Shard
+
+BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+
+
+def engine_of(stage: int, *, behind: bool = True, scaled: bool = False, **zero: Any) -> Any:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(30, 30), nn.Dropout(0.3), nn.Linear(30, 1))
+    config = {
+        **BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, **zero},
+        "checkpoint": {"async_save": behind},
+        "fp16": {"enabled": scaled, "initial_scale_power": 4, "loss_scale_window": 1},
+    }
+    data = [torch.full((30,), float(n)).sin() for n in range(64)]
+    return zengine.initialize(model=model, config=config, training_data=data)
+
+
+def steps(engine: Any, batches: Any, count: int) -> list[float]:
+    losses = []
+    while len(losses) < count:
+        batch = next(batches).to(next(engine.parameters()).dtype)
+        loss = engine(batch).float().square().mean()
+        engine.backward(loss)
+        if engine.step() is not None:
+            losses.append(loss.item())
+    return losses
+
+
+def goes_back(directory: str, stage: int, scaled: bool, zero: dict[str, Any]) -> None:
+    engine, optimizer, loader, _ = engine_of(stage, scaled=scaled, **zero)
+    with pytest.raises(ValueError, match=r"needs a save_checkpoint\(\) before it"):
+        engine.restore_from_memory()
+    steps(engine, iter(loader), 2)
+    engine.save_checkpoint(directory, "a", client_state={"note": 5})
+    expected = steps(engine, iter(loader), 3)
+    with torch.no_grad():
+        for param in engine.parameters():
+            param.fill_(float("nan"))
+    optimizer.param_groups[0]["lr"] = 7.0
+    for _ in range(2):  # as often as one likes, before the disk has it and after
+        assert engine.restore_from_memory() == {"note": 5}
+        assert (engine.global_steps, engine.loss_scale > 1) == (2, scaled)
+        assert steps(engine, iter(loader), 3) == expected
+        engine.wait_for_checkpoint()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "scaled", "disk"),
+    [(0, False, False), (2, True, False), (3, False, False), (3, False, True)],
+    ids=["stage 0", "stage 2, fp16", "stage 3", "stage 3, states on disk"],
+)
+def test_a_step_that_went_wrong_is_undone_from_memory(stage: int, scaled: bool, disk: bool) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        on_disk = {"offload_optimizer": {"device": "nvme", "nvme_path": directory}} if disk else {}
+        run_ranks(goes_back, 2, directory, stage, scaled, on_disk)
+
+
+def test_without_background_saves_there_is_no_copy_and_the_error_says_what_to_do() -> None:
+    engine = engine_of(1, behind=False)[0]
+    with pytest.raises(ValueError, match=r'"checkpoint": \{"async_save": true\}, or use load_checkpoint\(\)'):
+        engine.restore_from_memory()
+    engine.close()
+
+
+def test_a_position_that_does_not_fit_is_refused_before_anything_changes(tmp_path) -> None:
+    saved, *_ = engine_of(1, behind=False)
+    steps(saved, iter(saved.training_dataloader), 2)
+    saved.save_checkpoint(str(tmp_path))
+    data = [torch.full((30,), float(n)) for n in range(48)]
+    config = {**BATCH, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
+    model = nn.Sequential(nn.Linear(30, 30), nn.Dropout(0.3), nn.Linear(30, 1))
+    engine, _, loader, _ = zengine.initialize(model=model, config=config, training_data=data)
+    before = {name: value.clone() for name, value in engine.state_dict().items()}
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(ValueError, match="dataset of 64 samples, this one has 48"):
+        engine.load_checkpoint(str(tmp_path), load_lr_scheduler_states=False)
+    torch.testing.assert_close(engine.state_dict(), before, rtol=0, atol=0)
+    assert (engine.global_steps, engine.get_lr()) == (0, [0.5])
+    next(batches)  # the iteration goes on
+
+
+def test_what_to_restore_follows_from_the_arguments():
+    assert What.choose(False, True, True) == What(optimizer=True, scheduler=True, run=True)
+    assert What.choose(True, True, True) == What(optimizer=False, scheduler=False, run=False)
+    assert What.choose(False, False, True) == What(optimizer=False, scheduler=True, run=True)
+
+
+@pytest.mark.parametrize("value", [-7.0, float("nan"), float("inf")])
+def test_a_step_count_that_is_none_is_refused(value: float) -> None:
+    restored = RestoredState()
+    restored.add("optimizer.step.a", Shard("optimizer.step.a", (), (), (0, 1), torch.zeros(1)))
+    restored.numbers[0].tensor.fill_(value)
+    with pytest.raises(zckpt.CheckpointStateError, match=r"optimizer\.step\.a = .*: a step count is 0 or more"):
+        restored.take_numbers()

@@ -1,0 +1,100 @@
+"""Rules between keys, each broken alone, and all together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zengine.config import load, violations
+from zengine.config.plan.precision_rules import PRECISION_RULES
+from zengine.config.plan.rules import RULES
+
+BREAKING: dict[str, tuple[dict[str, Any], str]] = {
+    "prescale_leaves_nothing_to_predivide": (
+        {"prescale_gradients": True, "gradient_predivide_factor": 2},
+        "gradient_predivide_factor = 2 has no part of the division left: prescale_gradients does all of it "
+        "before the sum. Keep one of them.",
+    ),
+    "a_sum_is_not_divided": (
+        {"gradient_allreduce_op": "sum", "gradient_predivide_factor": 2.0},
+        'gradient_allreduce_op = "sum" divides nothing, yet gradient_predivide_factor would divide. Drop them, or '
+        'use "mean".',
+    ),
+    "stage_2_keeps_no_full_gradient": (
+        {"zero_optimization": {"stage": 2, "reduce_at": "boundary"}},
+        'zero_optimization.reduce_at = "boundary" keeps a full gradient on every rank, which '
+        "zero_optimization.stage = 2 exists to avoid. "
+        'Use stage 1 for one exchange per step, or "micro_step".',
+    ),
+    "scale_starts_above_its_floor": (
+        {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}},
+        "fp16.min_loss_scale = 8 is above the first scale, 2 to the fp16.initial_scale_power 2 = 4. "
+        "Lower the floor or raise the power.",
+    ),
+    "stage_0_shards_nothing": (
+        {"zero_optimization": {"mics_shard_size": 2}},
+        "zero_optimization.shard_group_size = 2, but at stage 0 nothing is sharded. "
+        'Set "stage" to 1, 2 or 3, or leave shard_group_size out.',
+    ),
+    "files_have_a_folder": (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+        'zero_optimization.offload_optimizer.device = "nvme" needs a folder on a local drive. '
+        'Add "nvme_path": "/local/nvme" to offload_optimizer.',
+    ),
+    "resting_weights_are_sharded": (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        'zero_optimization.offload_param.device = "cpu" moves the shards of stage 3, and '
+        "zero_optimization.stage = 2. "
+        'Use stage 3, or set it to "none".',
+    ),
+    "what_stays_begins_with_the_last": (
+        {"checkpoint": {"keep": {"best": "loss"}}},
+        "checkpoint.keep.best says what stays beside the last few, and checkpoint.keep.last is not set. "
+        "Set checkpoint.keep.last to 1 or more, or leave the section out to keep all checkpoints.",
+    ),
+    "one_piece_of_parts_has_a_size": (
+        {"activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True}},
+        "activation_checkpointing.contiguous_memory_optimization keeps parts of activations in one piece of memory, "
+        'and number_checkpoints is not set. Set "partition_activations" to true and "number_checkpoints" to the '
+        "blocks that a forward passes, or leave it out.",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule not in PRECISION_RULES], ids=lambda rule: rule.__name__
+)
+def test_each_rule_reports_its_violation_and_no_other_rule_does(rule: Any) -> None:
+    source, text = BREAKING[rule.__name__]
+    assert [str(problem) for problem in violations(load(source))] == [text]
+    assert rule(load({})) is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+        {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
+        {"fp16": {"enabled": True, "loss_scale": 2, "min_loss_scale": 1e9}},
+        {"fp16": {"enabled": True, "initial_scale_power": 3, "min_loss_scale": 8}},
+        {"prescale_gradients": True, "gradient_predivide_factor": 1.0},
+        {"gradient_predivide_factor": 4},
+        {"gradient_allreduce_op": "sum"},
+        {"fp16": {"enabled": False, "min_loss_scale": 1e9}, "bf16": {"enabled": True}},
+    ],
+)
+def test_what_only_looks_like_a_conflict_passes(source: dict[str, Any]) -> None:
+    assert violations(load(source)) == []
+
+
+def test_a_violation_in_a_file_names_both_lines() -> None:
+    (problem,) = violations(load('{"fp16": {"enabled": true},\n"bf16": {"enabled": "auto"}}'))
+    assert str(problem) == (
+        "<json>:1:11: fp16.enabled (<json>:1) and bf16.enabled (<json>:2) are both on. Keep one of them."
+    )
+
+
+def test_sum_names_every_key_that_would_divide() -> None:
+    source = {"gradient_allreduce_op": "sum", "prescale_gradients": True}
+    assert "yet prescale_gradients would divide" in str(violations(load(source))[0])

@@ -1,0 +1,157 @@
+"""What each kind of key does: acts, is limited, has no effect, is renamed; and what a switch changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zengine.config.grammar.source import read
+from zengine.config.reading.structure import Reading, structure
+
+
+def reading(source: Any) -> Reading:
+    return structure(read(source))
+
+
+def problems(source: Any) -> list[str]:
+    return [str(problem) for problem in reading(source).problems]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"autotuning": {"enabled": False}},
+        {"flops_profiler": {}},
+        {"zero_optimization": {"offload_optimizer": {"device": "none"}, "offload_param": {"device": None}}},
+        {"scheduler": None, "zero_optimization": {"zenflow": None}},
+        {"pipeline": {"stages": "auto"}},
+        {"compile": {"deepcompile": False}},
+        {"fp16": {"enabled": False}},
+        {"zero_optimization": {"contiguous_gradients": True, "reduce_scatter": True, "round_robin_gradients": False}},
+        {"tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 1}}, "sequence_parallel_size": 1},
+    ],
+)
+def test_what_says_how_it_is_anyway_is_accepted_without_a_word(source: dict[str, Any]) -> None:
+    assert reading(source).problems == ()
+    assert reading(source).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "notice"),
+    [
+        ({"zero_optimization": {"parameter_alignment": True}},
+         "dict: zero_optimization.parameter_alignment has no effect here: the layout decides the padding"),
+        ({"zero_optimization": {"reduce_scatter": False}},
+         "dict: zero_optimization.reduce_scatter has no effect here: sharded gradients are always reduce-scattered"),
+        ({"autotuning": {"enabled": False, "fast": True}},
+         "dict: autotuning.fast has no effect here: the section is switched off"),
+        ({"zero_optimization": {"offload_param": {"device": "none", "pin_memory": True}}},
+         "dict: zero_optimization.offload_param.pin_memory has no effect here: the section is switched off"),
+        ({"fp16": {"loss_scale": 0}}, "dict: fp16.loss_scale has no effect here: the section is switched off"),
+        ({"amp": {"enabled": False, "opt_level": "O1"}},
+         "dict: amp.opt_level has no effect here: the section is switched off"),
+        ({"aio": {"thread_count": 4}}, 'dict: "aio.thread_count" is an old name: read as "aio.intra_op_parallelism"'),
+        ({"zero_optimization": True}, 'dict: "zero_optimization": true is read as {"stage": 1}'),
+        ({"bfloat16": {"enabled": True}}, 'dict: "bfloat16" is an old name: read as "bf16"'),
+        ({"zero_optimization": {"cpu_offload": False}},
+         'dict: "zero_optimization.cpu_offload" is an old name: read as '
+         '"zero_optimization.offload_optimizer.device" = "none"'),
+        ({"checkpoint": {"load_universal": True}},
+         "dict: checkpoint.load_universal has no effect here: every checkpoint loads at any world size"),
+    ],
+)  # fmt: skip
+def test_an_accepted_key_without_effect_is_said_once(source: dict[str, Any], notice: str) -> None:
+    assert reading(source).problems == ()
+    assert reading(source).notices[0] == notice
+
+
+def test_each_section_has_a_notice_of_its_own() -> None:
+    source = '{"autotuning": {"fast": true},\n"comet": {"mode": "get", "online": true}}'
+    assert reading(source).notices == (
+        "<json>:1: autotuning.fast has no effect here: the section is switched off",
+        "<json>:2: comet.mode, comet.online have no effect here: the section is switched off",
+    )
+
+
+def test_a_notice_names_the_line() -> None:
+    assert reading('{"vocabulary_size":\n 8}').notices == (
+        "<json>:1: vocabulary_size has no effect here: it only asks for advice on padding",
+    )
+
+
+def test_a_limited_key_is_refused_at_other_values() -> None:
+    assert problems({"zero_optimization": {"legacy_stage1": True}}) == [
+        "zero_optimization.legacy_stage1 = true: the old stage 1 is not available yet. "
+        "Set it to false, or leave it out."
+    ]
+    assert problems({"pipeline": {"stages": "two"}}) == [
+        'pipeline.stages = "two": needs a whole number >= 0 or "auto", got text'
+    ]
+
+
+def test_a_section_that_is_refused_is_still_checked_for_slips() -> None:
+    assert problems({"elasticity": {"enabled": True, "min_gpu": 1, "max_gpus": "8"}}) == [
+        "elasticity.enabled = true: elasticity, which DeepSpeed removed in 0.19.8, is not available yet. Set it to "
+        "false, or leave it out.",
+        'elasticity.min_gpu = 1: unknown key. Did you mean "min_gpus"?',
+        'elasticity.max_gpus = "8": needs a whole number >= 1, got text. Write 8 without quotes.',
+    ]
+
+
+def test_a_switch_inside_a_section_that_is_off_does_not_matter() -> None:
+    inner = {"enabled": True, "metrics_path": "x"}
+    source = {"data_efficiency": {"data_sampling": {"enabled": False, "dynamic_batching": inner}}}
+    assert problems(source) == []
+    assert "data_efficiency.data_sampling.dynamic_batching.enabled" in reading(source).notices[0]
+
+
+def test_members_with_free_names_are_checked_inside() -> None:
+    group = {"modules": ["a"], "params": {"dense_ration": 0.5}}
+    assert problems({"compression_training": {"row_pruning": {"different_groups": {"mine": group}}}}) == [
+        "compression_training.row_pruning.different_groups.mine.params.dense_ration = 0.5: unknown key. "
+        'Did you mean "dense_ratio"?'
+    ]
+    assert problems({"tensor_parallel": {"partition_config": {"layer_specs": [{"pattern": ["a"]}]}}}) == [
+        'tensor_parallel.partition_config.layer_specs[0].pattern = ["a"]: unknown key. Did you mean "patterns"?'
+    ]
+
+
+def test_an_old_name_next_to_the_new_one_is_a_conflict() -> None:
+    assert problems({"bf16": {}, "bfloat16": {"enabled": True}}) == [
+        'bfloat16: the old name of "bf16", which is given too (dict). Keep the new one.'
+    ]
+
+
+def test_an_old_name_of_the_wrong_type_is_reported_under_the_old_name() -> None:
+    assert problems({"bfloat16": {"enabled": 1}, "zero_optimization": {"cpu_offload": "cpu"}}) == [
+        'zero_optimization.cpu_offload = "cpu": needs true or false, got text',
+        'bfloat16.enabled = 1: needs true, false or "auto", got a number. Write true.',
+    ]
+
+
+def test_an_old_name_beside_its_broken_new_section_does_not_hide_it() -> None:
+    assert problems({"zero_optimization": {"cpu_offload": False, "offload_optimizer": "cpu"}}) == [
+        'zero_optimization.offload_optimizer = "cpu": needs an object {...}, got text. Write {"device": "cpu"}.'
+    ]
+
+
+def test_a_bad_leaf_keeps_its_default_and_its_neighbours_their_values() -> None:
+    settings = reading({"fp16": {"enabled": True, "hysteresis": 0, "loss_scale": 128}}).settings
+    assert (settings.fp16.enabled, settings.fp16.hysteresis, settings.fp16.loss_scale) == (True, 2, 128.0)
+
+
+def test_null_is_the_way_to_write_a_default_that_is_derived() -> None:
+    source = {"train_batch_size": None, "communication_data_type": None, "steps_per_print": None, "log_level": None}
+    assert reading(source).problems == ()
+    assert reading(source).given == {}
+    assert problems({"gradient_clipping": None}) == ["gradient_clipping = null: needs a number, got null"]
+
+
+def test_never_printing_may_be_written_as_infinity() -> None:
+    assert reading({"steps_per_print": float("inf")}).settings.steps_per_print == 0
+
+
+def test_the_timer_section_is_on_unless_told_otherwise() -> None:
+    assert reading({"timers": {"throughput": {"synchronized": True}}}).notices == ()
+    assert reading({"timers": {"throughput": {"enabled": False}}}).settings.timers.throughput.enabled is False

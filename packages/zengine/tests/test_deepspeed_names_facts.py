@@ -1,0 +1,79 @@
+"""What users look up on an engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zengine
+
+
+@pytest.fixture
+def engine() -> zengine.Engine:
+    config = {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.25}},
+    }
+    return zengine.initialize(model=nn.Linear(2, 1), config=config)[0]
+
+
+def test_what_was_decided(engine):
+    assert engine.get_batch_info() == (12, 4, 3)
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (12, 4)
+    assert engine.gradient_accumulation_steps() == 3
+    assert (engine.zero_optimization_stage(), engine.zero_optimization()) == (1, True)
+    assert (engine.bfloat16_enabled(), engine.fp16_enabled()) == (True, False)
+    assert engine.gradient_clipping() == 0.5
+    assert engine.get_lr() == [0.25]
+    assert engine.loss_scale == 1.0
+
+
+def test_the_config_is_the_resolved_plan_with_origins(engine):
+    assert engine.config is engine.plan
+    assert engine.config["gradient_accumulation_steps"] == 3
+    assert "gradient_accumulation_steps" in str(engine.config)
+    assert engine.config.origin("gradient_accumulation_steps") == "derived"
+
+
+def test_rates_and_momenta_by_group():
+    model = nn.Linear(2, 1)
+    groups = [{"params": [model.weight], "momentum": 0.5}, {"params": [model.bias]}]
+    own = zengine.initialize(
+        model=model, optimizer=torch.optim.SGD(groups, lr=0.1), config={"train_batch_size": 1, "gradient_clipping": 0}
+    )[0]
+    assert (own.get_lr(), own.get_mom(), own.get_type()) == ([0.1, 0.1], [0.5, 0.0], [0.0, 0.0])
+    own.set_lr(0.3)
+    own.backward(own(torch.ones(1, 2)).sum())
+    assert own.step().lr == (0.3, 0.3)
+    adam = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"betas": [0.8, 0.9]}}}
+    assert zengine.initialize(model=nn.Linear(1, 1), config=adam)[0].get_mom() == [(0.8, 0.9)]
+    assert zengine.initialize(model=nn.Linear(1, 1), config={"train_batch_size": 1})[0].get_mom() == []
+
+
+def test_a_pause_is_a_context_whether_or_not_anything_is_measured(engine):
+    with engine.paused(), torch.no_grad():
+        engine(torch.ones(1, 2, dtype=torch.bfloat16))
+
+
+def test_who_we_are(engine):
+    assert (engine.global_rank, engine.local_rank, engine.world_size, engine.dp_world_size) == (0, 0, 1, 1)
+    assert engine.parts.world.rank == 0
+    assert engine.device == torch.device("cpu")
+
+
+def test_where_we_are(engine):
+    assert engine.get_global_grad_norm() is None
+    assert not engine.was_step_applied()
+    for _ in range(4):
+        engine.backward(engine(torch.ones(4, 2, dtype=torch.bfloat16)).mean())
+        engine.step()
+    assert (engine.micro_steps, engine.global_steps, engine.applied_steps, engine.skipped_steps) == (4, 1, 1, 0)
+    assert engine.global_samples == 12
+    assert engine.get_global_grad_norm() > 0
+    assert engine.was_step_applied()
+    assert not engine.is_gradient_accumulation_boundary()

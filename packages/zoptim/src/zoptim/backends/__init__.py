@@ -1,0 +1,1 @@
+"""Backends: the compiled CPU kernels and the GPU kernels, their plans and jobs."""

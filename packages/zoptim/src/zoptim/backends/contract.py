@@ -1,0 +1,102 @@
+"""The contract of kernels: rules, flags, formats, hyperparameters, tensors, and the job that every backend offers.
+
+A job updates a whole list of tensors in one call: addresses are read once, and a step passes the hyperparameters.
+CPUs (`cpu.py`) and CUDA devices (`gpu/job.py`) implement it.  A rule is known by its name, which is that of its
+kernel text, `csrc/rules/<name>.h`; see `sources.py`.
+
+Kernels walk raw memory, so everything that reaches a job has been checked: `updates/plan.py` checks devices, dtypes,
+sizes and layouts, `overlap.py` rejects streams that overlap.
+
+Rejected: a call per tensor (0.8 us each, more than the arithmetic of a small tensor), and `torch.library` operators
+(5 us and more a call).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from zoptim.backends.signals import Signals
+
+__all__ = [
+    "BLOCK_NUMEL",
+    "FORMAT_OF_DTYPE",
+    "NONE",
+    "SPAN_NUMEL",
+    "SPLIT",
+    "Flag",
+    "Hyper",
+    "Job",
+    "Streams",
+    "flags_of",
+]
+
+BLOCK_NUMEL = 256  # elements that share a scale of 8-bit states (ZK_BLOCK)
+SPAN_NUMEL = 16384  # elements of one partial sum (ZK_SPAN)
+
+
+class Flag(enum.IntFlag):
+    """Flags of zk_rules.h.  Some select the loop of a rule (`sources.py`), the others only its coefficients."""
+
+    DECOUPLED = 1
+    AMSGRAD = 2
+    MAXIMIZE = 4
+    NESTEROV = 8
+    NO_CORRECTION = 16
+    EPS_INSIDE = 32
+
+
+def flags_of(chosen: Mapping[Flag, object]) -> int:
+    """The flags whose value is true."""
+    return sum(flag for flag, is_on in chosen.items() if is_on)
+
+
+# Formats of zk_math.h, of what has no dtype of its own.
+NONE, SPLIT = 0, 4
+FORMAT_OF_DTYPE = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.uint8: 5}
+
+
+@attrs.frozen(kw_only=True)
+class Hyper:
+    """Hyperparameters of one group, as zk_hyper names them."""
+
+    lr: float | Tensor  # a tensor of one element may stay on its device
+    beta1: float = 0.0  # SGD: momentum; Adagrad: lr_decay
+    beta2: float = 0.0  # SGD: dampening
+    eps: float = 0.0
+    weight_decay: float = 0.0
+    min_ratio: float = 0.0  # LAMB: bounds of the trust ratio
+    max_ratio: float = 0.0
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Streams:
+    """What a kernel call reads and writes: lists of equal length, one dtype and device a list; empty is absent."""
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    states: tuple[list[Tensor], ...] = ()  # up to 3, in the order of the rule; uint8 codes when 8-bit
+    scales: tuple[list[Tensor], ...] = ()  # (ceil(numel / 256),) float32, beside 8-bit codes
+    remainders: list[Tensor] = attrs.field(factory=list)  # int16, of split masters
+    copies: list[Tensor] = attrs.field(factory=list)  # bf16 or fp16, receive the new weights
+    steps: list[Tensor] = attrs.field(factory=list)  # () float32; rows of one tensor share one
+
+    def written(self) -> list[list[Tensor]]:
+        """The lists that a step writes, but for the counts."""
+        lists = [self.weights, *self.states, *self.scales, self.remainders, self.copies]
+        return [tensors for tensors in lists if tensors]
+
+
+class Job(Protocol):
+    """One kernel call, ready to be repeated."""
+
+    def point(self, streams: Streams) -> None:
+        """Read all addresses anew; lengths, dtypes and sizes are those that the job was made for."""
+
+    def step(self, hyper: Hyper, signals: Signals) -> None:
+        """One update; nothing at all where found_inf is set."""

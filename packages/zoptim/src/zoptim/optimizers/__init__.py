@@ -1,0 +1,1 @@
+"""The optimizers: subclasses of torch.optim.Optimizer over one contract."""

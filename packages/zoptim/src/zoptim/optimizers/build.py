@@ -1,0 +1,161 @@
+"""Optimizers by name and option dict, as a DeepSpeed JSON config spells them.
+
+Names: adam, adamw, sgd, adagrad, lamb, lion, muon and adafactor in any case build zoptim's own; every other class of
+torch.optim by its exact name builds torch's.  Names that DeepSpeed knows and zoptim does not have yet
+are refused as such.
+
+What DeepSpeed's spelling means, and is kept:
+
+* "Adam" decouples the weight decay (it is AdamW) unless `adam_w_mode` is false.
+* weight_decay is 0 unless given, also for "AdamW" (torch's AdamW class has 0.01); "Lion" has lr 1e-3, betas (0.9,
+0.999).
+* `torch_adam` takes torch's class instead of ours.
+* `fp32_optimizer_states` (of Adam, AdamW, Lion, Adagrad): true keeps moments in float32 whatever the parameters are,
+false in the parameters' dtype, float32 included.  `state_dtype` says more.
+* `max_grad_norm` never clipped anything here: gradient_clipping does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zoptim.checks import flag
+from zoptim.errors import NotAvailableYetError, UnknownNameError, check_option_names, did_you_mean
+from zoptim.optimizers.adam import Adam, AdamW
+from zoptim.optimizers.base import Params
+from zoptim.optimizers.table import ROWS, OptimizerRow
+from zoptim.states.formats import StateFormat
+
+__all__ = ["make_optimizer"]
+
+_STATES = "fp32_optimizer_states"
+_DEEPSPEED_ADAM_OPTIONS = ("adam_w_mode", "torch_adam", _STATES)
+# Options of a class that its name in a config does not take.
+_NOT_IN_CONFIGS = frozenset({"params", "decoupled_weight_decay", "use_muon"})
+
+_ROWS = {row.name.lower(): row for row in ROWS}
+
+# Folded name -> what to use meanwhile.
+_NOT_YET = {
+    "onebitadam": "AdamW",
+    "zerooneadam": "AdamW",
+    "onebitlamb": "LAMB",
+    "muadam": "Adam",
+    "muadamw": "AdamW",
+    "musgd": "SGD",
+}
+
+
+def make_optimizer(name: str, params: Params, options: Mapping[str, Any] | None = None) -> torch.optim.Optimizer:
+    """The optimizer that a config's `{"type": name, "params": options}` asks for.
+
+    params: parameters, named parameters or group dicts, as torch.optim takes them.  Lists in `options` (as
+    JSON has them) become tuples.
+
+    Raises UnknownNameError for an unknown name or option (with the nearest one), NotAvailableYetError for DeepSpeed
+    optimizers that are not here, ValueError or TypeError for values out of range.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the optimizer's name is {name!r}; it must be a string such as 'AdamW'.")
+    given = {key: tuple(v) if isinstance(v, list) else v for key, v in (options or {}).items()}
+    if "max_grad_norm" in given:
+        raise ValueError(
+            f"{name} was given max_grad_norm={given['max_grad_norm']!r}; optimizers do not clip here. "
+            "Remove it and set gradient_clipping at the top level of the config."
+        )
+    row = _ROWS.get(name.lower())
+    if row is None:
+        return _make_torch(name, params, given)
+    return _make_adam(name, params, given) if row.module == "adam" else _make_own(row, name, params, given)
+
+
+def _options_of(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(cls).parameters if name not in _NOT_IN_CONFIGS)
+
+
+def _make_adam(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
+    check_option_names(name, options, (*_options_of(AdamW), *_DEEPSPEED_ADAM_OPTIONS))
+    decoupled = flag("adam_w_mode", options.pop("adam_w_mode", True))
+    use_torch = flag("torch_adam", options.pop("torch_adam", False))
+    states = _states(name, options)
+    if name.lower() == "adamw" and not decoupled:
+        raise ValueError(
+            f"{name} was given adam_w_mode=False, which contradicts its name. "
+            'Use type "Adam" with adam_w_mode false for L2 decay, or remove adam_w_mode.'
+        )
+    options.setdefault("weight_decay", 0.0)
+    if use_torch:
+        return _make_torch_adam(name, params, options, decoupled)
+    return AdamW(params, **options, **states) if decoupled else Adam(params, **options, **states)
+
+
+def _states(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The format that DeepSpeed's switch asks for, which is taken out of `options`; {} where they have their own.
+
+    Raises ValueError where both are given and say different things.
+    """
+    if _STATES not in options:
+        return {}
+    in_fp32, given = flag(_STATES, options.pop(_STATES)), StateFormat.parse(options.get("state_dtype"))
+    if given is None:
+        options.pop("state_dtype", None)
+        return {"state_dtype": "fp32" if in_fp32 else None}
+    if given is not (StateFormat.FP32 if in_fp32 else StateFormat.BF16):
+        raise ValueError(
+            f"{name} was given {_STATES}={in_fp32} and state_dtype={options['state_dtype']!r}, which say different "
+            "things. Remove one of the two."
+        )
+    return {}
+
+
+def _make_torch_adam(name: str, params: Params, options: dict[str, Any], decoupled: bool) -> torch.optim.Optimizer:
+    ours = {"bias_correction": True, "state_dtype": None, "split_master": False}
+    for option, default in ours.items():
+        if (given := options.pop(option, default)) != default:
+            raise ValueError(
+                f"{name} was given torch_adam=True and {option}={given!r}, which torch's Adam does not have. "
+                f"Remove one of the two; zoptim's own Adam honours {option}."
+            )
+    return torch.optim.AdamW(params, **options) if decoupled else torch.optim.Adam(params, **options)
+
+
+def _make_own(row: OptimizerRow, name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
+    cls = row.load()
+    check_option_names(name, options, (*_options_of(cls), *([_STATES] if row.fp32_states else [])))
+    states = _states(name, options) if row.fp32_states else {}
+    return cls(params, **{**row.defaults, **options, **states})
+
+
+def _make_torch(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
+    """A class of torch.optim by exact name; options pass through once their names are known."""
+    if name.lower() in _NOT_YET:
+        raise NotAvailableYetError(
+            f"the optimizer {name!r} is not available yet. Meanwhile use {_NOT_YET[name.lower()]}."
+        )
+    classes = _torch_classes()
+    if name not in classes:
+        own = [row.name for row in ROWS]
+        raise UnknownNameError(
+            f"there is no optimizer {name!r}.{did_you_mean(name, [*own, *classes])} "
+            f"Allowed: {', '.join(own)} in any case; by exact name torch's {', '.join(classes)}."
+        )
+    allowed = [option for option in inspect.signature(classes[name]).parameters if option != "params"]
+    check_option_names(f"torch.optim.{name}", options, allowed)
+    return classes[name](params, **options)
+
+
+def _torch_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
+    """torch.optim's optimizers by name, without the base class and without those that are ours to name."""
+    return {
+        name: value
+        for name, value in sorted(vars(torch.optim).items())
+        if isinstance(value, type)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
+        and name.lower() not in _NOT_YET
+        and name.lower() not in _ROWS
+    }

@@ -1,0 +1,1 @@
+"""Update rules: pure functions, the reference for every kernel."""

@@ -1,0 +1,191 @@
+"""The state of a partition: what `Partition` (partition.py) changes and every module around it reads.
+
+`PartitionState` holds the fields and answers questions about them; the verbs of a training step are `Partition`'s.
+Modules that work on a partition (`gathered`, unfreeze.py, offload/, estimate/ledger.py) take a `PartitionState`, so
+that none of them imports the class that calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+import zcomm
+from zpartition.gradients.bucket import NonFiniteProbe
+from zpartition.gradients.reducer import GradientReducer
+from zpartition.gradients.speculate import NO_SPECULATION, SpeculativeStep
+from zpartition.layout.layout import Bucket, Layout
+from zpartition.layout.model_parallel import ALONE, ModelParallelGroup
+from zpartition.layout.policy import ZeroPolicy
+from zpartition.layout.ranks import Ranks
+from zpartition.replicated import ReplicatedTensors
+from zpartition.state.optimizer_state import Holder
+from zpartition.weights.hooks import UnshardHooks
+from zpartition.weights.sharded import ShardedStorage, Storage
+from zpartition.weights.storage import BucketStorage
+from zpartition.weights.unshard import Unsharder
+
+__all__ = ["PartitionState", "Unused"]
+
+
+@attrs.frozen
+class Unused:
+    """Names of parameters without a gradient; equal on all ranks."""
+
+    by_all: frozenset[str] = frozenset()  # no rank has a gradient
+    by_some: frozenset[str] = frozenset()  # at least one rank has none
+
+
+@attrs.define(eq=False)
+class PartitionState:
+    """Flat buffers, gradients and hooks of one module on this rank.
+
+    Invariant: until `Partition.close`, every partitioned parameter is a view into `storages` (or hollow, at stage 3).
+    """
+
+    module: nn.Module
+    layout: Layout
+    policy: ZeroPolicy
+    ranks: Ranks
+    params: dict[str, Parameter]  # partitioned parameters by name, in registration order
+    storages: tuple[Storage, ...]  # by bucket index
+    reducer: GradientReducer
+    replicated: ReplicatedTensors
+    unsharder: Unsharder  # of the units; empty below stage 3
+    unshard_hooks: UnshardHooks
+    frozen: tuple[ShardedStorage, ...] = ()  # parameters of units that are not trained
+    optimizer: torch.optim.Optimizer | None = None  # the rebound optimizer
+    holders: tuple[Holder, ...] = ()  # tensors that the rebound optimizer updates
+    updates_parameters: bool = False  # whether these are the module's own parameters instead of flat spans
+    frozen_params: dict[str, Parameter] = attrs.field(factory=dict)  # parameters that are frozen, by name
+    frozen_groups: dict[str, int] = attrs.field(factory=dict)  # index of the parameter group that holds each of them
+    speculative_step: SpeculativeStep = NO_SPECULATION  # steps buckets on the host before `Partition.apply` is called
+    mp_group: ModelParallelGroup = ALONE  # ranks that hold the other parts of split tensors
+    pipeline_stages: ModelParallelGroup = ALONE  # ranks that hold the other stages of a pipeline
+
+    @property
+    def whole(self) -> list[BucketStorage]:
+        """Storages whose weights every rank holds in full."""
+        return [storage for storage in self.storages if isinstance(storage, BucketStorage)]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.reducer.pool.device
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """All ranks that train this module."""
+        return self.ranks.world
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process within `group`."""
+        return self.ranks.rank
+
+    @property
+    def is_alone(self) -> bool:
+        """True if the world has one rank."""
+        return self.layout.world_size == 1
+
+    def owned(self) -> list[Parameter]:
+        """Parameters whose memory belongs to this partition."""
+        return [param for storage in (*self.storages, *self.frozen) for param in storage.params]
+
+    def owns(self, param: Parameter) -> bool:
+        """Return whether the memory of `param` belongs to this partition."""
+        if id(param) in self.unshard_hooks.unit_of:
+            return True
+        return any(param is other for other in self.owned())
+
+    def check_resident(self) -> None:
+        """Raise RuntimeError while any state is offloaded (`offload_states`)."""
+        self.unsharder.check_resident()
+
+    def check_weights_resident(self) -> None:
+        """Raise RuntimeError while the weights are offloaded (`offload_states`)."""
+        self.unsharder.check_weights_resident()
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    @property
+    def non_finite_probe(self) -> NonFiniteProbe:
+        """Non-finite probe: once it is on, names the first parameter of this rank whose gradient was not finite."""
+        return self.reducer.non_finite_probe
+
+    def num_unused(self) -> int:
+        """Number of partitioned parameters without a gradient on this rank since `zero_grad`."""
+        return sum(len(g.params) - len(g.seen) for g in self.reducer.gradients)
+
+    def num_arrived(self) -> int:
+        """Number of gradients that the running (or the last) backward has produced on this rank."""
+        return self.reducer.num_arrived
+
+    def has_plain_gradients(self) -> bool:
+        """Return whether a backward outside `micro_step` has left gradients in parameters of this rank."""
+        return any(g.has_plain(i) for g in self.reducer.gradients for i in range(len(g.params)))
+
+    def drop_plain_gradients(self) -> None:
+        """Drop these, and gradients of parameters that are not partitioned; gradients of micro-steps stay."""
+        owned = {id(param) for gradient in self.reducer.gradients for param in gradient.params}
+        for gradient in self.reducer.gradients:
+            gradient.drop_plain()
+        for param in self.module.parameters():
+            if id(param) not in owned:
+                param.grad = None
+
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (parameter name, this rank's flat part of its reduced gradient); valid after `finish_gradients`."""
+        for storage, gradient in zip(self.storages, self.reducer.gradients):
+            if gradient.kept is not None:
+                for piece in storage.pieces(self.rank):
+                    yield piece.slot.name, gradient.kept[piece.offset : piece.offset + piece.numel]
+
+    def counts(self, bucket: Bucket) -> bool:
+        """Return whether a sum over all ranks includes this rank's gradient of `bucket`; see `sum_over_shards`."""
+        is_first = not self.layout.is_expert_sharded or self.rank // bucket.num_expert_shards < bucket.num_shards
+        return bucket.copy == 0 and is_first
+
+    def sum_over_shards(self, vector: torch.Tensor, *, num_of_model: int = 1) -> None:
+        """All-reduce (sum) statistics whose first element is a sum over this rank's gradients.
+
+        Where several ranks hold the same gradients, the first element of one of them counts.  The first
+        `num_of_model` elements are also summed over model-parallel ranks and pipeline stages (model_parallel.py); the
+        rest is equal on all of them.
+        """
+        if self.rank >= self.layout.num_shards and not self.layout.is_expert_sharded:
+            vector[0] = 0.0
+        reduced = vector.to(self.device)  # gradients may be on the host, whose tensors a group may not take
+        zcomm.all_reduce(reduced, self.group, label="gradient statistics")
+        self.mp_group.add_up(reduced[:num_of_model])
+        self.pipeline_stages.add_up(reduced[:num_of_model])
+        if reduced is not vector:
+            vector.copy_(reduced)
+
+    def agree_on_unused(self) -> Unused:
+        """Parameters for which ranks have no gradient.  A collective.
+
+        Raises:
+            ValueError: the policy forbids unused parameters and there are some, or no rank has any gradient.
+        """
+        slots = [slot.name for _, slot in self.layout.slots()]
+        flags = [i in gradient.seen for gradient in self.reducer.gradients for i in range(len(gradient.params))]
+        used = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        zcomm.all_reduce(used, self.group, label="used parameters")
+        counts = dict(zip(slots, used.tolist()))
+        names = frozenset(name for name, count in counts.items() if not count)
+        if slots and len(names) == len(slots):
+            raise ValueError(
+                "no rank produced a gradient for any parameter: the loss comes from another module, or is constant"
+            )
+        if names and not self.policy.ignore_unused:
+            raise ValueError(
+                f"no rank produced a gradient for {', '.join(sorted(names)[:10])} ({len(names)} in all). Use them in "
+                "the forward pass, freeze them, or set ignore_unused_parameters to true."
+            )
+        return Unused(names, frozenset(name for name, count in counts.items() if count < self.layout.world_size))

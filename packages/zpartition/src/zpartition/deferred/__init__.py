@@ -1,0 +1,1 @@
+"""Deferred initialization: `Init` records operations, `shard` replays them one tensor at a time."""

@@ -1,0 +1,286 @@
+"""Memory of a rank by owner before anything is allocated, for any world size, from a model on "meta".
+
+    with torch.device("meta"):
+        model = GPT(...)
+    for stage in range(4):
+        print(zpartition.plan(model, policy=ZeroPolicy(stage=stage), world_size=8, optimizer=torch.optim.AdamW))
+
+What lives between steps follows from the layout and is exact: weights, masters, accumulators, optimizer states.  What
+a step needs besides (gradient buckets in flight, gathered units) depends on the order in which gradients arrive; the
+plan gives the maximum that the policy allows.  One exception: if a parameter that had a gradient in one step has none
+in the next, its bucket waits, and the buckets behind it fill up.  `Partition.ledger()` counts the same owners in a
+live partition.  Activations are not included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import attrs
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import zcomm
+from zpartition.estimate.state_sizes import StateSizes
+from zpartition.gradients.reduce import GRADIENT_BLOCK
+from zpartition.gradients.reducer import IN_FLIGHT_LIMIT, buffer_bytes
+from zpartition.layout.layout import Bucket, Layout
+from zpartition.layout.plan_layouts import plan_layouts
+from zpartition.layout.policy import Offload, Speculation, Tier, ZeroPolicy, step_groups
+from zpartition.layout.units import nested_numel
+from zpartition.memory.mover import IN_FLIGHT, NUM_STAGES
+from zpartition.ownership import named_groups
+from zpartition.state.optimizer_state import block_numel
+from zpartition.weights.gather_sources import WEIGHT_BLOCK, kept_bytes
+
+__all__ = ["MemoryPlan", "plan"]
+
+MIB = 2**20
+
+
+@attrs.frozen
+class MemoryPlan:
+    """Bytes on one rank, by owner."""
+
+    parameters: int  # weights between steps: whole, or this rank's shards
+    masters: int  # full-precision copies, where the weights are narrower
+    accumulators: int  # reduced gradients
+    states: int  # optimizer states
+    buckets: int  # gradients in flight, maximum
+    gathered_units: int  # stage 3: gathered weights, maximum
+    secondary_shards: int  # stage 3: sources of gathers other than the shards: quantized codes, secondary shards
+    padding: int  # part of the above that no parameter uses
+    staging: int = 0  # offload on CUDA: copies on their way to or from the host, maximum
+    elsewhere: Mapping[str, int] = attrs.field(factory=dict)  # "host states", "pinned masters", "disk states", ...
+
+    @property
+    def model_states_bytes(self) -> int:
+        """Bytes that stay between steps: weights, masters, gradients, optimizer states."""
+        return self.parameters + self.masters + self.accumulators + self.states
+
+    @property
+    def total_bytes(self) -> int:
+        """Maximum device memory of the partition on a rank."""
+        return self.model_states_bytes + self.buckets + self.gathered_units + self.secondary_shards + self.staging
+
+    @property
+    def host_bytes(self) -> int:
+        """CPU memory of offload, pinned or not."""
+        return sum(size for owner, size in self.elsewhere.items() if not owner.startswith("disk "))
+
+    @property
+    def disk_bytes(self) -> int:
+        """Disk space of offload."""
+        return sum(size for owner, size in self.elsewhere.items() if owner.startswith("disk "))
+
+    def ledger(self) -> dict[str, int]:
+        """Bytes by owner, with the names of `Partition.ledger()`."""
+        owners = ("parameters", "masters", "accumulators", "states", "buckets", "gathered_units", "secondary_shards")
+        device = {owner.replace("_", " "): getattr(self, owner) for owner in owners}
+        return {**device, **({"staging": self.staging} if self.staging else {}), **self.elsewhere}
+
+    def __str__(self) -> str:
+        width = max(16, *(len(owner) + 2 for owner in self.ledger()))
+        rows = [f"{owner:{width}}{size / MIB:12,.1f} MiB" for owner, size in self.ledger().items()]
+        where = " on the device" if self.elsewhere else ""
+        rows += [
+            f"{'total' + where:{width}}{self.total_bytes / MIB:12,.1f} MiB ({self.padding / MIB:,.1f} of it padding)"
+        ]
+        return "\n".join(rows)
+
+
+def plan(
+    module: nn.Module,
+    *,
+    policy: ZeroPolicy,
+    world_size: int,
+    optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None,
+    num_backwards: int = 1,
+    device: str = "cpu",
+) -> MemoryPlan:
+    """Plan the memory of one of `world_size` ranks for `module`, if all of its trainable parameters are trained.
+
+    module: may be on the meta device; nothing of its size is allocated.
+    optimizer: creates an optimizer from a list of parameters; its states are measured by steps on small samples.
+    num_backwards: backwards in a step (micro-steps times losses).  Where gradients are kept whole, a second one needs
+        buffers.
+    device: device type; with "cuda" host memory is pinned, unless the policy says otherwise.
+    """
+    params = [param for param in module.parameters() if param.requires_grad]
+    made = None if optimizer is None or not params else optimizer(params)
+    trained, frozen = plan_layouts(module, named_groups(module, made), policy, world_size, block_numel(made))
+    kept = _separate_accumulators(trained, policy)
+    states = StateSizes(policy, optimizer)
+    sizes = {bucket: states.of(bucket) for bucket in trained.buckets}
+    buckets = (*trained.buckets, *frozen.buckets)
+
+    away = {b for b, tier in zip(trained.buckets, _places(trained, policy)) if tier is not Tier.DEVICE}
+
+    shelved = [b for b in buckets if b.unit is not None and policy.offload.weights is not Tier.DEVICE]
+
+    def is_apart(bucket: Bucket) -> bool:
+        is_narrow = policy.master_for(bucket.dtype) != bucket.dtype
+        return (is_narrow or bucket in shelved) and bucket not in away
+
+    return MemoryPlan(
+        parameters=sum(_stored_numel(b) * b.dtype.itemsize for b in buckets if b not in shelved)
+        + _replicated_bytes(module, buckets),
+        masters=sum(b.span_numel * policy.master_for(b.dtype).itemsize for b in trained.buckets if is_apart(b)),
+        accumulators=sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in kept if b not in away),
+        states=sum(sizes[b] for b in trained.buckets if b not in away),
+        buckets=buffer_bytes(trained, policy, num_backwards) + _message_bytes(trained, policy),
+        gathered_units=_gathered_bytes(buckets, policy),
+        secondary_shards=sum(kept_bytes(b, policy.of(b), is_trained=True) for b in trained.buckets)
+        + sum(kept_bytes(b, policy.of(b), is_trained=False) for b in frozen.buckets),
+        padding=sum((_stored_numel(b) - _used_numel(b)) * b.dtype.itemsize for b in buckets),
+        staging=_staging_bytes([b for b in trained.buckets if b in away], shelved, policy, num_backwards, device),
+        elsewhere={
+            **_offloaded_bytes([b for b in trained.buckets if b in away], policy, sizes, device),
+            **_rollback_bytes([b for b in trained.buckets if b in away], policy, sizes, _copies_gradients(optimizer)),
+            **_offloaded_weight_bytes(shelved, set(trained.buckets), policy, device),
+            **_host_staging_bytes([*(b for b in trained.buckets if b in away), *shelved], policy, device),
+        },
+    )
+
+
+def _places(layout: Layout, policy: ZeroPolicy) -> tuple[Tier, ...]:
+    return policy.offload.place([bucket.span_numel for bucket in layout.buckets])
+
+
+def _offloaded_bytes(
+    away: list[Bucket], policy: ZeroPolicy, state_bytes: Mapping[Bucket, int], device: str
+) -> dict[str, int]:
+    """Bytes of offloaded masters, states and accumulators by place and owner, as `Partition.ledger()` names them."""
+    if not away:
+        return {}
+    host = "pinned" if device == "cuda" and policy.offload.pin else "host"
+    masters = [b.span_numel * policy.master_for(b.dtype).itemsize for b in away]
+    states = [state_bytes[b] for b in away]
+    accumulators = sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in away)
+    found = {f"{host} accumulators": accumulators}
+    if policy.offload.states is Tier.HOST:
+        return {f"{host} masters": sum(masters), **found, "host states": sum(states)}
+    on_disk = {"disk masters": 2 * sum(masters), "disk states": 2 * sum(states)}  # two slots each
+    together = _max_buckets_in_memory([b.span_numel for b in away], policy.offload)
+    return {
+        **found,
+        **on_disk,
+        "host step buffers": together * (_page_aligned(max(masters)) + _page_aligned(max(states))),
+    }
+
+
+def _rollback_bytes(
+    away: list[Bucket], policy: ZeroPolicy, state_bytes: Mapping[Bucket, int], copies: bool
+) -> dict[str, int]:
+    """Bytes of the values before a speculative update, and of the gradient that it reads."""
+    if not away or policy.offload.speculation is Speculation.OFF:
+        return {}
+    kept = sum(b.span_numel * policy.master_for(b.dtype).itemsize + state_bytes[b] for b in away)
+    scratch = max(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in away)
+    return {"host rollback": kept + (scratch if copies else 0)}
+
+
+def _copies_gradients(make: Callable[[list[Parameter]], torch.optim.Optimizer] | None) -> bool:
+    """True if the optimizer may write into gradients (see speculate.py)."""
+    return make is None or not getattr(make([Parameter(torch.zeros(1, 1))]), "keeps_gradients", False)
+
+
+def _offloaded_weight_bytes(
+    shelved: list[Bucket], trained: set[Bucket], policy: ZeroPolicy, device: str
+) -> dict[str, int]:
+    """Bytes of offloaded weights by place; frozen ones are never on disk."""
+    found: dict[str, int] = {}
+    for bucket in shelved:
+        on_disk = policy.offload.weights is Tier.DISK and bucket in trained
+        host = "pinned" if device == "cuda" and policy.offload.pin else "host"
+        place = "disk parameters" if on_disk else f"{host} parameters"
+        size = bucket.span_numel * bucket.dtype.itemsize
+        found[place] = found.get(place, 0) + (2 * size if on_disk else size)
+    return found
+
+
+def _staging_bytes(
+    away: list[Bucket], shelved: list[Bucket], policy: ZeroPolicy, num_backwards: int, device: str
+) -> int:
+    """Device memory of copies (mover.py): widened gradients waiting for the bus, and one being made; a sum with the
+    host's values from the second backward on; and the spans of units that are being gathered.
+    """
+    if device != "cuda":
+        return 0
+    sizes = ((policy.accumulate_for(b.dtype).itemsize, policy.wire_for(b).itemsize) for b in away)
+    wide = max((b.span_numel * max(size) for b, size in zip(away, sizes)), default=0)
+    sums = wide if num_backwards > 1 else 0
+    spans = _gathered_bytes(tuple(shelved), policy) // min((b.num_shards for b in shelved), default=1)
+    return (IN_FLIGHT + 1) * wide + sums + spans
+
+
+def _host_staging_bytes(sent: list[Bucket], policy: ZeroPolicy, device: str) -> dict[str, int]:
+    """Host memory that weights pass through on their way to a GPU."""
+    if device != "cuda" or not sent:
+        return {}
+    place = "pinned" if policy.offload.pin else "host"
+    return {f"{place} staging": NUM_STAGES * max(b.span_numel * b.dtype.itemsize for b in sent)}
+
+
+def _max_buckets_in_memory(numels: list[int], offload: Offload) -> int:
+    """Maximum number of buckets in memory during a step that reads and writes files."""
+    groups = step_groups([Tier.DISK] * len(numels), numels, offload.step_numel)
+    sizes = [len(group) for group in groups]
+    return max(sum(sizes[first : first + offload.buffer_count]) for first in range(len(sizes)))
+
+
+def _page_aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 4096) * 4096
+
+
+def _stored_numel(bucket: Bucket) -> int:
+    return bucket.numel if bucket.unit is None else bucket.span_numel
+
+
+def _used_numel(bucket: Bucket) -> int:
+    """Stored elements that belong to parameters, on average over the ranks."""
+    used = sum(slot.numel for slot in bucket.slots)
+    return used if bucket.unit is None else used // bucket.num_shards
+
+
+def _separate_accumulators(layout: Layout, policy: ZeroPolicy) -> list[Bucket]:
+    """Buckets with an accumulator of their own; others accumulate in the reduced buffer."""
+
+    def travels_as_kept(bucket: Bucket) -> bool:
+        wire = policy.wire_for(bucket)
+        local = policy.accumulate_for(bucket.dtype)
+        alone = layout.world_size == 1 and not policy.offload.moves_states
+        return layout.num_shards == 1 and (alone or wire == local)
+
+    return [bucket for bucket in layout.buckets if not travels_as_kept(bucket)]
+
+
+def _gathered_bytes(buckets: tuple[Bucket, ...], policy: ZeroPolicy) -> int:
+    """Bytes of units that are whole at once: the limit of the policy, or the nested calls and one prefetched unit."""
+    units: dict[str, int] = {}
+    widest = 0
+    for bucket in buckets:
+        if bucket.unit is not None:
+            units[bucket.unit] = units.get(bucket.unit, 0) + bucket.numel
+            widest = max(widest, bucket.dtype.itemsize)
+    largest = max(units.values(), default=0)
+    nested = nested_numel(units)
+    bits = max(policy.weight_bits, policy.frozen_weight_bits)
+    received = zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK).num_bytes(largest) / largest if bits and largest else 0
+    return round(min(sum(units.values()), max(policy.max_live_numel, nested + largest)) * (widest + received))
+
+
+def _message_bytes(layout: Layout, policy: ZeroPolicy) -> int:
+    """Quantized gradients: send and receive buffers of each bucket in flight, and two float32 spans for sums."""
+    if not policy.gradient_bits or layout.num_shards == 1:
+        return 0
+    code = zcomm.BlockCode(bits=policy.gradient_bits, block=GRADIENT_BLOCK)
+    sizes = (2 * b.num_shards * code.num_bytes(b.span_numel) + 8 * b.span_numel for b in layout.buckets)
+    return IN_FLIGHT_LIMIT * max(sizes, default=0)
+
+
+def _replicated_bytes(module: nn.Module, buckets: tuple[Bucket, ...]) -> int:
+    """Bytes of frozen parameters that every rank keeps whole."""
+    planned = {slot.name for bucket in buckets for slot in bucket.slots}
+    return sum(p.numel() * p.element_size() for name, p in module.named_parameters() if name not in planned)

@@ -1,0 +1,176 @@
+"""Bytes that a rank sends in an optimizer step, before anything is sent: from a model on "meta" and a policy.
+
+On a ring of W ranks an all-reduce of n bytes sends 2 n (W - 1) / W bytes through each rank; a reduce-scatter or an
+all-gather sends half of that.  In units of one all-reduce of all gradients ("1x", the cost of data parallelism)
+stages 0, 1 and 2 send 1x and stage 3 at most 1.5x (Rajbhandari et al. 2020, section 7).  Accumulation multiplies what
+is sent in every micro-step, and ZeRO++ divides it (Wang et al. 2023).
+
+Messages are counted one by one from the layout that a partition would have.  At stage 3 units are gathered for
+forward, and again for backward where they could not stay (gathers.py).  Two-hop messages are counted on each hop,
+because the links differ.  Buffers, overflow flags and other small values are not included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import attrs
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import zcomm
+from zpartition.estimate.gathers import count_gathers, embedding_only_units
+from zpartition.gradients.reduce import GRADIENT_BLOCK, reduce_at
+from zpartition.layout.layout import Bucket, Layout
+from zpartition.layout.plan_layouts import plan_layouts
+from zpartition.layout.policy import ReduceAt, ZeroPolicy
+from zpartition.ownership import named_groups
+from zpartition.state.optimizer_state import block_numel
+from zpartition.weights.gather_sources import WEIGHT_BLOCK
+
+__all__ = ["Flow", "TrafficPlan", "plan_traffic"]
+
+
+@attrs.frozen
+class Flow:
+    """Messages of one kind in one optimizer step."""
+
+    what: str  # "gradients, reduce-scatter"
+    among: int  # ranks that take part in each
+    num_messages: int
+    num_bytes: int  # through one rank, one direction
+
+
+@attrs.frozen
+class TrafficPlan:
+    """Messages that one rank sends in an optimizer step."""
+
+    flows: tuple[Flow, ...]
+    unit_bytes: int  # 1x: one all-reduce of all gradients over all ranks, in the dtype on the wire
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum over all kinds."""
+        return sum(flow.num_bytes for flow in self.flows)
+
+    @property
+    def share(self) -> float:
+        """Total in units of one all-reduce of all gradients; 0 for a single rank."""
+        return self.total_bytes / self.unit_bytes if self.unit_bytes else 0.0
+
+
+def plan_traffic(
+    module: nn.Module,
+    *,
+    policy: ZeroPolicy,
+    world_size: int,
+    optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None,
+    num_backwards: int = 1,
+) -> TrafficPlan:
+    """Plan the traffic of a step over `world_size` ranks; the arguments are those of `plan`."""
+    params = [param for param in module.parameters() if param.requires_grad]
+    made = None if optimizer is None or not params else optimizer(params)
+    trained, frozen = plan_layouts(module, named_groups(module, made), policy, world_size, block_numel(made))
+    gradients = sum(bucket.numel * policy.wire_for(bucket).itemsize for bucket in trained.buckets)
+    rounds = 1 if reduce_at(policy, trained) is ReduceAt.BOUNDARY else num_backwards
+    flows = [
+        *_gradient_flows(trained, policy, rounds),
+        *_update_flows(trained),
+        *_unit_flows(module, trained, frozen, policy, num_backwards),
+    ]
+    return TrafficPlan(
+        tuple(flow for flow in flows if flow.num_bytes), round(_all_reduced(gradients, trained.world_size))
+    )
+
+
+def _gradient_flows(layout: Layout, policy: ZeroPolicy, rounds: int) -> list[Flow]:
+    """Reductions of gradients."""
+    shards, copies = layout.num_shards, layout.world_size // layout.num_shards
+    count = rounds * len(layout.buckets)
+    payload = rounds * sum(bucket.numel * policy.wire_for(bucket).itemsize for bucket in layout.buckets)
+    if shards == 1:
+        return [
+            Flow("gradients, all-reduce", layout.world_size, count, round(_all_reduced(payload, layout.world_size)))
+        ]
+    found = _few_bits(layout, policy, rounds) if policy.gradient_bits else []
+    found = found or [Flow("gradients, reduce-scatter", shards, count, round(_gathered(payload, shards)))]
+    if copies > 1:
+        found.append(Flow("sums of copies, all-reduce", copies, count, round(_all_reduced(payload / shards, copies))))
+    return found
+
+
+def _few_bits(layout: Layout, policy: ZeroPolicy, rounds: int) -> list[Flow]:
+    """Quantized gradients: one hop, or inside runs of consecutive ranks and then between them (ZeRO++, qgZ)."""
+    code = zcomm.BlockCode(bits=policy.gradient_bits, block=GRADIENT_BLOCK)
+    payload = rounds * sum(b.num_shards * code.num_bytes(b.span_numel) for b in layout.buckets)
+    count, shards, run = rounds * len(layout.buckets), layout.num_shards, policy.gradient_hop_size
+    what = f"gradients in {policy.gradient_bits} bits"
+    if not 1 < run < shards:
+        return [Flow(what, shards, count, round(_gathered(payload, shards)))]
+    nodes = shards // run
+    return [
+        Flow(f"{what}, inside nodes", run, count, round(_gathered(payload, run))),
+        Flow(f"{what}, between nodes", nodes, count, round(_gathered(payload / run, nodes))),
+    ]
+
+
+def _update_flows(layout: Layout) -> list[Flow]:
+    """All-gathers of weights that were updated in shards and are whole on every rank."""
+    whole = [bucket for bucket in layout.buckets if bucket.unit is None and bucket.num_shards > 1]
+    payload = sum(bucket.numel * bucket.dtype.itemsize for bucket in whole)
+    return [
+        Flow(
+            "updated weights, all-gather", layout.num_shards, len(whole), round(_gathered(payload, layout.num_shards))
+        )
+    ]
+
+
+def _unit_flows(module: nn.Module, trained: Layout, frozen: Layout, policy: ZeroPolicy, times: int) -> list[Flow]:
+    """Stage 3: gathers for each forward, and for each backward where the unit could not stay."""
+    buckets = [bucket for bucket in (*trained.buckets, *frozen.buckets) if bucket.unit is not None]
+    if not buckets:
+        return []
+    gathers = _gathers(module, buckets, policy)
+    sizes = {bucket: _weight_bytes(bucket, bucket in trained.buckets, policy) for bucket in buckets}
+    counts = {bucket: times * gathers[bucket.unit or ""] for bucket in buckets}
+    shards, node = buckets[0].num_shards, policy.secondary_group_size
+    if not policy.keeps_secondary(shards):
+        payload = sum(counts[bucket] * size for bucket, size in sizes.items())
+        return [Flow("weights of units, all-gather", shards, sum(counts.values()), round(_gathered(payload, shards)))]
+    first, again = sum(sizes.values()), sum((counts[b] - 1) * b.numel * b.dtype.itemsize for b in buckets)
+    return [
+        Flow("weights of units, first all-gather", shards, len(buckets), round(_gathered(first, shards))),
+        Flow(
+            "weights of units, again in a node",
+            node,
+            sum(counts.values()) - len(buckets),
+            round(_gathered(again, node)),
+        ),
+    ]
+
+
+def _gathers(module: nn.Module, buckets: list[Bucket], policy: ZeroPolicy) -> Mapping[str, int]:
+    """Count the gathers of each unit in a micro-step, by name."""
+    numels: dict[str, int] = {}
+    for bucket in buckets:
+        numels[bucket.unit or ""] = numels.get(bucket.unit or "", 0) + bucket.numel
+    in_order = {name: numels[name] for name, _ in module.named_modules() if name in numels}
+    once = embedding_only_units(module, {slot.name: bucket.unit or "" for bucket in buckets for slot in bucket.slots})
+    return count_gathers(in_order, policy, once)
+
+
+def _weight_bytes(bucket: Bucket, is_trained: bool, policy: ZeroPolicy) -> int:
+    bits = policy.weight_bits_of(is_trained=is_trained)
+    if not bits:
+        return bucket.numel * bucket.dtype.itemsize
+    return bucket.num_shards * zcomm.BlockCode(bits=bits, block=WEIGHT_BLOCK).num_bytes(bucket.span_numel)
+
+
+def _gathered(num_bytes: float, num_ranks: int) -> float:
+    """Bytes through a rank for an all-gather or reduce-scatter of `num_bytes` in total."""
+    return num_bytes * (num_ranks - 1) / num_ranks
+
+
+def _all_reduced(num_bytes: float, num_ranks: int) -> float:
+    return 2 * _gathered(num_bytes, num_ranks)

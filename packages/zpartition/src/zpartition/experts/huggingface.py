@@ -1,0 +1,91 @@
+"""Expert parallelism for Hugging Face's MoE blocks, without changes to their code.
+
+Since version 5 Transformers keeps the experts of a block in one module whose parameters have the experts in front
+(`gate_up_proj`, `down_proj`, sometimes biases), called as `experts(hidden_states, top_k_index, top_k_weights)`.  Such
+a module is recognized by that signature and those shapes, for any model.  Its class is replaced by one that
+dispatches rows to their experts' ranks, and there calls the *original* forward with one choice of weight 1 for each
+row.  So activations, clamps and biases stay the model's own, and routers, shared experts and auxiliary losses, which
+are outside of the module, are not affected.
+
+Rejected: a list of models; products of our own on their weights (models differ in details).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zpartition.experts.dispatch import TokenDispatch
+from zpartition.experts.stacked import check_divisible, connect_to_graph, mark_experts
+from zpartition.layout.address import Address
+from zpartition.layout.hf_experts import ShardedHFExperts, choice_of
+from zpartition.layout.model_parallel import ALONE, ModelParallelGroup
+from zpartition.tensors.whole import part_of
+
+__all__ = ["num_experts_of", "shard_hf_experts"]
+
+_made: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def num_experts_of(stack: nn.Module) -> int:
+    """Return the number of experts of any kind of stack, on all ranks."""
+    return int(getattr(stack, "num_global_experts", 0) or getattr(stack, "num_experts", 0))
+
+
+def shard_hf_experts(module: nn.Module, expert_group: ModelParallelGroup) -> None:
+    """Keep only this rank's experts; parameters keep their names and identities.
+
+    Raises ValueError if the experts do not divide, before anything is changed.
+    """
+    numbers: Any = module
+    check_divisible(numbers.num_experts, expert_group.size)
+    share = numbers.num_experts // expert_group.size
+    own = (expert_group.rank * share, (expert_group.rank + 1) * share)
+    found: dict[str, Address] = {}
+    for name, param in module.named_parameters():
+        shape = tuple(param.shape)
+        found[name] = Address(shape, ((own, *((0, size) for size in shape[1:])),))
+    with torch.no_grad():
+        for name, param in module.named_parameters():
+            param.grad = None
+            param.data = part_of(param.data, found[name])
+            mark_experts(param)
+    kind = type(module)
+    if kind not in _made:
+        _made[kind] = type(f"ExpertParallel{kind.__name__}", (_ShardedHFExperts, kind), {})
+    module.__class__ = _made[kind]
+    numbers.num_global_experts, numbers.num_experts = numbers.num_experts, share
+    numbers.expert_group, numbers.dealt_addresses, numbers.choice = expert_group, found, choice_of(kind)
+
+
+class _ShardedHFExperts(ShardedHFExperts):
+    """Make a stack `ExpertShardedModule`, and dispatch tokens around its own forward."""
+
+    expert_group: ModelParallelGroup
+    num_global_experts: int
+    dealt_addresses: Mapping[str, Address]
+    choice: tuple[str, ...]  # the model's names for chosen experts and their weights
+    mp_group = ALONE
+
+    def addresses(self) -> Mapping[str, Address]:
+        """Addresses of its parameters."""
+        return self.dealt_addresses
+
+    def forward(self, hidden_states: Tensor, *choice: Tensor, **named: Tensor) -> Tensor:
+        """Compute as the original module: (tokens, hidden), (tokens, k), (tokens, k) -> (tokens, hidden)."""
+        index, weights = (*choice, *(named[name] for name in self.choice if name in named))
+        kept = (index >= 0) & (index < self.num_global_experts)
+        dispatch = TokenDispatch.plan(index.long(), kept, self.num_global_experts, self.expert_group)
+        rows = dispatch.send(hidden_states)
+        y = self._computed(rows, dispatch.counts) if rows.shape[0] else connect_to_graph(rows, self.parameters())
+        return dispatch.combine(y, torch.where(kept, weights, 0.0)).to(hidden_states.dtype)
+
+    def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Call the original forward with one choice of weight 1 for each row."""
+        numbers = torch.repeat_interleave(torch.tensor(counts)).to(rows.device)
+        weights = rows.new_ones(rows.shape[0], 1)
+        y: Tensor = super().forward(rows, numbers[:, None], weights)
+        return y.to(rows.dtype)

@@ -1,0 +1,1 @@
+"""Gradients: buckets, reduction, sparse rows, speculative steps."""

@@ -1,0 +1,140 @@
+"""Reduction of a bucket's gradients over ranks.
+
+The reducer decides when a bucket is sent; this module knows the groups and the form of the message.  A reduction
+starts at once and is finished in the order of starting, which is equal on all ranks: its later phases may therefore
+be collective, too.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, final
+
+import attrs
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import zcomm
+from zpartition.layout.layout import Bucket, Layout
+from zpartition.layout.policy import ReduceAt, ZeroPolicy
+from zpartition.layout.ranks import Ranks
+
+__all__ = ["Factors", "GradientReduction", "factors", "reduce_at", "reduction_for"]
+
+GRADIENT_BLOCK = 128  # elements that share a scale: gradients of neighbours differ more than weights do
+
+
+class GradientReduction(Protocol):
+    """Sums flat buckets over ranks."""
+
+    def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
+        """Start to sum `sent`, (bucket numel,), which may be overwritten.
+
+        Returns a handle and what is valid once it was waited for: the whole sum, or its elements `span`.
+        """
+
+
+@final
+@attrs.frozen(eq=False)
+class AllReduce:
+    """Every rank gets the whole sum."""
+
+    group: ProcessGroup | None
+
+    def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
+        return zcomm.all_reduce(sent, self.group, async_op=True, label=label), sent
+
+
+@final
+@attrs.frozen(eq=False)
+class ReduceScatter:
+    """Every rank gets its span, in place."""
+
+    group: ProcessGroup | None
+
+    def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
+        received = sent[slice(*span)]
+        return zcomm.reduce_scatter(received, sent, self.group, async_op=True, label=label), received
+
+
+@final
+@attrs.frozen(eq=False)
+class QuantizedReduceScatter:
+    """Every rank gets its span, from addends quantized to few bits (qgZ: Wang et al. 2023, section 3.3).
+
+    Non-finite values stay so, block by block, so that overflow is detected.
+    """
+
+    group: ProcessGroup | None
+    hops: tuple[ProcessGroup | None, ProcessGroup | None] | None  # inside runs of neighbours, and between them
+    code: zcomm.BlockCode
+
+    def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
+        received = sent[slice(*span)]
+        handle = zcomm.reduce_scatter_quantized(
+            received, sent, self.group, groups=self.hops, code=self.code, async_op=True, label=label
+        )
+        return handle, received
+
+
+@final
+@attrs.frozen(eq=False)
+class HybridReduce:
+    """Reduce-scatter over the shard group, then all-reduce over its replicas: 1 / shards of the bytes."""
+
+    within: ReduceScatter | QuantizedReduceScatter
+    replicas: ProcessGroup | None
+
+    def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
+        handle, received = self.within.reduce(sent, span, label)
+
+        def sum_replicas() -> zcomm.Handle:
+            return zcomm.all_reduce(received, self.replicas, async_op=True, label=f"{label} of replicas")
+
+        return zcomm.after(handle, sum_replicas), received
+
+
+def reduction_for(ranks: Ranks, num_shards: int, policy: ZeroPolicy) -> GradientReduction:
+    """Return the reduction of a layout of `num_shards`; 1 if every rank keeps all gradients.  A collective."""
+    if num_shards == 1:
+        return AllReduce(ranks.world)
+    within = _quantized(ranks, policy) if policy.gradient_bits else ReduceScatter(ranks.shard)
+    return within if ranks.num_replicas == 1 else HybridReduce(within, ranks.replicas)
+
+
+def _quantized(ranks: Ranks, policy: ZeroPolicy) -> QuantizedReduceScatter:
+    """In one hop, or in two where the policy names a smaller run of neighbours."""
+    code = zcomm.BlockCode(bits=policy.gradient_bits, block=GRADIENT_BLOCK)
+    size = policy.gradient_hop_size
+    if not 1 < size < ranks.num_shards:
+        return QuantizedReduceScatter(ranks.shard, None, code)
+    hops = (zcomm.consecutive_group(size, ranks.shard), zcomm.strided_group(size, ranks.shard))
+    for group in hops:  # a group's first collective waits for all: not where orders may cross
+        zcomm.barrier(group, label="hops")
+    return QuantizedReduceScatter(ranks.shard, hops, code)
+
+
+@attrs.frozen
+class Factors:
+    """Position of the division by the number of ranks; the product is 1 / ranks, or 1 for a sum."""
+
+    on_arrival: float  # while a gradient is copied into its bucket: costs nothing
+    before: float  # in the bucket, before it is sent
+    after: float  # in what was received
+
+
+def factors(policy: ZeroPolicy, layout: Layout, bucket: Bucket) -> Factors:
+    """Full precision divides on arrival, wherever the policy asks for it: no range is at stake and a pass is saved.
+
+    Buffers that accumulate over micro-steps hold plain sums, as `param.grad` shows them.
+    """
+    before, after = policy.averaging.factors(layout.world_size)
+    is_wide = bucket.dtype.itemsize >= 4 and policy.wire_for(bucket).itemsize >= 4
+    if is_wide and reduce_at(policy, layout) is ReduceAt.MICRO_STEP:
+        return Factors(before * after, 1.0, 1.0)
+    return Factors(1.0, before, after)
+
+
+def reduce_at(policy: ZeroPolicy, layout: Layout) -> ReduceAt:
+    """MICRO_STEP or BOUNDARY; alone, there is nothing to exchange and gradients accumulate, unless they leave."""
+    adds_up = layout.world_size == 1 and not policy.offload.moves_states
+    return ReduceAt.BOUNDARY if adds_up or policy.reduce_at is ReduceAt.BATCH else policy.reduce_at

@@ -1,0 +1,201 @@
+"""Model parallelism outside a partition: groups of ranks that hold other parts of the model, and addresses.
+
+A tensor-parallel module holds a part of its weights; the ranks with the other parts see the same data and form this
+rank's *model-parallel group*.  A partition works over the ranks that hold the same parts.  It needs three facts from
+the modules (`ModelParallelModule`): the address of each parameter in the global tensor (for checkpoints), which
+parameters are copies (their gradients count once in a norm), and the group over which such sums are reduced.
+
+Experts differ (`ExpertShardedModule`): the ranks that share them see different data and belong to one partition.  An
+expert-sharded parameter lives on some of its ranks only, and those sum its gradient.
+
+A pipeline (`PipelineStagedModule`) cuts a model between its tensors: ranks of other stages have other parameter
+names, and sums are reduced over the stages, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, final, runtime_checkable
+
+import attrs
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import zcomm
+from zpartition.layout.address import Address
+
+__all__ = [
+    "ALONE",
+    "ExpertShardedModule",
+    "ModelParallelGroup",
+    "ModelParallelModule",
+    "PipelineStagedModule",
+    "addresses_of",
+    "check_expert_groups",
+    "check_group",
+    "expert_shards_of",
+    "model_parallel_group_of",
+    "pipeline_stages_of",
+    "replicas_of",
+]
+
+
+@final
+@attrs.frozen(eq=False)
+class ModelParallelGroup:
+    """Ranks that hold the other parts of this rank's tensors, and this rank's position among them."""
+
+    group: ProcessGroup | None  # unused if `size` is 1
+    size: int = 1
+    rank: int = 0
+
+    @classmethod
+    def of(cls, group: ProcessGroup | None) -> ModelParallelGroup:
+        """Return the model-parallel group of the ranks in `group`."""
+        return cls(group, zcomm.group_size(group), zcomm.group_rank(group))
+
+    def add_up(self, sums: Tensor) -> None:
+        """All-reduce (sum) `sums` over the group, in place."""
+        if self.size > 1:
+            zcomm.all_reduce(sums, self.group, label="sums over cells")
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> ModelParallelGroup:
+        """Return the group itself: a copy of a module communicates over the same group."""
+        return self
+
+
+ALONE = ModelParallelGroup(None)  # tensors are not split
+
+
+@runtime_checkable
+class ModelParallelModule(Protocol):
+    """A module whose parameters are parts of global tensors."""
+
+    mp_group: ModelParallelGroup
+
+    def addresses(self) -> Mapping[str, Address]:
+        """Return the addresses of its own parameters, by name in the module."""
+
+
+@runtime_checkable
+class ExpertShardedModule(Protocol):
+    """A module whose experts are sharded over ranks with different data."""
+
+    expert_group: ModelParallelGroup  # these ranks: consecutive in a partition
+    mp_group: ModelParallelGroup  # tensor ranks with other parts of each expert; ALONE if experts are whole
+
+    def addresses(self) -> Mapping[str, Address]:
+        """Return the addresses of the sharded parameters, by name in the module (dotted for children)."""
+
+
+def expert_shards_of(module: nn.Module) -> dict[str, ModelParallelGroup]:
+    """Return the expert-parallel group of every expert-sharded parameter of `module`, by name.
+
+    Parameters of a group of one rank are left out.
+    """
+    found = {
+        id(child.get_parameter(name)): child.expert_group
+        for child in module.modules()
+        if isinstance(child, ExpertShardedModule) and child.expert_group.size > 1
+        for name in child.addresses()
+    }
+    return {name: found[id(param)] for name, param in module.named_parameters() if id(param) in found}
+
+
+@runtime_checkable
+class PipelineStagedModule(Protocol):
+    """A module that holds one pipeline stage: some of the layers of a model."""
+
+    def stage_group(self) -> ModelParallelGroup:
+        """Return the ranks of all stages, first to last, with this one.  A collective of these ranks."""
+
+
+def pipeline_stages_of(module: nn.Module) -> ModelParallelGroup:
+    """Return the group of pipeline stages that `module` is one of; ALONE for a model that is not cut."""
+    return module.stage_group() if isinstance(module, PipelineStagedModule) else ALONE
+
+
+def model_parallel_group_of(module: nn.Module) -> ModelParallelGroup:
+    """Return the tensor-parallel group of the modules inside `module`.  Raises ValueError if there are several."""
+    split = (
+        (name, child.mp_group) for name, child in module.named_modules() if isinstance(child, ModelParallelModule)
+    )
+    found = {name: mp_group for name, mp_group in split if mp_group is not ALONE}
+    first = next(iter(found), "")
+    for name, mp_group in found.items():
+        if mp_group.group is not found[first].group:
+            raise ValueError(
+                f"modules {first} and {name} are split over different groups ({found[first].size} and "
+                f"{mp_group.size} ranks): a model is split over one tensor-parallel group. Use the same for both."
+            )
+    return found[first] if found else ALONE
+
+
+def check_group(module: nn.Module, group: ProcessGroup | None) -> None:
+    """Raise ValueError if `group` has ranks that hold other parts of `module`: these cannot share a partition."""
+    tensor, stages = model_parallel_group_of(module), pipeline_stages_of(module)
+    mates = f"zcomm.strided_group({tensor.size}) for neighbours"
+    for mp_group, kind, cure in ((tensor, "tensor", mates), (stages, "pipeline", "zpartition.replicas_of(module)")):
+        others, mine = _ranks_of(mp_group), dist.get_rank() if mp_group.size > 1 else 0
+        shared = sorted(set(dist.get_process_group_ranks(group)) & set(others) - {mine}) if others else []
+        if shared:
+            raise ValueError(
+                f"the module is split over the {kind} ranks {others}, and the group to partition it over has "
+                f"rank {mine} and also {', '.join(map(str, shared))}, which hold other parts. Pass the "
+                f"data-parallel group: group={cure}, or Groups.gradient()."
+            )
+
+
+def check_expert_groups(module: nn.Module, group: ProcessGroup | None) -> None:
+    """Raise ValueError unless experts are sharded over consecutive ranks of `group`."""
+    for name, expert_group in expert_shards_of(module).items():
+        ranks, world = dist.get_process_group_ranks(expert_group.group), dist.get_process_group_ranks(group)
+        at = world.index(dist.get_rank()) // expert_group.size * expert_group.size
+        if ranks != world[at : at + expert_group.size] or len(world) % expert_group.size:
+            raise ValueError(
+                f"{name} is sharded over the expert-parallel ranks {ranks}, which are not {expert_group.size} "
+                f"consecutive ranks of the group to partition over, {world}. Shard experts over "
+                f"zcomm.consecutive_group({expert_group.size}, group), or Groups.experts()."
+            )
+
+
+def replicas_of(module: nn.Module) -> ProcessGroup | None:
+    """Return the ranks that hold the same parts as this one, to partition over; None (all) for unsplit modules.
+
+    The first call is a collective of these ranks.  Raises ValueError if tensor-parallel ranks are not consecutive.
+    """
+    mp_group, stages = model_parallel_group_of(module), pipeline_stages_of(module)
+    if mp_group.size == stages.size == 1:
+        return None
+    ranks, rank, size = _ranks_of(mp_group), dist.get_rank(), dist.get_world_size()
+    first = rank // mp_group.size * mp_group.size
+    if ranks and (ranks != list(range(first, first + mp_group.size)) or size % mp_group.size):
+        raise ValueError(
+            f"the module is split over ranks {ranks} of {size}, which are not {mp_group.size} consecutive ranks, so "
+            "the ranks with the same parts cannot be derived: pass their group (mesh=, in zengine)."
+        )
+    return zcomm.Groups.of(zcomm.Degrees(pipeline=stages.size, tensor=mp_group.size)).gradient()
+
+
+def _ranks_of(mp_group: ModelParallelGroup) -> list[int]:
+    return dist.get_process_group_ranks(mp_group.group) if mp_group.size > 1 else []
+
+
+def addresses_of(module: nn.Module) -> dict[str, Address]:
+    """Return the address of every parameter of `module`, by name.
+
+    A parameter that no module describes is a copy of the whole tensor on each model-parallel rank.
+    """
+    mp_group = model_parallel_group_of(module)
+    declared: dict[int, Address] = {}
+    for child in module.modules():
+        if isinstance(child, ModelParallelModule | ExpertShardedModule):
+            for name, address in child.addresses().items():
+                if child.mp_group is ALONE:  # whole experts on every tensor rank
+                    address = attrs.evolve(address, num_copies=mp_group.size, copy=mp_group.rank)
+                declared[id(child.get_parameter(name))] = address
+    return {
+        name: declared.get(id(param)) or Address.whole(param.shape, mp_group.size, mp_group.rank)
+        for name, param in module.named_parameters()
+    }

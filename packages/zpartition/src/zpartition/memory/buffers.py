@@ -1,0 +1,120 @@
+"""Flat gradient buffers, reused.
+
+The first touch of a fresh page costs several times a write to a warm one, so buffers are kept over steps instead of
+being freed, and at stage 2 a few of them serve all buckets in turn.
+
+On CPUs they are cut from an `Arena` that all ranks of a host have mapped: its contents are reduced in place, without
+a copy.  The position of a bucket in it may differ between ranks.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import attrs
+import torch
+from torch.distributed import ProcessGroup
+
+import zcomm
+from zpartition import _compat
+
+_LINE_BYTES = 64
+
+
+def flat_zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> torch.Tensor:
+    """Return flat memory for weights, which collectives read in place where they can; a collective."""
+    if device.type == "cpu" and zcomm.group_size(group) > 1:
+        return zcomm.shared_empty(numel, dtype, group)
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+@final
+@attrs.define(eq=False)
+class Arena:
+    """Memory that buffers are cut from, front to back; released all at once."""
+
+    memory: torch.Tensor  # (bytes,) uint8
+    used_bytes: int = 0
+
+    @classmethod
+    def create(cls, num_bytes: int, device: torch.device, group: ProcessGroup | None) -> Arena:
+        """Map an arena; empty where ranks cannot map each other's memory.  A collective."""
+        maps = device.type == "cpu" and zcomm.group_size(group) > 1
+        return cls(flat_zeros(num_bytes if maps else 0, torch.uint8, device, group))
+
+    def cut(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a zeroed buffer; None if there is no room."""
+        end = self.used_bytes + numel * dtype.itemsize
+        if end > self.memory.numel():
+            return None
+        found = self.memory[self.used_bytes : end].view(dtype).zero_()
+        self.used_bytes = -(-end // _LINE_BYTES) * _LINE_BYTES
+        return found
+
+    def rewind(self) -> None:
+        """Release all buffers."""
+        self.used_bytes = 0
+
+
+@final
+@attrs.define(eq=False)
+class BufferPool:
+    """Zero-initialized flat buffers of one device, reused.
+
+    Invariant: a buffer is either in `free` or owned by exactly one bucket.
+    """
+
+    device: torch.device
+    arena: Arena = attrs.field(factory=lambda: Arena(torch.empty(0, dtype=torch.uint8)))
+    free: list[torch.Tensor] = attrs.field(factory=list)
+    num_made: int = 0  # buffers that exist, free or not
+    total_bytes: int = 0  # of all buffers: they live as long as the pool, unless cleared
+
+    def reuse(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the smallest free buffer of `dtype` with at least `numel` elements; None if there is none."""
+        fitting = [buffer for buffer in self.free if buffer.dtype == dtype and buffer.numel() >= numel]
+        if not fitting:
+            return None
+        best = min(fitting, key=torch.Tensor.numel)
+        self.free = [buffer for buffer in self.free if buffer is not best]
+        return best
+
+    def make(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a zeroed buffer of exactly `numel` elements, owned by the caller until `release`."""
+        cut = self.arena.cut(numel, dtype)
+        buffer = torch.zeros(numel, dtype=dtype, device=self.device) if cut is None else cut
+        self.total_bytes += buffer.nbytes
+        self.num_made += 1
+        return buffer
+
+    def obtain(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a buffer of at least `numel` elements with any contents, owned by the caller until `release`."""
+        buffer = self.reuse(numel, dtype)
+        if buffer is None:
+            self.clear(dtype)  # smaller ones than this: they would stay beside it
+            buffer = self.make(numel, dtype)
+        return buffer
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """Return a buffer of this pool to it."""
+        self.free.append(buffer)
+
+    def reclaim(self, buffer: torch.Tensor) -> None:
+        """Release a buffer that user code has seen; a buffer with other views is left to them.
+
+        It must have memory of its own, not an arena's.
+        """
+        if not _compat.has_other_views(buffer):
+            self.release(buffer)
+            return
+        self.total_bytes -= buffer.nbytes
+        self.num_made -= 1
+
+    def clear(self, dtype: torch.dtype | None = None) -> None:
+        """Drop every free buffer, or those of `dtype`."""
+        dropped = [buffer for buffer in self.free if dtype in (None, buffer.dtype)]
+        self.free = [buffer for buffer in self.free if dtype not in (None, buffer.dtype)]
+        self.total_bytes -= sum(buffer.nbytes for buffer in dropped)
+        self.num_made -= len(dropped)
+        if not self.num_made:
+            self.arena.rewind()

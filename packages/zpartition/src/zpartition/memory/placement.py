@@ -1,0 +1,300 @@
+"""Placement of masters, optimizer states and weights of one bucket between steps.
+
+Masters.  A storage calls its `MasterPlacement` to copy weights into the master (`refresh`) and the master into the
+weights (`publish`); a `Holder` calls it for the optimizer's state.  The identity is `ON_DEVICE`: everything is on the
+device, as plain tensors, and the master may be the weights themselves.  On disk (disk_states.py) nothing is in memory
+between steps, and reading makes a copy.
+
+Parameters.  `own_span` of a `ShardedStorage` is the shard that ranks gather from, and must be on the device for that.
+A `ParamPlacement` loads it (`load`) and drops it (`unload`, or `write_back` if it changed).  The identity keeps it on
+the device.  A read from disk can begin early: the unsharder knows the next unit.  Files hold the weights once, in the
+slot that is written first: no older generation is needed, because masters, which have one, restore the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Protocol, final
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zpartition.disk import DiskError, DiskStore, Region, Transfer
+from zpartition.layout.policy import Tier
+from zpartition.memory.mover import Mover
+from zpartition.state.optimizer_state import InOptimizer, StatePlacement
+
+__all__ = [
+    "ON_DEVICE",
+    "DeviceParams",
+    "DevicePlacement",
+    "DiskParams",
+    "HostParams",
+    "HostPlacement",
+    "MasterPlacement",
+    "ParamPlacement",
+]
+
+
+class MasterPlacement(StatePlacement, Protocol):
+    """Place of one bucket's master and states."""
+
+    @property
+    def tier(self) -> Tier: ...
+
+    def adopt(self, master: Parameter) -> None:
+        """Move the memory of a new master here; its contents are undefined until `refresh`."""
+
+    def refresh(self, master: Parameter, weights: Tensor) -> None:
+        """master = weights, (span numel,) of the parameters' dtype."""
+
+    def publish(self, master: Parameter, weights: Tensor) -> None:
+        """Start weights = master, cast."""
+
+    def values(self, master: Parameter) -> Tensor:
+        """(span numel,) the master, to be read: live memory where it is in memory."""
+
+    def write(self, master: Parameter, start: int, part: Tensor) -> None:
+        """master[start:...] = part."""
+
+
+def same_bits(first: Tensor, second: Tensor) -> Tensor:
+    """Compare element by element, NaN like any other number; both of one dtype."""
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    return first.view(kind) == second.view(kind)
+
+
+def refresh_changed(placement: MasterPlacement, master: Parameter, weights: Tensor, unchanged: Tensor) -> None:
+    """Set master = weights, (span numel,), except where `unchanged`: there the master keeps its precision."""
+    values = placement.values(master)
+    placement.refresh(master, torch.where(unchanged.to(values.device), values, weights.to(values)))
+
+
+class DevicePlacement(InOptimizer):
+    """On the device; base class of all placements in memory."""
+
+    tier = Tier.DEVICE
+
+    def adopt(self, master: Parameter) -> None:
+        """Do nothing: the master is on the device."""
+
+    def refresh(self, master: Parameter, weights: Tensor) -> None:
+        if master.data_ptr() != weights.data_ptr():
+            master.data.copy_(weights)
+
+    def publish(self, master: Parameter, weights: Tensor) -> None:
+        if master.data_ptr() != weights.data_ptr():
+            weights.copy_(master.data)
+
+    def values(self, master: Parameter) -> Tensor:
+        return master.data
+
+    def write(self, master: Parameter, start: int, part: Tensor) -> None:
+        master.data[start : start + part.numel()].copy_(part)
+
+
+ON_DEVICE: MasterPlacement = DevicePlacement()
+
+
+@final
+@attrs.define(eq=False)
+class HostPlacement(DevicePlacement):
+    """In separate CPU memory; torch keeps an optimizer's states beside the master."""
+
+    mover: Mover
+    rollback: Callable[[], None] = lambda: None  # rolls back the speculative step (speculate.py)
+    tier = Tier.HOST
+
+    def adopt(self, master: Parameter) -> None:
+        master.data = self.mover.empty(master.numel(), master.dtype)
+
+    def refresh(self, master: Parameter, weights: Tensor) -> None:
+        self.rollback()
+        master.data.copy_(weights)
+
+    def publish(self, master: Parameter, weights: Tensor) -> None:
+        self.rollback()
+        self.mover.send(weights, master.data)
+
+    def values(self, master: Parameter) -> Tensor:
+        self.rollback()
+        return master.data
+
+    def write(self, master: Parameter, start: int, part: Tensor) -> None:
+        self.rollback()
+        super().write(master, start, part)
+
+
+class ParamPlacement(Protocol):
+    """Place of (span numel,) weights."""
+
+    @property
+    def tier(self) -> Tier: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on `tier`."""
+
+    def prefetch(self) -> None:
+        """Start to read: the weights are needed soon."""
+
+    def load(self) -> Tensor:
+        """Return (span numel,) on the device; the same memory until `unload` or `write_back`."""
+
+    def unload(self) -> None:
+        """Drop the unchanged copy on the device."""
+
+    def write_back(self) -> None:
+        """Store the changed copy on the device."""
+
+    def publish(self, placement: MasterPlacement, master: Parameter) -> None:
+        """Start weights = master, cast."""
+
+
+@final
+@attrs.frozen(eq=False)
+class DeviceParams:
+    """The identity: weights on the device."""
+
+    span: Tensor
+    tier = Tier.DEVICE
+
+    @property
+    def num_bytes(self) -> int:
+        return self.span.nbytes
+
+    def prefetch(self) -> None: ...
+
+    def load(self) -> Tensor:
+        return self.span
+
+    def unload(self) -> None: ...
+
+    def write_back(self) -> None: ...
+
+    def publish(self, placement: MasterPlacement, master: Parameter) -> None:
+        placement.publish(master, self.span)
+
+
+@final
+@attrs.define(eq=False)
+class HostParams:
+    """Weights in CPU memory."""
+
+    mover: Mover
+    device: torch.device
+    host: Tensor  # (span numel,)
+    on_device: Tensor | None = None  # the copy on the device
+    tier = Tier.HOST
+
+    @classmethod
+    def of(cls, span: Tensor, mover: Mover) -> HostParams:
+        """Adopt (span numel,) weights on the device."""
+        host = mover.empty(span.numel(), span.dtype)
+        host.copy_(span)
+        return cls(mover, span.device, host)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.host.nbytes
+
+    def prefetch(self) -> None: ...
+
+    def load(self) -> Tensor:
+        if self.on_device is None:
+            self.on_device = torch.empty_like(self.host, device=self.device)
+            self.mover.send(self.on_device, self.host)
+            self.mover.wait_device()
+        return self.on_device
+
+    def unload(self) -> None:
+        self.on_device = None
+
+    def write_back(self) -> None:
+        if self.on_device is not None:
+            self.host.copy_(self.on_device)
+            self.on_device = None
+
+    def publish(self, placement: MasterPlacement, master: Parameter) -> None:
+        self.host.copy_(placement.values(master))
+
+
+_numbers = itertools.count()  # of regions: names in a store
+
+
+@final
+@attrs.define(eq=False)
+class DiskParams:
+    """Weights in a file; in CPU memory while it is read or written."""
+
+    store: DiskStore
+    mover: Mover
+    device: torch.device
+    dtype: torch.dtype
+    numel: int
+    region: Region
+    reading: tuple[Tensor, Transfer] | None = None
+    writing: Transfer | None = None
+    on_device: Tensor | None = None  # the copy on the device
+    tier = Tier.DISK
+
+    @classmethod
+    def of(cls, span: Tensor, mover: Mover, store: DiskStore) -> DiskParams:
+        """Adopt (span numel,) weights on the device."""
+        region = store.allocate(f"weights {next(_numbers)}", span.nbytes)
+        made = cls(store, mover, span.device, span.dtype, span.numel(), region)
+        made._write(span)
+        return made
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the region, which has two slots."""
+        return 2 * self.region.num_bytes
+
+    def prefetch(self) -> None:
+        if self.reading is None and self.on_device is None:
+            buffer = self.store.buffer(self.region.num_bytes)
+            self.reading = (buffer, self.store.read(self.region, buffer))
+
+    def load(self) -> Tensor:
+        self.prefetch()
+        if self.on_device is None and self.reading is not None:
+            (buffer, transfer), self.reading = self.reading, None  # one that fails is read again the next time
+            transfer.wait()
+            self.on_device = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            self.mover.send(self.on_device, self._values_in(buffer))
+            self.mover.wait_device()
+        assert self.on_device is not None
+        return self.on_device
+
+    def unload(self) -> None:
+        self.on_device = None
+
+    def write_back(self) -> None:
+        if self.on_device is not None:
+            self._write(self.on_device)
+            self.on_device = None
+
+    def publish(self, placement: MasterPlacement, master: Parameter) -> None:
+        self._write(placement.values(master))
+
+    def _write(self, values: Tensor) -> None:
+        """Start to write; an error is raised when the weights are read.
+
+        Transfers in flight are outdated: once they are over, their result is ignored.
+        """
+        for transfer in (self.writing, self.reading[1] if self.reading is not None else None):
+            with contextlib.suppress(DiskError):
+                if transfer is not None:
+                    transfer.wait()
+        self.reading = None
+        buffer = self.store.buffer(self.region.num_bytes)
+        self._values_in(buffer).copy_(values)
+        self.writing = self.store.write(self.region, buffer)
+
+    def _values_in(self, buffer: Tensor) -> Tensor:
+        return buffer[: self.region.num_bytes].view(self.dtype)

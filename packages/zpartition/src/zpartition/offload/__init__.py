@@ -1,0 +1,1 @@
+"""Offload: states, gradients and weights on the host and on disk."""

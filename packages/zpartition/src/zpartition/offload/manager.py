@@ -1,0 +1,252 @@
+"""Offload manager: the placements of one partition's buckets, and the step that visits them.
+
+The optimizer updates a group of buckets in one call of its `step`: it skips parameters without a gradient, so in each
+call only the masters of one group have theirs.  While the weights of one group are copied to the device, the next is
+updated.  Without offload there is one group, and nothing here has an effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import TypeVar, final
+
+import attrs
+import torch
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+import zcomm
+from zpartition.disk import DiskError, DiskOptions, DiskStore
+from zpartition.gradients.reducer import GradientReducer
+from zpartition.layout.layout import Layout
+from zpartition.layout.policy import Offload, Tier, step_groups
+from zpartition.memory.mover import Mover, make_mover
+from zpartition.memory.placement import ON_DEVICE, DiskParams, HostParams, HostPlacement, MasterPlacement
+from zpartition.offload.disk_states import DiskPlacement, StateStore
+from zpartition.offload.disk_step import DiskStep, hook_dicts
+from zpartition.weights.sharded import ShardedStorage
+from zpartition.weights.storage import BucketStorage
+
+__all__ = ["OffloadManager", "open_store"]
+
+Storage = TypeVar("Storage", BucketStorage, ShardedStorage, BucketStorage | ShardedStorage)
+Storages = Sequence[BucketStorage | ShardedStorage]
+Group = tuple[int, ...]  # bucket indices of one step call
+
+
+@final
+@attrs.define(eq=False)
+class OffloadManager:
+    """Places of each bucket's master, states and reduced gradient."""
+
+    offload: Offload
+    mover: Mover
+    group: ProcessGroup | None
+    placements: tuple[MasterPlacement, ...]  # by bucket index
+    groups: tuple[Group, ...]  # in the order of a step
+    numels: tuple[int, ...] = ()  # of the spans, by bucket index
+    disks: tuple[StateStore, ...] = ()  # one, if any states are on disk
+    param_stores: tuple[DiskStore, ...] = ()  # one, if any weights are
+    hooks: tuple[RemovableHandle, ...] = ()  # of the optimizer's state dicts
+
+    @classmethod
+    def create(
+        cls, layout: Layout, offload: Offload, device: torch.device, group: ProcessGroup | None
+    ) -> OffloadManager:
+        """Homes for the buckets of `layout`; only a folder is made yet."""
+        made = cls(offload, make_mover(device, offload), group, (), ())
+        made.extend(layout)
+        return made
+
+    def extend(self, added: Layout) -> None:
+        """Homes for more buckets, behind those that are there; of them, too, `ratio` leaves the device."""
+        places = self.offload.place([bucket.span_numel for bucket in added.buckets])
+        if Tier.DISK in places and not self.disks:
+            self.disks = (StateStore(open_store(self.offload, self.group), self.mover),)
+        for bucket, place in zip(added.buckets, places):
+            self.numels = (*self.numels, bucket.span_numel)
+            if place is Tier.DISK:
+                self.placements = (*self.placements, DiskPlacement(self.disks[0], bucket.index))
+            else:
+                self.placements = (*self.placements, ON_DEVICE if place is Tier.DEVICE else HostPlacement(self.mover))
+        self.groups = step_groups(
+            [placement.tier for placement in self.placements], self.numels, self.offload.step_numel
+        )
+
+    def adopt(self, storage: Storage) -> Storage:
+        """Move the master of a fresh storage home; what it holds counts from `refresh_master` on."""
+        storage.placement = self.placements[storage.bucket.index]
+        storage.placement.adopt(storage.master)
+        return self.place_params(storage)
+
+    def place_params(self, storage: Storage) -> Storage:
+        """Move the weights of a unit where they rest; frozen ones, which are their own masters, not onto a disk."""
+        if not isinstance(storage, ShardedStorage) or self.offload.weights is Tier.DEVICE:
+            return storage
+        if self.offload.weights is Tier.DISK and storage.is_trained:
+            self.param_stores = self.param_stores or (open_store(self.offload, self.group),)
+            storage.param_placement = DiskParams.of(storage.own_span, self.mover, self.param_stores[0])
+            return storage
+        storage.param_placement = param_placement = HostParams.of(storage.own_span, self.mover)
+        if not storage.is_trained:
+            storage.master.data = param_placement.host
+        return storage
+
+    def attach(self, reducer: GradientReducer) -> None:
+        """Let reduced gradients go where the states are, as soon as they are there."""
+        for gradient, placement in zip(reducer.gradients, self.placements):
+            gradient.mover = None if placement.tier is Tier.DEVICE else self.mover
+
+    def step_all_at_once(self) -> None:
+        """For an optimizer that looks at whole tensors, over all ranks, in each of its steps."""
+        self.groups = (tuple(range(len(self.placements))),) if self.placements else ()
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of what is neither a master nor a state nor an accumulator, or not in memory, by owner."""
+        place = "pinned" if self.offload.pin else "host"
+        found = {"staging": self.mover.flying_bytes, f"{place} staging": self.mover.staging_bytes}
+        for disk in self.disks:
+            found["host step buffers"] = disk.made_bytes
+            found.update({"disk masters": disk.region_bytes["master"], "disk states": disk.region_bytes["states"]})
+        return found
+
+    def hook(self, optimizer: torch.optim.Optimizer, storages: Storages) -> None:
+        """Let state dicts of `optimizer` hold what is on disk."""
+        for hook in self.hooks:
+            hook.remove()
+        places = [
+            (storage.placement, storage.master)
+            for storage in storages
+            if isinstance(storage.placement, DiskPlacement)
+        ]
+        if places:
+            self.hooks = tuple(hook_dicts(optimizer, places))
+
+    def close(self) -> None:
+        """Remove what is on disk."""
+        for hook in self.hooks:
+            hook.remove()
+        with contextlib.ExitStack() as stack:  # one that fails does not keep the others
+            for store in (*(disk.store for disk in self.disks), *self.param_stores):
+                stack.callback(store.close, remove=True)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def update(
+        self, storages: Storages, optimizer: torch.optim.Optimizer | None, stepped: Set[int] = frozenset()
+    ) -> Iterator[Iterator[Group]]:
+        """Around a step: gives the groups one after the other, each with its gradients, and only its, on show.
+
+        Buckets in `stepped` show none: they need no update any more.
+
+        Raises:
+            whatever the body does.  On disk nothing has changed then, on any rank.
+        """
+        masters = [storage.master for storage in storages]
+        gradients = [master.grad for master in masters]
+        try:
+            if self.disks:
+                with self._update_on_disk(storages, optimizer) as groups:
+                    yield self._showing(groups, masters, stepped)
+            else:
+                yield self._showing(iter(self.groups), masters, stepped)
+        finally:
+            for master, gradient in zip(masters, gradients):
+                master.grad = gradient
+            self.mover.wait_device()  # also for what was sent before the body failed
+
+    def _showing(self, groups: Iterator[Group], masters: Sequence[Parameter], stepped: Set[int]) -> Iterator[Group]:
+        """The groups; while one is visited, the masters of the others have no gradient."""
+        if len(self.groups) == 1 and not stepped:
+            yield from groups
+            return
+        gradients = [master.grad for master in masters]
+        for master in masters:
+            master.grad = None
+        for group in groups:
+            for index in set(group) - stepped:
+                masters[index].grad = gradients[index]
+            yield group
+            for index in group:
+                masters[index].grad = None
+
+    @contextmanager
+    def _update_on_disk(
+        self, storages: Storages, optimizer: torch.optim.Optimizer | None
+    ) -> Iterator[Iterator[Group]]:
+        """First what is on disk, then agreement that it is written, then what is on the device."""
+        placements = {
+            index: placement
+            for index, placement in enumerate(self.placements)
+            if isinstance(placement, DiskPlacement)
+        }
+        masters = [storage.master for storage in storages]
+        step = DiskStep(self.disks[0], placements, masters, optimizer, self.offload.buffer_count)
+        on_device = [group for group in self.groups if group[0] not in placements]
+        agreed: list[bool] = []
+
+        def walk() -> Iterator[Group]:
+            yield from step.visit([group for group in self.groups if group[0] in placements])
+            agreed.append(True)
+            self._agree(step, storages, None)
+            yield from on_device
+
+        try:
+            yield walk()
+        except Exception as problem:
+            if not agreed:
+                self._agree(step, storages, problem)
+            raise
+        except BaseException:
+            if not agreed:
+                step.undo()  # and the run ends: nobody waits for other ranks
+                _show_masters(step, storages)
+            raise
+
+    def _agree(self, step: DiskStep, storages: Storages, problem: Exception | None) -> None:
+        """Commit on all ranks, or on none: then the weights are those from before, too."""
+        try:
+            step.agree(problem, self.group)
+        except Exception:
+            _show_masters(step, storages)
+            raise
+
+
+def _show_masters(step: DiskStep, storages: Storages) -> None:
+    """After an undone step: what was published of it is taken back."""
+    for index in step.before:
+        storages[index].publish()
+
+
+def open_store(offload: Offload, group: ProcessGroup | None) -> DiskStore:
+    """A store in a new folder of this rank's own, which goes away with it.
+
+    What runs that were killed have left of this rank is removed first; a store that is open is locked, and stays.
+    """
+    os.makedirs(offload.directory, exist_ok=True)
+    prefix = f"rank{zcomm.group_rank(group)}-"
+    for left in [name for name in os.listdir(offload.directory) if name.startswith(prefix)]:
+        with contextlib.suppress(DiskError):
+            DiskStore.remove(os.path.join(offload.directory, left))
+    folder = tempfile.mkdtemp(prefix=prefix, dir=offload.directory)
+    try:
+        store = DiskStore.create(folder, DiskOptions(num_threads=offload.num_threads, durable=False))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(store, _remove, folder, os.getpid())
+    return store
+
+
+def _remove(folder: str, owner_pid: int) -> None:
+    """By the process that made it, not by a fork of it that ends."""
+    if os.getpid() == owner_pid:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,134 @@
+"""Head all-to-all: exchange all heads of some tokens for all tokens of some heads.
+
+    to_heads    (..., n, ..., all heads, ...)  ->  (..., size * n, ..., own heads, ...)    before an attention
+    to_tokens   (..., size * n, ..., own heads, ...)  ->  (..., n, ..., all heads, ...)    after it
+
+Each is the transpose of the other: heads that went to several ranks are summed on the way back (gradients).  All
+    tensors of a call travel as one message if they have one dtype and device.  If all ranks send equally much it is
+    an all-to-all; otherwise an all_to_all_v, whose sizes every rank knows from the ranges.
+
+These functions are not differentiable; see ulysses.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import attrs
+import torch
+from torch import Tensor
+
+import zcomm
+from zpartition.layout.model_parallel import ModelParallelGroup
+
+__all__ = ["Dims", "to_heads", "to_tokens"]
+
+Ranges = tuple[range, ...]  # the heads of each rank
+
+
+@final
+@attrs.frozen
+class Dims:
+    """Dims of heads and tokens in a tensor; counted from the front."""
+
+    heads: int
+    tokens: int
+
+
+def to_heads(
+    tensors: Sequence[Tensor], ranges: Sequence[Ranges], dims: Dims, mp_group: ModelParallelGroup
+) -> list[Tensor]:
+    """Return all tokens of this rank's heads, from all heads of its tokens; `ranges` for each of the tensors.
+
+    Collective of the cell.  Every rank has equally many tokens.
+    """
+    pieces = [
+        [tensor.narrow(dims.heads, found[to].start, len(found[to])) for tensor, found in zip(tensors, ranges)]
+        for to in range(mp_group.size)
+    ]
+    shapes = [_with(tensor, dims.heads, len(found[mp_group.rank])) for tensor, found in zip(tensors, ranges)]
+    sent = [[piece.numel() for piece in row] for row in pieces]
+    received = _all_to_all(pieces, [shapes] * mp_group.size, [sent] * mp_group.size, mp_group, "tokens to heads")
+    return [torch.cat(parts, dims.tokens) for parts in zip(*received)]
+
+
+def to_tokens(
+    tensors: Sequence[Tensor], ranges: Sequence[Ranges], dims: Dims, mp_group: ModelParallelGroup
+) -> list[Tensor]:
+    """Return all heads of this rank's tokens, from all tokens of its heads; heads that several ranks hold are summed.
+
+    Collective of the cell.
+    """
+    size = mp_group.size
+    pieces = [
+        [tensor.narrow(dims.tokens, to * n, n) for tensor in tensors for n in [tensor.shape[dims.tokens] // size]]
+        for to in range(size)
+    ]
+    shapes = [
+        [_with(piece, dims.heads, len(found[source])) for piece, found in zip(pieces[0], ranges)]
+        for source in range(size)
+    ]
+    sent = [[[math.prod(shape) for shape in row]] * size for row in shapes]
+    received = _all_to_all(pieces, shapes, sent, mp_group, "heads to tokens")
+    return [_join_heads([row[index] for row in received], found, dims.heads) for index, found in enumerate(ranges)]
+
+
+def _join_heads(parts: Sequence[Tensor], ranges: Ranges, dim: int) -> Tensor:
+    """Concatenate the heads in order; sum those of several ranks."""
+    if sum(map(len, ranges)) == ranges[-1].stop:
+        return torch.cat(list(parts), dim)
+    whole = parts[0].new_zeros(_with(parts[0], dim, ranges[-1].stop))
+    for part, heads in zip(parts, ranges):
+        whole.narrow(dim, heads.start, len(heads)).add_(part)
+    return whole
+
+
+def _with(tensor: Tensor, dim: int, length: int) -> tuple[int, ...]:
+    return (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
+
+
+# --- messages --------------------------------------------------------------------------------------------
+
+
+def _all_to_all(
+    pieces: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[tuple[int, ...]]],
+    numels: Sequence[Sequence[Sequence[int]]],
+    mp_group: ModelParallelGroup,
+    label: str,
+) -> list[list[Tensor]]:
+    """Send `pieces[r]` to rank r; returns the pieces of each rank, in `shapes`.
+
+    numels: elements of each piece from rank r to rank s, the same table on all ranks.
+    """
+    kinds = {(piece.dtype, piece.device) for piece in pieces[0]}
+    if len(kinds) > 1:  # a message has one dtype
+        each = [
+            _all_to_all(
+                [[row[index]] for row in pieces],
+                [[row[index]] for row in shapes],
+                [[[to[index]] for to in row] for row in numels],
+                mp_group,
+                label,
+            )
+            for index in range(len(pieces[0]))
+        ]
+        return [[tensors[source][0] for tensors in each] for source in range(mp_group.size)]
+    table = [[sum(to) for to in row] for row in numels]
+    outgoing = torch.cat([piece.reshape(-1) for row in pieces for piece in row])
+    incoming = _send_receive(outgoing, table, mp_group, label)
+    received = []
+    for row, part in zip(shapes, torch.split(incoming, [row[mp_group.rank] for row in table])):
+        parts = torch.split(part, [math.prod(shape) for shape in row])
+        received.append([flat.view(shape) for flat, shape in zip(parts, row)])
+    return received
+
+
+def _send_receive(outgoing: Tensor, table: list[list[int]], mp_group: ModelParallelGroup, label: str) -> Tensor:
+    if len({numel for row in table for numel in row}) > 1:
+        return zcomm.all_to_all_v(outgoing, table, mp_group.group, label=label)
+    incoming = torch.empty_like(outgoing)
+    zcomm.all_to_all(incoming, outgoing, mp_group.group, label=label)
+    return incoming

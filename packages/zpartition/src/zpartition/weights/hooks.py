@@ -1,0 +1,359 @@
+"""Unshard hooks: module hooks that unshard and reshard units, and packing of weights that autograd saves.
+
+Weights are used in three ways, each handled where it happens.
+- A module runs: hooks around the call of every unit's module, and of its parts when they run alone.
+- Autograd needs a weight again: a saved tensor in a gathered buffer is packed as an address (unit, shape, strides,
+  offset), and unpacking it unshards the unit.  So no saved tensor keeps a buffer alive, buffers can be shared, and
+  backward gathers exactly what it reads.
+- A running module reads a parameter of another unit (`F.linear(x, self.embed.weight)`): the modules' `_parameters`
+  are dicts with hooks.  Outside a running module they do nothing, so that one rank may print a shape.
+
+A module that returns a view of its own weights (a slice of a position table, say) would return memory that is about
+to be reused: such outputs are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from zpartition import _compat
+from zpartition._compat import tree_map_only
+from zpartition.weights.calls import ActiveCalls, ModuleHook
+from zpartition.weights.sharded import ShardedStorage
+from zpartition.weights.unshard import UNKNOWN_READER, Unit, Unsharder
+
+__all__ = ["GatheredBlock", "UnshardHooks", "hook_state_dicts"]
+
+
+@attrs.frozen(eq=False, slots=True)
+class _SavedWeight:
+    """A weight that autograd saved, as its address."""
+
+    unit: Unit
+    storage: ShardedStorage
+    dtype: torch.dtype
+    geometry: tuple[torch.Size, tuple[int, ...], int]  # shape, strides, offset from the buffer's first element
+    version: int  # of the weights
+
+
+@attrs.frozen(eq=False, slots=True)
+class _OuterPacked:
+    """A value packed by outer saved-tensor hooks."""
+
+    unpack: Callable[[Any], Any]
+    packed: Any
+
+
+class _HookedParameters(dict[str, "Parameter | None"]):
+    """The `_parameters` of a module, which unshards a parameter that a running module reads."""
+
+    unshard_hooks: UnshardHooks
+    units: Mapping[str, Unit]
+
+    def __reduce__(self) -> Any:
+        """A copy of the module, or a pickle, has an ordinary dict.  Raises ValueError while weights rest."""
+        for name, unit in self.units.items():
+            if not unit.is_used:
+                raise ValueError(
+                    f"a copy or a pickle of a module would hold NaN for parameter {name!r}, whose weights rest as "
+                    f"shards (unit {unit.name!r}). Make it inside zpartition.gathered(module), or use state_dict()."
+                )
+        return dict, (dict(self),)
+
+    def values(self) -> Any:
+        self._unshard_all()
+        return super().values()
+
+    def items(self) -> Any:
+        self._unshard_all()
+        return super().items()
+
+    def _unshard_all(self) -> None:
+        """Somebody walks over them; while a module runs, that may be to read them."""
+        for unit in self.units.values() if self.unshard_hooks.running.open else ():
+            if not unit.is_used:
+                self.unshard_hooks.unshard_for_read(unit)
+
+    def __getitem__(self, name: str) -> Parameter | None:
+        unit = self.units.get(name)
+        if unit is not None and not (unit.is_used and unit.depth):
+            self.unshard_hooks.unshard_for_read(unit)
+        return super().__getitem__(name)
+
+
+@final
+@attrs.frozen(eq=False)
+class GatheredBlock:
+    """One open `gathered(...)` block."""
+
+    units: list[Unit]  # that it holds
+    params: list[Parameter]
+    modifier_rank: int | None  # whose edits count; None: those that all make
+    before: list[tuple[Parameter, Tensor]]  # parameters that are whole in any case, and what they were, if it is None
+
+
+@final
+@attrs.define(eq=False)
+class UnshardHooks:
+    """Hooks of one partition."""
+
+    unsharder: Unsharder
+    module: nn.Module
+    unit_of: dict[int, Unit]  # id of a parameter -> its unit
+    running: ActiveCalls  # of modules with units
+    dicts: ActiveCalls  # of state dicts that are made or loaded
+    blocks: list[GatheredBlock] = attrs.field(factory=list)  # of `gathered`, those that are open, the innermost last
+    handles: list[RemovableHandle] = attrs.field(factory=list)
+    replaced: list[nn.Module] = attrs.field(factory=list)  # modules with watched `_parameters`
+
+    @classmethod
+    def install(cls, module: nn.Module, unsharder: Unsharder) -> UnshardHooks:
+        """Hook `module`; `close` removes all hooks."""
+        unit_of = {id(p): unit for unit in unsharder.units.values() for s in unit.storages for p in s.params}
+        unshard_hooks = cls(unsharder, module, unit_of, ActiveCalls(unsharder), ActiveCalls(unsharder, exact=True))
+        if not unsharder.units:
+            return unshard_hooks  # everything is whole
+        called = {module.get_submodule(path): unsharder.units.get(path) for path in ("", *unsharder.units)}
+        for child, unit in called.items():
+            unshard_hooks._hook(child, unit)
+        for child in module.modules():
+            units = {n: unit_of[id(p)] for n, p in child._parameters.items() if p is not None and id(p) in unit_of}
+            if units:
+                watched = _HookedParameters(child._parameters)
+                watched.unshard_hooks, watched.units = unshard_hooks, units
+                child._parameters = watched
+                unshard_hooks.replaced.append(child)
+                unshard_hooks.handles += hook_state_dicts(child, units, unshard_hooks.dicts)
+                if child not in called:
+                    unshard_hooks._hook_part(child, unshard_hooks.units_of(child._parameters.values()))
+        return unshard_hooks
+
+    def close(self) -> None:
+        """Remove hooks and hooked dicts."""
+        for handle in self.handles:
+            handle.remove()
+        for child in self.replaced:
+            child._parameters = dict(child._parameters)
+        self.handles.clear()
+        self.replaced.clear()
+
+    remove = close  # as a hook's handle has it
+
+    def reset(self) -> None:
+        """Drop all calls after an exception."""
+        self.running.reset()
+        self.dicts.reset()
+
+    def drop_finished(self) -> None:
+        """Drop calls that ended without a hook (Ctrl-C, an exception in a state dict)."""
+        self.running.drop_finished()
+        self.dicts.drop_finished()
+
+    def units_of(self, params: Iterable[Parameter | None]) -> list[Unit]:
+        """Return the units that hold any of `params`, each once."""
+        found = {id(unit): unit for param in params if (unit := self.unit_of.get(id(param))) is not None}
+        return list(found.values())
+
+    # -- modules that run ------------------------------------------------------------------------
+
+    def _hook(self, module: nn.Module, unit: Unit | None) -> None:
+        """Use `unit` while its module runs."""
+        units = [] if unit is None else [unit]
+
+        def begin_call(owner: nn.Module, _args: Any) -> None:
+            self.begin_call(owner, units)
+
+        def end_call(owner: nn.Module, _args: Any, output: Any) -> Any:
+            return self.end_call(owner, output)
+
+        self._register(module, *map(torch.compiler.disable, (begin_call, end_call)))  # hooks stay between the graphs
+
+    def _hook_part(self, module: nn.Module, units: list[Unit]) -> None:
+        """Use `units` while a part of their modules is run by itself, from outside."""
+
+        def begin_call(owner: nn.Module, _args: Any) -> None:
+            if not (torch.compiler.is_compiling() or self.running.open or _compat.is_in_backward()):
+                self.begin_call(owner, units)
+
+        def end_call(owner: nn.Module, _args: Any, output: Any) -> Any:
+            if not torch.compiler.is_compiling() and self.running.open and self.running.open[0].owner is owner:
+                return self.end_call(owner, output)
+            return output
+
+        self._register(module, begin_call, end_call)
+
+    def _register(self, module: nn.Module, begin_call: Callable[..., None], end_call: Callable[..., Any]) -> None:
+        self.handles.append(module.register_forward_pre_hook(ModuleHook(begin_call), prepend=True))
+        self.handles.append(module.register_forward_hook(ModuleHook(end_call), always_call=True))
+
+    def begin_call(self, owner: nn.Module, units: list[Unit]) -> None:
+        """A module begins."""
+        if owner is self.module:
+            self.drop_finished()
+        self.running.begin(owner, "_call_impl", self._start_saving(), units)
+
+    def end_call(self, owner: nn.Module, output: Any) -> Any:
+        """A module returns, or has raised (then `output` is None)."""
+        call = self.running.innermost(owner)
+        if call is None:
+            return output  # its beginning failed before it was noted
+        if call.units:
+            output = self._without_views(output)
+        self.running.end()
+        return output
+
+    def unshard_for_read(self, unit: Unit) -> None:
+        """The innermost running module reads a parameter of `unit`: it stays whole until that module returns.
+
+        In backward it may be a checkpoint inside a unit that runs again, with hooks for saved tensors of its own:
+        then nobody knows who keeps what was read, and the unit stays until its gradients have arrived.
+        """
+        if self.running.open:
+            self.running.hold(unit)
+        elif _compat.is_in_backward():
+            self.unsharder.unshard(unit)
+            unit.reader = UNKNOWN_READER
+
+    def _without_views(self, output: Any) -> Any:
+        """The output with copies in the place of views of gathered weights."""
+        if isinstance(output, Tensor):
+            return self._copied_if_weight(output)
+        return output if output is None else tree_map_only(Tensor, self._copied_if_weight, output)
+
+    def _copied_if_weight(self, tensor: Tensor) -> Tensor:
+        is_weight = tensor.layout is torch.strided and self._storage_of(tensor) is not None
+        return tensor.clone() if is_weight else tensor
+
+    # -- what autograd saves ---------------------------------------------------------------------
+
+    def _start_saving(self) -> Any:
+        """Pack weights from now on, unless that is done already."""
+        outer = _compat.outer_saved_tensor_hooks()
+        if outer is not None and getattr(outer[0], "__self__", None) is self:
+            return None  # a unit around this one has begun it
+        hooks = torch.autograd.graph.saved_tensors_hooks(*self._hooks_over(outer))
+        hooks.__enter__()
+        return hooks
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Pack what autograd saves of gathered weights, as in a running module."""
+        hooks = self._start_saving()
+        try:
+            yield
+        finally:
+            if hooks is not None:
+                hooks.__exit__(None, None, None)
+
+    def _hooks_over(self, outer: _compat.Hooks | None) -> _compat.Hooks:
+        if outer is None:
+            return self.pack, self.unpack
+
+        def pack(tensor: Tensor) -> Any:
+            address = self._address_of(tensor)
+            return _OuterPacked(outer[1], outer[0](tensor)) if address is None else address
+
+        return pack, self.unpack
+
+    def pack(self, tensor: Tensor) -> Any:
+        """An address for a gathered weight; the memory of anything else.
+
+        A node that holds its own output would keep its graph alive if no backward came; autograd gives what is
+        unpacked its place in the graph again.
+        """
+        address = self._address_of(tensor)
+        if address is None:
+            return tensor if tensor.grad_fn is None else tensor.detach()
+        return address
+
+    def _address_of(self, tensor: Tensor) -> _SavedWeight | None:
+        storage = self._storage_of(tensor)
+        if storage is None:
+            return None
+        assert storage.full is not None
+        start = storage.full.storage_offset() * storage.full.element_size() // tensor.element_size()
+        geometry = (tensor.shape, tensor.stride(), int(tensor.storage_offset()) - int(start))
+        unit = self.unit_of[id(storage.params[0])]
+        return _SavedWeight(unit, storage, tensor.dtype, geometry, self.unsharder.version)
+
+    def unpack(self, packed: Any) -> Any:
+        """The weight at an address.  Raises RuntimeError if it was updated since."""
+        if type(packed) is _OuterPacked:
+            return packed.unpack(packed.packed)
+        if type(packed) is not _SavedWeight:
+            return packed
+        if packed.version != self.unsharder.version:
+            raise RuntimeError(
+                f"a backward needs weights of unit {packed.unit.name!r} as they were before the optimizer's update "
+                "(or an edit, or a load). Run every backward of a forward before the step, or the forward again."
+            )
+        self.unsharder.unshard(packed.unit)
+        if packed.unit.reader != UNKNOWN_READER:
+            packed.unit.reader = _compat.running_node()
+        assert packed.storage.full is not None
+        full, (shape, strides, offset) = packed.storage.full.view(packed.dtype), packed.geometry
+        found = full.as_strided(shape, strides, full.storage_offset() + offset)
+        # Under create_graph=True autograd saves what it was given here, and nobody packs that.
+        return found.clone() if torch.is_grad_enabled() else found
+
+    def _storage_of(self, tensor: Tensor) -> ShardedStorage | None:
+        if not self.unsharder.unit_at:
+            return None
+        return self.unsharder.unit_at.get(tensor.untyped_storage().data_ptr())
+
+
+def hook_state_dicts(module: nn.Module, units: Mapping[str, Unit], dicts: ActiveCalls) -> list[Any]:
+    """Unshard `units` (by names of own parameters) in state dicts of `module`; returns the hook handles."""
+    distinct = list({id(unit): unit for unit in units.values()}.values())
+
+    def begin(function: str) -> ModuleHook:
+        def hold(owner: nn.Module, *_: Any) -> None:
+            dicts.unsharder.check_resident() if function == "load" else dicts.unsharder.check_weights_resident()
+            dicts.drop_finished()
+            dicts.begin(owner, function, None, distinct)
+
+        return ModuleHook(hold)
+
+    def saved(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        found = {name: state[prefix + name] for name in units if prefix + name in state}
+        live = [name for name, value in found.items() if isinstance(value, Parameter) and units[name].depth == 1]
+        state.update({prefix + name: value.clone() for name, value in found.items() if _is_plain(value)})
+        if dicts.innermost(owner) is not None:
+            dicts.end()
+        if live:
+            raise ValueError(_KEPT.format(name=prefix + live[0]))
+
+    def loaded(owner: nn.Module, _incompatible: Any) -> None:
+        call = dicts.innermost(owner)
+        for unit in call.units if call is not None else ():
+            if unit.depth == 1:
+                dicts.unsharder.broadcast_edits(unit, 0, ShardedStorage.adopt_weights)
+                dicts.unsharder.version += 1  # a graph made before must not see what was loaded
+        if call is not None:
+            dicts.end()
+
+    return [
+        module.register_state_dict_pre_hook(begin("state_dict")),  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(ModuleHook(saved)),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(begin("load")),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(ModuleHook(loaded)),  # type: ignore[no-untyped-call]
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a state dict holds a view of a weight, which is about to leave."""
+    return isinstance(value, Tensor) and not isinstance(value, Parameter)
+
+
+_KEPT = (
+    "state_dict(keep_vars=True) would hold parameter {name!r} itself, whose weights are sharded and read as NaN. "
+    "Leave keep_vars out, or call it inside zpartition.gathered(module) and use the result there."
+)

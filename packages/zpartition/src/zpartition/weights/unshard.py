@@ -1,0 +1,394 @@
+"""Unsharder: gathers and releases the units of stage 3.
+
+Problem.  A unit must be unsharded when its module runs, when autograd needs its weights again, and when user code
+reads them; and released as soon as possible, because memory of gathered units is what stage 3 saves.  All ranks must
+gather in the same order.
+
+Design.  `unshard(unit)` is the one way to gather a unit, called when one of its modules is entered, when autograd
+unpacks a saved weight, and when a running module reads a parameter of another unit.  Correctness does not depend on
+the caller, so no graph analysis is needed.  A unit is resharded
+- when its module returns, unless all unsharded units fit into `policy.max_live_numel` and it is used again before
+  `policy.max_reuse_numel` elements of others: then backward finds it;
+- in backward, when every gradient of the unit has arrived; when memory is needed, see below; and at its end;
+- when the optimizer has updated the weights, because then it is outdated.
+
+The sequence of uses is recorded.  From the second step on, each use prefetches what was used next in the last step,
+up to `policy.prefetch_numel` elements ahead, but not beyond the end of a backward, where everything is released.  A
+step with another sequence is followed and recorded anew: a wrong guess costs a gather, never a wrong result.
+
+[Note: room] Some gradients never arrive: of frozen weights, of unused experts.  A unit that waits for one would stay
+until the end of the backward, with all others like it.  So in backward the least recently used units are released
+when those used since exceed the planned memory.  The decision depends on the order of uses alone and never on
+arrivals: ranks must agree on which units are unsharded.  Weights that the running autograd node has unpacked stay,
+because the node is about to read them; so does a unit that encloses the one being used.
+
+[Note: two orders] All ranks gather in one order, because they call the same modules, and send gradients in one order
+(reducer.py); but which gradients a rank has, and when, depends on its data, so the two orders are not ordered against
+each other.  Gradients therefore travel in a duplicate group.
+
+Rejected.  Gathering by backward hooks of modules (they need outputs that require a gradient, break in-place
+operations, and miss weights that another module uses); one order fixed when the model is built.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import attrs
+import torch
+
+import zcomm
+from zpartition import _compat
+from zpartition.layout.policy import OffloadStateType, ZeroPolicy
+from zpartition.layout.ranks import Ranks
+from zpartition.layout.units import encloses, nested_numel
+from zpartition.memory.buffers import BufferPool
+from zpartition.weights.sharded import ShardedState, ShardedStorage
+
+__all__ = ["UNKNOWN_READER", "Unit", "Unsharder"]
+
+UNKNOWN_READER = -1  # of a unit that must stay until its gradients have arrived
+_READ_AHEAD = 3  # units whose shards are read from disk before they are gathered
+_LONGEST_TRACE = 100_000  # uses; a loop that never steps must not grow for ever
+
+
+class UnshardMode(enum.Enum):
+    """Values that a gather brings, where the policy lets modules see inexact weights (gather_sources.py)."""
+
+    COMPUTE = "modules"  # what modules compute with: decoded, or of a secondary shard
+    EXACT = "exact"  # the spans of their owners, for people
+
+
+@final
+@attrs.define(eq=False)
+class Unit:
+    """Buckets that are gathered together."""
+
+    name: str  # path of its module
+    storages: tuple[ShardedStorage, ...]
+    numel: int = attrs.field(init=False)  # elements of all its buckets, padding included
+    depth: int = 0  # calls of its modules that are running, and holds
+    is_used: bool = False  # somebody has asked for it since it was last left
+    mode: UnshardMode = UnshardMode.COMPUTE  # of what is whole, or the next to be
+    missing: set[int] = attrs.field(factory=set)  # trainable buckets whose gradients have not all arrived
+    reader: int | None = None  # the autograd node that unpacked a weight of it last
+
+    @numel.default
+    def _count(self) -> int:
+        return sum(storage.bucket.numel for storage in self.storages)
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether both forms are one."""
+        return all(storage.is_exact for storage in self.storages)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.storages[0].sharded_state is ShardedState.SHARDED
+
+
+_PAUSE = Unit("", ())  # in an order of uses: a backward has ended there
+
+
+@final
+@attrs.define(eq=False)
+class Unsharder:
+    """The units of one partition.
+
+    Invariant: a unit in use is UNSHARDED; between steps none is in use.
+    """
+
+    policy: ZeroPolicy
+    ranks: Ranks
+    units: dict[str, Unit]
+    pool: BufferPool
+    unit_of_bucket: dict[int, Unit] = attrs.field(factory=dict)  # of trained buckets, by index
+    unit_at: dict[int, ShardedStorage] = attrs.field(factory=dict)  # address of a buffer -> whose weights are in it
+    version: int = 0  # counts updates of the weights
+    offloaded: frozenset[OffloadStateType] | None = None  # what offload_states has moved away; None: nothing
+    live_numel: int = 0  # elements of units that are not resting
+    peak_numel: int = 0  # the most that there were
+    largest_numel: int = 0  # of a unit
+    room_numel: int = 0  # for units in backward, see [Note: room]
+    recent: dict[str, Unit] = attrs.field(factory=dict)  # used in this backward, the last use last; those left go
+    recent_numel: int = 0  # elements of those
+    order: list[Unit] = attrs.field(factory=list)  # uses of the last step
+    order_numel: int = 0  # elements of those, each use counted
+    trace: list[Unit] = attrs.field(factory=list)  # uses of this one
+    _next: int = 0  # position in `order` that is expected next
+
+    @classmethod
+    def of(
+        cls,
+        storages: Sequence[ShardedStorage],
+        policy: ZeroPolicy,
+        ranks: Ranks,
+        device: torch.device,
+    ) -> Unsharder:
+        """Return the units of `storages`, by the names in their buckets, in their order."""
+        members: dict[str, list[ShardedStorage]] = {}
+        for storage in storages:
+            assert storage.bucket.unit is not None
+            members.setdefault(storage.bucket.unit, []).append(storage)
+        units = {name: Unit(name, tuple(found)) for name, found in members.items()}
+        numels = {name: unit.numel for name, unit in units.items()}
+        largest_numel = max(numels.values(), default=0)
+        room_numel = max(policy.max_live_numel, nested_numel(numels) + largest_numel)
+        trained = {s.bucket.index: unit for unit in units.values() for s in unit.storages if s.is_trained}
+        pool = BufferPool(device)
+        return cls(policy, ranks, units, pool, trained, largest_numel=largest_numel, room_numel=room_numel)
+
+    # -- using and leaving -----------------------------------------------------------------------
+
+    def unshard(self, unit: Unit, *, exact: bool = False) -> None:
+        """Gather `unit`, and prefetch the units after it.
+
+        exact: show and edit exact weights; modules see them, too, until the unit is resharded.
+        """
+        if exact and unit.mode is not UnshardMode.EXACT and not unit.is_exact:
+            self._release(unit)
+            unit.mode = UnshardMode.EXACT
+        if _compat.is_in_backward():
+            self._evict(unit)
+        if unit.is_used:
+            return
+        with torch.inference_mode(False), torch.no_grad():  # buffers outlive the mode in which they are made
+            self._unshard(unit)
+
+    def _unshard(self, unit: Unit) -> None:
+        self._gather(unit)
+        for storage in unit.storages:
+            if storage.sharded_state is ShardedState.GATHERING:
+                storage.arrive()
+                assert storage.full is not None
+                self.unit_at[storage.full.untyped_storage().data_ptr()] = storage
+        unit.is_used = True
+        unit.missing = {s.bucket.index for s in unit.storages if s.is_trained}
+        if unit.mode is UnshardMode.COMPUTE:
+            self._prefetch(unit)
+
+    def reshard(self, unit: Unit) -> None:
+        """Release `unit`, unless a call holds it or unsharded units may stay."""
+        if unit.depth or _compat.is_in_backward():
+            return
+        unit.is_used = False
+        is_too_much = self.live_numel > self.policy.max_live_numel
+        if is_too_much or unit.mode is UnshardMode.EXACT or self._distance(unit) > self.policy.max_reuse_numel:
+            self._release(unit)  # the truth goes too: a run that looks at it must go on like one that does not
+
+    def arrived(self, bucket_index: int) -> None:
+        """Notify that all gradients of a bucket have arrived; releases the unit if all its buckets are complete."""
+        unit = self.unit_of_bucket.get(bucket_index)
+        if unit is not None and bucket_index in unit.missing:
+            unit.missing.discard(bucket_index)
+            if not unit.missing and not unit.depth:
+                self._release(unit)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run one backward; afterwards only units of running modules, or held units, are unsharded."""
+        try:
+            yield
+        finally:
+            self.release_all()
+            self._pause()
+
+    @contextmanager
+    def keep_unsharded(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Keep exact weights of `units` unsharded inside the block."""
+        for unit in units:
+            unit.depth += 1
+        try:
+            for unit in units:
+                self.unshard(unit, exact=True)
+            yield
+        finally:
+            for unit in units:
+                if unit.depth:  # dropped otherwise
+                    unit.depth -= 1
+                    self.reshard(unit)
+
+    def release_all(self) -> None:
+        """Release every unit that no call holds."""
+        for unit in self.units.values():
+            if not unit.depth:
+                self._release(unit)
+        self.recent, self.recent_numel = {}, 0
+
+    def end_step(self) -> None:
+        """End a step; the next one is expected to have the same sequence of uses."""
+        if self.trace:
+            if [id(unit) for unit in self.trace] != [id(unit) for unit in self.order]:
+                self.order = list(self.trace)
+                self.order_numel = sum(unit.numel for unit in self.order)
+            self.trace.clear()
+        self._next = 0
+
+    def regather(self, unit: Unit) -> None:
+        """Drop the gathered weights of `unit`, and gather them again if a call holds it."""
+        mode = unit.mode
+        self._release(unit)
+        if unit.depth:
+            self.unshard(unit, exact=mode is UnshardMode.EXACT)
+
+    def drop(self, unit: Unit) -> None:
+        """Drop the gathered weights of `unit`, whoever holds it."""
+        unit.depth = 0
+        self._release(unit)
+
+    def check_unwritten(self) -> None:
+        """Raise ValueError if user code has filled sharded parameters: the values would be lost silently."""
+        for unit in self.units.values():
+            written = [storage for storage in unit.storages if storage.was_written()]
+            if written:
+                raise ValueError(
+                    f"parameters of unit {unit.name!r} were written while their weights rest in shards, where "
+                    "nobody sees it. Edit inside zpartition.gathered(module, modifier_rank=0)."
+                )
+
+    def invalidate(self) -> None:
+        """Release outdated units after an update of the weights; held units are gathered again."""
+        self.version += 1
+        self.release_all()
+        for unit in self.units.values():
+            if not unit.is_sharded:
+                self.regather(unit)
+
+    def broadcast_edits(self, unit: Unit, source: int, take: Callable[[ShardedStorage], None]) -> None:
+        """Broadcast the unsharded weights of rank `source`; `take` copies them into each storage's shard."""
+        for storage in unit.storages:
+            assert storage.full is not None
+            whole = storage.full[: storage.bucket.numel]
+            holders = self.ranks.groups_for(storage.bucket).world
+            zcomm.broadcast(
+                whole,
+                holders,
+                source=source // storage.bucket.num_expert_shards,
+                label=f"edits of unit {unit.name!r}",
+            )
+            take(storage)
+
+    def check_resident(self) -> None:
+        """Raise RuntimeError while any state is offloaded (`offload_states`)."""
+        if self.offloaded is not None:
+            raise RuntimeError("states of this partition are offloaded: call reload_states(), on every rank, first")
+
+    def check_weights_resident(self) -> None:
+        """Raise RuntimeError while the weights are offloaded (`offload_states`)."""
+        if self.offloaded is not None and OffloadStateType.WEIGHTS in self.offloaded:
+            raise RuntimeError(
+                "the weights of this module are offloaded by offload_states(): call reload_states(), on every rank, "
+                "first"
+            )
+
+    def reset(self) -> None:
+        """Release everything after an exception: no module is running."""
+        for unit in self.units.values():
+            unit.depth = 0
+        self.release_all()
+        self.end_step()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of quantized and secondary shards."""
+        return sum(storage.source.kept_bytes for unit in self.units.values() for storage in unit.storages)
+
+    def close(self) -> None:
+        """Drop units and buffers."""
+        self.units, self.order = {}, []
+        self.trace.clear()
+        self.unit_at.clear()
+        self.pool.clear()
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _gather(self, unit: Unit) -> None:
+        if not unit.is_sharded:
+            return
+        for storage in unit.storages:
+            storage.gather(
+                self.pool, self.ranks.groups_for(storage.bucket).shard, exact=unit.mode is UnshardMode.EXACT
+            )
+        self.live_numel += unit.numel
+        self.peak_numel = max(self.peak_numel, self.live_numel)
+
+    def _evict(self, unit: Unit) -> None:
+        """Record a use in backward, and release the least recently used units; see [Note: room]."""
+        if self.recent.pop(unit.name, None) is None:
+            self.recent_numel += unit.numel
+        self.recent[unit.name] = unit
+        node = None if self.recent_numel <= self.room_numel else _compat.running_node()
+        for other in list(self.recent.values()) if node is not None else ():
+            if self.recent_numel <= self.room_numel:
+                return
+            if not other.depth and other.reader not in (node, UNKNOWN_READER) and not encloses(other.name, unit.name):
+                del self.recent[other.name]
+                self.recent_numel -= other.numel
+                self._release(other)
+
+    def _release(self, unit: Unit) -> None:
+        unit.is_used, unit.reader = False, None
+        unit.missing.clear()
+        unit.mode = UnshardMode.COMPUTE
+        if unit.is_sharded:
+            return
+        for storage in unit.storages:
+            if storage.full is not None:
+                self.unit_at.pop(storage.full.untyped_storage().data_ptr(), None)
+            storage.release(self.pool)
+        self.live_numel -= unit.numel
+
+    def _prefetch(self, unit: Unit) -> None:
+        """Record the use, find it in the order of the last step, and gather ahead."""
+        if len(self.trace) < _LONGEST_TRACE:
+            self.trace.append(unit)
+        position = self._position(unit)
+        if position < 0:
+            return
+        self._next = position + 1
+        for upcoming in self.order[self._next : self._next + _READ_AHEAD]:
+            for storage in upcoming.storages:
+                storage.begin_reading()
+        ahead = 0
+        for upcoming in self.order[self._next :]:
+            ahead += upcoming.numel
+            if upcoming is _PAUSE or ahead > self.policy.prefetch_numel:
+                break
+            if upcoming.is_sharded:
+                if not self._has_room(upcoming):
+                    break  # what comes after it must not be gathered before it: other ranks may have room
+                self._gather(upcoming)
+
+    def _pause(self) -> None:
+        """End a backward: everything was released, and no prefetch crosses this position."""
+        if self.trace and self.trace[-1] is not _PAUSE and len(self.trace) < _LONGEST_TRACE:
+            self.trace.append(_PAUSE)
+        pauses = (i for i in range(self._next, len(self.order)) if self.order[i] is _PAUSE)
+        self._next = next(pauses, self._next - 1) + 1
+
+    def _has_room(self, unit: Unit) -> bool:
+        """Return whether gathering `unit` ahead keeps to `max_live_numel`, or to the two largest units."""
+        return self.live_numel + unit.numel <= max(self.policy.max_live_numel, 2 * self.largest_numel)
+
+    def _distance(self, unit: Unit) -> int:
+        """Elements used, by the order of the last step, before `unit` is used again; 0 where that is not known."""
+        if self.order_numel <= self.policy.max_reuse_numel:
+            return 0
+        total = 0
+        for upcoming in self.order[self._next :]:
+            if upcoming is unit:
+                break
+            total += upcoming.numel
+        return total
+
+    def _position(self, unit: Unit) -> int:
+        """Return the position of this use in the order: as expected, else the next such use, else the first; -1 if
+        new.
+        """
+        if self._next < len(self.order) and self.order[self._next] is unit:
+            return self._next
+        places = [index for index, other in enumerate(self.order) if other is unit]
+        return next((index for index in places if index >= self._next), places[0] if places else -1)

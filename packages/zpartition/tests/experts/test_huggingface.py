@@ -1,0 +1,108 @@
+"""Stacks of other libraries: Transformers' blocks, with their own forward, against themselves unsplit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zcomm
+from zcomm.testing import run_ranks
+from zpartition.experts import distribute, find_experts
+from zpartition.experts.huggingface import shard_hf_experts
+from zpartition.layout.hf_experts import is_hf_experts
+from zpartition.layout.model_parallel import ALONE
+
+HIDDEN = 6
+
+
+class Stack(nn.Module):
+    """As Transformers keeps experts: all in two parameters, called with the router's choice."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.gate_up_proj = nn.Parameter(torch.randn(num_experts, 10, HIDDEN))
+        self.down_proj = nn.Parameter(torch.randn(num_experts, HIDDEN, 5))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        y = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            tokens, slots = torch.where(top_k_index == expert)
+            gate, up = (hidden_states[tokens] @ self.gate_up_proj[expert].t()).chunk(2, dim=-1)
+            inner = torch.nn.functional.silu(gate) * up
+            y = y.index_add(0, tokens, inner @ self.down_proj[expert].t() * top_k_weights[tokens, slots, None])
+        return y
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, 4)
+        self.experts = Stack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(2, dim=-1)
+        y: Tensor = self.experts(x, top_k_weights=weights, top_k_index=index)
+        return y
+
+
+def test_a_stack_is_known_by_its_signature_and_its_shapes() -> None:
+    assert is_hf_experts(Stack())
+    assert not is_hf_experts(nn.Linear(2, 2))
+    odd = Stack()
+    odd.down_proj = nn.Parameter(torch.zeros(3, 2, 2))
+    assert not is_hf_experts(odd)
+    assert list(find_experts(Sparse())) == ["experts"]
+
+
+def _split(world_size: int) -> tuple[list[float], float, str]:
+    torch.manual_seed(0)
+    model = Sparse().double()
+    x = torch.randn(world_size, 5, HIDDEN, dtype=torch.float64)[zcomm.group_rank()].requires_grad_()
+    y = model(x)
+    params = list(model.parameters())
+    wanted = torch.autograd.grad(y.square().sum(), [x, *params])
+    y = y.detach()  # a graph that is alive remembers whole weights
+    for gradient in wanted[1:]:
+        zcomm.all_reduce(gradient)
+    distribute(model, None)
+    share = 4 // world_size
+    own = slice(zcomm.group_rank() * share, (zcomm.group_rank() + 1) * share)
+    z = model(x)
+    found = torch.autograd.grad(z.square().sum(), [x, *params])
+    errors = [float((found[0] - wanted[0]).abs().max())]
+    errors += [float((ours - theirs[own]).abs().max()) for ours, theirs in zip(found[3:], wanted[3:])]
+    return errors, float((y - z).abs().max()), type(model.experts).__name__
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_split_stack_computes_what_the_whole_did(world_size: int) -> None:
+    for errors, difference, name in run_ranks(_split, world_size, world_size):
+        assert max(*errors, difference) < 1e-12
+        assert name == "ExpertParallelStack"
+
+
+def _unwanted() -> list[bool]:
+    """All tokens go to rank 0's experts, and do not require gradients (what is below is frozen)."""
+    torch.manual_seed(0)
+    model = Sparse()
+    distribute(model, None)
+    x = torch.randn(5, HIDDEN)
+    y = model.experts(x, top_k_index=torch.zeros(5, 1, dtype=torch.int64), top_k_weights=torch.ones(5, 1))
+    y.sum().backward()  # rank 0's exchanges gradients, and so must rank 1's
+    return [param.grad is not None and bool(param.grad.any()) for param in model.experts.parameters()]
+
+
+def test_a_rank_whose_experts_nobody_wants_takes_part_in_backward() -> None:
+    assert run_ranks(_unwanted, 2) == [[True, True], [False, False]]
+
+
+def test_a_further_class_around_a_split_stack_changes_nothing() -> None:
+    model = Sparse()
+    x = torch.randn(5, HIDDEN)
+    expected = model(x)
+    shard_hf_experts(model.experts, ALONE)
+    kind = type(model.experts)
+    model.experts.__class__ = type(kind.__name__, (kind,), {})  # as checkpointed blocks get one
+    torch.testing.assert_close(model(x), expected)

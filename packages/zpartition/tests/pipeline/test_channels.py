@@ -1,0 +1,69 @@
+from typing import Any
+
+import pytest
+import torch
+
+import zcomm
+from zcomm.testing import run_ranks
+from zpartition.pipeline.channels import Channels
+
+SENT = [
+    torch.arange(6.0).reshape(2, 3).requires_grad_(),
+    (torch.ones(3, dtype=torch.bfloat16), None, torch.tensor(4), torch.zeros(0, 2), torch.tensor([True])),
+]
+
+
+def exchange() -> list[str]:
+    rank, cpu, told = torch.distributed.get_rank(), torch.device("cpu"), []
+    channels = Channels(None, cpu)
+    for edge, message in enumerate(SENT * 2):
+        if rank == 0:
+            channels.send(message, 1, edge % 2)
+            continue
+        got: Any = channels.receive(0, edge % 2)
+        assert isinstance(got, tuple) == isinstance(message, tuple)
+        for mine, its in zip(
+            got if isinstance(got, tuple) else [got], message if isinstance(got, tuple) else [message]
+        ):
+            assert (mine is None) == (its is None)
+            if mine is not None:
+                assert (mine.dtype, mine.requires_grad, mine.is_leaf) == (its.dtype, its.requires_grad, True)
+                assert torch.equal(mine, its)
+    if rank == 0:
+        for bad in (torch.zeros(1), [torch.zeros(1)], (torch.zeros(1, dtype=torch.complex64),), (None,) * 17):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                channels.send(bad, 1, 0)
+            told.append(str(caught.value))
+    channels.flush()
+    channels.forget_shapes()
+    if rank == 0:
+        channels.send(torch.zeros(1), 1, 0)
+    else:
+        assert channels.receive(0, 0).shape == (1,)
+    channels.flush()
+    return told
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    told = run_ranks(exchange, 2)[0]
+    assert told[0] == (
+        "a pipeline stage sends [1] torch.float32 after [2, 3] torch.float32: micro-batches of different shapes need "
+        "PipelineModule(dynamic_shape=True)"
+    )
+    assert told[1].endswith("got a list among them")
+    assert told[2] == "a pipeline stage returns torch.complex64 of 1 dims: it cannot be sent"
+    assert told[3].endswith("got a tuple of 17")
+
+
+def _both_first() -> tuple[list[float], set[tuple[int, int]]]:
+    """Each of two ranks sends before it receives; answers what came, and the ways that had the group of their own."""
+    rank, down = torch.distributed.get_rank(), zcomm.duplicate_group(None)
+    channels = Channels(None, torch.device("cpu"), down=down)
+    channels.send(torch.full((2,), float(rank)), 1 - rank, edge=0)
+    got: Any = channels.receive(1 - rank, edge=1)
+    channels.flush()
+    return got.tolist(), {(a, b) for a, b in ((0, 1), (1, 0)) if channels.group_for(a, b) is down}
+
+
+def test_what_goes_to_lower_ranks_has_queues_of_its_own() -> None:
+    assert run_ranks(_both_first, 2) == [([1.0, 1.0], {(1, 0)}), ([0.0, 0.0], {(1, 0)})]
