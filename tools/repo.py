@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("zcomm", "zprecision", "zpartition", "zoptim", "zckpt", "zengine")  # leaves first
 # Distribution names.  On the package index strangers hold "zcomm" and "zengine".
 DISTRIBUTIONS = {name: f"{name}-torch" if name in ("zcomm", "zengine") else name for name in PACKAGES}
-_IGNORED = {".git", ".venv", ".cache", "__pycache__", "build", "dist", "runs"}
+_IGNORED = {".git", ".venv", ".cache", "__pycache__", "runs"}
+_OUTPUTS = {"build", "dist"}  # at the top of the repository or of a package; deeper ones are sources
 
 
 def package_folder(name: str) -> Path:
@@ -34,8 +35,13 @@ def files(*suffixes: str, under: Path = ROOT) -> list[Path]:
     if listed.returncode == 0:
         found = [ROOT / name for name in listed.stdout.split("\0") if name]
     else:  # an unpacked archive
-        found = [path for path in under.rglob("*") if not _IGNORED.intersection(path.parts)]
+        found = [path for path in under.rglob("*") if not _is_ignored(path.relative_to(ROOT).parts)]
     return sorted(path for path in found if path.is_file() and (not suffixes or path.suffix in suffixes))
+
+
+def _is_ignored(parts: tuple[str, ...]) -> bool:
+    top = parts[2:3] if parts[0] == "packages" else parts[:1]
+    return bool(_IGNORED.intersection(parts) or _OUTPUTS.intersection(top))
 
 
 def source_modules(name: str) -> list[Path]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import repo
 
 HOMES = re.compile(r"(?<![\w.~-])/(?:home|root|Users)/(?!\.\.\.)\w")
@@ -53,3 +55,12 @@ def test_every_file_is_utf8_with_unix_lines_and_a_last_newline() -> None:
 def is_plain(content: bytes) -> bool:
     content.decode("utf-8")
     return b"\r" not in content and (not content or content.endswith(b"\n"))
+
+
+def test_git_ignores_no_source() -> None:
+    """An ignored folder of sources is in no clone and in no wheel, while everything works where it was written."""
+    if not (repo.ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listing = ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "--", "packages", "tests", "tools"]
+    ignored = subprocess.run(listing, cwd=repo.ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    assert [path for path in ignored if path.endswith(".py")] == []

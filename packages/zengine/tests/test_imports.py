@@ -28,7 +28,9 @@ def test_an_old_name_is_an_error_that_has_the_new_one(monkeypatch):
     package = types.ModuleType("renamed_example")
     monkeypatch.setitem(sys.modules, package.__name__, package)
     package.__getattr__ = importing(package.__name__, {}, {"Old": "renamed_example.New"})
-    with pytest.raises(AttributeError, match=r"renamed_example\.Old is now renamed_example\.New"):
+    with pytest.raises(
+        AttributeError, match=r"renamed_example\.Old was renamed in 0\.3\.0; use renamed_example\.New\."
+    ):
         package.Old  # noqa: B018 - the look is the test
     with pytest.raises(ImportError):
         from renamed_example import Old  # noqa: F401

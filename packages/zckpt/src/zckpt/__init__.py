@@ -15,6 +15,7 @@ the tensors.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -143,7 +144,9 @@ RENAMED = {
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name in RENAMED:
-        raise AttributeError(f"{__name__}.{name} has been renamed to {__name__}.{RENAMED[name]}")
+        is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # of `from ... import name`
+        error = ImportError if is_import else AttributeError
+        raise error(f"{__name__}.{name} was renamed in 0.3.0; use {__name__}.{RENAMED[name]}.")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "rng":

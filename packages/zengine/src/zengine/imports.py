@@ -27,7 +27,9 @@ def importing(
 
     def attribute(name: str) -> Any:
         if name in renamed:
-            raise AttributeError(f"{package}.{name} is now {renamed[name]}")
+            is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # of `from ... import name`
+            error = ImportError if is_import else AttributeError
+            raise error(f"{package}.{name} was renamed in 0.3.0; use {renamed[name]}.")
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         found = getattr(importlib.import_module(homes[name]), name)

@@ -13,6 +13,7 @@ The schedules are DeepSpeed's five, as pure laws of the number of applied update
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from zoptim.backends.select import Kernels, has_kernels, kernels
@@ -80,7 +81,9 @@ RENAMED = {"speaks_grad_scale": "supports_grad_scale"}
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name in RENAMED:
-        raise AttributeError(f"zoptim.{name} was renamed in 0.3.0; use zoptim.{RENAMED[name]}.")
+        is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # of `from ... import name`
+        error = ImportError if is_import else AttributeError
+        raise error(f"{__name__}.{name} was renamed in 0.3.0; use {__name__}.{RENAMED[name]}.")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(_HOMES[name]), name)

@@ -7,6 +7,9 @@ under one `ZeroPolicy`).  Engines and checkpoints build on these.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from zpartition._renamed import renamed
 from zpartition.deferred.init import Init, is_deferred, recording
 from zpartition.estimate.memory import MemoryPlan, plan
 from zpartition.estimate.traffic import Flow, TrafficPlan, plan_traffic
@@ -123,9 +126,5 @@ RENAMED = {
     "stages_of": "pipeline_stages_of",
 }  # public names of 0.2 -> those of 0.3
 
-
-def __getattr__(name: str) -> object:
-    """Raise AttributeError for a name that this module does not have; one of 0.2 is answered with its new name."""
-    if name in RENAMED:
-        raise AttributeError(f"zpartition.{name} is now called zpartition.{RENAMED[name]}")
-    raise AttributeError(f"module 'zpartition' has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers report old names as missing
+    __getattr__ = renamed(__name__, RENAMED)

@@ -19,7 +19,7 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
     def getattr_(name: str) -> NoReturn:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
-        text = f"{module}.{name} has been renamed to {module}.{names[name]} in version 0.3"
+        text = f"{module}.{name} was renamed in 0.3.0; use {module}.{names[name]}."
         if sys._getframe(1).f_code.co_name == "_handle_fromlist":
             raise ImportError(text, name=module)
         raise AttributeError(text, name=name)

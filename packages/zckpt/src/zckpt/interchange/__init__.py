@@ -11,6 +11,7 @@ torch's own distributed format.  Foreign files are local paths; a root of ours m
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from zckpt.interchange.dcp import export_dcp, import_dcp
@@ -42,5 +43,7 @@ RENAMED = {"recognise": "detect_format"}
 
 def __getattr__(name: str) -> Any:
     if name in RENAMED:
-        raise AttributeError(f"{__name__}.{name} has been renamed to {__name__}.{RENAMED[name]}")
+        is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # of `from ... import name`
+        error = ImportError if is_import else AttributeError
+        raise error(f"{__name__}.{name} was renamed in 0.3.0; use {__name__}.{RENAMED[name]}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,6 +24,7 @@ from zengine.config.plan.resolve import resolve
 from zengine.config.plan.rules import violations
 from zengine.config.plan.telemetry import TelemetryPlan
 from zengine.config.reading.load import Config, load
+from zengine.imports import importing
 
 __all__ = [
     "BatchPlan",
@@ -43,11 +44,7 @@ __all__ = [
     "violations",
 ]
 
+# The plan of each monitor is now its section of the config: plan.telemetry.csv_monitor, .wandb, ...
+RENAMED = {"MonitorPlan": "zengine.config.TelemetryPlan"}
 
-def __getattr__(name: str) -> object:
-    """Names of 0.2 raise with their successors."""
-    if name == "MonitorPlan":
-        raise AttributeError(
-            "zengine.config.MonitorPlan is gone: plan.telemetry.csv_monitor, .wandb, ... are sections of the config"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = importing(__name__, {}, RENAMED)

@@ -4,14 +4,12 @@ write_report([Path("runs/a")], Path("runs/a/report.html"))        # zengine repo
 write_report([Path("runs/a"), Path("runs/b")], Path("ab.html"))   # overlaid
 """
 
+from zengine.imports import importing
 from zengine.reporting.page import write_report
 from zengine.reporting.runs import NoRunError, RecordedRun, read_run
 
 __all__ = ["NoRunError", "RecordedRun", "read_run", "write_report"]
 
+RENAMED = {"Run": "zengine.reporting.RecordedRun"}
 
-def __getattr__(name: str) -> object:
-    """Names of 0.2 raise with their successors."""
-    if name == "Run":
-        raise AttributeError("zengine.reporting.Run was renamed in 0.3.0; use zengine.reporting.RecordedRun.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = importing(__name__, {}, RENAMED)

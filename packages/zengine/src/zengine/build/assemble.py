@@ -1,0 +1,421 @@
+"""From a plan to parts: the one file that names the concrete classes of the five packages.
+
+Every choice between implementations is made here, once; the engine afterwards only calls its slots.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import zckpt
+import zcomm
+import zoptim
+import zpartition
+import zprecision
+from zengine.build.agreement import check_agreement
+from zengine.build.expert_parallel import deal_experts, refuse_experts
+from zengine.build.loaders import data_features, feed_of, require_data, training_loader
+from zengine.build.pipeline import check_mesh
+from zengine.build.trainable import named, refuse_unknown_classes, trainable
+from zengine.checkpoint.save_load import Checkpoints
+from zengine.checkpoint.saver import SaveBehind, SaveNow, Saver
+from zengine.config import Plan
+from zengine.engine.drift import make_drift
+from zengine.engine.feature import Feature
+from zengine.engine.nonfinite import OverflowPolicy, SkipNonFinite, apply_always
+from zengine.engine.parts import ConstantRate, NoOptimizer, Numbers, OwnStep, Parts, ShardOptimizer, TelemetrySlot
+from zengine.engine.runners import (
+    AutocastRunner,
+    CastingRunner,
+    Closable,
+    ExplainingRunner,
+    Holding,
+    Runner,
+    Sequential,
+)
+from zengine.features import (
+    BackgroundSaves,
+    CountFlops,
+    DumpState,
+    LayerNorms,
+    Measuring,
+    PythonGC,
+    SameBatch,
+    Unfreezing,
+)
+from zengine.features.builtin import balancing
+from zengine.features.dynamic_batching import ScaledRate
+from zengine.features.profilers import make_profilers
+from zengine.telemetry import make_telemetry
+
+if TYPE_CHECKING:
+    from zpartition.pipeline import PipelineModule, PipelineRunner
+
+log = logging.getLogger("zengine")
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Client:
+    """What the caller of `initialize` brought; None where the config is to provide it."""
+
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None
+    parameters: Iterable[Any] | None = None  # parameters, or group dicts, for an optimizer to be made
+    scheduler: Any = None  # a schedule, or a callable optimizer -> schedule
+    training_data: Any = None  # a dataset
+    collate_fn: Callable[[list[Any]], Any] | None = None
+
+
+def assemble(module: nn.Module, client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Parts:
+    """Build every part for `plan`; `module` is moved to the device, cast, and partitioned over the gradient ranks."""
+    check_mesh(module, groups)
+    loader = make_training_loader(client, plan, world, groups)
+    refuse_experts(module, plan)
+    if plan.parallel.degrees.tensor > 1:
+        from zengine.build.tensor_parallel import first_batch, split_tensors
+
+        sample = functools.partial(first_batch, client.training_data, client.collate_fn, world.device)
+        split_tensors(module, plan, groups, world.device, sample)
+    deal_experts(module, plan, groups)
+    with zpartition.recording(module):  # of a module without memory; see zpartition.Init
+        plan.precision.cast_module(module.to(world.device))
+    refuse_unknown_classes(plan.zero.narrow_classes, module)
+    optimizer = make_optimizer(module, client, plan)
+    check_agreement(module, optimizer, plan, groups, [] if loader is None else loader.fingerprint())
+    if client.optimizer is not None and optimizer is not None:
+        _say_narrow_states(optimizer, plan)
+    partition = zpartition.shard(module, optimizer, policy=plan.zero, group=groups.gradient(), device=world.device)
+    try:
+        return _around(partition, loader, client, plan, world, groups)
+    except BaseException:
+        partition.close(keep_weights=False)  # the module is free for another attempt; other ranks may not come along
+        raise
+
+
+def _around(
+    partition: zpartition.Partition,
+    loader: Any,
+    client: Client,
+    plan: Plan,
+    world: zcomm.World,
+    groups: zcomm.Groups,
+) -> Parts:
+    """The other parts, once the module is partitioned."""
+    optimizer = partition.optimizer
+    scaler = zprecision.make_scaler(plan.scaling, world.device)
+    scheduler = make_scheduler(optimizer, client, plan)
+    slot = NoOptimizer() if optimizer is None else _slot(optimizer)
+    if isinstance(slot, ShardOptimizer):  # what it may expect before anything is known: no clipping, and no wait
+        partition.speculate(slot.scaled, lambda: scaler.factor.float() if divides(plan) else None)
+    checkpointing = functools.cache(lambda: _checkpointing(plan, partition.mp_group, world.device))
+    with ExitStack() as opened:  # closed again if a later part cannot be made
+        telemetry = _telemetry(plan, world, groups)
+        opened.callback(telemetry.close)
+        checkpoints = Checkpoints(make_saver(plan, partition, groups.world()))
+        opened.callback(checkpoints.close)
+        parts = Parts(
+            world=world,
+            groups=groups,
+            partition=partition,
+            scaler=scaler,
+            optimizer=ScaledRate(slot) if plan.data.packing else slot,
+            scheduler=ConstantRate() if scheduler is None else scheduler,
+            telemetry=telemetry,
+            inspect=make_inspect(partition),
+            divisor=make_divisor(plan, world.device, dtype=_divisor_dtype(partition.module)),
+            drift=make_drift(
+                partition, optimizer, groups, functools.partial(zcomm.all_gather_object, group=groups.world())
+            ),
+            overflow_policy=make_overflow_policy(plan, scaler, groups.world()),
+            exchange=functools.partial(zcomm.all_gather_object, group=partition.group),
+            checkpoints=checkpoints,
+            checkpointing=checkpointing,
+            loader=loader,
+            client_scheduler=scheduler,
+            runner=make_runner(plan, partition.module, world.device, checkpointing),  # last: it changes the module
+        )
+        opened.pop_all()
+    return parts
+
+
+def _checkpointing(
+    plan: Plan, cell: zpartition.ModelParallelGroup, device: torch.device
+) -> zpartition.activations.Checkpointing:
+    from zengine.build.activation_checkpointing import make_checkpointing
+
+    return make_checkpointing(plan.activations, cell, device)
+
+
+def _telemetry(plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> TelemetrySlot:
+    """Return what measures, on rank 0."""
+    return make_telemetry(
+        plan.telemetry,
+        device=world.device,
+        rank=world.rank,
+        micro_batch_size=plan.batch.micro_batch_size,
+        batch_size=plan.batch.train_batch_size,
+        replicas=plan.parallel.gradient_ranks,
+        pieces=plan.parallel.degrees.sequence,
+        num_devices=groups.table.numel(),
+    )
+
+
+def make_pipeline(module: PipelineModule, parts: Parts, plan: Plan) -> PipelineRunner:
+    """Return the runner that takes batches through the stages, with the passes of the engine."""
+    from zengine.engine.pipeline_passes import EnginePasses
+    from zpartition.pipeline import PipelineRunner
+
+    passes, dtype = EnginePasses(parts), plan.numerics.autocast
+    if dtype != torch.float32:
+        passes.autocast = functools.partial(torch.autocast, parts.world.device.type, dtype=dtype)
+    return PipelineRunner.over(module, plan.pipeline.schedule, device=parts.world.device, passes=passes)
+
+
+def make_features(
+    plan: Plan, partition: zpartition.Partition, pipeline: PipelineRunner | None = None
+) -> tuple[Feature, ...]:
+    """Return what the plan and the module ask for beyond the loop, in the order of hooks; often nothing.
+
+    A background save that failed raises before the step is counted, which then begins again.
+    """
+    chosen: list[Feature] = []
+    if plan.parallel.degrees.tensor > 1:
+        chosen.append(SameBatch(() if pipeline is None else ("inputs", "labels")))
+    if partition.frozen_params:  # parameters that are frozen now
+        chosen.append(Unfreezing())
+    chosen += balancing(partition.module)
+    if plan.checkpoint.async_save:
+        chosen.append(BackgroundSaves())
+    chosen += data_features(plan.data)
+    if plan.dump_state:
+        chosen.append(DumpState())
+    if not plan.collect_garbage:
+        chosen.append(PythonGC())
+    if plan.telemetry.is_wanted:
+        chosen.append(Measuring())
+    if plan.telemetry.gradient_histograms:
+        chosen.append(LayerNorms(plan.telemetry.gradient_histograms))
+    if plan.telemetry.is_wanted and plan.telemetry.rates.count_flops_at:
+        chosen.append(CountFlops(plan.telemetry.rates.count_flops_at))
+    return (*chosen, *make_profilers(plan, pipeline))
+
+
+def make_optimizer(module: nn.Module, client: Client, plan: Plan) -> torch.optim.Optimizer | None:
+    """The caller's optimizer, or the config's; None when neither has one."""
+    if isinstance(client.optimizer, torch.optim.Optimizer):
+        _say_unused("optimizer", plan.optimizer.type)
+        return client.optimizer
+    parameters: list[Any] = list(client.parameters) if client.parameters is not None else list(trainable(module))
+    if not parameters and zpartition.pipeline_stages_of(module).size > 1:
+        parameters = [{"params": []}]  # what this stage computes with is another one's, or it has functions alone
+    if not parameters and (client.optimizer is not None or plan.optimizer.type):
+        raise ValueError(_nothing_to_train(module, client, plan))
+    if client.optimizer is not None:
+        _say_unused("optimizer", plan.optimizer.type)
+        return _made_by(client.optimizer, parameters)
+    if not plan.optimizer.type:
+        return None
+    return zoptim.make_optimizer(plan.optimizer.type, named(module, parameters), plan.optimizer.params)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer | None, client: Client, plan: Plan) -> Any:
+    """The caller's schedule, or the config's; None when neither has one.
+
+    Raises:
+        ValueError: there is a schedule and no optimizer for it to drive.
+    """
+    if client.scheduler is None and not plan.scheduler.type:
+        return None
+    if optimizer is None:
+        raise ValueError(
+            f"a learning-rate schedule ({plan.scheduler.type or client.scheduler!r}) needs an optimizer, and neither "
+            'initialize(optimizer=...) nor the config\'s "optimizer" section gives one'
+        )
+    if client.scheduler is not None:
+        _say_unused("scheduler", plan.scheduler.type)
+        return client.scheduler(optimizer) if callable(client.scheduler) else client.scheduler
+    return zoptim.make_schedule(plan.scheduler.type, optimizer, plan.scheduler.params)
+
+
+def make_runner(plan: Plan, module: nn.Module, device: torch.device, checkpointing: Callable[[], Any]) -> Runner:
+    """How a forward is carried out, and what is done to `module` for it."""
+    runner: Runner = CastingRunner(plan.precision) if plan.cast_inputs else Sequential()
+    if plan.numerics.autocast != torch.float32:
+        runner = AutocastRunner(device.type, plan.numerics.autocast)
+    held: list[Closable] = []
+    with ExitStack() as done:  # undone again if what comes after it fails
+        if plan.precision.param in _NARROW:
+            wide = zprecision.WideBuffers.install(module, keep=plan.precision.keep, param=plan.precision.param)
+            runner = ExplainingRunner(runner, wide) if wide.names else runner
+            done.callback(wide.close)
+        for change in _changes(plan, module, device, checkpointing):
+            held.append(change)
+            done.callback(change.close)
+        done.pop_all()
+    return Holding(runner, tuple(held)) if held else runner
+
+
+def _changes(
+    plan: Plan, module: nn.Module, device: torch.device, checkpointing: Callable[[], Any]
+) -> Iterator[Closable]:
+    """Return what the plan does to the module itself, one after the other."""
+    float8, keep = plan.numerics.float8, plan.precision.keep
+    if float8.modules:
+        only, but = (
+            zprecision.KeepInFp32(patterns=names, as_listed=False) for names in (float8.modules, float8.exclude)
+        )
+        yield zprecision.Float8.convert(module, device=device, only=only, but=but)
+    if keep.patterns and plan.precision.param in _NARROW:
+        for pattern in keep.unmatched(module):
+            log.warning("data_types.keep_in_fp32_modules: %r matches no parameter or buffer of the model", pattern)
+        yield zprecision.Fp32Modules.install(module, keep, plan.precision.param)
+    if plan.activations.modules:
+        from zengine.build.activation_checkpointing import checkpointed_blocks
+
+        yield checkpointed_blocks(module, plan, checkpointing())
+
+
+def make_inspect(partition: zpartition.Partition) -> Callable[..., zprecision.GradientStats]:
+    """One look at the gradients of all ranks, by zoptim's kernels where they are.
+
+    Offload may leave some gradients on the device and others on the host: then each place is looked at by itself, and
+    the results are joined on the device.
+    """
+    look = functools.partial(
+        zprecision.inspect, all_reduce=functools.partial(partition.sum_over_shards, num_of_model=2)
+    )
+
+    def inspect(grads: Sequence[Tensor], *, extra: Tensor) -> zprecision.GradientStats:
+        places = list(dict.fromkeys(grad.device for grad in grads)) or [partition.device]
+        found = []
+        for place in places:
+            squares = zoptim.sum_of_squares if zoptim.has_kernels(place) else None
+            passengers = extra.to(place) if place == places[0] else None
+            here = [grad for grad in grads if grad.device == place]
+            found.append(look(here, extra=passengers, squares=squares))
+        return found[0] if places == [partition.device] else zprecision.merge_stats(found, partition.device)
+
+    return inspect
+
+
+def make_divisor(
+    plan: Plan, device: torch.device, *, dtype: torch.dtype = torch.float32
+) -> Callable[[Numbers], Tensor | None]:
+    """Return what gradients are divided by, from what was found in them; None when that is one for ever.
+
+    () of `dtype`; a float64 has 40 bits: stages add up the norm in other orders, and agree only after a rounding.
+    """
+    clip_norm, divides_always = plan.clip_norm, divides(plan)
+
+    def divisor(numbers: Numbers) -> Tensor | None:
+        if not divides_always and numbers.remainder == 1.0:
+            return None
+        value = zprecision.divisor_of(numbers.norm, numbers.scale * numbers.remainder, clip_norm)
+        if dtype == torch.float64 and math.isfinite(value):
+            fraction, exponent = math.frexp(value)
+            value = math.ldexp(round(math.ldexp(fraction, 40)), exponent - 40)
+        return torch.full((), value, dtype=dtype, device=device)
+
+    return divisor
+
+
+def _divisor_dtype(module: nn.Module) -> torch.dtype:
+    """float32, as kernels read it, but where it would round gradients of float64."""
+    return torch.float64 if any(param.dtype == torch.float64 for param in module.parameters()) else torch.float32
+
+
+def divides(plan: Plan) -> bool:
+    """Return whether gradients are clipped or carry a loss scale."""
+    return plan.clip_norm != 0 or plan.scales_losses
+
+
+def make_overflow_policy(plan: Plan, scaler: zprecision.Scaler, group: ProcessGroup | None) -> OverflowPolicy:
+    """Return whether updates with non-finite gradients are left out."""
+    return SkipNonFinite(scaler, group) if plan.skip_nonfinite else apply_always
+
+
+def make_saver(plan: Plan, partition: zpartition.Partition, group: ProcessGroup | None) -> Saver:
+    """How checkpoints get to disk; a collective where that is behind the loop's back."""
+    if not plan.checkpoint.async_save:
+        return SaveNow(lambda *args, **options: zckpt.save(*args, **options))  # imported when something is saved
+    own = zcomm.duplicate_host_group(group)
+
+    def agree(mine: bool) -> bool:
+        flag = torch.tensor([int(not mine)], dtype=torch.int32, device=partition.device)
+        zcomm.all_reduce(flag, group, op="max", label="background save")
+        return not int(flag)
+
+    return SaveBehind(zckpt.AsyncSaver(zckpt.ALONE if own is None else zckpt.group_peers(own)), agree)
+
+
+def make_training_loader(client: Client, plan: Plan, world: zcomm.World, groups: zcomm.Groups) -> Any:
+    """A loader over the caller's dataset, the same on all ranks of one copy of the model; None without one."""
+    require_data(plan, client.training_data)
+    if client.training_data is None:
+        return None
+    feed = feed_of(plan, rank=groups.get_data_parallel_rank(), device=world.device, collate_fn=client.collate_fn)
+    return training_loader(client.training_data, plan.data, feed)
+
+
+def _slot(optimizer: torch.optim.Optimizer) -> ShardOptimizer:
+    return ShardOptimizer(optimizer, OwnStep(zoptim.accept_grad_scale(optimizer)))
+
+
+def _made_by(maker: Callable[[Any], torch.optim.Optimizer], parameters: list[Any]) -> torch.optim.Optimizer:
+    made = maker(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"optimizer= returned a {type(made).__name__}; it must return a torch.optim.Optimizer")
+    return made
+
+
+def _nothing_to_train(module: nn.Module, client: Client, plan: Plan) -> str:
+    asked = f'the config\'s optimizer "{plan.optimizer.type}"' if client.optimizer is None else "optimizer="
+    where = f"{type(module).__name__} has no floating-point parameters"
+    found = where if client.parameters is None else "model_parameters= is empty"
+    return (
+        f"{asked} has nothing to train: {found}. Give the parameters to train (is all of "
+        f"{type(module).__name__} frozen?), or leave the optimizer out to evaluate."
+    )
+
+
+def _say_narrow_states(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Warn of a caller's optimizer that keeps states as narrow as the masters, which the config did not ask for.
+
+    Raises:
+        ValueError: they would be float16, where second moments become 0 and weights NaN.
+    """
+    master = plan.precision.master
+    if master is None:
+        return  # told with the model's dtype; see config/own_dtypes.py
+    is_asked = plan.numerics.narrow_states or any(group.get("state_dtype") for group in optimizer.param_groups)
+    if master == torch.float16 and not is_asked and type(optimizer).__name__ != "SGD":
+        raise ValueError(
+            f"fp16.fp16_master_weights_and_grads: {type(optimizer).__name__} would keep its states in float16, where "
+            'second moments become 0. Pass an optimizer of zoptim with state_dtype="fp32", let the config make it '
+            '("optimizer": {"type": "AdamW"}), or leave the key out'
+        )
+    if master.itemsize < 4 and not is_asked:
+        log.warning(
+            "%s keeps its states in the dtype of the masters, %s, as torch's optimizers do: for float32 states "
+            'beside narrow masters pass an optimizer of zoptim with state_dtype="fp32", or let the config make it',
+            type(optimizer).__name__,
+            str(master).removeprefix("torch."),
+        )
+
+
+def _say_unused(section: str, configured: str) -> None:
+    if configured:
+        log.warning(
+            'the config\'s "%s" section (%s) is not used: initialize() was given a %s', section, configured, section
+        )

@@ -1,0 +1,194 @@
+"""From the plan of the data sections to the loader of a rank, and DeepSpeed's calls about data.
+
+The plan says whether samples come plainly, by a curriculum or by tokens; this file reads the metrics that those
+need and asks the feed for the loader.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset
+
+from zengine.config import ConfigError, DataPlan, Plan, Problem
+from zengine.data.files.arrays import mapped_array
+from zengine.data.files.metrics import SAMPLE_FILE, MetricError, MetricIndex, lengths_of
+from zengine.data.loaders.base import Loader, PostProcess
+from zengine.data.loaders.feed import Feed, fetching_of, is_indexed
+from zengine.data.order.curriculum import By, Limit
+from zengine.engine.feature import Feature
+from zengine.features import DynamicBatching, RandomLtd, SampleDifficulty, SeqlenCurriculum
+
+if TYPE_CHECKING:
+    from zengine.engine.parts import Run
+
+log = logging.getLogger("zengine.data")
+
+Laws = Mapping[str, Callable[[int], int]] | Callable[[int], int]
+
+
+@runtime_checkable
+class TakesLaws(Protocol):
+    """A part whose schedule may be the caller's."""
+
+    def set_custom_schedule(self, laws: Any) -> None: ...
+
+
+def require_data(plan: Plan, training_data: Any) -> None:
+    """Refuse a section that decides about the data where there is none, before ranks depend on each other.
+
+    Raises:
+        ConfigError: `training_data` is missing, or is a stream whose samples have no index.
+    """
+    section = plan.data.needs_data
+    if not section or (training_data is not None and is_indexed(training_data)):
+        return
+    given = "initialize() got no training_data" if training_data is None else _stream(training_data)
+    problem = Problem(
+        key=f"{section}.enabled",
+        given=True,
+        reason=f"{given}, and the section decides which of its samples make a batch",
+        suggestion="Pass training_data= (a dataset with a length and an index), or switch the section off.",
+    )
+    raise ConfigError("initialize()", [problem])
+
+
+def _stream(training_data: Any) -> str:
+    return f"training_data is a {type(training_data).__name__}, which has no length and index"
+
+
+def feed_of(
+    plan: Plan, *, rank: int, device: torch.device, collate_fn: Callable[[list[Any]], Any] | None = None
+) -> Feed:
+    """The feed of `rank` among the replicas; ranks that share one of them are given the same samples."""
+    data, is_shared = plan.data, plan.parallel.cells * plan.parallel.degrees.sequence > 1
+    return Feed(
+        micro_batch_size=plan.batch.micro_batch_size,
+        rank=rank,
+        world_size=plan.batch.replicas,
+        accumulation=plan.batch.accumulation,
+        seed=data.seed,
+        drop_last=data.drop_last,
+        fetching=fetching_of(
+            collate_fn=collate_fn,
+            num_workers=data.num_workers,
+            pin_memory=data.pin_memory,
+            device=device,
+            prefetch=data.prefetch,
+            shared_by=(rank,) if is_shared else (),
+        ),
+    )
+
+
+def training_loader(dataset: Any, data: DataPlan, feed: Feed) -> Loader:
+    """The loader that the plan asks for.
+
+    Raises:
+        TypeError: `dataset` is not a dataset.
+        ValueError: it is too small, or a metric does not belong to it.
+    """
+    if data.metrics:
+        limits = tuple(
+            Limit.make(metric.schedule, metric.by, _index(metric, dataset), metric.parts) for metric in data.metrics
+        )
+        return feed.curriculum(dataset, limits, num_epochs=data.num_epochs)
+    for chosen in data.packing:
+        return feed.packed(dataset, _lengths(chosen.lengths_path, dataset), chosen.packing)
+    return feed.plain(dataset)
+
+
+def data_features(data: DataPlan) -> tuple[Feature, ...]:
+    """Return what the data sections do to the engine; sequences are cut before tokens are dropped."""
+    return (
+        *(SeqlenCurriculum(schedule) for schedule in data.seqlen),
+        *(SampleDifficulty() for _ in data.metrics[:1]),
+        *(DynamicBatching(chosen.lr_scaling) for chosen in data.packing),
+        *(RandomLtd(plan) for plan in data.ltd),
+    )
+
+
+def _index(metric: Any, dataset: Any) -> MetricIndex:
+    """The files of a metric; the lengths of the samples where it has none."""
+    if metric.samples_path:
+        return MetricIndex.load(metric.samples_path, metric.metrics_path, metric.name)
+    if metric.by is By.NOTHING:
+        return MetricIndex.of(np.zeros(Feed.length_of(dataset), dtype=np.int8), metric.name)
+    return MetricIndex.of(_measured(dataset), metric.name)
+
+
+def _lengths(path: str, dataset: Any) -> NDArray[np.int64]:
+    """(num_samples,): tokens of each sample, from a .npy of them or of an analyzer's folder, or measured."""
+    if not path:
+        return _measured(dataset)
+    file = path if path.endswith(".npy") else f"{path}/{SAMPLE_FILE}"
+    try:
+        lengths: NDArray[np.int64] = mapped_array(file).astype(np.int64, casting="same_kind")
+    except (OSError, ValueError, TypeError) as error:
+        raise MetricError(
+            f"dynamic_batching.metrics_path: {file} is not a file of lengths ({error}); zengine.data.DataAnalyzer "
+            f"writes {SAMPLE_FILE}"
+        ) from None
+    return lengths
+
+
+def _measured(dataset: Any) -> NDArray[np.int64]:
+    log.info("measuring the lengths of %d samples; a file of a metric saves that", Feed.length_of(dataset))
+    return lengths_of(dataset)
+
+
+def user_loader(
+    run: Run,
+    dataset: Any,
+    *,
+    batch_size: int | None,
+    route: str,
+    pin_memory: bool,
+    data_sampler: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    num_workers: int | None,
+) -> Loader:
+    """Return a loader over a dataset of the caller's; see `DeepSpeedEngine.deepspeed_io`."""
+    if not is_indexed(dataset) and not isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"deepspeed_io(dataset={type(dataset).__name__}): a torch Dataset is needed, one with __len__ and "
+            "__getitem__(index) or an IterableDataset; pass the dataset itself, not a DataLoader over it"
+        )
+    if route not in ("train", "eval", "predict"):
+        raise ValueError(f'deepspeed_io(route={route!r}): "train", "eval" or "predict" is needed')
+    data, device = run.plan.data, run.device
+    base = feed_of(run.plan, rank=run.parts.groups.get_data_parallel_rank(), device=device)
+    fetching = fetching_of(
+        collate_fn=collate_fn,
+        num_workers=data.num_workers if num_workers is None else num_workers,
+        pin_memory=pin_memory,
+        device=device,
+        prefetch=data.prefetch,
+        shared_by=base.fetching.shared_by,
+    )
+    size = base.micro_batch_size if batch_size is None else batch_size
+    feed = attrs.evolve(base, micro_batch_size=size, fetching=fetching)
+    if data_sampler is not None:
+        return feed.sampled(dataset, data_sampler)
+    return feed.plain(dataset, shuffle=route == "train")
+
+
+def set_post_process(run: Run, post_process: PostProcess | None) -> None:
+    """See `DeepSpeedEngine.set_data_post_process_func`."""
+    if run.parts.loader is None:
+        raise ValueError("set_data_post_process_func() needs a loader: pass training_data= to initialize()")
+    run.parts.loader.post_process = post_process
+
+
+def set_custom_schedules(run: Run, features: Sequence[Feature], functions: Laws) -> None:
+    """See `DeepSpeedEngine.set_custom_curriculum_learning_schedule`."""
+    takers = [part for part in (*features, run.parts.loader) if isinstance(part, TakesLaws)]
+    if not takers:
+        raise ValueError("set_custom_curriculum_learning_schedule() was called, and no curriculum is on")
+    for taker in takers:
+        taker.set_custom_schedule(functions)

@@ -1,0 +1,91 @@
+"""What an optimizer is made over: the parameters of a module, their dtypes, and the names that it has for them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zcomm
+from zpartition import pipeline_stages_of
+
+__all__ = ["dtype_of", "dtypes_of", "named", "refuse_unknown_classes", "trainable"]
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """All that can be trained, now or when it is unfrozen."""
+    return [param for param in module.parameters() if param.requires_grad or param.is_floating_point()]
+
+
+def dtypes_of(module: nn.Module) -> dict[torch.dtype, str]:
+    """Dtypes of the parameters that are trained, each with the name of one.  A collective of a pipeline's stages."""
+    own = {param.dtype: name for name, param in module.named_parameters() if param.requires_grad}
+    stages = pipeline_stages_of(module)
+    if stages.size == 1:
+        return own
+    told = zcomm.all_gather_object(
+        {str(dtype).removeprefix("torch."): name for dtype, name in own.items()}, stages.group
+    )
+    return {getattr(torch, dtype): name for each in told for dtype, name in each.items()}
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Of the first floating parameter, by which DeepSpeed goes too; float32 without one."""
+    return next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
+
+
+def named(module: nn.Module, parameters: list[Any]) -> list[Any]:
+    """The same parameters or groups with the module's names, by which Muon tells embeddings from other matrices.
+
+    All or none: what is not a parameter of the module has no name, and is refused later on.
+    """
+    names = {id(param): name for name, param in module.named_parameters()}
+    groups = [{**item, "params": _listed(item["params"])} if isinstance(item, dict) else item for item in parameters]
+    members = [param for item in groups for param in (item["params"] if isinstance(item, dict) else [item])]
+    if any(id(param) not in names for param in members):
+        return groups
+
+    def with_names(item: Any) -> Any:
+        if isinstance(item, dict):
+            pairs = [(names[id(param)], param) for param in item["params"]]
+            return {**item, "params": pairs, **({} if pairs else {"param_names": []})}  # torch sees no names in []
+        return names[id(item)], item
+
+    return [with_names(item) for item in groups]
+
+
+def _listed(params: Any) -> list[Any]:
+    """The members of a group, which may be a single parameter or a generator."""
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+# torch_autocast.lower_precision_safe_modules: a name that means nothing is refused.
+#
+# A class that exists and that the model does not use is fine: the default names four, and few models have them all.
+
+
+def refuse_unknown_classes(names: Iterable[str], module: nn.Module) -> None:
+    """ValueError for a name that is neither that of a class in `module` nor the path of any class."""
+    kinds = {type(child) for child in module.modules()}
+    known = {kind.__name__ for kind in kinds} | {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+    for name in names:
+        if name not in known and not _is_importable(name):
+            torchs = {f"torch.nn.{kind.__name__}" for kind in kinds if kind.__module__.startswith("torch.nn.")}
+            close = difflib.get_close_matches(name, sorted(known | torchs), n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"torch_autocast.lower_precision_safe_modules names {name!r}, which is no class of this model and "
+                f"cannot be imported: write a class as 'Linear' or 'torch.nn.Linear'.{hint}"
+            )
+
+
+def _is_importable(name: str) -> bool:
+    path, _, last = name.rpartition(".")
+    try:
+        return bool(path) and isinstance(getattr(importlib.import_module(path), last, None), type)
+    except ImportError:
+        return False

@@ -1,0 +1,31 @@
+"""Where the config comes from."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+
+from zengine import ConfigError, add_config_arguments
+from zengine.build.config_source import pick_config
+
+
+def test_each_single_source_is_taken():
+    assert pick_config(None, {"a": 1}, None) == {"a": 1}
+    assert pick_config(None, None, "x.json") == "x.json"
+    args = add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepspeed", "--deepspeed_config", "y.json"])
+    assert pick_config(args, None, None) == "y.json"
+
+
+def test_two_sources_are_a_conflict_that_names_both():
+    args = SimpleNamespace(deepspeed_config="y.json")
+    with pytest.raises(
+        ConfigError, match=r"given 2 times \(config= is \{'a': 1\}, args.deepspeed_config is 'y.json'\)"
+    ):
+        pick_config(args, {"a": 1}, None)
+
+
+def test_no_source_says_how_to_give_one():
+    with pytest.raises(ConfigError, match="Pass config="):
+        pick_config(SimpleNamespace(), None, None)
