@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zpartition.experts.grouped import grouped_linear, runs
+from zpartition.experts.mlp import grouped_linear, runs
 
 
 def test_products_and_gradients_are_those_of_each_expert() -> None:

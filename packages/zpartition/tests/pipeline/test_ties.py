@@ -4,7 +4,7 @@ from torch import nn
 from zcomm.testing import run_ranks
 from zpartition.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from zpartition.pipeline.channels import Channels
-from zpartition.pipeline.ties import TiedWeights, _parameter_slots, _set_parameter
+from zpartition.pipeline.p2p import TiedWeights, _parameter_slots, _set_parameter
 
 
 def lends_and_collects() -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zpartition.sequence.head_assignment import HeadAssignment
+from zpartition.sequence.head_all_to_all import HeadAssignment
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 import zcomm
 from zcomm.testing import run_ranks
 from zpartition.layout.model_parallel import ModelParallelGroup
+from zpartition.tensor.layers import gather_output, scatter_output, sum_gradients
 from zpartition.tensor.parallel_region import ParallelRegion
-from zpartition.tensor.regions import gather_output, scatter_output, sum_gradients
 
 
 class Odd(nn.Module):

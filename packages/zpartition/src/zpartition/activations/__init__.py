@@ -10,8 +10,7 @@ rank, on the host, in one preallocated buffer), and the state of several random 
 from __future__ import annotations
 
 from zpartition._renamed import renamed
-from zpartition.activations.blocks import CheckpointedBlocks
-from zpartition.activations.checkpointing import NO_STREAMS, Checkpointing, Streams, Variant
+from zpartition.activations.checkpointing import NO_STREAMS, CheckpointedBlocks, Checkpointing, Streams, Variant
 from zpartition.activations.saved_inputs import UNPARTITIONED, SavedInputs, saved_numel
 from zpartition.activations.stores import ArenaStore, DeviceStore, HostStore, Store
 from zpartition.activations.streams import MODEL_PARALLEL, RandomStreams

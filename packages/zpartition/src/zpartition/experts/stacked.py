@@ -31,8 +31,7 @@ from torch.nn import Parameter
 
 from zpartition.deferred.init import active_recording
 from zpartition.deferred.recording import is_meta
-from zpartition.experts.grouped import add_rows_bias, runs
-from zpartition.experts.mlp import ExpertMLP
+from zpartition.experts.mlp import ExpertMLP, add_rows_bias, runs
 from zpartition.layout.address import Address
 from zpartition.layout.model_parallel import ALONE, ModelParallelGroup
 from zpartition.tensor.parallel_region import ParallelRegion

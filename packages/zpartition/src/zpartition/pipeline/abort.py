@@ -23,8 +23,8 @@ import attrs
 import torch.distributed as dist
 
 import zcomm
-from zpartition.pipeline.actions import Action, ActionKind
 from zpartition.pipeline.module import PipelineError, PipelineModule
+from zpartition.pipeline.schedule import Action, ActionKind
 
 __all__ = ["AbortGuard", "StageFailed"]
 

@@ -21,13 +21,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zpartition.pipeline.abort import AbortGuard
-from zpartition.pipeline.actions import Action, ActionKind
 from zpartition.pipeline.deferral import DeferredWeightGrads, DeferWeightGrads
 from zpartition.pipeline.module import Around, PipelineModule
-from zpartition.pipeline.p2p import P2P
-from zpartition.pipeline.schedule import Schedule
-from zpartition.pipeline.schedules import make_schedule
-from zpartition.pipeline.ties import TiedWeights
+from zpartition.pipeline.p2p import P2P, TiedWeights
+from zpartition.pipeline.schedule import Action, ActionKind, Schedule, make_schedule
 
 Observe = Callable[[Action, float, float], None]
 Batches = Iterator[tuple[Any, Any]]  # (input of the first layer, labels), one for each micro-batch

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zpartition.layout.model_parallel import ModelParallelGroup
-from zpartition.sequence.head_all_to_all import Dims
-from zpartition.sequence.head_assignment import HeadAssignment
+from zpartition.sequence.head_all_to_all import Dims, HeadAssignment
 from zpartition.sequence.masks import BatchTrait, MaskKind, Tokens, padding_of
 from zpartition.sequence.random_state import rank_random_state
 from zpartition.sequence.ulysses import assign_heads, heads_to_tokens, tokens_to_heads

@@ -24,8 +24,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from zpartition.layout.model_parallel import ModelParallelGroup
-from zpartition.sequence.head_all_to_all import Dims, Ranges, to_heads, to_tokens
-from zpartition.sequence.head_assignment import HeadAssignment
+from zpartition.sequence.head_all_to_all import Dims, HeadAssignment, Ranges, to_heads, to_tokens
 from zpartition.sequence.random_state import rank_random_state, uses_dropout
 
 __all__ = ["DistributedAttention", "heads_to_tokens", "tokens_to_heads"]

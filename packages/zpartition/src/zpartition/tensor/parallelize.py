@@ -14,10 +14,9 @@ from zpartition.deferred.fake_device import clear_fake_device
 from zpartition.deferred.init import recording_if_deferred, recordings_of, share_random_numbers, wire_device
 from zpartition.layout.model_parallel import ModelParallelGroup
 from zpartition.ownership import check_has_weights, check_not_owned
-from zpartition.tensor import regions
 from zpartition.tensor.heads import localize
 from zpartition.tensor.layer_split import LayerSplit, linear_kind
-from zpartition.tensor.layers import LayerPlacement
+from zpartition.tensor.layers import LayerPlacement, gather_output, scatter_output, sum_gradients
 from zpartition.tensor.parallel_region import ParallelRegion
 from zpartition.tensor.plan import TensorPlan, resolve
 from zpartition.tensor.random_state import agree_on_random_numbers
@@ -112,11 +111,11 @@ def _convert(module: nn.Module, cut: LayerSplit, parallel_region: ParallelRegion
     """Set the module's new class and its local sizes."""
     style, layer = cut.style, _untyped(module)
     if isinstance(style, NormShard):
-        regions.sum_gradients(module, parallel_region, style.gathers)
+        sum_gradients(module, parallel_region, style.gathers)
     elif isinstance(style, Scatter):
-        regions.scatter_output(module, parallel_region)
+        scatter_output(module, parallel_region)
     elif isinstance(style, Gather):
-        regions.gather_output(module, parallel_region)
+        gather_output(module, parallel_region)
     elif isinstance(style, Vocabulary):
         kind_in_parts = vocabulary_class(module)
         assert kind_in_parts is not None

@@ -1,7 +1,9 @@
-"""Readers of other plans: Hugging Face's `tp_plan`, DeepSpeed's `partition_config` and `injection_policy`.
+"""Plans from other libraries: Hugging Face's `tp_plan`, DeepSpeed's `partition_config` and `injection_policy`.
 
 Each is read for a given model.  Unsupported entries are rejected by name; nothing is ignored silently, except
 patterns of a `tp_plan` that match no layer of this model, which such plans may contain.
+
+`tp_model_init`, with DeepSpeed's name and arguments, selects a plan and splits the model by it.
 """
 
 from __future__ import annotations
@@ -9,14 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
+import zcomm
 from zpartition.layout.hf_experts import is_hf_experts, is_sharded_hf_experts
+from zpartition.tensor.infer_plan import infer_verified_plan
 from zpartition.tensor.layer_split import linear_kind
+from zpartition.tensor.parallelize import parallelize
 from zpartition.tensor.plan import Rule, TensorPlan, Uncovered
 from zpartition.tensor.styles import Column, NormShard, Replicated, Row, Style, Vocabulary
 
-__all__ = ["read_injection_policy", "read_layer_specs", "read_tp_plan"]
+__all__ = ["read_injection_policy", "read_layer_specs", "read_tp_plan", "tp_model_init"]
 
 _STYLES: dict[str, Style] = {
     "colwise": Column(),
@@ -30,9 +37,34 @@ _STYLES: dict[str, Style] = {
     "replicate": Replicated(),
     "replicated_with_grad_allreduce": NormShard(),
 }
+
 _SPEC_KEYS = {
     *("patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output", "grad_allreduce")
 }
+
+
+def tp_model_init(
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype | None = None,
+    config: TensorPlan | Mapping[str, Any] | None = None,
+    *,
+    inputs: tuple[Any, ...] | Mapping[str, Any] = (),
+) -> nn.Module:
+    """Split `model` in place over runs of `tp_size` consecutive ranks of the world, and return it.
+
+    config: a plan, or DeepSpeed's `partition_config`.  Default: the model's own `tp_plan` if it has one (Hugging
+        Face); else a plan is inferred and verified with `inputs`, positional or by name (Hugging Face models provide
+        some).
+    dtype: dtype of the weights from now on.
+    Data-parallel ranks are those at the same place in all runs: `zcomm.strided_group(tp_size)`.
+
+    Raises:
+        ValueError: `tp_size` does not divide the number of ranks, or the plan does not fit the model.
+    """
+    group = zcomm.consecutive_group(tp_size)
+    parallelize(model, _plan(model, config, inputs, group), group)
+    return model if dtype is None else model.to(dtype)
 
 
 def read_tp_plan(plan: Mapping[str, str], model: nn.Module) -> TensorPlan:
@@ -117,6 +149,23 @@ def read_injection_policy(
             found = None if seen is None else seen.style_of(path)
             rules.append(Rule(path, found if found is not None and type(found) is type(style) else style))
     return TensorPlan(rules, uncovered=Uncovered.KEEP)
+
+
+def _plan(
+    model: nn.Module,
+    config: TensorPlan | Mapping[str, Any] | None,
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    group: ProcessGroup | None,
+) -> TensorPlan:
+    if isinstance(config, TensorPlan):
+        return config
+    if config and config.get("layer_specs"):
+        return read_layer_specs(config, model)
+    own = getattr(model, "tp_plan", None)
+    if own and any("row" in style and "embedding" not in style for style in own.values()):  # not of the head alone
+        return read_tp_plan(own, model)
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    return infer_verified_plan(model, group, *args, kwargs=kwargs)
 
 
 def _linear_layers(model: nn.Module, kind: type[nn.Module]) -> list[str]:
