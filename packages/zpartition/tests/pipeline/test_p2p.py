@@ -22,13 +22,13 @@ def test_what_comes_is_expected_in_the_order_of_the_sender() -> None:
     p2p = P2P(0, 2, Patient(), num_stages=4)  # type: ignore[arg-type]
     p2p.begin(interleaved(2, 2, 2))
     # rank 1 holds stages 1 and 3: values for stage 2, gradients for stages 2 and 0
-    assert p2p.coming == {1: ((2, 0, False), (1, 4))}  # a receive is posted before anybody waits
+    assert p2p.pending == {1: ((2, 0, False), (1, 4))}  # a receive is posted before anybody waits
     assert list(p2p.expected[1]) == [
         (2, 1, False), (2, 0, True), (2, 1, True), (0, 0, True), (0, 1, True),
     ]  # fmt: skip
     assert not p2p.expected[0]
     p2p.begin_evaluation(2)
-    assert p2p.coming == {1: ((2, 0, False), (1, 4))}
+    assert p2p.pending == {1: ((2, 0, False), (1, 4))}
     assert list(p2p.expected[1]) == [(2, 1, False)]
 
 

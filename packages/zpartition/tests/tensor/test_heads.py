@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from torch import nn
 
-from zpartition.tensor.heads import NO_HEADS, Heads, heads_of, localize
+from zpartition.tensor.heads import NO_HEADS, Heads, heads_of, set_local_counts
 from zpartition.testing.tensor_models import Blocked, Gated, Grouped
 
 
@@ -29,7 +29,7 @@ def test_heads_come_from_the_module_or_from_the_config_of_one_that_is_an_attenti
 
 def test_counts_and_widths_become_this_ranks() -> None:
     made = module(num_heads=6, num_key_value_heads=3, num_key_value_groups=2, embed_dim=24, dim=10, head_dim=4)
-    localize(made, 3, 2, [24, 12])
+    set_local_counts(made, 3, 2, [24, 12])
     found = {name: value for name, value in vars(made).items() if type(value) is int}
     assert found == {
         "num_heads": 4,

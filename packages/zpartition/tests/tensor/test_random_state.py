@@ -128,4 +128,4 @@ def test_alone_nothing_is_drawn() -> None:
     random_state = TPRandomState(ModelParallelGroup(None))
     random_state.diverge(torch.ones(1))
     assert torch.equal(torch.get_rng_state(), before)
-    assert random_state.aside == ()
+    assert random_state.saved_states == ()

@@ -3,7 +3,8 @@
 torch.utils.checkpoint does the recomputation.  This package adds where the inputs are saved (a part on each tensor
 rank, on the host, in one preallocated buffer), and the state of several random number streams:
 
-    checkpoint = Checkpointing(saved_inputs=SavedInputs(cell=Cell.of(tensor_group), store=HostStore()))
+    mp_group = ModelParallelGroup.of(tensor_group)
+    checkpoint = Checkpointing(saved_inputs=SavedInputs(mp_group, store=HostStore()))
     x = checkpoint(block, x)
 """
 

@@ -122,9 +122,9 @@ class CheckpointedBlocks:
     def of(
         cls, model: nn.Module, patterns: Sequence[str], run: Checkpointing, *, elsewhere: Sequence[str] = ()
     ) -> CheckpointedBlocks:
-        """Checkpoint the modules of `model` that match a pattern; of nested ones the outermost.
+        """Checkpoint the modules of `model` that match a pattern; of nested matches only the outermost.
 
-        elsewhere: names of modules on other ranks, as in another stage of a pipeline.
+        elsewhere: names of modules on other ranks, such as those of other pipeline stages.
 
         Raises:
             ValueError: a pattern matches no module, here or elsewhere.

@@ -16,7 +16,7 @@ __all__ = ["ArenaStore", "DeviceStore", "HostStore", "Store"]
 
 log = logging.getLogger("zpartition")
 
-Restore = Callable[[], Tensor]  # gives back what was put, on its device; may be called again
+Restore = Callable[[], Tensor]  # returns the stored tensor on its device; may be called again
 
 
 class Store(Protocol):

@@ -42,7 +42,7 @@ class ExpertMLP(nn.Module):
     """down(act(up(x))), or down(act(gate(x)) * up(x)) where `activation` is swiglu or geglu (Shazeer 2020)."""
 
     def __init__(self, hidden_size: int, inner_size: int, activation: str = "swiglu", *, bias: bool = False) -> None:
-        """Raises ValueError for an unknown activation."""
+        """Raise ValueError for an unknown activation."""
         super().__init__()
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}.")

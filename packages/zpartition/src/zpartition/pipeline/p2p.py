@@ -1,8 +1,8 @@
 """Point-to-point messages of a batch: activations and gradients between stages, and tied weights.
 
-Messages go through channels, or directly where both stages are on one rank.  A rank receives the messages of another
-in the order in which that one sends them, which its schedule gives, and keeps those that it does not need yet.  So
-messages need no tags, which not every backend supports.
+Messages go through channels, or directly where both stages are on one rank.  A rank receives a peer's messages in
+the order in which the peer's schedule sends them, and keeps those that it does not need yet.  So messages need no
+tags, which not every backend supports.
 
 The owner of a tied weight broadcasts it before a batch to the ranks of the other stages that use it.  They compute
 with copies that no optimizer sees, and send back the gradients, which the owner accumulates by one more backward of
@@ -38,8 +38,8 @@ class P2P:
     num_ranks: int
     channels: Channels
     expected: dict[int, deque[MessageKey]] = attrs.field(factory=dict)  # by sending rank, in its order
-    here: dict[MessageKey, Any] = attrs.field(factory=dict)  # received, or sent on this rank itself
-    coming: dict[int, tuple[MessageKey, PendingReceive]] = attrs.field(
+    arrived: dict[MessageKey, Any] = attrs.field(factory=dict)  # received, or sent on this rank itself
+    pending: dict[int, tuple[MessageKey, PendingReceive]] = attrs.field(
         factory=dict
     )  # by sending rank, what it sends next
     num_stages: int = 0
@@ -76,7 +76,7 @@ class P2P:
         self._post_next()
 
     def _clear(self) -> None:
-        self.here.clear()
+        self.arrived.clear()
         self.channels.forget_shapes()  # batches may differ, whatever micro-batches do
         self.expected = {rank: deque() for rank in range(self.num_ranks)}
 
@@ -87,13 +87,13 @@ class P2P:
     def end(self) -> None:
         """Wait until no message of this rank is in flight."""
         self.channels.flush()
-        self.here.clear()
+        self.arrived.clear()
 
     def abort(self) -> None:
         """Drop the messages of a failed batch without waiting.  `AbortGuard` informs the other ranks."""
         self.channels.in_flight.clear()
-        self.here.clear()
-        self.coming.clear()
+        self.arrived.clear()
+        self.pending.clear()
 
     def send_activation(self, stage: int, micro: int, value: Any) -> None:
         """Send the input of `stage`."""
@@ -106,7 +106,7 @@ class P2P:
     def send_gradient(self, stage: int, micro: int, inputs: Any) -> None:
         """Send the gradient of the output of `stage`: the `.grad` of the next stage's `inputs`."""
         parts = inputs if isinstance(inputs, tuple) else (inputs,)
-        made = tuple(None if part is None or not part.requires_grad else _gradient(part) for part in parts)
+        made = tuple(None if part is None or not part.requires_grad else _grad_or_zeros(part) for part in parts)
         self._send((stage, micro, True), made if isinstance(inputs, tuple) else made[0])
 
     def receive_gradient(self, stage: int, micro: int) -> Any:
@@ -116,22 +116,22 @@ class P2P:
     def _send(self, name: MessageKey, value: Any) -> None:
         to = name[0] % self.num_ranks
         if to == self.rank:
-            self.here[name] = _detached(value)
+            self.arrived[name] = _detach(value)
         else:
             self.channels.send(value, to, edge=2 * name[0] + name[2])
 
     def _receive(self, source: int, name: MessageKey) -> Any:
-        while name not in self.here:
-            arrived, coming = self.coming.pop(source)
-            self.here[arrived] = coming.wait()
+        while name not in self.arrived:
+            key, pending = self.pending.pop(source)
+            self.arrived[key] = pending.wait()
             self._post_next(source)
-        return self.here.pop(name)
+        return self.arrived.pop(name)
 
     def _post_next(self, *sources: int) -> None:
         for source in sources or self.expected:
             if self.expected[source]:
                 name = self.expected[source].popleft()
-                self.coming[source] = name, self.channels.expect_receive(source, edge=2 * name[0] + name[2])
+                self.pending[source] = name, self.channels.expect_receive(source, edge=2 * name[0] + name[2])
 
 
 @final
@@ -189,14 +189,14 @@ class TiedWeights:
         return list(module.parameters())
 
 
-def _gradient(part: Tensor) -> Tensor:
+def _grad_or_zeros(part: Tensor) -> Tensor:
     return torch.zeros_like(part) if part.grad is None else part.grad
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     """Detach, as a message through a channel would be."""
     if isinstance(value, tuple):
-        return tuple(_detached(part) for part in value)
+        return tuple(_detach(part) for part in value)
     return None if value is None else value.detach().requires_grad_(value.requires_grad)
 
 

@@ -89,10 +89,10 @@ class PipelineRunner:
         device: torch.device | str = "cpu",
         passes: Passes | None = None,
     ) -> PipelineRunner:
-        """Create a runner of the named schedule; see `make_schedule`.  Raises ScheduleError if it does not fit the
-        stages.
+        """Create a runner of the named schedule; see `make_schedule`.
 
         group: the ranks of the pipeline, first stage first; None: those of `module`.
+        Raises ScheduleError if the schedule does not fit the stages.
         """
         per_rank = module.num_stages // module.pipeline_position.num_ranks
         name = "interleaved" if schedule == "1f1b" and per_rank > 1 else schedule
@@ -139,15 +139,13 @@ class PipelineRunner:
                 with self.passes.backward(is_last=number == last):
                     self._backward(action, needed, micro_batches)
             observe(action, start, time.perf_counter())
-        self.abort_guard.doing = "the end of a batch"
+        self.abort_guard.current = "the end of a batch"
         with self.passes.backward(is_last=True) if self.tied.has_copies else contextlib.nullcontext():
             self.tied.reduce_gradients()
         return losses
 
     def eval_batch(self, batches: Batches, micro_batches: int, compute_loss: bool = True) -> Any:
-        """Run forward only: returns the mean loss on every rank, or the outputs of the last layer, a list on its
-        rank.
-        """
+        """Run forward only: returns the mean loss on every rank, or the outputs of the last layer on its rank."""
         with self._batch("the beginning of an evaluation"):
             found = self.evaluate(batches, micro_batches, compute_loss=compute_loss, keep_outputs=not compute_loss)
             if compute_loss:
@@ -179,7 +177,7 @@ class PipelineRunner:
                     found.append((output if keep_outputs else None, loss))
                 else:
                     self.p2p.send_activation(action.stage + 1, action.micro, output)
-            self.abort_guard.doing = "the end of an evaluation"
+            self.abort_guard.current = "the end of an evaluation"
             self.p2p.end()
         return found
 
@@ -266,7 +264,7 @@ class PipelineRunner:
 @final
 @attrs.define(eq=False)
 class _MicroBatches:
-    """Reads micro-batches on demand, each once, and drops those that this rank needs no more."""
+    """Reads micro-batches on demand, each once, and drops those that this rank no longer needs."""
 
     batches: Batches
     module: PipelineModule

@@ -79,7 +79,7 @@ class Action:
 
 
 class ScheduleError(ValueError):
-    """The schedule cannot be executed; the text says where."""
+    """The schedule cannot be executed; the message names the rank and the action."""
 
 
 @attrs.frozen
@@ -191,7 +191,7 @@ class Schedule:
             and not (need.kind is ActionKind.INPUT and Action(need.stage, ActionKind.BACKWARD, need.micro) in done)
         ]
 
-    def _waiting(self, position: Sequence[int], done: set[Action]) -> str:
+    def _describe_deadlock(self, position: Sequence[int], done: set[Action]) -> str:
         found = []
         for rank, actions in enumerate(self.ranks):
             for action in actions[position[rank] : position[rank] + 1]:
@@ -202,8 +202,9 @@ class Schedule:
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Schedule:
-    """Make a schedule by name: gpipe, 1f1b, interleaved, zero_bubble.  Raises ScheduleError for others, or counts
-    that do not fit.
+    """Make a schedule by name: gpipe, 1f1b, interleaved, zero_bubble.
+
+    Raises ScheduleError for another name, or counts that do not fit.
     """
     if name == "interleaved":
         return interleaved(ranks, micro_batches, stages_per_rank)
@@ -237,7 +238,7 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
     for rank in range(ranks):
         forwards = [Action(rank, ActionKind.FORWARD, m) for m in range(micro_batches)]
         backwards = [Action(rank, ActionKind.BACKWARD, m) for m in range(micro_batches)]
-        lists.append(_alternating(forwards, backwards, warmup=min(ranks - rank - 1, micro_batches)))
+        lists.append(_alternate(forwards, backwards, warmup=min(ranks - rank - 1, micro_batches)))
     return Schedule("1f1b", ranks, micro_batches, tuple(lists)).checked()
 
 
@@ -264,7 +265,7 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedul
         warmup = min((ranks - rank - 1) * 2 + (stages_per_rank - 1) * ranks, len(turns))
         forwards = [action(ActionKind.FORWARD, turn) for turn in turns]
         backwards = [action(ActionKind.BACKWARD, turn) for turn in turns]
-        lists.append(_alternating(forwards, backwards, warmup))
+        lists.append(_alternate(forwards, backwards, warmup))
     return Schedule("interleaved", ranks * stages_per_rank, micro_batches, tuple(lists)).checked()
 
 
@@ -293,7 +294,7 @@ SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
 }
 
 
-def _alternating(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:
+def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:
     steady = len(forwards) - warmup
     pairs = [each for pair in zip(forwards[warmup:], backwards[:steady]) for each in pair]
     return (*forwards[:warmup], *pairs, *backwards[steady:])

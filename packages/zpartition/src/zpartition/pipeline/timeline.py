@@ -148,7 +148,7 @@ def simulate(
                 action = actions[position[rank]]
                 ready = [
                     ends[each] + send * (schedule.rank_of(each.stage) != rank)
-                    for each in _waited_for(schedule, action, done)
+                    for each in _finished_needs(schedule, action, done)
                 ]
                 start = max([free[rank], *ready])
                 ends[action] = free[rank] = start + cost(action)
@@ -212,7 +212,7 @@ def comparison_svg(predicted: Timeline, measured: Timeline, width: int = 900) ->
     return "".join([head, *parts, "</svg>"])
 
 
-def _waited_for(schedule: Schedule, action: Action, done: set[Action]) -> list[Action]:
+def _finished_needs(schedule: Schedule, action: Action, done: set[Action]) -> list[Action]:
     """Return the actions that `action` waited for; a whole backward replaces its first half."""
     needs = schedule.needs(action)
     return [need if need in done else Action(need.stage, ActionKind.BACKWARD, need.micro) for need in needs]

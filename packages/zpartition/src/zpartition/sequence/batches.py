@@ -58,9 +58,7 @@ class SequenceBatches:
         order: Order = Order.CONTIGUOUS,
         pad_id: int | None = None,
     ) -> SequenceBatches:
-        """Wrap for the ranks of `group`, in its order.  See `prepare_batch` for pad_id; without it lengths must
-        divide.
-        """
+        """Wrap for the ranks of `group`, in its order.  pad_id: see `prepare_batch`; default: lengths must divide."""
         return cls(loader, Split(zcomm.group_size(group), zcomm.group_rank(group), order), pad_id)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -128,12 +126,12 @@ class ExchangedBatches:
             rows = [local_batch(mine, split) for split in splits] if mine else []
         except ValueError as error:
             rows, fault = [], str(error)
-        everyone = zcomm.all_gather_object([fault, _described(rows)], self.mp_group.group)
+        everyone = zcomm.all_gather_object([fault, _describe(rows)], self.mp_group.group)
         if faults := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]:
             raise ValueError("; ".join(faults))
         if not all(description for _, description in everyone):
             return []
-        return _received(rows, [description for _, description in everyone], self.mp_group)
+        return _exchange(rows, [description for _, description in everyone], self.mp_group)
 
 
 def shift_labels(labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
@@ -159,7 +157,7 @@ def prepare_batch(batch: Mapping[str, Any], multiple: int = 1, pad_id: int | Non
     more = -length % multiple
     if pad_id is None or not more:
         return made
-    return {key: _padded(key, value, length, more, pad_id) for key, value in made.items()}
+    return {key: _pad(key, value, length, more, pad_id) for key, value in made.items()}
 
 
 def sequence_length(batch: Mapping[str, Any]) -> int:
@@ -180,7 +178,7 @@ def local_batch(batch: Batch, split: Split) -> Batch:
     return {key: split.take(value) if _has_tokens(key, value, length) else value for key, value in batch.items()}
 
 
-def _padded(key: str, value: Any, length: int, more: int, pad_id: int) -> Any:
+def _pad(key: str, value: Any, length: int, more: int, pad_id: int) -> Any:
     if not _has_tokens(key, value, length):
         return value
     if key == "position_ids":
@@ -202,7 +200,7 @@ def _has_tokens(key: str, value: Any, length: int) -> bool:
     return True
 
 
-def _described(rows: list[Batch]) -> dict[str, Any]:
+def _describe(rows: list[Batch]) -> dict[str, Any]:
     """Describe a piece by key: [shape, dtype], or the value itself if it is no tensor.  JSON."""
     return {
         key: [list(value.shape), str(value.dtype).removeprefix("torch.")]
@@ -212,7 +210,7 @@ def _described(rows: list[Batch]) -> dict[str, Any]:
     }
 
 
-def _received(rows: list[Batch], descriptions: list[dict[str, Any]], mp_group: ModelParallelGroup) -> list[Batch]:
+def _exchange(rows: list[Batch], descriptions: list[dict[str, Any]], mp_group: ModelParallelGroup) -> list[Batch]:
     """Exchange one message for each key; keys and shapes may differ between batches."""
     found: list[Batch] = [{} for _ in descriptions]
     for key in sorted({key for each in descriptions for key in each}):
@@ -238,7 +236,7 @@ def _exchange_key(
     if mp_group.rank in shapes:
         device = rows[0][key].device
         sent = torch.cat([row[key].reshape(-1) for row in rows])
-    wire = sent.to(_carrier(mp_group))
+    wire = sent.to(_wire_device(mp_group))
     is_bool = dtype == torch.bool  # not every backend supports it
     arrived = zcomm.all_to_all_v(
         wire.view(torch.uint8) if is_bool else wire, numels, mp_group.group, label=f"batches: {key}"
@@ -247,7 +245,7 @@ def _exchange_key(
     return {rank: parts[rank].view(shape).to(device) for rank, shape in shapes.items()}
 
 
-def _carrier(mp_group: ModelParallelGroup) -> torch.device:
+def _wire_device(mp_group: ModelParallelGroup) -> torch.device:
     """Return the device of messages: a GPU if the group supports GPUs only."""
     backend = dist.get_backend(mp_group.group) if mp_group.size > 1 else "gloo"
     return torch.device("cuda") if "nccl" in backend and "gloo" not in backend else torch.device("cpu")

@@ -108,13 +108,13 @@ def to_heads(
 ) -> list[Tensor]:
     """Return all tokens of this rank's heads, from all heads of its tokens; `ranges` for each of the tensors.
 
-    Collective of the cell.  Every rank has equally many tokens.
+    Collective of the group.  Every rank has equally many tokens.
     """
     pieces = [
         [tensor.narrow(dims.heads, found[to].start, len(found[to])) for tensor, found in zip(tensors, ranges)]
         for to in range(mp_group.size)
     ]
-    shapes = [_with(tensor, dims.heads, len(found[mp_group.rank])) for tensor, found in zip(tensors, ranges)]
+    shapes = [_with_size(tensor, dims.heads, len(found[mp_group.rank])) for tensor, found in zip(tensors, ranges)]
     sent = [[piece.numel() for piece in row] for row in pieces]
     received = _all_to_all(pieces, [shapes] * mp_group.size, [sent] * mp_group.size, mp_group, "tokens to heads")
     return [torch.cat(parts, dims.tokens) for parts in zip(*received)]
@@ -125,7 +125,7 @@ def to_tokens(
 ) -> list[Tensor]:
     """Return all heads of this rank's tokens, from all tokens of its heads; heads that several ranks hold are summed.
 
-    Collective of the cell.
+    Collective of the group.
     """
     size = mp_group.size
     pieces = [
@@ -133,7 +133,7 @@ def to_tokens(
         for to in range(size)
     ]
     shapes = [
-        [_with(piece, dims.heads, len(found[source])) for piece, found in zip(pieces[0], ranges)]
+        [_with_size(piece, dims.heads, len(found[source])) for piece, found in zip(pieces[0], ranges)]
         for source in range(size)
     ]
     sent = [[[math.prod(shape) for shape in row]] * size for row in shapes]
@@ -145,13 +145,13 @@ def _join_heads(parts: Sequence[Tensor], ranges: Ranges, dim: int) -> Tensor:
     """Concatenate the heads in order; sum those of several ranks."""
     if sum(map(len, ranges)) == ranges[-1].stop:
         return torch.cat(list(parts), dim)
-    whole = parts[0].new_zeros(_with(parts[0], dim, ranges[-1].stop))
+    whole = parts[0].new_zeros(_with_size(parts[0], dim, ranges[-1].stop))
     for part, heads in zip(parts, ranges):
         whole.narrow(dim, heads.start, len(heads)).add_(part)
     return whole
 
 
-def _with(tensor: Tensor, dim: int, length: int) -> tuple[int, ...]:
+def _with_size(tensor: Tensor, dim: int, length: int) -> tuple[int, ...]:
     return (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
 
 

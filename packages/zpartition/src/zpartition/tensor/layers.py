@@ -90,7 +90,7 @@ class _ColumnForward(SplitLayer, _Product):
         placement = self.placement
         y = linear(placement.parallel_region.enter(x), self.kernel(), self.bias)
         if placement.is_joined:
-            return functions.all_features(y, self.mp_group, placement.sizes)
+            return functions.join_features(y, self.mp_group, placement.sizes)
         placement.parallel_region.begin_sharded(x, self)
         return y
 
@@ -103,7 +103,7 @@ class _RowForward(SplitLayer, _Product):
         placement = self.placement
         placement.parallel_region.end_sharded()
         if placement.is_joined:
-            x = functions.own_features(x, self.mp_group, placement.sizes)
+            x = functions.slice_features(x, self.mp_group, placement.sizes)
         y = placement.parallel_region.reduce(linear(x, self.kernel()))
         return y if self.bias is None else y + placement.parallel_region.copy_weight(self.bias)
 
@@ -128,7 +128,7 @@ class RowConv1D(_RowForward, _Transposed):
     """Transformers' Conv1D split by inputs."""
 
 
-_made: dict[tuple[type, type], type[nn.Module]] = {}  # by region and class of the module
+_made_classes: dict[tuple[type, type], type[nn.Module]] = {}  # by region and class of the module
 
 
 def sum_gradients(module: nn.Module, parallel_region: ParallelRegion, gathers: bool) -> None:
@@ -152,9 +152,9 @@ def _convert(region: type[_BoundaryModule], module: nn.Module, parallel_region: 
 
 
 def _region_class(region: type[_BoundaryModule], kind: type[nn.Module]) -> type[nn.Module]:
-    if (region, kind) not in _made:
-        _made[region, kind] = type(f"{region.__name__.strip('_')}{kind.__name__}", (region, kind), {})
-    return _made[region, kind]
+    if (region, kind) not in _made_classes:
+        _made_classes[region, kind] = type(f"{region.__name__.strip('_')}{kind.__name__}", (region, kind), {})
+    return _made_classes[region, kind]
 
 
 class _BoundaryModule:
@@ -199,10 +199,10 @@ class _OutputScattered(_BoundaryModule):
     """Split the first output tensor by tokens."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _change_first(super().forward(*args, **kwargs), self._own)  # type: ignore[misc]
+        return _change_first(super().forward(*args, **kwargs), self._split_tokens)  # type: ignore[misc]
 
-    def _own(self, x: Tensor) -> Tensor:
-        self.parallel_region.begin_scattered(x, _module(self))
+    def _split_tokens(self, x: Tensor) -> Tensor:
+        self.parallel_region.begin_scattered(x, _as_module(self))
         return self.parallel_region.scatter(x)
 
 
@@ -210,15 +210,15 @@ class _OutputGathered(_BoundaryModule):
     """Gather all tokens of the first output tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _change_first(super().forward(*args, **kwargs), self._joined)  # type: ignore[misc]
+        return _change_first(super().forward(*args, **kwargs), self._join_tokens)  # type: ignore[misc]
 
-    def _joined(self, x: Tensor) -> Tensor:
+    def _join_tokens(self, x: Tensor) -> Tensor:
         mp_group, dim = self.parallel_region.mp_group, self.parallel_region.sequence_dim
         self.parallel_region.random_state.restore()
-        return x if mp_group.size == 1 or dim < 0 else functions.all_tokens(x, mp_group, dim)
+        return x if mp_group.size == 1 or dim < 0 else functions.join_tokens(x, mp_group, dim)
 
 
-def _module(region: Any) -> nn.Module:
+def _as_module(region: Any) -> nn.Module:
     """Return the region as the module that it is."""
     found: nn.Module = region
     return found

@@ -63,15 +63,14 @@ def tp_model_init(
         ValueError: `tp_size` does not divide the number of ranks, or the plan does not fit the model.
     """
     group = zcomm.consecutive_group(tp_size)
-    parallelize(model, _plan(model, config, inputs, group), group)
+    parallelize(model, _select_plan(model, config, inputs, group), group)
     return model if dtype is None else model.to(dtype)
 
 
 def read_tp_plan(plan: Mapping[str, str], model: nn.Module) -> TensorPlan:
-    """Read a Hugging Face plan, such as `model.tp_plan`: module pattern -> style.  Layers it does not name stay
-    whole.
+    """Read a Hugging Face plan, such as `model.tp_plan`: module pattern -> style.
 
-    So do expert stacks: `zpartition.experts.distribute` shards those, over any ranks.
+    Layers that it does not name stay whole, and so do expert stacks: `zpartition.experts.distribute` shards those.
 
     Raises:
         ValueError: a style of a matching pattern is unknown, or no pattern matches a module of `model`.
@@ -118,7 +117,7 @@ def read_layer_specs(config: Mapping[str, Any], model: nn.Module, *, is_part: bo
         rules += [
             rule
             for pattern in spec.get("patterns", ())
-            for rule in _rules(where, f"re:{pattern}", spec, model, is_part=is_part)
+            for rule in _make_rules(where, f"re:{pattern}", spec, model, is_part=is_part)
         ]
     return TensorPlan(rules, uncovered=Uncovered.REFUSE if config.get("strict_mode") else Uncovered.KEEP)
 
@@ -151,7 +150,7 @@ def read_injection_policy(
     return TensorPlan(rules, uncovered=Uncovered.KEEP)
 
 
-def _plan(
+def _select_plan(
     model: nn.Module,
     config: TensorPlan | Mapping[str, Any] | None,
     inputs: tuple[Any, ...] | Mapping[str, Any],
@@ -179,17 +178,19 @@ def _linear_layers(model: nn.Module, kind: type[nn.Module]) -> list[str]:
     ]
 
 
-def _rules(where: str, pattern: str, spec: Mapping[str, Any], model: nn.Module, *, is_part: bool) -> list[Rule]:
+def _make_rules(where: str, pattern: str, spec: Mapping[str, Any], model: nn.Module, *, is_part: bool) -> list[Rule]:
     """Make one rule for each module, because blocks depend on its size."""
     found = [
         (name, module) for name, module in model.named_modules() if name and Rule(pattern, Replicated()).matches(name)
     ]
     if not found and not is_part:
-        raise ValueError(f"{where}: pattern {pattern[3:]!r} fits no weight of the model, e.g. {_example(model)!r}.")
-    return [Rule(name, _style(where, spec, name, module)) for name, module in found]
+        raise ValueError(
+            f"{where}: pattern {pattern[3:]!r} fits no weight of the model, e.g. {_example_weight(model)!r}."
+        )
+    return [Rule(name, _read_style(where, spec, name, module)) for name, module in found]
 
 
-def _style(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) -> Style:
+def _read_style(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) -> Style:
     kind = spec.get("partition_type", "column")
     if kind not in ("row", "column", "skip"):
         raise ValueError(f"{where}: partition_type {kind!r}; allowed: row, column, skip.")
@@ -199,13 +200,13 @@ def _style(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) ->
         return Row()
     if spec.get("gather_output"):
         return Column(gathers=True)
-    return Column(blocks=_blocks(where, spec, name, module))
+    return Column(blocks=_read_blocks(where, spec, name, module))
 
 
-def _blocks(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) -> tuple[int, ...]:
+def _read_blocks(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) -> tuple[int, ...]:
     """Read `shape`: [n, -1] is n equal blocks of rows, [[a, b, c], -1] blocks of these sizes."""
     shape: Sequence[Any] = spec.get("shape") or (1, -1)
-    outputs = _outputs(module)
+    outputs = _num_outputs(module)
     if len(shape) != 2 or shape[1] != -1 or spec.get("partition_dim", 0) not in (0, None):
         raise ValueError(
             f"{where}: shape {list(shape)} with partition_dim {spec.get('partition_dim', 0)} is not known; allowed: "
@@ -218,11 +219,11 @@ def _blocks(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) -
     return (outputs // shape[0],) * shape[0] if shape[0] > 1 else ()
 
 
-def _outputs(module: nn.Module) -> int:
+def _num_outputs(module: nn.Module) -> int:
     kind = linear_kind(module)
     assert kind is not None
     return kind.shape(module)[0]
 
 
-def _example(model: nn.Module) -> str:
+def _example_weight(model: nn.Module) -> str:
     return next((f"{name}.weight" for name, module in model.named_modules() if linear_kind(module) is not None), "")
