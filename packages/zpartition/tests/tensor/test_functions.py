@@ -1,4 +1,4 @@
-"""Each forward's backward is its transpose, seen over all ranks."""
+"""Each forward's backward is its transpose over all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def over_ranks(number: Tensor) -> float:
 
 
 def _pairs() -> dict[str, tuple[float, float]]:
-    """(sum over ranks of <f(x), y>, sum over ranks of <x, f'(y)>) for messages between different values."""
+    """Return (sum over ranks of <f(x), y>, sum over ranks of <x, f'(y)>) for functions of different values."""
     mp_group, mine = ModelParallelGroup.of(None), zcomm.group_rank()
     found = {}
     for name, call, shape in [
@@ -38,7 +38,7 @@ def _pairs() -> dict[str, tuple[float, float]]:
 
 
 def _values() -> None:
-    """Forward and backward of the others, by what they are meant to be."""
+    """Compare forward and backward of the others with their definitions."""
     mp_group, mine = ModelParallelGroup.of(None), zcomm.group_rank()
     parts, sizes = [rand(seed, 2, 3 - seed) for seed in (0, 1)], (3, 2)
     whole = torch.cat(parts, 1)
@@ -85,7 +85,7 @@ def test_backwards_are_transposes() -> None:
             assert forward == pytest.approx(backward, abs=1e-12), name
 
 
-def test_alone_nothing_changes() -> None:
+def test_one_rank_changes_nothing() -> None:
     mp_group, x = ModelParallelGroup.of(None), rand(0, 2, 3, 4)
     for out in (
         functions.copy(x, mp_group),
