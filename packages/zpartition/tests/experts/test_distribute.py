@@ -106,7 +106,7 @@ def test_experts_on_unexpected_ranks_raise_in_shard() -> None:
 
 
 def _facts() -> tuple[list[tuple[int, int, int]], dict[str, Tensor], list[int]]:
-    """Return (group, shards, span) of buckets, weights after a round trip, and the ranks that sum expert gradients."""
+    """Return (group, shards, span) of buckets, weights after a round trip, ranks that sum expert gradients."""
     torch.manual_seed(zcomm.group_rank())  # ranks disagree: rank 0's count
     model = MoELanguageModel()
     with torch.no_grad():
