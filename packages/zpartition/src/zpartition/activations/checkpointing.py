@@ -95,8 +95,8 @@ class Checkpointing:
     def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Return `function(*args, **kwargs)`; a recomputation draws the same random numbers.
 
-        Tensors directly in `args` that require gradients are saved as `saved_inputs` says; other arguments are kept
-        by reference.  If gradients are disabled, the function is just called.
+        Tensors directly in `args` that require gradients are saved by `saved_inputs`; other arguments are kept by
+        reference.  If gradients are disabled, the function is just called.
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)

@@ -51,7 +51,7 @@ class RoutingRule:
 
 @final
 class Router(nn.Module):
-    """(tokens, hidden) -> Routing.  Computes in float32 whatever the model's dtype is.
+    """(tokens, hidden) -> Routing.  Computes in float32 for any dtype of the model.
 
     With a `balance_rate`, token counts accumulate in `load` until `balance` moves `bias`.
     """

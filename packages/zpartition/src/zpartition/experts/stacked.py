@@ -46,7 +46,7 @@ class ExpertParameter(Parameter):
 
 
 def mark_experts(param: Parameter) -> None:
-    """Make `param` an ExpertParameter in place; a class of its own (a quantized parameter's) stays.
+    """Make `param` an ExpertParameter in place; other subclasses (such as quantized parameters) keep their class.
 
     A class that only adds names to a parameter (zengine.deepspeed's marks) declares its base as `stands_for`.
     """
@@ -68,7 +68,7 @@ class Experts(nn.Module):
         """Build this rank's stacks.
 
         expert: a module, whose weights are those of expert 0; the others are copies, reinitialized by their own
-            `reset_parameters`.  Or a callable that makes one, called for each expert under a seed of its own.
+            `reset_parameters`.  Or a callable that builds one, called for each expert under its own seed.
 
         Draws one number from torch's generator, for any number of local experts.  Raises ValueError for an expert
         with persistent buffers, for experts of different shapes, or if the experts do not divide.

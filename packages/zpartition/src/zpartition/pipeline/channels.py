@@ -50,7 +50,7 @@ class Channels:
     )  # the same ranks, for messages to lower ranks
     known: dict[tuple[str, int, int], tuple[bool, Meta]] = attrs.field(
         factory=dict
-    )  # (way, peer, edge) -> last shapes
+    )  # (direction, peer, edge) -> last shapes
     in_flight: list[tuple[Any, Tensor]] = attrs.field(factory=list)
 
     def send(self, message: Message, to: int, edge: int) -> None:

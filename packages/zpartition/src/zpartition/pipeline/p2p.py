@@ -77,7 +77,7 @@ class P2P:
 
     def _clear(self) -> None:
         self.arrived.clear()
-        self.channels.forget_shapes()  # batches may differ, whatever micro-batches do
+        self.channels.forget_shapes()  # shapes may differ between batches
         self.expected = {rank: deque() for rank in range(self.num_ranks)}
 
     def _add_expected(self, sender: int, name: MessageKey) -> None:

@@ -77,7 +77,7 @@ class PipelineRunner:
     abort_guard: AbortGuard = attrs.field(
         default=attrs.Factory(lambda self: AbortGuard(self.module), takes_self=True)
     )
-    splits_backward: bool = False  # weight gradients are actions of their own
+    splits_backward: bool = False  # weight gradients are separate actions
     in_flight: dict[tuple[int, int], _InFlight] = attrs.field(factory=dict)
 
     @classmethod

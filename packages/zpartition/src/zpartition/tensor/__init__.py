@@ -1,6 +1,6 @@
 """Tensor parallelism: a model whose layers are split over ranks that see the same data.
 
-A `TensorPlan` says by patterns which layers are split by columns and which by rows; `parallelize` applies it in
+A `TensorPlan` maps patterns of module names to styles (columns, rows, ...); `parallelize` applies it in
 place.  The result is an ordinary model: `zpartition.shard` over the data-parallel ranks adds any ZeRO stage.
 """
 

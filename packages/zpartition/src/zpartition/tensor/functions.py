@@ -1,4 +1,4 @@
-"""Autograd functions between tensor ranks, in pairs: the collective of one's forward is the other's backward.
+"""Autograd functions between tensor ranks, in pairs: one's forward collective is the other's in backward.
 
     copy                   identity        <->  all-reduce        into a layer that is split by columns
     reduce                 all-reduce      <->  identity          out of a layer that is split by rows

@@ -53,8 +53,8 @@ def infer_verified_plan(
 ) -> TensorPlan:
     """Infer a plan and verify it over the ranks of `group`, which all call this.
 
-    Pairs that cannot be split (relative positions that all heads share, blocks at fixed places) have their weights
-    split all the same, but the activations between their layers are whole on every rank: Column(gathers=True), then
+    Pairs that cannot be split (relative positions that all heads share, blocks at fixed places) still have split
+    weights, but the activations between their layers are whole on every rank: Column(gathers=True), then
     Row(takes_part=True).
 
     Raises:

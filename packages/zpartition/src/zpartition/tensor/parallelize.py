@@ -28,7 +28,7 @@ __all__ = ["apply_splits", "parallelize"]
 
 
 def parallelize(model: nn.Module, plan: TensorPlan, group: ProcessGroup | None = None) -> list[LayerSplit]:
-    """Split `model` over the ranks of `group` as `plan` says, in place; returns the split of each module.
+    """Split `model` over the ranks of `group` by `plan`, in place; returns the split of each module.
 
     Every rank of the group calls it with a whole model; the weights of rank 0 are used.  Afterwards ranks that get
     the same inputs compute the same outputs together, forward and backward.  Parameters keep their names and
@@ -100,7 +100,7 @@ def _broadcast_weights(model: nn.Module, group: ProcessGroup | None) -> None:
 def _shard_parameters(module: nn.Module, split: LayerSplit, done: set[int]) -> None:
     for key, address in split.addresses.items():
         param = getattr(module, key)
-        if id(param) not in done:  # tied weights come twice
+        if id(param) not in done:  # tied weights appear twice
             done.add(id(param))
             param.grad = None
             param.data = part_of(param.data, address)

@@ -56,7 +56,7 @@ def tp_model_init(
     config: a plan, or DeepSpeed's `partition_config`.  Default: the model's own `tp_plan` if it has one (Hugging
         Face); else a plan is inferred and verified with `inputs`, positional or by name (Hugging Face models provide
         some).
-    dtype: dtype of the weights from now on.
+    dtype: converts the weights to this dtype.
     Data-parallel ranks are those at the same place in all runs: `zcomm.strided_group(tp_size)`.
 
     Raises:
