@@ -165,7 +165,7 @@ class Schedule:
                 rest = actions[position[rank] :]
                 turn.append(rest[0] if rest and not self.missing(rest[0], done) else None)
             if not any(turn):
-                raise ScheduleError(f"schedule {self.name!r} deadlocks: {self._waiting(position, done)}")
+                raise ScheduleError(f"schedule {self.name!r} deadlocks: {self._describe_deadlock(position, done)}")
             for rank, action in enumerate(turn):
                 if action is not None:
                     done.add(action)
