@@ -29,7 +29,7 @@ from zcomm.testing import run_ranks
 from zpartition.layout.model_parallel import ALONE
 from zpartition.tensor import Column, Row, Rule, TensorPlan, parallelize, resolve
 from zpartition.tensor.parallel_region import ParallelRegion
-from zpartition.tensor.parallelize import split
+from zpartition.tensor.parallelize import apply_splits
 
 COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")
 PLAN = TensorPlan([Rule(f"*.{name}", Column()) for name in COLUMNS] + [Rule(f"*.{name}", Row()) for name in ROWS])
@@ -74,7 +74,7 @@ def dtensor(model: nn.Sequential) -> nn.Sequential:
 
 
 def parts(model: nn.Sequential) -> nn.Sequential:
-    split(model, resolve(PLAN, model, zcomm.group_size(), zcomm.group_rank()), ParallelRegion(ALONE))
+    apply_splits(model, resolve(PLAN, model, zcomm.group_size(), zcomm.group_rank()), ParallelRegion(ALONE))
     return model
 
 

@@ -1,4 +1,4 @@
-"""Blocks chosen by name are computed again, at every stage, and are plain again after close."""
+"""Blocks chosen by name are checkpointed, at every stage, until close."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gradients(net: nn.Module) -> list[Tensor]:
     return [param.grad.clone() for param in net.parameters()]
 
 
-def test_the_outermost_of_the_named_run_again_and_close_makes_them_plain() -> None:
+def test_outermost_matches_are_recomputed_and_close_restores_classes() -> None:
     net = Net()
     wanted, names = gradients(net), list(net.state_dict())
     blocks = CheckpointedBlocks.of(net, ["layers.*", "layers.0.inner"], Checkpointing())
@@ -62,7 +62,7 @@ def test_the_outermost_of_the_named_run_again_and_close_makes_them_plain() -> No
     assert [layer.calls for layer in net.layers] == [4] * 3
 
 
-def test_a_pattern_without_a_module_is_told_unless_it_may_miss() -> None:
+def test_a_pattern_without_a_module_raises_unless_it_matches_elsewhere() -> None:
     net = Net()
     with pytest.raises(ValueError, match=r"pattern 'layer.\*' of activation checkpoints matches none of .*layers.0"):
         CheckpointedBlocks.of(net, ["layers.1", "layer.*"], Checkpointing())
@@ -101,7 +101,7 @@ def test_two_ranks_train_the_same_at_stages_0_and_3() -> None:
     assert run_ranks(at_every_stage, 2) == [[3, 6, 3, 6]] * 2
 
 
-def test_what_is_saved_or_copied_is_a_plain_model() -> None:
+def test_pickles_and_copies_are_plain_models() -> None:
     net, file = Net(), io.BytesIO()
     wanted = gradients(net)
     CheckpointedBlocks.of(net, ["layers.*"], Checkpointing())

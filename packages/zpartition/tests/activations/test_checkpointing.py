@@ -1,4 +1,4 @@
-"""Blocks that are computed again: the same bits, with every way of keeping inputs, at every stage, and split."""
+"""Checkpointed blocks give the same bits with every store, at every stage, and split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAYS: dict[str, Callable[[], Checkpointing]] = {
 
 
 class Block(nn.Module):
-    """Dropout, and arguments of several kinds; counts how often it runs."""
+    """A block with dropout and arguments of several kinds; counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_gradients_are_the_same_bits_with_dropout(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_checkpoints_nest_and_without_gradients_there_are_none(way: str) -> None:
+def test_checkpoints_nest_and_are_off_under_no_grad(way: str) -> None:
     run = WAYS[way]()
 
     def halves(net: Net, nested: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
@@ -100,7 +100,7 @@ def test_checkpoints_nest_and_without_gradients_there_are_none(way: str) -> None
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_error_in_a_block_comes_out_and_leaves_nothing_behind(way: str) -> None:
+def test_an_error_in_a_block_propagates_and_leaves_no_state(way: str) -> None:
     run, x = WAYS[way](), torch.ones(2, 6, requires_grad=True)
 
     def fails(y: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def test_an_error_in_a_block_comes_out_and_leaves_nothing_behind(way: str) -> No
 
 @attrs.define(eq=False)
 class Counting:
-    """Counts the bytes that are kept."""
+    """A store that counts the bytes it keeps."""
 
     num_bytes: int = 0
 
@@ -128,7 +128,7 @@ class Counting:
 
 
 class Checkpointed(Language):
-    """With dropout between the blocks, each of which may be checkpointed."""
+    """A model with dropout between blocks, each of which may be checkpointed."""
 
     run: Any = staticmethod(plain)
 
@@ -140,7 +140,7 @@ class Checkpointed(Language):
 
 
 def trained(run: Callable[..., Any], stage: int, tensor: Any, data: Any) -> list[Tensor]:
-    """Weights after two steps with two micro-steps each."""
+    """Return the weights after two steps with two micro-steps each."""
     model = Checkpointed()
     model.run = run
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -189,7 +189,7 @@ def split() -> list[int]:
     return counted
 
 
-def test_tensor_ranks_keep_a_part_each_and_get_the_same_bits() -> None:
+def test_tensor_ranks_save_a_part_each_and_get_the_same_bits() -> None:
     wanted = 4 * 3 * saved_numel(2 * 8 * WIDTH, 2) * 8  # micro-steps, blocks, elements of a part, bytes
     assert run_ranks(split, 4) == [[wanted] * 4] * 4
 
@@ -204,14 +204,14 @@ def split_by_tokens() -> str:
     return str(caught.value)
 
 
-def test_activations_that_differ_are_not_cut() -> None:
+def test_activations_that_differ_are_not_partitioned() -> None:
     first, second = run_ranks(split_by_tokens, 2)
     assert first == second
 
 
 @pytest.mark.parametrize("way", ["plain", "host", "arena"])
-def test_inputs_that_were_written_over_are_refused_or_were_copied(way: str) -> None:
-    """Without a word the block would run again with other inputs."""
+def test_overwritten_inputs_raise_or_were_copied(way: str) -> None:
+    """Without the error the block would be recomputed from other inputs."""
     leaf = torch.randn(3, 6, requires_grad=True)
     x = leaf * 1.0
     x += WAYS[way]()(torch.tanh, x)

@@ -1,4 +1,4 @@
-"""A function finds the states that it began with, each time it runs again."""
+"""Each recomputation of a function starts from the same random states."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ class Counter:
         return self.drawn
 
 
-def test_streams_are_set_for_a_second_run_and_set_back_after_it() -> None:
-    counter, told = Counter(), []
+def test_streams_are_set_for_a_recomputation_and_restored_after_it() -> None:
+    counter, events = Counter(), []
 
     @contextmanager
     def span(name: str):
-        told.append(name)
+        events.append(name)
         yield
-        told.append("end")
+        events.append("end")
 
-    replay = Replay(lambda: (counter.draw(), counter.draw()), counter, lambda: told.append("wait"), span)
+    replay = Replay(lambda: (counter.draw(), counter.draw()), counter, lambda: events.append("wait"), span)
     assert replay() == (6, 7)
     counter.drawn = 100
     assert replay() == replay() == (6, 7)
     assert counter.drawn == 100
-    assert told[:8] == ["wait", FORWARD, "end", "wait", "wait", RECOMPUTATION, "end", "wait"]
+    assert events[:8] == ["wait", FORWARD, "end", "wait", "wait", RECOMPUTATION, "end", "wait"]
 
 
-def test_after_an_error_everything_is_as_before() -> None:
+def test_an_error_restores_all_state() -> None:
     counter = Counter()
 
     def fail() -> None:

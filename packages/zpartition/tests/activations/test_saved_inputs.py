@@ -1,4 +1,4 @@
-"""Parts of activations: how many bytes, and that they come back bit for bit, with their strides."""
+"""Saved parts of activations: their size, and bit-for-bit restoration with strides."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def come_back() -> int:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_tensors_of_any_strides_come_back(world_size: int) -> None:
+def test_tensors_of_any_strides_are_rebuilt(world_size: int) -> None:
     assert run_ranks(come_back, world_size) == [54] * world_size
 
 
-def test_each_of_the_ranks_keeps_its_share_rounded_up() -> None:
+def test_each_rank_saves_its_part_rounded_up() -> None:
     assert [saved_numel(24, size) for size in (1, 2, 5)] == [24, 12, 5]
     assert UNPARTITIONED.is_identity
     assert not SavedInputs(store=HostStore()).is_identity
@@ -59,7 +59,7 @@ def differ() -> str:
     return str(caught.value)
 
 
-def test_ranks_with_different_activations_are_told() -> None:
+def test_ranks_with_different_activations_raise() -> None:
     first, second = run_ranks(differ, 2)
     assert first == second
     assert "(4, 2)" in first

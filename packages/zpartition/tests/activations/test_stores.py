@@ -1,4 +1,4 @@
-"""Stored tensors come back, and slots of an arena are reused."""
+"""Stored tensors are restored, and slots of an arena are reused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zpartition.activations import ArenaStore, DeviceStore, HostStore
 
 
 @pytest.mark.parametrize("store", [DeviceStore(), HostStore(), ArenaStore(2), ArenaStore(2, on_host=True)])
-def test_what_is_put_comes_back(store) -> None:
+def test_stored_tensors_are_restored(store) -> None:
     first, second = torch.arange(4.0), torch.arange(4.0) + 10
     backs = [store.put(first.clone()), store.put(second.clone())]
     assert torch.equal(backs[0](), first)
@@ -20,7 +20,7 @@ def test_what_is_put_comes_back(store) -> None:
     assert torch.equal(backs[1](), second)
 
 
-def test_an_arena_is_one_piece_of_memory_for_each_size_and_its_slots_are_used_again(caplog) -> None:
+def test_an_arena_is_one_buffer_per_size_and_reuses_slots(caplog) -> None:
     arena = ArenaStore(2)
     backs = [arena.put(torch.full((3,), float(index))) for index in range(2)]
     (slots,) = arena.free.values()

@@ -1,4 +1,4 @@
-"""Named streams: reproducible, apart from torch's own numbers, and the same again under a checkpoint."""
+"""Named streams: reproducible, independent of torch's numbers, and the same when recomputed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zpartition.activations import MODEL_PARALLEL, Checkpointing, RandomStreams
 CPU = torch.device("cpu")
 
 
-def test_a_stream_goes_on_where_it_was_and_leaves_torchs_numbers_alone() -> None:
+def test_a_stream_continues_and_torch_s_numbers_do_not_change() -> None:
     streams = RandomStreams(CPU)
     streams.seed_model_parallel(7, rank=1)
     plain = torch.Generator().manual_seed(7)
@@ -35,7 +35,7 @@ def test_a_stream_goes_on_where_it_was_and_leaves_torchs_numbers_alone() -> None
         assert torch.equal(first[0], torch.rand(2))
 
 
-def test_names_and_seeds_are_used_once() -> None:
+def test_names_and_seeds_are_unique() -> None:
     streams = RandomStreams(CPU)
     streams.add("a", 1)
     with pytest.raises(ValueError, match="seed 1 is in use by another stream"):
@@ -53,7 +53,7 @@ def test_names_and_seeds_are_used_once() -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_block_that_forks_draws_the_same_when_it_runs_again(checkpointed: bool) -> None:
+def test_a_block_that_forks_draws_the_same_numbers_when_recomputed(checkpointed: bool) -> None:
     streams, seen = RandomStreams(CPU), []
     streams.seed_model_parallel(3, rank=0)
 

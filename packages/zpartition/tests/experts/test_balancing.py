@@ -19,6 +19,6 @@ def _moved() -> tuple[list[float], list[int]]:
     return layer.gate.bias.tolist(), layer.gate.load.tolist()
 
 
-def test_the_tokens_of_all_ranks_move_the_bias() -> None:
+def test_the_tokens_of_all_ranks_update_the_bias() -> None:
     """Loads are 4, 0, 8, their mean is 4."""
     assert run_ranks(_moved, 2) == [([0.0, 0.5, -0.5], [0, 0, 0])] * 2

@@ -1,4 +1,4 @@
-"""Tokens to experts and back: what arrives where, in which order, and what flows back."""
+"""Token dispatch: destinations and order of rows, and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPERTS = 4
 
 
 def routing(rank: int, tokens: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, experts, kept, weights of one rank; nobody chooses expert 1, rank 1 sends nothing to experts 0 and 1."""
+    """Return x, experts, kept, weights of a rank; no token chooses expert 1, rank 1 sends none to experts 0 and 1."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(tokens, 3, generator=generator, dtype=torch.float64)
     allowed = torch.tensor([0, 2, 3] if rank == 0 else [2, 3])
@@ -26,7 +26,7 @@ def routing(rank: int, tokens: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def expected(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, and gradients of x and weights, where expert e multiplies by e + 1; by masks."""
+    """Compute output and gradients of x and weights by masks, where expert e multiplies by e + 1."""
     x, experts, _, weights = routing(rank)
     x.requires_grad_()
     weights.requires_grad_()
@@ -53,7 +53,7 @@ def check(found: tuple[Tensor, Tensor, Tensor, list[int]], rank: int) -> None:
     torch.testing.assert_close(found[2], weight_grad * kept)
 
 
-def test_alone_rows_are_sorted_and_come_back() -> None:
+def test_one_rank_sorts_rows_and_restores_their_order() -> None:
     found = shipped(ALONE)
     check(found, 0)
     x, experts, kept, _ = routing(0)
@@ -72,7 +72,7 @@ def _traced() -> tuple[tuple[Tensor, Tensor, Tensor, list[int]], list[tuple[str,
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_over_ranks_everything_is_as_if_all_experts_were_here(world_size: int) -> None:
+def test_sharded_experts_equal_local_ones(world_size: int) -> None:
     answers = run_ranks(_traced, world_size)
     for rank, (found, _) in enumerate(answers):
         check(found, rank)
@@ -84,7 +84,7 @@ def test_over_ranks_everything_is_as_if_all_experts_were_here(world_size: int) -
 
 
 def _nothing() -> bool:
-    """Nobody has a token for anybody: backward still goes through all exchanges."""
+    """No rank has tokens: backward still runs all exchanges."""
     expert_group = ModelParallelGroup.of(None)
     x = torch.randn(5, 3, requires_grad=True)
     experts = torch.zeros(5, 1, dtype=torch.int64)
@@ -95,13 +95,13 @@ def _nothing() -> bool:
     return not y.any() and not x.grad.any()
 
 
-def test_ranks_without_any_token_take_part() -> None:
+def test_ranks_without_tokens_join_the_exchanges() -> None:
     assert run_ranks(_nothing, 2) == [True, True]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_gradients_of_sums_are_those_of_finite_differences(k: int) -> None:
-    """One, two and three choices a token, each a way of its own; some dropped."""
+def test_gradients_of_sums_match_finite_differences(k: int) -> None:
+    """One, two and three choices per token, which have separate code paths; some are dropped."""
     generator = torch.Generator().manual_seed(k)
     x = torch.randn(5, 2, generator=generator, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(5, k, generator=generator, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Sharing out: what is found, what is refused before anything is sent, and one gradient bucket for each deal."""
+"""Distribution of experts: stacks found, errors before any message, and a gradient bucket for each expert group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_stacks_are_found_by_path_and_pattern() -> None:
     assert list(find_experts(model, r"s\.1\.moe")) == ["blocks.1.moe.experts"]
 
 
-def test_layers_say_into_how_many_parts_they_go() -> None:
+def test_expert_degree_reads_ep_size_from_the_layers() -> None:
     expert = ExpertMLP(4, 4)
     assert expert_degree(nn.Linear(2, 2)) == 1
     assert expert_degree(nn.Sequential(MoE(4, expert, 4, ep_size=2))) == 2
@@ -34,7 +34,7 @@ def test_layers_say_into_how_many_parts_they_go() -> None:
         expert_degree(nn.Sequential(MoE(4, expert, 4, ep_size=2), MoE(4, expert, 4, ep_size=4)))
 
 
-def _refused() -> list[str]:
+def _errors() -> list[str]:
     log: list[zcomm.Record] = []
     found = []
     with zcomm.traced(log):
@@ -55,15 +55,15 @@ def _partitioned() -> nn.Module:
 _kept: list[object] = []
 
 
-def test_what_cannot_be_shared_out_is_refused_before_a_message() -> None:
-    nothing, uneven, owned = run_ranks(_refused, 2)[0]
+def test_unshardable_models_raise_before_a_message() -> None:
+    nothing, uneven, owned = run_ranks(_errors, 2)[0]
     assert "no experts found in Linear to shard over 2 ranks" in nothing
     assert "0.experts: 3 experts cannot be sharded evenly over 2 ranks: choose ep_size (autoep_size)" in uneven
     assert "is partitioned already" in owned
 
 
 def _unsplit() -> list[str]:
-    """The second layer cannot be split over tensor ranks: the first one stays whole, and nothing is sent."""
+    """The second layer cannot be split over tensor ranks: the first stays whole, and nothing is sent."""
     found, log = [], list[zcomm.Record]()
     for second in (ExpertMLP(4, 5), nn.Linear(4, 4)):
         model = nn.Sequential(
@@ -82,15 +82,15 @@ def _unsplit() -> list[str]:
     return [*found, str(raised.value)]
 
 
-def test_experts_that_cannot_be_split_or_are_shared_out_are_refused_before_a_message() -> None:
+def test_unsplittable_or_sharded_experts_raise_before_a_message() -> None:
     uneven, other, again = run_ranks(_unsplit, 2)[0]
     assert "1.experts: an inner size of 5 does not divide by 2 tensor ranks" in uneven
     assert "1.experts: expert tensor parallelism needs a zpartition.experts.ExpertMLP, but the expert is a L" in other
     assert "0.experts: these experts are sharded already" in again
 
 
-def _mates() -> str:
-    """Experts that went to ranks which are no neighbours."""
+def _strided_experts() -> str:
+    """Experts sharded over ranks that are not consecutive."""
     model = nn.Sequential(MoE(4, ExpertMLP(4, 4), 2))
     distribute(model, zcomm.strided_group(2))
     with pytest.raises(ValueError, match="not 2 consecutive ranks") as raised:
@@ -98,12 +98,15 @@ def _mates() -> str:
     return str(raised.value)
 
 
-def test_experts_that_went_to_other_ranks_than_a_partition_expects_are_refused() -> None:
-    assert "0.experts.stacked.gate.weight is sharded over the expert-parallel ranks [0, 2]" in run_ranks(_mates, 4)[0]
+def test_experts_on_unexpected_ranks_raise_in_shard() -> None:
+    assert (
+        "0.experts.stacked.gate.weight is sharded over the expert-parallel ranks [0, 2]"
+        in run_ranks(_strided_experts, 4)[0]
+    )
 
 
 def _facts() -> tuple[list[tuple[int, int, int]], dict[str, Tensor], list[int]]:
-    """(deal, shards, span) of buckets; weights that go out and in again; who sums gradients of experts."""
+    """Return (group, shards, span) of buckets, weights after a round trip, ranks that sum expert gradients."""
     torch.manual_seed(zcomm.group_rank())  # ranks disagree: rank 0's count
     model = MoELanguageModel()
     with torch.no_grad():
@@ -123,7 +126,7 @@ def _facts() -> tuple[list[tuple[int, int, int]], dict[str, Tensor], list[int]]:
     return buckets, whole_state_dict(model), dist.get_process_group_ranks(holders)
 
 
-def test_a_dealt_bucket_lives_over_its_holders() -> None:
+def test_an_expert_bucket_is_sharded_over_the_ranks_that_hold_it() -> None:
     answers = run_ranks(_facts, 4)
     for rank, (buckets, weights, holders) in enumerate(answers):
         assert set(buckets) == {(1, 4, rank), (2, 2, rank // 2)}
@@ -132,8 +135,8 @@ def test_a_dealt_bucket_lives_over_its_holders() -> None:
             assert torch.equal(value, answers[0][1][name]), name
 
 
-def _silent(stage: int) -> list[float]:
-    """One rank's gradients go around a layer that the others use: nobody waits for ever, and the mean is right."""
+def _rank_without_gradients(stage: int) -> list[float]:
+    """One rank does not use a layer that the others use: no rank hangs, and the mean is correct."""
     torch.manual_seed(0)
     model = nn.ModuleList([MoE(4, ExpertMLP(4, 4), 2, drop_tokens=False), nn.Linear(4, 4), nn.Linear(4, 4)]).double()
     distribute(model, zcomm.consecutive_group(2))
@@ -154,14 +157,14 @@ def _silent(stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_that_use_different_modules_before_the_experts_do_not_wait_for_each_other(stage: int) -> None:
-    for first, second in run_ranks(_silent, 2, stage):
+def test_ranks_that_use_different_modules_before_the_experts_do_not_deadlock(stage: int) -> None:
+    for first, second in run_ranks(_rank_without_gradients, 2, stage):
         assert first == pytest.approx(second)
         assert first > 0
 
 
 def _tensor() -> tuple[list[float], list[float]]:
-    """Two tensor ranks have halves of each of two experts, over which four ranks' tokens go; against all experts."""
+    """Two tensor ranks hold halves of each of two experts for four ranks' tokens; compared with all experts."""
     torch.manual_seed(0)
     expert = ExpertMLP(4, 6, "gelu", bias=True)
     model = nn.Sequential(MoE(4, expert, 2, k=2, drop_tokens=False, enable_expert_tensor_parallelism=True))
@@ -188,7 +191,7 @@ def _tensor() -> tuple[list[float], list[float]]:
 
 
 def _seeded_apart() -> tuple[list[int], bool]:
-    """Parts of experts that were made under other seeds on each rank; and experts where no tensor ranks are named."""
+    """Parts of experts that were built under different seeds on each rank; and experts without tensor ranks."""
     torch.manual_seed(zcomm.group_rank())
     split, whole = (MoE(4, ExpertMLP(4, 6), 2, enable_expert_tensor_parallelism=True) for _ in range(2))
     before = split.experts.get_parameter("stacked.up.weight").detach().clone()
@@ -200,17 +203,17 @@ def _seeded_apart() -> tuple[list[int], bool]:
     return shape, torch.equal(split.experts.get_parameter("stacked.up.weight"), before[:, half])
 
 
-def test_tensor_ranks_have_parts_of_the_same_experts_and_are_only_those_that_are_named() -> None:
+def test_tensor_ranks_are_those_of_the_argument_and_hold_parts_of_the_same_experts() -> None:
     assert run_ranks(_seeded_apart, 2) == [([1, 6, 4], True)] * 2
 
 
-def test_tensor_ranks_share_each_expert() -> None:
+def test_tensor_ranks_compute_each_expert_together() -> None:
     for expected, found in run_ranks(_tensor, 4):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
 def _frozen(stage: int) -> bool:
-    """Experts that are not trained stay those of their rank; one parameter and its edit are seen alike."""
+    """Frozen experts stay those of their rank; a parameter and its edit are the same on all ranks."""
     model = MoELanguageModel()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for name, param in model.named_parameters():
@@ -232,12 +235,12 @@ def _frozen(stage: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_frozen_experts_stay_and_single_ones_are_read_and_edited(stage: int) -> None:
+def test_frozen_experts_do_not_change_and_single_ones_are_read_and_edited(stage: int) -> None:
     assert run_ranks(_frozen, 4, stage) == [True] * 4
 
 
 def _recomputed(stage: int) -> tuple[list[float], list[float]]:
-    """Gradient norms of blocks that run again in backward, which sends their tokens again; and an evaluation."""
+    """Gradient norms of recomputed blocks, whose tokens are sent again; and an evaluation."""
     found = []
     for again in (False, True):
         model = MoELanguageModel()
@@ -259,13 +262,13 @@ def _recomputed(stage: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_blocks_that_run_again_give_the_same_gradients(stage: int) -> None:
+def test_recomputed_blocks_give_the_same_gradients(stage: int) -> None:
     for plain, again in run_ranks(_recomputed, 2, stage):
         assert again == pytest.approx(plain, rel=1e-12)
 
 
 def _few_bits() -> list[float]:
-    """ZeRO++ beside experts: codes for all, hpZ and hops for what all ranks hold; the loss falls."""
+    """ZeRO++ with experts: quantization for all parameters, hpZ and hops for those of all ranks; the loss falls."""
     model = MoELanguageModel().float()
     distribute(model, zcomm.consecutive_group(2))
     small = {"unit_numel": 700, "persist_numel": 20, "max_live_numel": 0}
@@ -285,6 +288,6 @@ def _few_bits() -> list[float]:
     return losses
 
 
-def test_few_bits_and_experts_go_together() -> None:
+def test_quantized_communication_works_with_experts() -> None:
     for losses in run_ranks(_few_bits, 4):
         assert losses[-1] < losses[0] - 0.3

@@ -1,4 +1,4 @@
-"""Experts of a model that was built inside `Init`: shared out before they have values, and those of a plain build."""
+"""Experts of a model built inside `Init`: sharded before they have values, and equal to those of a plain build."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = torch.randint(0, 23, (2, 7), generator=torch.Generator().manual_seed(1)
 
 
 class Stack(nn.Module):
-    """As Transformers keeps experts."""
+    """Experts as in Transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Sparse(nn.Module):
 
 
 class Model(nn.Module):
-    """Stacks of both kinds: Transformers' and ours, of copies and of several layers."""
+    """Both kinds of stacks: Transformers' and ours, of copies and of several layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Model(nn.Module):
 
 
 def _trained(how: str, stage: int) -> tuple[dict[str, Tensor], list[float], int]:
-    """Weights as they were made; losses of two steps and what is drawn next; elements of one stack here."""
+    """Return initial weights, losses of two steps, the next random numbers, and the local elements of one stack."""
     torch.manual_seed(zcomm.group_rank())  # rank 0's numbers count
     block: Any = contextlib.nullcontext()
     if how != "plain":
@@ -114,7 +114,7 @@ def _compared(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_weights_losses_and_what_is_drawn_next_are_those_of_a_plain_build(stage: int) -> None:
+def test_weights_losses_and_next_random_numbers_equal_a_plain_build(stage: int) -> None:
     assert run_ranks(_compared, 4, stage) == [[]] * 4
 
 

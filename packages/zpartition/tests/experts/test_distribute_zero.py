@@ -27,7 +27,7 @@ def curves(expert: int, accumulation: int) -> dict[str, Curve]:
 
 
 @pytest.mark.parametrize(("world_size", "expert", "accumulation"), [(2, 2, 3), (4, 2, 1), (4, 4, 2)])
-def test_curves_and_norms_are_those_of_one_process(world_size: int, expert: int, accumulation: int) -> None:
+def test_losses_and_norms_equal_one_process(world_size: int, expert: int, accumulation: int) -> None:
     losses, norms, mark = train_alone(world_size, accumulation)
     for rank in run_ranks(curves, world_size, expert, accumulation):
         for name, (ours, our_norms, our_mark) in rank.items():

@@ -39,7 +39,7 @@ def test_capacity_is_the_fair_share_times_the_factor_but_not_below_the_minimum()
 
 
 @pytest.mark.parametrize("capacity", [None, 6])
-def test_top1_is_the_switch(capacity: int | None) -> None:
+def test_top1_matches_switch(capacity: int | None) -> None:
     """Fedus et al. 2022, section 2.2: weight p_i of the best expert, alpha-free loss N * sum f_i P_i."""
     gates = logits().softmax(1)
     mask = masked(gates.argmax(1))
@@ -49,7 +49,7 @@ def test_top1_is_the_switch(capacity: int | None) -> None:
     check(top1(logits(), capacity=capacity), gates * kept, loss, mask.sum(0))
 
 
-def test_top1_serves_the_highest_priority_first_and_noise_changes_the_choice_alone() -> None:
+def test_top1_keeps_the_highest_priority_and_noise_changes_only_the_choice() -> None:
     priority = torch.rand(TOKENS, generator=torch.Generator().manual_seed(3))
     routing = top1(logits(), capacity=3, priority=priority)
     chosen = logits().argmax(1)
@@ -62,7 +62,7 @@ def test_top1_serves_the_highest_priority_first_and_noise_changes_the_choice_alo
     torch.testing.assert_close(noisy.weights, logits().softmax(1).gather(1, noisy.experts))
 
 
-def test_padding_goes_nowhere_and_counts_nowhere() -> None:
+def test_padding_is_not_routed_or_counted() -> None:
     used = torch.arange(TOKENS) % 3 > 0
     for routing in (top1(logits(), capacity=4, used=used), top2(logits(), used=used), topk(logits(), 3, used=used)):
         assert not routing.kept[~used].any()
@@ -72,8 +72,8 @@ def test_padding_goes_nowhere_and_counts_nowhere() -> None:
 
 @pytest.mark.parametrize("capacity", [None, 9])
 @pytest.mark.parametrize("noise", [None, 7])
-def test_top2_is_gshards(capacity: int | None, noise: int | None) -> None:
-    """Lepikhin et al. 2021, algorithm 1: second choices queue behind all first ones; the loss looks at first ones."""
+def test_top2_matches_gshard(capacity: int | None, noise: int | None) -> None:
+    """Lepikhin et al. 2021, algorithm 1: all first choices precede second ones; the loss counts first ones."""
     gates, noise_values = logits().softmax(1), None if noise is None else logits(noise)
     mask1 = masked(gates.argmax(1))
     second = logits() if noise_values is None else logits() + noise_values
@@ -88,27 +88,27 @@ def test_top2_is_gshards(capacity: int | None, noise: int | None) -> None:
 
 
 @pytest.mark.parametrize("capacity", [None, 14])
-def test_topk_takes_those_that_want_it_most(capacity: int | None) -> None:
+def test_topk_keeps_the_largest_logits(capacity: int | None) -> None:
     gates = logits().softmax(1)
     chosen = logits().topk(3, dim=1).indices
     mask = masked(chosen).sum(1)
     loss = (gates.mean(0) * mask.mean(0)).mean() * EXPERTS**2 / 3
     counts = mask.sum(0)
     if capacity is not None:
-        wants = logits().masked_fill(mask == 0, -torch.inf)
-        best = torch.zeros_like(mask).scatter(0, wants.topk(capacity, dim=0).indices, 1.0)
+        wanted_logits = logits().masked_fill(mask == 0, -torch.inf)
+        best = torch.zeros_like(mask).scatter(0, wanted_logits.topk(capacity, dim=0).indices, 1.0)
         mask = mask * best
     check(topk(logits(), 3, capacity=capacity), normalised(gates * mask), loss, counts)
 
 
-def test_topk_by_position_takes_those_that_come_first() -> None:
-    """By choice, then by position, which for two choices is what top2 does."""
+def test_topk_by_position_keeps_the_first_tokens() -> None:
+    """By choice, then by position, as top2 does for two choices."""
     first, second = topk(logits(), 2, capacity=9, by_position=True), top2(logits(), capacity=9)
     assert torch.equal(first.kept, second.kept)
     torch.testing.assert_close(first.weights, second.weights)
 
 
-def test_a_bias_moves_the_choice_and_no_weight_and_balances() -> None:
+def test_a_bias_changes_the_choice_but_no_weight_and_balances() -> None:
     values = logits() + torch.tensor([3.0, 1.0, 0.0, 0.0, -1.0])
     routing = topk(values, 1, bias=torch.tensor([-9.0, 0.0, 0.0, 0.0, 0.0]))
     assert routing.counts[0] == 0

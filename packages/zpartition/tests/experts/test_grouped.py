@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from zpartition.experts.grouped import grouped_linear, runs
+from zpartition.experts.mlp import grouped_linear, runs
 
 
-def test_products_and_gradients_are_those_of_each_expert() -> None:
+def test_products_and_gradients_equal_those_of_each_expert() -> None:
     torch.manual_seed(0)
     counts = [3, 0, 5, 0]
     x, weight, bias = (torch.randn(s, dtype=torch.float64) for s in ((8, 4), (4, 6, 4), (4, 6)))
@@ -21,7 +21,7 @@ def test_products_and_gradients_are_those_of_each_expert() -> None:
         torch.testing.assert_close(found, other)
 
 
-def test_no_rows_give_zero_gradients_not_missing_ones() -> None:
+def test_zero_rows_give_zero_gradients_not_missing_ones() -> None:
     x, weight = torch.zeros(0, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)
     grouped_linear(x, weight, [0, 0, 0]).sum().backward()
     assert weight.grad is not None

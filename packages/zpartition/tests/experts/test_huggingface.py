@@ -1,4 +1,4 @@
-"""Stacks of other libraries: Transformers' blocks, with their own forward, against themselves unsplit."""
+"""Transformers' blocks, with their own forward, sharded against whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HIDDEN = 6
 
 
 class Stack(nn.Module):
-    """As Transformers keeps experts: all in two parameters, called with the router's choice."""
+    """Experts as in Transformers: all in two parameters, called with the router's choice."""
 
     def __init__(self, num_experts: int = 4) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Sparse(nn.Module):
         return y
 
 
-def test_a_stack_is_known_by_its_signature_and_its_shapes() -> None:
+def test_a_stack_is_recognized_by_signature_and_shapes() -> None:
     assert is_hf_experts(Stack())
     assert not is_hf_experts(nn.Linear(2, 2))
     odd = Stack()
@@ -77,14 +77,14 @@ def _split(world_size: int) -> tuple[list[float], float, str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_split_stack_computes_what_the_whole_did(world_size: int) -> None:
+def test_a_sharded_stack_equals_the_whole(world_size: int) -> None:
     for errors, difference, name in run_ranks(_split, world_size, world_size):
         assert max(*errors, difference) < 1e-12
         assert name == "ExpertParallelStack"
 
 
-def _unwanted() -> list[bool]:
-    """All tokens go to rank 0's experts, and do not require gradients (what is below is frozen)."""
+def _without_tokens() -> list[bool]:
+    """All tokens go to rank 0's experts, and do not require gradients (lower layers are frozen)."""
     torch.manual_seed(0)
     model = Sparse()
     distribute(model, None)
@@ -94,11 +94,11 @@ def _unwanted() -> list[bool]:
     return [param.grad is not None and bool(param.grad.any()) for param in model.experts.parameters()]
 
 
-def test_a_rank_whose_experts_nobody_wants_takes_part_in_backward() -> None:
-    assert run_ranks(_unwanted, 2) == [[True, True], [False, False]]
+def test_a_rank_whose_experts_get_no_tokens_runs_backward() -> None:
+    assert run_ranks(_without_tokens, 2) == [[True, True], [False, False]]
 
 
-def test_a_further_class_around_a_split_stack_changes_nothing() -> None:
+def test_a_sharded_stack_works_in_a_subclass() -> None:
     model = Sparse()
     x = torch.randn(5, HIDDEN)
     expected = model(x)

@@ -1,4 +1,4 @@
-"""The layer by its arguments: against experts called one by one, and what is refused."""
+"""The layer against experts called one by one, and errors of its arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFERENCE = (
 )
 
 
-def test_the_signature_is_deepspeeds() -> None:
+def test_the_signature_equals_deepspeed() -> None:
     signature = inspect.signature(MoE)
     assert " ".join(signature.parameters) == REFERENCE
     defaults = [parameter.default for parameter in list(signature.parameters.values())[2:]]
@@ -26,7 +26,7 @@ def test_the_signature_is_deepspeeds() -> None:
 
 
 def one_by_one(layer: MoE, x: Tensor) -> Tensor:
-    """Every expert on every token, weighed."""
+    """Apply every expert to every token, and sum by weight."""
     flat = x.reshape(-1, x.shape[-1])
     routing = layer.gate(flat)
     weights = dense_mask(routing, layer.num_experts)
@@ -55,7 +55,7 @@ def test_the_output_is_the_weighted_sum_of_experts(k: int, expert: nn.Module) ->
     assert int(counts.sum()) == 21 * k
 
 
-def test_residual_mixes_in_a_dense_copy_of_the_expert() -> None:
+def test_residual_adds_a_dense_copy_of_the_expert() -> None:
     torch.manual_seed(0)
     expert = ExpertMLP(8, 12)
     layer = MoE(8, expert, 2, use_residual=True, drop_tokens=False)
@@ -64,7 +64,7 @@ def test_residual_mixes_in_a_dense_copy_of_the_expert() -> None:
     torch.testing.assert_close(layer(x)[0], one_by_one(layer, x) * mix[:, :1] + expert(x) * mix[:, 1:])
 
 
-def test_tokens_that_are_not_used_get_nothing() -> None:
+def test_unused_tokens_get_zeros() -> None:
     layer = MoE(8, ExpertMLP(8, 12), 2, drop_tokens=False)
     y, _, counts = layer(torch.randn(2, 3, 8), torch.tensor([[1, 0, 1], [0, 0, 1]]))
     assert [bool(row.any()) for row in y.view(6, 8)] == [True, False, True, False, False, True]
@@ -76,7 +76,7 @@ def test_it_keeps_the_dtype_of_a_narrow_model() -> None:
     assert layer(torch.randn(6, 8, dtype=torch.bfloat16))[0].dtype == torch.bfloat16
 
 
-def test_wrong_numbers_are_refused_with_the_numbers() -> None:
+def test_wrong_numbers_raise_with_the_numbers() -> None:
     expert = ExpertMLP(8, 12)
     with pytest.raises(ValueError, match=r"6 experts cannot be sharded evenly over 4 ranks: .* 1, 2, 3, 6"):
         MoE(8, expert, 6, ep_size=4)
@@ -87,7 +87,7 @@ def test_wrong_numbers_are_refused_with_the_numbers() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_no_tokens_make_no_loss_and_a_graph_that_ends_in_zeros(k: int) -> None:
+def test_zero_tokens_give_zero_loss_and_zero_gradients(k: int) -> None:
     layer = MoE(8, ExpertMLP(8, 12), 4, k=k)
     x = torch.empty(2, 0, 8, requires_grad=True)
     y, aux_loss, counts = layer(x)

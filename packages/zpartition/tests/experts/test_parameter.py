@@ -1,4 +1,4 @@
-"""A class of their own for parameters of experts."""
+"""ExpertParameter, the class of expert parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_it_is_a_parameter_like_any_other() -> None:
     assert [name for name, _ in module.named_parameters()] == ["weight"]
 
 
-def test_a_parameter_becomes_one_and_stays_the_same_object() -> None:
+def test_mark_experts_keeps_the_object() -> None:
     plain = Parameter(torch.ones(2))
     names = {plain: "w"}
     mark_experts(plain)

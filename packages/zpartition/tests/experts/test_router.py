@@ -17,7 +17,7 @@ def made(**options: object) -> Router:
 X = torch.randn(20, 6, generator=torch.Generator().manual_seed(2))
 
 
-def test_k_chooses_the_gate_and_the_mode_the_capacity() -> None:
+def test_k_selects_the_gate_and_the_mode_the_capacity() -> None:
     router = made(k=2, capacity_factor=0.5, eval_capacity_factor=4.0, second="best", min_capacity=1)
     logits = X @ router.weight.t()
     assert torch.equal(router(X).kept, top2(logits, capacity=5).kept)
@@ -27,7 +27,7 @@ def test_k_chooses_the_gate_and_the_mode_the_capacity() -> None:
     assert made(min_capacity=7).capacity(4) == 7
 
 
-def test_random_priority_drops_others_than_the_last_and_evaluation_is_without_noise() -> None:
+def test_random_priority_drops_random_tokens_and_evaluation_has_no_noise() -> None:
     router = made(capacity_factor=0.5, min_capacity=0)
     by_position = made(capacity_factor=0.5, min_capacity=0, priority="position")(X)
     found = [router(X).kept for _ in range(4)]
@@ -47,7 +47,7 @@ def test_rsample_draws_experts_by_their_probabilities() -> None:
     torch.testing.assert_close(counts, (X[:1] @ router.weight.t()).softmax(1)[0].detach(), atol=0.015, rtol=0)
 
 
-def test_jitter_moves_probabilities_a_little() -> None:
+def test_jitter_changes_probabilities_slightly() -> None:
     router = made(noise="Jitter", drops=False, priority="position")
     plain = top1(X @ router.weight.t())
     assert not torch.equal(router(X).weights, plain.weights)
@@ -62,7 +62,7 @@ def test_it_computes_in_float32_under_autocast_and_for_bfloat16() -> None:
     assert router.to(torch.bfloat16)(X.to(torch.bfloat16)).weights.dtype == torch.float32
 
 
-def test_a_bias_is_part_of_the_state_and_counts_gather_in_training() -> None:
+def test_the_bias_is_saved_and_loads_accumulate_in_training() -> None:
     router = made(k=2)
     router.balance_by_bias(0.1)
     assert set(router.state_dict()) == {"weight", "bias"}
@@ -71,7 +71,7 @@ def test_a_bias_is_part_of_the_state_and_counts_gather_in_training() -> None:
     assert router.load.tolist() == routing.counts.tolist()
 
 
-def test_noise_that_has_no_use_is_refused() -> None:
+def test_unused_noise_raises() -> None:
     with pytest.raises(ValueError, match="'RSample' samples the one expert of a top-1 gate, and k is 2"):
         RoutingRule(k=2, noise="RSample")
     with pytest.raises(ValueError, match="noise"):

@@ -1,4 +1,4 @@
-"""A number that was drawn, and what is drawn under seeds that follow from it."""
+"""The drawn seed, and random numbers under seeds derived from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zpartition.deferred.recording import is_meta
 from zpartition.experts.stacked import draw_seed, seed_scope
 
 
-def test_numbers_inside_follow_from_the_number_and_the_index_and_the_generator_goes_on() -> None:
+def test_seed_scope_depends_on_seed_and_index_and_restores_the_generator() -> None:
     torch.manual_seed(2)
     number = draw_seed()
     found = []
@@ -25,7 +25,7 @@ def test_numbers_inside_follow_from_the_number_and_the_index_and_the_generator_g
     assert torch.equal(following, torch.rand(4))
 
 
-def test_there_is_a_number_on_the_meta_device_and_none_inside_init() -> None:
+def test_draw_seed_has_a_value_on_the_meta_device_but_not_inside_init() -> None:
     with torch.device("meta"):
         assert int(draw_seed()) >= 0
     with Init() as init:

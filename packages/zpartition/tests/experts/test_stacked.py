@@ -36,7 +36,7 @@ def made(num_experts: int = 4, expert_group: ModelParallelGroup = ALONE) -> Expe
     return Experts(plain(), num_experts, expert_group)
 
 
-def test_names_are_those_of_one_expert_and_rows_go_to_their_own() -> None:
+def test_names_are_those_of_one_expert_and_rows_go_to_their_expert() -> None:
     torch.manual_seed(0)
     expert = plain()
     stack = Experts(expert, 3)
@@ -50,7 +50,7 @@ def test_names_are_those_of_one_expert_and_rows_go_to_their_own() -> None:
     torch.testing.assert_close(y[2:], torch.func.functional_call(expert, weights, (rows[2:],)))
 
 
-def test_experts_differ_and_do_not_depend_on_who_has_them() -> None:
+def test_experts_differ_and_do_not_depend_on_sharding() -> None:
     whole = made().stacked.state_dict()
     assert not torch.equal(whole["0.weight"][0], whole["0.weight"][1])
     for rank in range(2):
@@ -59,7 +59,7 @@ def test_experts_differ_and_do_not_depend_on_who_has_them() -> None:
             assert torch.equal(value, whole[name][part.own.start : part.own.stop])
 
 
-def test_making_experts_draws_one_number_however_many_there_are() -> None:
+def test_building_experts_draws_one_number() -> None:
     made(8)
     following = torch.rand(3)
     torch.manual_seed(1)
@@ -67,7 +67,7 @@ def test_making_experts_draws_one_number_however_many_there_are() -> None:
     assert torch.equal(torch.rand(3), following)
 
 
-def test_a_callable_makes_each_expert_under_a_seed_of_its_own() -> None:
+def test_a_callable_builds_each_expert_under_its_own_seed() -> None:
     torch.manual_seed(0)
     stack = Experts(lambda: ExpertMLP(4, 6), 3)
     weights = stack.get_parameter("stacked.up.weight")
@@ -75,7 +75,7 @@ def test_a_callable_makes_each_expert_under_a_seed_of_its_own() -> None:
     assert len({weight.sum().item() for weight in weights}) == 3
 
 
-def test_sharing_out_keeps_identities_and_says_where_parts_lie() -> None:
+def test_shard_keeps_identities_and_sets_addresses() -> None:
     whole, stack = made(), made()
     params = dict(stack.named_parameters())
     stack.shard(ModelParallelGroup(object(), 2, 1))  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def test_tensor_ranks_have_parts_of_each_expert() -> None:
         made().shard(ModelParallelGroup(object(), 2, 0), tensor)  # type: ignore[arg-type]
 
 
-def test_what_does_not_divide_and_shared_state_are_refused() -> None:
+def test_indivisible_experts_and_shared_state_raise() -> None:
     with pytest.raises(ValueError, match=r"6 experts cannot be sharded evenly over 4 ranks: .* from 1, 2, 3, 6"):
         made(6).shard(ModelParallelGroup(object(), 4, 0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="persistent buffers"):
@@ -111,13 +111,13 @@ def test_what_does_not_divide_and_shared_state_are_refused() -> None:
 
 
 @pytest.mark.parametrize("other", [nn.Linear(4, 1), nn.Linear(4, 3, bias=False)], ids=["size", "names"])
-def test_experts_that_are_not_alike_are_refused(other: nn.Module) -> None:
+def test_experts_of_different_shapes_raise(other: nn.Module) -> None:
     made = iter([nn.Linear(4, 3), other])
     with pytest.raises(ValueError, match=r"must have equal shapes: one has the parameters .*, the first .*\[3, 4\]"):
         Experts(lambda: next(made), 2)
 
 
-def test_a_stack_without_rows_still_takes_part_in_backward() -> None:
+def test_a_stack_without_rows_is_part_of_the_graph() -> None:
     stack, rows = made(), torch.zeros(0, 6, requires_grad=True)
     stack(rows, [0, 0, 0, 0]).sum().backward()
     assert rows.grad is not None
@@ -131,7 +131,7 @@ def test_stacks_are_built_on_the_meta_device() -> None:
 
 
 def seeded_expert() -> nn.Module:
-    """Draws what no generator gives twice: by rejection, and after a seed of its own."""
+    """Draws by rejection, and after its own seed."""
     expert = plain()
     nn.init.trunc_normal_(expert[0].weight)
     torch.manual_seed(int(expert[0].weight.shape[0]))
@@ -140,7 +140,7 @@ def seeded_expert() -> nn.Module:
 
 
 @pytest.mark.parametrize("of", [plain, lambda: seeded_expert], ids=["copies", "made anew"])
-def test_a_stack_that_is_built_inside_init_has_the_values_of_a_plain_one(of: Callable[[], Any]) -> None:
+def test_a_stack_built_inside_init_has_the_values_of_a_plain_one(of: Callable[[], Any]) -> None:
     def build() -> nn.Module:
         torch.manual_seed(7)
         return nn.Sequential(nn.Linear(6, 6), Experts(of(), 3), nn.Linear(6, 6))
@@ -160,7 +160,7 @@ def test_a_stack_that_is_built_inside_init_has_the_values_of_a_plain_one(of: Cal
     assert type(weights["1.stacked.0.weight"]) is ExpertParameter
 
 
-def test_values_of_stacks_that_are_shared_out_need_the_memory_of_one_while_they_are_made() -> None:
+def test_materializing_sharded_stacks_needs_the_memory_of_one() -> None:
     width, number, layers = 16, 4, 5
     with Init() as init:
         model = nn.ModuleList(Experts(nn.Linear(width, width, bias=False), number) for _ in range(layers))
@@ -186,7 +186,7 @@ def test_values_of_stacks_that_are_shared_out_need_the_memory_of_one_while_they_
 
 
 def _under_autocast() -> tuple[float, float]:
-    """All tokens go to rank 0's expert; how much output and its gradient differ from those of a whole stack."""
+    """All tokens go to rank 0's expert; return the differences of output and gradient from a whole stack."""
     whole, stack = made(2), made(2)
     stack.shard(ModelParallelGroup.of(None))
     x, choice = torch.randn(3, 6), torch.zeros(3, 1, dtype=torch.int64)
@@ -202,7 +202,7 @@ def _under_autocast() -> tuple[float, float]:
     return float((y - z).abs().max()), float(grad.abs().max())
 
 
-def test_a_rank_without_rows_speaks_the_dtype_of_the_others_under_autocast() -> None:
+def test_a_rank_without_rows_has_the_dtype_of_the_others_under_autocast() -> None:
     (difference, gradient), (other, none) = run_ranks(_under_autocast, 2)
     assert difference == other == 0.0
     assert gradient > none == 0.0

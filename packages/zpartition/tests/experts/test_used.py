@@ -1,4 +1,4 @@
-"""The share of experts that a token uses, as layers and blocks of others say it."""
+"""The active fraction of experts, declared by our layers and by blocks of other libraries."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Block(nn.Module):
             setattr(self.gate, name, value)
 
 
-def test_a_token_uses_k_of_the_experts() -> None:
+def test_the_active_fraction_is_k_of_the_experts() -> None:
     layer = MoE(4, ExpertMLP(4, 4), 4, k=2, use_residual=True)
     found = active_fractions(nn.Sequential(nn.Linear(4, 4), layer))
     assert found == {id(param): 0.5 for param in layer.experts.parameters()}  # the residual one sees every token
     assert set(active_fractions(Block(top_k=2)).values()) == {0.25}
-    assert set(active_fractions(Block()).values()) == {1.0}  # nobody says it
+    assert set(active_fractions(Block()).values()) == {1.0}  # no module declares k

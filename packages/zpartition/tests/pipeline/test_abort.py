@@ -1,4 +1,4 @@
-"""A rank that fails in a batch: it raises what it raised, and all others are told which it was, in what, and why."""
+"""A rank that fails in a batch raises its own error; all others raise one that names the rank, action and cause."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, MICRO = 4, 4
 
 
 class Breaks(nn.Module):
-    """A layer that raises in forward or backward of one micro-batch on ranks of the world that it is told."""
+    """A layer that raises in forward or backward of one micro-batch on the given ranks of the world."""
 
     def __init__(self, ranks: tuple[int, ...] = (), micro: int = 0, backward: bool = False) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def batches() -> Iterator[Any]:
 
 
 def caught(schedule: str, per_rank: int, layer: dict[str, Any], call: str = "train_batch") -> tuple[Any, ...]:
-    """(class of the error, its text, text of what a second batch says)."""
+    """(class of the error, its text, the text of a second batch's error)."""
     stages = dist.get_world_size() * per_rank
     model = PipelineModule(
         [LayerSpec(Breaks, **layer) for _ in range(stages)],
@@ -67,7 +67,7 @@ def caught(schedule: str, per_rank: int, layer: dict[str, Any], call: str = "tra
         runner.train_batch(batches(), MICRO)
     assert not runner.in_flight
     assert not runner.p2p.channels.in_flight
-    with pytest.raises(zcomm.CollectiveFailed):  # a checkpoint, say: told as well, and no wait
+    with pytest.raises(zcomm.CollectiveFailed):  # such as in a checkpoint: raises at once, too
         zcomm.all_reduce(torch.ones(1))
     return type(first.value), str(first.value), str(second.value)
 
@@ -89,26 +89,26 @@ def caught(schedule: str, per_rank: int, layer: dict[str, Any], call: str = "tra
         (2, "interleaved", 2, {"micro": 0}, 1, "the forward of micro-batch 0 at stage 1 (1F0)"),
     ],
 )
-def test_all_ranks_name_the_one_that_failed(
+def test_all_ranks_name_the_failing_rank(
     world: int, schedule: str, per_rank: int, layer: dict[str, Any], failing: int, where: str
 ) -> None:
     found = run_ranks(caught, world, schedule, per_rank, {"ranks": (failing,), **layer})
-    told = f"rank {failing} (stage "
+    expected = f"rank {failing} (stage "
     for rank, (kind, text, again) in enumerate(found):
-        assert told in again
+        assert expected in again
         assert where in again
         if rank == failing:
             assert (kind, text) == (ArithmeticError, "no such number")
             continue
         assert kind is StageFailed
-        assert text.startswith(told)
+        assert text.startswith(expected)
         assert f"failed in {where}" in text
         assert "ArithmeticError: no such number" in text
         assert f"This is rank {rank} (stage " in text
 
 
-def test_an_evaluation_that_fails_is_told_as_well() -> None:
-    """In its last forward: the other rank is through with its own by then, and waits for the loss."""
+def test_a_failing_evaluation_raises_on_all_ranks() -> None:
+    """It fails in its last forward: the other rank has finished its own, and waits for the loss."""
     first, second = run_ranks(caught, 2, "1f1b", 1, {"ranks": (1,), "micro": MICRO - 1}, "eval_batch")
     assert (first[0], second[0]) == (StageFailed, ArithmeticError)
     assert "the forward of micro-batch 3 at stage 1 (1F3): ArithmeticError" in first[1]
@@ -123,14 +123,14 @@ def data_end() -> tuple[str, str]:
     return type(first.value).__name__, str(first.value)
 
 
-def test_data_that_end_on_one_rank_are_told_to_the_others() -> None:
-    (kind, own), (other, told) = run_ranks(data_end, 2)
+def test_data_that_end_on_one_rank_raise_on_all_ranks() -> None:
+    (kind, own), (other, message) = run_ranks(data_end, 2)
     assert (kind, other) == ("ValueError", "StageFailed")
     assert "the data ended after 2 micro-batches" in own
-    assert f"the forward of micro-batch 2 at stage 0 (0F2): ValueError: {own}" in told
+    assert f"the forward of micro-batch 2 at stage 0 (0F2): ValueError: {own}" in message
 
 
-def test_a_pipeline_of_one_rank_goes_on_after_an_error() -> None:
+def test_a_pipeline_of_one_rank_continues_after_an_error() -> None:
     alarm = AbortGuard(PipelineModule([LayerSpec(Breaks)], num_stages=1))
     with pytest.raises(ArithmeticError), alarm.guard("a batch"):
         raise ArithmeticError
@@ -151,7 +151,7 @@ def killed() -> str:
     return "unreachable"
 
 
-def test_a_process_that_is_gone_is_named() -> None:
+def test_a_dead_process_is_named() -> None:
     with pytest.raises(RankFailed) as caught:
         run_ranks(killed, 3, timeout_s=30)
     text = str(caught.value)

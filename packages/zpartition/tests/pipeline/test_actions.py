@@ -10,11 +10,11 @@ def test_text_and_back() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "F0", "0X1", "0F", "-1F0", "0F0 "])
-def test_what_is_no_action_is_told(text: str) -> None:
+def test_invalid_actions_raise(text: str) -> None:
     with pytest.raises(ValueError, match="is not a pipeline action: write STAGE"):
         Action.parse(text)
 
 
-def test_halves_of_a_backward() -> None:
+def test_properties_of_split_backwards() -> None:
     assert [kind.makes_gradient for kind in ActionKind] == [False, True, True, False]
     assert [kind.frees_activations for kind in ActionKind] == [False, True, False, True]

@@ -14,7 +14,7 @@ SENT = [
 
 
 def exchange() -> list[str]:
-    rank, cpu, told = torch.distributed.get_rank(), torch.device("cpu"), []
+    rank, cpu, errors = torch.distributed.get_rank(), torch.device("cpu"), []
     channels = Channels(None, cpu)
     for edge, message in enumerate(SENT * 2):
         if rank == 0:
@@ -33,7 +33,7 @@ def exchange() -> list[str]:
         for bad in (torch.zeros(1), [torch.zeros(1)], (torch.zeros(1, dtype=torch.complex64),), (None,) * 17):
             with pytest.raises((TypeError, ValueError)) as caught:
                 channels.send(bad, 1, 0)
-            told.append(str(caught.value))
+            errors.append(str(caught.value))
     channels.flush()
     channels.forget_shapes()
     if rank == 0:
@@ -41,22 +41,22 @@ def exchange() -> list[str]:
     else:
         assert channels.receive(0, 0).shape == (1,)
     channels.flush()
-    return told
+    return errors
 
 
 def test_messages_arrive_as_they_were_sent() -> None:
-    told = run_ranks(exchange, 2)[0]
-    assert told[0] == (
+    errors = run_ranks(exchange, 2)[0]
+    assert errors[0] == (
         "a pipeline stage sends [1] torch.float32 after [2, 3] torch.float32: micro-batches of different shapes need "
         "PipelineModule(dynamic_shape=True)"
     )
-    assert told[1].endswith("got a list among them")
-    assert told[2] == "a pipeline stage returns torch.complex64 of 1 dims: it cannot be sent"
-    assert told[3].endswith("got a tuple of 17")
+    assert errors[1].endswith("got a list among them")
+    assert errors[2] == "a pipeline stage returns torch.complex64 of 1 dims: it cannot be sent"
+    assert errors[3].endswith("got a tuple of 17")
 
 
 def _both_first() -> tuple[list[float], set[tuple[int, int]]]:
-    """Each of two ranks sends before it receives; answers what came, and the ways that had the group of their own."""
+    """Both ranks send before they receive; returns the received values, and the directions with their own group."""
     rank, down = torch.distributed.get_rank(), zcomm.duplicate_group(None)
     channels = Channels(None, torch.device("cpu"), down=down)
     channels.send(torch.full((2,), float(rank)), 1 - rank, edge=0)
@@ -65,5 +65,5 @@ def _both_first() -> tuple[list[float], set[tuple[int, int]]]:
     return got.tolist(), {(a, b) for a, b in ((0, 1), (1, 0)) if channels.group_for(a, b) is down}
 
 
-def test_what_goes_to_lower_ranks_has_queues_of_its_own() -> None:
+def test_messages_to_lower_ranks_have_their_own_group() -> None:
     assert run_ranks(_both_first, 2) == [([1.0, 1.0], {(1, 0)}), ([0.0, 0.0], {(1, 0)})]

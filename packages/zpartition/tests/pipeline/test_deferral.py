@@ -18,7 +18,7 @@ def gradients(net: nn.Module) -> list[torch.Tensor | None]:
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_weights_wait_and_all_else_comes_at_once(recomputed: bool) -> None:
+def test_only_weight_gradients_are_deferred(recomputed: bool) -> None:
     data = torch.randn(2, 5, 4)
     whole, halves, deferred = model(), model(), DeferredWeightGrads()
     expected, value = data.clone().requires_grad_(), data.clone().requires_grad_()
@@ -42,7 +42,7 @@ def test_weights_wait_and_all_else_comes_at_once(recomputed: bool) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Computes its inside again by itself, as user code does."""
+    """Checkpoints its inner layers, as user code does."""
 
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_layer_that_checkpoints_itself_finds_in_backward_what_it_found_in_forward(use_reentrant: bool) -> None:
+def test_a_layer_that_checkpoints_itself_recomputes_the_same_operations(use_reentrant: bool) -> None:
     data = torch.randn(2, 5, 4)
     whole, halves, deferred = model(), Checkpointed(use_reentrant=use_reentrant), DeferredWeightGrads()
     expected, value = data.clone().requires_grad_(), data.clone().requires_grad_()
@@ -69,7 +69,7 @@ def test_a_layer_that_checkpoints_itself_finds_in_backward_what_it_found_in_forw
 
 
 class Again(torch.autograd.Function):
-    """A node whose backward computes and differentiates by itself."""
+    """A node whose backward computes and differentiates a product."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Again(torch.autograd.Function):
         return torch.autograd.grad(output, [value, ctx.weight], given)
 
 
-def test_a_function_that_differentiates_by_itself_gets_its_gradients() -> None:
+def test_a_function_that_calls_autograd_in_backward_gets_its_gradients() -> None:
     deferred, weight, data = (
         DeferredWeightGrads(),
         nn.Parameter(torch.ones(2, 3)),
@@ -98,7 +98,7 @@ def test_a_function_that_differentiates_by_itself_gets_its_gradients() -> None:
     torch.testing.assert_close(weight.grad, data.detach().sum(0).expand(2, 3))
 
 
-def test_what_cannot_wait_does_not() -> None:
+def test_other_gradients_are_not_deferred() -> None:
     deferred, layer, data = DeferredWeightGrads(), nn.Linear(4, 4), torch.randn(2, 4)
     with DeferWeightGrads(deferred), torch.autocast("cpu", dtype=torch.bfloat16):
         layer(data).float().sum().backward()

@@ -24,7 +24,7 @@ def test_weights_count_trainable_elements_without_building() -> None:
         weights_of(SPECS, "type:conv")
 
 
-def test_any_part_has_the_weights_of_the_whole() -> None:
+def test_each_part_has_the_weights_of_the_whole_model() -> None:
     torch.manual_seed(0)
     whole = build(SPECS, set(range(5)), seed=None)
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ def test_any_part_has_the_weights_of_the_whole() -> None:
     assert (whole[2], whole[3]) == (torch.tanh, SPECS[3])
 
 
-def test_seeded_layers_do_not_depend_on_their_neighbours() -> None:
+def test_seeded_layers_do_not_depend_on_other_layers() -> None:
     torch.manual_seed(0)
     first = build(SPECS, {1}, seed=7)[1].weight
     torch.rand(3)
@@ -45,7 +45,7 @@ def test_seeded_layers_do_not_depend_on_their_neighbours() -> None:
     assert not torch.equal(first, build(SPECS, {1}, seed=8)[1].weight)
 
 
-def test_what_is_no_class_is_told() -> None:
+def test_a_spec_without_a_class_raises() -> None:
     with pytest.raises(TypeError, match="LayerSpec expects a module class as its first argument"):
         LayerSpec(3)  # type: ignore[arg-type]
     assert repr(SPECS[1]) == "LayerSpec(Linear)"

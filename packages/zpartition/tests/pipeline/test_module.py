@@ -34,12 +34,12 @@ def test_ranks_hold_their_stages_under_the_names_of_the_whole() -> None:
     assert second == (["layers.2.weight", "layers.3.weight", "layers.6.weight"], [1, 3], ["e"])
 
 
-def test_fewer_layers_than_stages() -> None:
+def test_fewer_layers_than_stages_raise() -> None:
     with pytest.raises(LayerPartitionError, match="2 layers cannot be partitioned into 3 stages"):
         PipelineModule(BLOCKS[:2], num_stages=1, stages_per_rank=3)
 
 
-def test_recomputation_saves_what_layers_keep_and_changes_nothing() -> None:
+def test_recomputation_saves_activations_and_changes_no_value() -> None:
     torch.manual_seed(0)
     model = PipelineModule([nn.Linear(4, 4), torch.tanh, nn.Linear(4, 4), torch.tanh], num_stages=1)
     data, saved = torch.randn(2, 4), []
@@ -51,7 +51,7 @@ def test_recomputation_saves_what_layers_keep_and_changes_nothing() -> None:
     assert len(saved) - count < count
 
 
-def test_a_topology_says_how_many_stages() -> None:
+def test_a_topology_gives_the_number_of_stages() -> None:
     class Topology:
         def get_dim(self, axis: str) -> int:
             return {"pipe": 1, "data": 1}[axis]

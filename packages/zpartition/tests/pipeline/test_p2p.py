@@ -10,7 +10,7 @@ def post_of(rank: int, num_ranks: int, num_stages: int) -> P2P:
 
 
 class Patient:
-    """Channels without messages."""
+    """Channels that send nothing."""
 
     def forget_shapes(self) -> None: ...
 
@@ -18,21 +18,21 @@ class Patient:
         return source, edge
 
 
-def test_what_comes_is_expected_in_the_order_of_the_sender() -> None:
+def test_messages_are_expected_in_the_order_of_the_sender() -> None:
     p2p = P2P(0, 2, Patient(), num_stages=4)  # type: ignore[arg-type]
     p2p.begin(interleaved(2, 2, 2))
     # rank 1 holds stages 1 and 3: values for stage 2, gradients for stages 2 and 0
-    assert p2p.coming == {1: ((2, 0, False), (1, 4))}  # a receive is posted before anybody waits
+    assert p2p.pending == {1: ((2, 0, False), (1, 4))}  # a receive is posted before any wait
     assert list(p2p.expected[1]) == [
         (2, 1, False), (2, 0, True), (2, 1, True), (0, 0, True), (0, 1, True),
     ]  # fmt: skip
     assert not p2p.expected[0]
     p2p.begin_evaluation(2)
-    assert p2p.coming == {1: ((2, 0, False), (1, 4))}
+    assert p2p.pending == {1: ((2, 0, False), (1, 4))}
     assert list(p2p.expected[1]) == [(2, 1, False)]
 
 
-def test_neighbours_on_one_rank_hand_over_as_if_by_wire() -> None:
+def test_stages_on_one_rank_exchange_detached_tensors() -> None:
     p2p = post_of(0, 1, 2)
     p2p.begin(Schedule.parse("0F0 1F0 1B0 0B0"))
     weight = torch.ones(2, requires_grad=True)
@@ -45,5 +45,5 @@ def test_neighbours_on_one_rank_hand_over_as_if_by_wire() -> None:
     p2p.send_gradient(0, 0, (value, None))
     gradient, nothing = p2p.receive_gradient(0, 0)
     assert (gradient.tolist(), nothing) == ([3, 4], None)
-    p2p.send_gradient(0, 0, weight.detach().requires_grad_())  # used by nothing: zeros, not a stage that waits
+    p2p.send_gradient(0, 0, weight.detach().requires_grad_())  # unused: zeros are sent, so no stage waits
     assert p2p.receive_gradient(0, 0).tolist() == [0, 0]

@@ -12,7 +12,7 @@ def heaviest(weights: list[float], bounds: tuple[int, ...]) -> float:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
-def test_no_cut_is_better(values: list[int], data: st.DataObject) -> None:
+def test_no_partition_is_better(values: list[int], data: st.DataObject) -> None:
     weights = [float(each) for each in values]
     stages = data.draw(st.integers(1, len(weights)))
     bounds = partition_balanced(weights, stages)
@@ -22,12 +22,12 @@ def test_no_cut_is_better(values: list[int], data: st.DataObject) -> None:
     assert heaviest(weights, bounds) == min(heaviest(weights, each) for each in every)
 
 
-def test_many_layers_are_cut_as_well() -> None:
+def test_many_layers_are_partitioned_too() -> None:
     weights = [1.0 + (number % 7) for number in range(1000)]
     assert heaviest(weights, partition_balanced(weights, 8)) < 1.02 * sum(weights) / 8
 
 
-def test_equal_layers_are_cut_evenly() -> None:
+def test_equal_layers_are_partitioned_evenly() -> None:
     assert partition_balanced([1.0] * 8, 4) == (0, 2, 4, 6, 8)
     assert partition_balanced([5, 1, 1, 1, 1, 1], 2) == (0, 1, 6)
     with pytest.raises(LayerPartitionError, match=r"2 layers cannot be partitioned .* Use at most 2 stages"):

@@ -33,7 +33,7 @@ def records() -> tuple[Timeline, float]:
     return recorder.timeline(), time.perf_counter() - begun
 
 
-def test_a_batch_is_told_alike_on_all_ranks_and_in_the_order_of_the_schedule() -> None:
+def test_all_ranks_get_one_timeline_in_the_order_of_the_schedule() -> None:
     (first, lasted), (second, _) = run_ranks(records, 2)
     assert first == second
     assert first.bars[0].start == 0.0
@@ -45,13 +45,13 @@ def test_a_batch_is_told_alike_on_all_ranks_and_in_the_order_of_the_schedule() -
         assert all(before.stop <= after.start for before, after in itertools.pairwise(bars))
 
 
-def test_what_comes_out_of_a_stage_comes_before_what_goes_in() -> None:
+def test_an_action_starts_after_its_inputs_were_sent() -> None:
     timeline = run_ranks(records, 2)[0][0]
     starts = {bar.action: bar.start for bar in timeline.bars}
     assert all(starts[Action.parse(f"1F{micro}")] >= starts[Action.parse(f"0F{micro}")] for micro in range(3))
 
 
-def test_a_prediction_takes_each_action_s_median_and_no_message() -> None:
+def test_simulate_measured_uses_medians_and_free_messages() -> None:
     schedule = one_f_one_b(2, 2)
     lengths = {"0F": 1.0, "1F": 1.0, "0B": 2.0, "1B": 2.0}
     bars = tuple(

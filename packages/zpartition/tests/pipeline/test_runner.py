@@ -33,7 +33,7 @@ class Join(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Computes a part of itself again, as user code does."""
+    """Checkpoints a part of itself, as user code does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def batches(step: int, lengths: tuple[int, ...] = (5, 5, 5, 5)) -> list[tuple[to
 
 
 def trained(runner: PipelineRunner, steps: int = 3, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses, and the weights of this rank by the names of the whole model."""
+    """Return losses, and the weights of this rank by the names of the whole model."""
     unused = nn.Parameter(torch.zeros(()))  # a stage may hold no parameter of its own
     optimizer = torch.optim.SGD([*runner.module.parameters(), unused], lr=0.3)
     losses = []
@@ -85,7 +85,7 @@ def trained(runner: PipelineRunner, steps: int = 3, **options: Any) -> tuple[lis
 
 
 def alone(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same layers in one process, by a plain loop."""
+    """Train the same layers in one process, by a plain loop."""
     torch.manual_seed(0)
     model = PipelineModule(layers(), num_stages=1, loss_fn=loss_of)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -146,16 +146,16 @@ def test_a_pipeline_equals_one_process(world: int, schedule: str, module_options
         torch.testing.assert_close(together[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_micro_batches_of_different_shapes_are_told_unless_they_are_expected() -> None:
+def test_micro_batches_of_different_shapes_raise_without_dynamic_shape() -> None:
     lengths = {"lengths": (3, 7, 5, 4)}
     losses, _ = alone(**lengths)
     for rank_losses, _, _ in run_ranks(in_stages, 2, "1f1b", {"dynamic_shape": True}, lengths):
         assert rank_losses == pytest.approx(losses, rel=1e-6)
 
 
-def refuses() -> list[str]:
+def mistakes() -> list[str]:
     torch.manual_seed(0)
-    model, told = PipelineModule(layers(), num_stages=1, loss_fn=loss_of), []
+    model, errors = PipelineModule(layers(), num_stages=1, loss_fn=loss_of), []
     runner = PipelineRunner.over(model)
     for act in (
         lambda: runner.train_batch(iter(batches(0)[:2]), MICRO),
@@ -164,19 +164,19 @@ def refuses() -> list[str]:
     ):
         with pytest.raises(ValueError) as caught:
             act()
-        told.append(str(caught.value))
-    return told
+        errors.append(str(caught.value))
+    return errors
 
 
-def test_mistakes_are_named() -> None:
-    ended, no_loss, unknown = refuses()
+def test_mistakes_raise() -> None:
+    ended, no_loss, unknown = mistakes()
     assert ended.startswith("the data ended after 2 micro-batches")
     assert no_loss == "the last layer (there is no loss_fn) returned Tensor; a pipeline needs a scalar loss"
     assert "1f2b" in unknown
     assert issubclass(ScheduleError, ValueError)
 
 
-def test_outputs_instead_of_a_loss() -> None:
+def test_eval_batch_returns_outputs_without_a_loss() -> None:
     torch.manual_seed(0)
     model = PipelineModule(layers(), num_stages=1, loss_fn=loss_of)
     outputs = PipelineRunner.over(model).eval_batch(iter(batches(0)), MICRO, compute_loss=False)
@@ -184,7 +184,7 @@ def test_outputs_instead_of_a_loss() -> None:
     assert torch.equal(outputs[0], model(batches(0)[0][0]))
 
 
-def test_a_batch_that_failed_leaves_nothing_behind() -> None:
+def test_a_failed_batch_leaves_no_state() -> None:
     torch.manual_seed(0)
     model = PipelineModule(layers(), num_stages=1, loss_fn=loss_of)
     runner = PipelineRunner.over(model)

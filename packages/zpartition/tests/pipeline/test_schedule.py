@@ -11,7 +11,7 @@ def test_text_and_back() -> None:
     assert (again.stages, again.micro_batches) == (2, 3)
 
 
-def test_stages_lie_on_ranks_in_turn() -> None:
+def test_stages_are_assigned_round_robin() -> None:
     made = make_schedule("interleaved", 2, 4, 2)
     assert [made.rank_of(stage) for stage in range(4)] == [0, 1, 0, 1]
     assert [list(made.stages_of(rank)) for rank in range(2)] == [[0, 2], [1, 3]]
@@ -34,7 +34,7 @@ def test_stages_lie_on_ranks_in_turn() -> None:
         ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", r"deadlocks: .*rank 1 at 1F1 waits for the forward of 1 at stage 0"),
     ],
 )
-def test_what_cannot_be_carried_out_is_found_before_a_run(text: str, problem: str) -> None:
+def test_invalid_schedules_raise_before_a_run(text: str, problem: str) -> None:
     if not problem:
         Schedule.parse(text)
         return
@@ -42,6 +42,6 @@ def test_what_cannot_be_carried_out_is_found_before_a_run(text: str, problem: st
         Schedule.parse(text)
 
 
-def test_turns_say_who_waits() -> None:
+def test_turns_show_waiting_ranks() -> None:
     turns = [[str(each) if each else "." for each in turn] for turn in one_f_one_b(2, 1).turns()]
     assert turns == [["0F0", "."], [".", "1F0"], [".", "1B0"], ["0B0", "."]]

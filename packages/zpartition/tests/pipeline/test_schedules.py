@@ -16,7 +16,7 @@ SIZES = [(1, 1), (1, 4), (2, 1), (2, 4), (3, 7), (4, 4), (4, 16), (8, 16)]
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
-def test_bubbles_are_those_of_the_papers(ranks: int, micro_batches: int) -> None:
+def test_bubbles_match_the_papers(ranks: int, micro_batches: int) -> None:
     theory = (ranks - 1) / micro_batches
     assert simulate(gpipe(ranks, micro_batches)).bubble == pytest.approx(theory)
     assert simulate(one_f_one_b(ranks, micro_batches)).bubble == pytest.approx(theory)
@@ -28,7 +28,7 @@ def test_bubbles_are_those_of_the_papers(ranks: int, micro_batches: int) -> None
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
-def test_memory_is_that_of_the_papers(ranks: int, micro_batches: int) -> None:
+def test_memory_matches_the_papers(ranks: int, micro_batches: int) -> None:
     def kept(schedule: Schedule) -> list[int]:
         return [simulate(schedule).peak_kept(rank) for rank in range(ranks)]
 
@@ -40,7 +40,7 @@ def test_memory_is_that_of_the_papers(ranks: int, micro_batches: int) -> None:
         assert kept(interleaved(ranks, micro_batches, 2)) == [min(each + 1, 2 * micro_batches) for each in warmup]
 
 
-def test_zero_bubble_has_halves_and_the_others_have_not() -> None:
+def test_only_zero_bubble_splits_the_backward() -> None:
     kinds = {each.kind for actions in zero_bubble(2, 2).ranks for each in actions}
     assert kinds == {ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT}
     assert {each.kind for actions in gpipe(2, 2).ranks for each in actions} == {
@@ -49,7 +49,7 @@ def test_zero_bubble_has_halves_and_the_others_have_not() -> None:
     }
 
 
-def test_by_name() -> None:
+def test_make_schedule_by_name() -> None:
     assert make_schedule("1f1b", 2, 4) == one_f_one_b(2, 4)
     assert make_schedule("interleaved", 2, 4, 2) == interleaved(2, 4, 2)
     assert make_schedule("interleaved", 2, 3, 1).name == "1f1b"

@@ -4,10 +4,10 @@ from torch import nn
 from zcomm.testing import run_ranks
 from zpartition.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from zpartition.pipeline.channels import Channels
-from zpartition.pipeline.ties import TiedWeights, _parameter_slots, _set_parameter
+from zpartition.pipeline.p2p import TiedWeights, _parameter_slots, _set_parameter
 
 
-def lends_and_collects() -> list[float]:
+def broadcast_and_reduce() -> list[float]:
     shared = [TiedLayerSpec("w", nn.Linear, 2, 2) for _ in range(3)]
     model = PipelineModule([shared[0], shared[1], LayerSpec(nn.Linear, 2, 2), shared[2]], num_stages=2)
     rank, channels = torch.distributed.get_rank(), Channels(None, torch.device("cpu"))
@@ -37,11 +37,11 @@ def lends_and_collects() -> list[float]:
     return arrived
 
 
-def test_a_copy_has_the_owner_s_weights_and_its_gradient_is_one_more_backward_there() -> None:
-    assert run_ranks(lends_and_collects, 2) == [[4.0, 12.0], [8.0]]
+def test_a_copy_has_the_owner_s_weights_and_returns_its_gradient() -> None:
+    assert run_ranks(broadcast_and_reduce, 2) == [[4.0, 12.0], [8.0]]
 
 
-def test_a_copy_that_was_built_without_memory_gets_some() -> None:
+def test_a_copy_on_the_meta_device_gets_memory() -> None:
     copy = nn.Linear(2, 2, device="meta")
     copy.bias.requires_grad_(False)
     for holder, name in _parameter_slots(copy):

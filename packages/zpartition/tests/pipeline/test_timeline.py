@@ -5,7 +5,7 @@ import pytest
 from zpartition.pipeline import ActionKind, gpipe, one_f_one_b, simulate, zero_bubble
 
 
-def test_the_picture_as_text() -> None:
+def test_text_of_a_timeline() -> None:
     assert simulate(gpipe(2, 2)).text().splitlines() == [
         "rank 0  F0 F1 .  .  .  B0 B0 B1 B1",
         "rank 1  .  F0 F1 B0 B0 B1 B1 .  .",
@@ -13,7 +13,7 @@ def test_the_picture_as_text() -> None:
     assert simulate(zero_bubble(2, 2)).text().splitlines()[1] == "rank 1  .  F0 I0 F1 I1 W0 W1"
 
 
-def test_the_picture_as_svg_has_a_bar_for_every_action() -> None:
+def test_the_svg_has_a_bar_for_every_action() -> None:
     tree = ElementTree.fromstring(simulate(one_f_one_b(2, 3)).svg())
     names = [each.tag.rpartition("}")[2] for each in tree.iter()]
     assert names.count("rect") == 2 * 3 * 2

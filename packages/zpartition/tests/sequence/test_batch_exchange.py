@@ -1,4 +1,4 @@
-"""Ranks with batches of their own do all of them together, one after the other."""
+"""Ranks with different batches process all of them together, one after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def batch(seed: int, length: int, **more: Any) -> dict[str, Any]:
 
 
 def _traded() -> list[Any]:
-    """Ranks have other batches, of other lengths; rank 1 has one less."""
+    """Ranks have different batches, of different lengths; rank 1 has one fewer."""
     mine = zcomm.group_rank()
     source = [
         batch(10 * mine + index, 4 + 4 * mine, keep=torch.tensor([[True] * (4 + 4 * mine)] * 2))
@@ -38,7 +38,7 @@ def _traded() -> list[Any]:
     return found
 
 
-def test_batches_of_all_ranks_are_done_by_all_in_turn() -> None:
+def test_all_ranks_process_each_rank_s_batch_in_turn() -> None:
     first, second = run_ranks(_traded, 2)
     assert [each["name"] for each in first] == ["batch 0", "batch 10", "batch 1", "batch 11"]
     assert [each["name"] for each in second] == [each["name"] for each in first]

@@ -1,4 +1,4 @@
-"""Labels are shifted and positions added before the split; joined pieces are the batch."""
+"""Labels are shifted and positions added before the split; joined pieces equal the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pieces(order: Order, source: dict[str, Any], size: int = 2, **more: Any) -> 
     return [SequenceBatches([], Split(size, rank, order), **more).piece(source) for rank in range(size)]
 
 
-def test_labels_are_shifted_over_the_cut() -> None:
+def test_labels_are_shifted_across_rank_boundaries() -> None:
     assert shift_labels(torch.tensor([[1, 2, 3]])).tolist() == [[2, 3, -100]]
     first, second = pieces(Order.CONTIGUOUS, batch(0, 4))
     assert first["input_ids"].tolist() == [[0, 1], [4, 5]]
@@ -31,7 +31,7 @@ def test_labels_are_shifted_over_the_cut() -> None:
 
 
 @pytest.mark.parametrize("order", Order)
-def test_pieces_joined_are_the_batch(order: Order) -> None:
+def test_joined_pieces_equal_the_batch(order: Order) -> None:
     packed = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]] * 2)
     source = batch(0, 8, position_ids=packed, weights=torch.ones(2), features=torch.randn(2, 8, 3))
     found = pieces(order, source)
@@ -40,7 +40,7 @@ def test_pieces_joined_are_the_batch(order: Order) -> None:
     assert torch.equal(found[1]["weights"], torch.ones(2))
 
 
-def test_odd_lengths_are_padded_if_a_token_is_given_and_refused_if_not() -> None:
+def test_odd_lengths_are_padded_with_pad_id_and_raise_without() -> None:
     source = batch(0, 5, attention_mask=torch.ones(2, 5, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"5 tokens cannot be split over 2 sequence ranks.* pad by 1 to 6"):
         pieces(Order.CONTIGUOUS, source)
@@ -51,14 +51,14 @@ def test_odd_lengths_are_padded_if_a_token_is_given_and_refused_if_not() -> None
     assert second["attention_mask"].tolist() == [[1, 1, 0]] * 2
 
 
-def test_what_cannot_be_cut_is_named() -> None:
+def test_batches_that_cannot_be_split_raise() -> None:
     with pytest.raises(ValueError, match=r"attention_mask of shape \[2, 1, 4, 4\].*position_ids"):
         pieces(Order.CONTIGUOUS, batch(0, 4, attention_mask=torch.ones(2, 1, 4, 4)))
     with pytest.raises(ValueError, match="the keys x: sequences are split by the tokens of input_ids"):
         pieces(Order.CONTIGUOUS, {"x": torch.ones(2, 4)})
 
 
-def test_a_loader_of_equal_batches_is_cut_without_messages() -> None:
+def test_a_loader_of_equal_batches_is_split_without_messages() -> None:
     source = [batch(seed, 4) for seed in range(3)]
     batches = SequenceBatches.over(source)
     assert len(batches) == 3

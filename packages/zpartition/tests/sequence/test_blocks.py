@@ -1,4 +1,4 @@
-"""Parts of an attention, merged, are the whole of it; so are the parts of its gradients."""
+"""Merged parts of an attention equal the whole, and so do the parts of its gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
 
 
 @pytest.mark.parametrize("heads", [4, 2, 1])
-def test_a_causal_attention_in_two_parts_of_keys(way: str, heads: int) -> None:
+def test_causal_attention_over_two_parts_of_keys(way: str, heads: int) -> None:
     """Queries 5 to 9 look at keys 0 to 4 (all) and at their own (causal)."""
     torch.manual_seed(0)
     q, k, v = (rand(2, count, 10, 3).requires_grad_() for count in (4, heads, heads))
@@ -49,7 +49,7 @@ def test_a_causal_attention_in_two_parts_of_keys(way: str, heads: int) -> None:
         assert worst([(first[index], wanted[index][:, :, 5:]), (second[index], wanted[index][:, :, :5])]) < 1e-12
 
 
-def test_the_kernels_are_there_and_as_exact_as_torchs_own() -> None:
+def test_fused_kernels_exist_and_are_as_exact_as_torch() -> None:
     q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
     found = _compat.fused_attention(q, k, v, True, 0.5)
     assert found is not None, "this torch has another kernel: see _compat.fused_attention"
@@ -57,7 +57,7 @@ def test_the_kernels_are_there_and_as_exact_as_torchs_own() -> None:
     assert _compat.fused_attention_backward(found[0], (q, k, v, *found), True, 0.5) is not None
 
 
-def test_queries_that_see_no_key_give_nothing_and_no_nan() -> None:
+def test_queries_without_keys_give_zeros_and_no_nan() -> None:
     q, k, v = (rand(1, 2, 4, 3) for _ in range(3))
     own, other = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 0, 2, 2]])
     out, lse = attend(q, k, v, AttentionBlock(1.0, query_segments=own, key_segments=other))
@@ -72,7 +72,7 @@ def test_queries_that_see_no_key_give_nothing_and_no_nan() -> None:
     assert bool(grads[1][:, :, 2:].eq(0).all())
 
 
-def test_dropped_places_are_the_same_in_backward() -> None:
+def test_dropout_masks_are_the_same_in_backward() -> None:
     torch.manual_seed(1)
     q, k, v = (rand(1, 2, 7, 3) for _ in range(3))
     block = AttentionBlock(0.7, is_causal=True, dropout=0.4, seed=11)
@@ -88,7 +88,7 @@ def test_dropped_places_are_the_same_in_backward() -> None:
     assert 0.1 < float((kept == 0).double().mean()) < 0.7
 
 
-def test_bfloat16_keeps_wide_sums() -> None:
+def test_bfloat16_accumulates_in_float32() -> None:
     q, k, v = (torch.randn(1, 2, 8, 4, dtype=torch.bfloat16) for _ in range(3))
     segments = torch.zeros(1, 8, dtype=torch.int64)
     out, lse = attend(q, k, v, AttentionBlock(0.5, query_segments=segments, key_segments=segments))

@@ -1,4 +1,4 @@
-"""A loss without logits is the loss with them, and nothing as large is ever made."""
+"""The chunked loss equals the loss from logits, and no tensor as large as the logits is created."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS, WIDTH, VOCABULARY = 40, 6, 50
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest tensor that is made inside, in elements."""
+    """Records the largest tensor that is created inside, in elements."""
 
     numel = 0
 
@@ -39,7 +39,7 @@ LABELS = torch.arange(TOKENS).view(2, -1).masked_fill(torch.arange(TOKENS).view(
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("tile", [1, 7, 40, 1000])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_it_is_torchs_cross_entropy(dtype: torch.dtype, bound: float, tile: int, reduction: Any) -> None:
+def test_it_equals_torch_cross_entropy(dtype: torch.dtype, bound: float, tile: int, reduction: Any) -> None:
     hidden, weight, bias = make(dtype)
     expected = cross_entropy(
         linear(hidden, weight, bias).flatten(0, 1).double(), LABELS.flatten(), reduction=reduction
@@ -62,7 +62,7 @@ def test_no_tensor_is_as_large_as_the_logits() -> None:
     assert ours.numel == VOCABULARY * WIDTH  # the gradient of the head; a tile has 4 * VOCABULARY
 
 
-def test_without_gradients_none_are_made() -> None:
+def test_no_gradients_are_computed_under_no_grad() -> None:
     hidden, weight, _ = make(torch.float32)
     with torch.no_grad(), Largest() as seen:
         loss = chunked_cross_entropy(hidden, weight, LABELS, tile_tokens=2)
@@ -74,7 +74,7 @@ def test_without_gradients_none_are_made() -> None:
     assert hidden.grad is not None
 
 
-def test_mistakes_are_told_with_the_numbers() -> None:
+def test_mistakes_raise_with_the_numbers() -> None:
     hidden, weight, _ = make(torch.float32)
     with pytest.raises(ValueError, match=r"head weight \[6, 50\]"):
         chunked_cross_entropy(hidden, weight.T, LABELS)
@@ -84,7 +84,7 @@ def test_mistakes_are_told_with_the_numbers() -> None:
         chunked_cross_entropy(hidden, weight, LABELS, tile_tokens=0)
 
 
-def test_under_autocast_it_is_what_a_linear_layer_and_the_loss_would_be() -> None:
+def test_under_autocast_it_equals_a_linear_layer_and_the_loss() -> None:
     hidden, weight, bias = make(torch.float32)
     for narrow in (False, True):  # a layer norm gives float32, a linear layer the dtype of autocast
         with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""A gathered sequence is the whole, and its gradients come from all ranks."""
+"""A gathered sequence equals the whole, and its gradients come from all ranks."""
 
 from __future__ import annotations
 

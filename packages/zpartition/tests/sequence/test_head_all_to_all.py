@@ -36,7 +36,7 @@ def _trade() -> list[float]:
     return [float((there * other).sum()), float((parts[0] * home).sum())]
 
 
-def test_heads_and_tokens_change_hands_and_come_back_as_sums() -> None:
+def test_heads_are_exchanged_for_tokens_and_return_as_sums() -> None:
     found = run_ranks(_trade, 2)
     forward, backward = (sum(rank[index] for rank in found) for index in (0, 1))
     assert abs(forward - backward) < 1e-12

@@ -1,4 +1,4 @@
-"""A sequence's loss and gradients do not tell how its tokens were shared out."""
+"""A sequence's loss and gradients do not depend on how its tokens are split."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def _compare() -> list[float]:
     return found
 
 
-def test_losses_are_means_over_all_tokens_that_count() -> None:
+def test_losses_are_means_over_all_counted_tokens() -> None:
     for found in run_ranks(_compare, 2):
         assert max(found) < 1e-14

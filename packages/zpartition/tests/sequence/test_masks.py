@@ -1,4 +1,4 @@
-"""Masks of whole sequences are what a person would write down, dense or in blocks."""
+"""Masks of whole sequences equal those written by hand, dense or in blocks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def by_hand(made: Tokens, mask_kind: MaskKind) -> Tensor:
     ("positions", "valid"),
     [(ORDINARY, None), (PACKED, None), (ORDINARY, [[0, 0, 1, 1, 1, 1]]), (ORDINARY, [[1, 1, 1, 1, 0, 0]])],
 )
-def test_masks_are_those_that_are_meant(positions: Any, valid: Any, mask_kind: MaskKind) -> None:
+def test_dense_masks(positions: Any, valid: Any, mask_kind: MaskKind) -> None:
     made = tokens(positions, valid)
     expected = by_hand(made, mask_kind)
     assert torch.equal(made.dense(mask_kind), expected)
@@ -58,7 +58,7 @@ def test_masks_are_those_that_are_meant(positions: Any, valid: Any, mask_kind: M
         assert torch.equal(expected[0, 0][hidden], plain[hidden])
 
 
-def test_block_masks_see_the_same() -> None:
+def test_block_masks_equal_dense_masks() -> None:
     made = tokens(PACKED, [[1, 1, 0, 1, 1, 1]])
     mask_kind = MaskKind(window=2)
     mod = made.blocks(mask_kind).mask_mod
@@ -69,7 +69,7 @@ def test_block_masks_see_the_same() -> None:
     assert torch.equal(torch.tensor(found), made.dense(mask_kind)[0, 0])
 
 
-def test_a_mask_is_made_only_where_it_says_more_than_causal() -> None:
+def test_a_mask_is_built_only_if_is_causal_does_not_suffice() -> None:
     assert not tokens(ORDINARY).needs_mask(MaskKind())
     assert not tokens(ORDINARY, [[1, 1, 1, 1, 0, 0]]).needs_mask(MaskKind())
     assert tokens(ORDINARY, [[0, 0, 1, 1, 1, 1]]).needs_mask(MaskKind())
@@ -79,7 +79,7 @@ def test_a_mask_is_made_only_where_it_says_more_than_causal() -> None:
     assert not tokens(ORDINARY).needs_mask(MaskKind(window=6))
 
 
-def test_padding_is_read_off_any_mask() -> None:
+def test_padding_is_read_from_any_mask() -> None:
     like = torch.zeros(1, 3, dtype=torch.int64)
     square = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 0]]).bool().view(1, 1, 3, 3)
     flex = create_block_mask(lambda b, _head, i, j: square[b, 0, i, j], 1, None, 3, 3, device="cpu")

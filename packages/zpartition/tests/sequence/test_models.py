@@ -1,4 +1,4 @@
-"""Attentions that are looked up by name do for pieces what they do for whole sequences."""
+"""Attentions that are looked up by name compute the same for pieces as for whole sequences."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]])
 class Layer(nn.Module):
     """Attributes of a layer that an attention function reads."""
 
-    def __init__(self, groups: int, **told: Any) -> None:
+    def __init__(self, groups: int, **attributes: Any) -> None:
         super().__init__()
         self.num_key_value_groups = groups
-        vars(self).update(told)
+        vars(self).update(attributes)
 
 
 def core(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: list[Any] | None = None, **kwargs: Any
 ) -> Any:
-    """As Transformers' sdpa: repeats keys by what the module says, and knows causal."""
+    """Attention like Transformers' sdpa: repeats keys by the module's number of groups, and supports is_causal."""
     if sinks is not None:
         sinks.append((mask, kwargs))
     key, value = (each.repeat_interleave(module.num_key_value_groups, 1) for each in (key, value))
@@ -45,12 +45,12 @@ def rand(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _worst(heads: int, keys: int, positions: Tensor, mask: Tensor | None, own: Any, **told: Any) -> float:
+def _worst(heads: int, keys: int, positions: Tensor, mask: Tensor | None, own: Any, **attributes: Any) -> float:
     size, rank = zcomm.group_size(), zcomm.group_rank()
     wholes = [rand(seed, 2, count, LENGTH, 4).requires_grad_() for seed, count in enumerate((heads, keys, keys))]
-    expected, _ = core(Layer(heads // keys, **told), *wholes, mask)
+    expected, _ = core(Layer(heads // keys, **attributes), *wholes, mask)
     expected.backward(rand(5, *expected.shape))
-    layer = Layer(heads // keys, **told)
+    layer = Layer(heads // keys, **attributes)
     parts = [x.detach().chunk(size, 2)[rank].clone().requires_grad_() for x in wholes]
     shared = ModelAttention.over(core, "sdpa", None)
     out, weights = shared(layer, *parts, own, position_ids=positions.chunk(size, 1)[rank])
@@ -86,7 +86,7 @@ def _all() -> dict[str, float]:
     }
 
 
-def test_pieces_are_attended_to_as_the_whole() -> None:
+def test_attention_over_pieces_equals_the_whole() -> None:
     for found in run_ranks(_all, 2):
         for what, worst in found.items():
             assert worst < 1e-12, what
@@ -119,7 +119,7 @@ def _details() -> dict[str, Any]:
     }
 
 
-def test_positions_are_gathered_once_and_options_are_cut() -> None:
+def test_positions_are_gathered_once_and_options_are_sliced() -> None:
     for rank, found in enumerate(run_ranks(_details, 2)):
         assert found == {
             "gathers": 2,

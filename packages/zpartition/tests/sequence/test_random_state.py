@@ -1,4 +1,4 @@
-"""Ranks that were seeded alike draw other numbers inside, and go on alike outside."""
+"""Ranks that were seeded alike draw different numbers inside, and equal numbers outside."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def drawn(rank: int) -> tuple[list[float], float]:
     return inside, float(torch.rand(()))
 
 
-def test_streams_differ_inside_and_agree_outside() -> None:
+def test_numbers_differ_inside_and_agree_outside() -> None:
     first, second = drawn(0), drawn(1)
     assert first[0] != second[0]
     assert first[1] == second[1]
     assert drawn(1) == second
 
 
-def test_each_use_draws_other_numbers() -> None:
+def test_each_use_draws_new_numbers() -> None:
     torch.manual_seed(0)
     seen = []
     for _ in range(2):
@@ -34,7 +34,7 @@ def test_each_use_draws_other_numbers() -> None:
     assert seen[0] != seen[1]
 
 
-def test_dropout_is_noticed() -> None:
+def test_uses_dropout_finds_rates_and_layers() -> None:
     assert uses_dropout(None, 0.1)
     assert not uses_dropout(None, 0.0)
     layer = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.2))

@@ -1,4 +1,4 @@
-"""A ring is the attention of one process, forward and backward."""
+"""Ring attention equals attention in one process, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rand(seed: int, *shape: int) -> Tensor:
 
 
 def _worst(order: Order, heads: int, is_causal: bool, packed: bool, dtype: torch.dtype) -> float:
-    """The largest difference of outputs and gradients."""
+    """Return the largest difference of outputs and gradients."""
     size, rank = zcomm.group_size(), zcomm.group_rank()
     wholes = [rand(seed, 2, count, LENGTH, 5).requires_grad_() for seed, count in enumerate((4, heads, heads))]
     segments = torch.tensor([[0] * 7 + [1] * 11 + [2] * 6, [0] * 24])
@@ -52,7 +52,7 @@ def _all() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_outputs_and_gradients_are_those_of_one_process(size: int) -> None:
+def test_outputs_and_gradients_equal_one_process(size: int) -> None:
     for found in run_ranks(_all, size):
         for name, worst in found.items():
             assert worst < (5e-6 if name == "float32" else 1e-12), name
@@ -93,7 +93,7 @@ def _kept_and_dropped() -> dict[str, Any]:
     }
 
 
-def test_what_is_kept_grows_with_own_tokens_and_masks_are_redrawn() -> None:
+def test_saved_memory_grows_with_local_tokens_and_masks_are_redrawn() -> None:
     first, second = run_ranks(_kept_and_dropped, 2)
     assert first["kept"] == 4 * first["own"] + first["own"] // 4  # q, k, v, out, lse
     for rank in (first, second):
@@ -101,7 +101,7 @@ def test_what_is_kept_grows_with_own_tokens_and_masks_are_redrawn() -> None:
     assert first["mine"] != second["mine"]
 
 
-def test_alone_it_is_the_attention() -> None:
+def test_one_rank_runs_the_attention_itself() -> None:
     q, k, v = (rand(seed, 1, 4, 6, 3) for seed in range(3))
     out = ring_attention(q, k, v, is_causal=True)
     assert float((out - scaled_dot_product_attention(q, k, v, is_causal=True)).abs().max()) < 1e-6

@@ -22,11 +22,11 @@ def _turn() -> list[list[float]]:
     return [*seen, [float(each.mean()) for each in here]]
 
 
-def test_after_a_turn_everybody_has_their_own_again() -> None:
+def test_after_size_rounds_every_rank_has_its_own_tensors_again() -> None:
     for rank, found in enumerate(run_ranks(_turn, 3)):
         assert found == [[float((rank - step) % 3)] * 2 for step in range(4)]
 
 
-def test_alone_nothing_travels() -> None:
+def test_one_rank_sends_nothing() -> None:
     x = torch.ones(2)
     assert ring_exchange((x,), ModelParallelGroup(None)).wait()[0] is x

@@ -1,4 +1,4 @@
-"""Runs of tokens: all are there once, and visits cover what causality allows."""
+"""Splits hold every token once, and attention slices cover exactly what causality allows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_ranks_have_every_token_once_and_join_them_in_order(order: Order, size: 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_visits_cover_what_a_mask_allows_and_nothing_else(order: Order, size: int, is_causal: bool) -> None:
+def test_slices_cover_exactly_what_a_mask_allows(order: Order, size: int, is_causal: bool) -> None:
     length = 24
     seen = torch.zeros(length, length)
     for rank in range(size):
@@ -38,7 +38,7 @@ def test_visits_cover_what_a_mask_allows_and_nothing_else(order: Order, size: in
     assert torch.equal(seen, full.tril() if is_causal else full)
 
 
-def test_in_a_causal_zigzag_everybody_does_equally_much() -> None:
+def test_in_a_causal_zigzag_all_ranks_have_equal_work() -> None:
     def work(rank: int, source: int) -> int:
         found = attention_slice(Order.ZIGZAG, rank, source, 8, is_causal=True)
         return (found.query.stop - found.query.start) * (found.key.stop - found.key.start)
@@ -46,6 +46,6 @@ def test_in_a_causal_zigzag_everybody_does_equally_much() -> None:
     assert {work(rank, source) for rank in range(4) for source in range(4) if rank != source} == {32}
 
 
-def test_lengths_that_do_not_divide_are_refused_with_what_to_do() -> None:
+def test_lengths_that_do_not_divide_raise_with_a_remedy() -> None:
     with pytest.raises(ValueError, match=r"input_ids: 10 tokens .* over 4 .*multiple of 8: pad by 6 to 16.*cut to 8"):
         Split(4, 0, Order.ZIGZAG).take(torch.zeros(1, 10), what="input_ids")

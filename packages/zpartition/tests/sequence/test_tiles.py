@@ -1,4 +1,4 @@
-"""Tiles make no difference but to what is kept; gradients of weights arrive once."""
+"""Tiles change only the saved memory; gradients of weights arrive once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make() -> tuple[nn.Sequential, Tensor]:
 
 
 def counting(model: nn.Module) -> list[str]:
-    """Notes each gradient that is handed to a parameter."""
+    """Records each gradient that a parameter gets."""
     arrived: list[str] = []
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
@@ -27,7 +27,7 @@ def counting(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("num_tiles", [1, 3, 5, 99])
-def test_a_tiled_mlp_is_the_mlp(num_tiles: int) -> None:
+def test_a_tiled_mlp_equals_the_mlp(num_tiles: int) -> None:
     model, x = make()
     model.eval()
     expected = model(x)
@@ -42,7 +42,7 @@ def test_a_tiled_mlp_is_the_mlp(num_tiles: int) -> None:
     assert sorted(arrived) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_backward_drops_what_forward_dropped_and_keeps_nothing_wide() -> None:
+def test_backward_repeats_the_dropout_masks_and_saves_no_wide_tensor() -> None:
     model, x = make()
     kept: list[int] = []
 
@@ -63,7 +63,7 @@ def test_backward_drops_what_forward_dropped_and_keeps_nothing_wide() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_loss_of_tiles_is_differentiated_where_it_is_computed(reduction: Any) -> None:
+def test_a_tiled_loss_is_differentiated_in_forward(reduction: Any) -> None:
     model, x = make()
     model.eval()
     labels = torch.arange(20) % 4
@@ -91,7 +91,7 @@ def test_a_loss_of_tiles_is_differentiated_where_it_is_computed(reduction: Any) 
         assert float((tiled_loss(loss_of, [flat, labels], 4, reduction=reduction) - expected).abs()) < 1e-12
 
 
-def test_mistakes_are_told_with_the_numbers() -> None:
+def test_mistakes_raise_with_the_numbers() -> None:
     model, x = make()
     with pytest.raises(ValueError, match=r"2 tiles of tensors of lengths \[10, 9\]"):
         tiled(model, [x, x[:, :9]], 2)

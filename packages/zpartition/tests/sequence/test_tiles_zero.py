@@ -85,6 +85,6 @@ def _worst(way: str) -> list[float]:
 
 
 @pytest.mark.parametrize("way", ["chunked", "tiled loss"])
-def test_one_step_gives_the_weights_of_a_plain_loop(way: Any) -> None:
+def test_one_step_equals_a_plain_loop(way: Any) -> None:
     for found in run_ranks(_worst, 2, way):
         assert max(found) < 1e-5, found

@@ -1,4 +1,4 @@
-"""An attention over shared-out sequences is the attention over whole ones, forward and backward."""
+"""Attention over split sequences equals attention over whole ones, forward and backward."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _shape(heads: int, scatter: int, gather: int) -> tuple[int, ...]:
 
 
 def _worst(query: int, key_value: int, attention: Callable[..., Tensor], scatter: int, gather: int) -> float:
-    """The largest difference of outputs and gradients."""
+    """Return the largest difference of outputs and gradients."""
     size, mine = zcomm.group_size(), zcomm.group_rank()
     wholes = [
         rand(seed, *_shape(heads, scatter, gather)).requires_grad_()
@@ -77,7 +77,7 @@ def _all_shapes() -> list[float]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_outputs_and_gradients_are_those_of_whole_sequences(size: int) -> None:
+def test_outputs_and_gradients_equal_those_of_whole_sequences(size: int) -> None:
     for found in run_ranks(_all_shapes, size):
         assert max(found) < 1e-12
 
@@ -142,7 +142,7 @@ def _traffic_and_others() -> dict[str, Any]:
     }
 
 
-def test_messages_dropout_compilation_and_refusals() -> None:
+def test_messages_dropout_compilation_and_errors() -> None:
     found = run_ranks(_traffic_and_others, 2)
     nbytes = 4 * 2 * 8 * 4
     assert found[0]["calls"] == [("all_to_all", n * nbytes) for n in (3, 1, 1, 3)]
@@ -155,7 +155,7 @@ def test_messages_dropout_compilation_and_refusals() -> None:
 
 
 def _flexed() -> list[float]:
-    """Of FlexAttention with a bias by distance, and a block mask of packed sequences; and of its one process."""
+    """Compare FlexAttention with a distance bias and a block mask of packed sequences to one process."""
     documents = torch.tensor([[0] * 5 + [1] * 7, [0] * LENGTH])
     looks_back = create_block_mask(
         lambda b, _head, i, j: (documents[b, i] == documents[b, j]) & (i >= j), 2, None, LENGTH, LENGTH, device="cpu"
@@ -176,17 +176,17 @@ def _flexed() -> list[float]:
 
 @contextmanager
 def backward_on_cpu() -> Iterator[None]:
-    """Inside, FlexAttention does not refuse to be differentiated on a CPU: uncompiled it can be."""
+    """Allow FlexAttention to be differentiated on a CPU, which works uncompiled."""
     with mock.patch("torch.nn.attention.flex_attention._validate_device", return_value=None):
         yield
 
 
-def test_flex_attention_is_that_of_whole_sequences_forward_and_backward() -> None:
+def test_flex_attention_equals_one_process_forward_and_backward() -> None:
     for found in run_ranks(_flexed, 2):
         assert max(found) < 1e-12
 
 
-def test_alone_it_is_the_attention() -> None:
+def test_one_rank_runs_the_attention_itself() -> None:
     q, k, v = (rand(seed, 1, 4, 5, 3) for seed in range(3))
     ulysses = DistributedAttention(plain, None, 1, 2)
     assert torch.equal(ulysses(q, k, v), plain(q, k, v))

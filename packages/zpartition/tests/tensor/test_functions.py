@@ -1,4 +1,4 @@
-"""Each forward's backward is its transpose, seen over all ranks."""
+"""Each forward's backward is its transpose over all ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def over_ranks(number: Tensor) -> float:
 
 
 def _pairs() -> dict[str, tuple[float, float]]:
-    """(sum over ranks of <f(x), y>, sum over ranks of <x, f'(y)>) for messages between different values."""
+    """Return (sum over ranks of <f(x), y>, sum over ranks of <x, f'(y)>) for functions of different values."""
     mp_group, mine = ModelParallelGroup.of(None), zcomm.group_rank()
     found = {}
     for name, call, shape in [
         ("gather_tokens", lambda x: functions.gather_tokens(x, mp_group, 1), (2, 3, 4)),
-        ("scatter_sums", lambda x: functions.scatter_sums(x, mp_group, 1), (2, 6, 4)),
-        ("scatter_sums 0", lambda x: functions.scatter_sums(x, mp_group, 0), (6, 4)),
+        ("reduce_scatter_tokens", lambda x: functions.reduce_scatter_tokens(x, mp_group, 1), (2, 6, 4)),
+        ("reduce_scatter_tokens 0", lambda x: functions.reduce_scatter_tokens(x, mp_group, 0), (6, 4)),
     ]:
         x = rand(mine, *shape).requires_grad_()
         out = call(x)
@@ -38,24 +38,24 @@ def _pairs() -> dict[str, tuple[float, float]]:
 
 
 def _values() -> None:
-    """Forward and backward of the others, by what they are meant to be."""
+    """Compare forward and backward of the others with their definitions."""
     mp_group, mine = ModelParallelGroup.of(None), zcomm.group_rank()
     parts, sizes = [rand(seed, 2, 3 - seed) for seed in (0, 1)], (3, 2)
     whole = torch.cat(parts, 1)
     x = parts[mine].clone().requires_grad_()
-    joined = functions.all_features(x, mp_group, sizes)
+    joined = functions.join_features(x, mp_group, sizes)
     assert torch.equal(joined, whole)
     joined.backward(whole)
     assert torch.equal(x.grad, parts[mine])
     x = whole.clone().requires_grad_()
-    own = functions.own_features(x, mp_group, sizes)
+    own = functions.slice_features(x, mp_group, sizes)
     assert torch.equal(own, parts[mine])
     own.backward(parts[mine])
     assert torch.equal(x.grad, whole)
     tokens = rand(3, 4, 2).requires_grad_()
-    half = functions.own_tokens(tokens, mp_group, 0)
+    half = functions.slice_tokens(tokens, mp_group, 0)
     assert torch.equal(half, tokens[2 * mine : 2 * mine + 2])
-    functions.all_tokens(half, mp_group, 0).backward(tokens.detach())
+    functions.join_tokens(half, mp_group, 0).backward(tokens.detach())
     assert torch.equal(tokens.grad, tokens)
     x = parts[0].clone().requires_grad_()
     functions.copy(x, mp_group).backward(rand(mine, *x.shape))
@@ -71,7 +71,7 @@ def _values() -> None:
     assert a.grad.tolist() == [2.0] * 3
     assert bool((b.grad == 3).all())
     with pytest.raises(ValueError, match=r"3 tokens \(dim 1 of shape \[1, 3\]\).* multiple of 2"):
-        functions.own_tokens(torch.ones(1, 3), mp_group, 1)
+        functions.slice_tokens(torch.ones(1, 3), mp_group, 1)
 
 
 def _all() -> dict[str, tuple[float, float]]:
@@ -85,16 +85,16 @@ def test_backwards_are_transposes() -> None:
             assert forward == pytest.approx(backward, abs=1e-12), name
 
 
-def test_alone_nothing_changes() -> None:
+def test_one_rank_changes_nothing() -> None:
     mp_group, x = ModelParallelGroup.of(None), rand(0, 2, 3, 4)
     for out in (
         functions.copy(x, mp_group),
         functions.reduce(x.clone(), mp_group),
         functions.gather_tokens(x, mp_group, 1),
-        functions.scatter_sums(x, mp_group, 1),
-        functions.own_tokens(x, mp_group, 1),
-        functions.all_tokens(x, mp_group, 1),
-        functions.own_features(x, mp_group, (4,)),
-        functions.all_features(x, mp_group, (4,)),
+        functions.reduce_scatter_tokens(x, mp_group, 1),
+        functions.slice_tokens(x, mp_group, 1),
+        functions.join_tokens(x, mp_group, 1),
+        functions.slice_features(x, mp_group, (4,)),
+        functions.join_features(x, mp_group, (4,)),
     ):
         assert torch.equal(out, x)

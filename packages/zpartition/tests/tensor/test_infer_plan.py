@@ -1,4 +1,4 @@
-"""Plans inferred from a run, and fitted to what splits."""
+"""Plans inferred from a run, and verified."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def styles(plan: TensorPlan) -> dict[str, object]:
     return {rule.pattern: rule.style for rule in plan.rules}
 
 
-def test_pairs_of_all_makes_are_found_without_names() -> None:
+def test_pairs_of_many_models_are_found_without_names() -> None:
     assert styles(infer_plan(Language(), TOKENS)) == {
         **{f"blocks.*.attention.{name}_proj": Column(units=3) for name in "qkv"},
         "blocks.*.attention.o_proj": Row(units=3),
@@ -61,7 +61,7 @@ class Normed(Grouped):
 
 
 class Slopes(nn.Module):
-    """Something for each head that no rank has a part of: the heads cannot be split."""
+    """A buffer with one number per head, which is not split: the heads cannot be split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Slopes(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A softmax over what ranks would have apart: it runs, and is wrong."""
+    """A softmax over split features: it runs, and is wrong."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def _all_fitted() -> tuple[dict[str, object], dict[str, object]]:
     return _fitted(), styles(infer_verified_plan(Language(), None, TOKENS, vocabulary=True))
 
 
-def test_what_cannot_be_split_is_whole_between_layers_in_parts() -> None:
+def test_unsplittable_activations_are_whole_between_split_layers() -> None:
     for found, language in run_ranks(_all_fitted, 2):
         assert found == {
             **{f"*.{name}_proj": Column(units=3) for name in "qkv"},

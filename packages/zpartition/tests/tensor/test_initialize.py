@@ -1,4 +1,4 @@
-"""One call to a tensor-parallel model: by a plan, by the model's own, by DeepSpeed's config, or by itself."""
+"""tp_model_init with a plan, the model's tp_plan, DeepSpeed's config, or an inferred plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPECS = {
 
 
 class Planned(Language):
-    """As Hugging Face models are."""
+    """A model like those of Hugging Face."""
 
     tp_plan: ClassVar = {"blocks.*.mlp.down": "rowwise", "blocks.*.mlp.up": "colwise", "blocks.*.mlp.gate": "colwise"}
 
@@ -62,11 +62,11 @@ def _ways() -> list[float]:
         return [abs(float(model(TOKENS)) - expected) for model in made]
 
 
-def test_all_ways_compute_what_the_whole_model_does_and_give_its_state_back() -> None:
+def test_every_kind_of_config_equals_the_whole_model_and_returns_its_state() -> None:
     for differences in run_ranks(_ways, 2):
         assert max(differences) < 1e-12
 
 
-def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
+def test_a_size_that_does_not_divide_the_ranks_raises() -> None:
     with pytest.raises(ValueError, match="parts of 2 ranks do not fill a group of 1"):
         tp_model_init(Language(), 2, config=PLAN)

@@ -1,4 +1,4 @@
-"""One module and one style: what fits."""
+"""The split of one module under one style."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zpartition.tensor.styles import Column, Row, Vocabulary
 
 
 class Conv1D(nn.Module):
-    """As Transformers has it: the weight is (in, out)."""
+    """Conv1D as in Transformers: the weight is (in, out)."""
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Conv1D(nn.Module):
         self.bias = nn.Parameter(torch.randn(nf))
 
 
-def test_a_linear_subclass_is_none_of_ours() -> None:
+def test_a_linear_subclass_is_not_split() -> None:
     assert linear_kind(nn.Linear(2, 2)) is not None
     assert linear_kind(Conv1D(2, 2)) is not None
     assert linear_kind(nn.MultiheadAttention(2, 1).out_proj) is None
@@ -28,7 +28,7 @@ def test_a_linear_subclass_is_none_of_ours() -> None:
         split_layer("out", nn.MultiheadAttention(2, 1).out_proj, Row(units=2), 2, 0)
 
 
-def test_a_transposed_weight_is_cut_in_the_other_dim() -> None:
+def test_a_transposed_weight_is_split_along_the_other_dim() -> None:
     column = split_layer("c", Conv1D(8, 6), Column(units=4), 2, 1)
     assert column.addresses["weight"].boxes == (((0, 6), (4, 8)),)
     assert column.addresses["bias"].boxes == (((4, 8),),)
@@ -39,7 +39,7 @@ def test_a_transposed_weight_is_cut_in_the_other_dim() -> None:
         split_layer("c", Conv1D(9, 6), Column(units=3, blocks=(3, 3, 3)), 2, 0)
 
 
-def test_embeddings_with_options_that_parts_cannot_have_are_refused() -> None:
+def test_embeddings_with_unsupported_options_raise() -> None:
     with pytest.raises(ValueError, match=r"max_norm=1.0, sparse=True"):
         split_layer("e", nn.Embedding(4, 2, max_norm=1.0, sparse=True), Vocabulary(), 2, 0)
     with pytest.raises(ValueError, match="gathered outputs need no blocks"):

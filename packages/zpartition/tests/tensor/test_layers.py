@@ -1,4 +1,4 @@
-"""Layers keep what they were: identity, hooks, type, and the numbers they are asked for."""
+"""Split layers keep identity, hooks, type and size attributes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zpartition.testing.tensor_models import PLAN, Language
 
 
 class Conv1D(nn.Module):
-    """As Transformers has it: the weight is (in, out)."""
+    """Conv1D as in Transformers: the weight is (in, out)."""
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_a_block_sends_two_sums_forward_and_two_backward() -> None:
     assert len(labels) == 2 * 7 + 1  # the head's outputs are gathered
 
 
-def test_models_on_meta_are_cut() -> None:
+def test_models_on_meta_are_split() -> None:
     plan = TensorPlan([Rule("0", Column()), Rule("1", Row())])
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
@@ -86,11 +86,11 @@ def test_models_on_meta_are_cut() -> None:
     assert torch.equal(model(torch.ones(1, 4)), whole(torch.ones(1, 4)))
 
 
-def test_a_layer_stays_itself() -> None:
+def test_a_layer_keeps_its_identity_and_hooks() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     layers, params = list(model), list(model.parameters())
-    heard: list[str] = []
-    model[0].register_forward_hook(lambda *_: heard.append("forward"))
+    calls: list[str] = []
+    model[0].register_forward_hook(lambda *_: calls.append("forward"))
     parallelize(model, TensorPlan([Rule("0", Column()), Rule("1", Row())], Uncovered.KEEP))
     assert [a is b for a, b in zip(model, layers)] == [True, True]
     assert all(a is b for a, b in zip(model.parameters(), params))
@@ -99,4 +99,4 @@ def test_a_layer_stays_itself() -> None:
     assert isinstance(model[0], nn.Linear)
     twin = copy.deepcopy(model)
     assert torch.equal(twin(torch.ones(1, 4)), model(torch.ones(1, 4)))
-    assert heard == ["forward"] * 2
+    assert calls == ["forward"] * 2

@@ -1,4 +1,4 @@
-"""Activations that several layers read come in once, and are not kept."""
+"""Activations that several layers read are copied once, and not kept alive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zpartition.tensor.parallel_region import ParallelRegion
 
 
 def two() -> ParallelRegion:
-    """Of two ranks; nothing is sent in these tests."""
+    """A region of two ranks; these tests send nothing."""
     return ParallelRegion(ModelParallelGroup(None, 2, 0))
 
 
@@ -33,7 +33,7 @@ def test_another_tensor_is_copied_and_nothing_without_gradients() -> None:
         assert parallel_region.enter(x) is x
 
 
-def test_what_came_in_is_not_kept_alive() -> None:
+def test_entered_tensors_are_not_kept_alive() -> None:
     parallel_region, x = two(), torch.ones(3, requires_grad=True) * 1
     seen = weakref.ref(parallel_region.enter(x))
     assert seen() is not None
@@ -43,7 +43,7 @@ def test_what_came_in_is_not_kept_alive() -> None:
     assert copy.deepcopy(parallel_region).seen is None
 
 
-def test_edits_in_place_of_what_was_used_are_noticed_by_autograd() -> None:
+def test_autograd_detects_in_place_edits_of_entered_tensors() -> None:
     parallel_region, x = two(), torch.ones(3, requires_grad=True) * 1
     squares = parallel_region.enter(x).square().sum()
     x += 1

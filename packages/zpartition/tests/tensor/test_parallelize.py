@@ -24,12 +24,12 @@ def tokens(seed: int = 0) -> Tensor:
 
 
 def whole_of(model: torch.nn.Module, name: str, values: Tensor) -> Tensor:
-    """The global tensor of which every rank has the part that lies at the parameter's address."""
+    """Rebuild the global tensor from the ranks' parts and their addresses."""
     address = addresses_of(model)[name]
     parts = list(cut(Shard, name, address, (0, values.numel()), values.reshape(-1).__getitem__))
-    said = zcomm.all_gather_object([[part.box, part.tensor.tolist()] for part in parts])
+    gathered = zcomm.all_gather_object([[part.box, part.tensor.tolist()] for part in parts])
     found = torch.full(address.global_shape, torch.nan, dtype=torch.float64)
-    for box, numbers in (part for rank in said for part in rank):
+    for box, numbers in (part for rank in gathered for part in rank):
         placement = found[tuple(slice(lo, hi) for lo, hi in box)]
         new = torch.tensor(numbers, dtype=torch.float64).view(placement.shape)
         assert placement.isnan().all() or torch.equal(placement, new), f"copies of {name} differ"
@@ -38,7 +38,7 @@ def whole_of(model: torch.nn.Module, name: str, values: Tensor) -> Tensor:
 
 
 def split_and_compare(plan: TensorPlan) -> dict[str, float]:
-    """The largest difference of the loss and of each gradient."""
+    """Return the largest difference of the loss and of each gradient."""
     whole = Language()
     loss = whole(tokens())
     loss.backward()
@@ -65,7 +65,7 @@ def compare_all(plans: list[TensorPlan]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_losses_and_gradients_are_those_of_the_whole_model(world_size: int) -> None:
+def test_losses_and_gradients_equal_the_whole_model(world_size: int) -> None:
     plans = [PLAN] if world_size == 3 else [PLAN, SEQUENCE, GATHERED]
     for found in run_ranks(compare_all, world_size, plans):
         for differences in found:
@@ -73,7 +73,7 @@ def test_losses_and_gradients_are_those_of_the_whole_model(world_size: int) -> N
 
 
 def checkpointed() -> list[float]:
-    """The largest difference of gradients when blocks are computed again in backward, in both ways."""
+    """Return the largest difference of gradients under both variants of activation checkpointing."""
     found = []
     for reentrant in (False, True):
         grads = []
@@ -93,7 +93,7 @@ def test_activation_checkpoints_of_both_kinds_work() -> None:
 
 
 def dtensor_losses() -> list[float]:
-    """torch's own tensor parallelism, with the same plan, on blocks whose heads divide."""
+    """Run torch's tensor parallelism with the same plan, on blocks whose heads divide."""
     mesh = init_device_mesh("cpu", (zcomm.group_size(),))
     model = two_blocks()
     for block in model:
@@ -134,7 +134,7 @@ def both() -> tuple[list[float], list[float]]:
     return our_losses(), dtensor_losses()
 
 
-def test_losses_are_those_of_torchs_dtensor_under_the_same_plan() -> None:
+def test_losses_equal_torch_dtensor_under_the_same_plan() -> None:
     try:
         for ours, theirs in run_ranks(both, 2):
             assert ours == pytest.approx(theirs, abs=1e-13)

@@ -1,4 +1,4 @@
-"""Models that were built inside `Init`: split before they have values, and equal to plain ones that were split."""
+"""Models built inside `Init`: split before they have values, and equal to plain models that were split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = torch.randint(0, 29, (2, 8), generator=torch.Generator().manual_seed(0)
 
 
 class Apart(Language):
-    """The last block is another on each rank, until all take rank 0's."""
+    """The last block differs between ranks, until rank 0's is broadcast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Apart(Language):
 
 
 def _trained(how: str, stage: int) -> tuple[dict[str, Tensor], list[float], float]:
-    """Weights as they were made, losses of two steps, and what is drawn between."""
+    """Return initial weights, losses of two steps, and random numbers drawn between."""
     block: Any = contextlib.nullcontext()
     if how != "plain":
         block = Init(make_buffers=True, shown_on="cpu" if how == "hidden" else "meta")
@@ -68,5 +68,5 @@ def _compared(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_weights_losses_and_what_is_drawn_next_are_those_of_a_plain_build(stage: int) -> None:
+def test_weights_losses_and_next_random_numbers_equal_a_plain_build(stage: int) -> None:
     assert run_ranks(_compared, 4, stage) == [[]] * 4

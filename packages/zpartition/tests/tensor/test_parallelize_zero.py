@@ -28,7 +28,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_alone(replicas: int, accumulation: int) -> tuple[list[float], list[float], float]:
-    """Losses, norms and a fingerprint of the weights, of plain PyTorch on all data."""
+    """Return losses, norms and a fingerprint of the weights of plain PyTorch on all data."""
     model = Language()
     optimizer = make_optimizer(model)
     losses, norms = [], []
@@ -46,7 +46,7 @@ def train_alone(replicas: int, accumulation: int) -> tuple[list[float], list[flo
 
 
 def fingerprint(state: dict[str, Tensor]) -> float:
-    """A sum that weighs every element of every tensor differently."""
+    """Sum all elements of all tensors, each with a different weight."""
     flat = torch.cat([value.reshape(-1) for value in state.values()])
     return float(flat @ torch.linspace(0.5, 1.5, flat.numel(), dtype=flat.dtype))
 
@@ -54,7 +54,7 @@ def fingerprint(state: dict[str, Tensor]) -> float:
 def train(
     plan: TensorPlan, stage: int, accumulation: int, tensor: object, data: object
 ) -> tuple[list[float], list[float], float]:
-    """The same, split over two tensor ranks and the others."""
+    """Return the same, split over two tensor ranks and the data ranks."""
     model = Language()
     optimizer = make_optimizer(model)  # before the split: parameters keep their identity
     parallelize(model, plan, tensor)
@@ -85,7 +85,7 @@ def curves(plan: TensorPlan, accumulation: int) -> list[tuple[list[float], list[
 
 
 @pytest.mark.parametrize(("world_size", "accumulation"), [(2, 2), (4, 1), (4, 2)])
-def test_curves_and_norms_are_those_of_one_process(world_size: int, accumulation: int) -> None:
+def test_losses_and_norms_equal_one_process(world_size: int, accumulation: int) -> None:
     plan = SEQUENCE if (world_size, accumulation) == (4, 1) else PLAN
     losses, norms, mark = train_alone(world_size // 2, accumulation)
     for rank in run_ranks(curves, world_size, plan, accumulation):

@@ -1,4 +1,4 @@
-"""Plans: which rule counts, and what is wrong with one, said before any rank tells another anything."""
+"""Plans: the rule that applies, and errors before any message."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from zpartition.tensor import Column, Replicated, Row, Rule, Scatter, TensorPlan
 from zpartition.testing.tensor_models import PLAN, WIDTH, Blocked, Grouped, Language
 
 
-def test_the_first_rule_that_matches_counts() -> None:
-    cuts = {cut.module: cut for cut in resolve(PLAN, Language(), 2, 0)}
-    assert isinstance(cuts["blocks.1.mlp.down"].style, Row)
-    assert isinstance(cuts["blocks.1.mlp.up"].style, Column)
-    assert "position" not in cuts
+def test_the_first_matching_rule_applies() -> None:
+    splits = {split.module: split for split in resolve(PLAN, Language(), 2, 0)}
+    assert isinstance(splits["blocks.1.mlp.down"].style, Row)
+    assert isinstance(splits["blocks.1.mlp.up"].style, Column)
+    assert "position" not in splits
 
 
 @pytest.mark.parametrize(
@@ -33,23 +33,23 @@ def test_patterns(pattern: str, name: str, matches: bool) -> None:
     assert Rule(pattern, Replicated()).matches(name) == matches
 
 
-def test_heads_are_kept_together_and_uneven_ones_leave_the_first_rank_more() -> None:
-    cuts = {cut.module: cut for cut in resolve(PLAN, Language(), 2, 1)}
-    query, key = cuts["blocks.0.attention.q_proj"], cuts["blocks.0.attention.k_proj"]
+def test_heads_stay_whole_and_uneven_ones_give_the_first_rank_one_more() -> None:
+    splits = {split.module: split for split in resolve(PLAN, Language(), 2, 1)}
+    query, key = splits["blocks.0.attention.q_proj"], splits["blocks.0.attention.k_proj"]
     assert (query.sizes, query.num_units, query.own_units) == ((16, 8), 3, 1)  # groups of two heads of four
     assert key.sizes == (8, 4)
-    assert cuts["blocks.0.attention.o_proj"].addresses["weight"].boxes == (((0, WIDTH), (16, 24)),)
-    assert cuts["blocks.1.attention.qkv"].addresses["weight"].boxes == tuple(
+    assert splits["blocks.0.attention.o_proj"].addresses["weight"].boxes == (((0, WIDTH), (16, 24)),)
+    assert splits["blocks.1.attention.qkv"].addresses["weight"].boxes == tuple(
         ((start + 12, start + 24), (0, WIDTH)) for start in (0, 24, 48)
     )
-    assert cuts["blocks.0.mlp.up"].sizes == (19, 18)
+    assert splits["blocks.0.mlp.up"].sizes == (19, 18)
 
 
 def with_rules(*rules: Rule) -> TensorPlan:
     return TensorPlan([*rules, *PLAN.rules])
 
 
-def test_wrong_plans_say_what_is_wrong_and_what_to_do() -> None:
+def test_wrong_plans_raise_with_a_remedy() -> None:
     model = Language()
     for plan, num_ranks, message in [
         (with_rules(Rule("blocks.*.ffn", Row())), 2, r"'blocks.\*.ffn' .* matches none of the model's \d+ modules"),
@@ -79,13 +79,13 @@ def test_wrong_plans_say_what_is_wrong_and_what_to_do() -> None:
         resolve(TensorPlan([Rule("0.*_proj", Column())]), wide, 2, 0)
 
 
-def test_torchs_own_attention_is_refused_by_name() -> None:
+def test_torch_multihead_attention_raises() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16)
     with pytest.raises(ValueError, match=r"self_attn is torch's MultiheadAttention"):
         resolve(TensorPlan([Rule("self_attn.out_proj", Row())], Uncovered.KEEP), model, 2, 0)
 
 
-def test_layers_may_be_left_whole() -> None:
+def test_layers_may_stay_whole() -> None:
     model = nn.Sequential(Blocked(), nn.Linear(WIDTH, 2))
     plan = TensorPlan([Rule("0.qkv", Column(blocks=(WIDTH,) * 3)), Rule("0.proj", Row())], Uncovered.KEEP)
-    assert [cut.module for cut in resolve(plan, model, 2, 0)] == ["0.qkv", "0.proj"]
+    assert [split.module for split in resolve(plan, model, 2, 0)] == ["0.qkv", "0.proj"]

@@ -1,4 +1,4 @@
-"""Random numbers: equal where activations are whole, different where they are in parts, the same recomputed."""
+"""Random numbers: equal where activations are whole, different where they are split, the same when recomputed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 64
 
 
 class Noisy(nn.Module):
-    """Two columns, dropout between, a row, dropout behind; keeps which elements were left out."""
+    """Two columns, dropout, a row, dropout; records the dropped elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def _masks() -> dict[str, Any]:
     return found
 
 
-def test_ranks_draw_alike_where_activations_are_whole_and_apart_where_they_are_not() -> None:
+def test_random_numbers_are_equal_for_whole_activations_and_differ_for_parts() -> None:
     one, other = run_ranks(_masks, 2)
     for (parts, whole), (other_parts, other_whole) in zip(one["masks"], other["masks"]):
         assert whole == other_whole
@@ -115,7 +115,7 @@ def _tokens() -> tuple[list[Any], float]:
     return [block[1].seen[0] for block in model.blocks], torch.rand(()).item()
 
 
-def test_tokens_that_ranks_have_apart_get_masks_of_their_own() -> None:
+def test_tokens_split_over_ranks_get_different_masks() -> None:
     (one, after), (other, also) = run_ranks(_tokens, 2)
     for (parts, tokens), (other_parts, other_tokens) in zip(one, other):
         assert parts != other_parts
@@ -123,9 +123,9 @@ def test_tokens_that_ranks_have_apart_get_masks_of_their_own() -> None:
     assert after == also
 
 
-def test_alone_nothing_is_drawn() -> None:
+def test_one_rank_draws_nothing() -> None:
     before = torch.get_rng_state()
     random_state = TPRandomState(ModelParallelGroup(None))
     random_state.diverge(torch.ones(1))
     assert torch.equal(torch.get_rng_state(), before)
-    assert random_state.aside == ()
+    assert random_state.saved_states == ()

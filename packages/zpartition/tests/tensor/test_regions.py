@@ -1,4 +1,4 @@
-"""Modules that are changed between split layers do what they did, and their parameters stay what they are."""
+"""Converted modules between split layers compute the same, and keep their parameters."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 import zcomm
 from zcomm.testing import run_ranks
 from zpartition.layout.model_parallel import ModelParallelGroup
+from zpartition.tensor.layers import gather_output, scatter_output, sum_gradients
 from zpartition.tensor.parallel_region import ParallelRegion
-from zpartition.tensor.regions import gather_output, scatter_output, sum_gradients
 
 
 class Odd(nn.Module):
-    """A norm of somebody's own, that returns two things."""
+    """A custom norm that returns two values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ def _grads() -> tuple[list[float], int]:
     return gain.grad.tolist(), len(shared)
 
 
-def test_gradients_are_sums_in_one_message() -> None:
+def test_gradients_are_summed_in_one_message() -> None:
     for grads, num_messages in run_ranks(_grads, 2):
         assert grads == [3 * (0 + 3 + 6 + 9), 3 * (1 + 4 + 7 + 10), 3 * (2 + 5 + 8 + 11)]
         assert num_messages == 1
 
 
-def test_alone_a_norm_is_what_it_was() -> None:
+def test_one_rank_leaves_a_norm_unchanged() -> None:
     norm = nn.LayerNorm(3)
     sum_gradients(norm, ParallelRegion(ModelParallelGroup.of(None)), gathers=False)
     assert isinstance(norm, nn.LayerNorm)

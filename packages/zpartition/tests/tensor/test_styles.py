@@ -1,4 +1,4 @@
-"""Cuts: every element once, no unit taken apart."""
+"""Splits cover every element once and keep units whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zpartition.tensor.styles import split_along, unit_ranges
 
 
 @pytest.mark.parametrize(("units", "ranks"), list(itertools.product([1, 2, 3, 7, 12], [1, 2, 3, 5])))
-def test_shares_cover_all_units_in_order_and_differ_by_one_at_most(units: int, ranks: int) -> None:
+def test_unit_ranges_cover_all_units_and_differ_by_at_most_one(units: int, ranks: int) -> None:
     found = unit_ranges(units, ranks)
     assert [lo for lo, _ in found] == [0, *(hi for _, hi in found)][:-1]
     assert found[-1][1] == units
@@ -23,7 +23,7 @@ def test_shares_cover_all_units_in_order_and_differ_by_one_at_most(units: int, r
 
 @pytest.mark.parametrize(("dim", "blocks"), [(0, ()), (1, ()), (0, (12, 6, 6))])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_parts_of_all_ranks_make_the_tensor(dim: int, blocks: tuple[int, ...], ranks: int) -> None:
+def test_parts_of_all_ranks_cover_the_tensor(dim: int, blocks: tuple[int, ...], ranks: int) -> None:
     shape = (24, 6)
     seen = torch.zeros(shape)
     for share in unit_ranges(6, ranks):
@@ -34,5 +34,5 @@ def test_parts_of_all_ranks_make_the_tensor(dim: int, blocks: tuple[int, ...], r
     assert bool((seen == 1).all())
 
 
-def test_blocks_that_touch_are_one_box() -> None:
+def test_adjacent_blocks_are_one_box() -> None:
     assert split_along((24, 6), 0, 6, (0, 6), (12, 6, 6)) == Address((24, 6), (((0, 24), (0, 6)),))

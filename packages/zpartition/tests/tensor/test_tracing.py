@@ -30,7 +30,7 @@ def test_heads_and_blocks_are_read_from_views() -> None:
 
 
 class Stacked(Blocked):
-    """Outputs viewed as (3, heads, size) in one go, as in vision transformers."""
+    """Outputs viewed as (3, heads, size) at once, as in vision transformers."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, self.n_head, -1).permute(2, 0, 3, 1, 4).unbind(0)
@@ -38,13 +38,13 @@ class Stacked(Blocked):
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
-def test_blocks_that_are_stacked_are_blocks_too_and_meta_is_enough() -> None:
+def test_stacked_blocks_are_traced_on_the_meta_device() -> None:
     flow = trace(Stacked().to("meta"), (torch.zeros(1, 2, 24, device="meta"),))
     assert (flow.blocks, flow.heads) == ({"qkv": (24, 24, 24)}, {"qkv": {4}})
     assert flow.sources["proj"] == {"qkv"}
 
 
-def test_no_hook_stays() -> None:
+def test_all_hooks_are_removed() -> None:
     model = Block(Blocked())
     trace(model, (torch.zeros(1, 2, 24),))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -1,4 +1,4 @@
-"""Wrong plans are found by running them."""
+"""Wrong plans are detected by running them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _messages() -> list[str]:
     return found
 
 
-def test_plans_that_run_wrong_or_not_at_all_are_told_on_all_ranks() -> None:
+def test_plans_that_fail_or_give_wrong_values_raise_on_all_ranks() -> None:
     first, second = run_ranks(_messages, 2)
     assert first == second
     assert "does not fit Block: output 0 differs by" in first[0]

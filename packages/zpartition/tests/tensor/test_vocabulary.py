@@ -1,4 +1,4 @@
-"""A vocabulary in parts: lookups and losses are those of torch."""
+"""A split vocabulary: lookups and losses equal torch's."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def gradients(model: nn.ModuleDict) -> list[Tensor]:
 
 
 class Scaled(nn.Embedding):
-    """Gemma's."""
+    """Gemma's scaled embedding."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return super().forward(input_ids) * 3.0
 
 
 class Alone(nn.Embedding):
-    """Looks rows up by itself."""
+    """An embedding with its own lookup."""
 
     def forward(self, input: Tensor) -> Tensor:
         return nn.functional.embedding(input, self.weight)
@@ -66,13 +66,13 @@ def _scaled() -> float:
     return float((found - expected).abs().max().detach() + (model[0].weight.grad - gradient[rows]).abs().max())
 
 
-def test_an_embedding_that_scales_what_torchs_returns_still_does() -> None:
+def test_an_embedding_that_scales_its_output_still_does() -> None:
     assert max(run_ranks(_scaled, 2)) < 1e-13
 
 
-def test_an_embedding_with_a_look_up_of_its_own_is_refused() -> None:
-    told = "0 is a Alone, but Vocabulary.. splits only torch's Embedding and subclasses that call its forward"
-    with pytest.raises(ValueError, match=told):
+def test_an_embedding_with_its_own_lookup_raises() -> None:
+    message = "0 is a Alone, but Vocabulary.. splits only torch's Embedding and subclasses that call its forward"
+    with pytest.raises(ValueError, match=message):
         resolve(TensorPlan([Rule("*", Vocabulary())]), nn.Sequential(Alone(7, 4)), 2, 0)
 
 
@@ -103,6 +103,6 @@ def _compare() -> list[float]:
     return found
 
 
-def test_losses_and_gradients_are_torchs() -> None:
+def test_losses_and_gradients_equal_torch() -> None:
     for found in run_ranks(_compare, 2):
         assert max(found) < 1, found

@@ -3,15 +3,15 @@
 torch.utils.checkpoint does the recomputation.  This package adds where the inputs are saved (a part on each tensor
 rank, on the host, in one preallocated buffer), and the state of several random number streams:
 
-    checkpoint = Checkpointing(saved_inputs=SavedInputs(cell=Cell.of(tensor_group), store=HostStore()))
+    mp_group = ModelParallelGroup.of(tensor_group)
+    checkpoint = Checkpointing(saved_inputs=SavedInputs(mp_group, store=HostStore()))
     x = checkpoint(block, x)
 """
 
 from __future__ import annotations
 
 from zpartition._renamed import renamed
-from zpartition.activations.blocks import CheckpointedBlocks
-from zpartition.activations.checkpointing import NO_STREAMS, Checkpointing, Streams, Variant
+from zpartition.activations.checkpointing import NO_STREAMS, CheckpointedBlocks, Checkpointing, Streams, Variant
 from zpartition.activations.saved_inputs import UNPARTITIONED, SavedInputs, saved_numel
 from zpartition.activations.stores import ArenaStore, DeviceStore, HostStore, Store
 from zpartition.activations.streams import MODEL_PARALLEL, RandomStreams

@@ -9,8 +9,8 @@ tensor ranks do so in the same order.  Elements are split in memory order and co
 the same kernels give the same bits.
 
 Only activations are partitioned: arguments of the block that require gradients.  Masks and positions, which all
-    blocks share, are kept as they are, one tensor, and so are weights.  Other tensors go to the enclosing hooks
-    (torch itself applies only the innermost ones).
+blocks share, stay one tensor each, and so do weights.  Other tensors go to the enclosing hooks (torch itself applies
+only the innermost ones).
 
 [Note: the same activations]  Where layers split their activations by tokens (`sequence_dim`), ranks hold different
 activations, and parts of different tensors would be joined.  In the first calls the ranks compare a digest of the
@@ -52,12 +52,12 @@ def saved_numel(numel: int, size: int) -> int:
 class SavedInputs:
     """Policy for the inputs of checkpointed blocks.  Without arguments, the identity.
 
-    cell: the ranks that hold the same activations; each saves a part.
+    mp_group: the ranks that hold the same activations; each saves a part.
     """
 
     mp_group: ModelParallelGroup = ALONE
     store: Store = attrs.field(factory=DeviceStore)
-    checks_left: int = _NUM_CHECKS  # comparisons still to come; the same on all ranks of the cell
+    checks_left: int = _NUM_CHECKS  # comparisons still to come; the same on all ranks
 
     @property
     def is_identity(self) -> bool:
@@ -90,10 +90,10 @@ class SavedInputs:
         return SavedInput(self.store.put(flat), tuple(order), ordered.shape, digest)
 
     def unpack(self, kept: SavedInput) -> Tensor:
-        """Rebuild the tensor with its shape and strides.  Collective of the cell.
+        """Rebuild the tensor with its shape and strides.  Collective of the group.
 
         Raises:
-            ValueError: the ranks of the cell had different tensors.
+            ValueError: the ranks of the group had different tensors.
         """
         part, numel = kept.restore(), kept.shape.numel()
         if self.mp_group.size > 1:
@@ -113,9 +113,8 @@ class SavedInputs:
             raise ValueError(
                 f"checkpointed activations of shape {shape} (in memory order) differ between the "
                 f"{self.mp_group.size} tensor ranks, so they cannot be partitioned: the layers split activations by "
-                "tokens (sequence_dim), "
-                "or dropout before the block drew different random numbers on each rank. Set partition_activations: "
-                "false."
+                "tokens (sequence_dim), or dropout before the block drew different random numbers on each rank. Set "
+                "partition_activations: false."
             )
 
 

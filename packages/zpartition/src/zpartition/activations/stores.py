@@ -16,7 +16,7 @@ __all__ = ["ArenaStore", "DeviceStore", "HostStore", "Store"]
 
 log = logging.getLogger("zpartition")
 
-Restore = Callable[[], Tensor]  # gives back what was put, on its device; may be called again
+Restore = Callable[[], Tensor]  # returns the stored tensor on its device; may be called again
 
 
 class Store(Protocol):
@@ -53,7 +53,7 @@ class HostStore:
 class ArenaStore:
     """One preallocated buffer for a number of tensors of one size, allocated on first use.
 
-    It avoids the fragmentation of device memory by tensors of many sizes that come and go in turn.
+    It avoids fragmentation of device memory by many tensors of different sizes.
 
     Invariant: a slot is in `free`, or held by the result of one `put`.
     """

@@ -2,9 +2,8 @@
 
 Each kept choice (token, slot) becomes a row.  Rows are sorted by expert, so a rank's rows are one slice, with a run
 of rows for each of its experts.  `zcomm.all_to_all_ragged_rows` sends runs of uneven length: nothing is padded to a
-capacity,
-dropped tokens are not sent, and rows arrive sorted by expert whichever rank sent them.  The ranks first exchange
-counts (ranks x experts numbers), after which every rank knows all sizes, for forward and backward.
+capacity, dropped tokens are not sent, and rows arrive sorted by expert whichever rank sent them.  The ranks first
+exchange counts (ranks x experts numbers), after which every rank knows all sizes, for forward and backward.
 
 Backward sends gradients the opposite way.  Rows and gradients of a token are added in the order of its choices,
 without atomics, so the result is deterministic.
@@ -33,7 +32,7 @@ Runs = tuple[tuple[tuple[int, ...], ...], ...]  # [from][to][expert of that rank
 @final
 @attrs.frozen(eq=False)
 class TokenDispatch:
-    """Routes of rows; planned once for a forward pass, on all ranks of `expert_group` together."""
+    """Routes of rows, planned once for a forward pass by all ranks of `expert_group`."""
 
     expert_group: ModelParallelGroup  # the ranks that hold the experts
     rows: Tensor  # (rows,) int64: the choice, token * k + slot, that each row is, sorted by expert
@@ -78,9 +77,7 @@ class TokenDispatch:
         return rows if self.expert_group.size == 1 else _apply(_DispatchRows, rows, self._runs(), self.expert_group)
 
     def combine(self, y: Tensor, weights: Tensor) -> Tensor:
-        """Return rows of this rank's experts, as `send` gave them -> (tokens, width): sums weighted by `weights`,
-        (tokens, k).
-        """
+        """Combine outputs for the rows of `send` into (tokens, width): sums weighted by `weights`, (tokens, k)."""
         y = y if self.expert_group.size == 1 else _apply(_ReturnRows, y, self._runs(), self.expert_group)
         return _apply(_WeightedSum, y, weights.to(y.dtype), self.rows)
 

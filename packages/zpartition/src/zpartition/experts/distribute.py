@@ -53,9 +53,9 @@ def distribute(
 ) -> tuple[str, ...]:
     """Shard the experts of `model` over the ranks of `group`, in place; returns the paths of the expert stacks.
 
-    Every rank of the group calls it with a whole model; the experts of rank 0 are used.  Parameters keep their names
-    and identities.  `zpartition.shard` over a group in which `group` is a run of consecutive ranks then reduces
-    gradients of experts over the ranks that hold the same ones.  Collective.
+    Every rank of the group calls it with a whole model, and the experts of rank 0 are broadcast.  Parameters keep
+    their names and identities.  `zpartition.shard` over a group in which `group` is a run of consecutive ranks then
+    reduces gradients of experts over the ranks that hold the same ones.  Collective.
 
     tensor: ranks with the same data, over which layers with `enable_expert_tensor_parallelism` split each expert;
         None: no such ranks (for all ranks pass torch.distributed.group.WORLD).
@@ -74,7 +74,7 @@ def distribute(
     expert_group = ModelParallelGroup.of(zcomm.duplicate_group(group)) if size > 1 else ALONE
     if mp_group.size > 1:
         for recorded in recordings_of(model):
-            share_seeds(recorded, tensor)  # over the others `shard` does it
+            share_seeds(recorded, tensor)  # `shard` does it over the others
     for path, stack in stacks.items():
         _broadcast_experts(path, stack, group)
         if mp_group.size > 1:
@@ -110,7 +110,7 @@ def divisible_experts(model: nn.Module, size: int, pattern: str = "") -> dict[st
 
 
 def _check_shardable(stacks: Mapping[str, Stack], size: int, mp_groups: Mapping[str, ModelParallelGroup]) -> None:
-    """Raise ValueError, with the path, if experts are sharded already or cannot be split over their cell."""
+    """Raise ValueError, with the path, if experts are sharded already or cannot be split over their tensor ranks."""
     for path, stack in stacks.items():
         if isinstance(stack, Experts):
             try:
@@ -136,15 +136,15 @@ def active_fractions(model: nn.Module) -> Mapping[int, float]:
 
     It counts for FLOPs, while memory holds all parameters.  1.0 if k is unknown.
     """
-    shares: dict[int, float] = {}
+    fractions: dict[int, float] = {}
     for path, stack in model.named_modules():
         if not (isinstance(stack, Experts) or is_hf_experts(stack) or is_sharded_hf_experts(stack)):
             continue
         parent = model.get_submodule(path.rpartition(".")[0])
         k = parent.gate.rule.k if isinstance(parent, MoE) else _num_active(parent, stack)
         number = num_experts_of(stack)
-        shares.update({id(param): min(1.0, k / number) if k else 1.0 for param in stack.parameters()})
-    return shares
+        fractions.update({id(param): min(1.0, k / number) if k else 1.0 for param in stack.parameters()})
+    return fractions
 
 
 def _num_active(parent: nn.Module, stack: nn.Module) -> int:

@@ -6,7 +6,7 @@ here: an expert's *capacity*, which tokens are dropped beyond it, when weights a
 Randomness is passed as tensors (`noise`, `priority`); without them a gate is deterministic.
 
 The result is a `Routing`: k experts and weights for each token.  No tensor of shape (tokens, experts, capacity) is
-    created; a dropped choice has weight 0 and `kept` False.
+created; a dropped choice has weight 0 and `kept` False.
 
 Rejected: thresholds over the whole batch (expert choice), which look at later tokens to route earlier ones.
 """
@@ -58,9 +58,9 @@ def top1(
     """
     gates = logits.softmax(dim=1)
     chosen = (gates if noise is None else logits + noise).argmax(dim=1, keepdim=True)
-    wanted = _counted_choices(chosen, used)
-    counts, share = _counts(chosen, wanted, logits)
-    aux_loss = _imbalance(gates, share)
+    wanted = _mask_choices(chosen, used)
+    counts, fraction = _count_choices(chosen, wanted, logits)
+    aux_loss = _balance_loss(gates, fraction)
     kept = _within_capacity(
         chosen, wanted, capacity, None if priority is None else priority[:, None], logits.shape[1]
     )
@@ -80,12 +80,12 @@ def top2(
     first = gates.argmax(dim=1, keepdim=True)
     rest = (logits if noise is None else logits + noise).scatter(1, first, -torch.inf)
     chosen = torch.cat([first, rest.argmax(dim=1, keepdim=True)], dim=1)
-    wanted = _counted_choices(chosen, used)
-    counts, _ = _counts(chosen, wanted, logits)
-    _, share = _counts(first, wanted[:, :1], logits)
-    aux_loss = _imbalance(gates, share)
+    wanted = _mask_choices(chosen, used)
+    counts, _ = _count_choices(chosen, wanted, logits)
+    _, fraction = _count_choices(first, wanted[:, :1], logits)
+    aux_loss = _balance_loss(gates, fraction)
     kept = _within_capacity(chosen, wanted, capacity, None, logits.shape[1])
-    return Routing(chosen, _normalized(gates.gather(1, chosen) * kept), kept, aux_loss, counts)
+    return Routing(chosen, _normalize(gates.gather(1, chosen) * kept), kept, aux_loss, counts)
 
 
 def topk(
@@ -97,8 +97,9 @@ def topk(
     bias: Tensor | None = None,
     by_position: bool = False,
 ) -> Routing:
-    """Choose k experts for each token, with weights normalized over those within capacity (k=1: its probability, as
-    in `top1`).
+    """Choose k experts for each token, with weights normalized over those within capacity.
+
+    With k=1 the weight is the probability, as in `top1`.
 
     bias: (experts,) float32, added to the probabilities for the choice only (Wang et al. 2024, "auxiliary-loss-free
         load balancing").
@@ -107,13 +108,13 @@ def topk(
     """
     gates = logits.softmax(dim=1)
     chosen = (logits if bias is None else gates.detach() + bias).topk(k, dim=1).indices
-    wanted = _counted_choices(chosen, used)
-    counts, share = _counts(chosen, wanted, logits)
-    aux_loss = _imbalance(gates, share) / k
+    wanted = _mask_choices(chosen, used)
+    counts, fraction = _count_choices(chosen, wanted, logits)
+    aux_loss = _balance_loss(gates, fraction) / k
     priority = None if by_position else logits.detach().gather(1, chosen)
     kept = _within_capacity(chosen, wanted, capacity, priority, logits.shape[1])
     weights = gates.gather(1, chosen) * kept
-    return Routing(chosen, weights if k == 1 else _normalized(weights), kept, aux_loss, counts)
+    return Routing(chosen, weights if k == 1 else _normalize(weights), kept, aux_loss, counts)
 
 
 def update_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
@@ -125,23 +126,23 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     return bias + rate * torch.sign(load.mean() - load)
 
 
-def _counted_choices(chosen: Tensor, used: Tensor | None) -> Tensor:
+def _mask_choices(chosen: Tensor, used: Tensor | None) -> Tensor:
     """(tokens, k) bool: choices of tokens that are not padding."""
     every = torch.ones_like(chosen, dtype=torch.bool)
     return every if used is None else every & used.to(torch.bool).view(-1, 1)
 
 
-def _counts(chosen: Tensor, wanted: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _count_choices(chosen: Tensor, wanted: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """(experts,) choices of each expert, and the same as fractions of the tokens."""
     counts = torch.zeros(logits.shape[1], dtype=torch.int64, device=logits.device)
     counts.scatter_add_(0, chosen.reshape(-1), wanted.reshape(-1).to(torch.int64))
     return counts, counts.to(logits.dtype) / max(1, logits.shape[0])
 
 
-def _imbalance(gates: Tensor, share: Tensor) -> Tensor:
+def _balance_loss(gates: Tensor, fraction: Tensor) -> Tensor:
     """(): auxiliary loss of both papers, 1 if tokens are spread evenly; 0 without tokens."""
     mean = gates.sum(dim=0) / max(1, gates.shape[0])
-    return (mean * share).sum() * gates.shape[1]
+    return (mean * fraction).sum() * gates.shape[1]
 
 
 def _within_capacity(
@@ -166,7 +167,7 @@ def _within_capacity(
     return wanted & inside.view(chosen.shape[1], -1).t()
 
 
-def _normalized(weights: Tensor) -> Tensor:
+def _normalize(weights: Tensor) -> Tensor:
     return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
 
 

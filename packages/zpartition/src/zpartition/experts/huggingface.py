@@ -27,7 +27,7 @@ from zpartition.tensors.whole import part_of
 
 __all__ = ["num_experts_of", "shard_hf_experts"]
 
-_made: dict[type[nn.Module], type[nn.Module]] = {}
+_made_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def num_experts_of(stack: nn.Module) -> int:
@@ -54,25 +54,25 @@ def shard_hf_experts(module: nn.Module, expert_group: ModelParallelGroup) -> Non
             param.data = part_of(param.data, found[name])
             mark_experts(param)
     kind = type(module)
-    if kind not in _made:
-        _made[kind] = type(f"ExpertParallel{kind.__name__}", (_ShardedHFExperts, kind), {})
-    module.__class__ = _made[kind]
+    if kind not in _made_classes:
+        _made_classes[kind] = type(f"ExpertParallel{kind.__name__}", (_ShardedHFExperts, kind), {})
+    module.__class__ = _made_classes[kind]
     numbers.num_global_experts, numbers.num_experts = numbers.num_experts, share
-    numbers.expert_group, numbers.dealt_addresses, numbers.choice = expert_group, found, choice_of(kind)
+    numbers.expert_group, numbers.expert_addresses, numbers.choice = expert_group, found, choice_of(kind)
 
 
 class _ShardedHFExperts(ShardedHFExperts):
-    """Make a stack `ExpertShardedModule`, and dispatch tokens around its own forward."""
+    """Makes a stack an `ExpertShardedModule`, and dispatches tokens around its original forward."""
 
     expert_group: ModelParallelGroup
     num_global_experts: int
-    dealt_addresses: Mapping[str, Address]
+    expert_addresses: Mapping[str, Address]
     choice: tuple[str, ...]  # the model's names for chosen experts and their weights
     mp_group = ALONE
 
     def addresses(self) -> Mapping[str, Address]:
         """Addresses of its parameters."""
-        return self.dealt_addresses
+        return self.expert_addresses
 
     def forward(self, hidden_states: Tensor, *choice: Tensor, **named: Tensor) -> Tensor:
         """Compute as the original module: (tokens, hidden), (tokens, k), (tokens, k) -> (tokens, hidden)."""
@@ -80,10 +80,10 @@ class _ShardedHFExperts(ShardedHFExperts):
         kept = (index >= 0) & (index < self.num_global_experts)
         dispatch = TokenDispatch.plan(index.long(), kept, self.num_global_experts, self.expert_group)
         rows = dispatch.send(hidden_states)
-        y = self._computed(rows, dispatch.counts) if rows.shape[0] else connect_to_graph(rows, self.parameters())
+        y = self._compute_rows(rows, dispatch.counts) if rows.shape[0] else connect_to_graph(rows, self.parameters())
         return dispatch.combine(y, torch.where(kept, weights, 0.0)).to(hidden_states.dtype)
 
-    def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
+    def _compute_rows(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Call the original forward with one choice of weight 1 for each row."""
         numbers = torch.repeat_interleave(torch.tensor(counts)).to(rows.device)
         weights = rows.new_ones(rows.shape[0], 1)

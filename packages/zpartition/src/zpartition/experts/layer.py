@@ -47,7 +47,7 @@ class MoE(nn.Module):
         enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
-        """Take the arguments of DeepSpeed's layer.
+        """Accept the arguments of DeepSpeed's layer.
 
         expert: one expert, (tokens, hidden) -> (tokens, hidden); see Experts for initialization.
         ep_size: ranks to shard the experts over.

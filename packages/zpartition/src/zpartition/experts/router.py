@@ -51,7 +51,7 @@ class RoutingRule:
 
 @final
 class Router(nn.Module):
-    """(tokens, hidden) -> Routing.  Computes in float32 whatever the model's dtype is.
+    """(tokens, hidden) -> Routing.  Computes in float32 for any dtype of the model.
 
     With a `balance_rate`, token counts accumulate in `load` until `balance` moves `bias`.
     """
@@ -102,17 +102,17 @@ class Router(nn.Module):
                 self.load += routing.counts
             return routing
         if rule.k == 1:
-            noise = _gumbel(logits) if rule.noise == "RSample" and self.training else None
-            random_state = rule.priority == "random" and rule.drops
-            priority = torch.rand(logits.shape[0], device=logits.device) if random_state else None
+            noise = _sample_gumbel(logits) if rule.noise == "RSample" and self.training else None
+            drops_randomly = rule.priority == "random" and rule.drops
+            priority = torch.rand(logits.shape[0], device=logits.device) if drops_randomly else None
             return top1(logits, capacity=capacity, noise=noise, priority=priority, used=used)
         if rule.k == 2:
-            noise = _gumbel(logits) if rule.second == "sampled" and self.training else None
+            noise = _sample_gumbel(logits) if rule.second == "sampled" and self.training else None
             return top2(logits, capacity=capacity, noise=noise, used=used)
         return topk(logits, rule.k, capacity=capacity, used=used)
 
 
-def _gumbel(like: Tensor) -> Tensor:
+def _sample_gumbel(like: Tensor) -> Tensor:
     """Samples of Gumbel(0, 1)."""
     return -torch.empty_like(like).exponential_().log()
 

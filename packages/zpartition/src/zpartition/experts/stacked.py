@@ -4,8 +4,8 @@ Problem.  Ranks hold different experts, but a partition, an optimizer and a chec
 parameter.  One module for each expert has other names on other ranks, and as many small parameters as experts.
 
 Design.  A parameter `w` of the expert becomes one parameter `stacked.w` with the experts in front; this rank's slice
-is an Address like that of any split tensor (address.py), so names are equal on all ranks and a checkpoint of any
-number of expert ranks fits any other.  An `ExpertMLP` is computed by grouped products on the stacks.  Any other
+is an Address like that of any split tensor (layout/address.py), so names are equal on all ranks and a checkpoint of
+any number of expert ranks fits any other.  An `ExpertMLP` is computed by grouped products on the stacks.  Any other
 module is called once for each expert that has tokens, with its slices as parameters.
 
 Expert g is initialized with random numbers that depend on g alone, so a model is the same however it is sharded: each
@@ -31,8 +31,7 @@ from torch.nn import Parameter
 
 from zpartition.deferred.init import active_recording
 from zpartition.deferred.recording import is_meta
-from zpartition.experts.grouped import add_rows_bias, runs
-from zpartition.experts.mlp import ExpertMLP
+from zpartition.experts.mlp import ExpertMLP, add_rows_bias, runs
 from zpartition.layout.address import Address
 from zpartition.layout.model_parallel import ALONE, ModelParallelGroup
 from zpartition.tensor.parallel_region import ParallelRegion
@@ -47,7 +46,7 @@ class ExpertParameter(Parameter):
 
 
 def mark_experts(param: Parameter) -> None:
-    """Make `param` an ExpertParameter in place; a class of its own (a quantized parameter's) stays.
+    """Make `param` an ExpertParameter in place; other subclasses (such as quantized parameters) keep their class.
 
     A class that only adds names to a parameter (zengine.deepspeed's marks) declares its base as `stands_for`.
     """
@@ -58,16 +57,18 @@ def mark_experts(param: Parameter) -> None:
 
 @final
 class Experts(nn.Module):
-    """`num_experts` copies of `expert`, of which this rank holds those that `expert_group` gives it:
-    `ExpertShardedModule`
-    (model_parallel.py).
+    """`num_experts` copies of `expert`, of which this rank of `expert_group` holds a slice.
+
+    An `ExpertShardedModule` (layout/model_parallel.py).
     """
 
     def __init__(
         self, expert: nn.Module | Callable[[], nn.Module], num_experts: int, expert_group: ModelParallelGroup = ALONE
     ) -> None:
-        """expert: a module, whose weights are those of expert 0; the others are copies, reinitialized by their own
-            `reset_parameters`.  Or a callable that makes one, called for each expert under a seed of its own.
+        """Build this rank's stacks.
+
+        expert: a module, whose weights are those of expert 0; the others are copies, reinitialized by their own
+            `reset_parameters`.  Or a callable that builds one, called for each expert under its own seed.
 
         Draws one number from torch's generator, for any number of local experts.  Raises ValueError for an expert
         with persistent buffers, for experts of different shapes, or if the experts do not divide.
@@ -80,9 +81,9 @@ class Experts(nn.Module):
         seed = draw_seed()
         first = _build_expert(expert, self.own.start, seed)
         _check_no_buffers(first)
-        self._template = (_on_meta(first),)  # in a tuple: no child of this module
+        self._template = (_copy_to_meta(first),)  # in a tuple: no child of this module
         others = (_build_expert(expert, index, seed) for index in self.own[1:])
-        self.stacked = _stacked(first, others, len(self.own))
+        self.stacked = _stack_parameters(first, others, len(self.own))
         self._set_addresses({})
 
     @property
@@ -181,7 +182,7 @@ class Experts(nn.Module):
             shape = (self.num_experts, *param.shape[1:])
             address = Address(shape, (((mine[0], mine[1]), *((0, size) for size in shape[1:])),))
             if name in dims:
-                address = _split_further(address, dims[name] + 1, self.mp_group)
+                address = _split_box(address, dims[name] + 1, self.mp_group)
             elif self.mp_group.size > 1:
                 address = Address(shape, address.boxes, self.mp_group.size, self.mp_group.rank)
             self._addresses[f"stacked.{name}"] = address
@@ -201,7 +202,7 @@ def check_divisible(num_experts: int, num_ranks: int) -> None:
         )
 
 
-def _split_further(address: Address, dim: int, mp_group: ModelParallelGroup) -> Address:
+def _split_box(address: Address, dim: int, mp_group: ModelParallelGroup) -> Address:
     """Return the part of the one box of `address` that this rank of `mp_group` holds along `dim`."""
     size = address.global_shape[dim]
     share = size // mp_group.size
@@ -222,7 +223,7 @@ def connect_to_graph(rows: Tensor, weights: Iterable[Tensor]) -> Tensor:
 
 
 def _build_expert(expert: nn.Module | Callable[[], nn.Module], index: int, seed: Tensor) -> nn.Module:
-    """Build expert `index`, in memory of its own except the first."""
+    """Build expert `index`; expert 0 may be `expert` itself, the others are copies."""
     with seed_scope(seed, index):
         if not isinstance(expert, nn.Module):
             return expert()
@@ -243,13 +244,13 @@ def _check_no_buffers(expert: nn.Module) -> None:
         )
 
 
-def _on_meta(expert: nn.Module) -> nn.Module:
+def _copy_to_meta(expert: nn.Module) -> nn.Module:
     """Copy the module to the meta device, to be called with the parameters of others."""
     empty = copy.deepcopy(expert)
     return empty.to("meta")
 
 
-def _stacked(first: nn.Module, others: Iterable[nn.Module], num_experts: int) -> nn.Module:
+def _stack_parameters(first: nn.Module, others: Iterable[nn.Module], num_experts: int) -> nn.Module:
     """Build a tree of plain modules with the stacked parameters of all experts, under their names in one expert.
 
     The modules are plain, so that code that looks for linear layers does not find a stack.  Only one expert is held
@@ -259,10 +260,10 @@ def _stacked(first: nn.Module, others: Iterable[nn.Module], num_experts: int) ->
     tensors: Iterator[tuple[str, Tensor]] = first.named_parameters()
     for name, param in tensors:
         values = torch.empty((num_experts, *param.shape), dtype=param.dtype, device=param.device)
-        parent, leaf = _parent(root, name)
+        parent, leaf = _get_parent(root, name)
         parent.register_parameter(leaf, ExpertParameter(values, requires_grad=param.requires_grad))
     for name, buffer in first.named_buffers():
-        parent, leaf = _parent(root, name)
+        parent, leaf = _get_parent(root, name)
         parent.register_buffer(leaf, buffer, persistent=False)
     with torch.no_grad():
         for index, module in enumerate(itertools.chain([first], others)):
@@ -281,7 +282,7 @@ def _check_alike(first: nn.Module, other: nn.Module) -> None:
         )
 
 
-def _parent(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _get_parent(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     *path, leaf = name.split(".")
     for part in path:
         if part not in dict(root.named_children()):
@@ -293,7 +294,7 @@ def _parent(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 def draw_seed() -> Tensor:
     """Draw a number from torch's generator, also while modules are built on the meta device: () int64.
 
-    It has no value yet while a tape is recorded.
+    It has no value yet inside `Init`.
     """
     return torch.randint(2**31, (), device="cpu")
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from zpartition._renamed import renamed
 from zpartition.pipeline.abort import AbortGuard, StageFailed
-from zpartition.pipeline.actions import Action, ActionKind
 from zpartition.pipeline.layers import LayerSpec, TiedLayerSpec
 from zpartition.pipeline.module import PipelineError, PipelineModule, PipelinePosition
 from zpartition.pipeline.partition_layers import LayerPartitionError, layer_weights, partition_balanced
-from zpartition.pipeline.recorder import Recorder, comparison_svg, simulate_measured
 from zpartition.pipeline.runner import Passes, PipelineRunner
-from zpartition.pipeline.schedule import Schedule, ScheduleError
-from zpartition.pipeline.schedules import gpipe, interleaved, make_schedule, one_f_one_b, zero_bubble
-from zpartition.pipeline.timeline import Bar, Timeline, simulate
+from zpartition.pipeline.schedule import (
+    Action,
+    ActionKind,
+    Schedule,
+    ScheduleError,
+    gpipe,
+    interleaved,
+    make_schedule,
+    one_f_one_b,
+    zero_bubble,
+)
+from zpartition.pipeline.timeline import Bar, Recorder, Timeline, comparison_svg, simulate, simulate_measured
 
 __all__ = [
     "AbortGuard",

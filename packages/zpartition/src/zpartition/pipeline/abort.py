@@ -23,8 +23,8 @@ import attrs
 import torch.distributed as dist
 
 import zcomm
-from zpartition.pipeline.actions import Action, ActionKind
 from zpartition.pipeline.module import PipelineError, PipelineModule
+from zpartition.pipeline.schedule import Action, ActionKind
 
 __all__ = ["AbortGuard", "StageFailed"]
 
@@ -47,7 +47,7 @@ class AbortGuard:
     """The current action of this rank, and whether a batch has failed."""
 
     module: PipelineModule
-    doing: Action | str = ""  # in the present batch
+    current: Action | str = ""  # in the present batch
     failure: str = ""  # why an earlier batch failed; "" if none did
 
     @contextmanager
@@ -65,7 +65,7 @@ class AbortGuard:
                 "an earlier batch of this pipeline failed, and its messages may still be in flight: restart the "
                 f"ranks and load the last checkpoint. The failure was: {self.failure}"
             )
-        self.doing = call
+        self.current = call
         try:
             yield
         except BaseException as error:
@@ -77,7 +77,7 @@ class AbortGuard:
                 zcomm.abort(self.failure)
                 self.failure = zcomm.failure() or self.failure  # others may have been faster
             elif isinstance(error, Exception):
-                raise StageFailed(self._left_behind(others)) from error
+                raise StageFailed(self._describe_left_behind(others)) from error
             raise
 
     def start_action(self, action: Action) -> None:
@@ -86,17 +86,17 @@ class AbortGuard:
         Raises:
             StageFailed: the world has failed, which waits on a GPU do not report.
         """
-        self.doing = action
+        self.current = action
         if others := zcomm.failure():
             self.failure = others
-            raise StageFailed(self._left_behind(others))
+            raise StageFailed(self._describe_left_behind(others))
 
     def _describe_error(self, error: BaseException) -> str:
         message = str(error)
         text = f"{type(error).__name__}: {message}" if message else type(error).__name__
         return f"{self._this_rank()} failed in {self._this_action()}: {text[:_MAX_ERROR_CHARS]}"
 
-    def _left_behind(self, others: str) -> str:
+    def _describe_left_behind(self, others: str) -> str:
         return (
             f"{others}\nThis is {self._this_rank()}, which was in {self._this_action()} and cannot continue. Restart "
             "the ranks and load the last checkpoint"
@@ -107,7 +107,7 @@ class AbortGuard:
         return f"rank {dist.get_rank()} (stage {' and '.join(stages)} of {self.module.num_stages})"
 
     def _this_action(self) -> str:
-        if isinstance(self.doing, str):
-            return self.doing
-        name = _ACTION_NAMES[self.doing.kind]
-        return f"{name} of micro-batch {self.doing.micro} at stage {self.doing.stage} ({self.doing})"
+        if isinstance(self.current, str):
+            return self.current
+        name = _ACTION_NAMES[self.current.kind]
+        return f"{name} of micro-batch {self.current.micro} at stage {self.current.stage} ({self.current})"

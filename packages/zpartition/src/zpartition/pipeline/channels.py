@@ -1,12 +1,12 @@
 """Channels: tensors from one rank of a pipeline to another.
 
-Sends do not block, receives do: with a proved schedule no order of them can deadlock.  A message is a tensor or a
-    tuple of tensors and None; floating tensors carry gradients back.
+Sends do not block, receives do: with a validated schedule no order of them can deadlock.  A message is a tensor or a
+tuple of tensors and None; floating tensors carry gradients back.
 
 On a CPU a receive is posted before it is waited for (`expect_receive`), so that a message needs no handshake.  A
 GPU's queues execute in posting order, where an early receive would block the work behind it.  If two ranks each send
-to the other first, both sends would block both receives; so messages to lower ranks have a process group, and thereby
-queues, of their own there (`down`).
+to the other first, both sends would block both receives; so on GPUs messages to lower ranks have their own process
+group, and thereby their own queues (`down`).
 
 Shapes are sent with the first message of an edge, and with every message if they change (`dynamic_shape`); a change
 without that raises on the sending rank.
@@ -47,16 +47,16 @@ class Channels:
     dynamic: bool = False
     down: ProcessGroup | None = attrs.field(
         default=attrs.Factory(lambda self: self.group, takes_self=True)
-    )  # the same ranks, for what goes to lower ones
+    )  # the same ranks, for messages to lower ranks
     known: dict[tuple[str, int, int], tuple[bool, Meta]] = attrs.field(
         factory=dict
-    )  # (way, peer, edge) -> last shapes
+    )  # (direction, peer, edge) -> last shapes
     in_flight: list[tuple[Any, Tensor]] = attrs.field(factory=list)
 
     def send(self, message: Message, to: int, edge: int) -> None:
         """Send to rank `to` of the group; `edge` numbers the connection, equal on both sides."""
-        parts, is_tuple = _parts(message)
-        meta = _meta(parts)
+        parts, is_tuple = _split_message(message)
+        meta = _make_meta(parts)
         before = self.known.get(("to", to, edge))
         if before is None or self.dynamic:
             self._post(_encode(is_tuple, meta), to)
@@ -76,12 +76,12 @@ class Channels:
 
     def expect_receive(self, source: int, edge: int) -> PendingReceive:
         """Return the next message of rank `source`, to be waited for; one at a time for each rank."""
-        coming = PendingReceive(self, source, edge)
+        pending = PendingReceive(self, source, edge)
         if self.device.type == "cpu":
-            coming.begin()
-        return coming
+            pending.begin()
+        return pending
 
-    def knows(self, source: int, edge: int) -> tuple[bool, Meta] | None:
+    def known_shapes(self, source: int, edge: int) -> tuple[bool, Meta] | None:
         """Return the shapes of the next message, if known."""
         return None if self.dynamic else self.known.get(("from", source, edge))
 
@@ -110,12 +110,12 @@ class Channels:
 
     def flush(self) -> None:
         """Wait until all sends have completed."""
-        _finish(work for work, _ in self.in_flight)
+        _wait_all(work for work, _ in self.in_flight)
         self.in_flight.clear()
 
     def broadcast(self, data: Tensor, source: int) -> None:
         """Broadcast `data` of rank `source` to the group."""
-        _finish([dist.broadcast(data, group=self.group, group_src=source, async_op=True)])
+        _wait_all([dist.broadcast(data, group=self.group, group_src=source, async_op=True)])
 
     def forget_shapes(self) -> None:
         """Allow other shapes in the next batch.  All ranks of the pipeline call it."""
@@ -137,7 +137,7 @@ class PendingReceive:
     def begin(self) -> None:
         """Post the receives that can be posted now."""
         self.has_begun = True
-        known = self.channels.knows(self.source, self.edge)
+        known = self.channels.known_shapes(self.source, self.edge)
         if known is None:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self.channels.device)
             self._receive(header)
@@ -148,14 +148,14 @@ class PendingReceive:
         """Wait for the message and return it."""
         if not self.has_begun:
             self.begin()
-        if (known := self.channels.knows(self.source, self.edge)) is None:
-            self._finish_receives()
+        if (known := self.channels.known_shapes(self.source, self.edge)) is None:
+            self._wait_receives()
             (header,) = self.parts
             assert header is not None
             known = self.channels.known["from", self.source, self.edge] = _decode(header.tolist())
             self.parts.clear()
             self._post_tensors(known[1])
-        self._finish_receives()
+        self._wait_receives()
         is_tuple, meta = known
         for part, each in zip(self.parts, meta):
             if part is not None and each is not None:
@@ -175,12 +175,12 @@ class PendingReceive:
         if data.numel():
             self.works.append(self.channels.post_receive(self.source, data))
 
-    def _finish_receives(self) -> None:
-        _finish(self.works)
+    def _wait_receives(self) -> None:
+        _wait_all(self.works)
         self.works.clear()
 
 
-def _finish(works: Iterable[Any]) -> None:
+def _wait_all(works: Iterable[Any]) -> None:
     try:
         for work in works:
             work.wait()
@@ -196,7 +196,7 @@ def _message_error(error: RuntimeError) -> zcomm.CollectiveFailed:
     )
 
 
-def _parts(message: Message) -> tuple[Sequence[Tensor | None], bool]:
+def _split_message(message: Message) -> tuple[Sequence[Tensor | None], bool]:
     parts = message if isinstance(message, tuple) else (message,)
     bad = [type(each).__name__ for each in parts if not isinstance(each, Tensor | None)]
     if bad or len(parts) > _MAX_TENSORS:
@@ -207,7 +207,7 @@ def _parts(message: Message) -> tuple[Sequence[Tensor | None], bool]:
     return parts, isinstance(message, tuple)
 
 
-def _meta(parts: Sequence[Tensor | None]) -> Meta:
+def _make_meta(parts: Sequence[Tensor | None]) -> Meta:
     for part in parts:
         if part is not None and (part.dtype not in _DTYPES or part.dim() > _MAX_DIMS):
             raise TypeError(f"a pipeline stage returns {part.dtype} of {part.dim()} dims: it cannot be sent")

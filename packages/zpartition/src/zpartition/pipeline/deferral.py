@@ -1,4 +1,4 @@
-"""Split backward: gradients of a stage's input first, gradients of its weights when there is time.
+"""Split backward: gradients of a stage's input first, gradients of its weights later.
 
 The weight gradient of a linear layer is a matrix product that nothing else waits for, and about a third of a training
 step.  Inside `DeferWeightGrads`, `torch.nn.functional.linear` on a parameter records the two factors in backward

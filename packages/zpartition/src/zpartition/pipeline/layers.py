@@ -107,7 +107,7 @@ def build(
             if index in needed:
                 made[index] = layer
         elif first.get(key_of(layer), index) == index and (index in needed or seed is None):
-            with _seeded(seed, index, seed_fn):
+            with _seed_scope(seed, index, seed_fn):
                 module = layer.build()
             if index in needed:
                 made[index] = module
@@ -115,7 +115,7 @@ def build(
 
 
 @contextlib.contextmanager
-def _seeded(seed: int | None, index: int, seed_fn: Callable[[int], Any]) -> Iterator[None]:
+def _seed_scope(seed: int | None, index: int, seed_fn: Callable[[int], Any]) -> Iterator[None]:
     if seed is None:
         yield
         return

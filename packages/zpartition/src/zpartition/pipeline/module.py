@@ -51,8 +51,9 @@ class PipelinePosition:
 
     @classmethod
     def here(cls, num_stages: int) -> PipelinePosition:
-        """Derive the position from the world's ranks, also before it is initialized.  Raises ValueError if the stages
-        do not divide them.
+        """Derive the position from the world's ranks, also before it is initialized.
+
+        Raises ValueError if the stages do not divide them.
         """
         detected = None if dist.is_initialized() else zcomm.detect()
         world = dist.get_world_size() if detected is None else detected.world_size
@@ -67,8 +68,9 @@ class PipelinePosition:
 
 
 class PipelineModule(nn.Module):
-    """The stages of this rank.  `layers` are modules, functions and specs; the output of one is the input of the
-    next.
+    """The stages of this rank.
+
+    `layers` are modules, functions and specs; the output of one is the input of the next.
     """
 
     def __init__(
@@ -90,15 +92,15 @@ class PipelineModule(nn.Module):
     ) -> None:
         """Build this rank's part.
 
-        num_stages: ranks along the pipeline; or `topology`, an object with `get_dim("pipe")`.
+        num_stages: ranks along the pipeline; alternatively `topology`, an object with `get_dim("pipe")`.
         loss_fn: (output of the last layer, labels) -> scalar.
         seed_layers: each layer has its own seed, base_seed + its index, and ranks build only their own layers.
         partition_method: parameters | uniform | type:REGEX | best.
         activation_checkpoint_interval: layers that are recomputed together in backward; 0: none.
         checkpointable_layers: class names; only runs of layers that hold one of them are recomputed.
-        dynamic_shape: micro-batches differ in shape; costs a small message more for each.
+        dynamic_shape: micro-batches differ in shape; each costs one more small message.
         stages_per_rank: more than one for interleaved schedules.
-        names: for each layer the path of its module ("blocks.3"); a tied one has that of its first place.
+        names: path of each layer's module ("blocks.3"); a tied layer has the path of its first use.
 
         Raises ValueError (LayerPartitionError) if the stages do not fit the layers, the world or each other.
         """
@@ -112,13 +114,13 @@ class PipelineModule(nn.Module):
         self.bounds = partition_balanced(weights_of(specs, partition_method), self.num_stages)
         self.loss_fn, self.dynamic_shape = loss_fn, dynamic_shape
         self.recompute_interval = activation_checkpoint_interval
-        self.recompute = activation_checkpoint_func or _recompute
+        self.recompute = activation_checkpoint_func or _checkpoint
         self.recomputed_classes = None if checkpointable_layers is None else set(checkpointable_layers)
         self.ties = Ties.of(specs, self.bounds)
         wanted = {index for stage in self.my_stages for index in range(self.bounds[stage], self.bounds[stage + 1])}
         seed = base_seed if seed_layers else None
         made = build(specs, wanted, seed=seed, seed_fn=seed_fn or torch.manual_seed)
-        self._install(specs, made, _names(specs, names))
+        self._install(specs, made, _module_paths(specs, names))
 
     def stage_group(self) -> ModelParallelGroup:
         """The ranks with the other stages; see `zpartition.layout.model_parallel`."""
@@ -147,7 +149,7 @@ class PipelineModule(nn.Module):
             if key and self.ties.owner[key] % self.pipeline_position.num_ranks != self.pipeline_position.rank:
                 self.tied_copies[key] = module
             elif isinstance(module, nn.Module) and key not in self.owned:
-                _place(self, names[index], module)
+                _add_module(self, names[index], module)
             if key in self.ties.owner and key not in self.tied_copies:
                 self.owned[key] = module
             forward_fn = spec.forward_fn if isinstance(spec, TiedLayerSpec) else None
@@ -194,19 +196,19 @@ class PipelineModule(nn.Module):
         return value
 
 
-def _check_topology(place: PipelinePosition, topology: Any) -> None:
+def _check_topology(position: PipelinePosition, topology: Any) -> None:
     """Check that ranks of a stage are consecutive.  Raises ValueError for a topology with another order."""
-    if place.num_ranks == 1 or not hasattr(topology, "get_coord"):
+    if position.num_ranks == 1 or not hasattr(topology, "get_coord"):
         return
     rank = dist.get_rank() if dist.is_initialized() else zcomm.detect().rank
-    if topology.get_coord(rank).pipe != place.rank:
+    if topology.get_coord(rank).pipe != position.rank:
         raise ValueError(
             f"the topology {topology} puts rank {rank} at stage {topology.get_coord(rank).pipe}, but it holds stage "
-            f"{place.rank}: ranks of a stage must be consecutive; make pipe the first axis"
+            f"{position.rank}: ranks of a stage must be consecutive; make pipe the first axis"
         )
 
 
-def _names(specs: Sequence[Layer], given: Sequence[str]) -> list[str]:
+def _module_paths(specs: Sequence[Layer], given: Sequence[str]) -> list[str]:
     """Return the path of each layer's module."""
     if given and len(given) != len(specs):
         raise ValueError(f"names= has {len(given)} names for {len(specs)} layers: give one for each layer")
@@ -215,10 +217,10 @@ def _names(specs: Sequence[Layer], given: Sequence[str]) -> list[str]:
         first.setdefault(key_of(spec) or f"{index}", index)
     places = [first[key_of(spec)] if key_of(spec) else index for index, spec in enumerate(specs)]
     defaults = [f"tied.{key_of(spec)}" if key_of(spec) else f"layers.{index}" for index, spec in enumerate(specs)]
-    return [given[place] if given else defaults[index] for index, place in enumerate(places)]
+    return [given[position] if given else defaults[index] for index, position in enumerate(places)]
 
 
-def _place(root: nn.Module, path: str, module: nn.Module) -> None:
+def _add_module(root: nn.Module, path: str, module: nn.Module) -> None:
     """Add `module` to `root` at `path`."""
     *folders, last = path.split(".")
     if hasattr(root, path.split(".")[0]) and path.split(".")[0] not in root._modules:
@@ -257,7 +259,7 @@ class Ties:
 @final
 @attrs.frozen
 class _Bound:
-    """A tied layer as one of its places uses it."""
+    """A tied layer with the forward function of one of its uses."""
 
     forward_fn: Callable[[nn.Module, Any], Any]
     module: nn.Module
@@ -281,5 +283,5 @@ class _Chain:
         return value
 
 
-def _recompute(chain: Callable[[Any], Any], value: Any) -> Any:
+def _checkpoint(chain: Callable[[Any], Any], value: Any) -> Any:
     return checkpoint(chain, value, use_reentrant=False)

@@ -1,10 +1,11 @@
 """Partition of layers into stages.
 
-Stages should take equally long, since the slowest one decides.  The best partition of n layers with weights w into k
-runs has the lightest heaviest run.  It is found exactly, by binary search over the bound with a greedy filling.
+The slowest stage determines the speed, so stages should take equally long.  The best partition of n layers with
+weights w into k runs minimizes the weight of the heaviest run.  It is found exactly, by binary search over that
+weight with a greedy filling.
 
 Methods: `uniform` (equal numbers of layers), `parameters` (equal numbers of trainable elements), `type:REGEX` (equal
-    numbers of layers whose class name matches), `best` (parameters, if the model has any).
+numbers of layers whose class name matches), `best` (parameters, if the model has any).
 """
 
 from __future__ import annotations

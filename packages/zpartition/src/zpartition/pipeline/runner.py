@@ -21,13 +21,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zpartition.pipeline.abort import AbortGuard
-from zpartition.pipeline.actions import Action, ActionKind
 from zpartition.pipeline.deferral import DeferredWeightGrads, DeferWeightGrads
 from zpartition.pipeline.module import Around, PipelineModule
-from zpartition.pipeline.p2p import P2P
-from zpartition.pipeline.schedule import Schedule
-from zpartition.pipeline.schedules import make_schedule
-from zpartition.pipeline.ties import TiedWeights
+from zpartition.pipeline.p2p import P2P, TiedWeights
+from zpartition.pipeline.schedule import Action, ActionKind, Schedule, make_schedule
 
 Observe = Callable[[Action, float, float], None]
 Batches = Iterator[tuple[Any, Any]]  # (input of the first layer, labels), one for each micro-batch
@@ -80,7 +77,7 @@ class PipelineRunner:
     abort_guard: AbortGuard = attrs.field(
         default=attrs.Factory(lambda self: AbortGuard(self.module), takes_self=True)
     )
-    splits_backward: bool = False  # weight gradients are actions of their own
+    splits_backward: bool = False  # weight gradients are separate actions
     in_flight: dict[tuple[int, int], _InFlight] = attrs.field(factory=dict)
 
     @classmethod
@@ -92,10 +89,10 @@ class PipelineRunner:
         device: torch.device | str = "cpu",
         passes: Passes | None = None,
     ) -> PipelineRunner:
-        """Create a runner of the named schedule; see `make_schedule`.  Raises ScheduleError if it does not fit the
-        stages.
+        """Create a runner of the named schedule; see `make_schedule`.
 
         group: the ranks of the pipeline, first stage first; None: those of `module`.
+        Raises ScheduleError if the schedule does not fit the stages.
         """
         per_rank = module.num_stages // module.pipeline_position.num_ranks
         name = "interleaved" if schedule == "1f1b" and per_rank > 1 else schedule
@@ -142,15 +139,13 @@ class PipelineRunner:
                 with self.passes.backward(is_last=number == last):
                     self._backward(action, needed, micro_batches)
             observe(action, start, time.perf_counter())
-        self.abort_guard.doing = "the end of a batch"
+        self.abort_guard.current = "the end of a batch"
         with self.passes.backward(is_last=True) if self.tied.has_copies else contextlib.nullcontext():
             self.tied.reduce_gradients()
         return losses
 
     def eval_batch(self, batches: Batches, micro_batches: int, compute_loss: bool = True) -> Any:
-        """Run forward only: returns the mean loss on every rank, or the outputs of the last layer, a list on its
-        rank.
-        """
+        """Run forward only: returns the mean loss on every rank, or the outputs of the last layer on its rank."""
         with self._batch("the beginning of an evaluation"):
             found = self.evaluate(batches, micro_batches, compute_loss=compute_loss, keep_outputs=not compute_loss)
             if compute_loss:
@@ -182,7 +177,7 @@ class PipelineRunner:
                     found.append((output if keep_outputs else None, loss))
                 else:
                     self.p2p.send_activation(action.stage + 1, action.micro, output)
-            self.abort_guard.doing = "the end of an evaluation"
+            self.abort_guard.current = "the end of an evaluation"
             self.p2p.end()
         return found
 
@@ -269,7 +264,7 @@ class PipelineRunner:
 @final
 @attrs.define(eq=False)
 class _MicroBatches:
-    """Reads micro-batches on demand, each once, and drops those that this rank needs no more."""
+    """Reads micro-batches on demand, each once, and drops those that this rank no longer needs."""
 
     batches: Batches
     module: PipelineModule

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from zpartition._renamed import renamed
-from zpartition.sequence.batch_exchange import ExchangedBatches
-from zpartition.sequence.batches import SequenceBatches, shift_labels
+from zpartition.sequence.batches import ExchangedBatches, SequenceBatches, shift_labels
 from zpartition.sequence.chunked import chunked_cross_entropy
-from zpartition.sequence.head_assignment import HeadAssignment
+from zpartition.sequence.head_all_to_all import HeadAssignment
 from zpartition.sequence.losses import gather_sequence, mean_over_sequence, sequence_cross_entropy
 from zpartition.sequence.models import ModelAttention
 from zpartition.sequence.ring import ring_attention

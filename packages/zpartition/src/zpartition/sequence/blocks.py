@@ -1,4 +1,4 @@
-"""Blockwise attention: some queries over some keys, for rings to accumulate.
+"""Blockwise attention: partial attention of some queries over some keys, which a ring merges.
 
 `attend` also returns the log-sum-exp of each query's scores (lse), by which parts over different keys are merged into
 the result of one softmax over all of them (Milakov and Gimelshein 2018; `merge`).  The gradients of a part need only
@@ -47,8 +47,9 @@ class AttentionBlock:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Return (output shaped as q, lse (batch, heads, queries) of at least float32); lse is -inf for a query without
-    keys.
+    """Return (output shaped as q, lse (batch, heads, queries) of at least float32).
+
+    lse is -inf for a query without keys.
 
     q: (batch, heads, queries, width).
     k, v: (batch, heads or a divisor of them, keys, width).
@@ -81,11 +82,11 @@ def attend_backward(grad: Tensor, attended: Attended, block: AttentionBlock) -> 
         there, grads = q[:, :, tile], grad[:, :, tile].to(wide)
         probabilities = (_scores(there, k, block, start) - _finite(lse[:, :, tile]).unsqueeze(-1)).exp_()
         kept = _dropout_mask(probabilities, block, start) if block.dropout else 1.0
-        dv += _shared(probabilities * kept, grads, v.shape[1])
-        wrong = _times(grads, v.to(wide).mT) * kept - inner[:, :, tile]
-        wrong *= probabilities * block.scale
-        dq[:, :, tile] = _times(wrong, k.to(wide))
-        dk += _shared(wrong, there.to(wide), k.shape[1])
+        dv += _times_transposed(probabilities * kept, grads, v.shape[1])
+        grad_scores = _times(grads, v.to(wide).mT) * kept - inner[:, :, tile]
+        grad_scores *= probabilities * block.scale
+        dq[:, :, tile] = _times(grad_scores, k.to(wide))
+        dk += _times_transposed(grad_scores, there.to(wide), k.shape[1])
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -114,16 +115,16 @@ def _times(x: Tensor, y: Tensor) -> Tensor:
     """x @ y, (batch, heads, a, b) by (batch, fewer heads, b, c)."""
     if x.shape[1] == y.shape[1]:
         return x @ y
-    return (_grouped(x, y.shape[1]) @ y.unsqueeze(2)).flatten(1, 2)
+    return (_group_heads(x, y.shape[1]) @ y.unsqueeze(2)).flatten(1, 2)
 
 
-def _shared(x: Tensor, y: Tensor, heads: int) -> Tensor:
+def _times_transposed(x: Tensor, y: Tensor, heads: int) -> Tensor:
     """x^T @ y, (batch, all heads, a, b) by (batch, all heads, a, c), summed over query heads of each of `heads`."""
     product = x.mT @ y
-    return product if heads == x.shape[1] else _grouped(product, heads).sum(2)
+    return product if heads == x.shape[1] else _group_heads(product, heads).sum(2)
 
 
-def _grouped(x: Tensor, heads: int) -> Tensor:
+def _group_heads(x: Tensor, heads: int) -> Tensor:
     """(batch, all heads, a, b) -> (batch, heads, query heads of each, a, b)."""
     return x.reshape(x.shape[0], heads, -1, *x.shape[2:])
 

@@ -51,9 +51,9 @@ class _Chunked(Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(labels), tiling.tokens):
                 here = slice(start, start + tiling.tokens)
-                wrong, loss = _tile(hidden[here], weight, bias, labels[here], tiling.ignored)
+                grad_logits, loss = _tile(hidden[here], weight, bias, labels[here], tiling.ignored)
                 total += loss
-                _add(made, here, wrong, hidden[here], weight)
+                _add(made, here, grad_logits, hidden[here], weight)
         ctx.save_for_backward(*made)
         return total.to(wide)
 
@@ -82,20 +82,20 @@ def _tile(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, i
     chosen = logits.gather(1, local).squeeze(1)
     lse = logits.logsumexp(1)
     loss = (lse - chosen).masked_fill(~counts, 0.0).sum(dtype=torch.float64)
-    wrong = logits.sub_(lse.unsqueeze(1)).exp_()  # probabilities, where the logits were
-    wrong.scatter_add_(1, local, wrong.new_full((), -1.0).expand(local.shape))
-    return wrong.masked_fill_(~counts.unsqueeze(1), 0.0), loss
+    grad_logits = logits.sub_(lse.unsqueeze(1)).exp_()  # probabilities, where the logits were
+    grad_logits.scatter_add_(1, local, grad_logits.new_full((), -1.0).expand(local.shape))
+    return grad_logits.masked_fill_(~counts.unsqueeze(1), 0.0), loss
 
 
-def _add(made: list[Tensor | None], here: slice, wrong: Tensor, hidden: Tensor, weight: Tensor) -> None:
+def _add(made: list[Tensor | None], here: slice, grad_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
     """Add a tile to the gradients of hidden states, weight and bias."""
-    narrow = wrong.to(weight.dtype)
+    narrow = grad_logits.to(weight.dtype)
     if made[0] is not None:
         torch.mm(narrow, weight, out=made[0][here])
     if made[1] is not None:
         made[1] += narrow.mT @ hidden
     if made[2] is not None:
-        made[2] += wrong.sum(0)
+        made[2] += grad_logits.sum(0)
 
 
 def chunked_cross_entropy(

@@ -4,10 +4,18 @@
     to_tokens   (..., size * n, ..., own heads, ...)  ->  (..., n, ..., all heads, ...)    after it
 
 Each is the transpose of the other: heads that went to several ranks are summed on the way back (gradients).  All
-    tensors of a call travel as one message if they have one dtype and device.  If all ranks send equally much it is
-    an all-to-all; otherwise an all_to_all_v, whose sizes every rank knows from the ranges.
+tensors of a call travel as one message if they have one dtype and device.  If all ranks send equally much it is an
+all-to-all; otherwise an all_to_all_v, whose sizes every rank knows from the ranges.  These functions are not
+differentiable; see ulysses.py.
 
-These functions are not differentiable; see ulysses.py.
+`HeadAssignment` splits query heads into runs, as even as possible: of 6 over 4 ranks 2, 2, 1, 1.  A
+rank also gets the key-value heads that its queries attend to, so if there are fewer of those than ranks some go to
+several.  If its queries share them unevenly (of 6 queries on 3 key-value heads the first rank of two has 0, 0, 1),
+they are repeated for each query after they arrive, and the attention there is a plain one: no repeated heads are
+sent.
+
+Rejected: repeating key-value heads before they are sent; assigning whole groups, by which all ranks wait for those
+with one group more.
 """
 
 from __future__ import annotations
@@ -23,9 +31,67 @@ from torch import Tensor
 import zcomm
 from zpartition.layout.model_parallel import ModelParallelGroup
 
-__all__ = ["Dims", "to_heads", "to_tokens"]
+__all__ = ["Dims", "HeadAssignment", "to_heads", "to_tokens"]
 
 Ranges = tuple[range, ...]  # the heads of each rank
+
+
+@final
+@attrs.frozen
+class HeadAssignment:
+    """Assignment of `num_query` heads, which share `num_key_value` heads evenly, to `size` ranks."""
+
+    num_query: int
+    num_key_value: int
+    size: int
+
+    def __attrs_post_init__(self) -> None:
+        """Raise ValueError if the numbers do not match, or there are too few heads."""
+        if self.num_key_value < 1 or self.num_query % self.num_key_value:
+            raise ValueError(
+                f"{self.num_query} query heads do not share {self.num_key_value} key-value heads evenly: the first "
+                "number must be a multiple of the second."
+            )
+        if self.num_query < self.size:
+            raise ValueError(
+                f"{self.num_query} query heads cannot be split over {self.size} sequence ranks: each rank needs one. "
+                f"Use at most {self.num_query} ranks, or ring_attention, which splits no heads."
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads per key-value head."""
+        return self.num_query // self.num_key_value
+
+    def query(self, rank: int) -> range:
+        """Query heads of a rank."""
+        each, more = divmod(self.num_query, self.size)
+        start = rank * each + min(rank, more)
+        return range(start, start + each + (rank < more))
+
+    def key_value(self, rank: int) -> range:
+        """Key-value heads that the rank's query heads attend to."""
+        mine = self.query(rank)
+        return range(mine[0] // self.group, mine[-1] // self.group + 1)
+
+    def repeats(self, rank: int) -> tuple[int, ...]:
+        """Return the key-value head, counted in `key_value`, of each query head of a rank; () if they share evenly.
+
+        Evenly means as attentions assume it: equally many consecutive queries for each.
+        """
+        mine, first = self.query(rank), self.key_value(rank)[0]
+        wanted = tuple(head // self.group - first for head in mine)
+        each = len(mine) // len(self.key_value(rank))
+        is_even = wanted == tuple(place // each for place in range(len(mine))) and len(mine) % each == 0
+        return () if is_even and len(set(wanted)) * each == len(mine) else wanted
+
+    def queries(self) -> tuple[range, ...]:
+        """Query heads of all ranks."""
+        return tuple(map(self.query, range(self.size)))
+
+    def key_values(self) -> tuple[range, ...]:
+        """Key-value heads of all ranks."""
+        return tuple(map(self.key_value, range(self.size)))
 
 
 @final
@@ -42,13 +108,13 @@ def to_heads(
 ) -> list[Tensor]:
     """Return all tokens of this rank's heads, from all heads of its tokens; `ranges` for each of the tensors.
 
-    Collective of the cell.  Every rank has equally many tokens.
+    Collective of the group.  Every rank has equally many tokens.
     """
     pieces = [
         [tensor.narrow(dims.heads, found[to].start, len(found[to])) for tensor, found in zip(tensors, ranges)]
         for to in range(mp_group.size)
     ]
-    shapes = [_with(tensor, dims.heads, len(found[mp_group.rank])) for tensor, found in zip(tensors, ranges)]
+    shapes = [_with_size(tensor, dims.heads, len(found[mp_group.rank])) for tensor, found in zip(tensors, ranges)]
     sent = [[piece.numel() for piece in row] for row in pieces]
     received = _all_to_all(pieces, [shapes] * mp_group.size, [sent] * mp_group.size, mp_group, "tokens to heads")
     return [torch.cat(parts, dims.tokens) for parts in zip(*received)]
@@ -59,7 +125,7 @@ def to_tokens(
 ) -> list[Tensor]:
     """Return all heads of this rank's tokens, from all tokens of its heads; heads that several ranks hold are summed.
 
-    Collective of the cell.
+    Collective of the group.
     """
     size = mp_group.size
     pieces = [
@@ -67,7 +133,7 @@ def to_tokens(
         for to in range(size)
     ]
     shapes = [
-        [_with(piece, dims.heads, len(found[source])) for piece, found in zip(pieces[0], ranges)]
+        [_with_size(piece, dims.heads, len(found[source])) for piece, found in zip(pieces[0], ranges)]
         for source in range(size)
     ]
     sent = [[[math.prod(shape) for shape in row]] * size for row in shapes]
@@ -79,17 +145,14 @@ def _join_heads(parts: Sequence[Tensor], ranges: Ranges, dim: int) -> Tensor:
     """Concatenate the heads in order; sum those of several ranks."""
     if sum(map(len, ranges)) == ranges[-1].stop:
         return torch.cat(list(parts), dim)
-    whole = parts[0].new_zeros(_with(parts[0], dim, ranges[-1].stop))
+    whole = parts[0].new_zeros(_with_size(parts[0], dim, ranges[-1].stop))
     for part, heads in zip(parts, ranges):
         whole.narrow(dim, heads.start, len(heads)).add_(part)
     return whole
 
 
-def _with(tensor: Tensor, dim: int, length: int) -> tuple[int, ...]:
+def _with_size(tensor: Tensor, dim: int, length: int) -> tuple[int, ...]:
     return (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
-
-
-# --- messages --------------------------------------------------------------------------------------------
 
 
 def _all_to_all(

@@ -4,11 +4,11 @@ The mean of the ranks' means is a different number if they count different numbe
 none.  So sums are reduced: losses and token counts, as one message of two numbers.  `gather_sequence` joins the
 tokens of all ranks instead, for values of the whole sequence: a loss for each token, logits to inspect.
 
-[Note: whose mean]  Partitions and the engine average gradients over all ranks that reduce them, data and sequence
-ranks alike.  A sequence counts once for any number of ranks, so the backward of this mean is scaled by `size`: the
-average over gradient ranks is then the average over data ranks of the sum over sequence ranks.  A loop that sums over
-sequence ranks instead divides by `size`.  In zengine `engine.backward(mean of this rank, weight=its tokens)` does the
-same without a message of its own.
+[Note: gradient scaling]  Partitions and the engine average gradients over all ranks that reduce them, data and
+sequence ranks alike.  A sequence counts once for any number of ranks, so the backward of this mean is scaled by
+`size`: the average over gradient ranks is then the average over data ranks of the sum over sequence ranks.  A loop
+that sums over sequence ranks instead divides by `size`.  In zengine `engine.backward(mean of this rank, weight=its
+tokens)` does the same without a message of its own.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class _Mean(Function):
         sums = torch.stack([total.double(), count.double()])
         if mp_group.size > 1:
             zcomm.all_reduce(sums, mp_group.group, label="loss of a sequence")
-        everybodys = sums[1].clamp(min=1.0)
-        ctx.factor = mp_group.size / everybodys
+        total_count = sums[1].clamp(min=1.0)
+        ctx.factor = mp_group.size / total_count
         ctx.dtype = total.dtype
-        return (sums[0] / everybodys).to(total.dtype)
+        return (sums[0] / total_count).to(total.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -45,12 +45,13 @@ class _Mean(Function):
 
 
 def mean_over_sequence(total: Tensor, count: Tensor | int, group: ProcessGroup | None = None) -> Tensor:
-    """Divide the sum of all ranks' `total` by the sum of their `count`: (), equal on all ranks; 0 if nothing is
-    counted.
+    """Divide the sum of all ranks' `total` by the sum of their `count`: (), equal on all ranks.
+
+    The mean is 0 if nothing is counted.
 
     total: () floating, the sum of the losses of this rank's tokens.
     count: number of counted tokens.
-    Collective of the group, in forward only.  For the gradient see [Note: whose mean].
+    Collective of the group, in forward only.  For the gradient see [Note: gradient scaling].
     """
     numbers = torch.as_tensor(count, device=total.device)
     mean: Tensor = _Mean.apply(  # type: ignore[no-untyped-call]
@@ -89,6 +90,6 @@ def gather_sequence(x: Tensor, group: ProcessGroup | None = None, dim: int = 1) 
     """Join the ranks' tokens along `dim`, in rank order.  Differentiable; collective of the group.
 
     Each rank has equally many.  A token's gradient is the sum of the ranks' gradients: if all compute one loss of the
-    whole, `size` times its own, as an average over gradient ranks requires (see [Note: whose mean]).
+    whole, `size` times its own, as an average over gradient ranks requires (see [Note: gradient scaling]).
     """
     return gather_tokens(x, ModelParallelGroup.of(group), dim % x.dim())

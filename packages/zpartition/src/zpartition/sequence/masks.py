@@ -1,7 +1,7 @@
 """Attention masks over whole sequences, built from two numbers per token.
 
 A model that sees a piece of a sequence builds masks for the piece.  They do not apply to attention over the whole,
-and a mask over all pairs is too large to send.  Two numbers per token are sufficient: its position in its document
+and a mask over all pairs is too large to send.  Two numbers per token suffice: its position in its document
 (positions that do not increase by one start another document: packed sequences) and whether it is padding.  `Tokens`
 holds them for all tokens; masks are built from them if an attention needs one.
 """
@@ -36,8 +36,8 @@ class BatchTrait(enum.Flag):
 
     NONE = 0
     PACKED = enum.auto()  # some sequence has several documents
-    PADDED = enum.auto()  # some token is none
-    PADDED_BEFORE = enum.auto()  # and lies before one that is
+    PADDED = enum.auto()  # some token is padding
+    PADDED_BEFORE = enum.auto()  # and precedes a token that is not
 
 
 @final
@@ -56,14 +56,14 @@ class Tokens:
         """Build from (batch, tokens) each.  Synchronizes with the device."""
         starts = torch.diff(positions, dim=1, prepend=positions[:, :1] - 1) != 1
         begins = (is_valid[:, 1:] & ~is_valid[:, :-1]).any()
-        facts = torch.stack([starts[:, 1:].any(), ~is_valid.all(), begins]).tolist()
+        found = torch.stack([starts[:, 1:].any(), ~is_valid.all(), begins]).tolist()
         traits = BatchTrait.NONE
-        for trait, is_there in zip((BatchTrait.PACKED, BatchTrait.PADDED, BatchTrait.PADDED_BEFORE), facts):
+        for trait, is_there in zip((BatchTrait.PACKED, BatchTrait.PADDED, BatchTrait.PADDED_BEFORE), found):
             traits |= trait if is_there else BatchTrait.NONE
         return cls(positions, is_valid, starts.cumsum(1), traits)
 
     @classmethod
-    def gathered(cls, positions: Tensor, is_valid: Tensor, mp_group: ModelParallelGroup) -> Tokens:
+    def gather(cls, positions: Tensor, is_valid: Tensor, mp_group: ModelParallelGroup) -> Tokens:
         """Gather from all ranks; one message of a number per token."""
         mine = (positions * 2 + is_valid).contiguous()
         found = mine.new_empty(mp_group.size, *mine.shape)
@@ -121,7 +121,7 @@ def padding_of(mask: Any, like: Tensor) -> Tensor:
     """
     sees = getattr(mask, "mask_mod", None)
     if sees is not None:
-        return _diagonal(sees, like)
+        return _evaluate_diagonal(sees, like)
     if not isinstance(mask, Tensor):
         return torch.ones_like(like, dtype=torch.bool)
     if mask.dim() == 2:
@@ -130,7 +130,7 @@ def padding_of(mask: Any, like: Tensor) -> Tensor:
     return (own if own.dtype == torch.bool else own == 0).expand(like.shape)
 
 
-def _diagonal(sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], like: Tensor) -> Tensor:
+def _evaluate_diagonal(sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], like: Tensor) -> Tensor:
     """(batch, tokens) bool: a function of (sample, head, row, column), for each token and itself.
 
     Called with one number each, as FlexAttention calls it: it may index tensors by them.

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zpartition.layout.model_parallel import ModelParallelGroup
-from zpartition.sequence.head_all_to_all import Dims
-from zpartition.sequence.head_assignment import HeadAssignment
+from zpartition.sequence.head_all_to_all import Dims, HeadAssignment
 from zpartition.sequence.masks import BatchTrait, MaskKind, Tokens, padding_of
 from zpartition.sequence.random_state import rank_random_state
 from zpartition.sequence.ulysses import assign_heads, heads_to_tokens, tokens_to_heads
@@ -70,7 +69,7 @@ class ModelAttention:
         attention_mask: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """(output (batch, tokens of this rank, heads, width), None).  Collective of the cell.
+        """(output (batch, tokens of this rank, heads, width), None).  Collective of the group.
 
         Raises:
             ValueError: no positions are given, heads cannot be split, or an option applies to a piece only.
@@ -80,7 +79,7 @@ class ModelAttention:
             return found
         assignment = assign_heads(query, key, value, _IN, self.mp_group)
         tokens = self._tokens(module, query, attention_mask, kwargs)
-        kwargs = {**kwargs, "position_ids": tokens.positions, **self._per_head(assignment, kwargs)}
+        kwargs = {**kwargs, "position_ids": tokens.positions, **self._slice_per_head(assignment, kwargs)}
         mask = self._mask(tokens, _mask_kind_of(module, kwargs))
         q, k, v = tokens_to_heads(query, key, value, assignment, _IN, self.mp_group)
         drawing = rank_random_state(self.mp_group, q.device) if kwargs.get("dropout") else nullcontext()
@@ -102,7 +101,7 @@ class ModelAttention:
             tokens = seen.tokens
         else:  # another forward, perhaps with other padding; all ranks agree on that
             rows = positions.expand(query.shape[0], query.shape[2])
-            tokens = Tokens.gathered(rows, padding_of(mask, rows), self.mp_group)
+            tokens = Tokens.gather(rows, padding_of(mask, rows), self.mp_group)
         self.seen = _SeenPositions(weakref.ref(positions), tokens, number)
         return tokens
 
@@ -114,7 +113,7 @@ class ModelAttention:
             return tokens.blocks(mask_kind)
         return tokens.dense(mask_kind) if tokens.needs_mask(mask_kind) else None
 
-    def _per_head(self, assignment: HeadAssignment, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _slice_per_head(self, assignment: HeadAssignment, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of options with one number per head."""
         if kwargs.get("position_bias") is not None:
             raise ValueError(

@@ -3,13 +3,16 @@
 It is for sequences over more ranks than heads, or longer than a rank can hold for a single head (Liu et al. 2023).
 In each of `size` rounds a rank's queries attend to the keys that have just arrived, the result is merged by the
 log-sum-exp of both parts (blocks.py), and the keys move on during the computation.  Backward is a second turn:
-probabilities are recomputed from the final lse, and the gradients of keys and values travel with them until they are
-home.
+probabilities are recomputed from the final lse, and the gradients of keys and values travel with them until they
+return to their rank.
 
     kept from forward to backward     query, key, value, output and one lse a query: O(tokens of a rank)
     sent by a rank, forward           (size - 1) times its keys and values; backward twice that and once more
 
-Causal rings want `Order.ZIGZAG` (splits.py), in which every rank has equal work in every round.
+All messages of a round are posted together, which NCCL needs where every rank sends and receives.  Received tensors
+are new memory, because tensors that are being sent may still be read.
+
+Causal rings should use `Order.ZIGZAG` (splits.py), in which every rank has equal work in every round.
 
 Rejected: gathering all keys (O(sequence) memory); keeping the probabilities.
 """
@@ -118,8 +121,9 @@ def ring_attention(
     order: Order = Order.ZIGZAG,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """Compute torch's scaled_dot_product_attention over a sequence of which each rank of `group` has equally many
-    tokens.
+    """Compute torch's scaled_dot_product_attention over a sequence that is split over the ranks of `group`.
+
+    Every rank has equally many tokens.
 
     query: (batch, heads, tokens of this rank, width).
     key, value: the same with as many heads or a divisor of them.
@@ -163,7 +167,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tenso
             part, part_lse = attend(
                 q[:, :, seen.query], here[0][:, :, seen.key], here[1][:, :, seen.key], ring.block(round_, seen)
             )
-            if round_ == 0:  # the own keys, which all queries look at
+            if round_ == 0:  # this rank's keys, to which all queries attend
                 out, lse = part.to(part_lse.dtype), part_lse
             else:
                 merge(out[:, :, seen.query], lse[:, :, seen.query], part, part_lse)
@@ -224,18 +228,13 @@ def _check(query: Tensor, key: Tensor, value: Tensor, order: Order, segments: Te
         )
 
 
-# Ring exchange: each rank sends to the next and receives from the one before, while it computes.  All messages of
-# a round are posted together, which NCCL needs where every rank sends and receives.  The received tensors are new
-# memory: what is being sent may still be read.
-
-
 @final
 @attrs.frozen(eq=False)
 class PendingExchange:
-    """Messages to the next rank, and from the one before."""
+    """Messages in flight to the next rank and from the previous one."""
 
     requests: tuple[Any, ...]
-    sent: tuple[Tensor, ...]  # kept alive until they have left
+    sent: tuple[Tensor, ...]  # kept alive until they are sent
     arriving: tuple[Tensor, ...]
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -249,7 +248,7 @@ NO_EXCHANGE = PendingExchange((), (), ())
 
 
 def ring_exchange(tensors: tuple[Tensor, ...], mp_group: ModelParallelGroup) -> PendingExchange:
-    """Start sending these to the next rank of the cell, and receiving as many of equal size from the one before."""
+    """Start to send `tensors` to the next rank of the group, and to receive as many from the previous one."""
     if mp_group.size == 1:
         return PendingExchange((), (), tensors)
     sent = tuple(tensor.contiguous() for tensor in tensors)

@@ -1,9 +1,9 @@
 """Splits: the tokens of a sequence that each rank holds, and the attention between them.
 
-CONTIGUOUS: rank r has the r-th of `size` equal runs.  ZIGZAG: of 2 * size runs it has number r and number 2 * size -
-    1 - r, one early and one late.  In causal attention late tokens attend to more keys than early ones; in zigzag
-    order every rank has equal work in every round of a ring (Brandon et al. 2023 balance it with stripes; with runs
-    each round is one or two whole rectangles, which fast kernels support).
+CONTIGUOUS: rank r has the r-th of `size` equal runs.  ZIGZAG: of 2 * size runs it has number r and number
+2 * size - 1 - r, one early and one late.  In causal attention late tokens attend to more keys than early ones; in
+zigzag order every rank has equal work in every round of a ring (Brandon et al. 2023 balance it with stripes; with
+runs each round is one or two whole rectangles, which fast kernels support).
 
 `attention_slice` returns, as slices, the queries of one rank that attend to the keys of another: at most one
 rectangle, or a triangle within a rank.  Arithmetic, without processes.

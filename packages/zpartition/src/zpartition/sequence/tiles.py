@@ -3,13 +3,13 @@
 An MLP widens each token fourfold or more; at long sequences that is most of a layer's memory.  `tiled` runs any such
 function tile by tile, keeps its inputs, and recomputes each tile in backward (torch's own checkpoint: random numbers
 and autocast are restored).  One graph holds all tiles, so the gradient of a weight is summed in it and arrives once:
-ZeRO's hooks, DDP's or FSDP's need no notice.
+hooks of ZeRO, DDP or FSDP work unchanged.
 
 `tiled_loss` is for functions that end in a loss: each tile's backward runs in the forward pass, as in chunked.py, for
 any function.  The weights whose gradients it returns are found in the graph of the first tile.
 
-Rejected: a Function that runs `torch.autograd.backward` on each tile, as others do: gradients of weights arrive tile
-by tile, outside the graph, and partitions must know which one is the last.
+Rejected: a Function that runs `torch.autograd.backward` on each tile, as other libraries do: gradients of weights
+arrive tile by tile, outside the graph, and a partition must know which tile is the last.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tiled(
     Raises:
         ValueError: lengths differ, or there are no tiles.
     """
-    rows = _cut(tensors, num_tiles, dim)
+    rows = _split_into_tiles(tensors, num_tiles, dim)
     if not torch.is_grad_enabled():
         return tuple(function(*row) for row in rows)
     return tuple(checkpoint(function, *row, use_reentrant=False) for row in rows)
@@ -74,14 +74,14 @@ def tiled_loss(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction={reduction!r} must be "mean" (of the tiles\' losses) or "sum".')
-    rows = _cut(tensors, num_tiles, dim)
+    rows = _split_into_tiles(tensors, num_tiles, dim)
     factor = 1.0 / len(rows) if reduction == "mean" else 1.0
     if not torch.is_grad_enabled():
         return torch.stack([_scalar(function(*row)) for row in rows]).sum() * factor
-    return _differentiated(function, tensors[0], rows, factor, dim)
+    return _differentiate(function, tensors[0], rows, factor, dim)
 
 
-def _differentiated(
+def _differentiate(
     function: Callable[..., Tensor], x: Tensor, rows: Sequence[Sequence[Tensor]], factor: float, dim: int
 ) -> Tensor:
     """Return the loss of all tiles, with the gradients of `x` and of the weights in the tiles' graphs."""
@@ -122,7 +122,7 @@ def _leaves(output: Tensor) -> list[Tensor]:
     return found
 
 
-def _cut(tensors: Sequence[Tensor], num_tiles: int, dim: int) -> list[tuple[Tensor, ...]]:
+def _split_into_tiles(tensors: Sequence[Tensor], num_tiles: int, dim: int) -> list[tuple[Tensor, ...]]:
     lengths = [tensor.shape[dim] for tensor in tensors]
     if num_tiles < 1 or len(set(lengths)) != 1 or not lengths[0]:
         raise ValueError(

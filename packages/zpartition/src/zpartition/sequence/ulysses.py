@@ -6,10 +6,10 @@ after it.  There are two messages forward, one for query, key and value together
 backward; each carries 1/size of a rank's data, so their time falls with the number of ranks.
 
 The attention sees whole sequences: masks, positions and causality are those of one process.  A value as long as the
-    sequence (a mask, a bias) must cover all tokens, and may cover all heads only if it is the same for each.
+sequence (a mask, a bias) must cover all tokens, and may cover all heads only if it is the same for each.
 
-Rejected: overlapping the three messages with the projections, as the paper's authors do with streams of their own: it
-takes the projections out of the model's hands.
+Rejected: overlapping the three messages with the projections, as the paper's authors do with their own streams: the
+model would have to give up its projections.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from zpartition.layout.model_parallel import ModelParallelGroup
-from zpartition.sequence.head_all_to_all import Dims, Ranges, to_heads, to_tokens
-from zpartition.sequence.head_assignment import HeadAssignment
+from zpartition.sequence.head_all_to_all import Dims, HeadAssignment, Ranges, to_heads, to_tokens
 from zpartition.sequence.random_state import rank_random_state, uses_dropout
 
 __all__ = ["DistributedAttention", "heads_to_tokens", "tokens_to_heads"]
@@ -58,8 +57,9 @@ class _ToTokens(Function):
 def tokens_to_heads(
     query: Tensor, key: Tensor, value: Tensor, assignment: HeadAssignment, dims: Dims, mp_group: ModelParallelGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all tokens of this rank's heads.  Differentiable; collective of the cell, one message forward and one
-    backward.
+    """Return all tokens of this rank's heads.
+
+    Differentiable; collective of the group: one message forward and one backward.
 
     query: (..., all heads, ..., tokens of this rank, ...) in the dims that `dims` names.
     key, value: likewise, with their own number of heads and possibly another number of tokens.
@@ -73,7 +73,7 @@ def tokens_to_heads(
 
 
 def heads_to_tokens(x: Tensor, assignment: HeadAssignment, dims: Dims, mp_group: ModelParallelGroup) -> Tensor:
-    """Return all heads of this rank's tokens.  Differentiable; collective of the cell."""
+    """Return all heads of this rank's tokens.  Differentiable; collective of the group."""
     tokens: Tensor = _apply_outside_graph(_ToTokens, assignment.queries(), dims, mp_group, x)
     return tokens
 
@@ -112,8 +112,8 @@ class DistributedAttention(nn.Module):
         """
         mp_group = self.mp_group
         if mp_group.size == 1:
-            return _output(self.local_attention(query, key, value, *args, **kwargs), query, None)
-        dims = Dims(_from_front(self.scatter_idx, query), _from_front(self.gather_idx, query))
+            return _check_output(self.local_attention(query, key, value, *args, **kwargs), query, None)
+        dims = Dims(_positive_dim(self.scatter_idx, query), _positive_dim(self.gather_idx, query))
         assignment = assign_heads(query, key, value, dims, mp_group)
         q, k, v = tokens_to_heads(query, key, value, assignment, dims, mp_group)
         dropout = kwargs.get("dropout_p") or kwargs.get("dropout") or 0.0
@@ -121,7 +121,7 @@ class DistributedAttention(nn.Module):
             rank_random_state(mp_group, q.device) if uses_dropout(self.local_attention, dropout) else nullcontext()
         )
         with drawing:
-            out = _output(self.local_attention(q, k, v, *args, **kwargs), q, dims)
+            out = _check_output(self.local_attention(q, k, v, *args, **kwargs), q, dims)
         return heads_to_tokens(out, assignment, dims, mp_group)
 
     def extra_repr(self) -> str:
@@ -147,7 +147,7 @@ def assign_heads(
     return HeadAssignment(query.shape[dims.heads], key.shape[dims.heads], mp_group.size)
 
 
-def _output(out: Any, query: Tensor, dims: Dims | None) -> Tensor:
+def _check_output(out: Any, query: Tensor, dims: Dims | None) -> Tensor:
     """Return the output of an attention.  Raises ValueError if it is not laid out as its query."""
     if not isinstance(out, Tensor):
         raise ValueError(
@@ -161,7 +161,7 @@ def _output(out: Any, query: Tensor, dims: Dims | None) -> Tensor:
     return out
 
 
-def _from_front(dim: int, tensor: Tensor) -> int:
+def _positive_dim(dim: int, tensor: Tensor) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"a query of shape {list(tensor.shape)} has no dim {dim}.")
     return dim % tensor.dim()

@@ -1,6 +1,6 @@
 """Tensor parallelism: a model whose layers are split over ranks that see the same data.
 
-A `TensorPlan` says by patterns which layers are split by columns and which by rows; `parallelize` applies it in
+A `TensorPlan` maps patterns of module names to styles (columns, rows, ...); `parallelize` applies it in
 place.  The result is an ordinary model: `zpartition.shard` over the data-parallel ranks adds any ZeRO stage.
 """
 
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from zpartition._renamed import renamed
 from zpartition.tensor.infer_plan import infer_plan, infer_verified_plan
-from zpartition.tensor.initialize import tp_model_init
 from zpartition.tensor.layer_split import LayerSplit
 from zpartition.tensor.layers import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
 from zpartition.tensor.parallelize import parallelize
 from zpartition.tensor.plan import Rule, TensorPlan, Uncovered, resolve
-from zpartition.tensor.read import read_injection_policy, read_layer_specs, read_tp_plan
+from zpartition.tensor.read_plan import read_injection_policy, read_layer_specs, read_tp_plan, tp_model_init
 from zpartition.tensor.styles import Column, Gather, NormShard, Replicated, Row, Scatter, Style, Vocabulary
 from zpartition.tensor.verify import verify
 from zpartition.tensor.vocabulary import VocabularyEmbedding, vocabulary_cross_entropy

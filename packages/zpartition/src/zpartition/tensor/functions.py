@@ -1,16 +1,16 @@
-"""Autograd functions between tensor ranks, in pairs: the collective of one's forward is the other's backward.
+"""Autograd functions between tensor ranks, in pairs: one's forward collective is the other's in backward.
 
-    copy              identity        <->  all-reduce        into a layer that is split by columns
-    reduce            all-reduce      <->  identity          out of a layer that is split by rows
-    gather_tokens     all-gather      <->  reduce-scatter    the same two, where activations between layers are
-    scatter_sums      reduce-scatter  <->  all-gather        split by tokens
-    own_tokens        slice           <->  all-gather        from and to activations that every rank has whole,
-    all_tokens        all-gather      <->  slice             with gradients that are whole on every rank
-    own_features      slice           <->  all-gather        the same along the last dim, in uneven parts
-    all_features      all-gather      <->  slice
+    copy                   identity        <->  all-reduce        into a layer that is split by columns
+    reduce                 all-reduce      <->  identity          out of a layer that is split by rows
+    gather_tokens          all-gather      <->  reduce-scatter    the same two, where activations between layers are
+    reduce_scatter_tokens  reduce-scatter  <->  all-gather        split by tokens
+    slice_tokens           slice           <->  all-gather        from and to activations that every rank has whole,
+    join_tokens            all-gather      <->  slice             with gradients that are whole on every rank
+    slice_features         slice           <->  all-gather        the same along the last dim, in uneven parts
+    join_features          all-gather      <->  slice
 
 The first four are f, g of Shoeybi et al. 2019 (Megatron-LM, section 3) and g-bar, f-bar of Korthikanti et al. 2022
-(section 4.2.2).  All of them accept a cell of one rank, where nothing is sent.
+(section 4.2.2).  All of them accept a group of one rank, where nothing is sent.
 
 Tensors may have any shape and dtype; `dim` counts from the front.  Arguments are not modified, except by `reduce`,
 which sums in place.
@@ -29,15 +29,15 @@ import zcomm
 from zpartition.layout.model_parallel import ModelParallelGroup
 
 __all__ = [
-    "all_features",
-    "all_tokens",
     "copy",
     "copy_all",
     "gather_tokens",
-    "own_features",
-    "own_tokens",
+    "join_features",
+    "join_tokens",
     "reduce",
-    "scatter_sums",
+    "reduce_scatter_tokens",
+    "slice_features",
+    "slice_tokens",
 ]
 
 
@@ -49,7 +49,7 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _summed(grad, ctx.mp_group), None
+        return _all_reduce(grad, ctx.mp_group), None
 
 
 class _CopyAll(Function):
@@ -82,103 +82,103 @@ class _GatherTokens(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
         ctx.mp_group, ctx.dim = mp_group, dim
-        return _gathered(x, mp_group, dim)
+        return _all_gather(x, mp_group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _scattered(grad, ctx.mp_group, ctx.dim), None, None
+        return _reduce_scatter(grad, ctx.mp_group, ctx.dim), None, None
 
 
-class _ScatterSums(Function):
+class _ReduceScatterTokens(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
         ctx.mp_group, ctx.dim = mp_group, dim
-        return _scattered(x, mp_group, dim)
+        return _reduce_scatter(x, mp_group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gathered(grad, ctx.mp_group, ctx.dim), None, None
+        return _all_gather(grad, ctx.mp_group, ctx.dim), None, None
 
 
-class _Own(Function):
+class _Slice(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mp_group: ModelParallelGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.rest = mp_group, dim, sizes
-        return _own(x, mp_group, dim, sizes).clone()
+        return _narrow_to_own(x, mp_group, dim, sizes).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _joined(grad, *ctx.rest), None, None, None
+        return _all_gather_uneven(grad, *ctx.rest), None, None, None
 
 
-class _All(Function):
+class _Join(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mp_group: ModelParallelGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.rest = mp_group, dim, sizes
-        return _joined(x, mp_group, dim, sizes)
+        return _all_gather_uneven(x, mp_group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _own(grad, *ctx.rest), None, None, None
+        return _narrow_to_own(grad, *ctx.rest), None, None, None
 
 
 def copy(x: Tensor, mp_group: ModelParallelGroup) -> Tensor:
     """Return `x`, equal on all ranks; its gradient is the sum of theirs."""
-    copied: Tensor = _applied(_Copy, x, mp_group)
+    copied: Tensor = _apply(_Copy, x, mp_group)
     return copied
 
 
 def copy_all(tensors: Sequence[Tensor], mp_group: ModelParallelGroup) -> tuple[Tensor, ...]:
     """Copy several tensors of one dtype; their gradients are all-reduced as one message."""
-    copied: tuple[Tensor, ...] = _applied(_CopyAll, mp_group, *tensors)
+    copied: tuple[Tensor, ...] = _apply(_CopyAll, mp_group, *tensors)
     return copied
 
 
 def reduce(x: Tensor, mp_group: ModelParallelGroup) -> Tensor:
     """Return the sum of the ranks' `x`, which must be contiguous and is overwritten."""
-    reduced: Tensor = _applied(_Reduce, x, mp_group)
+    reduced: Tensor = _apply(_Reduce, x, mp_group)
     return reduced
 
 
 def gather_tokens(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
     """Join the ranks' tokens along `dim`; each token's gradient is the sum of the ranks' gradients."""
-    gathered: Tensor = _applied(_GatherTokens, x, mp_group, dim)
+    gathered: Tensor = _apply(_GatherTokens, x, mp_group, dim)
     return gathered
 
 
-def scatter_sums(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
+def reduce_scatter_tokens(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
     """Return this rank's tokens of the sum of the ranks' `x`.  Raises ValueError if they do not divide."""
     _check_even(x, mp_group, dim)
-    scattered: Tensor = _applied(_ScatterSums, x, mp_group, dim)
+    scattered: Tensor = _apply(_ReduceScatterTokens, x, mp_group, dim)
     return scattered
 
 
-def own_tokens(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
+def slice_tokens(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
     """Return this rank's tokens of an `x` that every rank has.  Raises ValueError if they do not divide."""
     _check_even(x, mp_group, dim)
-    part: Tensor = _applied(_Own, x, mp_group, dim, (x.shape[dim] // mp_group.size,) * mp_group.size)
+    part: Tensor = _apply(_Slice, x, mp_group, dim, (x.shape[dim] // mp_group.size,) * mp_group.size)
     return part
 
 
-def all_tokens(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
+def join_tokens(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
     """Join the ranks' tokens, for replicated computation."""
-    joined: Tensor = _applied(_All, x, mp_group, dim, (x.shape[dim],) * mp_group.size)
+    joined: Tensor = _apply(_Join, x, mp_group, dim, (x.shape[dim],) * mp_group.size)
     return joined
 
 
-def own_features(x: Tensor, mp_group: ModelParallelGroup, sizes: tuple[int, ...]) -> Tensor:
+def slice_features(x: Tensor, mp_group: ModelParallelGroup, sizes: tuple[int, ...]) -> Tensor:
     """Return this rank's part of the last dim of an `x` that every rank has; `sizes` of all ranks' parts."""
-    part: Tensor = _applied(_Own, x, mp_group, x.dim() - 1, sizes)
+    part: Tensor = _apply(_Slice, x, mp_group, x.dim() - 1, sizes)
     return part
 
 
-def all_features(x: Tensor, mp_group: ModelParallelGroup, sizes: tuple[int, ...]) -> Tensor:
+def join_features(x: Tensor, mp_group: ModelParallelGroup, sizes: tuple[int, ...]) -> Tensor:
     """Join the ranks' parts of the last dim, for replicated computation."""
-    joined: Tensor = _applied(_All, x, mp_group, x.dim() - 1, sizes)
+    joined: Tensor = _apply(_Join, x, mp_group, x.dim() - 1, sizes)
     return joined
 
 
-def _applied(function: type[Function], *args: Any) -> Any:
+def _apply(function: type[Function], *args: Any) -> Any:
     """Call torch's `apply`, which is untyped."""
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
@@ -186,14 +186,14 @@ def _applied(function: type[Function], *args: Any) -> Any:
 # --- messages --------------------------------------------------------------------------------------------
 
 
-def _summed(grad: Tensor, mp_group: ModelParallelGroup) -> Tensor:
+def _all_reduce(grad: Tensor, mp_group: ModelParallelGroup) -> Tensor:
     """All-reduce in place: nothing but this package's layers holds a gradient of their input."""
     grad = grad.contiguous()
     zcomm.all_reduce(grad, mp_group.group, label="tensor input gradients")
     return grad
 
 
-def _gathered(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
+def _all_gather(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
     """All-gather (..., n, ...) of each rank -> (..., size * n, ...)."""
     if mp_group.size == 1:
         return x.view_as(x)
@@ -202,7 +202,7 @@ def _gathered(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _scattered(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
+def _reduce_scatter(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
     """Reduce-scatter (..., size * n, ...) -> (..., n, ...)."""
     if mp_group.size == 1:
         return x.view_as(x)
@@ -213,11 +213,11 @@ def _scattered(x: Tensor, mp_group: ModelParallelGroup, dim: int) -> Tensor:
     return parts[mp_group.rank]
 
 
-def _own(x: Tensor, mp_group: ModelParallelGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+def _narrow_to_own(x: Tensor, mp_group: ModelParallelGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
     return x.narrow(dim, sum(sizes[: mp_group.rank]), sizes[mp_group.rank])
 
 
-def _joined(x: Tensor, mp_group: ModelParallelGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+def _all_gather_uneven(x: Tensor, mp_group: ModelParallelGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
     """All-gather the ranks' parts, of `sizes` along `dim`; padded to the longest for the message."""
     if mp_group.size == 1:
         return x.clone()

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import attrs
 from torch import nn
 
-__all__ = ["NO_HEADS", "Heads", "heads_of", "localize"]
+__all__ = ["NO_HEADS", "Heads", "heads_of", "set_local_counts"]
 
 _QUERY = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head", "nhead", "nheads", "heads")
 _KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
@@ -38,14 +38,14 @@ NO_HEADS = Heads(0, 0)
 
 def heads_of(module: nn.Module) -> Heads:
     """Return the heads of `module`; NO_HEADS if it is no attention."""
-    query, key_value = _number(module, _QUERY), _number(module, _KEY_VALUE)
-    if not query and any(_number(module, (mark,)) for mark in _MARKS):
+    query, key_value = _read_number(module, _QUERY), _read_number(module, _KEY_VALUE)
+    if not query and any(_read_number(module, (mark,)) for mark in _MARKS):
         config = getattr(module, "config", None)
-        query, key_value = _number(config, _QUERY), key_value or _number(config, _KEY_VALUE)
+        query, key_value = _read_number(config, _QUERY), key_value or _read_number(config, _KEY_VALUE)
     return Heads(query, key_value or query) if query else NO_HEADS
 
 
-def localize(module: nn.Module, num_units: int, own_units: int, widths: Iterable[int]) -> None:
+def set_local_counts(module: nn.Module, num_units: int, own_units: int, widths: Iterable[int]) -> None:
     """Set the counts that `module` keeps to this rank's: heads, and widths of layers that are split."""
     wide = set(widths)
     for name, value in list(vars(module).items()):
@@ -55,7 +55,7 @@ def localize(module: nn.Module, num_units: int, own_units: int, widths: Iterable
             setattr(module, name, value // num_units * own_units)
 
 
-def _number(source: object, names: Iterable[str]) -> int:
+def _read_number(source: object, names: Iterable[str]) -> int:
     """Return the first of the attributes that is a positive int; 0 if none is."""
     found = (getattr(source, name, None) for name in names)
     return next((value for value in found if type(value) is int and value > 0), 0)

@@ -1,13 +1,13 @@
 """Infer plans from the data flow of a model, without a list of models.
 
-Splitting pays where the outputs of linear layers go into one other linear layer and nowhere else: q, k and v into the
-output projection, gate and up into down.  So pairs are searched in the flow of a small input: a layer whose input
+Linear layers can be split in pairs, where the outputs of some go into one other and nowhere else: q, k and v into the
+output projection, gate and up into down.  Pairs are found in the flow of a small input: a layer whose input
 comes only from linear layers that feed nothing else becomes a Row, and those become Columns.  The structure of the
 columns (heads, fused blocks) is read from the views of their outputs.  A residual stream never qualifies, since many
 layers read it.
 
-The flow does not show if operations between two layers mix columns.  `verify` finds that out by running the input
-through the model and a split copy; `infer_verified_plan` does both.
+The flow does not show if operations between two layers mix columns.  `verify` detects this: it runs the input through
+the model and a split copy.  `infer_verified_plan` does both.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["infer_plan", "infer_verified_plan", "inputs_of"]
 def infer_plan(
     model: nn.Module, *args: Any, kwargs: Mapping[str, Any] | None = None, vocabulary: bool = False
 ) -> TensorPlan:
-    """Infer a plan for any model from one run of `model(*args, **kwargs)` on a small input; default: its own dummy
-    input.
+    """Infer a plan for any model from one run of `model(*args, **kwargs)` on a small input.
 
+    args, kwargs: default: the model's `dummy_inputs`.
     vocabulary: split embeddings and output layers too.  The model may be on the meta device.
     A wrong plan is not detected here: use `verify`, or `infer_verified_plan`.
 
@@ -53,8 +53,8 @@ def infer_verified_plan(
 ) -> TensorPlan:
     """Infer a plan and verify it over the ranks of `group`, which all call this.
 
-    Pairs that cannot be split (relative positions that all heads share, blocks at fixed places) have their weights
-    split all the same, but the activations between their layers are whole on every rank: Column(gathers=True), then
+    Pairs that cannot be split (relative positions that all heads share, blocks at fixed places) still have split
+    weights, but the activations between their layers are whole on every rank: Column(gathers=True), then
     Row(takes_part=True).
 
     Raises:

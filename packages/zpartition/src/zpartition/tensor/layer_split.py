@@ -1,4 +1,4 @@
-"""The split of one layer's parameters under a style, and the checks that they fit."""
+"""Split of one layer's parameters under a style, and checks that they fit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LayerSplit:
 
     module: str
     style: Style
-    addresses: Mapping[str, Address] = attrs.field(factory=dict)  # of its own parameters that are cut, or copied
+    addresses: Mapping[str, Address] = attrs.field(factory=dict)  # of its split or replicated parameters
     sizes: tuple[int, ...] = ()  # of all ranks' parts
     num_units: int = 1
     own_units: int = 1  # this rank's
@@ -66,13 +66,13 @@ def split_layer(name: str, module: nn.Module, style: Style, num_ranks: int, rank
     if isinstance(module, SplitLayer):
         raise ValueError(f"{name} is split already: parallelize() may be called once for a model.")
     if isinstance(style, Column | Row):
-        return _linear(name, module, style, num_ranks, rank)
+        return _split_linear(name, module, style, num_ranks, rank)
     if isinstance(style, Vocabulary):
-        return _embedding(name, module, style, num_ranks, rank)
+        return _split_embedding(name, module, style, num_ranks, rank)
     return LayerSplit(name, style)
 
 
-def _linear(name: str, module: nn.Module, style: Column | Row, num_ranks: int, rank: int) -> LayerSplit:
+def _split_linear(name: str, module: nn.Module, style: Column | Row, num_ranks: int, rank: int) -> LayerSplit:
     kind = linear_kind(module)
     if kind is None:
         raise ValueError(
@@ -97,15 +97,15 @@ def _linear(name: str, module: nn.Module, style: Column | Row, num_ranks: int, r
     return LayerSplit(name, style, addresses, parts, style.units, ranges[rank][1] - ranges[rank][0])
 
 
-def _embedding(name: str, module: nn.Module, style: Vocabulary, num_ranks: int, rank: int) -> LayerSplit:
+def _split_embedding(name: str, module: nn.Module, style: Vocabulary, num_ranks: int, rank: int) -> LayerSplit:
     if not isinstance(module, nn.Embedding) or vocabulary_class(module) is None:
         raise ValueError(
             f"{name} is a {type(module).__name__}, but Vocabulary() splits only torch's Embedding and subclasses "
             "that call its forward."
         )
     extras = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq, "sparse": module.sparse}
-    if wrong := [f"{key}={value}" for key, value in extras.items() if value]:
-        raise ValueError(f"{name} has {', '.join(wrong)}, which a split embedding does not support.")
+    if unsupported := [f"{key}={value}" for key, value in extras.items() if value]:
+        raise ValueError(f"{name} has {', '.join(unsupported)}, which a split embedding does not support.")
     rows = module.num_embeddings
     _check_units(name, rows, rows, (rows,), num_ranks)
     ranges = unit_ranges(rows, num_ranks)

@@ -36,9 +36,7 @@ class _EnteredTensor:
 @final
 @attrs.define(eq=False)
 class ParallelRegion:
-    """Boundary between activations that are equal on all ranks (or split by tokens along `sequence_dim`) and split
-    layers.
-    """
+    """Boundary between split layers and activations that are equal on all ranks, or split along `sequence_dim`."""
 
     mp_group: ModelParallelGroup
     sequence_dim: int = -1  # along which activations between layers are split; -1: they are whole on every rank
@@ -76,7 +74,7 @@ class ParallelRegion:
             return partial
         if self.sequence_dim < 0:
             return functions.reduce(partial, self.mp_group)
-        return functions.scatter_sums(partial, self.mp_group, self.sequence_dim)
+        return functions.reduce_scatter_tokens(partial, self.mp_group, self.sequence_dim)
 
     def begin_sharded(self, x: Tensor, layer: nn.Module) -> None:
         """Draw per-rank random numbers from now on: `layer`, which read `x`, outputs this rank's part."""
@@ -97,7 +95,7 @@ class ParallelRegion:
         """Return this rank's tokens of activations that are equal on all ranks."""
         if self.mp_group.size == 1 or self.sequence_dim < 0:
             return same
-        return functions.own_tokens(same, self.mp_group, self.sequence_dim)
+        return functions.slice_tokens(same, self.mp_group, self.sequence_dim)
 
     def copy_weight(self, weight: Tensor) -> Tensor:
         """Copy a weight that is used between split layers: its gradients come from each rank's tokens."""

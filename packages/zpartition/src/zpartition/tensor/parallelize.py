@@ -14,10 +14,9 @@ from zpartition.deferred.fake_device import clear_fake_device
 from zpartition.deferred.init import recording_if_deferred, recordings_of, share_random_numbers, wire_device
 from zpartition.layout.model_parallel import ModelParallelGroup
 from zpartition.ownership import check_has_weights, check_not_owned
-from zpartition.tensor import regions
-from zpartition.tensor.heads import localize
+from zpartition.tensor.heads import set_local_counts
 from zpartition.tensor.layer_split import LayerSplit, linear_kind
-from zpartition.tensor.layers import LayerPlacement
+from zpartition.tensor.layers import LayerPlacement, gather_output, scatter_output, sum_gradients
 from zpartition.tensor.parallel_region import ParallelRegion
 from zpartition.tensor.plan import TensorPlan, resolve
 from zpartition.tensor.random_state import agree_on_random_numbers
@@ -25,11 +24,11 @@ from zpartition.tensor.styles import Column, Gather, NormShard, Row, Scatter, Vo
 from zpartition.tensor.vocabulary import vocabulary_class
 from zpartition.tensors.whole import part_of
 
-__all__ = ["parallelize", "part_of", "split"]
+__all__ = ["apply_splits", "parallelize"]
 
 
 def parallelize(model: nn.Module, plan: TensorPlan, group: ProcessGroup | None = None) -> list[LayerSplit]:
-    """Split `model` over the ranks of `group` as `plan` says, in place; returns the split of each module.
+    """Split `model` over the ranks of `group` by `plan`, in place; returns the split of each module.
 
     Every rank of the group calls it with a whole model; the weights of rank 0 are used.  Afterwards ranks that get
     the same inputs compute the same outputs together, forward and backward.  Parameters keep their names and
@@ -47,42 +46,41 @@ def parallelize(model: nn.Module, plan: TensorPlan, group: ProcessGroup | None =
         check_not_owned(name, param)
         check_has_weights(name, param)
     mp_group = ModelParallelGroup.of(group)
-    cuts = resolve(plan, model, mp_group.size, mp_group.rank)
+    splits = resolve(plan, model, mp_group.size, mp_group.rank)
     _broadcast_weights(model, group)
     for recorded in recordings_of(model):
         share_random_numbers(recorded, group)
     agree_on_random_numbers(mp_group, _device(model, group))
     with recording_if_deferred(model):
-        split(model, cuts, ParallelRegion(mp_group, plan.sequence_dim))
-    return cuts
+        apply_splits(model, splits, ParallelRegion(mp_group, plan.sequence_dim))
+    return splits
 
 
-def split(model: nn.Module, cuts: Sequence[LayerSplit], parallel_region: ParallelRegion) -> None:
-    """Apply `cuts` without communication; `parallel_region` leads to the ranks with the other parts."""
+def apply_splits(model: nn.Module, splits: Sequence[LayerSplit], parallel_region: ParallelRegion) -> None:
+    """Apply `splits` without communication; `parallel_region` leads to the ranks with the other parts."""
     modules = dict(model.named_modules())
     done: set[int] = set()
-    for cut in cuts:
-        _shard_parameters(modules[cut.module], cut, done)
-        _convert(modules[cut.module], cut, parallel_region)
-    _localize(modules, cuts)
-    enclosing = _enclosing_modules(cuts) if parallel_region.sequence_dim < 0 else [""]
+    for split in splits:
+        _shard_parameters(modules[split.module], split, done)
+        _convert(modules[split.module], split, parallel_region)
+    _localize_head_counts(modules, splits)
+    enclosing = _enclosing_modules(splits) if parallel_region.sequence_dim < 0 else [""]
     for name in enclosing if parallel_region.mp_group.size > 1 else ():
         parallel_region.random_state.restore_after(modules[name])
 
 
-def _enclosing_modules(cuts: Sequence[LayerSplit]) -> list[str]:
-    """Return the modules in which activations are split and joined: the nearest one around each column layer and its
-    row layer.
+def _enclosing_modules(splits: Sequence[LayerSplit]) -> list[str]:
+    """Return the nearest module around each column layer and its row layer: in it activations are split and joined.
 
     The model itself is one, for columns without a row layer and tokens that are not joined.
     """
-    rows = [cut.module for cut in cuts if isinstance(cut.style, Row)]
+    rows = [split.module for split in splits if isinstance(split.style, Row)]
     found = {""}
-    for cut in cuts:
-        path = cut.module
-        while path and isinstance(cut.style, Column) and not any(row.startswith(f"{path}.") for row in rows):
+    for split in splits:
+        path = split.module
+        while path and isinstance(split.style, Column) and not any(row.startswith(f"{path}.") for row in rows):
             path = path.rpartition(".")[0]
-        found.add(path if isinstance(cut.style, Column) else "")
+        found.add(path if isinstance(split.style, Column) else "")
     return sorted(found)
 
 
@@ -99,35 +97,37 @@ def _broadcast_weights(model: nn.Module, group: ProcessGroup | None) -> None:
                 zcomm.broadcast(tensor.data, group, source=0, label=name)
 
 
-def _shard_parameters(module: nn.Module, cut: LayerSplit, done: set[int]) -> None:
-    for key, address in cut.addresses.items():
+def _shard_parameters(module: nn.Module, split: LayerSplit, done: set[int]) -> None:
+    for key, address in split.addresses.items():
         param = getattr(module, key)
-        if id(param) not in done:  # tied weights come twice
+        if id(param) not in done:  # tied weights appear twice
             done.add(id(param))
             param.grad = None
             param.data = part_of(param.data, address)
 
 
-def _convert(module: nn.Module, cut: LayerSplit, parallel_region: ParallelRegion) -> None:
+def _convert(module: nn.Module, split: LayerSplit, parallel_region: ParallelRegion) -> None:
     """Set the module's new class and its local sizes."""
-    style, layer = cut.style, _untyped(module)
+    style, layer = split.style, _untyped(module)
     if isinstance(style, NormShard):
-        regions.sum_gradients(module, parallel_region, style.gathers)
+        sum_gradients(module, parallel_region, style.gathers)
     elif isinstance(style, Scatter):
-        regions.scatter_output(module, parallel_region)
+        scatter_output(module, parallel_region)
     elif isinstance(style, Gather):
-        regions.gather_output(module, parallel_region)
+        gather_output(module, parallel_region)
     elif isinstance(style, Vocabulary):
         kind_in_parts = vocabulary_class(module)
         assert kind_in_parts is not None
-        _set_class(module, kind_in_parts, LayerPlacement(parallel_region, cut.addresses, cut.sizes, style.scatters))
+        _set_class(
+            module, kind_in_parts, LayerPlacement(parallel_region, split.addresses, split.sizes, style.scatters)
+        )
         layer.num_embeddings = layer.weight.shape[0]
     elif isinstance(style, Column | Row):
         kind = linear_kind(module)
         assert kind is not None
         is_column = isinstance(style, Column)
         is_joined = style.gathers if isinstance(style, Column) else style.takes_part
-        placement = LayerPlacement(parallel_region, cut.addresses, cut.sizes, is_joined)
+        placement = LayerPlacement(parallel_region, split.addresses, split.sizes, is_joined)
         _set_class(module, kind.column if is_column else kind.row, placement)
         setattr(layer, kind.names[0 if is_column else 1], kind.shape(module)[0 if is_column else 1])
 
@@ -142,12 +142,12 @@ def _untyped(module: nn.Module) -> Any:
     return module
 
 
-def _localize(modules: dict[str, nn.Module], cuts: Sequence[LayerSplit]) -> None:
+def _localize_head_counts(modules: dict[str, nn.Module], splits: Sequence[LayerSplit]) -> None:
     """Set head counts to this rank's in modules that hold column layers with split outputs."""
-    split: dict[str, list[LayerSplit]] = {}
-    for cut in cuts:
-        if isinstance(cut.style, Column) and not cut.style.gathers:
-            split.setdefault(cut.module.rpartition(".")[0], []).append(cut)
-    for parent, columns in split.items():
-        widths = [size for cut in columns for size in (sum(cut.sizes), *getattr(cut.style, "blocks", ()))]
-        localize(modules[parent], columns[0].num_units, columns[0].own_units, widths)
+    by_parent: dict[str, list[LayerSplit]] = {}
+    for split in splits:
+        if isinstance(split.style, Column) and not split.style.gathers:
+            by_parent.setdefault(split.module.rpartition(".")[0], []).append(split)
+    for parent, columns in by_parent.items():
+        widths = [size for split in columns for size in (sum(split.sizes), *getattr(split.style, "blocks", ()))]
+        set_local_counts(modules[parent], columns[0].num_units, columns[0].own_units, widths)

@@ -78,16 +78,16 @@ def resolve(plan: TensorPlan, model: nn.Module, num_ranks: int, rank: int) -> li
     chosen = {name: style for name in names if (style := plan.style_of(name)) is not None}
     _check_covered(plan, modules, chosen)
     _check_sequence_styles(plan, chosen)
-    cuts = []
+    splits = []
     for name, style in chosen.items():
         if not isinstance(style, Replicated):
             parent = name.rpartition(".")[0]
             heads = _attention_heads(modules[parent], f"{parent or 'the model'}", num_ranks)
-            units = _with_units(style, modules[name], heads)
-            fitted = _coarsened(units, modules[name], plan.grain, num_ranks)
-            cuts.append(split_layer(name, modules[name], fitted, num_ranks, rank))
-    _check_shared_weights(model, cuts)
-    return cuts
+            units = _set_units(style, modules[name], heads)
+            fitted = _coarsen_units(units, modules[name], plan.grain, num_ranks)
+            splits.append(split_layer(name, modules[name], fitted, num_ranks, rank))
+    _check_shared_weights(model, splits)
+    return splits
 
 
 def _attention_heads(parent: nn.Module, name: str, num_ranks: int) -> Heads:
@@ -112,7 +112,7 @@ def _attention_heads(parent: nn.Module, name: str, num_ranks: int) -> Heads:
     return heads
 
 
-def _with_units(style: Style, module: nn.Module, heads: Heads) -> Style:
+def _set_units(style: Style, module: nn.Module, heads: Heads) -> Style:
     """Set the units of a style: its own, or heads, or elements (where activations between two layers are whole)."""
     if not isinstance(style, Column | Row) or style.units:
         return style
@@ -127,7 +127,7 @@ def _with_units(style: Style, module: nn.Module, heads: Heads) -> Style:
     return attrs.evolve(style, units=min(sizes) if len(set(sizes)) > 1 else sizes[0])
 
 
-def _coarsened(style: Style, module: nn.Module, grain: int, num_ranks: int) -> Style:
+def _coarsen_units(style: Style, module: nn.Module, grain: int, num_ranks: int) -> Style:
     """Use runs of `grain` elements as units, where units are elements and there are enough runs."""
     kind = linear_kind(module)
     if grain == 1 or kind is None or not isinstance(style, Column | Row):
@@ -144,7 +144,7 @@ def _check_all_match(plan: TensorPlan, names: Iterable[str]) -> None:
         if not any(rule.matches(name) for name in known):
             raise ValueError(
                 f"pattern {rule.pattern!r} of the tensor-parallel plan matches none of the model's {len(known)} "
-                f"modules ({_listed(known)}); `*` stands for one component of a name, `**` for any number of "
+                f"modules ({_list_names(known)}); `*` stands for one component of a name, `**` for any number of "
                 "components."
             )
 
@@ -156,7 +156,7 @@ def _check_covered(plan: TensorPlan, modules: Mapping[str, nn.Module], chosen: M
     if missed:
         raise ValueError(
             f"the tensor-parallel plan covers {len(chosen)} layers and leaves out {len(missed)} linear ones: "
-            f"{_listed(missed)}. Add rules for them (Replicated() keeps a layer whole), or set "
+            f"{_list_names(missed)}. Add rules for them (Replicated() keeps a layer whole), or set "
             "uncovered=Uncovered.KEEP."
         )
 
@@ -182,13 +182,13 @@ def _check_sequence_styles(plan: TensorPlan, chosen: Mapping[str, Style]) -> Non
             )
 
 
-def _check_shared_weights(model: nn.Module, cuts: Iterable[LayerSplit]) -> None:
+def _check_shared_weights(model: nn.Module, splits: Iterable[LayerSplit]) -> None:
     """Check that modules that share a weight split it alike."""
-    cut_of = {cut.module: cut for cut in cuts}
+    split_of = {split.module: split for split in splits}
     first: dict[int, tuple[str, object]] = {}
     for prefix, module in model.named_modules():
         for key, param in module.named_parameters(recurse=False):
-            address = cut_of[prefix].addresses.get(key) if prefix in cut_of else None
+            address = split_of[prefix].addresses.get(key) if prefix in split_of else None
             name, found = first.setdefault(id(param), (f"{prefix}.{key}", address))
             if found != address:
                 raise ValueError(
@@ -198,6 +198,6 @@ def _check_shared_weights(model: nn.Module, cuts: Iterable[LayerSplit]) -> None:
                 )
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -41,35 +41,35 @@ class TPRandomState:
     """Switches torch's default generators for all layers of one model."""
 
     mp_group: ModelParallelGroup
-    aside: tuple[tuple[torch.Generator, Tensor], ...] = ()  # generators that are seeded anew, and their states before
+    saved_states: tuple[tuple[torch.Generator, Tensor], ...] = ()  # of the generators inside the region
     reader: weakref.ref[Tensor] | None = None  # the activations whose readers opened the region
 
     def diverge(self, x: Tensor) -> None:
         """Draw per-rank numbers from now on; once for all layers that read `x`."""
-        if self.mp_group.size == 1 or _is_recorded(x):
+        if self.mp_group.size == 1 or _is_capturing(x):
             return
         if self.reader is not None and self.reader() is x:
             return
         self.reader = weakref.ref(x)
         own = _default_generators(x.device)
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=own[0]))
-        if not self.aside:
-            self.aside = tuple((generator, generator.get_state()) for generator in own)
+        if not self.saved_states:
+            self.saved_states = tuple((generator, generator.get_state()) for generator in own)
         for generator in own:
             generator.manual_seed(_mix_seed(seed, self.mp_group.rank))
 
     def restore(self) -> None:
         """Draw equal numbers on all ranks from now on, continuing the saved state."""
-        for generator, state in self.aside:
+        for generator, state in self.saved_states:
             generator.set_state(state)
-        self.aside, self.reader = (), None
+        self.saved_states, self.reader = (), None
 
     def restore_after(self, module: nn.Module) -> None:
         """Restore when `module` ends, even by an exception."""
         module.register_forward_hook(self._restore_hook, always_call=True)
 
     def _restore_hook(self, *_: object) -> None:
-        if self.aside:
+        if self.saved_states:
             self.restore()
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> TPRandomState:
@@ -95,7 +95,7 @@ def _default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
     return host, torch.cuda.default_generators[index]
 
 
-def _is_recorded(x: Tensor) -> bool:
+def _is_capturing(x: Tensor) -> bool:
     """Check if operations are being captured into a graph, in which no state can be switched."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -38,9 +38,7 @@ class Column:
 
 @attrs.frozen(kw_only=True)
 class Row:
-    """Row-parallel linear layer: inputs are split; each rank holds some columns of the weight, and products are
-    summed.
-    """
+    """Row-parallel linear layer: inputs are split; each rank holds columns of the weight; products are summed."""
 
     units: int = attrs.field(default=0, validator=ge(0))  # as those of the column layer before it
     takes_part: bool = False  # every rank gets all inputs
@@ -55,8 +53,9 @@ class Vocabulary:
 
 @attrs.frozen(kw_only=True)
 class NormShard:
-    """Replicated weights that run on a shard of the activations (norms of a rank's tokens or heads); gradients are
-    summed.
+    """Replicated weights applied to a shard of the activations: norms of a rank's tokens or heads.
+
+    Gradients are summed.
     """
 
     gathers: bool = False  # outputs are all tokens, for split layers (in a plan with sequence_dim)

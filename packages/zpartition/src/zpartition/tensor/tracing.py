@@ -132,9 +132,7 @@ class _Tracer(TorchFunctionMode):
         return _NOTHING.union(*(self.names.get(id(tensor), _NOTHING) for tensor in tensors))
 
     def track_view(self, before: Tensor, after: Tensor) -> None:
-        """Track `after`, which was computed from `before` alone, a layer's outputs: a part, a view, or the same
-        shape.
-        """
+        """Track `after`, computed from a layer's outputs `before` alone: a part, a view, or the same shape."""
         name, start = self.raw[id(before)]
         if after.shape == before.shape:
             self.raw[id(after)] = name, start
@@ -146,9 +144,7 @@ class _Tracer(TorchFunctionMode):
             self.record_view(name, before.shape[-1], tuple(after.shape))
 
     def record_view(self, name: str, width: int, shape: tuple[int, ...]) -> None:
-        """Record that outputs (..., width) were viewed as `shape`: (..., heads, size), or (..., 3, heads, size) of
-        three.
-        """
+        """Record that outputs (..., width) were viewed as `shape`: (..., heads, size), or (..., 3, heads, size)."""
         ends = (shape[at:] for at in range(len(shape) - 2, -1, -1))
         dims = next((end for end in ends if math.prod(end) == width), ())
         if len(dims) > 2 and dims[0] in (2, 3) and dims[1] not in (2, 3):

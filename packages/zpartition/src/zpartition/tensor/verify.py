@@ -1,7 +1,7 @@
 """Verify a plan: run a small input through the model and through a split copy of it, and compare.
 
-Outputs and all gradients are compared.  A plan that mixes columns of different ranks is wrong by about the magnitude
-of the values; the tolerances only have to exceed rounding.
+Outputs and all gradients are compared.  A plan that mixes columns of different ranks gives errors about as large as
+the values, so the tolerances only have to exceed rounding.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import zcomm
 from zpartition._compat import tree_flatten
 from zpartition.layout.model_parallel import ALONE, addresses_of
 from zpartition.tensor.parallel_region import ParallelRegion
-from zpartition.tensor.parallelize import parallelize, part_of, split
+from zpartition.tensor.parallelize import apply_splits, parallelize
 from zpartition.tensor.plan import TensorPlan, resolve
 from zpartition.tensor.styles import Column, Row, Vocabulary
+from zpartition.tensors.whole import part_of
 
 __all__ = ["find_problem", "verify"]
 
@@ -67,7 +68,7 @@ def find_problem(
     for tensor in [*whole.parameters(), *whole.buffers()]:
         tensor.data = tensor.data.contiguous()
         zcomm.broadcast(tensor.data, group, source=0, label="verify")
-    return _first_problem(_difference(parts, _run(whole, args, kwargs), _run(parts, args, kwargs)), group)
+    return _first_problem(_find_difference(parts, _run(whole, args, kwargs), _run(parts, args, kwargs)), group)
 
 
 def _dry_run(
@@ -78,10 +79,10 @@ def _dry_run(
     Layers whose outputs or inputs are joined are whole here.
     """
     mine = copy.deepcopy(model).eval()
-    cuts = resolve(plan, mine, zcomm.group_size(group), zcomm.group_rank(group))
-    apart = [cut for cut in cuts if not (isinstance(cut.style, Column) and cut.style.gathers)]
-    apart = [cut for cut in apart if not (isinstance(cut.style, Row) and cut.style.takes_part)]
-    split(mine, [cut for cut in apart if not isinstance(cut.style, Vocabulary)], ParallelRegion(ALONE))
+    splits = resolve(plan, mine, zcomm.group_size(group), zcomm.group_rank(group))
+    local = [split for split in splits if not (isinstance(split.style, Column) and split.style.gathers)]
+    local = [split for split in local if not (isinstance(split.style, Row) and split.style.takes_part)]
+    apply_splits(mine, [split for split in local if not isinstance(split.style, Vocabulary)], ParallelRegion(ALONE))
     try:
         with torch.no_grad():
             mine(*args, **kwargs)
@@ -90,7 +91,7 @@ def _dry_run(
     return ""
 
 
-def _difference(parts: nn.Module, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> str:
+def _find_difference(parts: nn.Module, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> str:
     """Return the first value that differs; "" if there is none."""
     addresses = addresses_of(parts)
     scale = max((float(v.double().abs().max()) for n, v in expected.items() if n.startswith(_GRADIENT)), default=0.0)
@@ -98,12 +99,12 @@ def _difference(parts: nn.Module, expected: Mapping[str, Tensor], got: Mapping[s
         at = addresses.get(name.removeprefix(_GRADIENT))
         reference = (value if at is None else part_of(value, at)).double()
         largest = float(value.double().abs().max())
-        room = _TOLERANCES.get(value.dtype, 1e-3) * max(largest, scale / 1000 if name.startswith(_GRADIENT) else 0.0)
-        apart = (
-            float((got[name].double() - reference).abs().max()) if got[name].shape == reference.shape else math.inf
-        )
-        if not apart <= room:
-            return f"{name} differs by {apart:.3g}, its largest value is {largest:.3g}"
+        magnitude = max(largest, scale / 1000 if name.startswith(_GRADIENT) else 0.0)
+        tolerance = _TOLERANCES.get(value.dtype, 1e-3) * magnitude
+        is_comparable = got[name].shape == reference.shape
+        error = float((got[name].double() - reference).abs().max()) if is_comparable else math.inf
+        if not error <= tolerance:
+            return f"{name} differs by {error:.3g}, its largest value is {largest:.3g}"
     return ""
 
 

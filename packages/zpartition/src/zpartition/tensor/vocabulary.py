@@ -1,11 +1,10 @@
-"""Both ends of a language model with a split vocabulary: embedding and cross-entropy.
+"""Vocabulary-parallel embedding and cross-entropy.
 
 An embedding that post-processes torch's lookup (Gemma's scales it) keeps doing so: its class is put in front of ours,
 whose lookup its `super().forward` then calls.
 
 The loss never gathers the logits: three numbers per token are sent (the maximum; the sum of exponentials and the
-    logit of the label, as one message), and the gradient of each rank's logits is local (Shoeybi et al. 2019, section
-    3).
+logit of the label, as one message), and the gradient of each rank's logits is local (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from zpartition.tensor.layers import ColumnLinear, SplitLayer
 
 __all__ = ["VocabularyEmbedding", "vocabulary_class", "vocabulary_cross_entropy"]
 
-_made: dict[type[nn.Module], type[nn.Module]] = {}
+_made_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 class VocabularyEmbedding(SplitLayer, nn.Embedding):
@@ -68,9 +67,9 @@ def vocabulary_class(module: nn.Module) -> type[nn.Module] | None:
         return VocabularyEmbedding
     if not issubclass(kind, nn.Embedding) or issubclass(kind, SplitLayer) or not _calls_torch_forward(kind):
         return None
-    if kind not in _made:
-        _made[kind] = type(f"Vocabulary{kind.__name__}", (kind, VocabularyEmbedding), {})
-    return _made[kind]
+    if kind not in _made_classes:
+        _made_classes[kind] = type(f"Vocabulary{kind.__name__}", (kind, VocabularyEmbedding), {})
+    return _made_classes[kind]
 
 
 def _calls_torch_forward(kind: type[nn.Embedding]) -> bool:
@@ -103,8 +102,8 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         probabilities, local, is_elsewhere = ctx.saved_tensors
         here = torch.where(is_elsewhere, 0.0, 1.0).to(probabilities.dtype).unsqueeze(1)
-        wrong = probabilities.scatter_add(1, local.unsqueeze(1), -here)
-        return (wrong * grad.unsqueeze(1)).to(ctx.dtype), None, None, None
+        grad_logits = probabilities.scatter_add(1, local.unsqueeze(1), -here)
+        return (grad_logits * grad.unsqueeze(1)).to(ctx.dtype), None, None, None
 
 
 def vocabulary_cross_entropy(

@@ -1,4 +1,4 @@
-"""Other people's plans, read for one model."""
+"""Plans of other libraries, read for one model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stack(nn.Module):
         raise AssertionError
 
 
-def test_stacks_of_experts_stay_whole_whatever_a_tp_plan_says_of_them() -> None:
+def test_expert_stacks_stay_whole_under_a_tp_plan() -> None:
     model = nn.ModuleDict({"o": nn.Linear(4, 4), "experts": Stack()})
     given = {"experts.up": "packed_colwise", "experts": "moe_tp_experts", "o": "rowwise"}
     assert read_tp_plan(given, model).rules == (Rule("o", Row()),)
@@ -73,15 +73,15 @@ def test_an_injection_policy_names_the_rows_of_a_kind_of_block() -> None:
     assert plan.style_of("head") is None
 
 
-def test_what_a_run_has_shown_completes_an_injection_policy() -> None:
+def test_an_inferred_plan_completes_an_injection_policy() -> None:
     fused = Column(units=4, blocks=(24, 24, 24))
     seen = TensorPlan([Rule("blocks.1.attention.qkv", fused), Rule("blocks.1.mlp.down", Column())])
     plan = read_injection_policy({Block: ("down", "proj")}, Language(), seen)
     assert plan.style_of("blocks.1.attention.qkv") == fused
-    assert plan.style_of("blocks.1.mlp.down") == Row(), "the policy says which layers are rows"
+    assert plan.style_of("blocks.1.mlp.down") == Row(), "the policy names the row layers"
 
 
-def test_an_injection_policy_that_fits_nothing_is_refused() -> None:
+def test_an_injection_policy_that_matches_nothing_raises() -> None:
     with pytest.raises(
         ValueError, match=r"no linear layer in a Block is called 'wo'; there are q_proj, k_proj, .*down"
     ):
@@ -90,7 +90,7 @@ def test_an_injection_policy_that_fits_nothing_is_refused() -> None:
         read_injection_policy({nn.Conv2d: ("down",)}, Language())
 
 
-def test_a_tp_plan_that_cannot_be_read_is_refused() -> None:
+def test_an_unreadable_tp_plan_raises() -> None:
     with pytest.raises(
         ValueError, match=r"style 'packed_colwise' of 'blocks.\*.mlp' is not known; allowed: colwise, "
     ):
@@ -132,7 +132,7 @@ def test_layer_specs_are_read_with_fused_shapes() -> None:
         ({"patterns": ["h.0"]}, "pattern 'h.0' fits no weight of the model, e.g. 'blocks.0.attention.q_proj.weight'"),
     ],
 )
-def test_wrong_layer_specs_say_where(spec: dict[str, object], message: str) -> None:
+def test_wrong_layer_specs_raise_with_their_path(spec: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_layer_specs({"layer_specs": [spec]}, Language())
 
@@ -142,7 +142,7 @@ def test_without_strict_mode_other_layers_stay_whole() -> None:
     assert plan.uncovered is Uncovered.KEEP
 
 
-def test_a_stage_of_a_pipeline_may_lack_layers_that_a_pattern_is_for() -> None:
+def test_a_pipeline_stage_may_lack_the_layers_of_a_pattern() -> None:
     specs = {"layer_specs": [{"patterns": ["elsewhere", r"0\."]}]}
     stage = nn.Sequential(nn.Linear(4, 4))
     assert [rule.pattern for rule in read_layer_specs(specs, stage, is_part=True).rules] == ["0"]

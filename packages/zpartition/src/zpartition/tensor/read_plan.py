@@ -1,7 +1,9 @@
-"""Readers of other plans: Hugging Face's `tp_plan`, DeepSpeed's `partition_config` and `injection_policy`.
+"""Plans from other libraries: Hugging Face's `tp_plan`, DeepSpeed's `partition_config` and `injection_policy`.
 
 Each is read for a given model.  Unsupported entries are rejected by name; nothing is ignored silently, except
 patterns of a `tp_plan` that match no layer of this model, which such plans may contain.
+
+`tp_model_init`, with DeepSpeed's name and arguments, selects a plan and splits the model by it.
 """
 
 from __future__ import annotations
@@ -9,14 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
+import zcomm
 from zpartition.layout.hf_experts import is_hf_experts, is_sharded_hf_experts
+from zpartition.tensor.infer_plan import infer_verified_plan
 from zpartition.tensor.layer_split import linear_kind
+from zpartition.tensor.parallelize import parallelize
 from zpartition.tensor.plan import Rule, TensorPlan, Uncovered
 from zpartition.tensor.styles import Column, NormShard, Replicated, Row, Style, Vocabulary
 
-__all__ = ["read_injection_policy", "read_layer_specs", "read_tp_plan"]
+__all__ = ["read_injection_policy", "read_layer_specs", "read_tp_plan", "tp_model_init"]
 
 _STYLES: dict[str, Style] = {
     "colwise": Column(),
@@ -30,16 +37,40 @@ _STYLES: dict[str, Style] = {
     "replicate": Replicated(),
     "replicated_with_grad_allreduce": NormShard(),
 }
+
 _SPEC_KEYS = {
     *("patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output", "grad_allreduce")
 }
 
 
-def read_tp_plan(plan: Mapping[str, str], model: nn.Module) -> TensorPlan:
-    """Read a Hugging Face plan, such as `model.tp_plan`: module pattern -> style.  Layers it does not name stay
-    whole.
+def tp_model_init(
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype | None = None,
+    config: TensorPlan | Mapping[str, Any] | None = None,
+    *,
+    inputs: tuple[Any, ...] | Mapping[str, Any] = (),
+) -> nn.Module:
+    """Split `model` in place over runs of `tp_size` consecutive ranks of the world, and return it.
 
-    So do expert stacks: `zpartition.experts.distribute` shards those, over any ranks.
+    config: a plan, or DeepSpeed's `partition_config`.  Default: the model's own `tp_plan` if it has one (Hugging
+        Face); else a plan is inferred and verified with `inputs`, positional or by name (Hugging Face models provide
+        some).
+    dtype: converts the weights to this dtype.
+    Data-parallel ranks are those at the same place in all runs: `zcomm.strided_group(tp_size)`.
+
+    Raises:
+        ValueError: `tp_size` does not divide the number of ranks, or the plan does not fit the model.
+    """
+    group = zcomm.consecutive_group(tp_size)
+    parallelize(model, _select_plan(model, config, inputs, group), group)
+    return model if dtype is None else model.to(dtype)
+
+
+def read_tp_plan(plan: Mapping[str, str], model: nn.Module) -> TensorPlan:
+    """Read a Hugging Face plan, such as `model.tp_plan`: module pattern -> style.
+
+    Layers that it does not name stay whole, and so do expert stacks: `zpartition.experts.distribute` shards those.
 
     Raises:
         ValueError: a style of a matching pattern is unknown, or no pattern matches a module of `model`.
@@ -86,7 +117,7 @@ def read_layer_specs(config: Mapping[str, Any], model: nn.Module, *, is_part: bo
         rules += [
             rule
             for pattern in spec.get("patterns", ())
-            for rule in _rules(where, f"re:{pattern}", spec, model, is_part=is_part)
+            for rule in _make_rules(where, f"re:{pattern}", spec, model, is_part=is_part)
         ]
     return TensorPlan(rules, uncovered=Uncovered.REFUSE if config.get("strict_mode") else Uncovered.KEEP)
 
@@ -119,6 +150,23 @@ def read_injection_policy(
     return TensorPlan(rules, uncovered=Uncovered.KEEP)
 
 
+def _select_plan(
+    model: nn.Module,
+    config: TensorPlan | Mapping[str, Any] | None,
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    group: ProcessGroup | None,
+) -> TensorPlan:
+    if isinstance(config, TensorPlan):
+        return config
+    if config and config.get("layer_specs"):
+        return read_layer_specs(config, model)
+    own = getattr(model, "tp_plan", None)
+    if own and any("row" in style and "embedding" not in style for style in own.values()):  # not of the head alone
+        return read_tp_plan(own, model)
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    return infer_verified_plan(model, group, *args, kwargs=kwargs)
+
+
 def _linear_layers(model: nn.Module, kind: type[nn.Module]) -> list[str]:
     """Return the paths of linear layers in blocks of a class."""
     return [
@@ -130,17 +178,19 @@ def _linear_layers(model: nn.Module, kind: type[nn.Module]) -> list[str]:
     ]
 
 
-def _rules(where: str, pattern: str, spec: Mapping[str, Any], model: nn.Module, *, is_part: bool) -> list[Rule]:
+def _make_rules(where: str, pattern: str, spec: Mapping[str, Any], model: nn.Module, *, is_part: bool) -> list[Rule]:
     """Make one rule for each module, because blocks depend on its size."""
     found = [
         (name, module) for name, module in model.named_modules() if name and Rule(pattern, Replicated()).matches(name)
     ]
     if not found and not is_part:
-        raise ValueError(f"{where}: pattern {pattern[3:]!r} fits no weight of the model, e.g. {_example(model)!r}.")
-    return [Rule(name, _style(where, spec, name, module)) for name, module in found]
+        raise ValueError(
+            f"{where}: pattern {pattern[3:]!r} fits no weight of the model, e.g. {_example_weight(model)!r}."
+        )
+    return [Rule(name, _read_style(where, spec, name, module)) for name, module in found]
 
 
-def _style(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) -> Style:
+def _read_style(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) -> Style:
     kind = spec.get("partition_type", "column")
     if kind not in ("row", "column", "skip"):
         raise ValueError(f"{where}: partition_type {kind!r}; allowed: row, column, skip.")
@@ -150,13 +200,13 @@ def _style(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) ->
         return Row()
     if spec.get("gather_output"):
         return Column(gathers=True)
-    return Column(blocks=_blocks(where, spec, name, module))
+    return Column(blocks=_read_blocks(where, spec, name, module))
 
 
-def _blocks(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) -> tuple[int, ...]:
+def _read_blocks(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) -> tuple[int, ...]:
     """Read `shape`: [n, -1] is n equal blocks of rows, [[a, b, c], -1] blocks of these sizes."""
     shape: Sequence[Any] = spec.get("shape") or (1, -1)
-    outputs = _outputs(module)
+    outputs = _num_outputs(module)
     if len(shape) != 2 or shape[1] != -1 or spec.get("partition_dim", 0) not in (0, None):
         raise ValueError(
             f"{where}: shape {list(shape)} with partition_dim {spec.get('partition_dim', 0)} is not known; allowed: "
@@ -169,11 +219,11 @@ def _blocks(where: str, spec: Mapping[str, Any], name: str, module: nn.Module) -
     return (outputs // shape[0],) * shape[0] if shape[0] > 1 else ()
 
 
-def _outputs(module: nn.Module) -> int:
+def _num_outputs(module: nn.Module) -> int:
     kind = linear_kind(module)
     assert kind is not None
     return kind.shape(module)[0]
 
 
-def _example(model: nn.Module) -> str:
+def _example_weight(model: nn.Module) -> str:
     return next((f"{name}.weight" for name, module in model.named_modules() if linear_kind(module) is not None), "")
