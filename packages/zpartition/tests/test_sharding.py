@@ -27,10 +27,10 @@ class _Whole(torch.optim.SGD):
 
     elementwise = False
 
-    def lay_out_over_ranks(self, segments: object, ranks: object) -> None:
-        self.refuse_cuts()
+    def place_on_ranks(self, segments: object, ranks: object) -> None:
+        self.check_cuts()
 
-    def refuse_cuts(self) -> None:
+    def check_cuts(self) -> None:
         raise ValueError("not cut, please")
 
 

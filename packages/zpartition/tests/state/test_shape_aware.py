@@ -32,7 +32,7 @@ class RowNorm(torch.optim.Optimizer):
         self.layout: dict[torch.Tensor, list[Any]] = {}
         super().__init__(params, {"lr": 0.1})
 
-    def lay_out_over_ranks(self, segments: Mapping[torch.Tensor, Sequence[Sequence[Any]]], ranks: Any) -> None:
+    def place_on_ranks(self, segments: Mapping[torch.Tensor, Sequence[Sequence[Any]]], ranks: Any) -> None:
         self.layout = {shard: by_rank[ranks.rank] for shard, by_rank in segments.items()}
         self.ranks = ranks
         self.num_tensors = 1 + max(cut.index for found in segments.values() for cuts in found for cut in cuts)

@@ -55,7 +55,7 @@ def in_parts(
             group["params"] = members
         for part in itertools.chain.from_iterable(parts.values()):
             optimizer.state.pop(part, None)
-        getattr(optimizer, "forget_plans", _nothing)()  # plans would keep the memory of views alive
+        getattr(optimizer, "clear_plans", _nothing)()  # plans would keep the memory of views alive
     for shard, states in zip(shards, found):
         shard.adopt(states)
 

@@ -12,7 +12,7 @@ read and restored by parameter name (addressing.py).
 [Note: portable state] An optimizer may keep state in a form that only it can cut and join, such as 8-bit codes with a
 scale for every few elements.  Such a class has two methods.  `portable_state(tensor)` returns the state by key, as
 tensors, or, for quantized state, as objects with `dtype`, `shape` and `read(start, stop)`, which decodes a part;
-`take_portable_state(tensor, state)` accepts plain tensors in its place and encodes them, and keeps counts and columns
+`load_portable_state(tensor, state)` accepts plain tensors in its place and encodes them, and keeps counts and columns
 of them (counts.py) as they are.  So a checkpoint holds numbers, and state moves between formats as it moves between
 world sizes.  Options that control the format (`kept_options`) belong to the object and not to the checkpoint.  An
 attribute `block_numel` is the number of elements that share a scale: parameters begin at multiples of it in shards.
@@ -231,11 +231,11 @@ def set_state_of(optimizer: torch.optim.Optimizer, tensor: Parameter, state: dic
     Raises:
         ValueError: the optimizer finds that something is missing, or of another size.
     """
-    take = getattr(optimizer, "take_portable_state", None)
-    if take is None:
+    load = getattr(optimizer, "load_portable_state", None)
+    if load is None:
         optimizer.state[tensor] = state
     else:
-        take(tensor, state)
+        load(tensor, state)
 
 
 def elements(value: Any, start: int, stop: int) -> torch.Tensor:
