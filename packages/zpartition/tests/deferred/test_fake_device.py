@@ -19,7 +19,7 @@ def built() -> nn.Sequential:
 
 
 def without_memory() -> nn.Sequential:
-    with zpartition.Init(shown_on="cpu"):
+    with zpartition.Init(fake_device="cpu"):
         return built()
 
 

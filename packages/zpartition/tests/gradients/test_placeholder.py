@@ -57,7 +57,7 @@ def test_clipping_by_torch_clips_what_the_step_uses_or_raises(stage, world_size)
     if told != ["clipped"] * world_size:
         assert world_size == 2
         assert stage >= 1
-        assert all("is cut over 2 ranks" in each and "gradient_clipping" in each for each in told), told
+        assert all("is sharded over 2 ranks" in each and "gradient_clipping" in each for each in told), told
 
 
 def test_a_gradient_in_a_wider_dtype_and_a_scaled_one_are_told_of():

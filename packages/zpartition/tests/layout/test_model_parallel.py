@@ -59,8 +59,10 @@ def _mixed() -> str:
 
 def test_a_partition_over_tensor_ranks_is_refused() -> None:
     first, second = run_ranks(_mixed, 2)
-    assert "split over the tensor ranks [0, 1], and the group to partition it over has rank 0 and also 1" in first
-    assert "has rank 1 and also 0, which hold other parts" in second
+    assert (
+        "split over the tensor ranks [0, 1], and the group to partition it over contains rank 0 and also 1" in first
+    )
+    assert "contains rank 1 and also 0, which hold other parts" in second
     assert "group=zcomm.strided_group(2)" in second
 
 

@@ -24,7 +24,7 @@ def test_the_mean_is_split_over_the_two_sides_of_the_wire(averaging, world_size,
 
 
 def test_stage_2_refuses_to_keep_a_full_gradient():
-    with pytest.raises(ValueError, match="use stage=1 for one exchange per step"):
+    with pytest.raises(ValueError, match="Use stage=1 for one reduction per step"):
         ZeroPolicy(stage=2, reduce_at=ReduceAt.BOUNDARY)
 
 
@@ -34,7 +34,7 @@ def test_a_sum_refuses_to_be_divided():
 
 
 def test_float16_masters_refuse_sums_that_their_gradients_cannot_hold():
-    with pytest.raises(ValueError, match="a sum that is finite here may not be in float16"):
+    with pytest.raises(ValueError, match="a finite sum may overflow in float16"):
         ZeroPolicy(master_dtype=torch.float16)
     assert (
         ZeroPolicy(master_dtype=torch.float16, accumulate_dtype=torch.float16).master_for(torch.float16).itemsize == 2

@@ -100,7 +100,7 @@ def _together(directory: str) -> list[str]:
 class Late:
     """A mover whose copies arrive when they are waited for and no sooner: until then what they fill reads as NaN."""
 
-    staging_bytes = flying_bytes = 0
+    staging_bytes = in_flight_bytes = 0
 
     def __init__(self) -> None:
         self.down: list[Callable[[], object]] = []

@@ -92,7 +92,7 @@ def test_state_that_is_neither_an_elements_each_nor_a_number_is_not_joined():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model[0].weight] = {"codebook": torch.zeros(7)}
     with pytest.raises(
-        ValueError, match=r"'codebook' of .* is a tensor of shape \(7,\), neither .*\. Partition before the first"
+        ValueError, match=r"one 'codebook' is a tensor of shape \(7,\), neither .*\. Partition before the first"
     ):
         zpartition.shard(model, optimizer)
 
@@ -165,6 +165,6 @@ def test_an_optimizer_that_looks_at_shapes_is_refused_where_tensors_are_split_ov
     state.check_model_parallel(torch.optim.AdamW(model.parameters()), layout)
     with pytest.raises(
         ValueError,
-        match=r"Muon needs whole tensors, and 1 are split over .* ranks \(w, ",
+        match=r"Muon needs whole tensors, but 1 are split over .* ranks \(w, ",
     ):
         state.check_model_parallel(torch.optim.Muon([model.weight]), layout)

@@ -243,7 +243,7 @@ def test_masters_that_lie_apart_are_laid_out_at_stage_0_too():
     assert states_of(partition, optimizer)["sums", "first.weight"][0] == (90, 1)
     weight = partition.params["first.weight"]
     assert zpartition.safe_get_full_optimizer_state(weight, "last").shape == weight.shape
-    with pytest.raises(ValueError, match=r"RowNorm does not keep 'sums' an element each .* state_shards\("):
+    with pytest.raises(ValueError, match=r"state 'sums' of RowNorm has no value for each element .* state_shards\("):
         zpartition.safe_get_full_optimizer_state(weight, "sums")
     whole, _ = partitioned(0, [True])
     assert whole.updates_parameters, "and where nothing is cut the optimizer has the parameters"

@@ -307,7 +307,7 @@ def test_a_block_inside_does_not_undo_what_was_written_around_it(stage: int) -> 
 
 def _gives_up() -> None:
     model, _ = make()
-    lost = pytest.raises(ValueError, match="unit '0' are gone: something raised inside another gathered")
+    lost = pytest.raises(ValueError, match="unit '0' were released, because another gathered")
     editors = [zpartition.gathered(model, modifier_rank=0), zpartition.gathered(model[0], modifier_rank=1)]
     with lost, editors[0], contextlib.suppress(KeyError), editors[1]:
         raise KeyError

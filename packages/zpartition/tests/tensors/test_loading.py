@@ -239,13 +239,13 @@ def test_whoever_wants_to_know_is_told_when_tensors_are_touched() -> None:
     seen: list[str] = []
 
     @contextmanager
-    def touching() -> Iterator[None]:
+    def fill_context() -> Iterator[None]:
         seen.append("first")
         yield
         seen.append("last")
 
     with pytest.raises(ValueError, match="missing"):
-        zpartition.load_slices(partition, {}, touching=touching)
+        zpartition.load_slices(partition, {}, fill_context=fill_context)
     assert not seen
-    zpartition.load_slices(partition, values, touching=touching)
+    zpartition.load_slices(partition, values, fill_context=fill_context)
     assert seen == ["first", "last"]

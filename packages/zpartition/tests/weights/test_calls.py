@@ -174,7 +174,7 @@ COPIES: dict[str, Callable[[nn.Module], object]] = {
 MESSAGES = {
     "deepcopy": r"would hold NaN for parameter 'weight', .* \(unit 'first'\). Make it inside zpartition.gathered",
     "pickle": r"would hold NaN for parameter 'weight', .* \(unit 'blocks.0'\)",
-    "keep_vars": r"state_dict\(keep_vars=True\) would hold parameter 'first.weight' itself",
+    "keep_vars": r"state_dict\(keep_vars=True\) would return parameter 'first.weight' itself",
 }
 
 

@@ -114,9 +114,9 @@ def place_over_ranks(
     group: ProcessGroup | None,
     device: torch.device,
 ) -> None:
-    """Describe to `optimizer` the tensors in this rank's shards, `masters` by bucket, and in those of all other
-    ranks.
+    """Describe to `optimizer` the tensors in the shards of all ranks.
 
+    masters: this rank's shards, by bucket.
     group: the ranks that hold one copy together (unused with one shard); device: of the weights.
 
     Raises:
