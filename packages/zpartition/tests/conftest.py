@@ -1,4 +1,4 @@
-"""An optimizer whose state only it can cut, for the tests of [Note: portable state]."""
+"""An optimizer with quantized state, for tests of [Note: portable state]."""
 
 from __future__ import annotations
 

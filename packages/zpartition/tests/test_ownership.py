@@ -1,4 +1,4 @@
-"""Claims on parameters, and how they end."""
+"""Ownership of parameters: acquire and release."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_parameters_in_two_places_are_named_with_their_devices():
         one_device(dict(model.named_parameters()))
 
 
-def test_complex_parameters_are_refused_by_name():
+def test_complex_parameters_are_rejected_by_name():
     module = nn.Module()
     module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"parameter phase is torch\.complex64"):

@@ -1,4 +1,4 @@
-"""From a module and a policy to a partition."""
+"""`shard`: from a module and a policy to a partition."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Whole(torch.optim.SGD):
         raise ValueError("not cut, please")
 
 
-def test_an_optimizer_that_cannot_be_given_shards_is_refused_before_anything_moves() -> None:
+def test_an_optimizer_that_cannot_be_given_shards_is_rejected_before_anything_moves() -> None:
     module = model().to(torch.bfloat16)
     for optimizer in (_Whole(module.parameters(), lr=0.1), torch.optim.Adafactor(module.parameters())):
         places = [param.data_ptr() for param in module.parameters()]

@@ -1,4 +1,4 @@
-"""Parameters that are unfrozen in the middle of a run are trained as one process would train them."""
+"""Parameters that are unfrozen in the middle of a run are trained as in one process."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def refuses() -> list[str]:
     return found
 
 
-def test_what_cannot_be_admitted_is_refused_on_all_ranks() -> None:
+def test_what_cannot_be_admitted_is_rejected_on_all_ranks() -> None:
     for rank, (half_way, inside, different) in enumerate(run_ranks(refuses, 2)):
         assert "layers.0.0.weight was unfrozen in the middle of a step (4 in all). Unfreeze between" in half_way
         assert "inside a forward pass or a gathered() block" in inside

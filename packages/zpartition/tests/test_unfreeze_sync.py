@@ -1,4 +1,4 @@
-"""The ranks hear of each other once a step, and wait for nobody before."""
+"""Unfreeze sync: ranks compare unfrozen names once a step, and wait only when it is needed."""
 
 from __future__ import annotations
 

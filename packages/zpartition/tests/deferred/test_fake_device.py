@@ -1,4 +1,4 @@
-"""Parameters without memory that say they are on a device."""
+"""Parameters without memory that report a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer states, measured on samples: elementwise ones and those that look at shapes."""
+"""Sizes of optimizer states, measured on samples: elementwise optimizers and those that look at shapes."""
 
 from __future__ import annotations
 

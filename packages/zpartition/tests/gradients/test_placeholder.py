@@ -1,4 +1,4 @@
-"""`.grad` shows the gradient that the step will use, or every use of it says where the gradient is."""
+"""`.grad` shows the gradient that the step uses, or is a placeholder whose use raises."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _edits_a_plain_gradient(edit: str) -> str:
 
 
 @pytest.mark.parametrize("edit", ["clip", "clip by value", "replace", "none"])
-def test_gradients_of_one_rank_that_were_edited_before_their_mean_was_taken_are_refused(edit):
+def test_gradients_of_one_rank_that_were_edited_before_their_mean_was_taken_are_rejected(edit):
     for told in run_ranks(_edits_a_plain_gradient, 2, edit):
         if edit == "none":
             assert told == "taken"

@@ -1,4 +1,4 @@
-"""Running ahead changes no bit, whether what was assumed turns out to be right or wrong."""
+"""Speculative steps change no bit, whether they are confirmed or rolled back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout: coverage, balance, order; pure."""
+"""Layouts: coverage, balance, order; pure."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def test_a_parameter_larger_than_the_bucket_has_its_own():
     assert [[slot.name for slot in bucket.slots] for bucket in layout.buckets] == [["z"], ["big"], ["a"]]
 
 
-def test_equal_names_are_refused_by_name():
+def test_equal_names_are_rejected_by_name():
     with pytest.raises(ValueError, match="unique; repeated: w"):
         plan_layout([ParamSpec("w", (1,), torch.float32)] * 2, world_size=1, num_shards=1)
 
 
-def test_a_number_of_shards_that_does_not_divide_the_world_is_refused():
+def test_a_number_of_shards_that_does_not_divide_the_world_is_rejected():
     with pytest.raises(ValueError, match=r"must divide world_size \(4\), got 3"):
         plan_layout([ParamSpec("w", (1,), torch.float32)], world_size=4, num_shards=3)
 

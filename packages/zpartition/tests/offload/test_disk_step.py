@@ -1,4 +1,4 @@
-"""An update on disk happens on all ranks or on none, and leaves everything as it was if it does not."""
+"""Disk step: committed on all ranks or undone on all."""
 
 from __future__ import annotations
 

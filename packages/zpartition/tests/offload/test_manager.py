@@ -1,4 +1,4 @@
-"""Every tier gives the bits of none: same optimizer code, same order, other memory."""
+"""Every tier gives the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shard whose parameters are not all used in the same steps is updated as its parameters would be."""
+"""A shard whose parameters are used in different steps is updated as its parameters would be."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Codebook(Counting):
             state["codebook"] = torch.zeros(16)
 
 
-def test_state_that_cannot_be_shared_out_is_refused_by_name() -> None:
+def test_state_that_cannot_be_shared_out_is_rejected_by_name() -> None:
     with pytest.raises(ValueError, match=r"state 'codebook' of Codebook for \S+ has shape \(16,\), neither"):
         partitioned(Codebook, [(0, 1, 2, 3), (0,)])
 

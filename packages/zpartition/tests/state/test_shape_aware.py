@@ -1,4 +1,4 @@
-"""Optimizers that look at shapes, on shards: what they are told, and what they keep, at world size 1 and on ranks."""
+"""Optimizers that look at shapes, on shards: positions and states, at world size 1 and on ranks."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_state_that_is_set_before_the_first_update_is_what_that_begins_with() ->
     assert counts == {"0.weight": 1, "0.bias": 1, "2.weight": 2, "2.bias": 2}
 
 
-def test_mistakes_are_refused_by_name() -> None:
+def test_mistakes_are_rejected_by_name() -> None:
     model, partition, optimizer = make(0, torch.float32)
     with pytest.raises(ValueError, match=r"has no state 'exp_avg' of this parameter; it has none yet"):
         zpartition.safe_get_full_optimizer_state(model[0].weight, "exp_avg")

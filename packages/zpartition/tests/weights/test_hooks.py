@@ -1,4 +1,4 @@
-"""Stage 3 as a module sees it: what is whole when, and what autograd saves."""
+"""Unshard hooks: which units are unsharded when, and what autograd saves."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def _old_graph() -> None:
         second.backward()
 
 
-def test_a_graph_from_before_an_update_is_refused() -> None:
+def test_a_graph_from_before_an_update_is_rejected() -> None:
     run_ranks(_old_graph, 2)
 
 

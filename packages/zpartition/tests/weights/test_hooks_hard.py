@@ -1,4 +1,4 @@
-"""Stage 3 where it is easy to be wrong: data that differ, modes, second derivatives, failures, retries."""
+"""Unshard hooks, hard cases: data-dependent control flow, modes, second derivatives, failures, retries."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _edits_anywhere() -> tuple[float, float]:
     return before, after
 
 
-def test_edits_of_another_ranks_part_are_refused_and_failures_undo_them() -> None:
+def test_edits_of_another_ranks_part_are_rejected_and_failures_undo_them() -> None:
     assert all(before == after for before, after in run_ranks(_edits_anywhere, 2))
 
 

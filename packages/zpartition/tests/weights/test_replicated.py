@@ -1,4 +1,4 @@
-"""Parameters and buffers that nobody partitions."""
+"""Replicated parameters and buffers."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ class InitRecording:
 
 
 def is_meta(tensor: Tensor) -> bool:
-    return tensor.device.type == "meta"  # `is_meta` says something else inside `Init`
+    return tensor.device.type == "meta"  # `tensor.is_meta` is False inside `Init`
 
 
 def key_of(tensor: Tensor) -> Key:

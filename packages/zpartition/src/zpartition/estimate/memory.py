@@ -179,9 +179,9 @@ def count_bytes(partition: PartitionState, moved: Mapping[str, int]) -> dict[str
                 found[_named("states", tiers.get(id(tensor), Tier.DEVICE), value)] += value.nbytes
     found.update(moved)
     found["host rollback"] = partition.speculative_step.num_bytes
-    resting = sum(storage.persistent_bytes for storage in (*partition.storages, *partition.frozen))
+    persistent = sum(storage.persistent_bytes for storage in (*partition.storages, *partition.frozen))
     device = {
-        "parameters": whole + resting,
+        "parameters": whole + persistent,
         "masters": found.pop("masters", 0),
         "accumulators": found.pop("accumulators", 0),
         "states": found.pop("states", 0),

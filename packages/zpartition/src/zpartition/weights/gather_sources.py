@@ -138,7 +138,7 @@ class SecondaryShards:
 def source_for(
     bucket: Bucket, policy: ZeroPolicy, group: ProcessGroup | None, device: torch.device, *, is_trained: bool
 ) -> GatherSource:
-    """Return the source of `policy`; `group` holds one copy.  A collective where anything is kept."""
+    """Return the source of `policy`; `group` holds one copy.  A collective if the source keeps anything."""
     source = SHARDS
     bits = policy.weight_bits_of(is_trained=is_trained)
     if bits:
