@@ -71,7 +71,7 @@ def test_a_partition_in_cyclic_garbage_takes_its_hooks_along_at_stage_3_too():
 
 def test_parameters_in_two_places_are_named_with_their_devices():
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
-    with pytest.raises(ValueError, match=r"one device, found 0\.weight on cpu, 1\.weight on meta"):
+    with pytest.raises(ValueError, match=r"one device; found 0\.weight on cpu, 1\.weight on meta"):
         one_device(dict(model.named_parameters()))
 
 

@@ -46,7 +46,7 @@ def _away_and_back(offload: Offload, stage: int, dtype: torch.dtype, directory: 
         lambda: list(partition.shards()),
         partition.offload_states,
     ):
-        with pytest.raises(RuntimeError, match=r"reload_states\(\), on every rank, first"):
+        with pytest.raises(RuntimeError, match=r"reload_states\(\) on every rank first"):
             use()
     partition.reload_states()
     partition.reload_states()
