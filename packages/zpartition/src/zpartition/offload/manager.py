@@ -87,7 +87,7 @@ class OffloadManager:
         return self.place_params(storage)
 
     def place_params(self, storage: Storage) -> Storage:
-        """Move the weights of a unit to their tier; frozen ones, which have no masters, never to disk."""
+        """Move the weights of a unit to their tier; frozen ones, without separate masters, never to disk."""
         if not isinstance(storage, ShardedStorage) or self.offload.weights is Tier.DEVICE:
             return storage
         if self.offload.weights is Tier.DISK and storage.is_trained:
