@@ -54,7 +54,7 @@ def test_after_a_refusal_the_optimizer_and_the_module_are_as_they_were() -> None
     optimizer.state[params[0]]["codebook"] = torch.zeros(7)
     kept = {param: optimizer.state[param]["exp_avg"] for param in params}
     before = [param.detach().clone() for param in params]
-    with pytest.raises(ValueError, match=r"'codebook' of one in the shard of \S+ is a tensor of shape") as refusal:
+    with pytest.raises(ValueError, match=r"share a shard with \S+: one 'codebook' is a tensor of shape") as refusal:
         zpartition.shard(module, optimizer)
     assert [id(param) for param in optimizer.param_groups[0]["params"]] == list(map(id, params))
     assert all(optimizer.state[param]["exp_avg"] is moment for param, moment in kept.items())

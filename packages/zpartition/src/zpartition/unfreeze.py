@@ -253,7 +253,7 @@ class UnfreezeSync:
         if largest != -smallest:
             mine = f"{', '.join(names[:10])} ({len(names)} in all)" if names else "none"
             raise ValueError(
-                f"ranks have unfrozen different parameters: rank {zcomm.group_rank(self.group)} (this one) {mine}. "
+                f"ranks have unfrozen different parameters; rank {zcomm.group_rank(self.group)}: {mine}. "
                 "Set requires_grad alike on all ranks."
             )
         self.names = names
