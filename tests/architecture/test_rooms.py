@@ -28,8 +28,8 @@ ORDER = {
         *("float8", "fp32_modules", "policy", "wide_buffers"),
     ],
     "zpartition": [
-        *("_compat", "_renamed", "layout", "disk", "activations", "deferred", "pipeline", "replicated", "state"),
-        *("memory", "gradients", "weights", "core", "offload", "ownership", "estimate", "unfreeze"),
+        *("_compat", "_renamed", "layout", "disk", "activations", "deferred", "pipeline", "state"),
+        *("memory", "gradients", "weights", "core", "offload", "weight_shards", "ownership", "estimate", "unfreeze"),
         *("partition", "sharding", "tensors", "tensor", "experts", "sequence", "testing"),
     ],
     "zoptim": [

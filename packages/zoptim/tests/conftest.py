@@ -245,15 +245,15 @@ class Team:
         flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
         return [flat[low:high].clone() for low, high in self.bounds]
 
-    def lay_out(self, rank: int, optimizer: Any, shard: Tensor) -> None:
-        optimizer.lay_out_over_ranks({shard: self.segments()}, Member(self, rank, len(self.cuts)))
+    def place_segments(self, rank: int, optimizer: Any, shard: Tensor) -> None:
+        optimizer.place_on_ranks({shard: self.segments()}, Member(self, rank, len(self.cuts)))
 
     def train(self, make: Callable[[list[Tensor]], Any], steps: range, dtype: torch.dtype = torch.float32) -> Any:
         """(shards, optimizers) of all ranks after `steps` with the lab's weights and gradients."""
         shards = [shard.requires_grad_() for shard in self.shards(Lab.make_params(self.shapes, dtype))]
         optimizers = [make([shard]) for shard in shards]
         for rank, (shard, optimizer) in enumerate(zip(shards, optimizers)):
-            self.lay_out(rank, optimizer, shard)
+            self.place_segments(rank, optimizer, shard)
         self.go_on(shards, optimizers, steps)
         return shards, optimizers
 

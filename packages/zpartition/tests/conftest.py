@@ -1,4 +1,4 @@
-"""An optimizer whose state only it can cut, for the tests of [Note: portable state]."""
+"""An optimizer with quantized state, for tests of [Note: portable state]."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CodedMomentum(torch.optim.Optimizer):
                 momentum = 0.5 * old + param.grad
                 param -= group["lr"] * momentum
                 count = state.get("step", torch.zeros(()))
-                self.take_portable_state(param, {"momentum": momentum, "step": count + 1})
+                self.load_portable_state(param, {"momentum": momentum, "step": count + 1})
 
     def portable_state(self, param: Tensor) -> dict[str, Any]:
         kept = self.state.get(param)
@@ -58,7 +58,7 @@ class CodedMomentum(torch.optim.Optimizer):
         numbers = {key: value for key, value in kept.items() if key not in ("codes", "scales")}
         return {"momentum": Coded(kept["codes"], kept["scales"]), **numbers}
 
-    def take_portable_state(self, param: Tensor, state: dict[str, Any]) -> None:
+    def load_portable_state(self, param: Tensor, state: dict[str, Any]) -> None:
         if "momentum" not in state:
             raise ValueError("momentum is missing")
         flat = state["momentum"].reshape(-1)

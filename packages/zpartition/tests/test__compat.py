@@ -1,4 +1,4 @@
-"""What zpartition relies on in torch's private API: a failure here means that a new torch changed it."""
+"""The parts of torch's private API that zpartition uses: a failure means that a new torch changed them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step may ask about its gradients."""
+"""Queries of a partition about the gradients of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partitions that come and go leave nothing behind, and ranks that go different ways are told."""
+"""Dropped partitions leave no memory or hooks behind; ranks that call different modules get an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims on parameters, and how they end."""
+"""Ownership of parameters: acquire and release."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def test_a_partition_in_cyclic_garbage_takes_its_hooks_along_at_stage_3_too():
 
 def test_parameters_in_two_places_are_named_with_their_devices():
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
-    with pytest.raises(ValueError, match=r"one device, found 0\.weight on cpu, 1\.weight on meta"):
+    with pytest.raises(ValueError, match=r"one device; found 0\.weight on cpu, 1\.weight on meta"):
         one_device(dict(model.named_parameters()))
 
 
-def test_complex_parameters_are_refused_by_name():
+def test_complex_parameters_are_rejected_by_name():
     module = nn.Module()
     module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"parameter phase is torch\.complex64"):

@@ -1,4 +1,4 @@
-"""The contract table of partitions: every stage equals one process, and says what it sends and holds."""
+"""Contract table of partitions: every stage equals one process; messages and memory are counted."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def _refuses(case: str) -> str:
         ("plain backward after reduction", RuntimeError, r"outside micro_step\(\) after the gradients"),
     ],
 )
-def test_mistakes_are_refused_by_name(case, error, message):
+def test_mistakes_are_rejected_by_name(case, error, message):
     with pytest.raises(error, match=message):
         _refuses(case)
 

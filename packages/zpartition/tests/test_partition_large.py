@@ -1,4 +1,4 @@
-"""Tensors large enough to travel without copies: all stages equal one process, and each other bit for bit."""
+"""Tensors large enough for zero-copy messages: all stages equal one process, and each other bit for bit."""
 
 from __future__ import annotations
 

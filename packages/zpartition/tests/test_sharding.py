@@ -1,4 +1,4 @@
-"""From a module and a policy to a partition."""
+"""`shard`: from a module and a policy to a partition."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class _Whole(torch.optim.SGD):
 
     elementwise = False
 
-    def lay_out_over_ranks(self, segments: object, ranks: object) -> None:
-        self.refuse_cuts()
+    def place_on_ranks(self, segments: object, ranks: object) -> None:
+        self.check_cuts()
 
-    def refuse_cuts(self) -> None:
+    def check_cuts(self) -> None:
         raise ValueError("not cut, please")
 
 
-def test_an_optimizer_that_cannot_be_given_shards_is_refused_before_anything_moves() -> None:
+def test_an_optimizer_that_cannot_be_given_shards_is_rejected_before_anything_moves() -> None:
     module = model().to(torch.bfloat16)
     for optimizer in (_Whole(module.parameters(), lr=0.1), torch.optim.Adafactor(module.parameters())):
         places = [param.data_ptr() for param in module.parameters()]
@@ -54,7 +54,7 @@ def test_after_a_refusal_the_optimizer_and_the_module_are_as_they_were() -> None
     optimizer.state[params[0]]["codebook"] = torch.zeros(7)
     kept = {param: optimizer.state[param]["exp_avg"] for param in params}
     before = [param.detach().clone() for param in params]
-    with pytest.raises(ValueError, match=r"'codebook' of one in the shard of \S+ is a tensor of shape") as refusal:
+    with pytest.raises(ValueError, match=r"share a shard with \S+: one 'codebook' is a tensor of shape") as refusal:
         zpartition.shard(module, optimizer)
     assert [id(param) for param in optimizer.param_groups[0]["params"]] == list(map(id, params))
     assert all(optimizer.state[param]["exp_avg"] is moment for param, moment in kept.items())

@@ -1,4 +1,4 @@
-"""Parameters that are unfrozen in the middle of a run are trained as one process would train them."""
+"""Parameters that are unfrozen in the middle of a run are trained as in one process."""
 
 from __future__ import annotations
 
@@ -175,11 +175,11 @@ def refuses() -> list[str]:
     return found
 
 
-def test_what_cannot_be_admitted_is_refused_on_all_ranks() -> None:
+def test_what_cannot_be_admitted_is_rejected_on_all_ranks() -> None:
     for rank, (half_way, inside, different) in enumerate(run_ranks(refuses, 2)):
         assert "layers.0.0.weight was unfrozen in the middle of a step (4 in all). Unfreeze between" in half_way
-        assert "inside of a forward pass or of a gathered() block" in inside
-        assert f"ranks have unfrozen different parameters: this one, rank {rank}, layers.0.0.weight" in different
+        assert "inside a forward pass or a gathered() block" in inside
+        assert f"ranks have unfrozen different parameters; rank {rank}: layers.0.0.weight" in different
 
 
 def _attempt(partition: zpartition.Partition, *, has_found: bool) -> None:
@@ -216,8 +216,8 @@ def only_one_rank() -> list[str]:
 
 def test_ranks_of_which_one_has_unfrozen_something_are_all_told() -> None:
     first, second = run_ranks(only_one_rank, 2)
-    assert all("this one, rank 0, layers.1.0.weight, layers.1.0.bias (2 in all)" in said for said in first)
-    assert all("this one, rank 1, none. Set requires_grad alike" in said for said in second)
+    assert all("; rank 0: layers.1.0.weight, layers.1.0.bias (2 in all)" in said for said in first)
+    assert all("; rank 1: none. Set requires_grad alike" in said for said in second)
 
 
 def invalidate() -> None:
@@ -229,7 +229,7 @@ def invalidate() -> None:
     names = partition.admit_unfrozen()
     assert set(names) == {f"layers.0.{part}" for part in ("0.weight", "0.bias", "2.weight", "2.bias")}
     assert all(torch.equal(model.state_dict()[name], before[name]) for name in names)  # the truth, not what was coded
-    with pytest.raises(RuntimeError, match=r"needs weights .* as they were before"), partition.micro_step():
+    with pytest.raises(RuntimeError, match=r"needs weights .* from before the optimizer"), partition.micro_step():
         old.backward()
     partition.close()
 

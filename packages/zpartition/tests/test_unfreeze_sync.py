@@ -1,4 +1,4 @@
-"""The ranks hear of each other once a step, and wait for nobody before."""
+"""Unfreeze sync: ranks compare unfrozen names once a step, and wait only when it is needed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def says() -> list[object]:
             unfreeze_sync.submit(mine)
             with pytest.raises(ValueError, match="different parameters") as caught:
                 again()
-            seen.append(str(caught.value).split(",")[2].split(".")[0])
+            seen.append(str(caught.value).split(": ")[1].split(".")[0])
         unfreeze_sync.submit(["a"])
         unfreeze_sync.wait()
         seen.append(unfreeze_sync.names)
@@ -41,5 +41,5 @@ def says() -> list[object]:
 
 def test_differences_are_told_on_all_ranks_and_a_call_follows_them() -> None:
     first, second = run_ranks(says, 2)
-    assert first == [2, " a (1 in all)", " a (1 in all)", ("a",)]
-    assert second == [2, " none", " none", ("a",)]
+    assert first == [2, "a (1 in all)", "a (1 in all)", ("a",)]
+    assert second == [2, "none", "none", ("a",)]

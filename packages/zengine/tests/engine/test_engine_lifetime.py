@@ -112,7 +112,7 @@ def test_an_optimizer_stays_with_the_engine_it_was_given_to():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zengine.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})[0].close()
-    with pytest.raises(ValueError, match=r"partitioned before keeps the shards.*make a new one"):
+    with pytest.raises(ValueError, match=r"partitioned before keeps those shards.*create a new one"):
         zengine.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})
 
 

@@ -204,7 +204,7 @@ def messages() -> list[str]:
 
 
 def test_batches_that_are_alike_cost_no_message() -> None:
-    assert run_ranks(messages, 2) == [["sums over cells"]] * 2
+    assert run_ranks(messages, 2) == [["sums over model-parallel ranks"]] * 2
 
 
 def rates(case: str) -> list[str]:

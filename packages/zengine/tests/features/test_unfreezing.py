@@ -113,5 +113,5 @@ def only_one_rank_unfreezes() -> tuple[str, list[float]]:
 
 def test_one_rank_that_unfreezes_alone_is_told_with_the_others_and_training_may_go_on() -> None:
     (first, _), (second, _) = run_ranks(only_one_rank_unfreezes, 2)
-    assert "rank 0, none" in first
-    assert "rank 1, body.weight, body.bias (2 in all)" in second
+    assert "rank 0: none" in first
+    assert "rank 1: body.weight, body.bias (2 in all)" in second

@@ -30,7 +30,7 @@ def flat_of(tensors: list[Tensor]) -> Tensor:
 
 def make(shard: Tensor, **more: Any) -> zoptim.Adafactor:
     optimizer = zoptim.Adafactor([shard], **OPTIONS, **more)
-    optimizer.lay_out({shard: SEGMENTS})
+    optimizer.place_segments({shard: SEGMENTS})
     return optimizer
 
 
@@ -62,7 +62,7 @@ def test_a_matrix_in_a_shard_costs_its_rows_plus_its_columns(lab: Any) -> None:
     shard = torch.ones(20_000, requires_grad=True)
     shard.grad = torch.ones(20_000)
     optimizer = zoptim.Adafactor([shard])
-    optimizer.lay_out({shard: [Segment(0, (100, 200))]})
+    optimizer.place_segments({shard: [Segment(0, (100, 200))]})
     optimizer.step()
     assert sum(value.numel() for key, value in optimizer.state[shard].items() if key != "step") == 300
 
@@ -95,11 +95,11 @@ def test_a_copy_steps_once_it_is_laid_out(lab: Any) -> None:
     twin = pickle.loads(pickle.dumps(optimizer))
     other = twin.param_groups[0]["params"][0]
     other.grad = torch.ones(NUMEL)
-    with pytest.raises(ValueError, match="parameter 0 of group 0 is that of a flat shard; say with lay_out"):
+    with pytest.raises(ValueError, match="parameter 0 of group 0 is that of a flat shard; say with place_segments"):
         twin.step()
     with pytest.raises(ValueError, match=r"row_var .* has shape \(36,\), where \(4,\) belongs to its segments"):
-        twin.lay_out({other: [Segment(0, (4, 5))]})
-    twin.lay_out({other: SEGMENTS})
+        twin.place_segments({other: [Segment(0, (4, 5))]})
+    twin.place_segments({other: SEGMENTS})
     train(twin, other, range(2, 4), lab)
     train(optimizer, shard, range(2, 4), lab)
     lab.assert_bitwise([other], [shard])
@@ -109,11 +109,11 @@ def test_segments_that_do_not_fit_are_refused() -> None:
     shard = torch.zeros(40, requires_grad=True)
     optimizer = zoptim.Adafactor([shard])
     with pytest.raises(ValueError, match="disjoint"):
-        optimizer.lay_out({shard: [Segment(0, (4, 5)), Segment(10, (4, 5))]})
+        optimizer.place_segments({shard: [Segment(0, (4, 5)), Segment(10, (4, 5))]})
     with pytest.raises(ValueError, match="reach to element 50; the shard has 40"):
-        optimizer.lay_out({shard: [Segment(0, (5, 10))]})
+        optimizer.place_segments({shard: [Segment(0, (5, 10))]})
     with pytest.raises(ValueError, match=r"shape \(25,\) is not a parameter of this Adafactor"):
-        optimizer.lay_out({torch.zeros(25): [Segment(0, (5, 5))]})
+        optimizer.place_segments({torch.zeros(25): [Segment(0, (5, 5))]})
 
 
 def test_state_of_whole_tensors_is_refused_for_a_shard() -> None:
@@ -122,4 +122,4 @@ def test_state_of_whole_tensors_is_refused_for_a_shard() -> None:
     optimizer = zoptim.Adafactor([("shard", shard)])
     optimizer.step()
     with pytest.raises(ValueError, match=r"state of parameter 0 of group 0 \('shard'\) lacks row_var"):
-        optimizer.lay_out({shard: [Segment(0, (5, 8))]})
+        optimizer.place_segments({shard: [Segment(0, (5, 8))]})

@@ -173,7 +173,7 @@ def test_portable_state_moves_by_parameter_and_in_float32(kind: Any, state_dtype
             for key, value in given.items()
         }
         assert not [key for key in whole if key.endswith("_scale")]
-        target.take_portable_state(b, whole)
+        target.load_portable_state(b, whole)
         for name in memory.names:
             assert torch.equal(memory.read(target.state[b], name), memory.read(source.state[a], name).float())
     lab.run(target, others, range(3, 4), shapes)
@@ -184,7 +184,7 @@ def test_state_of_a_stranger_is_refused(lab: Any) -> None:
     with pytest.raises(ValueError, match=r"a tensor of shape \(4,\) is not a parameter of this AdamW"):
         optimizer.portable_state(param(4))
     with pytest.raises(ValueError, match="parameter 0 of group 0 lacks exp_avg_sq, step; it has exp_avg"):
-        optimizer.take_portable_state(optimizer.param_groups[0]["params"][0], {"exp_avg": torch.ones(3)})
+        optimizer.load_portable_state(optimizer.param_groups[0]["params"][0], {"exp_avg": torch.ones(3)})
     assert not optimizer.state
 
 

@@ -77,7 +77,7 @@ def test_segments_of_a_shard_are_updated_by_counts_of_their_own(make: Any, lab: 
         }
     shard.requires_grad_()
     flat = make([shard])
-    flat.lay_out_over_ranks({shard: [segments()]}, Alone())
+    flat.place_on_ranks({shard: [segments()]}, Alone())
     flat.state[shard] = {**state, "alike": torch.tensor([1, 2, 3, 4])}
     for step in range(3):
         grads = lab.make_grads(step, SHAPES)
@@ -102,7 +102,7 @@ def test_a_shard_with_counts_that_nobody_laid_out_is_refused() -> None:
     ):
         optimizer.step()
     flat = lamb([shard])
-    flat.lay_out_over_ranks({shard: [segments()]}, Alone())
+    flat.place_on_ranks({shard: [segments()]}, Alone())
     flat.state[shard] = optimizer.state[shard]
     with pytest.raises(ValueError, match="2 step counts for 4 segments"):
         flat.step()
@@ -124,7 +124,7 @@ def test_counts_of_parts_travel_with_the_state(state_dtype: str | None) -> None:
     numbers = {
         key: v.read(0, NUMEL) if hasattr(v, "read") else v for key, v in optimizer.portable_state(shard).items()
     }
-    other.take_portable_state(shard, numbers)
+    other.load_portable_state(shard, numbers)
     assert all(torch.equal(other.state[shard][key], value) for key, value in columns.items())
     assert all(torch.equal(value, optimizer.state[shard][key]) for key, value in other.state[shard].items())
 
@@ -148,5 +148,5 @@ def test_forgotten_plans_keep_nothing_alive() -> None:
     optimizer.state.pop(part)
     del part
     assert gone() is not None
-    optimizer.forget_plans()
+    optimizer.clear_plans()
     assert gone() is None

@@ -101,7 +101,7 @@ def flat_and_whole(
         shard[segment.row] = param.detach().flatten()
     shard.requires_grad_()
     flat, alone = LAMB([shard], **OPTIONS, **more), LAMB(whole, **OPTIONS, **more)
-    flat.lay_out({shard: segments})
+    flat.place_segments({shard: segments})
     for step in range(4):
         shard.grad = torch.zeros_like(shard)
         for segment, grad in zip(segments, lab.make_grads(step, SHAPES)):
@@ -143,7 +143,7 @@ def test_what_lies_between_the_tensors_is_left_alone(lab: Any) -> None:
 def test_one_count_for_all_tensors_of_a_shard_advances_once() -> None:
     shard = torch.ones(20).requires_grad_()
     optimizer = LAMB([shard])
-    optimizer.lay_out({shard: [Segment(0, (12,)), Segment(12, (8,), 1)]})
+    optimizer.place_segments({shard: [Segment(0, (12,)), Segment(12, (8,), 1)]})
     for _ in range(3):
         shard.grad = torch.ones(20)
         optimizer.step()
@@ -153,7 +153,7 @@ def test_one_count_for_all_tensors_of_a_shard_advances_once() -> None:
 def test_a_layout_survives_loading(lab: Any) -> None:
     shard = torch.cat([torch.full((10,), 0.5), torch.full((10,), 2.0)]).requires_grad_()
     optimizer = LAMB([shard], lr=0.1, eps=0.0)
-    optimizer.lay_out({shard: [Segment(0, (10,)), Segment(10, (10,), 1)]})
+    optimizer.place_segments({shard: [Segment(0, (10,)), Segment(10, (10,), 1)]})
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     shard.grad = torch.ones(20)
     optimizer.step()
@@ -216,7 +216,7 @@ def cut_and_whole(lab: Any, cuts: list[int], dtype: torch.dtype = torch.float32,
                 shape = tuple(param.shape) if last - first == param.numel() else (last - first,)
                 segments.append(Segment(first - low, shape, index))
         optimizer = LAMB([shard], **OPTIONS, **more)
-        optimizer.lay_out({shard: segments}, num_tensors=len(SHAPES), all_reduce=meeting.all_reduce)
+        optimizer.place_segments({shard: segments}, num_tensors=len(SHAPES), all_reduce=meeting.all_reduce)
         optimizers.append(optimizer)
 
     def rank(k: int) -> None:
@@ -268,7 +268,7 @@ def test_a_skipped_step_reduces_nothing_and_changes_nothing(lab: Any) -> None:
     shard = torch.ones(20).requires_grad_()
     optimizer = LAMB([shard])
     seen: list[Tensor] = []
-    optimizer.lay_out({shard: [Segment(0, (20,))]}, num_tensors=1, all_reduce=seen.append)
+    optimizer.place_segments({shard: [Segment(0, (20,))]}, num_tensors=1, all_reduce=seen.append)
     shard.grad, optimizer.found_inf = torch.full((20,), float("nan")), torch.tensor(1.0)
     optimizer.step()
     assert not seen
@@ -284,7 +284,7 @@ def test_a_skipped_step_reduces_nothing_and_changes_nothing(lab: Any) -> None:
 def test_tensors_that_are_whole_keep_their_own_norms_beside_cut_ones(lab: Any) -> None:
     shard, alone = torch.full((16,), 2.0).requires_grad_(), torch.full((16,), 0.5).requires_grad_()
     optimizer = LAMB([shard, alone], lr=0.1, eps=0.0)
-    optimizer.lay_out(
+    optimizer.place_segments(
         {shard: [Segment(0, (16,))]}, num_tensors=1, all_reduce=lambda sums: sums.mul_(torch.tensor([4.0, 1.0]))
     )
     shard.grad, alone.grad = torch.ones(16), torch.ones(16)
@@ -312,13 +312,13 @@ def test_tensors_that_are_whole_keep_their_own_norms_beside_cut_ones(lab: Any) -
 def test_segments_that_do_not_fit_are_refused(segments: list[Segment], more: dict[str, Any], message: str) -> None:
     shard = torch.ones(20).requires_grad_()
     with pytest.raises(ValueError, match=message):
-        LAMB([shard]).lay_out({shard: segments}, all_reduce=(lambda sums: None) if more else None, **more)
+        LAMB([shard]).place_segments({shard: segments}, all_reduce=(lambda sums: None) if more else None, **more)
 
 
 def test_segments_that_cut_a_block_of_8bit_states_are_refused_by_name() -> None:
     shard = torch.ones(600).requires_grad_()
     optimizer = LAMB([("flat", shard)], state_dtype="8bit")
-    optimizer.lay_out({shard: [Segment(0, (300,)), Segment(300, (300,), 1)]})
+    optimizer.place_segments({shard: [Segment(0, (300,)), Segment(300, (300,), 1)]})
     shard.grad = torch.ones(600)
     with pytest.raises(
         ValueError, match=r"parameter 0 of group 0 \('flat'\) has a segment from 300 on and 8-bit states"

@@ -26,7 +26,9 @@ def test_segments_of_a_flat_shard_equal_whole_matrices_bit_for_bit(form: str | N
     flat = torch.cat([param.detach().flatten() for param in whole]).requires_grad_()
     starts = [0, 40, 80, 120]
     optimizer = zoptim.Muon([{"params": [flat], "use_muon": True}], **OPTIONS, state_dtype=form)
-    optimizer.lay_out({flat: [Segment(start, shape, i) for i, (start, shape) in enumerate(zip(starts, shapes))]})
+    optimizer.place_segments(
+        {flat: [Segment(start, shape, i) for i, (start, shape) in enumerate(zip(starts, shapes))]}
+    )
     lab.run(zoptim.Muon(whole, **OPTIONS, state_dtype=form), whole, range(5), shapes)
     for step in range(5):
         flat.grad = torch.cat([grad.flatten() for grad in lab.make_grads(step, shapes)])
@@ -37,7 +39,7 @@ def test_segments_of_a_flat_shard_equal_whole_matrices_bit_for_bit(form: str | N
 def test_a_layout_survives_loading_state(lab: Any) -> None:
     flat = random(40, dtype=torch.float32).requires_grad_()
     optimizer = zoptim.Muon([{"params": [flat], "use_muon": True}], **OPTIONS)
-    optimizer.lay_out({flat: [Segment(0, (8, 5))]})
+    optimizer.place_segments({flat: [Segment(0, (8, 5))]})
     matrix = flat.detach().clone().view(8, 5).requires_grad_()
     other = zoptim.Muon([matrix], **OPTIONS)
     for step in range(4):
@@ -53,16 +55,16 @@ def test_a_segment_that_is_no_matrix_is_refused(lab: Any) -> None:
     flat = torch.zeros(40, requires_grad=True)
     optimizer = zoptim.Muon([{"params": [flat], "use_muon": True}])
     with pytest.raises(ValueError, match=r"Segment\(start=0, shape=\(40,\), index=0, span=None\) is no matrix"):
-        optimizer.lay_out({flat: [Segment(0, (40,))]})
+        optimizer.place_segments({flat: [Segment(0, (40,))]})
     with pytest.raises(ValueError, match="disjoint"):
-        optimizer.lay_out({flat: [Segment(0, (4, 5)), Segment(10, (4, 5))]})
+        optimizer.place_segments({flat: [Segment(0, (4, 5)), Segment(10, (4, 5))]})
 
 
 def test_a_vector_under_muon_without_a_layout_is_refused_by_name(lab: Any) -> None:
     flat = torch.zeros(40, requires_grad=True)
     flat.grad = torch.ones(40)
     optimizer = zoptim.Muon([{"params": [("shard", flat)], "use_muon": True}])
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0 \('shard'\).*lay_out"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 \('shard'\).*place_segments"):
         optimizer.step()
     assert not flat.any()
 
@@ -71,10 +73,10 @@ def test_8_bit_states_need_aligned_segments() -> None:
     flat = torch.zeros(600, requires_grad=True)
     flat.grad = torch.ones(600)
     optimizer = zoptim.Muon([{"params": [("shard", flat)], "use_muon": True}], state_dtype="8bit")
-    optimizer.lay_out({flat: [Segment(0, (10, 10)), Segment(100, (10, 10))]})
+    optimizer.place_segments({flat: [Segment(0, (10, 10)), Segment(100, (10, 10))]})
     with pytest.raises(ValueError, match=r"\('shard'\) has a segment from 100 on and 8-bit states.*Align .* to 256"):
         optimizer.step()
-    optimizer.lay_out({flat: [Segment(0, (10, 10)), Segment(256, (10, 10))]})
+    optimizer.place_segments({flat: [Segment(0, (10, 10)), Segment(256, (10, 10))]})
     optimizer.step()
     moved = flat.detach() != 0
     covered = torch.zeros(600, dtype=torch.bool)
@@ -85,4 +87,4 @@ def test_8_bit_states_need_aligned_segments() -> None:
 def test_a_shard_of_nobody_is_refused() -> None:
     optimizer = zoptim.Muon([torch.zeros(4, 4, requires_grad=True)])
     with pytest.raises(ValueError, match=r"shape \(25,\) is not a parameter of this Muon"):
-        optimizer.lay_out({torch.zeros(25): [Segment(0, (5, 5))]})
+        optimizer.place_segments({torch.zeros(25): [Segment(0, (5, 5))]})

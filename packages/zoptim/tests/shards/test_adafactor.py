@@ -94,13 +94,13 @@ def test_state_moves_to_new_shards_by_segment(lab: Any, team: Any) -> None:
                 where = segment.range if key == "variance" else (0, value.numel())
                 kept.setdefault((segment.index, key), torch.zeros(300))[slice(*where)] = value.flatten()
     for rank, (shard, optimizer) in enumerate(zip(new, resumed)):
-        second.lay_out(rank, optimizer, shard)
+        second.place_segments(rank, optimizer, shard)
         blank = optimizer.new_state(shard)
         for segment, part in zip(second.segments()[rank], optimizer.segment_states(shard, blank)):
             for key, value in part.items():
                 where = segment.range if key == "variance" else (0, value.numel())
                 value.copy_(kept[segment.index, key][slice(*where)].view(value.shape))
-        optimizer.take_portable_state(shard, {key: value.double() for key, value in blank.items()})
+        optimizer.load_portable_state(shard, {key: value.double() for key, value in blank.items()})
         assert all(value.dtype is torch.float32 for value in optimizer.state[shard].values())
     second.go_on(new, resumed, range(3, 5))
     lab.assert_bitwise([torch.cat(new)], straight)
@@ -110,15 +110,15 @@ def test_what_is_not_laid_out_has_no_segments_and_a_shard_needs_a_gradient(team:
     crew = team([(4, 4)], [0])
     shard, other = torch.zeros(16, requires_grad=True), torch.zeros(4, requires_grad=True)
     optimizer = make([shard, other])
-    crew.lay_out(0, optimizer, shard)
+    crew.place_segments(0, optimizer, shard)
     assert optimizer.new_state(other) is None
     assert optimizer.segment_states(other, {}) is None
     with pytest.raises(ValueError, match="parameter 0 of group 0 is a shard of cut tensors and has no gradient"):
         optimizer.step()
     with pytest.raises(ValueError, match=r"the loaded state of parameter 0 of group 0 lacks row_var"):
-        optimizer.take_portable_state(shard, {"variance": torch.zeros(16)})
-    with pytest.raises(ValueError, match="is a part of a tensor, whose rest is on other ranks; lay_out_over_ranks"):
-        optimizer.lay_out({shard: [Segment(0, (8, 8), 0, (0, 16))]})
+        optimizer.load_portable_state(shard, {"variance": torch.zeros(16)})
+    with pytest.raises(ValueError, match="is a part of a tensor, whose rest is on other ranks; place_on_ranks"):
+        optimizer.place_segments({shard: [Segment(0, (8, 8), 0, (0, 16))]})
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,6 @@ def test_8bit_states_and_parts_without_ranks_are_refused(team: Any) -> None:
     shard: Tensor = torch.zeros(16, requires_grad=True)
     optimizer = zoptim.LAMB([("flat", shard)], state_dtype="8bit")
     with pytest.raises(ValueError, match=r"parameter group 0 of LAMB has state_dtype=\"8bit\", which needs"):
-        team([(4, 4)], [0]).lay_out(0, optimizer, shard)
-    with pytest.raises(ValueError, match="is a part of a tensor, whose rest is on other ranks; lay_out_over_ranks"):
-        zoptim.LAMB([shard]).lay_out({shard: [Segment(0, (8, 8), 0, (0, 16))]})
+        team([(4, 4)], [0]).place_segments(0, optimizer, shard)
+    with pytest.raises(ValueError, match="is a part of a tensor, whose rest is on other ranks; place_on_ranks"):
+        zoptim.LAMB([shard]).place_segments({shard: [Segment(0, (8, 8), 0, (0, 16))]})

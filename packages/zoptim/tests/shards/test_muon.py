@@ -72,7 +72,7 @@ def test_rounds_bound_what_travels_at_once_and_change_nothing(monkeypatch: pytes
                 shard.grad = torch.randn(64, generator=torch.Generator().manual_seed(bucket))[
                     slice(*[(0, 30), (30, 64)][rank])
                 ]
-            optimizer.lay_out_over_ranks(dict(zip(shards[rank], layout)), Member(crew, rank))
+            optimizer.place_on_ranks(dict(zip(shards[rank], layout)), Member(crew, rank))
             optimizer.step()
 
         crew.together(go)
@@ -80,8 +80,8 @@ def test_rounds_bound_what_travels_at_once_and_change_nothing(monkeypatch: pytes
 
     def Member(crew: Any, rank: int) -> Any:  # noqa: N802 - stands for the class
         found: list[Any] = []
-        taker = type("Taker", (), {"lay_out_over_ranks": lambda self, segments, ranks: found.append(ranks)})()
-        crew.lay_out(rank, taker, torch.zeros(1))
+        taker = type("Taker", (), {"place_on_ranks": lambda self, segments, ranks: found.append(ranks)})()
+        crew.place_segments(rank, taker, torch.zeros(1))
         return found[0]
 
     at_once, messages = train(2**26)
@@ -124,16 +124,16 @@ def test_a_shard_without_gradient_and_one_that_is_no_matrix_are_refused(team: An
     crew = team([(4, 4)], [0])
     shard = torch.zeros(16, requires_grad=True)
     optimizer = make([shard])
-    crew.lay_out(0, optimizer, shard)
+    crew.place_segments(0, optimizer, shard)
     with pytest.raises(ValueError, match=r"1 flat shards of Muon have no gradient \(the first has shape \(16,\)\)"):
         optimizer.step()
     with pytest.raises(ValueError, match=r"span=\(0, 16\)\) is no matrix; give it to a group with use_muon=False"):
-        team([(16,)], [0]).lay_out(0, optimizer, shard)
+        team([(16,)], [0]).place_segments(0, optimizer, shard)
     named = zoptim.Muon([("gain", torch.zeros(16, requires_grad=True))], use_muon=lambda name, param: True)
     with pytest.raises(ValueError, match=r"parameter 0 of group 0 \('gain'\) has shape \(16,\), which is no matrix"):
-        named.refuse_cuts()
-    with pytest.raises(ValueError, match="is a part of a tensor, whose rest is on other ranks; lay_out_over_ranks"):
-        optimizer.lay_out({shard: [Segment(0, (8, 8), 0, (0, 16))]})
+        named.check_cuts()
+    with pytest.raises(ValueError, match="is a part of a tensor, whose rest is on other ranks; place_on_ranks"):
+        optimizer.place_segments({shard: [Segment(0, (8, 8), 0, (0, 16))]})
 
 
 def test_a_layout_survives_loading_and_the_run_goes_on_bit_for_bit(lab: Any, team: Any) -> None:

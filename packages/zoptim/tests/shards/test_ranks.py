@@ -49,10 +49,10 @@ def _member(crew: Any, rank: int) -> Any:
     found: list[Any] = []
 
     class Taker:
-        def lay_out_over_ranks(self, segments: Any, ranks: Any) -> None:
+        def place_on_ranks(self, segments: Any, ranks: Any) -> None:
             found.append(ranks)
 
-    crew.lay_out(rank, Taker(), torch.zeros(1))
+    crew.place_segments(rank, Taker(), torch.zeros(1))
     return found[0]
 
 

@@ -54,7 +54,7 @@ def test_codes_come_back_as_they_were_through_float32(shape: tuple[int, ...]) ->
     before = {key: value.clone() for key, value in optimizer.state[param].items()}
     exported = read(optimizer.portable_state(param))
     assert {key: exported[key].dtype for key in MOMENTS} == dict.fromkeys(MOMENTS, torch.float32)
-    optimizer.take_portable_state(param, exported)
+    optimizer.load_portable_state(param, exported)
     assert same(optimizer.state[param], before)
 
 
@@ -78,7 +78,7 @@ def test_parts_are_counted_in_the_order_of_the_elements_whatever_the_memory_layo
     plain = read(optimizer.portable_state(param))
     other = param.detach().to(memory_format=torch.channels_last).requires_grad_()
     twin = zoptim.AdamW([other], lr=0.1, state_dtype="8bit")
-    twin.take_portable_state(other, plain)
+    twin.load_portable_state(other, plain)
     again = read(twin.portable_state(other))
     for name in MOMENTS:
         floor = float(plain[name].abs().max()) * 2**-15
@@ -92,7 +92,7 @@ def test_every_format_takes_what_every_other_gives(source: str, target: str) -> 
     given = read(optimizer.portable_state(param))
     other = param.detach().clone().requires_grad_()
     twin = zoptim.AdamW([other], lr=0.1, state_dtype=target)
-    twin.take_portable_state(other, given)
+    twin.load_portable_state(other, given)
     state = twin.state[other]
     assert state["exp_avg"].dtype is zoptim.StateFormat(target).dtype
     assert state["step"] == 3
@@ -107,7 +107,7 @@ def test_every_format_takes_what_every_other_gives(source: str, target: str) -> 
 def test_the_next_step_updates_what_was_taken_over() -> None:
     param, optimizer = trained((64,), "fp32")
     exported = read(optimizer.portable_state(param))
-    optimizer.take_portable_state(param, {**exported, "step": torch.tensor(10.0)})
+    optimizer.load_portable_state(param, {**exported, "step": torch.tensor(10.0)})
     optimizer.step()
     assert optimizer.state[param]["step"] == 11
 
@@ -121,7 +121,7 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_adopted() -> None:
     param, optimizer = trained((64,), "fp32")
     before = optimizer.state[param]
     with pytest.raises(ValueError, match=r"AdamW cannot load this state: .* lacks exp_avg_sq"):
-        optimizer.take_portable_state(param, {"step": torch.ones(()), "exp_avg": torch.ones(64)})
+        optimizer.load_portable_state(param, {"step": torch.ones(()), "exp_avg": torch.ones(64)})
     assert optimizer.state[param] is before
     with pytest.raises(ValueError, match=r"shape \(3,\) is not a parameter of this AdamW"):
         optimizer.portable_state(torch.zeros(3))

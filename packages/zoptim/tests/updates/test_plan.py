@@ -22,7 +22,7 @@ class Forgetful:
         self.optimizer = optimizer
 
     def step(self) -> None:
-        self.optimizer.forget_plans()
+        self.optimizer.clear_plans()
         self.optimizer.step()
 
 

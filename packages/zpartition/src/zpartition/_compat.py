@@ -35,9 +35,13 @@ __all__ = [
     "version",
 ]
 
-IS_META_GETTER: Any = vars(torch._C.TensorBase)["is_meta"].__get__  # what a function mode sees of `tensor.is_meta`
+IS_META_GETTER: Any = vars(torch._C.TensorBase)[
+    "is_meta"
+].__get__  # the function that a function mode sees for `tensor.is_meta`
 
-TO_NUMBER: Any = torch.ops.aten._local_scalar_dense.default  # what a dispatch mode sees of `tensor.item()`
+TO_NUMBER: Any = (
+    torch.ops.aten._local_scalar_dense.default
+)  # the operation that a dispatch mode sees for `tensor.item()`
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # pack, unpack
 
@@ -63,9 +67,9 @@ def has_other_views(tensor: torch.Tensor) -> bool:
 
 
 def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange what two tensors are (device, dtype, memory); each Python object stays where it is referred to.
+    """Exchange device, dtype and memory of two tensors; references to either Python object stay valid.
 
-    torch.utils.swap_tensors does it too, but refuses tensors that Python refers to weakly, as RNNs do with theirs.
+    torch.utils.swap_tensors does the same, but rejects tensors with weak references; RNNs hold such to their weights.
     """
     swap_impl = getattr(torch._C, "_swap_tensor_impl", None)
     if swap_impl is None:
@@ -76,9 +80,9 @@ def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 @contextmanager
 def truncated_normal_through(record: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Inside, `torch.nn.init.trunc_normal_` hands its work to `record(function, tensor, ...)`.
+    """Redirect `torch.nn.init.trunc_normal_` to `record(function, tensor, ...)` inside the block.
 
-    It draws again until everything is in range, and so looks at values; the other initialisations do not.
+    It draws again until all values are in range, so it reads values; other initializations do not.
     """
     original = getattr(torch.nn.init, "_no_grad_trunc_normal_", None)
     if original is None:
@@ -92,7 +96,7 @@ def truncated_normal_through(record: Callable[..., torch.Tensor]) -> Iterator[No
 
 
 def draw_one() -> None:
-    """Move torch's generator on by a number, whatever modes are on: none of them sees it."""
+    """Advance torch's generator by one number, hidden from all modes."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         torch.rand((), device="cpu")
 
@@ -116,9 +120,9 @@ def running_node() -> int | None:
 
 
 def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """torch.autograd.backward, inside of which function modes stay in force: torch hands them the call as a whole.
+    """Run torch.autograd.backward with function modes active inside; torch itself disables them.
 
-    With a torch that has no such entrance it is that function, and modes are off in it.
+    With a torch that lacks this entry point, it is torch.autograd.backward, and modes are off inside.
     """
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None:
@@ -144,7 +148,7 @@ def outer_saved_tensor_hooks() -> Hooks | None:
 def has_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether one kernel multiplies runs of rows of `x`, (rows, in), with `weight`, (runs, out, in).
 
-    It wants bfloat16, rows of multiples of 16 bytes and a GPU of compute capability 8 or more.
+    It needs bfloat16, rows of multiples of 16 bytes and a GPU of compute capability 8 or more.
     """
     if not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != x.dtype or not hasattr(torch, "_grouped_mm"):
         return False
@@ -156,17 +160,17 @@ NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # as `__torch_functi
 
 
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows up to each of `ends`, (runs,) int32, times its matrix of `weight`, (runs, in, out)."""
+    """Multiply the rows up to each of `ends`, (runs,) int32, with its matrix of `weight`, (runs, in, out)."""
     return torch._grouped_mm(x, weight, offs=ends)
 
 
 def fused_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Attention, and the log of the sum of exponentials of each query's scores; None where no kernel does it.
+    """Return attention and the log-sum-exp of each query's scores; None if no kernel fits.
 
     q: (batch, heads, queries, width); k, v: (batch, heads or a divisor of them, keys, width).  If causal there are
-    as many keys as queries.  torch's public functions do not return the second.
+    as many keys as queries.  torch's public functions do not return the log-sum-exp.
     """
     kernel = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
     if kernel is None or not _is_for_the_cpu_kernel(q, k, v):
@@ -178,7 +182,7 @@ def fused_attention(
 def fused_attention_backward(
     grad: torch.Tensor, attended: Sequence[torch.Tensor], is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """The gradients of q, k, v through these keys; None as above.
+    """Return the gradients of q, k, v through these keys; None if no kernel fits.
 
     attended: q, k, v, the output and lse of these queries, which may be over more keys.
     """

@@ -1,7 +1,7 @@
-"""The state of a partition: what `Partition` (partition.py) changes and every module around it reads.
+"""State of a partition: the fields that `Partition` (partition.py) changes and the modules around it read.
 
-`PartitionState` holds the fields and answers questions about them; the verbs of a training step are `Partition`'s.
-Modules that work on a partition (`gathered`, unfreeze.py, offload/, estimate/ledger.py) take a `PartitionState`, so
+`PartitionState` holds the fields and derives values from them; the verbs of a training step belong to `Partition`.
+Modules that work on a partition (`gathered`, unfreeze.py, offload/, estimate/memory.py) take a `PartitionState`, so
 that none of them imports the class that calls them.
 """
 
@@ -23,11 +23,10 @@ from zpartition.layout.layout import Bucket, Layout
 from zpartition.layout.model_parallel import ALONE, ModelParallelGroup
 from zpartition.layout.policy import ZeroPolicy
 from zpartition.layout.ranks import Ranks
-from zpartition.replicated import ReplicatedTensors
 from zpartition.state.optimizer_state import Holder
 from zpartition.weights.hooks import UnshardHooks
 from zpartition.weights.sharded import ShardedStorage, Storage
-from zpartition.weights.storage import BucketStorage
+from zpartition.weights.storage import BucketStorage, ReplicatedTensors
 from zpartition.weights.unshard import Unsharder
 
 __all__ = ["PartitionState", "Unused"]
@@ -61,9 +60,9 @@ class PartitionState:
     frozen: tuple[ShardedStorage, ...] = ()  # parameters of units that are not trained
     optimizer: torch.optim.Optimizer | None = None  # the rebound optimizer
     holders: tuple[Holder, ...] = ()  # tensors that the rebound optimizer updates
-    updates_parameters: bool = False  # whether these are the module's own parameters instead of flat spans
-    frozen_params: dict[str, Parameter] = attrs.field(factory=dict)  # parameters that are frozen, by name
-    frozen_groups: dict[str, int] = attrs.field(factory=dict)  # index of the parameter group that holds each of them
+    updates_parameters: bool = False  # the holders are the module's own parameters, not flat spans
+    frozen_params: dict[str, Parameter] = attrs.field(factory=dict)  # by name
+    frozen_groups: dict[str, int] = attrs.field(factory=dict)  # index of each one's parameter group, by name
     speculative_step: SpeculativeStep = NO_SPECULATION  # steps buckets on the host before `Partition.apply` is called
     mp_group: ModelParallelGroup = ALONE  # ranks that hold the other parts of split tensors
     pipeline_stages: ModelParallelGroup = ALONE  # ranks that hold the other stages of a pipeline
@@ -131,7 +130,7 @@ class PartitionState:
         return any(g.has_plain(i) for g in self.reducer.gradients for i in range(len(g.params)))
 
     def drop_plain_gradients(self) -> None:
-        """Drop these, and gradients of parameters that are not partitioned; gradients of micro-steps stay."""
+        """Drop such gradients, and those of parameters that are not partitioned; gradients of micro-steps stay."""
         owned = {id(param) for gradient in self.reducer.gradients for param in gradient.params}
         for gradient in self.reducer.gradients:
             gradient.drop_plain()
@@ -146,7 +145,7 @@ class PartitionState:
                 for piece in storage.pieces(self.rank):
                     yield piece.slot.name, gradient.kept[piece.offset : piece.offset + piece.numel]
 
-    def counts(self, bucket: Bucket) -> bool:
+    def is_counted(self, bucket: Bucket) -> bool:
         """Return whether a sum over all ranks includes this rank's gradient of `bucket`; see `sum_over_shards`."""
         is_first = not self.layout.is_expert_sharded or self.rank // bucket.num_expert_shards < bucket.num_shards
         return bucket.copy == 0 and is_first
@@ -155,20 +154,20 @@ class PartitionState:
         """All-reduce (sum) statistics whose first element is a sum over this rank's gradients.
 
         Where several ranks hold the same gradients, the first element of one of them counts.  The first
-        `num_of_model` elements are also summed over model-parallel ranks and pipeline stages (model_parallel.py); the
-        rest is equal on all of them.
+        `num_of_model` elements are also summed over model-parallel ranks and pipeline stages (model_parallel.py), on
+        which the rest is equal.
         """
         if self.rank >= self.layout.num_shards and not self.layout.is_expert_sharded:
             vector[0] = 0.0
         reduced = vector.to(self.device)  # gradients may be on the host, whose tensors a group may not take
         zcomm.all_reduce(reduced, self.group, label="gradient statistics")
-        self.mp_group.add_up(reduced[:num_of_model])
-        self.pipeline_stages.add_up(reduced[:num_of_model])
+        self.mp_group.all_reduce(reduced[:num_of_model])
+        self.pipeline_stages.all_reduce(reduced[:num_of_model])
         if reduced is not vector:
             vector.copy_(reduced)
 
     def agree_on_unused(self) -> Unused:
-        """Parameters for which ranks have no gradient.  A collective.
+        """Return the parameters for which ranks have no gradient.  A collective.
 
         Raises:
             ValueError: the policy forbids unused parameters and there are some, or no rank has any gradient.

@@ -1,7 +1,7 @@
 """Ownership of parameters: which partition owns the memory of a parameter, and which parameters may be partitioned.
 
-A parameter's memory belongs to one partition at a time.  Ownership is stored here and not on the parameter, and ends
-with the partition, closed or not.
+A parameter's memory belongs to one partition at a time.  Ownership is stored in this module, not on the parameter,
+and ends with the partition, closed or not.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def named_groups(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
             if id(param) not in names:
                 raise ValueError(
                     f"parameter {position} of the optimizer's group {index}, shape {tuple(param.shape)}, is not a "
-                    "parameter of the module. Build the optimizer from this module's parameters(). (One that was "
-                    "partitioned before keeps the shards of that time, also after close(): make a new one; its "
-                    "state travels in a checkpoint.)"
+                    "parameter of the module. Build the optimizer from this module's parameters(). (An optimizer "
+                    "that was partitioned before keeps those shards, also after close(): create a new one, and "
+                    "transfer its state in a checkpoint.)"
                 )
             if param.requires_grad:
                 groups[names[id(param)]] = index
@@ -77,7 +77,7 @@ def check_not_owned(name: str, param: Parameter) -> None:
     if owner_of(param) is not None:
         raise ValueError(
             f"parameter {name} is partitioned already: close() the partition (or the engine) that owns the module "
-            "before partitioning it again"
+            "before you partition it again"
         )
 
 
@@ -86,8 +86,8 @@ def check_has_weights(name: str, param: Parameter) -> None:
     is_hollow = param.dim() > 0 and param.numel() > 1 and not any(param.stride()) and param.is_floating_point()
     if is_hollow and not param.is_meta and bool(param.detach().as_strided((), ()).isnan()):
         raise ValueError(
-            f"parameter {name} has no weights: the partition that had them was closed with keep_weights=False, or "
-            "could not be completed. Build the module again, or load its weights."
+            f"parameter {name} has no weights: its partition was closed with keep_weights=False, or could not be "
+            "completed. Build the module again, or load its weights."
         )
 
 
@@ -109,5 +109,5 @@ def one_device(params: dict[str, Parameter]) -> torch.device:
             raise ValueError(f"parameter {name} is {param.dtype}; complex parameters cannot be partitioned")
     if len(devices) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ValueError(f"all parameters must live on one device, found {places}. Move the module first.")
+        raise ValueError(f"all parameters must be on one device; found {places}. Move the module first.")
     return next(iter(devices), torch.device("cpu"))

@@ -9,8 +9,9 @@ gradients, and rebinds the optimizer onto this rank's spans.  A training step is
     partition.apply(optimizer.step)       # update this rank's spans, publish them to all views
     partition.zero_grad()
 
-Parameters that no rank used in a step keep their weights and their optimizer state, step counts included, as in one
-process where their gradient is None; `num_unused` (summed over ranks) tells the caller whether to request that.
+Parameters that no rank used in a step can keep their weights and their optimizer state, step counts included, as in
+one process, where their gradient is None: `apply(any_unused=True)`.  The sum of `num_unused` over ranks says whether
+there may be any.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import zcomm
 from zpartition import unfreeze as unfreezing
 from zpartition.core import PartitionState, Unused
 from zpartition.deferred.init import Deferred
-from zpartition.estimate.ledger import count
+from zpartition.estimate.memory import count_bytes
 from zpartition.gradients.bucket import BucketPhase
 from zpartition.gradients.reducer import GradientReducer
 from zpartition.gradients.speculate import SteppedBucket, start_speculation
@@ -37,18 +38,17 @@ from zpartition.layout.layout import Layout
 from zpartition.layout.model_parallel import model_parallel_group_of, pipeline_stages_of
 from zpartition.layout.policy import Offload, OffloadStateType, Speculation, Tier, ZeroPolicy
 from zpartition.layout.ranks import Ranks
-from zpartition.offload import contents
 from zpartition.offload.manager import OffloadManager
 from zpartition.offload.offload_states import OffloadedStates, offload_all
 from zpartition.ownership import acquire_ownership, one_device, release_ownership
-from zpartition.replicated import ReplicatedTensors
 from zpartition.state import optimizer_state as state
 from zpartition.state import shape_aware as shapes
-from zpartition.state.apart import in_parts
-from zpartition.state.unused import preserve_unused
+from zpartition.state.unused import partial_update, preserve_unused
 from zpartition.unfreeze import UnfreezeSync
+from zpartition.weight_shards import refine_masters, saved_shards, shards_to_fill
 from zpartition.weights.hooks import UnshardHooks
 from zpartition.weights.sharded import ShardedStorage, fill_storages, make_storage
+from zpartition.weights.storage import ReplicatedTensors
 from zpartition.weights.unshard import Unsharder
 
 
@@ -57,9 +57,11 @@ from zpartition.weights.unshard import Unsharder
 class Partition(PartitionState):
     """One module's memory, gradients and rebound optimizer under one `ZeroPolicy`: the verbs of a training step."""
 
-    offload_manager: OffloadManager = attrs.field(kw_only=True)  # where masters, states and reduced gradients live
-    unfreeze_sync: UnfreezeSync = attrs.field(factory=lambda: UnfreezeSync(None))  # what ranks have unfrozen
-    offloaded: OffloadedStates | None = None  # what offload_states has moved away
+    offload_manager: OffloadManager = attrs.field(kw_only=True)  # placement of masters, states and reduced gradients
+    unfreeze_sync: UnfreezeSync = attrs.field(
+        factory=lambda: UnfreezeSync(None)
+    )  # agreement of ranks on unfrozen parameters
+    offloaded: OffloadedStates | None = None  # states that offload_states has moved
     speculation: tuple[Any, Callable[[], torch.Tensor | None]] | None = None  # arguments of `speculate`
 
     @classmethod
@@ -71,8 +73,9 @@ class Partition(PartitionState):
         ranks: Ranks,
         deferred: Deferred | None = None,
     ) -> Partition:
-        """Create the flat buffers and hook the parameters; see `shard`.  `layouts`: of trained and of frozen
-        parameters.
+        """Create the flat buffers and hook the parameters; see `shard`.
+
+        layouts: of the trained parameters, and of the sharded frozen ones.
         """
         layout, frozen = layouts
         everything = dict(module.named_parameters())
@@ -82,25 +85,25 @@ class Partition(PartitionState):
         storages = tuple(
             offload_manager.adopt(make_storage(bucket, everything, policy, ranks)) for bucket in layout.buckets
         )
-        resting = tuple(
+        frozen_storages = tuple(
             offload_manager.place_params(ShardedStorage.of(bucket, everything, policy, ranks, False))
             for bucket in frozen.buckets
         )
-        units = [s for s in (*storages, *resting) if isinstance(s, ShardedStorage)]
+        units = [s for s in (*storages, *frozen_storages) if isinstance(s, ShardedStorage)]
         if deferred is not None:
-            fill_storages(deferred, [*storages, *resting], ranks.world)
+            fill_storages(deferred, [*storages, *frozen_storages], ranks.world)
         for unit in units if deferred is None else ():
             unit.adopt(ranks.groups_for(unit.bucket).world)
-        owned = [param for storage in (*storages, *resting) for param in storage.params]
+        owned = [param for storage in (*storages, *frozen_storages) for param in storage.params]
         replicated = ReplicatedTensors.of(module, ranks.world, owned)
         unsharder = Unsharder.of(units, policy, ranks, device)
         unshard_hooks = UnshardHooks.install(module, unsharder)
-        routes = ranks.duplicate() if unsharder.units else ranks  # see [Note: two orders] in unshard.py
-        reducer = GradientReducer.create(layout, policy, params, routes, device, unsharder.arrived)
+        gradient_ranks = ranks.duplicate() if unsharder.units else ranks  # see [Note: two orders] in unshard.py
+        reducer = GradientReducer.create(layout, policy, params, gradient_ranks, device, unsharder.arrived)
         offload_manager.attach(reducer)
         parts = (module, layout, policy, ranks, params, storages, reducer, replicated, unsharder, unshard_hooks)
         partition = cls(*parts, offload_manager=offload_manager)
-        partition.frozen, partition.mp_group = resting, model_parallel_group_of(module)
+        partition.frozen, partition.mp_group = frozen_storages, model_parallel_group_of(module)
         partition.pipeline_stages = pipeline_stages_of(module)
         partition.frozen_params = {name: param for name, param in everything.items() if not param.requires_grad}
         partition.unfreeze_sync = UnfreezeSync(
@@ -117,21 +120,21 @@ class Partition(PartitionState):
         state.check_optimizer(optimizer, cuts=cuts)
         num_groups = len(optimizer.param_groups)
         self.frozen_groups = unfreezing.frozen_groups_of(self, optimizer)
-        lays_out = cuts and shapes.accepts_cuts(optimizer)
-        if not lays_out and not state.is_elementwise(optimizer):
+        places_cuts = cuts and shapes.accepts_cuts(optimizer)
+        if not places_cuts and not state.is_elementwise(optimizer):
             self.holders = tuple(state.Holder.of_parameter(n, p) for n, p in self.params.items())
             self.updates_parameters = True
         else:
             masters = [holder.tensor for holder in self.holders]
-            if lays_out:
+            if places_cuts:
                 self.offload_manager.step_all_at_once()
-            tell = functools.partial(
+            place = functools.partial(
                 shapes.place_over_ranks, optimizer, masters, self.layout, self.ranks.shard, self.device
             )
             held: list[list[state.Holder]] = [[] for _ in range(num_groups)]
             for storage, holder in zip(self.storages, self.holders):
                 held[storage.bucket.group].append(holder)
-            state.rebind(optimizer, held, self.params, tell if lays_out else lambda: None)
+            state.rebind(optimizer, held, self.params, place if places_cuts else lambda: None)
         self.optimizer = optimizer
         self.offload_manager.hook(optimizer, self.storages)
         self.speculate(optimizer, lambda: getattr(optimizer, "grad_scale", None))
@@ -153,7 +156,7 @@ class Partition(PartitionState):
         )
 
     def synchronise(self) -> None:
-        """Broadcast rank 0's weights, frozen parameters and buffers; those of units are equal already."""
+        """Broadcast rank 0's weights, frozen parameters and buffers; weights of units are equal already."""
         self.check_resident()
         for storage in self.whole:
             holders = self.ranks.groups_for(storage.bucket).world
@@ -164,18 +167,17 @@ class Partition(PartitionState):
     def refine(self, values: Mapping[str, torch.Tensor]) -> None:
         """Copy `values` (by parameter) into masters, where their dtype is wider than the module's weights.
 
-        To be called after the module was loaded and synchronized: 16-bit weights leave rounded values in the
-        masters.  All ranks call, with the same shapes; rank 0's values are used.
+        Call it after the module was loaded and synchronized: 16-bit weights leave rounded values in the masters.  All
+        ranks call, with the same shapes; rank 0's values are used.
         """
-        if contents.refine(self, values):
+        if refine_masters(self, values):
             self.publish()
 
     def admit_unfrozen(self) -> tuple[str, ...]:
-        """Train parameters that were frozen when the module was partitioned and require a gradient now; returns
-        names.
+        """Train parameters that were frozen when the module was partitioned and now require a gradient.
 
-        To be called between two steps, on all ranks, if there are frozen parameters.  Weights and states of other
-        parameters do not move.  See unfreeze.py.
+        Returns their names.  Call it between two steps, on all ranks, if there are frozen parameters.  Weights and
+        states of other parameters do not move.  See unfreeze.py.
 
         Raises:
             ValueError: in the middle of a step; ranks have unfrozen different parameters; or the optimizer has no
@@ -190,14 +192,13 @@ class Partition(PartitionState):
 
     @contextmanager
     def micro_step(self, *, is_last: bool = True, is_local: bool = False, is_scaled: bool = False) -> Iterator[None]:
-        """Run one backward inside; `is_last`: a step follows.
+        """Run one backward inside.
 
+        is_last: a step follows.
         is_local: nothing is sent; gradients accumulate on this rank, unsharded and in the parameters' dtype at any
-        stage,
-            until a later backward or `finish_gradients` reduces them.  On all ranks alike.
+            stage, until a later backward or `finish_gradients` reduces them.  The same on all ranks.
         is_scaled: the loss is multiplied by a factor that the step divides out (a loss scale, say), so `.grad` of
-        parameters
-            does not show their gradients; see placeholder.py.
+            parameters does not show their gradients; see placeholder.py.
         """
         self.check_resident()
         self.unshard_hooks.drop_finished()
@@ -216,12 +217,10 @@ class Partition(PartitionState):
             raise
 
     def finish_gradients(self) -> list[torch.Tensor]:
-        """Set `.grad` on every master and return the mean gradients that this rank counts, one flat tensor per
-        bucket.
+        """Set `.grad` on every master and return the mean gradients that this rank counts, flat, by bucket.
 
-        A parameter replicated over model-parallel ranks is returned on one of them only, so that the norm counts
-        it once. Where nothing is sharded but experts, gradients that several ranks hold are returned by one of
-        them.
+        A parameter replicated over model-parallel ranks is returned on one of them only, so that the norm counts it
+        once.  If only experts are sharded, gradients that several ranks hold are returned by one of them.
         """
         self.unfreeze_sync.reset()
         kept = self.reducer.finish()
@@ -229,12 +228,12 @@ class Partition(PartitionState):
         self.speculative_step.join()
         for storage, gradient in zip(self.storages, kept):
             storage.master.grad = gradient.to(storage.master.dtype)
-        return [gradient for storage, gradient in zip(self.storages, kept) if self.counts(storage.bucket)]
+        return [gradient for storage, gradient in zip(self.storages, kept) if self.is_counted(storage.bucket)]
 
     def apply(self, step: Callable[[], object], *, any_unused: bool = False) -> None:
         """Run the optimizer's `step` on this rank's shards and publish the result to the module.
 
-        `any_unused` (the same on all ranks) asks to leave parameters that no rank used as they are.
+        any_unused: leave parameters that no rank used unchanged.  The same on all ranks.
 
         Raises:
             ValueError: the policy forbids unused parameters and there are some; or a parameter was moved
@@ -252,7 +251,7 @@ class Partition(PartitionState):
         unfreezing.check_frozen(self)
         # 2. Agree on unused parameters, which keep weights and states.
         found = self.agree_on_unused() if any_unused else Unused()
-        self.reducer.expect(found.by_some)
+        self.reducer.expect_missing(found.by_some)
         unused = found.by_all
         if self.updates_parameters:
             for gradient in self.reducer.gradients:
@@ -268,21 +267,21 @@ class Partition(PartitionState):
                 for index in group:
                     self.storages[index].publish()
         # 4. Gather what all ranks have published.
-        self._show()
+        self._gather_published()
 
     def publish(self) -> None:
         """Show the masters' values in the module's parameters, and broadcast rank 0's buffers.
 
-        To be called after shards were written; frozen shards are published as well.
+        Call it after shards were written; frozen shards are published as well.
         """
         self.check_resident()
         self.unsharder.release_all()
         for storage in (*self.frozen, *self.storages):
             storage.publish()
-        self._show()
+        self._gather_published()
 
-    def _show(self) -> None:
-        """Gather published weights that are not sharded, or that a call holds."""
+    def _gather_published(self) -> None:
+        """Gather published weights that are not sharded, or that a running call holds."""
         handles = []
         self.offload_manager.mover.wait_device()
         self.unsharder.invalidate()
@@ -295,7 +294,7 @@ class Partition(PartitionState):
         self.replicated.broadcast_buffers()
 
     def zero_grad(self) -> None:
-        """Drop all gradients, of frozen and unpartitioned parameters, too; this ends a step."""
+        """End a step: drop all gradients, also of frozen and unpartitioned parameters."""
         self.speculative_step.rollback_all()
         self.reducer.reset()
         self.unsharder.end_step()
@@ -315,9 +314,9 @@ class Partition(PartitionState):
     def close(self, *, keep_weights: bool = True) -> None:
         """Remove every hook and buffer; the module keeps its weights in its own memory.  Idempotent.
 
-        At stage 3 all ranks gather the weights for that; without `keep_weights`, or after the world has failed
-        (`zcomm.failure`), they read as NaN.  The first error (of a drive, say) is raised after everything else is
-        released.
+        At stage 3 all ranks gather the weights; without `keep_weights`, or after the world has failed
+        (`zcomm.failure`), parameters read as NaN.  The first error (of a drive, say) is raised after everything else
+        is released.
         """
         units = self.unsharder.units.values() if keep_weights and not zcomm.failure() else ()
         gather = [functools.partial(self.unsharder.unshard, unit, exact=True) for unit in units]
@@ -352,28 +351,30 @@ class Partition(PartitionState):
     ) -> None:
         """Move states off the device, to the host or into files, until `reload_states`.
 
-        include: `OffloadStateType` members, or DeepSpeed's names.  Every rank calls, between steps.
-        Until then the partition raises RuntimeError when it is used.
+        Every rank calls, between steps.  Until `reload_states` the partition raises RuntimeError when it is used.
+
+        include: `OffloadStateType` members, or DeepSpeed's names.
+        directory: for files; "": the host.
 
         Raises:
             ValueError: in the middle of a step; or an unknown name.
-            DiskError, MemoryError and the like, or RuntimeError for that of another rank: nothing is moved then.
+            DiskError, MemoryError and similar, or RuntimeError if another rank failed: nothing is moved then.
         """
         self.check_resident()
-        what = frozenset(OffloadStateType(each) for each in include)
+        kinds = frozenset(OffloadStateType(each) for each in include)
         if any(
             gradient.kept is not None or gradient.phase is BucketPhase.FILLING for gradient in self.reducer.gradients
         ):
-            raise ValueError("offload_states() in the middle of a step would lose gradients: call it between steps")
+            raise ValueError("offload_states() in the middle of a step would lose gradients; call it between steps")
         tier = Tier.DISK if directory else Tier.HOST
-        self.offloaded = offload_all(self, what, Offload(states=tier, directory=directory, pin=pin))
-        self.unsharder.offloaded = what
+        self.offloaded = offload_all(self, kinds, Offload(states=tier, directory=directory, pin=pin))
+        self.unsharder.offloaded = kinds
 
     def reload_states(self) -> None:
         """Reload offloaded states, bit for bit; does nothing if there are none.  Every rank calls.
 
         Raises:
-            DiskError, MemoryError and the like, or RuntimeError for that of another rank: all stays offloaded then.
+            DiskError, MemoryError and similar, or RuntimeError if another rank failed: all stay offloaded then.
         """
         if self.offloaded is not None:
             self.offloaded.reload(self)
@@ -390,11 +391,11 @@ class Partition(PartitionState):
 
     def shards(self) -> Iterator[Shard | LazyShard]:
         """Yield weights with their addresses, to be saved: masters if any, frozen parameters, buffers."""
-        return contents.saved(self)
+        return saved_shards(self)
 
     def shards_to_fill(self) -> Iterator[Shard]:
-        """Yield the same addresses with memory to load into; `publish` makes loaded values visible."""
-        return contents.to_fill(self)
+        """Yield the same addresses with memory to load into; `publish` makes the loaded values current."""
+        return shards_to_fill(self)
 
     def names(self) -> tuple[str, ...]:
         """Return the names of everything that `shards` yields, over all ranks."""
@@ -407,18 +408,16 @@ class Partition(PartitionState):
         return {slot.name: slot.address.global_shape for slot in slots} | self.replicated.shapes()
 
     def ledger(self) -> dict[str, int]:
-        """Return bytes on this rank by owner, see ledger.py; owners off the module's device are named with their
-        place.
-        """
-        return count(self, self.offload_manager.held_bytes())
+        """Return the bytes on this rank by owner; owners off the module's device are named with their place."""
+        return count_bytes(self, self.offload_manager.held_bytes())
 
     # -- helpers ---------------------------------------------------------------------------------
 
     def _preserving_unused(self, names: frozenset[str], group: Sequence[int]) -> AbstractContextManager[None]:
-        """Around the update of these buckets: what is in `names` stays as it is, and the others count their own."""
+        """Wrap the update of these buckets: parameters in `names` keep weights and state, others count their own."""
         holders = self.holders if self.updates_parameters else [self.holders[index] for index in group]
         if self.optimizer is not None and not self.updates_parameters and not shapes.accepts_cuts(self.optimizer):
-            return in_parts(self.optimizer, holders, names)
+            return partial_update(self.optimizer, holders, names)
         return preserve_unused(
             self.optimizer, [(h, p) for h in holders if names for p in h.pieces if p.slot.name in names]
         )

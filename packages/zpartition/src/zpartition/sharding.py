@@ -82,6 +82,6 @@ def _check_whole_tensors_on_disk(optimizer: torch.optim.Optimizer, policy: ZeroP
     """Raise ValueError for an optimizer that needs all tensors in memory at once with states on disk."""
     if policy.offload.states is Tier.DISK and policy.offload.moves_states and accepts_cuts(optimizer):
         raise ValueError(
-            f"{type(optimizer).__name__} looks at whole tensors in each step, and Offload(states=DISK) has few of "
-            "them in memory at a time. Use states=Tier.HOST, or an elementwise optimizer (AdamW, SGD, Lion, ...)."
+            f"{type(optimizer).__name__} needs all tensors in each step, and Offload(states=DISK) keeps only a few "
+            "in memory at a time. Use states=Tier.HOST, or an elementwise optimizer (AdamW, SGD, Lion, ...)."
         )

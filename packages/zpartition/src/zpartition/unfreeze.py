@@ -6,15 +6,15 @@ weights of its unit.  Fine-tuning unfreezes one part of a model after the other,
 Design.  Between two steps no gradient, gathered unit or message is in flight.  So parameters that begin to require a
 gradient get buckets of their own, behind the existing ones, and what depends on all buckets (reducer, unsharder,
 hooks) is created again around the old ones.  No weight, master or state of other parameters moves.  All ranks do it
-together, and first compare what they found (`UnfreezeSync`).
+together, and first compare the unfrozen names (`UnfreezeSync`).
 
 A parameter joins the parameter group that held it when the module was partitioned, or one that was added since with
 `optimizer.add_param_group`.
 
-[Note: unfreeze sync] If only some ranks unfreeze a parameter, the others go on to the gradients, and all would wait
-forever.  Where there are frozen parameters and other ranks, each rank submits a digest of what it found in the first
-forward pass of a step, 16 bytes on the host, without waiting.  A rank that found something waits for the others at
-once; the rest wait before their first gradients are sent (at stage 3 before their first weights are gathered).
+[Note: unfreeze sync] If only some ranks unfreeze a parameter, the others continue with the gradients, and all ranks
+deadlock.  If there are frozen parameters and several ranks, each rank submits a digest of its unfrozen names in the
+first forward pass of a step: 16 bytes on the host, without waiting.  A rank with unfrozen parameters waits for the
+others at once; the rest wait before they send gradients (at stage 3 before they gather weights).
 
 Rejected.  Memory for everything that might be unfrozen later (with adapters, masters and states of the whole model);
 closing the partition and creating another (at stage 3 the whole model would be in memory).  For the sync: a message
@@ -60,12 +60,12 @@ def unfrozen(partition: PartitionState) -> list[str]:
 
 
 def check_frozen(partition: PartitionState) -> None:
-    """Raise ValueError if there are such parameters: no optimizer would update them."""
+    """Raise ValueError if there are unfrozen parameters: no optimizer would update them."""
     for name in unfrozen(partition):
         raise ValueError(
-            f"parameter {name} requires a gradient, but was frozen when the module was partitioned, so nothing "
+            f"parameter {name} requires a gradient, but was frozen when the module was partitioned, so no optimizer "
             "updates it. Freeze it again, or call the partition's admit_unfrozen() on all ranks before the forward "
-            "pass of a step (a zengine engine does so by itself for what is unfrozen between two steps)."
+            "pass of a step (a zengine engine calls it if you unfreeze between two steps)."
         )
 
 
@@ -95,14 +95,14 @@ def admit(partition: PartitionState, manager: OffloadManager, unfreeze_sync: Unf
     blocks = block_numel(partition.optimizer)
     added = plan_added(partition.module, groups, partition.policy, size, len(partition.layout.buckets), blocks)
     rest = {slot.name: 0 for storage in thawed for slot in storage.bucket.slots if slot.name not in groups}
-    resting = plan_added(partition.module, rest, partition.policy, size, len(partition.frozen))
+    still_frozen = plan_added(partition.module, rest, partition.policy, size, len(partition.frozen))
     manager.extend(added)
     ranks = partition.ranks
     new = [manager.adopt(make_storage(b, everything, partition.policy, ranks)) for b in added.buckets]
     kept = [storage for storage in partition.frozen if storage not in thawed]
     remade = [
         manager.place_params(ShardedStorage.of(b, everything, partition.policy, ranks, False))
-        for b in resting.buckets
+        for b in still_frozen.buckets
     ]
     _fill(partition, [*new, *remade])
     partition.frozen = (*kept, *remade)
@@ -123,7 +123,7 @@ def _check_between_steps(partition: PartitionState, names: Sequence[str]) -> Non
     partition.unshard_hooks.drop_finished()
     is_running = bool(partition.unshard_hooks.running.open or partition.unshard_hooks.blocks)
     if is_running or any(gradient.seen or gradient.kept is not None for gradient in partition.reducer.gradients):
-        where = "inside of a forward pass or of a gathered() block" if is_running else "in the middle of a step"
+        where = "inside a forward pass or a gathered() block" if is_running else "in the middle of a step"
         raise ValueError(
             f"parameter {names[0]} was unfrozen {where} ({len(names)} in all). Unfreeze between two steps: after the "
             "optimizer's step (or zero_grad), before the next forward pass."
@@ -138,9 +138,9 @@ def _groups(partition: PartitionState, names: Sequence[str]) -> dict[str, int]:
     for name in names:
         if name not in known:
             raise ValueError(
-                f"parameter {name} requires a gradient, but is in no parameter group of the optimizer. Give it to "
-                'one, optimizer.add_param_group({"params": [...]}), before the next forward pass; or make the '
-                "optimizer with all parameters, frozen ones as well: they cost nothing until they are unfrozen."
+                f"parameter {name} requires a gradient, but is in no parameter group of the optimizer. Call "
+                'optimizer.add_param_group({"params": [...]}) before the next forward pass; or create the '
+                "optimizer with all parameters, frozen ones too: they cost nothing until they are unfrozen."
             )
     return {name: known[name] for name in names}
 
@@ -180,10 +180,12 @@ def _rebuild(partition: PartitionState, manager: OffloadManager) -> None:
     partition.unsharder = Unsharder.of(units, policy, ranks, device)
     partition.unsharder.version = old.version
     partition.unshard_hooks = UnshardHooks.install(partition.module, partition.unsharder)
-    routes = ranks.duplicate() if units else ranks
+    gradient_ranks = ranks.duplicate() if units else ranks
     arrived = partition.unsharder.arrived
     non_finite_probe = partition.reducer.non_finite_probe
-    partition.reducer = GradientReducer.create(partition.layout, policy, partition.params, routes, device, arrived)
+    partition.reducer = GradientReducer.create(
+        partition.layout, policy, partition.params, gradient_ranks, device, arrived
+    )
     partition.reducer.non_finite_probe = non_finite_probe
     manager.attach(partition.reducer)
     partition.replicated = attrs.evolve(partition.replicated, partitioned=frozenset(map(id, partition.owned())))
@@ -243,7 +245,7 @@ class UnfreezeSync:
         """
         if self.handle is None:
             return
-        assert self.bounds is not None and self.names is not None, "a handle belongs to what was told"
+        assert self.bounds is not None and self.names is not None, "a handle belongs to submitted names"
         names, self.names = self.names, None
         self.handle.wait()
         self.handle = None
@@ -251,12 +253,12 @@ class UnfreezeSync:
         if largest != -smallest:
             mine = f"{', '.join(names[:10])} ({len(names)} in all)" if names else "none"
             raise ValueError(
-                f"ranks have unfrozen different parameters: this one, rank {zcomm.group_rank(self.group)}, {mine}. "
+                f"ranks have unfrozen different parameters; rank {zcomm.group_rank(self.group)}: {mine}. "
                 "Set requires_grad alike on all ranks."
             )
         self.names = names
 
     def reset(self) -> None:
-        """End a step on all ranks."""
+        """End a step."""
         self.wait()
         self.names = None

@@ -1,4 +1,4 @@
-"""Parameters without memory that say they are on a device."""
+"""Parameters without memory that report a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def built() -> nn.Sequential:
 
 
 def without_memory() -> nn.Sequential:
-    with zpartition.Init(shown_on="cpu"):
+    with zpartition.Init(fake_device="cpu"):
         return built()
 
 

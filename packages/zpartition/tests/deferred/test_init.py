@@ -1,4 +1,4 @@
-"""Building without memory: the weights are those of a plain build, and each rank makes only its part."""
+"""Deferred initialization: weights equal those of a plain build, and each rank makes only its part."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_ranks_with_other_seeds_take_rank_0s() -> None:
     assert all(torch.equal(first[0][name], tensor) for name, tensor in expected[0].items())
 
 
-def test_a_meta_model_that_nobody_knows_is_refused_by_name() -> None:
+def test_a_meta_model_that_nobody_knows_is_rejected_by_name() -> None:
     with torch.device("meta"):
         model = nn.Linear(3, 3)
     with pytest.raises(

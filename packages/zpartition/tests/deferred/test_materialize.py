@@ -1,4 +1,4 @@
-"""Weights of a module that was built inside Init, looked at and written before anybody partitions it."""
+"""Reading and editing weights of a module built inside Init before it is partitioned."""
 
 from __future__ import annotations
 

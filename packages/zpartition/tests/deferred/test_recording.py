@@ -1,4 +1,4 @@
-"""The tape: what is noted, in which order memory comes and goes."""
+"""Init recordings: recorded operations, and the order in which memory is allocated and freed."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from zpartition.disk.options import ALIGNMENT
+from zpartition.disk.memory import ALIGNMENT
 from zpartition.disk.system import DIRECT, System
 
 LOCK = "zpartition.lock"

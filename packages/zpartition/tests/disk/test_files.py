@@ -58,7 +58,7 @@ def test_a_file_is_made_whole_or_not_at_all(tmp_path: Path, faulty_disk: Any, fa
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_file_system_that_refuses_direct_calls_is_found_out(
+def test_a_file_system_that_rejects_direct_calls_is_found_out(
     tmp_path: Path, faulty_disk: Any, fail_once: Any, code: int
 ) -> None:
     for fault in (fail_once("open", code, number=1), fail_once("write", code)):

@@ -122,7 +122,7 @@ def test_a_folder_belongs_to_one_store_and_what_a_process_left_is_opened_or_remo
     assert [path.name for path in folder.iterdir()] == ["somebody's"]
 
 
-def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:
+def test_what_cannot_be_is_rejected_by_name(folder: Path) -> None:
     store = DiskStore.create(folder, SMALL)
     region = store.allocate("w", 5)
     with pytest.raises(ValueError, match="region 'w' exists"):

@@ -1,4 +1,4 @@
-"""Whatever byte changes on the disk, it is told, by name and place."""
+"""A changed byte anywhere on disk is detected, with its region and offset."""
 
 from __future__ import annotations
 

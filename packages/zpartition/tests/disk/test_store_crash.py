@@ -1,4 +1,4 @@
-"""The power is cut between any two calls of any commit: what is found is the old generation or the new one, whole."""
+"""Power cut between any two calls of any commit: the store opens at the old generation or the new one."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from zpartition.disk.thread_pool import ThreadPool
+from zpartition.disk.transfer_queue import ThreadPool
 
 
 def test_calls_run_in_order_and_tell_what_they_raised() -> None:

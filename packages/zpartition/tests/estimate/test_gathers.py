@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zpartition import ZeroPolicy
-from zpartition.estimate.gathers import count_gathers, embedding_only_units
+from zpartition.estimate.traffic import count_gathers, embedding_only_units
 
 CHAIN = {"a": 10, "b": 10, "c": 10, "d": 10}
 ALL = ZeroPolicy(stage=3, max_live_numel=1000, max_reuse_numel=1000, prefetch_numel=0)

@@ -1,4 +1,4 @@
-"""The bytes that a partition counts, by owner."""
+"""Bytes of a live partition, by owner."""
 
 from __future__ import annotations
 

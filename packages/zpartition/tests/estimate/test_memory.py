@@ -1,4 +1,4 @@
-"""The plan of memory: what it says, and that a live partition holds as much."""
+"""Memory plan: its rows, and that a live partition holds as much."""
 
 from __future__ import annotations
 

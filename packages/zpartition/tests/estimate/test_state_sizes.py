@@ -1,4 +1,4 @@
-"""Optimizer states, measured on samples: elementwise ones and those that look at shapes."""
+"""Sizes of optimizer states, measured on samples: elementwise optimizers and those that look at shapes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Rows(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
-    def lay_out_over_ranks(self, segments: Any, ranks: Any) -> None: ...
+    def place_on_ranks(self, segments: Any, ranks: Any) -> None: ...
 
     def step(self, closure: Any = None) -> None:
         for param in self.param_groups[0]["params"]:

@@ -1,4 +1,4 @@
-"""The plan of messages: the paper's laws, and that a live step sends as much."""
+"""Traffic plan: the formulas of the papers, and that a live step sends as much."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _trained(how: str, stage: int) -> tuple[dict[str, Tensor], list[float], int]
     torch.manual_seed(zcomm.group_rank())  # rank 0's numbers count
     block: Any = contextlib.nullcontext()
     if how != "plain":
-        block = Init(shown_on="cpu" if how == "hidden" else "meta")
+        block = Init(fake_device="cpu" if how == "hidden" else "meta")
     if how == "partly":
         sparse = Sparse()
     with block:

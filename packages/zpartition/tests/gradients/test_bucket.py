@@ -1,4 +1,4 @@
-"""One bucket's gradient, driven by hand."""
+"""Gradient of one bucket, driven by hand."""
 
 from __future__ import annotations
 

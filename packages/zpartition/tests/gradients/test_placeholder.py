@@ -1,4 +1,4 @@
-"""`.grad` shows the gradient that the step will use, or every use of it says where the gradient is."""
+"""`.grad` shows the gradient that the step uses, or is a placeholder whose use raises."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_clipping_by_torch_clips_what_the_step_uses_or_raises(stage, world_size)
     if told != ["clipped"] * world_size:
         assert world_size == 2
         assert stage >= 1
-        assert all("is cut over 2 ranks" in each and "gradient_clipping" in each for each in told), told
+        assert all("is sharded over 2 ranks" in each and "gradient_clipping" in each for each in told), told
 
 
 def test_a_gradient_in_a_wider_dtype_and_a_scaled_one_are_told_of():
@@ -142,7 +142,7 @@ def _edits_a_plain_gradient(edit: str) -> str:
 
 
 @pytest.mark.parametrize("edit", ["clip", "clip by value", "replace", "none"])
-def test_gradients_of_one_rank_that_were_edited_before_their_mean_was_taken_are_refused(edit):
+def test_gradients_of_one_rank_that_were_edited_before_their_mean_was_taken_are_rejected(edit):
     for told in run_ranks(_edits_a_plain_gradient, 2, edit):
         if edit == "none":
             assert told == "taken"

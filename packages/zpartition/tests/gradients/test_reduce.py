@@ -226,7 +226,7 @@ def test_training_converges_in_few_bits() -> None:
     assert exact < 0.05, "from 0.5, about the variance of the target"
     for policy, loss in zip(policies[1:], others):
         assert abs(loss - exact) < 0.02, policy
-    with pytest.raises(ValueError, match=r"stage=0, gradient_bits=4\): every rank keeps all gradients there"):
+    with pytest.raises(ValueError, match=r"stage=0, gradient_bits=4\): at stage 0 every rank keeps all gradients"):
         ZeroPolicy(stage=0, gradient_bits=4)
 
 

@@ -1,4 +1,4 @@
-"""The reducer: what is sent, when, in which order, and what is kept."""
+"""Gradient reducer: messages, their order, and the accumulators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of embeddings as rows: the sums, the messages, and the training that comes of it."""
+"""Sparse gradients of embeddings: sums, messages and training."""
 
 from __future__ import annotations
 

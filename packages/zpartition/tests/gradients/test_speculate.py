@@ -1,4 +1,4 @@
-"""Running ahead changes no bit, whether what was assumed turns out to be right or wrong."""
+"""Speculative steps change no bit, whether they are confirmed or rolled back."""
 
 from __future__ import annotations
 
@@ -268,8 +268,8 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_not_run_ahead_and_that_is_s
     class Whole(torch.optim.SGD):
         def place_over_ranks(self, segments: Any) -> None: ...
 
-        def lay_out_over_ranks(self, segments: Any, ranks: Any) -> None: ...
+        def place_on_ranks(self, segments: Any, ranks: Any) -> None: ...
 
     optimizer = Whole([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
-    with pytest.warns(UserWarning, match="speculation has no effect: Whole looks at whole tensors"):
+    with pytest.warns(UserWarning, match="speculation has no effect: Whole needs whole tensors"):
         assert start_speculation([], optimizer, optimizer, lambda: None, PlainMover()) is NO_SPECULATION

@@ -22,7 +22,7 @@ def test_a_scalar_has_an_empty_box_and_one_element():
     assert full_box(()) == ()
 
 
-def test_memory_that_is_not_flat_is_refused():
+def test_memory_that_is_not_flat_is_rejected():
     with pytest.raises(ValueError, match="w: a shard needs contiguous memory"):
         whole("w", torch.zeros(2, 3).T)
 

@@ -1,4 +1,4 @@
-"""The layout: coverage, balance, order; pure."""
+"""Layouts: coverage, balance, order; pure."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def test_a_parameter_larger_than_the_bucket_has_its_own():
     assert [[slot.name for slot in bucket.slots] for bucket in layout.buckets] == [["z"], ["big"], ["a"]]
 
 
-def test_equal_names_are_refused_by_name():
-    with pytest.raises(ValueError, match="unique, these are not: w"):
+def test_equal_names_are_rejected_by_name():
+    with pytest.raises(ValueError, match="unique; repeated: w"):
         plan_layout([ParamSpec("w", (1,), torch.float32)] * 2, world_size=1, num_shards=1)
 
 
-def test_a_number_of_shards_that_does_not_divide_the_world_is_refused():
+def test_a_number_of_shards_that_does_not_divide_the_world_is_rejected():
     with pytest.raises(ValueError, match=r"must divide world_size \(4\), got 3"):
         plan_layout([ParamSpec("w", (1,), torch.float32)], world_size=4, num_shards=3)
 
@@ -124,5 +124,7 @@ def test_what_is_dealt_out_has_buckets_of_its_own_cut_over_its_holders() -> None
 
 def test_ranks_of_one_copy_must_hold_all_experts() -> None:
     spec = ParamSpec("experts", (4, 64), torch.float32, num_expert_shards=4)
-    with pytest.raises(ValueError, match="experts is sharded over 4 expert-parallel ranks, and 2 ranks hold"):
+    with pytest.raises(
+        ValueError, match="experts is sharded over 4 expert-parallel ranks, which do not divide the 2 ranks"
+    ):
         plan_layout([spec], world_size=4, num_shards=2)

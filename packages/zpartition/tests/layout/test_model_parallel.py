@@ -1,4 +1,4 @@
-"""What a model tells of the parts it is made of."""
+"""Model-parallel groups and addresses of modules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_copy_of_a_model_communicates_over_the_same_group() -> None:
     assert copy.deepcopy({"cell": mp_group})["cell"] is mp_group
 
 
-def test_parts_of_two_groups_in_one_model_are_refused() -> None:
+def test_parts_of_two_groups_in_one_model_are_rejected() -> None:
     first, second = Language(), Language()
     parallelize(first, PLAN)
     parallelize(second, PLAN)
@@ -57,10 +57,12 @@ def _mixed() -> str:
     return str(raised.value)
 
 
-def test_a_partition_over_tensor_ranks_is_refused() -> None:
+def test_a_partition_over_tensor_ranks_is_rejected() -> None:
     first, second = run_ranks(_mixed, 2)
-    assert "split over the tensor ranks [0, 1], and the group to partition it over has rank 0 and also 1" in first
-    assert "has rank 1 and also 0, which hold other parts" in second
+    assert (
+        "split over the tensor ranks [0, 1], and the group to partition it over contains rank 0 and also 1" in first
+    )
+    assert "contains rank 1 and also 0, which hold other parts" in second
     assert "group=zcomm.strided_group(2)" in second
 
 

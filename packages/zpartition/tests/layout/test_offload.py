@@ -1,4 +1,4 @@
-"""The policy of offload: what it refuses, where buckets go, and which are stepped together."""
+"""Offload policy: rejected combinations, placement of buckets, and step groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_by_default_nothing_moves() -> None:
     assert NOTHING.place([5, 5]) == (Tier.DEVICE, Tier.DEVICE)
 
 
-def test_combinations_without_a_meaning_are_refused() -> None:
+def test_combinations_without_a_meaning_are_rejected() -> None:
     with pytest.raises(ValueError, match="needs a directory"):
         Offload(states=Tier.DISK)
     with pytest.raises(ValueError, match=r"Use states=Tier\.HOST, or Speculation\.OFF"):

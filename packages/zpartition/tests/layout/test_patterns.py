@@ -1,4 +1,4 @@
-"""One star stays inside a component, two do not."""
+"""Patterns: one star matches inside a component, two match several."""
 
 from __future__ import annotations
 

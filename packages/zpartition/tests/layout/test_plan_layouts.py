@@ -1,4 +1,4 @@
-"""From a module and a policy to layouts: what is sharded, what stays whole, what is frozen."""
+"""Layouts of a module under a policy: sharded, whole and frozen parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies: factors of averaging, and combinations that make no sense."""
+"""Policies: factors of averaging, and rejected combinations."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def test_the_mean_is_split_over_the_two_sides_of_the_wire(averaging, world_size,
     assert averaging.factors(world_size) == factors
 
 
-def test_stage_2_refuses_to_keep_a_full_gradient():
-    with pytest.raises(ValueError, match="use stage=1 for one exchange per step"):
+def test_stage_2_rejects_a_full_local_gradient():
+    with pytest.raises(ValueError, match="Use stage=1 for one reduction per step"):
         ZeroPolicy(stage=2, reduce_at=ReduceAt.BOUNDARY)
 
 
-def test_a_sum_refuses_to_be_divided():
+def test_a_sum_rejects_division():
     with pytest.raises(ValueError, match="does not divide"):
         ZeroPolicy(averaging=Averaging(operation="sum", predivide=2.0))
 
 
-def test_float16_masters_refuse_sums_that_their_gradients_cannot_hold():
-    with pytest.raises(ValueError, match="a sum that is finite here may not be in float16"):
+def test_float16_masters_reject_sums_that_their_gradients_cannot_hold():
+    with pytest.raises(ValueError, match="a finite sum may overflow in float16"):
         ZeroPolicy(master_dtype=torch.float16)
     assert (
         ZeroPolicy(master_dtype=torch.float16, accumulate_dtype=torch.float16).master_for(torch.float16).itemsize == 2
@@ -48,7 +48,7 @@ def test_masters_and_sums_may_be_as_narrow_as_the_parameters():
 
 
 @pytest.mark.parametrize("stage", [-1, 4, 7])
-def test_unknown_stages_are_refused(stage):
+def test_unknown_stages_are_rejected(stage):
     with pytest.raises(ValueError, match="stage"):
         ZeroPolicy(stage=stage)
 

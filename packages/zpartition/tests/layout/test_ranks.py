@@ -1,4 +1,4 @@
-"""The groups of a partition."""
+"""Groups of a partition."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_alone_there_are_no_groups() -> None:
     assert ranks.duplicate().world is None
 
 
-def test_a_size_that_does_not_fit_is_refused_with_those_that_do() -> None:
+def test_a_size_that_does_not_fit_is_rejected_with_those_that_do() -> None:
     with pytest.raises(ValueError, match="3 does not divide the world size 4: choose one of 1, 2, 4"):
         shard_group_size(ZeroPolicy(stage=1, shard_group_size=3), 4)
     with pytest.raises(ValueError, match="stage 0 shards nothing"):

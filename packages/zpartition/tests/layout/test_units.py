@@ -101,8 +101,8 @@ def test_a_module_that_itself_holds_experts_is_one_unit() -> None:
     assert set(plan_units(model, policy(unit_numel=100)).values()) == {""}
 
 
-def test_a_leaf_that_names_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"leaves names 'Blok', but no module .* embed, blocks, head"):
+def test_a_leaf_that_names_nothing_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"leaves contains 'Blok', but no module .* embed, blocks, head"):
         plan_units(Model(), policy(leaves=("Blok",)))
 
 

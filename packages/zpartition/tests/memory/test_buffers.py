@@ -1,4 +1,4 @@
-"""The buffer pool: reuse, fit, accounting."""
+"""Buffer pool: reuse, fit, accounting."""
 
 from __future__ import annotations
 

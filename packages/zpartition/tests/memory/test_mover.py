@@ -201,8 +201,8 @@ def test_gradients_come_in_order_however_late_streams_are(monkeypatch: pytest.Mo
         mark = mover.ready()
         bucket.fill_(-1.0)
         mover.fetch(other, bucket, 1.0)
-        assert len(mover.flying) <= IN_FLIGHT + 1
-        assert mover.flying_bytes <= 4 * 64 * (IN_FLIGHT + 1)
+        assert len(mover.in_flight) <= IN_FLIGHT + 1
+        assert mover.in_flight_bytes <= 4 * 64 * (IN_FLIGHT + 1)
         mover.wait_for(mark)
         came, factor = host.tolist(), seen.tolist()  # what another thread would read now
         mover.wait_host()

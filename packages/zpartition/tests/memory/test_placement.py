@@ -1,4 +1,4 @@
-"""Homes: masters follow the weights and the other way round, wherever they are."""
+"""Master placements: masters follow the weights and vice versa, at every tier."""
 
 from __future__ import annotations
 

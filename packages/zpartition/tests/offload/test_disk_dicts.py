@@ -1,4 +1,4 @@
-"""An optimizer on disk has the state dict of one in memory, and loads it."""
+"""State dicts of an optimizer on disk equal those in memory, and load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bucket on disk: out of memory between steps, and readable and writable all the same."""
+"""Disk placement of a bucket: out of memory between steps, but readable and writable."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_state_that_is_given_and_values_that_are_written_are_on_disk(disk: State
     assert (float(state["exp_avg"].read(4, 5)), float(state["exp_avg_sq"].read(4, 5))) == (1.0, 0.5)
 
 
-def test_a_state_that_is_refused_leaves_the_one_that_was_there(disk: StateStore, coded_momentum: Any) -> None:
+def test_a_state_that_is_rejected_leaves_the_one_that_was_there(disk: StateStore, coded_momentum: Any) -> None:
     placement, master, optimizer, _ = make(disk, coded_momentum)
     step(placement, master, optimizer, torch.ones(NUMEL))
     before = portable(placement.state(optimizer, master))

@@ -1,4 +1,4 @@
-"""An update on disk happens on all ranks or on none, and leaves everything as it was if it does not."""
+"""Disk step: committed on all ranks or undone on all."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_trouble_of_one_rank_leaves_all_of_them_where_they_were(where: str, erro
         assert not wrong
         assert errors in message
     assert results[1][0].startswith(errors)
-    assert results[0][0].startswith("RuntimeError: rank 1 could not update its states on disk, so no rank has")
+    assert results[0][0].startswith("RuntimeError: rank 1 could not update its states on disk, so all ranks keep")
 
 
 def test_a_step_that_is_interrupted_is_undone_weights_and_all(tmp_path: Path) -> None:

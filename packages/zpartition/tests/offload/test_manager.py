@@ -1,4 +1,4 @@
-"""Every tier gives the bits of none: same optimizer code, same order, other memory."""
+"""Every tier gives the same bits."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _together(directory: str) -> list[str]:
 class Late:
     """A mover whose copies arrive when they are waited for and no sooner: until then what they fill reads as NaN."""
 
-    staging_bytes = flying_bytes = 0
+    staging_bytes = in_flight_bytes = 0
 
     def __init__(self) -> None:
         self.down: list[Callable[[], object]] = []

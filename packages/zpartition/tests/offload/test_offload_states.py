@@ -1,4 +1,4 @@
-"""What is parked is gone from the device, comes back bit for bit, and is missed in between."""
+"""Offloaded states free the device, are reloaded bit for bit, and raise in between."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _away_and_back(offload: Offload, stage: int, dtype: torch.dtype, directory: 
         lambda: list(partition.shards()),
         partition.offload_states,
     ):
-        with pytest.raises(RuntimeError, match=r"reload_states\(\), on every rank, first"):
+        with pytest.raises(RuntimeError, match=r"reload_states\(\) on every rank first"):
             use()
     partition.reload_states()
     partition.reload_states()
@@ -142,7 +142,7 @@ def test_single_kinds_leave_the_others_where_they_are() -> None:
     partition.close()
 
 
-def test_in_the_middle_of_a_step_it_is_refused() -> None:
+def test_in_the_middle_of_a_step_it_is_rejected() -> None:
     model, _, partition = make(Offload(), 0, torch.float32)
     backward(partition, model, 0, 1)
     with pytest.raises(ValueError, match="call it between steps"):

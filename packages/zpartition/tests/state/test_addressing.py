@@ -1,4 +1,4 @@
-"""Optimizer state by name: what a checkpoint gets to see, and what comes back from one."""
+"""Optimizer state by name: saving and loading."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_coded_state_is_decoded_when_it_is_read_and_not_before(coded_momentum):
     assert shard.tensor.shape == (shard.span[1] - shard.span[0],)
 
 
-def test_state_that_the_optimizer_refuses_is_its_own_error(coded_momentum):
+def test_state_that_the_optimizer_rejects_is_its_own_error(coded_momentum):
     partition, optimizer = _trained(coded_momentum)
     staged = zpartition.make_state(optimizer, partition.holders, lambda _name: {"step": (torch.float32, None)})
     with pytest.raises(ValueError, match="momentum is missing"):

@@ -1,4 +1,4 @@
-"""Numbers of a shard's parameters: one while they agree, columns when they do not."""
+"""Counters of a shard's parameters: one number while they agree, columns otherwise."""
 
 from __future__ import annotations
 

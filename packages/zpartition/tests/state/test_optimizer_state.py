@@ -92,7 +92,7 @@ def test_state_that_is_neither_an_elements_each_nor_a_number_is_not_joined():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model[0].weight] = {"codebook": torch.zeros(7)}
     with pytest.raises(
-        ValueError, match=r"'codebook' of .* is a tensor of shape \(7,\), neither .*\. Partition before the first"
+        ValueError, match=r"one 'codebook' is a tensor of shape \(7,\), neither .*\. Partition before the first"
     ):
         zpartition.shard(model, optimizer)
 
@@ -119,7 +119,7 @@ def test_an_optimizer_that_needs_shapes_keeps_the_parameters_when_nothing_is_cut
     assert len(partition.holders) == 4
 
 
-def test_an_optimizer_that_needs_shapes_is_refused_where_masters_are_apart():
+def test_an_optimizer_that_needs_shapes_is_rejected_where_masters_are_apart():
     model = _model().to(torch.bfloat16)
     with pytest.raises(ValueError, match="Adafactor needs whole tensors"):
         zpartition.shard(model, torch.optim.Adafactor(model.parameters()))
@@ -148,7 +148,7 @@ def test_coded_state_from_before_the_partition_moves_along_as_numbers(coded_mome
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)  # blocks lie elsewhere now
 
 
-def test_a_split_master_is_refused_where_masters_are_kept_here():
+def test_a_split_master_is_rejected_where_masters_are_kept_here():
     model = _model().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["split_master"] = True
@@ -158,13 +158,13 @@ def test_a_split_master_is_refused_where_masters_are_kept_here():
         zpartition.shard(model, optimizer)
 
 
-def test_an_optimizer_that_looks_at_shapes_is_refused_where_tensors_are_split_over_tensor_ranks():
+def test_an_optimizer_that_looks_at_shapes_is_rejected_where_tensors_are_split_over_tensor_ranks():
     address = Address((4, 3), (((0, 2), (0, 3)),))
     layout = plan_layout([ParamSpec("w", (2, 3), torch.float32, address=address)], world_size=1, num_shards=1)
     model = torch.nn.Linear(3, 2)
     state.check_model_parallel(torch.optim.AdamW(model.parameters()), layout)
     with pytest.raises(
         ValueError,
-        match=r"Muon needs whole tensors, and 1 are split over .* ranks \(w, ",
+        match=r"Muon needs whole tensors, but 1 are split over .* ranks \(w, ",
     ):
         state.check_model_parallel(torch.optim.Muon([model.weight]), layout)

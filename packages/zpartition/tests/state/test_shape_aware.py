@@ -1,4 +1,4 @@
-"""Optimizers that look at shapes, on shards: what they are told, and what they keep, at world size 1 and on ranks."""
+"""Optimizers that look at shapes, on shards: positions and states, at world size 1 and on ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RowNorm(torch.optim.Optimizer):
         self.layout: dict[torch.Tensor, list[Any]] = {}
         super().__init__(params, {"lr": 0.1})
 
-    def lay_out_over_ranks(self, segments: Mapping[torch.Tensor, Sequence[Sequence[Any]]], ranks: Any) -> None:
+    def place_on_ranks(self, segments: Mapping[torch.Tensor, Sequence[Sequence[Any]]], ranks: Any) -> None:
         self.layout = {shard: by_rank[ranks.rank] for shard, by_rank in segments.items()}
         self.ranks = ranks
         self.num_tensors = 1 + max(cut.index for found in segments.values() for cuts in found for cut in cuts)
@@ -243,7 +243,7 @@ def test_masters_that_lie_apart_are_laid_out_at_stage_0_too():
     assert states_of(partition, optimizer)["sums", "first.weight"][0] == (90, 1)
     weight = partition.params["first.weight"]
     assert zpartition.safe_get_full_optimizer_state(weight, "last").shape == weight.shape
-    with pytest.raises(ValueError, match=r"RowNorm does not keep 'sums' an element each .* state_shards\("):
+    with pytest.raises(ValueError, match=r"state 'sums' of RowNorm has no value for each element .* state_shards\("):
         zpartition.safe_get_full_optimizer_state(weight, "sums")
     whole, _ = partitioned(0, [True])
     assert whole.updates_parameters, "and where nothing is cut the optimizer has the parameters"

@@ -1,4 +1,4 @@
-"""Parameters that no rank used stay as they were, whatever the format of their state."""
+"""Parameters that no rank used keep their values, in every format of state."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _trained(how: str, stage: int) -> tuple[dict[str, Tensor], list[float], floa
     """Return initial weights, losses of two steps, and random numbers drawn between."""
     block: Any = contextlib.nullcontext()
     if how != "plain":
-        block = Init(make_buffers=True, shown_on="cpu" if how == "hidden" else "meta")
+        block = Init(make_buffers=True, fake_device="cpu" if how == "hidden" else "meta")
     with block:
         model = Apart()
     if how == "written":

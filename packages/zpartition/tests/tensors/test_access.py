@@ -103,14 +103,14 @@ def test_state_that_is_set_before_the_first_update_is_what_that_begins_with() ->
     assert counts == {"0.weight": 1, "0.bias": 1, "2.weight": 2, "2.bias": 2}
 
 
-def test_mistakes_are_refused_by_name() -> None:
+def test_mistakes_are_rejected_by_name() -> None:
     model, partition, optimizer = make(0, torch.float32)
-    with pytest.raises(ValueError, match=r"keeps no 'exp_avg' of this parameter; it keeps nothing yet"):
+    with pytest.raises(ValueError, match=r"has no state 'exp_avg' of this parameter; it has none yet"):
         zpartition.safe_get_full_optimizer_state(model[0].weight, "exp_avg")
     with pytest.raises(ValueError, match="there is no reduced gradient"):
         zpartition.safe_set_local_grad(model[0].weight, torch.zeros(1200))
     step(model, partition, optimizer)
-    with pytest.raises(ValueError, match=r"keeps no 'moment' .* it keeps step, exp_avg, exp_avg_sq"):
+    with pytest.raises(ValueError, match=r"has no state 'moment' .* it has step, exp_avg, exp_avg_sq"):
         zpartition.safe_get_full_optimizer_state(model[0].weight, "moment")
     with pytest.raises(ValueError, match=r"the value has shape \(3,\), the parameter \(40, 30\)"):
         zpartition.safe_set_full_fp32_param(model[0].weight, torch.zeros(3))

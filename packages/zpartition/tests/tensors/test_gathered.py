@@ -1,4 +1,4 @@
-"""Whole weights at stage 3: blocks that read and write, and state dicts."""
+"""Full weights at stage 3: blocks that read and write, and state dicts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _writes_without_leave() -> torch.Tensor:
     return model.state_dict()["0.weight"]
 
 
-def test_edits_without_a_modifier_are_refused_on_every_rank_and_undone() -> None:
+def test_edits_without_a_modifier_are_rejected_on_every_rank_and_undone() -> None:
     assert all(torch.equal(found, reference()["0.weight"]) for found in run_ranks(_writes_without_leave, 2))
 
 
@@ -116,7 +116,7 @@ def _disagrees_whole() -> float:
     return float(model.weight.detach().sum()) - before
 
 
-def test_small_weights_that_ranks_write_differently_are_refused_and_put_back() -> None:
+def test_small_weights_that_ranks_write_differently_are_rejected_and_put_back() -> None:
     assert run_ranks(_disagrees_whole, 2) == [0.0, 0.0]
 
 
@@ -307,7 +307,7 @@ def test_a_block_inside_does_not_undo_what_was_written_around_it(stage: int) -> 
 
 def _gives_up() -> None:
     model, _ = make()
-    lost = pytest.raises(ValueError, match="unit '0' are gone: something raised inside another gathered")
+    lost = pytest.raises(ValueError, match="unit '0' were released, because another gathered")
     editors = [zpartition.gathered(model, modifier_rank=0), zpartition.gathered(model[0], modifier_rank=1)]
     with lost, editors[0], contextlib.suppress(KeyError), editors[1]:
         raise KeyError

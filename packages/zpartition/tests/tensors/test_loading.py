@@ -1,4 +1,4 @@
-"""Weights from files into shards: each rank reads its rows, and nothing is loaded that does not fit."""
+"""Loading weights from files into shards: each rank reads its rows; errors load nothing."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_long_tensors_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert source.numel_read == 40
 
 
-def test_what_does_not_fit_is_refused_by_name_and_nothing_is_loaded() -> None:
+def test_what_does_not_fit_is_rejected_by_name_and_nothing_is_loaded() -> None:
     model = Net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     partition = zpartition.shard(model)
@@ -125,7 +125,7 @@ def _loads_a_wrong_shape() -> None:
         zpartition.load_slices(partition, {"0.weight": torch.zeros(32, 64), "1.weight": torch.zeros(64, 64)})
 
 
-def test_a_wrong_shape_is_refused_on_ranks_that_hold_nothing_of_it() -> None:
+def test_a_wrong_shape_is_rejected_on_ranks_that_hold_nothing_of_it() -> None:
     run_ranks(_loads_a_wrong_shape, 2)
 
 
@@ -239,13 +239,13 @@ def test_whoever_wants_to_know_is_told_when_tensors_are_touched() -> None:
     seen: list[str] = []
 
     @contextmanager
-    def touching() -> Iterator[None]:
+    def fill_context() -> Iterator[None]:
         seen.append("first")
         yield
         seen.append("last")
 
     with pytest.raises(ValueError, match="missing"):
-        zpartition.load_slices(partition, {}, touching=touching)
+        zpartition.load_slices(partition, {}, fill_context=fill_context)
     assert not seen
-    zpartition.load_slices(partition, values, touching=touching)
+    zpartition.load_slices(partition, values, fill_context=fill_context)
     assert seen == ["first", "last"]

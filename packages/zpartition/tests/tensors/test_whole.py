@@ -1,4 +1,4 @@
-"""States of split models are those of whole ones; see test_initialise.py for the way back on two ranks."""
+"""State dicts of split models equal those of unsplit ones."""
 
 from __future__ import annotations
 

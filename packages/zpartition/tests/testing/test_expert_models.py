@@ -1,4 +1,4 @@
-"""The model of the tests is what it says."""
+"""The expert model has the properties that tests rely on."""
 
 from __future__ import annotations
 

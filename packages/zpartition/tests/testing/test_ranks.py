@@ -1,4 +1,4 @@
-"""Comparing two runs finds what differs, down to one state of one parameter; clipping is torch's."""
+"""Comparing two runs finds every difference, down to one state of one parameter; clipping is torch's."""
 
 from __future__ import annotations
 

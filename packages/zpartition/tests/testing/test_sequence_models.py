@@ -1,4 +1,4 @@
-"""The model of the tests learns, and pieces of it are the whole."""
+"""The sequence model learns, and its pieces equal the whole."""
 
 from __future__ import annotations
 

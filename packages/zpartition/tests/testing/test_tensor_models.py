@@ -1,4 +1,4 @@
-"""The shared models are what the tests take them for."""
+"""The tensor-parallel models have the properties that tests rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that end untold, parts of units that run alone, and copies: nothing reads NaN, nothing stays whole."""
+"""Calls that end without a hook, parts of units called alone, and copies: no NaN is read, no unit stays unsharded."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ COPIES: dict[str, Callable[[nn.Module], object]] = {
 MESSAGES = {
     "deepcopy": r"would hold NaN for parameter 'weight', .* \(unit 'first'\). Make it inside zpartition.gathered",
     "pickle": r"would hold NaN for parameter 'weight', .* \(unit 'blocks.0'\)",
-    "keep_vars": r"state_dict\(keep_vars=True\) would hold parameter 'first.weight' itself",
+    "keep_vars": r"state_dict\(keep_vars=True\) would return parameter 'first.weight' itself",
 }
 
 
@@ -197,7 +197,7 @@ def _copies() -> list[float]:
     return losses
 
 
-def test_copies_are_refused_while_weights_rest_and_plain_modules_inside_gathered() -> None:
+def test_copies_are_rejected_while_weights_rest_and_plain_modules_inside_gathered() -> None:
     model = Net()
     expected = [float(model.first.weight.sum()), float(model(inputs()))]
     found = run_ranks(_copies, 2)

@@ -1,4 +1,4 @@
-"""Deferred values find their places, whatever keeps them."""
+"""Materialized values reach their storages."""
 
 from __future__ import annotations
 

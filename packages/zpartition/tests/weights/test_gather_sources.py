@@ -213,7 +213,7 @@ def test_what_people_change_is_what_modules_see_next(policy: ZeroPolicy) -> None
     run_ranks(_changes, WORLD, policy)
 
 
-def test_groups_that_do_not_fit_are_refused_and_alone_nothing_is_kept() -> None:
+def test_groups_that_do_not_fit_are_rejected_and_alone_nothing_is_kept() -> None:
     with pytest.raises(ValueError, match="weight_bits"):
         ZeroPolicy(stage=3, weight_bits=5)
     model = nn.Linear(8, 8)
@@ -228,7 +228,7 @@ def _refuses() -> None:
         zpartition.shard(nn.Linear(8, 8), policy=attrs.evolve(BOTH, secondary_group_size=3))
 
 
-def test_a_size_that_does_not_divide_the_copy_is_refused() -> None:
+def test_a_size_that_does_not_divide_the_copy_is_rejected() -> None:
     run_ranks(_refuses, 2)
 
 

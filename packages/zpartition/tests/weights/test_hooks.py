@@ -1,4 +1,4 @@
-"""Stage 3 as a module sees it: what is whole when, and what autograd saves."""
+"""Unshard hooks: which units are unsharded when, and what autograd saves."""
 
 from __future__ import annotations
 
@@ -206,11 +206,11 @@ def _old_graph() -> None:
     with partition.micro_step():
         first.backward()
     update(partition, optimizer)
-    with pytest.raises(RuntimeError, match="as they were before the optimizer's update"), partition.micro_step():
+    with pytest.raises(RuntimeError, match="from before the optimizer's update"), partition.micro_step():
         second.backward()
 
 
-def test_a_graph_from_before_an_update_is_refused() -> None:
+def test_a_graph_from_before_an_update_is_rejected() -> None:
     run_ranks(_old_graph, 2)
 
 

@@ -1,4 +1,4 @@
-"""Stage 3 where gradients do not come: what has been used in backward makes room, and nobody reads what has left."""
+"""Unshard hooks with missing gradients: least recently used units are released, and never read after that."""
 
 from __future__ import annotations
 

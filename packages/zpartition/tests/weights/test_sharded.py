@@ -1,4 +1,4 @@
-"""Weights at rest: spans, hollow parameters, and the way from one to the other."""
+"""Sharded weights: spans, hollow parameters, and transitions between states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which units are whole, and when: uses, leaving, and gathering ahead."""
+"""Unsharder: which units are unsharded when, and prefetching."""
 
 from __future__ import annotations
 
@@ -145,5 +145,5 @@ def _written() -> None:
         unsharder.check_unwritten()
 
 
-def test_edits_of_resting_parameters_are_refused() -> None:
+def test_edits_of_resting_parameters_are_rejected() -> None:
     run_ranks(_written, 2)

@@ -242,9 +242,9 @@ def _following(kinds: Kinds, checkpoint: Source, run: Run) -> Kinds:
     """States that were kept in the dtype of the masters are again, whatever that is now.
 
     torch's optimizers need it so, and their own load_state_dict does it.  One that has formats of its own
-    (`take_portable_state`) is given the numbers as they were saved, and encodes them.
+    (`load_portable_state`) is given the numbers as they were saved, and encodes them.
     """
-    if hasattr(run.optimizer, "take_portable_state"):
+    if hasattr(run.optimizer, "load_portable_state"):
         return kinds
     saved = {name.removeprefix(MODEL): entry.dtype for name, entry in checkpoint.manifest.tensors.items()}
     held = {piece.slot.name: h.tensor.dtype for h in run.parts.partition.holders for piece in h.pieces}

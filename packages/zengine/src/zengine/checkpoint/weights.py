@@ -37,7 +37,7 @@ def load_weights(run: Run, path: str | os.PathLike[str], *, strict: bool, like: 
             return as_module_has_them(given, *_told(run.parts.partition, like))
 
         @contextmanager
-        def touching() -> Iterator[None]:
+        def fill_context() -> Iterator[None]:
             stack.enter_context(run.clock.loading(f"the load of weights from {path}", is_whole=strict))
             failures: list[Exception] = []
             try:
@@ -47,7 +47,7 @@ def load_weights(run: Run, path: str | os.PathLike[str], *, strict: bool, like: 
             on_every_rank(lambda: _raise(failures), peers, "the load was not completed")
 
         weights = on_every_rank(opened, peers, _NOTHING)
-        zpartition.load_slices(run.parts.partition, weights, strict=strict, touching=touching)
+        zpartition.load_slices(run.parts.partition, weights, strict=strict, fill_context=fill_context)
 
 
 def state_dict(run: Run, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def norms_by_layer(partition: Partition) -> dict[str, float]:
         _add_pieces(partition, index, squares)
     if layers:
         zcomm.all_reduce(squares, partition.group, label="gradient norms by layer")
-        partition.mp_group.add_up(squares)
+        partition.mp_group.all_reduce(squares)
     return _of_all_stages(dict(zip(layers, squares.tolist())), zpartition.pipeline_stages_of(partition.module))
 
 
@@ -68,7 +68,7 @@ def _add_pieces(partition: Partition, index: dict[str, int], squares: torch.Tens
     """Add to `squares` (a float64 a layer) those of this rank's pieces."""
     places, norms = [], []
     for storage in partition.storages:
-        if storage.master.grad is None or not partition.counts(storage.bucket):  # another rank counts it
+        if storage.master.grad is None or not partition.is_counted(storage.bucket):  # another rank counts it
             continue
         gradient = storage.master.grad.flatten()
         for piece in storage.pieces(partition.rank):

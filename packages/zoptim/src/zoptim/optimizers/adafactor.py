@@ -4,9 +4,9 @@ A matrix of rows x cols keeps rows + cols numbers in place of 2 * rows * cols.  
 torch.optim.Adafactor's, which is a loop of small products where a kernel of ours would gain nothing that its users
 came for; what is added are the grad_scale / found_inf attributes, and checks of the options.
 
-It looks at whole matrices.  On flat shards `lay_out` says where they lie, and the rows and columns of all of them
+It looks at whole matrices.  On flat shards `place_segments` says where they lie, and the rows and columns of all of them
 are three flat tensors in the shard's state; those that are cut over ranks add up their rows and columns after
-`lay_out_over_ranks` (adafactor.py).  [Note: the host] a step reads found_inf on the host.
+`place_on_ranks` (adafactor.py).  [Note: the host] a step reads found_inf on the host.
 
 Rejected: the pure rule tensor by tensor (`adafactor_rule`), which is right but a few times slower than torch's lists.
 """
@@ -45,7 +45,7 @@ class Adafactor(torch.optim.Adafactor):
 
     State of a parameter: `step` () float32; of a matrix `row_var` (..., rows, 1) and `col_var` (..., 1, cols), of a
     vector `variance`; of a flat shard all three, those of its tensors behind each other (of a cut matrix all rows and
-    columns, of a cut vector the shard's part), and a `step` of each.  A copy or a pickle has no `lay_out`.
+    columns, of a cut vector the shard's part), and a `step` of each.  A copy or a pickle has no `place_segments`.
 
     Raises ValueError or TypeError naming the argument that is out of range, UnsupportedTensorError for complex
     parameters.
@@ -73,7 +73,7 @@ class Adafactor(torch.optim.Adafactor):
         check_adafactor({"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay})
         super().__init__(params, lr, beta2_decay, eps, d, weight_decay, foreach=foreach, maximize=maximize)
 
-    def lay_out(self, segments: Mapping[Tensor, Sequence[Segment]]) -> None:
+    def place_segments(self, segments: Mapping[Tensor, Sequence[Segment]]) -> None:
         """Say which tensors lie whole in flat shards, before the first step and before loading.
 
         Segments of two or more dims are matrices (or stacks of them); elements outside of segments are padding and
@@ -83,14 +83,14 @@ class Adafactor(torch.optim.Adafactor):
         of these segments.
         """
         Segment.check_whole(segments)
-        self._lay_out({shard: tuple(parts) for shard, parts in segments.items()})
+        self._place_segments({shard: tuple(parts) for shard, parts in segments.items()})
 
-    def lay_out_over_ranks(self, segments: Layout, ranks: Ranks) -> None:
+    def place_on_ranks(self, segments: Layout, ranks: Ranks) -> None:
         """Say how tensors are cut over `ranks`, see [Note: cut tensors] in ranks.py; two sums a step from now on.
 
-        Raises ValueError as `lay_out` does.
+        Raises ValueError as `place_segments` does.
         """
-        self._lay_out(own_segments(segments, ranks))
+        self._place_segments(own_segments(segments, ranks))
         self._shards = AdafactorShards.make(segments, ranks)
 
     def new_state(self, shard: Tensor) -> dict[str, Tensor] | None:
@@ -128,18 +128,18 @@ class Adafactor(torch.optim.Adafactor):
         _check_group({**self.param_groups[index], **options}, index, self.defaults)
 
     def check_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Raise the ValueError that `take_portable_state` would, whatever the values are."""
+        """Raise the ValueError that `load_portable_state` would, whatever the values are."""
         names = [self._name(*place) for place, other in self._parameters() if other is param]
         _check_state(state, param, self._segments.get(param), *names)
 
-    def take_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
+    def load_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
         """Remember `state`, in the parameter's dtype.  Raises ValueError, with nothing adopted, for another's."""
         self.check_portable_state(param, state)
         kinds = {key: torch.float32 if key == "step" else param.dtype for key in state}
         self.state[param] = {key: torch.as_tensor(value).to(kinds[key]) for key, value in state.items()}
         _count_apart(self.state[param], self._segments.get(param))
 
-    def _lay_out(self, segments: dict[Tensor, tuple[Segment, ...]]) -> None:
+    def _place_segments(self, segments: dict[Tensor, tuple[Segment, ...]]) -> None:
         known = {id(param): self._name(*place) for place, param in self._parameters()}
         for shard, parts in segments.items():
             Segment.check(parts, shard)
@@ -245,7 +245,9 @@ class Adafactor(torch.optim.Adafactor):
                 "Build the embedding with sparse=False, or give its weights to torch.optim.SparseAdam."
             )
         if param not in self._segments and _is_of_shard(self.state.get(param, {})):
-            raise ValueError(f"the state of {who} is that of a flat shard; say with lay_out where its tensors lie.")
+            raise ValueError(
+                f"the state of {who} is that of a flat shard; say with place_segments where its tensors lie."
+            )
 
     def _parameters(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
         """((group, position), parameter) of all."""

@@ -100,7 +100,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         index, _ = self._place(param)
         return portable.exported(self.state.get(param, {}), self._state_spec(self.param_groups[index]))
 
-    def take_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
+    def load_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
         """Remember `state`, tensors of any float format as `portable_state` names them, in this optimizer's format.
 
         Raises ValueError, with nothing adopted, for state that lacks a moment or is of another size.
@@ -108,7 +108,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         self.state[param] = self._adopt(*self._place(param), state)
 
     def check_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Raise the ValueError that `take_portable_state` would, whatever the values are."""
+        """Raise the ValueError that `load_portable_state` would, whatever the values are."""
         index, position = self._place(param)
         with self._naming_loads():
             loading.check(state, param, self._state_spec(self.param_groups[index]), self._name(index, position))

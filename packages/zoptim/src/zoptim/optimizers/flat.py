@@ -96,7 +96,7 @@ class FlatOptimizer(CheckedOptimizer):
         if here != there:
             raise ValueError(f"the master has shape, device and strides {here}, the weight {there}; they must agree.")
         self._mirrors[master] = weight
-        self.forget_plans()
+        self.clear_plans()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return the closure's loss, or None.
@@ -185,9 +185,9 @@ class FlatOptimizer(CheckedOptimizer):
         # master -> the low-precision weight that follows it; loading state cuts no tie
         self._mirrors: dict[Tensor, Tensor] = getattr(self, "_mirrors", {})
         self._warned: set[str] = set()  # reasons for the torch path that were warned about
-        self.forget_plans()
+        self.clear_plans()
 
-    def forget_plans(self) -> None:
+    def clear_plans(self) -> None:
         """Let go of the tensors of the last step; the next one plans anew.
 
         For whoever has put views into `param_groups` for a step.

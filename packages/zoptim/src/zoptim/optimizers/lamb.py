@@ -1,8 +1,8 @@
 """LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2), on tensors and on flat shards.
 
 LAMB is Adam whose step is scaled, for each tensor, by ||weight|| / ||direction||.  So it has to know what a tensor
-is: `lay_out` tells where the tensors lie in a flat shard, and who adds up the squares of tensors that are cut.
-`lay_out_over_ranks` is the same in the words that all optimizers share.
+is: `place_segments` tells where the tensors lie in a flat shard, and who adds up the squares of tensors that are cut.
+`place_on_ranks` is the same in the words that all optimizers share.
 
 The kernel reads twice: moments and both sums of squares first, then the weights, with the direction computed again
 from the moments.  Rejected: keeping the direction (4 more bytes an element written and read, against one more
@@ -96,7 +96,7 @@ class LAMB(FlatOptimizer):
         }
         super().__init__(params, defaults)
 
-    def lay_out(
+    def place_segments(
         self,
         segments: Mapping[Tensor, Sequence[Segment]],
         *,
@@ -125,19 +125,21 @@ class LAMB(FlatOptimizer):
         self._layout: LambLayout = LambLayout(
             {s: tuple(parts) for s, parts in segments.items()}, num_tensors, all_reduce
         )
-        self.forget_plans()
+        self.clear_plans()
 
-    def lay_out_over_ranks(self, segments: Layout, ranks: Ranks) -> None:
+    def place_on_ranks(self, segments: Layout, ranks: Ranks) -> None:
         """Say how tensors are cut over `ranks`, see [Note: cut tensors] in ranks.py; one sum a step from now on.
 
-        Raises ValueError as `lay_out` does, and for 8-bit states, whose scales cuts of tensors would cross.
+        Raises ValueError as `place_segments` does, and for 8-bit states, whose scales cuts of tensors would cross.
         """
-        self.refuse_cuts()
+        self.check_cuts()
         own = own_segments(segments, ranks)
         num_tensors = 1 + max((s.index for found in segments.values() for parts in found for s in parts), default=-1)
-        self.lay_out(own, num_tensors=num_tensors, all_reduce=ranks.all_reduce if ranks.world_size > 1 else None)
+        self.place_segments(
+            own, num_tensors=num_tensors, all_reduce=ranks.all_reduce if ranks.world_size > 1 else None
+        )
 
-    def refuse_cuts(self) -> None:
+    def check_cuts(self) -> None:
         """ValueError if a group has 8-bit states; to be asked before tensors are cut."""
         for index, group in enumerate(self.param_groups):
             if StateFormat.parse(group["state_dtype"]) is StateFormat.INT8:

@@ -8,8 +8,8 @@ Which parameters are matrices is a rule that the user can replace.  The default:
 says embedding or output head, whose rows are looked up one by one.  Each parameter group is split by the rule when it
 is added, so every option can still be set per half (`group["use_muon"]` tells them apart).
 
-Muon looks at whole matrices.  On flat shards `lay_out` says where they lie; those that are cut over ranks are put
-together by `lay_out_over_ranks` (muon.py).  [Note: the host] a Muon step reads found_inf on the host; its AdamW
+Muon looks at whole matrices.  On flat shards `place_segments` says where they lie; those that are cut over ranks are put
+together by `place_on_ranks` (muon.py).  [Note: the host] a Muon step reads found_inf on the host; its AdamW
 half does not.
 """
 
@@ -56,7 +56,7 @@ class Muon(Adam):
 
     State: `momentum_buffer` of a matrix, a `step` where rounding is stochastic; of the others, Adam's.  That of
     matrices moves to torch.optim.Muon and back.  A copy or a pickle keeps the groups, but neither `use_muon`, which
-    new groups would be split by, nor `lay_out`.
+    new groups would be split by, nor `place_segments`.
 
     Raises ValueError or TypeError naming the argument that is out of range.
     """
@@ -108,7 +108,7 @@ class Muon(Adam):
             split_master=split_master,
         )
 
-    def lay_out(self, segments: Mapping[Tensor, Sequence[Segment]]) -> None:
+    def place_segments(self, segments: Mapping[Tensor, Sequence[Segment]]) -> None:
         """Say which tensors lie whole in flat shards, which are parameters of a group with `use_muon=True`.
 
         Segments of two or more dims are matrices; elements outside of them are padding and stay as they are.
@@ -123,20 +123,20 @@ class Muon(Adam):
                 if len(part.shape) < 2:
                     raise ValueError(f"{part} is no matrix; give it to a group with use_muon=False.")
         self._segments, self._vectors = {shard: tuple(parts) for shard, parts in segments.items()}, {}
-        self.forget_plans()
+        self.clear_plans()
 
-    def lay_out_over_ranks(self, segments: Layout, ranks: Ranks) -> None:
+    def place_on_ranks(self, segments: Layout, ranks: Ranks) -> None:
         """Say how tensors are cut over `ranks`, see [Note: cut tensors] in ranks.py; `step` communicates from now on.
 
-        Shards of groups with `use_muon=False` need it where step counts differ.  Raises ValueError as `lay_out` does.
+        Shards of groups with `use_muon=False` need it where step counts differ.  Raises ValueError as `place_segments` does.
         """
         mine = {s: parts for s, parts in segments.items() if self.param_groups[self._place(s)[0]]["use_muon"]}
         self._shards = MuonShards.make(mine, ranks)
         others = {shard: by_rank for shard, by_rank in segments.items() if shard not in mine}
         self._vectors = own_segments(others, ranks)
-        self.forget_plans()
+        self.clear_plans()
 
-    def refuse_cuts(self) -> None:
+    def check_cuts(self) -> None:
         """ValueError if a group of matrices has something else; to be asked before tensors are cut."""
         for index, group in enumerate(self.param_groups):
             for position, param in enumerate(group["params"]) if group["use_muon"] else ():
@@ -234,7 +234,7 @@ class Muon(Adam):
             if not is_cut and self.param_groups[index]["use_muon"] and entry.param.dim() < 2:
                 raise ValueError(
                     f"{self._name(index, entry.index)} has shape {tuple(entry.param.shape)}, which is no matrix. Put "
-                    "it into a group with use_muon=False; or, if it is a flat shard, say with lay_out where its "
+                    "it into a group with use_muon=False; or, if it is a flat shard, say with place_segments where its "
                     "matrices lie."
                 )
             yield from [entry] if is_cut else super()._rows(index, entry)

@@ -3,7 +3,7 @@
 [Note: cut tensors] A ZeRO rank holds flat shards, whose cuts go through tensors anywhere.  LAMB and Adafactor need
 sums over a tensor, which ranks can add up; Muon needs the tensor itself, on one rank at a time.  Whoever cuts calls
 
-    optimizer.lay_out_over_ranks(segments, ranks)
+    optimizer.place_on_ranks(segments, ranks)
 
 with, for each shard of this rank, the segments that *every* rank has of its counterpart (`segments[shard][rank]`,
 segments.py), so that all ranks know all cuts and decide alike without asking; and with `ranks`, which moves numbers.

@@ -94,5 +94,5 @@ class Segment:
         for segment in (segment for parts in segments.values() for segment in parts):
             if not segment.is_whole:
                 raise ValueError(
-                    f"{segment} is a part of a tensor, whose rest is on other ranks; lay_out_over_ranks takes such."
+                    f"{segment} is a part of a tensor, whose rest is on other ranks; place_on_ranks takes such."
                 )

@@ -20,7 +20,7 @@ from zpartition import _compat
 
 __all__ = ["clear_fake_device", "make_hollow", "set_fake_device"]
 
-# id(parameter) -> (the parameter, what it was: a meta tensor)
+# id(parameter) -> (the parameter, its meta tensor)
 _faked: dict[int, tuple[weakref.ref[Parameter], Tensor]] = {}
 
 

@@ -114,33 +114,30 @@ _open: list[InitRecording] = []  # open recordings, the innermost last
 
 _SAME_NUMBERS = (
     "zpartition.Init: this model draws the same random numbers as another model that was built inside Init and is "
-    "not materialized yet, so layers of equal shapes start alike. Partition the first model before you build the "
-    "second, or call torch.manual_seed with another number in between. Weights loaded later are not affected."
+    "not materialized yet, so layers of equal shapes get equal weights. Partition the first model before you build "
+    "the second, or call torch.manual_seed with another seed in between. Weights loaded later are not affected."
 )
 
 
 class Init(AbstractContextManager["Init"]):
     """Context manager: modules built inside have no memory until `shard` gives each rank its part.
 
-    enabled: if False, the block does nothing, so that one script serves both ways.
-    shown_on: device that parameters report after the block; "meta" is the truth.  On another device they are one
-    NaN in
-        the right shape (see fake_device.py): for code that creates new modules beside them.
+    enabled: if False, the block does nothing, so that one script can do both.
+    fake_device: device that parameters report after the block, for code that creates new modules beside them
+        (fake_device.py); "meta": none.
     make_buffers: materialize buffers at once, unless they are random: for code that writes into them before
-    `shard`, such
-        as checkpoint loaders.
+        `shard`, such as checkpoint loaders.
 
-    Weights equal those of a plain build with the same seed.  Nothing outlives the block.  Random numbers are drawn
-    at
-    materialization: a model built before another one is materialized starts with the same numbers, which a warning
-    tells.
+    Weights equal those of a plain build with the same seed.  Nothing outlives the block.  Random numbers are drawn at
+    materialization: a second model that is built before the first is materialized draws the same numbers, and `Init`
+    warns.
     """
 
     def __init__(
-        self, *, enabled: bool = True, make_buffers: bool = False, shown_on: torch.device | str = "meta"
+        self, *, enabled: bool = True, make_buffers: bool = False, fake_device: torch.device | str = "meta"
     ) -> None:
         self.recorded = InitRecording()
-        self._shown_on = torch.device(shown_on)
+        self._fake_device = torch.device(fake_device)
         self._params: list[Parameter] = []  # registered by modules
         self._modes = ExitStack()
         self._enabled = enabled
@@ -156,7 +153,7 @@ class Init(AbstractContextManager["Init"]):
             self._modes.enter_context(self._recorder)
             self._modes.enter_context(_NotMeta())
             self._modes.enter_context(_compat.truncated_normal_through(self.recorded.record_filling))
-            if self._shown_on.type != "meta":
+            if self._fake_device.type != "meta":
                 note: Any = lambda _module, _name, param: self._params.append(param)  # noqa: E731
                 self._modes.callback(register_module_parameter_registration_hook(note).remove)
             if self._make_buffers:
@@ -165,7 +162,7 @@ class Init(AbstractContextManager["Init"]):
         return self
 
     def _made(self, module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
-        """Materialize a buffer that is being registered; None leaves it as it is."""
+        """Return the materialized buffer that is being registered; None leaves it unchanged."""
         if buffer is None or not is_meta(buffer):
             return None
         self._recorder.is_paused = True
@@ -180,7 +177,7 @@ class Init(AbstractContextManager["Init"]):
             warnings.warn(_SAME_NUMBERS, stacklevel=2)
         for key in self.recorded.storages:
             _recordings[key] = self.recorded
-        set_fake_device([param for param in self._params if param is not None and is_meta(param)], self._shown_on)
+        set_fake_device([param for param in self._params if param is not None and is_meta(param)], self._fake_device)
         self._params.clear()
 
 
@@ -200,7 +197,7 @@ def recording_of(module: nn.Module) -> InitRecording | None:
             recorded = _recordings.get(key_of(tensor))
             if recorded is None:
                 raise ValueError(
-                    f"{name} is on the meta device, and its values are not recorded. Build the module inside "
+                    f"{name} is on the meta device without a recording of its values. Build the module inside "
                     "zpartition.Init(), or load values into it (module.to_empty and load_state_dict) first."
                 )
             return recorded
@@ -322,7 +319,9 @@ def share_seeds(recorded: InitRecording, group: ProcessGroup | None) -> None:
         return
     counts = zcomm.all_gather_object(len(recorded.steps), group)
     if len(set(counts)) > 1:
-        raise ValueError(f"the ranks built different modules inside Init: operations by rank: {counts}.")
+        raise ValueError(
+            f"the ranks built different modules inside Init (operations by rank: {counts}); build the same on all."
+        )
     own = torch.stack([state for state in states if state is not None]).to(wire_device(group))
     together = own.clone()
     zcomm.broadcast(together, group, source=0, label="seeds")

@@ -6,7 +6,7 @@
         if rank == 0:
             model.embed.weight.copy_(pretrained)
 
-Problem.  A recording holds operations, and an edit is none of them: it may happen on one rank only.
+Problem.  A recording holds operations, and an edit is not recorded: it may happen on one rank only.
 
 Design.  The first access replays the whole recording once, and every rank keeps its slice of each finished storage:
 memory per rank is the model divided by the ranks, as after `shard`.  From then on the recording begins with these
@@ -118,7 +118,7 @@ class _EarlyBlock:
 
     storages: MaterializedStorages
     contents: dict[Key, Tensor]  # storages, in the order of the recording
-    swapped: list[tuple[Tensor, Tensor, Ref]]  # (the module's tensor, real now; what was in it; where it lies)
+    swapped: list[tuple[Tensor, Tensor, Ref]]  # (the module's tensor, now real; its former content; its position)
 
     @classmethod
     def of(cls, recorded: InitRecording, members: list[Tensor], devices: Mapping[int, torch.device]) -> _EarlyBlock:
@@ -140,7 +140,7 @@ class _EarlyBlock:
         return cls(storages, contents, swapped)
 
     def make_meta(self) -> None:
-        """Take the values out of the tensors; an assignment to `.data` counts as an edit."""
+        """Move the tensors back to the meta device; an assignment to `.data` counts as an edit."""
         for tensor, was, ref in self.swapped:
             place = ref.seen_in(self.contents[ref.key])
             if tensor.data_ptr() != place.data_ptr():
@@ -167,7 +167,7 @@ class _EarlyBlock:
             differ = differ or not torch.equal(first, content.to(first.device))
         if self._any_rank(differ):
             raise ValueError(
-                "parameters were edited inside gathered(...) before they were partitioned, differently on the ranks; "
+                "parameters edited inside gathered(...), before they were partitioned, differ between ranks; "
                 "without modifier_rank edits must be equal on all ranks, so they are undone. Pass modifier_rank=0 "
                 "and edit on that rank."
             )

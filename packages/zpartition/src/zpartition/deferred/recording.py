@@ -54,8 +54,8 @@ class RecordedOp:
     outputs: tuple[Ref, ...]
     touched: frozenset[Key]  # storages that it reads or writes
     overwritten: Key | None  # storage whose old content it ignores
-    generator: Tensor | None  # state of the random generator, if no recorded operation left it
-    follows: int | None = None  # number of the operation that left it, if not the one before
+    generator: Tensor | None  # state of the random generator, if user code set it
+    follows: int | None = None  # number of the operation whose state it continues, if not the previous one
 
 
 @attrs.frozen(eq=False)
@@ -75,10 +75,8 @@ class GeneratorMarks:
     operation it follows; a state that is not known was set by user code.
     """
 
-    known: dict[bytes, GeneratorMark] = attrs.field(
-        factory=dict
-    )  # by hash of the state that stands for what will be there
-    last: bytes = b""  # hash of what the step before left
+    known: dict[bytes, GeneratorMark] = attrs.field(factory=dict)  # by hash of the state that represents it
+    last: bytes = b""  # hash of the state after the last step that draws
     mark: GeneratorMark | None = None  # of that step
 
     def mark_draw(self, step: RecordedOp, number: int) -> RecordedOp:
@@ -124,7 +122,7 @@ class InitRecording:
     constants: dict[Key, Tensor] = attrs.field(factory=dict)  # real values
     storages: dict[Key, Any] = attrs.field(factory=dict)  # kept, so that no identity is reused
     marks: GeneratorMarks = attrs.field(factory=GeneratorMarks)
-    is_own: bool = True  # whether these are the numbers that this process would have drawn
+    is_own: bool = True  # the numbers are those that this process would have drawn
     before: Callable[[Key], Tensor | None] = attrs.field(default=lambda _: None)  # content before the first step
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -264,7 +262,7 @@ class InitRecording:
 
 
 def is_meta(tensor: Tensor) -> bool:
-    return tensor.device.type == "meta"  # `is_meta` says something else inside `Init`
+    return tensor.device.type == "meta"  # `tensor.is_meta` is False inside `Init`
 
 
 def key_of(tensor: Tensor) -> Key:
@@ -282,7 +280,7 @@ def _early(steps: Sequence[RecordedOp]) -> list[int]:
     Operations on the same storage keep their order, and so do those that draw random numbers.
     """
     places: list[tuple[int, int]] = []
-    latest: dict[Key, int] = {}  # the place behind which what touches the storage next has to come
+    latest: dict[Key, int] = {}  # place of the last operation on each storage; later ones come behind it
     for index, step in enumerate(steps):
         before = [latest[key] for key in step.touched if key in latest]
         place = index if _is_random(step) or not before else max(before)

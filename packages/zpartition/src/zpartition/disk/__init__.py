@@ -15,9 +15,8 @@ from zpartition.disk.errors import (
     DiskFull,
     DiskMissing,
 )
-from zpartition.disk.options import Direct, DiskOptions
 from zpartition.disk.region import Region, Transfer
-from zpartition.disk.store import DiskStore
+from zpartition.disk.store import Direct, DiskOptions, DiskStore
 
 __all__ = [
     "Direct",

@@ -16,8 +16,7 @@ from typing import final
 import attrs
 
 from zpartition.disk.errors import DiskFailed, DiskFull
-from zpartition.disk.memory import BounceBuffer, MemorySpan
-from zpartition.disk.options import ALIGNMENT
+from zpartition.disk.memory import ALIGNMENT, BounceBuffer, MemorySpan
 from zpartition.disk.system import DIRECT, NEW, OLD, System
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

@@ -1,4 +1,4 @@
-"""The files of a store's folder, and the order in which they change.
+"""Files of a store's folder, and the order in which they change.
 
     zpartition.lock          held (flock) while a store is open; names the owner
     zpartition.journal       the last commit (journal.py)

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from zpartition.disk.options import ALIGNMENT
+ALIGNMENT = 4096  # bytes: fits the logical blocks of every drive, and is what memory pages have
 
 
 def padded(num_bytes: int) -> int:

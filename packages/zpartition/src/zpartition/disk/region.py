@@ -1,7 +1,7 @@
 """Regions: named byte ranges with two slots, and the transfers that read and write them.
 
 One slot is current: it holds the last commit.  Writes go to the other slot, so the committed bytes stay readable
-    whatever happens to a write.  A commit makes the other slot current, and the roles swap.
+whatever happens to a write.  A commit makes the other slot current, and the roles swap.
 
     NONE     nothing was written since the last commit; reads see the current slot
     TORN     a write of the other slot is not finished or has failed: there is nothing to commit
@@ -47,7 +47,7 @@ class Region:
     """A named range of bytes; `name` and `num_bytes` are public, the rest belongs to the store.
 
     Invariant: transfers of one region run one after the other, in submission order.  So a read sees the write before
-        it, and `pending` changes only at the end of a transfer or while none is in flight.
+    it, and `pending` changes only at the end of a transfer or while none is in flight.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Region:
     checksums: list[list[int]] = attrs.field(factory=lambda: [[], []])  # of each slot: crc32 of each chunk
     failure: BaseException | None = None  # why it is TORN
     queue: deque[Transfer] = attrs.field(factory=deque)  # the first one is in flight
-    lock: Lock = attrs.field(factory=Lock)  # of the line
+    lock: Lock = attrs.field(factory=Lock)  # of `queue`
 
     @property
     def slot_bytes(self) -> int:

@@ -17,8 +17,7 @@ import attrs
 from zpartition.disk.files import translate_os_errors
 from zpartition.disk.folder import Folder
 from zpartition.disk.region import Region
-from zpartition.disk.thread_pool import ThreadPool
-from zpartition.disk.transfer_queue import TransferQueue
+from zpartition.disk.transfer_queue import ThreadPool, TransferQueue
 
 
 class OnClose(enum.Enum):

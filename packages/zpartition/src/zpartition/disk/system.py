@@ -1,4 +1,4 @@
-"""The calls into the operating system, in one place.
+"""System calls of a store, in one place.
 
 A store touches files through this class only, so that a test can make any call fail, cut the power after it, or keep
 the files in memory and drop what was never synced.  Python resumes calls that a signal interrupts (PEP 475); files.py

@@ -1,27 +1,33 @@
-"""Memory of a rank by owner before anything is allocated, for any world size, from a model on "meta".
+"""Memory of a rank by owner: planned before anything is allocated, or counted from live tensors.
 
     with torch.device("meta"):
         model = GPT(...)
     for stage in range(4):
         print(zpartition.plan(model, policy=ZeroPolicy(stage=stage), world_size=8, optimizer=torch.optim.AdamW))
 
-What lives between steps follows from the layout and is exact: weights, masters, accumulators, optimizer states.  What
-a step needs besides (gradient buckets in flight, gathered units) depends on the order in which gradients arrive; the
-plan gives the maximum that the policy allows.  One exception: if a parameter that had a gradient in one step has none
-in the next, its bucket waits, and the buckets behind it fill up.  `Partition.ledger()` counts the same owners in a
-live partition.  Activations are not included.
+Owners without a prefix are on the module's device.  Offloaded ones are named with their place: "host states", "pinned
+masters" (page-locked, which the operating system cannot swap out), "disk states".  `plan` and `count_bytes`
+use the same names.
+
+`plan`.  Memory that lives between steps follows from the layout and is exact: weights, masters, accumulators,
+optimizer states.  Memory that a step needs besides (gradient buckets in flight, gathered units) depends on the order
+in which gradients arrive; the plan gives the maximum that the policy allows.  One exception: if a parameter that had
+a gradient in one step has none in the next, its bucket waits, and the buckets behind it fill up.  Activations are not
+included.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 import zcomm
+from zpartition.core import PartitionState
 from zpartition.estimate.state_sizes import StateSizes
 from zpartition.gradients.reduce import GRADIENT_BLOCK
 from zpartition.gradients.reducer import IN_FLIGHT_LIMIT, buffer_bytes
@@ -30,11 +36,14 @@ from zpartition.layout.plan_layouts import plan_layouts
 from zpartition.layout.policy import Offload, Speculation, Tier, ZeroPolicy, step_groups
 from zpartition.layout.units import nested_numel
 from zpartition.memory.mover import IN_FLIGHT, NUM_STAGES
+from zpartition.memory.placement import HostParams, ParamPlacement
 from zpartition.ownership import named_groups
+from zpartition.state.counts import is_large
 from zpartition.state.optimizer_state import block_numel
 from zpartition.weights.gather_sources import WEIGHT_BLOCK, kept_bytes
+from zpartition.weights.sharded import ShardedStorage
 
-__all__ = ["MemoryPlan", "plan"]
+__all__ = ["MemoryPlan", "count_bytes", "plan"]
 
 MIB = 2**20
 
@@ -115,33 +124,72 @@ def plan(
     sizes = {bucket: states.of(bucket) for bucket in trained.buckets}
     buckets = (*trained.buckets, *frozen.buckets)
 
-    away = {b for b, tier in zip(trained.buckets, _places(trained, policy)) if tier is not Tier.DEVICE}
-
-    shelved = [b for b in buckets if b.unit is not None and policy.offload.weights is not Tier.DEVICE]
+    offloaded = [b for b, tier in zip(trained.buckets, _places(trained, policy)) if tier is not Tier.DEVICE]
+    on_device = [b for b in trained.buckets if b not in offloaded]
+    units = [b for b in buckets if b.unit is not None and policy.offload.weights is not Tier.DEVICE]  # offloaded ones
 
     def is_apart(bucket: Bucket) -> bool:
-        is_narrow = policy.master_for(bucket.dtype) != bucket.dtype
-        return (is_narrow or bucket in shelved) and bucket not in away
+        return policy.master_for(bucket.dtype) != bucket.dtype or bucket in units
 
     return MemoryPlan(
-        parameters=sum(_stored_numel(b) * b.dtype.itemsize for b in buckets if b not in shelved)
+        parameters=sum(_stored_numel(b) * b.dtype.itemsize for b in buckets if b not in units)
         + _replicated_bytes(module, buckets),
-        masters=sum(b.span_numel * policy.master_for(b.dtype).itemsize for b in trained.buckets if is_apart(b)),
-        accumulators=sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in kept if b not in away),
-        states=sum(sizes[b] for b in trained.buckets if b not in away),
+        masters=sum(b.span_numel * policy.master_for(b.dtype).itemsize for b in on_device if is_apart(b)),
+        accumulators=sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in kept if b in on_device),
+        states=sum(sizes[b] for b in on_device),
         buckets=buffer_bytes(trained, policy, num_backwards) + _message_bytes(trained, policy),
         gathered_units=_gathered_bytes(buckets, policy),
         secondary_shards=sum(kept_bytes(b, policy.of(b), is_trained=True) for b in trained.buckets)
         + sum(kept_bytes(b, policy.of(b), is_trained=False) for b in frozen.buckets),
         padding=sum((_stored_numel(b) - _used_numel(b)) * b.dtype.itemsize for b in buckets),
-        staging=_staging_bytes([b for b in trained.buckets if b in away], shelved, policy, num_backwards, device),
+        staging=_staging_bytes(offloaded, units, policy, num_backwards, device),
         elsewhere={
-            **_offloaded_bytes([b for b in trained.buckets if b in away], policy, sizes, device),
-            **_rollback_bytes([b for b in trained.buckets if b in away], policy, sizes, _copies_gradients(optimizer)),
-            **_offloaded_weight_bytes(shelved, set(trained.buckets), policy, device),
-            **_host_staging_bytes([*(b for b in trained.buckets if b in away), *shelved], policy, device),
+            **_offloaded_bytes(offloaded, policy, sizes, device),
+            **_rollback_bytes(offloaded, policy, sizes, _copies_gradients(optimizer)),
+            **_offloaded_weight_bytes(units, set(trained.buckets), policy, device),
+            **_host_staging_bytes([*offloaded, *units], policy, device),
         },
     )
+
+
+def count_bytes(partition: PartitionState, moved: Mapping[str, int]) -> dict[str, int]:
+    """Count the bytes on this rank by owner, from live tensors; see `Partition.ledger`.
+
+    On the device: weights between steps (frozen ones too), separate masters, reduced gradients, optimizer states, and
+    buffers of gradients in flight and of gathered units.  Then owners elsewhere, `moved` included, if not empty.
+    """
+    own = set(map(id, partition.owned()))
+    whole = sum(param.nbytes for param in partition.module.parameters() if id(param) not in own)
+    found: collections.Counter[str] = collections.Counter()
+    for storage in partition.storages:
+        if not storage.shares_master and not _is_hollow(storage.master):
+            found[_named("masters", storage.placement.tier, storage.master)] += storage.master.nbytes
+    for storage in (*partition.storages, *partition.frozen):
+        if isinstance(storage, ShardedStorage) and storage.param_placement.tier is not Tier.DEVICE:
+            found[f"{_place(storage.param_placement)} parameters"] += storage.param_placement.num_bytes
+    for gradient, storage in zip(partition.reducer.gradients, partition.storages):
+        if gradient.store is not None:
+            tier = Tier.DEVICE if storage.placement.tier is Tier.DEVICE else Tier.HOST
+            found[_named("accumulators", tier, gradient.store)] += gradient.store.nbytes
+    tiers = {id(storage.master): storage.placement.tier for storage in partition.storages}
+    entries = partition.optimizer.state.items() if partition.optimizer is not None else ()
+    for tensor, entry in entries:
+        for key, value in entry.items():
+            if is_large(key, value):
+                found[_named("states", tiers.get(id(tensor), Tier.DEVICE), value)] += value.nbytes
+    found.update(moved)
+    found["host rollback"] = partition.speculative_step.num_bytes
+    persistent = sum(storage.persistent_bytes for storage in (*partition.storages, *partition.frozen))
+    device = {
+        "parameters": whole + persistent,
+        "masters": found.pop("masters", 0),
+        "accumulators": found.pop("accumulators", 0),
+        "states": found.pop("states", 0),
+        "buckets": partition.reducer.pool.total_bytes,
+        "gathered units": partition.unsharder.pool.total_bytes,
+        "secondary shards": partition.unsharder.kept_bytes,
+    }
+    return {**device, **{owner: size for owner, size in sorted(found.items()) if size}}
 
 
 def _places(layout: Layout, policy: ZeroPolicy) -> tuple[Tier, ...]:
@@ -149,20 +197,20 @@ def _places(layout: Layout, policy: ZeroPolicy) -> tuple[Tier, ...]:
 
 
 def _offloaded_bytes(
-    away: list[Bucket], policy: ZeroPolicy, state_bytes: Mapping[Bucket, int], device: str
+    offloaded: list[Bucket], policy: ZeroPolicy, state_bytes: Mapping[Bucket, int], device: str
 ) -> dict[str, int]:
     """Bytes of offloaded masters, states and accumulators by place and owner, as `Partition.ledger()` names them."""
-    if not away:
+    if not offloaded:
         return {}
     host = "pinned" if device == "cuda" and policy.offload.pin else "host"
-    masters = [b.span_numel * policy.master_for(b.dtype).itemsize for b in away]
-    states = [state_bytes[b] for b in away]
-    accumulators = sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in away)
+    masters = [b.span_numel * policy.master_for(b.dtype).itemsize for b in offloaded]
+    states = [state_bytes[b] for b in offloaded]
+    accumulators = sum(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in offloaded)
     found = {f"{host} accumulators": accumulators}
     if policy.offload.states is Tier.HOST:
         return {f"{host} masters": sum(masters), **found, "host states": sum(states)}
     on_disk = {"disk masters": 2 * sum(masters), "disk states": 2 * sum(states)}  # two slots each
-    together = _max_buckets_in_memory([b.span_numel for b in away], policy.offload)
+    together = _max_buckets_in_memory([b.span_numel for b in offloaded], policy.offload)
     return {
         **found,
         **on_disk,
@@ -171,13 +219,13 @@ def _offloaded_bytes(
 
 
 def _rollback_bytes(
-    away: list[Bucket], policy: ZeroPolicy, state_bytes: Mapping[Bucket, int], copies: bool
+    offloaded: list[Bucket], policy: ZeroPolicy, state_bytes: Mapping[Bucket, int], copies: bool
 ) -> dict[str, int]:
     """Bytes of the values before a speculative update, and of the gradient that it reads."""
-    if not away or policy.offload.speculation is Speculation.OFF:
+    if not offloaded or policy.offload.speculation is Speculation.OFF:
         return {}
-    kept = sum(b.span_numel * policy.master_for(b.dtype).itemsize + state_bytes[b] for b in away)
-    scratch = max(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in away)
+    kept = sum(b.span_numel * policy.master_for(b.dtype).itemsize + state_bytes[b] for b in offloaded)
+    scratch = max(b.span_numel * policy.accumulate_for(b.dtype).itemsize for b in offloaded)
     return {"host rollback": kept + (scratch if copies else 0)}
 
 
@@ -187,11 +235,11 @@ def _copies_gradients(make: Callable[[list[Parameter]], torch.optim.Optimizer] |
 
 
 def _offloaded_weight_bytes(
-    shelved: list[Bucket], trained: set[Bucket], policy: ZeroPolicy, device: str
+    units: list[Bucket], trained: set[Bucket], policy: ZeroPolicy, device: str
 ) -> dict[str, int]:
     """Bytes of offloaded weights by place; frozen ones are never on disk."""
     found: dict[str, int] = {}
-    for bucket in shelved:
+    for bucket in units:
         on_disk = policy.offload.weights is Tier.DISK and bucket in trained
         host = "pinned" if device == "cuda" and policy.offload.pin else "host"
         place = "disk parameters" if on_disk else f"{host} parameters"
@@ -201,17 +249,17 @@ def _offloaded_weight_bytes(
 
 
 def _staging_bytes(
-    away: list[Bucket], shelved: list[Bucket], policy: ZeroPolicy, num_backwards: int, device: str
+    offloaded: list[Bucket], units: list[Bucket], policy: ZeroPolicy, num_backwards: int, device: str
 ) -> int:
     """Device memory of copies (mover.py): widened gradients waiting for the bus, and one being made; a sum with the
     host's values from the second backward on; and the spans of units that are being gathered.
     """
     if device != "cuda":
         return 0
-    sizes = ((policy.accumulate_for(b.dtype).itemsize, policy.wire_for(b).itemsize) for b in away)
-    wide = max((b.span_numel * max(size) for b, size in zip(away, sizes)), default=0)
+    sizes = ((policy.accumulate_for(b.dtype).itemsize, policy.wire_for(b).itemsize) for b in offloaded)
+    wide = max((b.span_numel * max(size) for b, size in zip(offloaded, sizes)), default=0)
     sums = wide if num_backwards > 1 else 0
-    spans = _gathered_bytes(tuple(shelved), policy) // min((b.num_shards for b in shelved), default=1)
+    spans = _gathered_bytes(tuple(units), policy) // min((b.num_shards for b in units), default=1)
     return (IN_FLIGHT + 1) * wide + sums + spans
 
 
@@ -284,3 +332,21 @@ def _replicated_bytes(module: nn.Module, buckets: tuple[Bucket, ...]) -> int:
     """Bytes of frozen parameters that every rank keeps whole."""
     planned = {slot.name for bucket in buckets for slot in bucket.slots}
     return sum(p.numel() * p.element_size() for name, p in module.named_parameters() if name not in planned)
+
+
+def _is_hollow(tensor: Tensor) -> bool:
+    """Return whether `tensor` is one number, expanded: its values are on disk, or offloaded."""
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
+def _place(param_placement: ParamPlacement) -> str:
+    if isinstance(param_placement, HostParams):
+        return "pinned" if param_placement.host.is_pinned() else "host"
+    return "disk"
+
+
+def _named(owner: str, tier: Tier, tensor: Tensor) -> str:
+    """Return the owner, prefixed with the place of one of its tensors if that is not the device."""
+    if tier is Tier.DEVICE:
+        return owner
+    return f"{'pinned' if tensor.is_pinned() else 'host'} {owner}"

@@ -1,10 +1,14 @@
-"""The gradient of one bucket on its way from autograd to the optimizer.
+"""Gradient of one bucket, from autograd to the optimizer; and the non-finite probe.
 
-Autograd hands a parameter's gradient over once per backward.  The first one of a step is copied into the
-bucket's flat `local` buffer and `param.grad` becomes a view of it, so that further micro-steps accumulate in
-place without any work here.  Nothing is ever zeroed beforehand: "first" means copy.  Where that copy can do more
-(divide by the number of ranks, or convert half precision to fp32) it does, and `.grad` is dropped at once, so that
-what comes next is handed over again and a second gradient of the model's size never exists.
+Autograd delivers a parameter's gradient once per backward.  The first one of a step is copied into the bucket's flat
+`local` buffer, and `param.grad` becomes a view of it, so that further micro-steps accumulate in place without any
+work here.  Buffers are not zeroed beforehand, because the first gradient is copied.  If the copy also divides by the
+number of ranks, or converts half precision to fp32, `.grad` is dropped at once, so that later gradients are delivered
+again and a second gradient of the model's size never exists.
+
+The non-finite probe names the rank and the parameter of a NaN.  It inspects gradients before they are reduced,
+because after the reduction a NaN of one rank is on all ranks.  It reads every gradient once more and synchronizes
+with the device, so it is off until a NaN was seen, and off again some finite steps later.
 """
 
 from __future__ import annotations
@@ -24,14 +28,16 @@ from zpartition.layout.layout import Bucket
 from zpartition.memory.buffers import BufferPool
 from zpartition.memory.mover import Mover
 
+PROBED_STEPS = 100  # that the probe inspects after a non-finite one
+
 
 class BucketPhase(enum.Enum):
     """State of a bucket's local buffer, and its memory cost."""
 
     IDLE = "idle"  # no local buffer: costs nothing beyond `kept`
     FILLING = "filling"  # a buffer of bucket.numel; hooks write into it
-    IN_FLIGHT = "in flight"  # the same buffer, owned by a collective until it is settled
-    REDUCED = "settled"  # no local buffer; a gradient arriving now is late (used again in this backward)
+    IN_FLIGHT = "in flight"  # the same buffer, owned by a collective until it is reduced
+    REDUCED = "reduced"  # no local buffer; a gradient arriving now is late (used again in this backward)
 
 
 class Round(enum.Enum):
@@ -47,42 +53,42 @@ class Round(enum.Enum):
 class BucketGradient:
     """Local contributions and the reduced accumulator of one bucket.
 
-    Invariants: `local is None` exactly in IDLE and SETTLED; `filled` is a subset of `seen`.
+    Invariants: `local is None` exactly in IDLE and REDUCED; `filled` is a subset of `seen`.
     """
 
     bucket: Bucket
     params: tuple[Parameter, ...]  # in slot order
     local_dtype: torch.dtype
     pool: BufferPool
-    factor: float = 1.0  # what contributions are multiplied by on their way into `local`
+    factor: float = 1.0  # multiplied while a gradient is copied into `local`
     phase: BucketPhase = BucketPhase.IDLE
     local: torch.Tensor | None = None  # pool buffer of at least bucket.numel elements
     kept: torch.Tensor | None = None  # reduced sum so far, accumulate dtype; None: nothing reduced yet
-    borrowed: torch.Tensor | None = None  # the pool buffer that `kept` is, to be given back; None: it is `store`
-    store: torch.Tensor | None = None  # this bucket's own accumulator, made on first need and reused
-    rows: SparseRows | None = None  # of a sparse bucket: what there is in place of `local`
+    borrowed: torch.Tensor | None = None  # the pool buffer that `kept` is, to be released; None: it is `store`
+    store: torch.Tensor | None = None  # this bucket's own accumulator, allocated on first use and reused
+    rows: SparseRows | None = None  # of a sparse bucket, instead of `local`
     speculative_step: SpeculativeStep = NO_SPECULATION  # may update the bucket when its gradient is complete
-    mover: Mover | None = None  # takes what was reduced to the host; None: it stays beside the weights
+    mover: Mover | None = None  # moves reduced gradients to the host; None: they stay on the device
     filled: set[int] = attrs.field(factory=set)  # slots whose part of `local` holds a gradient
-    awaiting: set[int] = attrs.field(factory=set)  # slots that have not arrived in this round
-    late: set[int] = attrs.field(factory=set)  # slots that arrived after the bucket had left
+    awaiting: set[int] = attrs.field(factory=set)  # slots without a gradient in this round
+    late: set[int] = attrs.field(factory=set)  # slots whose gradient arrived after the bucket was sent
     seen: set[int] = attrs.field(factory=set)  # slots with any gradient since the last `reset`
-    plain: dict[int, tuple[int, int]] = attrs.field(factory=dict)  # by slot: (address, version) of what others left
+    plain: dict[int, tuple[int, int]] = attrs.field(factory=dict)  # by slot: (address, version) of plain gradients
     placeholders: dict[int, GradPlaceholder] = attrs.field(factory=dict)  # shown as `.grad`, by slot
     _views: dict[int, list[torch.Tensor]] = attrs.field(factory=dict)  # per buffer address, in slot order
 
     def open_round(self) -> None:
-        """A backward begins: every trainable parameter is awaited once."""
+        """Begin a backward: one gradient is awaited for every trainable parameter."""
         self.awaiting = {index for index, param in enumerate(self.params) if param.requires_grad}
-        self._hide_placeholders()
+        self._remove_placeholders()
         if self.phase is BucketPhase.FILLING:
-            return  # `.grad` shows what is filled, and autograd adds to it
+            return  # `.grad` shows `local`, and autograd adds to it
         self.phase = BucketPhase.IDLE
         if self.kept is not None:
             self.detach_grads()  # they may show `kept`, which autograd must not add to
 
     def arrive(self, index: int) -> bool:
-        """Take `params[index].grad` into the local buffer; True when nothing more is awaited."""
+        """Copy `params[index].grad` into the local buffer; returns True if the bucket is complete."""
         param = self.params[index]
         grad = param.grad
         assert grad is not None
@@ -90,13 +96,13 @@ class BucketGradient:
             self.rows.add(grad.detach())
             param.grad = None
         elif grad is not (view := self.views_of(self._local())[index]):
-            self._take(index, param, grad, view)
+            self._copy_into(view, index, param, grad)
         self.filled.add(index)
         self.seen.add(index)
         self.awaiting.discard(index)
         return not self.awaiting
 
-    def _take(self, index: int, param: Parameter, grad: torch.Tensor, view: torch.Tensor) -> None:
+    def _copy_into(self, view: torch.Tensor, index: int, param: Parameter, grad: torch.Tensor) -> None:
         grad = grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
         if grad.dtype == view.dtype and self.factor == 1.0:
             view.copy_(grad)  # the first of the step, or (create_graph) a new total that holds the old one
@@ -111,7 +117,7 @@ class BucketGradient:
         param.grad = None
 
     def seal(self) -> torch.Tensor:
-        """Close the local buffer for sending: zeros where no gradient arrived. Shape (bucket.numel,)."""
+        """Return the local buffer for sending, (bucket.numel,), with zeros for missing gradients."""
         local = self._local()
         views = self.views_of(local)
         for index in range(len(views)):
@@ -174,7 +180,7 @@ class BucketGradient:
         self.speculative_step.gradient_ready(self.bucket.index)
 
     def accumulator(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """This bucket's own accumulator, made once; contents undefined."""
+        """Return this bucket's own accumulator, allocated once; contents undefined."""
         if self.store is None:
             mover = self.mover
             self.store = (
@@ -185,11 +191,11 @@ class BucketGradient:
         return self.store
 
     def close_round(self, *, is_scaled: bool) -> None:
-        """A backward is over: `.grad` of what has a gradient shows it, or says where it is.
+        """End a backward: `.grad` of parameters with a gradient shows it, or is a placeholder.
 
-        is_scaled: gradients carry a factor that nobody outside of the step knows.
+        is_scaled: gradients include a factor that is internal to the step.
         """
-        reason = "multiplied by the loss scale or by weights of losses" if is_scaled else self._hidden_because()
+        reason = "multiplied by the loss scale or by loss weights" if is_scaled else self._hidden_reason()
         if self.phase is not BucketPhase.FILLING and not reason:
             self.attach_grads()
             return
@@ -202,30 +208,30 @@ class BucketGradient:
                     self.placeholders[index] = placeholder
                 self.params[index].grad = placeholder
 
-    def _hidden_because(self) -> str:
+    def _hidden_reason(self) -> str:
         """Return the reason why `.grad` cannot show the reduced gradient; "" if it can."""
         if self.rows is not None:
-            return "kept as the rows that were looked up"
+            return "stored as sparse rows"
         if self.mover is not None:
             return "on the host"
         if self.kept is None or self.kept.numel() != self.bucket.numel:
-            return f"cut over {self.bucket.num_shards} ranks"
+            return f"sharded over {self.bucket.num_shards} ranks"
         dtypes = {self.params[index].dtype for index in self.seen} - {self.kept.dtype}
         return f"accumulated in {self.kept.dtype}" if dtypes else ""
 
-    def _hide_placeholders(self) -> None:
+    def _remove_placeholders(self) -> None:
         for index, placeholder in self.placeholders.items():
             if self.params[index].grad is placeholder:
                 self.params[index].grad = None
 
-    def attach_grads(self, resting: frozenset[str] | None = None) -> None:
-        """Let `param.grad` show the kept (whole) gradient: of the parameters seen here, or of all but `resting`."""
+    def attach_grads(self, unused: frozenset[str] | None = None) -> None:
+        """Let `param.grad` show the kept (whole) gradient: of the parameters seen here, or of all but `unused`."""
         if self.kept is None or self.kept.numel() != self.bucket.numel or self.mover is not None:
             return
-        self._hide_placeholders()
+        self._remove_placeholders()
         views = self.views_of(self.kept)
         for index, slot in enumerate(self.bucket.slots):
-            shown = index in self.seen if resting is None else slot.name not in resting
+            shown = index in self.seen if unused is None else slot.name not in unused
             if shown and self.params[index].dtype == self.kept.dtype:
                 self.params[index].grad = views[index]
 
@@ -241,11 +247,11 @@ class BucketGradient:
         )
 
     def has_plain(self, index: int) -> bool:
-        """Return whether `params[index].grad` has come from a backward outside of every round."""
+        """Return whether `params[index].grad` is a plain gradient: from a backward outside any round."""
         grad = self.params[index].grad
         return grad is not None and index not in self.filled and not self.shows_kept(index)
 
-    def unsent(self, index: int) -> torch.Tensor | None:
+    def unreduced(self, index: int) -> torch.Tensor | None:
         """Return the unreduced gradient of `params[index]`, multiplied by `factor`; None if there is none."""
         if self.rows is not None:
             return self.rows.dense(self.params[index]) if index in self.filled else None
@@ -254,37 +260,38 @@ class BucketGradient:
         grad = self.params[index].grad
         return grad.detach() * self.factor if grad is not None and self.has_plain(index) else None
 
-    def note_plain(self, index: int) -> None:
-        """A backward outside of every round has left `params[index].grad`, which is of this rank alone."""
+    def record_plain(self, index: int) -> None:
+        """Record the plain gradient of `params[index]`, which is local to this rank, for `check_unedited`."""
         grad = self.params[index].grad
         assert grad is not None
         self.plain[index] = (grad.data_ptr(), grad._version) if grad.layout is torch.strided else (0, 0)
 
     def check_unedited(self, index: int) -> None:
-        """HiddenGradientError if somebody has changed it since: clipped it by the norm of one rank, say."""
+        """Raise HiddenGradientError if a plain gradient was changed since, e.g. clipped by the norm of one rank."""
         grad = self.params[index].grad
-        noted = self.plain.get(index)
-        if grad is None or noted is None or noted in ((0, 0), (grad.data_ptr(), grad._version)):
+        recorded = self.plain.get(index)
+        if grad is None or recorded is None or recorded in ((0, 0), (grad.data_ptr(), grad._version)):
             return
         raise HiddenGradientError(
             f"the gradient of {self.bucket.slots[index].name} was changed between loss.backward() and the step, "
-            'where it is of this rank alone: the step takes the mean over ranks. To clip, set "gradient_clipping" in '
-            "the config; to change gradients otherwise, call engine.backward(loss) and use safe_set_full_grad"
+            "where it is local to this rank; the step uses the mean over ranks. To clip, set "
+            '"gradient_clipping" in the config; to change gradients otherwise, call engine.backward(loss) and use '
+            "safe_set_full_grad"
         )
 
     def drop_plain(self) -> None:
-        """Forget what such backwards have left."""
+        """Drop plain gradients."""
         for index, param in enumerate(self.params):
             if self.has_plain(index):
                 param.grad = None
 
     def detach_grads(self) -> None:
-        """Make autograd start afresh: no parameter of this bucket has a `.grad`."""
+        """Set `.grad` of all parameters to None, so that autograd starts anew."""
         for param in self.params:
             param.grad = None
 
     def reset(self) -> None:
-        """Forget every gradient, reduced or not; buffers go back to the pool."""
+        """Drop every gradient, reduced or not; buffers return to the pool."""
         self.speculative_step.rollback(self.bucket.index)
         for buffer in (self.local, self.borrowed):
             if buffer is not None:
@@ -299,12 +306,12 @@ class BucketGradient:
         self.detach_grads()
 
     def forget_views(self) -> None:
-        """Of buffers that may be gone; those in use are made again."""
+        """Drop cached views of buffers that are not in use, which may be freed."""
         kept = {buffer.data_ptr() for buffer in (self.local, self.borrowed) if buffer is not None}
         self._views = {address: views for address, views in self._views.items() if address in kept}
 
     def views_of(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The buffer seen as the parameters, in slot order; the same objects each time."""
+        """Return the views of `buffer` as parameters, in slot order; the same objects each time."""
         views = self._views.get(buffer.data_ptr())
         if views is None:
             views = [buffer[slot.offset : slot.end].view(slot.shape) for slot in self.bucket.slots]
@@ -317,7 +324,7 @@ class BucketGradient:
         return 0 if self.local is None else self.local.data_ptr()
 
     def adopt(self, buffer: torch.Tensor) -> None:
-        """Start filling `buffer`, which comes from the pool and may hold another bucket's leftovers."""
+        """Start to fill `buffer`, a pool buffer that may hold old values of another bucket."""
         assert self.local is None
         self.local = buffer
         for lo, hi in self.bucket.gaps():
@@ -329,26 +336,17 @@ class BucketGradient:
         return self.local
 
 
-# Non-finite probe: inspects gradients before they are reduced, to name the rank and the parameter of a NaN.
-#
-# After the reduction a NaN of one rank is a NaN of all.  The inspection reads every gradient once more and waits for
-# the device; so it is off until a NaN was seen, and off again some finite steps later.
-
-
-PROBED_STEPS = 100  # that are inspected after a non-finite one
-
-
 @final
 @attrs.define(eq=False)
 class NonFiniteProbe:
     """Records the first parameter of this rank whose gradient was infinite or NaN."""
 
-    steps_left: int = 0  # steps to inspect
-    first_name: str = ""  # its name; "" if there was none in this step
+    steps_left: int = 0  # steps to inspect; 0: off
+    first_name: str = ""  # its name; "": none in this step
 
     def begin(self) -> None:
         """Start to inspect gradients, from the next step on."""
-        self.steps_left = PROBED_STEPS + 1  # the one that is under way counts
+        self.steps_left = PROBED_STEPS + 1  # the running step counts
 
     def step_over(self) -> None:
         """End or restart a step."""

@@ -31,7 +31,7 @@ class HiddenGradientError(RuntimeError):
 
 @final
 class GradPlaceholder(Tensor):
-    """Of the shape, dtype and device of one parameter; any operation on it raises HiddenGradientError."""
+    """Tensor with the shape, dtype and device of a parameter; any operation on it raises HiddenGradientError."""
 
     owner: str  # name of the parameter
     reason: str  # why `.grad` cannot show the gradient
@@ -66,7 +66,7 @@ class GradPlaceholder(Tensor):
 
 
 def _flat(values: Any) -> Any:
-    """Tensors of an operation's arguments, lists of tensors opened."""
+    """Yield an operation's arguments, with lists flattened."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from value
@@ -76,6 +76,6 @@ def _flat(values: Any) -> Any:
 
 ADDED = (
     "a backward outside micro_step() after the gradients of this step were reduced would mix local and reduced "
-    "values: call zero_grad() first, run every backward of the step inside micro_step() (engine.backward), or freeze "
+    "values. Call zero_grad() first, run every backward of the step inside micro_step() (engine.backward), or freeze "
     "these parameters while another model trains through them"
 )

@@ -1,8 +1,8 @@
 """Reduction of a bucket's gradients over ranks.
 
-The reducer decides when a bucket is sent; this module knows the groups and the form of the message.  A reduction
-starts at once and is finished in the order of starting, which is equal on all ranks: its later phases may therefore
-be collective, too.
+The reducer decides when a bucket is sent; this module decides over which groups, and in which format.  Reductions
+start at once and are finished in the order of their start, which is equal on all ranks, so their later phases may be
+collectives, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GradientReduction(Protocol):
     def reduce(self, sent: Tensor, span: tuple[int, int], label: str) -> tuple[zcomm.Handle, Tensor]:
         """Start to sum `sent`, (bucket numel,), which may be overwritten.
 
-        Returns a handle and what is valid once it was waited for: the whole sum, or its elements `span`.
+        Returns a handle and the tensor that is valid after its `wait`: the whole sum, or its elements `span`.
         """
 
 
@@ -61,7 +61,7 @@ class ReduceScatter:
 class QuantizedReduceScatter:
     """Every rank gets its span, from addends quantized to few bits (qgZ: Wang et al. 2023, section 3.3).
 
-    Non-finite values stay so, block by block, so that overflow is detected.
+    A block with a non-finite value stays non-finite, so that overflow is detected.
     """
 
     group: ProcessGroup | None
@@ -102,13 +102,13 @@ def reduction_for(ranks: Ranks, num_shards: int, policy: ZeroPolicy) -> Gradient
 
 
 def _quantized(ranks: Ranks, policy: ZeroPolicy) -> QuantizedReduceScatter:
-    """In one hop, or in two where the policy names a smaller run of neighbours."""
+    """Return the quantized reduction: one hop, or two if the policy has a smaller run of neighbours."""
     code = zcomm.BlockCode(bits=policy.gradient_bits, block=GRADIENT_BLOCK)
     size = policy.gradient_hop_size
     if not 1 < size < ranks.num_shards:
         return QuantizedReduceScatter(ranks.shard, None, code)
     hops = (zcomm.consecutive_group(size, ranks.shard), zcomm.strided_group(size, ranks.shard))
-    for group in hops:  # a group's first collective waits for all: not where orders may cross
+    for group in hops:  # the first collective of a group waits for all its ranks; do it before orders may differ
         zcomm.barrier(group, label="hops")
     return QuantizedReduceScatter(ranks.shard, hops, code)
 
@@ -117,15 +117,15 @@ def _quantized(ranks: Ranks, policy: ZeroPolicy) -> QuantizedReduceScatter:
 class Factors:
     """Position of the division by the number of ranks; the product is 1 / ranks, or 1 for a sum."""
 
-    on_arrival: float  # while a gradient is copied into its bucket: costs nothing
+    on_arrival: float  # while a gradient is copied into its bucket, at no cost
     before: float  # in the bucket, before it is sent
-    after: float  # in what was received
+    after: float  # in the received tensor
 
 
 def factors(policy: ZeroPolicy, layout: Layout, bucket: Bucket) -> Factors:
-    """Full precision divides on arrival, wherever the policy asks for it: no range is at stake and a pass is saved.
+    """Return the factors of a bucket.  In full precision all division is on arrival: no overflow, and one pass less.
 
-    Buffers that accumulate over micro-steps hold plain sums, as `param.grad` shows them.
+    Buffers that accumulate over micro-steps hold plain sums, which `param.grad` shows.
     """
     before, after = policy.averaging.factors(layout.world_size)
     is_wide = bucket.dtype.itemsize >= 4 and policy.wire_for(bucket).itemsize >= 4
@@ -135,6 +135,6 @@ def factors(policy: ZeroPolicy, layout: Layout, bucket: Bucket) -> Factors:
 
 
 def reduce_at(policy: ZeroPolicy, layout: Layout) -> ReduceAt:
-    """MICRO_STEP or BOUNDARY; alone, there is nothing to exchange and gradients accumulate, unless they leave."""
-    adds_up = layout.world_size == 1 and not policy.offload.moves_states
-    return ReduceAt.BOUNDARY if adds_up or policy.reduce_at is ReduceAt.BATCH else policy.reduce_at
+    """Return MICRO_STEP or BOUNDARY; one rank reduces at the boundary, unless its gradients are offloaded."""
+    is_alone = layout.world_size == 1 and not policy.offload.moves_states
+    return ReduceAt.BOUNDARY if is_alone or policy.reduce_at is ReduceAt.BATCH else policy.reduce_at

@@ -1,32 +1,31 @@
-"""One gradient reducer for stages 0, 1 and 2.
+"""Gradient reducer, for all ZeRO stages.
 
-Problem.  Gradients arrive in an order that autograd decides, some never arrive, some arrive twice in one
-backward (re-entrant checkpointing of shared weights); but all ranks must issue the same collectives in the
-same order, or they hang or mix their sums.
+Problem.  Gradients arrive in an order that autograd decides; some never arrive, some arrive twice in one backward
+(re-entrant checkpointing of shared weights).  But all ranks must issue the same collectives in the same order, or
+they deadlock or sum the wrong buckets.
 
 Design.  A backward is a *round*.  In a sending round every bucket is sent exactly once, in one order that all ranks
-share, whatever arrived: as soon as a bucket and all before it are complete, and at the end of the round for the rest,
-with zeros for what is missing.  So the sequence of collectives does not depend on what a rank computed.
+share, whatever arrived: as soon as the bucket and all before it are complete; the rest at the end of the round, with
+zeros for missing gradients.  So the sequence of collectives does not depend on what a rank computed.
 
-After the first sending round, in index order, the ranks learn from it with one exchange: the order in which buckets
-became complete (rank 0's is taken by all), and which buckets got a gradient after they had left, on any rank.  Those
-form a second message now, sums being linear, and are held back until the end of the round ever after, behind the
-others.  A gradient that comes twice for the first time in a later round forms a second message too; there, ranks must
-do alike.  A bucket that some rank missed a gradient of in one step is the last to leave in the next (`expect`), or
-those behind it would wait, each in a buffer.
+The first sending round is in index order.  Afterwards the ranks exchange, once, the order in which buckets became
+complete (all adopt rank 0's), and the buckets that got a gradient after they were sent, on any rank.  Such late
+gradients form a second message, since sums are linear; from then on these buckets are held until the end of the
+round, behind the others.  A gradient that arrives twice for the first time in a later round forms a second message,
+too; there, ranks must agree.  A bucket of which some rank missed a gradient in one step is sent last in the next
+(`expect_missing`); otherwise those behind it would wait, each in a buffer.
 
 Outside a round the hooks do nothing, as when a GAN's generator trains through its discriminator: `.grad` behaves as
-it does in plain torch.  At most `IN_FLIGHT_LIMIT` buckets travel at once, which bounds memory when gradients are
-sharded.
+in plain torch.  At most `IN_FLIGHT_LIMIT` buckets are in flight, which bounds memory when gradients are sharded.
 
-[Note: no wait in a circle]  A rank that misses a gradient sends its bucket at the end of the round, and until then
-the others must come along: at stage 3, to gather units; with experts, to exchange tokens.  So nobody may wait for
-that bucket in the middle of a round: after `PATIENCE_S` in vain a rank takes further buffers for the rest of the
-round, and drops them at its end.  Rows, whose exchange waits for their lengths, are sent last of all, at the end.
+[Note: no deadlock]  A rank that misses a gradient sends its bucket at the end of the round, and before that it needs
+the other ranks: at stage 3 to gather units, with experts to exchange tokens.  So no rank may block on that bucket in
+the middle of a round: after `PATIENCE_S` a rank allocates more buffers for the rest of the round, and drops them at
+its end.  Sparse rows, whose exchange waits for their lengths, are sent last.
 
-Rejected.  Counting expected contributions per parameter (wrong as soon as control flow depends on data);
-launching buckets in order of completion (differs between ranks); autograd's private end-of-backward
-callback (`queue_callback`): the caller knows when backward has returned, as a context manager.
+Rejected.  Counting expected contributions per parameter (wrong as soon as control flow depends on data); sending
+buckets in order of completion (differs between ranks); autograd's private end-of-backward callback
+(`queue_callback`): the caller, a context manager, knows when backward has returned.
 """
 
 from __future__ import annotations
@@ -52,15 +51,13 @@ from zpartition.layout.policy import ReduceAt, ZeroPolicy
 from zpartition.layout.ranks import Ranks
 from zpartition.memory.buffers import Arena, BufferPool
 
-IN_FLIGHT_LIMIT = 2  # transient buffers travelling at once: one being sent, one being filled behind it
-
-
-PATIENCE_S = 0.2
+IN_FLIGHT_LIMIT = 2  # transient buffers in flight at once: one is sent while the next is filled
+PATIENCE_S = 0.2  # to wait for a message in the middle of a round, see [Note: no deadlock]
 
 
 @attrs.frozen(eq=False)
 class _Flight:
-    """A bucket on the wire; its tensors must live until `wait` has returned."""
+    """A bucket in flight; its tensors must live until `wait` has returned."""
 
     gradient: BucketGradient
     handle: zcomm.Handle
@@ -77,8 +74,7 @@ class _Flight:
 class GradientReducer:
     """Turns autograd's gradients into the reduced accumulators that the optimizer reads.
 
-    Invariant between rounds: `flights` is empty and every bucket is IDLE, SETTLED or (accumulating locally)
-    FILLING.
+    Invariant between rounds: `flights` is empty, and every bucket is IDLE, REDUCED or (accumulating locally) FILLING.
     """
 
     layout: Layout
@@ -87,23 +83,23 @@ class GradientReducer:
     reductions: Mapping[int, GradientReduction]  # by `Bucket.num_expert_shards`
     gradients: tuple[BucketGradient, ...]
     pool: BufferPool
-    tell: Callable[[int], None]  # told of buckets whose gradients have all arrived
+    on_complete: Callable[[int], None]  # called with the index of a bucket whose gradients have all arrived
     hooks: list[RemovableHandle] = attrs.field(factory=list)
     flights: collections.deque[_Flight] = attrs.field(factory=collections.deque)
     kind: Round = Round.NONE
-    num_arrived: int = 0  # gradients since the running (or last) round was opened
+    num_arrived: int = 0  # gradients since the start of the running (or last) round
     order: tuple[int, ...] = ()  # bucket indices in the order of sending
     learnt: tuple[int, ...] = ()  # the same, while no rank misses a gradient
-    has_learnt: bool = False  # whether the ranks have agreed on that order after a first round
-    held: set[int] = attrs.field(factory=set)  # buckets that leave at the end of the round only
+    has_learnt: bool = False  # the ranks have agreed on `learnt`, after a first round
+    held: set[int] = attrs.field(factory=set)  # buckets that are sent at the end of the round only
     non_finite_probe: NonFiniteProbe = attrs.field(factory=NonFiniteProbe)
     num_unsent: int = 0  # rounds since the last sending one
-    num_scaled: int = 0  # rounds of the running step whose gradients carry a factor
-    most_bytes: int = 0  # that buffers ought to take at the end of a backward
+    num_scaled: int = 0  # rounds of the running step whose gradients include a factor
+    most_bytes: int = 0  # expected maximum of buffers at the end of a backward
     factors: tuple[Factors, ...] = ()  # by bucket
-    patience_s: float = PATIENCE_S  # how long to wait for a message in the middle of a round; 0 once that was in vain
-    _next: int = 0  # position in `order` of the bucket to be sent next
-    _completed: list[int] = attrs.field(factory=list)  # bucket indices in the order in which they became complete
+    patience_s: float = PATIENCE_S  # to wait for a message in the middle of a round; 0 after a timeout
+    _next: int = 0  # position in `order` of the next bucket to send
+    _completed: list[int] = attrs.field(factory=list)  # bucket indices in order of completion
 
     @classmethod
     def create(
@@ -113,11 +109,11 @@ class GradientReducer:
         params: dict[str, Parameter],
         ranks: Ranks,
         device: torch.device,
-        tell: Callable[[int], None] = lambda index: None,
+        on_complete: Callable[[int], None] = lambda index: None,
     ) -> GradientReducer:
-        """Hook every parameter of `layout`; `close` takes the hooks away again.
+        """Hook every parameter of `layout`; `close` removes the hooks.
 
-        `tell` is given the index of each bucket whose gradients have all arrived in a backward.
+        on_complete: called with the index of each bucket whose gradients have all arrived in a backward.
         """
         pool = BufferPool(device, Arena.create(buffer_bytes(layout, policy), device, ranks.shard))
         accumulating = reduce_at(policy, layout) is ReduceAt.BOUNDARY
@@ -137,7 +133,7 @@ class GradientReducer:
             d: reduction_for(ranks.groups_for(kinds[d]), kinds[d].num_shards, policy.of(kinds[d]))
             for d in sorted(kinds)
         }
-        reducer = cls(layout, policy, ranks, reductions, gradients, pool, tell)
+        reducer = cls(layout, policy, ranks, reductions, gradients, pool, on_complete)
         reducer.order = reducer._last(range(len(gradients)), frozenset())
         reducer.most_bytes = buffer_bytes(layout, policy, num_backwards=2)
         reducer.factors = tuple(factors(policy, layout, bucket) for bucket in layout.buckets)
@@ -150,12 +146,14 @@ class GradientReducer:
 
     @contextmanager
     def round(self, *, is_last: bool, is_local: bool = False, is_scaled: bool = False) -> Iterator[None]:
-        """One backward; on return all its messages have been received.  `is_local`: it sends none.
+        """Run one backward inside; at the end all its messages have been received.
 
-        is_scaled: its gradients carry a factor, so no parameter shows them.
+        is_last: a step follows.
+        is_local: nothing is sent.
+        is_scaled: the gradients include a factor, so `.grad` does not show them.
 
-        An exception inside forgets the gradients of the whole step, since what was accumulated before cannot
-        be told from what the failed backward added.
+        An exception inside drops the gradients of the whole step, because earlier gradients cannot be separated from
+        those that the failed backward added.
         """
         self.num_scaled += is_scaled
         sending = not is_local and (is_last or reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP)
@@ -168,26 +166,29 @@ class GradientReducer:
             raise
 
     def finish(self) -> list[torch.Tensor]:
-        """The accumulators, one per bucket: mean gradients of this rank's span (or of the whole bucket).
+        """Return the accumulators, one per bucket: mean gradients of this rank's span (or of the whole bucket).
 
-        What plain `loss.backward()` calls left in `.grad`, outside of any round, is taken and sent first.
+        Gradients that plain `loss.backward()` calls left in `.grad`, outside any round, are adopted and sent first.
         """
         if any(gradient.phase is BucketPhase.FILLING or gradient.kept is None for gradient in self.gradients):
             with self.round(is_last=True):
-                self._take_plain()
+                self._adopt_plain()
         kept = [gradient.kept for gradient in self.gradients]
         assert all(tensor is not None for tensor in kept)
         return [tensor for tensor in kept if tensor is not None]
 
-    def expect(self, missing: Collection[str]) -> None:
-        """Between steps: on some rank no gradient came for `missing`; the same names on all ranks."""
+    def expect_missing(self, names: Collection[str]) -> None:
+        """Send buckets with these parameters last from now on: some rank had no gradient for them.
+
+        names: the same on all ranks.
+        """
         if self.has_learnt:
-            self.order = self._last(self.learnt, {b.index for b, s in self.layout.slots() if s.name in missing})
+            self.order = self._last(self.learnt, {b.index for b, s in self.layout.slots() if s.name in names})
 
     def reset(self) -> None:
-        """Receive what is on the wire, then forget all gradients: the next of each parameter is a first one.
+        """Receive messages in flight, then drop all gradients, so that the next of each parameter is a first one.
 
-        Where the world has failed nothing comes any more, and who asks for this has said or heard why.
+        If the world has failed, it does not wait: nothing arrives any more.
         """
         while self.flights:
             handle = self.flights.popleft().handle
@@ -198,7 +199,7 @@ class GradientReducer:
         for gradient in self.gradients:
             gradient.reset()
 
-    def _take_plain(self) -> None:
+    def _adopt_plain(self) -> None:
         for gradient in self.gradients:
             for index in range(len(gradient.params)):
                 if gradient.has_plain(index):
@@ -223,12 +224,12 @@ class GradientReducer:
             gradient.open_round()
 
     def _arrived(self, gradient: BucketGradient, index: int) -> None:
-        """Autograd has put a gradient into `params[index].grad`."""
+        """Handle a gradient that autograd has written into `params[index].grad`."""
         if self.kind is Round.NONE:
             if gradient.shows_kept(index):
                 raise HiddenGradientError(ADDED)
             if self.layout.world_size > 1:
-                gradient.note_plain(index)
+                gradient.record_plain(index)
             return
         self.num_arrived += 1
         if gradient.phase in (BucketPhase.IN_FLIGHT, BucketPhase.REDUCED):
@@ -238,7 +239,7 @@ class GradientReducer:
         self._provide(gradient)
         if gradient.arrive(index):
             self._completed.append(gradient.bucket.index)
-            self.tell(gradient.bucket.index)
+            self.on_complete(gradient.bucket.index)
             if self.policy.overlap and self.kind is Round.SENDING:
                 self._send_complete()
 
@@ -261,7 +262,7 @@ class GradientReducer:
             self._send_late(self._late() if self.has_learnt else self._learn())
             self.has_learnt = True
             if self.pool.total_bytes > self.most_bytes:
-                self._clear_pool()  # more buckets were open at a time than there ought to be
+                self._clear_pool()  # more buckets than expected were filled at once
         for gradient in self.gradients:
             gradient.close_round(is_scaled=self.num_scaled > 0)
         self.kind, self.patience_s = Round.NONE, PATIENCE_S
@@ -275,11 +276,11 @@ class GradientReducer:
         return {gradient.bucket.index for gradient in self.gradients if gradient.late}
 
     def _learn(self) -> set[int]:
-        """Agree on the order from now on and on the buckets that some rank must send again; returns these."""
+        """Agree on the order from now on; returns the buckets that some rank must send again.  A collective."""
         completed = list(dict.fromkeys(self._completed))
-        resting = [index for index in self.order if index not in set(completed)]  # waited for until the end: last
+        incomplete = [index for index in self.order if index not in set(completed)]  # sent at the end of the round
         answers = zcomm.all_gather_object(
-            {"order": completed + resting, "late": sorted(self._late())}, self.ranks.world
+            {"order": completed + incomplete, "late": sorted(self._late())}, self.ranks.world
         )
         late = {index for answer in answers for index in answer["late"]}
         self.order = self.learnt = self._last(answers[0]["order"], late)
@@ -287,7 +288,7 @@ class GradientReducer:
         return late
 
     def _last(self, order: Iterable[int], late: Collection[int]) -> tuple[int, ...]:
-        """`order` with those that wait for the end of the round at its end: `late` ones, and rows."""
+        """Return `order` with buckets that are sent at the end of a round moved to the end: late ones, and rows."""
         return tuple(sorted(order, key=lambda index: (self.gradients[index].rows is not None, index in late)))
 
     def _send_late(self, indices: set[int]) -> None:
@@ -304,7 +305,7 @@ class GradientReducer:
     # -- a message -------------------------------------------------------------------------------
 
     def _provide(self, gradient: BucketGradient) -> None:
-        """Give an IDLE bucket a local buffer, waiting for one on the wire if enough are travelling."""
+        """Give an IDLE bucket a local buffer; waits for one in flight if there are enough."""
         if gradient.phase is not BucketPhase.IDLE or gradient.rows is not None:
             return
         numel, dtype = gradient.bucket.numel, gradient.local_dtype
@@ -317,22 +318,21 @@ class GradientReducer:
         gradient.adopt(buffer)
 
     def _may_wait(self) -> bool:
-        """Wait for the oldest message; False to allocate another buffer: [Note: no wait in a circle]."""
-        talks = (
-            self.policy.shards_weights or self.layout.is_expert_sharded
-        )  # in the middle of a round, with other ranks
-        if not talks or self.flights[0].handle.wait_for(self.patience_s):
+        """Wait for the oldest message; False: allocate another buffer, see [Note: no deadlock]."""
+        # the forward and backward passes have collectives of their own
+        communicates = self.policy.shards_weights or self.layout.is_expert_sharded
+        if not communicates or self.flights[0].handle.wait_for(self.patience_s):
             return True
         self.patience_s = 0.0
         return False
 
     def _capacity(self, gradient: BucketGradient) -> int:
-        """Elements of a new buffer: the first few fit any bucket of a dtype, in turn; more are made to measure.
+        """Return the elements of a new buffer: the first few fit any bucket of the dtype, later ones this bucket.
 
-        Where whole gradients are kept, those of a second backward are the ones that serve all.
+        If whole gradients are kept, the buffers of a second backward fit any bucket.
         """
-        goes_on = self.layout.num_shards > 1 or self.policy.offload.moves_states
-        serve_all = goes_on and self.pool.num_made <= IN_FLIGHT_LIMIT
+        is_reused = self.layout.num_shards > 1 or self.policy.offload.moves_states
+        serve_all = is_reused and self.pool.num_made <= IN_FLIGHT_LIMIT
         serve_all &= reduce_at(self.policy, self.layout) is ReduceAt.MICRO_STEP
         serve_all |= gradient.borrowed is not None
         served = (b.numel for b in self.layout.buckets if b.dtype == gradient.bucket.dtype)
@@ -357,8 +357,8 @@ class GradientReducer:
         self._finish_ready()
 
     def _send_rows(self, gradient: BucketGradient, rows: SparseRows) -> None:
-        """Exchange what was looked up, and wait for it: the lengths have to be known."""
-        self._finish_flights(0)  # another rank may wait for what follows a message (hybrid sums) before it comes here
+        """Exchange the rows of a sparse gradient; waits, because the lengths must be known."""
+        self._finish_flights(0)  # another rank may first wait for the second phase of a message (hybrid sums)
         bucket = gradient.bucket
         before, after = self.policy.averaging.factors(self.layout.world_size)
         indices, values = rows.packed(self.policy.wire_for(bucket), self.pool.device)
@@ -366,12 +366,12 @@ class GradientReducer:
         gradient.keep_rows(parts, self.ranks.rank, factor=before * after)
 
     def _finish_ready(self) -> None:
-        """Gradients that go to the host leave as soon as they are off the wire; all but the newest in any case."""
+        """Move received gradients to the host, if they belong there; waits for all but the newest."""
         while (on := self.flights) and on[-1].gradient.mover and (len(on) > 1 or on[0].handle.is_done()):
             self._finish_flights(len(on) - 1)
 
     def _finish_flights(self, leave: int) -> None:
-        """Wait for the oldest messages until `leave` are on the wire."""
+        """Wait for the oldest messages until `leave` are in flight."""
         while len(self.flights) > leave:
             flight = self.flights.popleft()
             bucket = flight.gradient.bucket
@@ -381,7 +381,7 @@ class GradientReducer:
 def _hook(
     reducer: weakref.ref[GradientReducer], gradient: weakref.ref[BucketGradient], index: int
 ) -> Callable[[torch.Tensor], None]:
-    """A hook that keeps nothing alive: the garbage collector does not see through autograd's hooks."""
+    """Return a hook with weak references: the garbage collector does not see through autograd's hooks."""
 
     def arrived(_param: torch.Tensor) -> None:
         owner, own = reducer(), gradient()
@@ -392,15 +392,17 @@ def _hook(
 
 
 def buffer_bytes(layout: Layout, policy: ZeroPolicy, num_backwards: int = 1) -> int:
-    """The most that buffers of gradients need: one for each bucket where they are kept or fill over micro-steps, else
-    a few for all.  Whoever keeps whole gradients needs both from the second backward of a step on.
+    """Return the maximum bytes of gradient buffers.
+
+    One buffer for each bucket if whole gradients are kept or accumulate over micro-steps, else a few for all; if
+    whole gradients are kept, both from the second backward of a step on.
     """
     if not layout.buckets:
         return 0
     fills = reduce_at(policy, layout) is ReduceAt.BOUNDARY
     dense = [bucket for bucket in layout.buckets if not bucket.is_sparse]
     sizes = [b.numel * (policy.accumulate_for(b.dtype) if fills else b.dtype).itemsize for b in dense]
-    kinds = {bucket.dtype for bucket in dense}  # no buffer serves two
+    kinds = {bucket.dtype for bucket in dense}  # a buffer has one dtype
     few = (IN_FLIGHT_LIMIT + 1) * sum(max(s for b, s in zip(dense, sizes) if b.dtype == kind) for kind in kinds)
     if layout.num_shards == 1 and not policy.offload.moves_all_states:
         return sum(sizes) + (few if num_backwards > 1 else 0)

@@ -1,7 +1,8 @@
-"""The gradient of an embedding as the rows that were looked up, on its way to the optimizer.
+"""Sparse gradient of an embedding: the rows that were looked up.
 
-`nn.Embedding(sparse=True)` gives gradients as (indices, values).  Written into a bucket they would be as large as the
-vocabulary; kept as rows they are as large as the batch.  What the optimizer reads is dense: its moments are.
+`nn.Embedding(sparse=True)` gives gradients as (indices, values).  In a bucket they would be as large as the
+vocabulary; as rows they are as large as the batch.  The optimizer reads a dense gradient, because its moments are
+dense.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class SparseRows:
     values: list[Tensor] = attrs.field(factory=list)  # (n, width) each
 
     def add(self, grad: Tensor) -> None:
-        """Take a gradient: sparse, or dense where the weight was used in another way too."""
+        """Add a gradient: sparse, or dense if the weight is also used otherwise."""
         if grad.layout is torch.sparse_coo:
             grad = grad.coalesce()
             self.indices.append(grad.indices()[0])
@@ -37,11 +38,10 @@ class SparseRows:
             self.values.append(dense)
 
     def packed(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(indices (n,), each once and ascending; values (n, width) of `dtype`, summed in float32 or wider)."""
+        """Return (indices (n,), unique and ascending; values (n, width) of `dtype`, summed in float32 or wider)."""
         if not self.indices:
-            return torch.empty(0, dtype=torch.int64, device=device), torch.empty(
-                0, self.width, dtype=dtype, device=device
-            )
+            none = torch.empty(0, dtype=torch.int64, device=device)
+            return none, torch.empty(0, self.width, dtype=dtype, device=device)
         indices, places = torch.cat(self.indices).unique(return_inverse=True)  # type: ignore[no-untyped-call]
         wide = torch.promote_types(self.values[0].dtype, torch.float32)
         total = torch.zeros(len(indices), self.width, dtype=wide, device=device)
@@ -49,7 +49,7 @@ class SparseRows:
         return indices, total.to(dtype)
 
     def dense(self, like: Tensor) -> Tensor:
-        """Their sum as a tensor of the shape of `like`, in float32 or wider."""
+        """Return the sum of the rows as a tensor of the shape of `like`, in float32 or wider."""
         indices, values = self.packed(torch.promote_types(like.dtype, torch.float32), like.device)
         return torch.zeros(like.shape, dtype=values.dtype, device=like.device).index_add_(0, indices, values)
 
@@ -59,7 +59,7 @@ class SparseRows:
 
 
 def add_rows(kept: Tensor, span: tuple[int, int], parts: Iterable[tuple[Tensor, Tensor]], factor: float) -> None:
-    """kept += factor * rows, part after part.
+    """Add factor * rows to `kept`, one part after the other.
 
     kept: (hi - lo,) elements [lo, hi) of the flattened (rows, width) gradient; a row may be cut by either end.
     parts: (indices (n,), each at most once; values (n, width)).
@@ -67,7 +67,7 @@ def add_rows(kept: Tensor, span: tuple[int, int], parts: Iterable[tuple[Tensor, 
     lo, hi = span
     for indices, values in parts:
         width = values.size(1)
-        first, last = -(-lo // width), hi // width  # rows that lie inside as a whole
+        first, last = -(-lo // width), hi // width  # rows that lie completely inside
         values = values.to(kept.dtype)
         inside = (indices >= first) & (indices < last)
         if first < last:

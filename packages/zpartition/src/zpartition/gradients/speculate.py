@@ -35,10 +35,10 @@ from zpartition import _compat
 from zpartition.layout.policy import Tier
 from zpartition.memory.mover import Mover
 from zpartition.memory.placement import HostPlacement, MasterPlacement
-from zpartition.state.apart import in_parts
 from zpartition.state.counts import is_large
 from zpartition.state.optimizer_state import Holder
 from zpartition.state.shape_aware import accepts_cuts
+from zpartition.state.unused import partial_update
 
 __all__ = ["NO_SPECULATION", "SpeculativeStep", "SteppedBucket", "start_speculation"]
 
@@ -69,9 +69,9 @@ class SteppedBucket:
 class SpeculativeStep:
     """The identity: no speculation."""
 
-    num_bytes = 0  # of what is kept to be put back
-    num_confirmed = 0  # buckets whose update was as assumed, ever
-    num_rolled_back = 0  # and those that were put back
+    num_bytes = 0  # of copies for rollback
+    num_confirmed = 0  # updates of buckets that were confirmed, in total
+    num_rolled_back = 0  # updates of buckets that were rolled back, in total
 
     def begin(self) -> None:
         """Start the last backward of a step: complete buckets may be stepped."""
@@ -89,7 +89,7 @@ class SpeculativeStep:
         """Restore all buckets."""
 
     def confirm(self, is_plain: bool) -> frozenset[int]:
-        """Return the buckets whose update is valid; restores the others.  `is_plain`: the step treats all alike."""
+        """Return the buckets whose update is valid; restores the others.  is_plain: no parameter counts as unused."""
         return frozenset()
 
     def close(self) -> None:
@@ -105,12 +105,12 @@ class _Undo:
 
     master: Tensor  # (span numel,)
     copies: dict[str, Tensor] = attrs.field(factory=dict)  # by state key
-    entry: dict[str, Any] | None = None  # the optimizer's own, None: it had none
+    entry: dict[str, Any] | None = None  # the optimizer's state; None: it had none
     version: int = 0  # of the gradient that was read
-    is_saved: bool = False  # whether there is anything to be put back
+    is_saved: bool = False  # there is something to restore
 
     def save(self, optimizer: torch.optim.Optimizer, master: Parameter) -> None:
-        """Before the update."""
+        """Copy master and state before the update."""
         self.master.copy_(master.data)
         entry = optimizer.state.get(master)
         self.entry = None if entry is None else dict(entry)
@@ -123,7 +123,7 @@ class _Undo:
         self.is_saved = True
 
     def restore(self, optimizer: torch.optim.Optimizer, master: Parameter) -> None:
-        """Put back what the last `save` saw, into the same tensors."""
+        """Restore the last `save`, into the same tensors."""
         if not self.is_saved:
             return
         master.data.copy_(self.master)
@@ -139,7 +139,7 @@ class _Undo:
 
     @property
     def num_bytes(self) -> int:
-        """Of the copies."""
+        """Bytes of the copies."""
         return self.master.nbytes + sum(value.nbytes for key, value in self.copies.items() if is_large(key, value))
 
 
@@ -151,9 +151,9 @@ def start_speculation(
     mover: Mover,
 ) -> SpeculativeStep:
     """Start a thread that steps `buckets`; none for an optimizer that looks at whole tensors."""
-    if accepts_cuts(optimizer):  # it speaks to the other ranks in its step, which is not for a thread
+    if accepts_cuts(optimizer):  # its step communicates, which a thread must not
         name = type(optimizer).__name__
-        warnings.warn(f"speculation has no effect: {name} looks at whole tensors, over all ranks", stacklevel=3)
+        warnings.warn(f"speculation has no effect: {name} needs whole tensors, over all ranks", stacklevel=3)
         return NO_SPECULATION
     made = SpeculativeThread(buckets, optimizer, scaled, expected_divisor, mover)
     for index, bucket in enumerate(buckets):
@@ -178,18 +178,18 @@ class SpeculativeThread(SpeculativeStep):
     buckets: Sequence[SteppedBucket]  # by index
     optimizer: torch.optim.Optimizer
     scaled: Any  # the optimizer, or an adapter: `step()` divides gradients by `grad_scale`
-    expected_divisor: Callable[[], Tensor | None]  # the divisor that is expected
+    expected_divisor: Callable[[], Tensor | None]
     mover: Mover
     is_open: bool = False
-    divisor: Tensor | None = None  # that was assumed, on the host: valid behind the mark of any gradient
-    scratch: Tensor | None = None  # what the thread steps with where an optimizer may write into gradients
-    options: list[dict[str, Any]] = attrs.field(factory=list)  # of the parameter groups, when it was
+    divisor: Tensor | None = None  # the assumed one, on the host; valid after the mark of any gradient
+    scratch: Tensor | None = None  # copy of a gradient, for an optimizer that may write into it
+    options: list[dict[str, Any]] = attrs.field(factory=list)  # of the parameter groups, when `divisor` was assumed
     futures: dict[int, Future[None]] = attrs.field(factory=dict)
     undos: dict[int, _Undo] = attrs.field(factory=dict)  # kept over steps
     num_confirmed: int = 0
     num_rolled_back: int = 0
     hooks: list[RemovableHandle] = attrs.field(factory=list)  # of the optimizer's state dicts
-    thread: ThreadPoolExecutor = attrs.field(factory=lambda: ThreadPoolExecutor(1, "zpartition-ahead"))
+    thread: ThreadPoolExecutor = attrs.field(factory=lambda: ThreadPoolExecutor(1, "zpartition-speculate"))
 
     @property
     def num_bytes(self) -> int:  # type: ignore[override]
@@ -199,14 +199,14 @@ class SpeculativeThread(SpeculativeStep):
     def begin(self) -> None:
         self.rollback_all()  # of an earlier backward that was not the last
         for bucket in self.buckets:
-            bucket.master.grad = None  # `finish_gradients` shows what there is, when all of it is there
+            bucket.master.grad = None  # `finish_gradients` sets it when all gradients are complete
         divisor = self.expected_divisor()
         self.divisor = None if divisor is None else self._on_host(divisor.detach())
         self.options = _options(self.optimizer)
         self.is_open = True
 
     def _on_host(self, divisor: Tensor) -> Tensor:
-        """A copy that the thread can read without a word to the device, whose streams it does not know."""
+        """Return a copy on the host, which the thread can read without synchronizing with the device."""
         if divisor.is_cpu:
             return divisor.clone()
         host = self.mover.empty(divisor.numel(), divisor.dtype).view(divisor.shape)
@@ -228,7 +228,7 @@ class SpeculativeThread(SpeculativeStep):
         self.futures[index] = self.thread.submit(self._step, bucket.holder, kept, undo, self.mover.ready())
 
     def _step(self, holder: Holder, kept: Tensor, undo: _Undo, mark: Any) -> None:
-        """In the thread: one bucket, when its gradient has come to the host."""
+        """Step one bucket, in the thread, when its gradient is on the host."""
         master = holder.tensor
         self.mover.wait_for(mark)
         undo.save(self.optimizer, master)
@@ -237,7 +237,7 @@ class SpeculativeThread(SpeculativeStep):
         try:
             if self.divisor is not None:
                 self.scaled.grad_scale = self.divisor
-            with in_parts(self.optimizer, [holder]):
+            with partial_update(self.optimizer, [holder]):
                 self.scaled.step()
         finally:
             if self.divisor is not None:
@@ -245,7 +245,7 @@ class SpeculativeThread(SpeculativeStep):
             master.grad = None
 
     def _readable(self, kept: Tensor) -> Tensor:
-        """The gradient for an optimizer that reads it; a copy for one that may write into it."""
+        """Return the gradient, or a copy for an optimizer that may write into it."""
         if getattr(self.optimizer, "keeps_gradients", False):
             return kept
         if self.scratch is None or self.scratch.numel() < kept.numel() or self.scratch.dtype != kept.dtype:
@@ -259,10 +259,10 @@ class SpeculativeThread(SpeculativeStep):
         if future is None:
             return
         if not future.cancel():
-            future.exception()  # waits; a step that failed here fails again where it is asked for
+            future.exception()  # waits; a step that failed here fails again in `Partition.apply`
             self.undos[index].restore(self.optimizer, self.buckets[index].master)
             self.num_rolled_back += 1
-        del self.futures[index]  # last: whoever interrupts the wait (Ctrl-C) leaves what can be retracted again
+        del self.futures[index]  # last: after an interrupt of the wait (Ctrl-C) it can be rolled back again
 
     def join(self) -> None:
         self.is_open = False
@@ -294,7 +294,7 @@ class SpeculativeThread(SpeculativeStep):
         return is_expected and _options(self.optimizer) == self.options
 
     def _is_touched(self, index: int) -> bool:
-        """Return whether the optimizer would be given another gradient than the one that was read."""
+        """Return whether the optimizer would get another gradient than the one that was read."""
         bucket = self.buckets[index]
         kept, shown = bucket.gradient.kept, bucket.master.grad
         if kept is None or shown is None or shown.data_ptr() != kept.data_ptr():
@@ -311,7 +311,7 @@ class SpeculativeThread(SpeculativeStep):
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Unless its object is gone."""
+    """Call a method, unless its object is gone."""
     if (alive := method()) is not None:
         alive()
 
@@ -321,7 +321,7 @@ def _value(divisor: Tensor | None) -> float:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The hyperparameters of each group, as values that can be compared."""
+    """Return the hyperparameters of each group, as comparable values."""
 
     def plain(value: Any) -> Any:
         return value.tolist() if isinstance(value, Tensor) else value

@@ -1,7 +1,6 @@
 """Hugging Face's expert stacks, recognized by shape and signature.
 
-Tensor plans leave these modules whole and expert parallelism shards them, so both ask here.  `experts/huggingface.py`
-says how they are sharded.
+Tensor plans leave these modules whole, and expert parallelism shards them (experts/huggingface.py).
 """
 
 from __future__ import annotations

@@ -199,9 +199,9 @@ def plan_layout(
     for spec in specs:
         if spec.num_expert_shards > 1 and num_shards > 1 and num_shards % spec.num_expert_shards:
             raise ValueError(
-                f"{spec.name} is sharded over {spec.num_expert_shards} expert-parallel ranks, and {num_shards} ranks "
-                "hold one copy of the weights (shard_group_size): choose a multiple of "
-                f"{spec.num_expert_shards}, or 0 for all ranks."
+                f"{spec.name} is sharded over {spec.num_expert_shards} expert-parallel ranks, which do not divide "
+                f"the {num_shards} ranks that hold one copy of the weights: choose a shard_group_size that is a "
+                f"multiple of {spec.num_expert_shards}, or 0 for all ranks."
             )
     _check_duplicates([spec.name for spec in specs])
     limit = bucket_numel or derive_bucket_numel(sum(spec.numel for spec in specs))
@@ -258,7 +258,7 @@ class _OpenBucket:
 def _check_duplicates(names: Sequence[str]) -> None:
     repeated = [name for name, count in collections.Counter(names).items() if count > 1]
     if repeated:
-        raise ValueError(f"parameter names must be unique, these are not: {', '.join(repeated)}")
+        raise ValueError(f"parameter names must be unique; repeated: {', '.join(repeated)}")
 
 
 def _round_up(value: int, multiple: int) -> int:

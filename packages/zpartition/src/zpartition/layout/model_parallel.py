@@ -1,6 +1,6 @@
 """Model parallelism outside a partition: groups of ranks that hold other parts of the model, and addresses.
 
-A tensor-parallel module holds a part of its weights; the ranks with the other parts see the same data and form this
+A tensor-parallel module holds a part of its weights; the ranks with the other parts see the same data and are this
 rank's *model-parallel group*.  A partition works over the ranks that hold the same parts.  It needs three facts from
 the modules (`ModelParallelModule`): the address of each parameter in the global tensor (for checkpoints), which
 parameters are copies (their gradients count once in a norm), and the group over which such sums are reduced.
@@ -55,10 +55,10 @@ class ModelParallelGroup:
         """Return the model-parallel group of the ranks in `group`."""
         return cls(group, zcomm.group_size(group), zcomm.group_rank(group))
 
-    def add_up(self, sums: Tensor) -> None:
+    def all_reduce(self, sums: Tensor) -> None:
         """All-reduce (sum) `sums` over the group, in place."""
         if self.size > 1:
-            zcomm.all_reduce(sums, self.group, label="sums over cells")
+            zcomm.all_reduce(sums, self.group, label="sums over model-parallel ranks")
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> ModelParallelGroup:
         """Return the group itself: a copy of a module communicates over the same group."""
@@ -112,7 +112,7 @@ class PipelineStagedModule(Protocol):
 
 
 def pipeline_stages_of(module: nn.Module) -> ModelParallelGroup:
-    """Return the group of pipeline stages that `module` is one of; ALONE for a model that is not cut."""
+    """Return the group of pipeline stages of the model; ALONE if `module` is not a stage."""
     return module.stage_group() if isinstance(module, PipelineStagedModule) else ALONE
 
 
@@ -127,7 +127,7 @@ def model_parallel_group_of(module: nn.Module) -> ModelParallelGroup:
         if mp_group.group is not found[first].group:
             raise ValueError(
                 f"modules {first} and {name} are split over different groups ({found[first].size} and "
-                f"{mp_group.size} ranks): a model is split over one tensor-parallel group. Use the same for both."
+                f"{mp_group.size} ranks); a model has one tensor-parallel group. Use the same group for both."
             )
     return found[first] if found else ALONE
 
@@ -135,13 +135,16 @@ def model_parallel_group_of(module: nn.Module) -> ModelParallelGroup:
 def check_group(module: nn.Module, group: ProcessGroup | None) -> None:
     """Raise ValueError if `group` has ranks that hold other parts of `module`: these cannot share a partition."""
     tensor, stages = model_parallel_group_of(module), pipeline_stages_of(module)
-    mates = f"zcomm.strided_group({tensor.size}) for neighbours"
-    for mp_group, kind, cure in ((tensor, "tensor", mates), (stages, "pipeline", "zpartition.replicas_of(module)")):
+    neighbours = f"zcomm.strided_group({tensor.size}) for neighbours"
+    for mp_group, kind, cure in (
+        (tensor, "tensor", neighbours),
+        (stages, "pipeline", "zpartition.replicas_of(module)"),
+    ):
         others, mine = _ranks_of(mp_group), dist.get_rank() if mp_group.size > 1 else 0
         shared = sorted(set(dist.get_process_group_ranks(group)) & set(others) - {mine}) if others else []
         if shared:
             raise ValueError(
-                f"the module is split over the {kind} ranks {others}, and the group to partition it over has "
+                f"the module is split over the {kind} ranks {others}, and the group to partition it over contains "
                 f"rank {mine} and also {', '.join(map(str, shared))}, which hold other parts. Pass the "
                 f"data-parallel group: group={cure}, or Groups.gradient()."
             )
@@ -173,7 +176,7 @@ def replicas_of(module: nn.Module) -> ProcessGroup | None:
     if ranks and (ranks != list(range(first, first + mp_group.size)) or size % mp_group.size):
         raise ValueError(
             f"the module is split over ranks {ranks} of {size}, which are not {mp_group.size} consecutive ranks, so "
-            "the ranks with the same parts cannot be derived: pass their group (mesh=, in zengine)."
+            "the ranks with the same parts cannot be derived. Pass their group (mesh=, in zengine)."
         )
     return zcomm.Groups.of(zcomm.Degrees(pipeline=stages.size, tensor=mp_group.size)).gradient()
 

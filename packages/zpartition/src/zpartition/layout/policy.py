@@ -101,12 +101,12 @@ class Offload:
     def __attrs_post_init__(self) -> None:
         if Tier.DISK in (self.states, self.weights) and not self.directory:
             raise ValueError(
-                'Offload(states or weights=Tier.DISK) needs a directory="/fast/local/folder" to write to'
+                'Offload(states or weights=Tier.DISK) needs a directory to write to: directory="/fast/local/folder"'
             )
         if self.speculation is not Speculation.OFF and self.states is not Tier.HOST:
             raise ValueError(
                 f"Offload(speculation={self.speculation.name}, states={self.states.name}): only states on the host "
-                "can be updated during backward, and rolled back. Use states=Tier.HOST, or Speculation.OFF."
+                "can be updated during backward and rolled back. Use states=Tier.HOST, or Speculation.OFF."
             )
 
     @property
@@ -256,12 +256,10 @@ class ZeroPolicy:
         return bucket.wire or self.reduce_dtype or bucket.dtype
 
     def of(self, bucket: Bucket) -> ZeroPolicy:
-        """Return the policy of `bucket`: experts have no hpZ and no hops, which need neighbours with equal
-        parameters.
-        """
-        return (
-            self if bucket.num_expert_shards == 1 else attrs.evolve(self, secondary_group_size=0, gradient_hop_size=0)
-        )
+        """Return the policy of `bucket`: experts have no hpZ or hops, which need neighbours with equal weights."""
+        if bucket.num_expert_shards == 1:
+            return self
+        return attrs.evolve(self, secondary_group_size=0, gradient_hop_size=0)
 
     def master_for(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the masters of parameters of `dtype`: never narrower than it."""
@@ -271,13 +269,13 @@ class ZeroPolicy:
         if self.stage >= 2 and self.reduce_at is ReduceAt.BOUNDARY:
             raise ValueError(
                 f"ZeroPolicy(stage={self.stage}, reduce_at=BOUNDARY) would keep a full local gradient, which stage "
-                f"{self.stage} exists to avoid: use stage=1 for one exchange per step, or reduce_at=MICRO_STEP"
+                f"{self.stage} exists to avoid. Use stage=1 for one reduction per step, or reduce_at=MICRO_STEP."
             )
         if self.master_dtype == torch.float16 and self.accumulate_dtype != torch.float16:
             raise ValueError(
-                f"ZeroPolicy(master_dtype=torch.float16, accumulate_dtype={self.accumulate_dtype}): an optimizer is "
-                "given gradients in the dtype of its masters, and a sum that is finite here may not be in float16. "
-                "Use accumulate_dtype=torch.float16 too, or wider masters."
+                f"ZeroPolicy(master_dtype=torch.float16, accumulate_dtype={self.accumulate_dtype}): the optimizer "
+                "gets gradients in the dtype of the masters, and a finite sum may overflow in float16. Use "
+                "accumulate_dtype=torch.float16 too, or wider masters."
             )
         if self.shard_group_size and not self.stage:
             raise ValueError(
@@ -286,8 +284,9 @@ class ZeroPolicy:
             )
         if self.gradient_bits and not self.stage:
             raise ValueError(
-                f"ZeroPolicy(stage=0, gradient_bits={self.gradient_bits}): every rank keeps all gradients there, and "
-                "sums of few bits would differ between ranks. Use stage 1, 2 or 3, or leave gradient_bits out."
+                f"ZeroPolicy(stage=0, gradient_bits={self.gradient_bits}): at stage 0 every rank keeps all "
+                "gradients, and quantized sums would differ between ranks. Use stage 1, 2 or 3, or leave "
+                "gradient_bits out."
             )
         if self.averaging.operation == "sum" and (self.averaging.prescale or self.averaging.predivide != 1.0):
-            raise ValueError("Averaging(operation='sum') does not divide: drop prescale and predivide")
+            raise ValueError("Averaging(operation='sum') does not divide; leave prescale and predivide out")

@@ -70,6 +70,16 @@ def derive_unit_numel(total_numel: int) -> int:
     return min(max(total_numel // _DERIVED_UNITS, _DERIVED_MIN_NUMEL), _DERIVED_MAX_NUMEL)
 
 
+def matches(pattern: str, name: str) -> bool:
+    """Return whether `pattern` matches all of the module path `name`.
+
+    `*` matches one component or a part of it, `**` any number of components.
+    """
+    parts = re.split(r"(\*\*|\*)", pattern)
+    expression = "".join({"**": ".*", "*": "[^.]*"}.get(part, re.escape(part)) for part in parts)
+    return re.fullmatch(expression, name) is not None
+
+
 def _units_of_modules(root: nn.Module, limit: int, leaves: Iterable[str]) -> dict[str, str]:
     """Return the unit path of every module path (each path of a shared module)."""
     unit_of: dict[str, str] = {}
@@ -148,20 +158,10 @@ def _check_leaves(module: nn.Module, leaves: Iterable[str]) -> None:
     for leaf in leaves:
         if not any(_names(leaf, path, child) for path, child in modules):
             raise ValueError(
-                f'leaves names {leaf!r}, but no module has this class or path ("*end" matches paths by their end). '
-                f"Modules at the top: {', '.join(name for name, _ in module.named_children())}."
+                f'leaves contains {leaf!r}, but no module has this class or path ("*end" matches the end of a path). '
+                f"Top-level modules: {', '.join(name for name, _ in module.named_children())}."
             )
 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name else path or name
-
-
-# Patterns over module names: `*` matches one component or a part of it, `**` any number of components.
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Return whether `pattern` matches all of `name`."""
-    parts = re.split(r"(\*\*|\*)", pattern)
-    expression = "".join({"**": ".*", "*": "[^.]*"}.get(part, re.escape(part)) for part in parts)
-    return re.fullmatch(expression, name) is not None

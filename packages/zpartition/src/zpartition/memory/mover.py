@@ -65,7 +65,7 @@ class Mover(Protocol):
         """Host memory that copies pass through."""
 
     @property
-    def flying_bytes(self) -> int:
+    def in_flight_bytes(self) -> int:
         """Device memory of temporaries that may still be on their way to the host."""
 
 
@@ -75,7 +75,7 @@ class PlainMover:
     """Mover of a CPU module: copies are synchronous."""
 
     staging_bytes: int = 0
-    flying_bytes: int = 0
+    in_flight_bytes: int = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate (numel,) zeros, so that no page is first touched in a step."""
@@ -119,22 +119,22 @@ class CudaMover:
     pin: bool
     down: Any  # torch.cuda.Stream
     up: Any  # torch.cuda.Stream
-    flying: collections.deque[tuple[Any, int]] = attrs.field(factory=collections.deque)  # (event behind it, bytes)
+    in_flight: collections.deque[tuple[Any, int]] = attrs.field(factory=collections.deque)  # (event behind it, bytes)
     stages: list[_Stage] = attrs.field(factory=list)  # used in turn
     stage_bytes: int = 0  # of each: the most that was ever sent at once
     _turn: int = 1  # of `stages`, the one used last
 
     @classmethod
     def create(cls, device: torch.device, pin: bool) -> CudaMover:
-        """Two streams on `device`."""
+        """Create the mover with two streams on `device`."""
         return cls(device, pin, _cuda().Stream(device), _cuda().Stream(device))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,), pinned if the policy says so."""
+        """Allocate (numel,) zeros, pinned if the policy says so."""
         return torch.zeros(numel, dtype=dtype, pin_memory=self.pin)
 
     def fetch(self, host: Tensor, device: Tensor, factor: float) -> None:
-        """Widen on the device, behind what computes there; copy on the side."""
+        """Widen on the device, on the current stream; copy on the side stream."""
         values = torch.empty_like(device, dtype=host.dtype)
         values.copy_(device)
         if factor != 1.0:
@@ -145,8 +145,8 @@ class CudaMover:
         self._end_down(values.nbytes)
 
     def add(self, host: Tensor, device: Tensor, factor: float) -> None:
-        """Fetch what the host has, add on the device, and put it back: the bus works both ways at once."""
-        values = device.clone()  # the bucket goes back to its pool
+        """Fetch the host's values, add on the device, and copy the sum back; both directions of the bus overlap."""
+        values = device.clone()  # the bucket returns to its pool
         self._begin_down(values)
         with torch.cuda.stream(self.down):
             total = torch.empty_like(values, dtype=host.dtype)
@@ -156,16 +156,16 @@ class CudaMover:
         self._end_down(values.nbytes)
 
     def _begin_down(self, values: Tensor) -> None:
-        while len(self.flying) >= IN_FLIGHT:
-            self.flying.popleft()[0].synchronize()
+        while len(self.in_flight) >= IN_FLIGHT:
+            self.in_flight.popleft()[0].synchronize()
         self.down.wait_stream(torch.cuda.current_stream(self.device))
         values.record_stream(self.down)
 
     def _end_down(self, num_bytes: int) -> None:
-        self.flying.append((self.down.record_event(), num_bytes))
+        self.in_flight.append((self.down.record_event(), num_bytes))
 
     def send(self, device: Tensor, host: Tensor) -> None:
-        """Cast on the host into pinned memory, copy on the side."""
+        """Cast on the host into pinned memory; copy on the side stream."""
         stage = self._stage(host.numel() * device.element_size())
         values = stage.memory[: device.nbytes].view(device.dtype)
         values.copy_(host)
@@ -175,7 +175,7 @@ class CudaMover:
             stage.free = self.up.record_event()
 
     def _stage(self, num_bytes: int) -> _Stage:
-        """One of two, made as large as it was ever needed; waits for the copy before the last one."""
+        """Return one of two stages, grown to the largest send so far; waits for the copy before the last one."""
         self.stage_bytes = max(self.stage_bytes, num_bytes)
         if len(self.stages) < NUM_STAGES:
             self.stages.append(_Stage(self.empty(self.stage_bytes, torch.uint8), _cuda().Event()))
@@ -195,7 +195,7 @@ class CudaMover:
 
     def wait_host(self) -> None:
         self.down.synchronize()
-        self.flying.clear()
+        self.in_flight.clear()
 
     def wait_device(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.up)
@@ -205,8 +205,8 @@ class CudaMover:
         return sum(stage.memory.nbytes for stage in self.stages)
 
     @property
-    def flying_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self.flying)
+    def in_flight_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.in_flight)
 
 
 def _cuda() -> Any:

@@ -50,20 +50,20 @@ class MasterPlacement(StatePlacement, Protocol):
         """Move the memory of a new master here; its contents are undefined until `refresh`."""
 
     def refresh(self, master: Parameter, weights: Tensor) -> None:
-        """master = weights, (span numel,) of the parameters' dtype."""
+        """Set master = weights, (span numel,) in the parameters' dtype."""
 
     def publish(self, master: Parameter, weights: Tensor) -> None:
-        """Start weights = master, cast."""
+        """Start to set weights = master, cast."""
 
     def values(self, master: Parameter) -> Tensor:
-        """(span numel,) the master, to be read: live memory where it is in memory."""
+        """Return the master, (span numel,), for reading: live memory if it is in memory."""
 
     def write(self, master: Parameter, start: int, part: Tensor) -> None:
-        """master[start:...] = part."""
+        """Set master[start : start + part.numel()] = part."""
 
 
 def same_bits(first: Tensor, second: Tensor) -> Tensor:
-    """Compare element by element, NaN like any other number; both of one dtype."""
+    """Compare the bits of each element, NaN included; both tensors have one dtype."""
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
     return first.view(kind) == second.view(kind)
 
@@ -263,7 +263,7 @@ class DiskParams:
     def load(self) -> Tensor:
         self.prefetch()
         if self.on_device is None and self.reading is not None:
-            (buffer, transfer), self.reading = self.reading, None  # one that fails is read again the next time
+            (buffer, transfer), self.reading = self.reading, None  # after a failure the next `load` reads again
             transfer.wait()
             self.on_device = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             self.mover.send(self.on_device, self._values_in(buffer))

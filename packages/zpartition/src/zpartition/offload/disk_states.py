@@ -1,16 +1,16 @@
-"""Masters and optimizer states in files: one bucket's home on disk (ZeRO-Infinity, Rajbhandari et al. 2021).
+"""Masters and optimizer states in files: the disk placement of a bucket (ZeRO-Infinity, Rajbhandari et al. 2021).
 
-Between steps memory holds nothing of them: the master is *hollow* (one NaN in the right shape, as at stage 3), and
-the optimizer has no entry for it.  A bucket is two regions of a `DiskStore`: the master, and the tensors of the
-optimizer's state one behind the other, in whatever format the optimizer keeps them.  Numbers beside them, such as
-step counts, stay in memory.  The second region is made when the first step has shown what there is to keep.
+Between steps they are not in memory: the master is *hollow* (one NaN in the right shape, as at stage 3), and the
+optimizer has no entry for it.  A bucket has two regions of a `DiskStore`: the master, and the tensors of the
+optimizer's state one after the other, in the optimizer's own format.  Numbers such as step counts stay in memory.
+The second region is allocated after the first step, when the state tensors are known.
 
-`install` puts a bucket into memory as if it had always been there, `write_back` takes it away again.  Whoever reads
-between steps (checkpoints, people) gets `LazyState` objects that decode a part when it is asked for: the protocol of
-[Note: portable state] in optimizer_state.py.  The bucket read last is kept, so that reading piece by piece reads a
-file once.
+`install` makes the optimizer see a bucket in memory, and `write_back` writes and removes it.  Readers between steps
+(checkpoints, `safe_get_*`) get `LazyState` objects that decode a part on demand: the protocol of [Note: portable
+state] in optimizer_state.py.  The bucket that was read last is cached, so that reading piece by piece reads a file
+once.
 
-Nothing that a step writes counts before `commit`.
+Writes of a step are valid after `commit`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zpartition.state.optimizer_state import elements, set_state_of, state_of
 
 __all__ = ["DiskPlacement", "LazyState", "StateField", "StateStore"]
 
-_LINE_BYTES = 64  # fields begin on lines of the cache
+_LINE_BYTES = 64  # fields begin on cache lines
 
 
 @attrs.frozen
@@ -50,7 +50,7 @@ class StateField:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def of(self, memory: Tensor) -> Tensor:
-        """The tensor inside `memory`, (bytes,) uint8."""
+        """Return the tensor inside `memory`, (bytes,) uint8."""
         return memory[self.start : self.start + self.num_bytes].view(self.dtype).view(self.shape)
 
 
@@ -59,20 +59,20 @@ class BucketMemory:
     """Memory of a bucket while it is loaded."""
 
     master: Tensor  # (bytes,) uint8
-    states: Tensor  # (bytes,) uint8; empty before there are any
+    states: Tensor  # (bytes,) uint8; empty without any
 
 
 @attrs.define(eq=False)
 class StoredState:
     """Description of one bucket's optimizer state on disk."""
 
-    region: Region | None = None  # None: the optimizer keeps nothing yet
+    region: Region | None = None  # None: there is no state yet
     fields: tuple[StateField, ...] = ()
-    small: dict[str, Any] = attrs.field(factory=dict)  # the rest of the optimizer's entry
+    small: dict[str, Any] = attrs.field(factory=dict)  # other items of the optimizer's entry
     kinds: dict[str, Any] = attrs.field(factory=dict)  # portable key -> (dtype, shape), or the number itself
 
     def copied(self) -> StoredState:
-        """With numbers of its own: a step changes them in place."""
+        """Return a copy with its own numbers, because a step changes them in place."""
         small = {key: value.clone() if isinstance(value, Tensor) else value for key, value in self.small.items()}
         kinds = {key: value.clone() if isinstance(value, Tensor) else value for key, value in self.kinds.items()}
         return StoredState(self.region, self.fields, small, kinds)
@@ -81,11 +81,7 @@ class StoredState:
 @final
 @attrs.define(eq=False)
 class StateStore:
-    """One store and the memory that its buckets pass through.
-
-    Buffers are made to fit the largest bucket, so that any serves each; `cached` is the bucket that was read last by
-    somebody who is not a step.
-    """
+    """One store and the memory that its buckets pass through.  Every buffer fits the largest bucket."""
 
     store: DiskStore
     mover: Mover
@@ -93,10 +89,10 @@ class StateStore:
     num_bytes: dict[str, int] = attrs.field(factory=lambda: {"master": 0, "states": 0})  # of the largest bucket
     made_bytes: int = 0  # of all buffers
     region_bytes: dict[str, int] = attrs.field(factory=lambda: {"master": 0, "states": 0})  # on disk, both slots
-    cached: tuple[DiskPlacement, BucketMemory] | None = None
+    cached: tuple[DiskPlacement, BucketMemory] | None = None  # the bucket that was read last, outside of steps
 
     def allocate(self, kind: str, name: str, num_bytes: int) -> Region:
-        """A region, or the one of that name; files hold it twice, what counts and what is being written."""
+        """Return the region of this name, allocated if it does not exist; on disk it takes two slots."""
         if (there := self.store.regions.get(name)) is not None:
             return there
         region = self.store.allocate(name, num_bytes)
@@ -108,7 +104,7 @@ class StateStore:
         return region
 
     def acquire(self, kind: str) -> Tensor:
-        """A buffer for any bucket, until `release`."""
+        """Return a buffer for any bucket, until `release`."""
         while self.free[kind]:
             buffer = self.free[kind].pop()
             if buffer.nbytes >= self.num_bytes[kind]:
@@ -119,13 +115,13 @@ class StateStore:
         return buffer
 
     def release(self, memory: BucketMemory) -> None:
-        """Nobody needs it any more."""
+        """Return the buffers of `memory` to the free ones."""
         self.free["master"].append(memory.master)
         if memory.states.numel():
             self.free["states"].append(memory.states)
 
     def forget(self) -> None:
-        """Drop the cached bucket: it is outdated or not needed."""
+        """Drop the cached bucket."""
         if self.cached is not None:
             self.release(self.cached[1])
             self.cached = None
@@ -134,7 +130,7 @@ class StateStore:
 @final
 @attrs.define(eq=False)
 class DiskPlacement:
-    """The home of one bucket in a `StateStore`.
+    """Placement of one bucket in a `StateStore`.
 
     Invariant: between steps the master is `hollow` and the optimizer has no entry for it.
     """
@@ -146,12 +142,12 @@ class DiskPlacement:
     hollow: Tensor = attrs.field(factory=lambda: torch.full((), torch.nan))
     contents: StoredState = attrs.field(factory=StoredState)
     memory: BucketMemory | None = None  # while it is in memory
-    staged: Tensor | None = None  # (span numel,) the master, being loaded until `publish`
+    staged: Tensor | None = None  # (span numel,) the master while it is loaded, until `publish`
 
     # -- the master --------------------------------------------------------------------------------
 
     def adopt(self, master: Parameter) -> None:
-        """Make room on disk, and none in memory."""
+        """Allocate the master's region, and free its memory."""
         name = f"master {self.index}"
         self._region = self.disk.allocate("master", name, master.numel() * master.element_size())
         self.hollow = torch.full((), torch.nan, dtype=master.dtype).expand(master.shape)
@@ -172,7 +168,7 @@ class DiskPlacement:
         self.disk.mover.send(weights, self.values(master))
 
     def values(self, master: Parameter) -> Tensor:
-        """(span numel,) the master; when it comes from disk, until somebody reads another bucket."""
+        """Return the master, (span numel,); if read from disk, valid until another bucket is read."""
         if self.memory is not None:
             return master.data
         return self.staged if self.staged is not None else self._master_in(self._read_cached())
@@ -186,13 +182,13 @@ class DiskPlacement:
         self._write_master(memory)
 
     def stage(self) -> Tensor:
-        """(span numel,) the master in memory, to load into; `publish` takes it to disk."""
+        """Return the master in memory, (span numel,), to load into; `publish` writes it to disk."""
         if self.staged is None:
             self.staged = self._master_in(self._read_cached()).clone()
         return self.staged
 
     def flush(self) -> None:
-        """Take to disk what was loaded."""
+        """Write a loaded master to disk."""
         if self.staged is not None:
             memory = self._read_cached()
             self._master_in(memory).copy_(self.staged)
@@ -201,7 +197,7 @@ class DiskPlacement:
 
     @property
     def region(self) -> Region:
-        """Of the master."""
+        """Region of the master."""
         assert self._region is not None
         return self._region
 
@@ -216,26 +212,26 @@ class DiskPlacement:
     # -- the optimizer's state ---------------------------------------------------------------------
 
     def state(self, optimizer: torch.optim.Optimizer, master: Parameter) -> Mapping[str, Any]:
-        """By key: numbers, and what can be read in parts."""
+        """Return numbers and lazy states, by key."""
         if self.memory is not None:
             return state_of(optimizer, master)
         kinds = self.contents.kinds.items()
         return {k: LazyState(self, optimizer, master, k, *v) if isinstance(v, tuple) else v for k, v in kinds}
 
     def set_state(self, optimizer: torch.optim.Optimizer, master: Parameter, state: dict[str, Any]) -> None:
-        """Encode in memory, then write."""
+        """Encode the state in memory, then write it."""
         read = {
             key: elements(v, 0, master.numel()).view(v.shape) for key, v in state.items() if isinstance(v, LazyState)
         }
         self.replace(optimizer, master, lambda: set_state_of(optimizer, master, {**state, **read}))
 
     def clear(self, optimizer: torch.optim.Optimizer, master: Parameter) -> None:
-        """Keep nothing of it."""
+        """Remove the state."""
         if self.contents.fields or self.contents.small:
             self.replace(optimizer, master, functools.partial(optimizer.state.pop, master, None))
 
     def replace(self, optimizer: torch.optim.Optimizer, master: Parameter, change: Callable[[], object]) -> None:
-        """Let `change` alter the optimizer's entry while it is in memory; all of it counts, or nothing."""
+        """Let `change` alter the optimizer's entry while it is in memory; atomic."""
         before = self.contents
         memory = self._read_cached()
         self.disk.cached = None
@@ -255,7 +251,7 @@ class DiskPlacement:
 
     @contextmanager
     def in_memory(self, optimizer: torch.optim.Optimizer, master: Parameter) -> Iterator[None]:
-        """Inside, the bucket is in memory, to be read."""
+        """Keep the bucket in memory inside the block, for reading."""
         if self.memory is not None:
             yield
             return
@@ -281,7 +277,7 @@ class DiskPlacement:
     # -- a step ------------------------------------------------------------------------------------
 
     def begin_reading(self) -> tuple[BucketMemory, list[Transfer]]:
-        """Memory for the bucket, and the reads that fill it."""
+        """Allocate memory for the bucket; returns it with the transfers that fill it."""
         disk, contents = self.disk, self.contents
         states = torch.empty(0, dtype=torch.uint8) if contents.region is None else disk.acquire("states")
         memory = BucketMemory(disk.acquire("master"), states)
@@ -291,7 +287,7 @@ class DiskPlacement:
         return memory, transfers
 
     def install(self, optimizer: torch.optim.Optimizer | None, master: Parameter, memory: BucketMemory) -> None:
-        """Let master and optimizer see `memory`, and numbers of their own."""
+        """Let master and optimizer see `memory`, with copies of the numbers."""
         self.memory, self.contents = memory, self.contents.copied()
         master.data = self._master_in(memory)
         if optimizer is not None and (self.contents.fields or self.contents.small):
@@ -301,7 +297,7 @@ class DiskPlacement:
     def write_back(
         self, optimizer: torch.optim.Optimizer | None, master: Parameter
     ) -> tuple[BucketMemory, list[Transfer]]:
-        """Start to write what is in memory; it is the caller's to wait, and then to give the memory back."""
+        """Start to write the bucket; the caller waits for the transfers, then releases the memory."""
         assert self.memory is not None
         kinds = {} if optimizer is None else _kinds(state_of(optimizer, master))
         entry = {} if optimizer is None else dict(optimizer.state.get(master, {}))
@@ -315,12 +311,12 @@ class DiskPlacement:
         return memory, transfers
 
     def restore(self, optimizer: torch.optim.Optimizer | None, master: Parameter, before: StoredState) -> None:
-        """As it was before a step that is undone."""
+        """Restore the state from before a step that is undone."""
         self.drop(optimizer, master)
         self.contents = before
 
     def drop(self, optimizer: torch.optim.Optimizer | None, master: Parameter) -> None:
-        """Forget what is in memory."""
+        """Drop the bucket's memory without writing it."""
         if self.memory is not None:
             self.disk.release(self.memory)
         self._clear(optimizer, master)
@@ -331,13 +327,13 @@ class DiskPlacement:
             optimizer.state.pop(master, None)
 
     def _packed(self, entry: Mapping[str, Any]) -> BucketMemory:
-        """The memory with every large tensor of `entry` where its field is, which may be new."""
+        """Return the memory with every large tensor of `entry` in its field; allocates a region for new fields."""
         assert self.memory is not None
         large = {key: value for key, value in entry.items() if is_large(key, value)}
         fields = _fields(large)
         if fields != self.contents.fields:
             num_bytes = max((field.start + field.num_bytes for field in fields), default=0)
-            name = f"states {self.index}, {num_bytes} bytes"  # what a step that was undone has made serves the next
+            name = f"states {self.index}, {num_bytes} bytes"  # found again after an undone step
             self.contents.region = self.disk.allocate("states", name, num_bytes) if fields else None
             self.contents.fields = fields
             states = self.disk.acquire("states") if fields else torch.empty(0, dtype=torch.uint8)
@@ -357,7 +353,7 @@ class DiskPlacement:
 @final
 @attrs.frozen(eq=False)
 class LazyState:
-    """One state of one master, on disk, to be read in parts; see [Note: portable state] in optimizer_state.py."""
+    """One state of one master on disk, read in parts; see [Note: portable state] in optimizer_state.py."""
 
     placement: DiskPlacement
     optimizer: torch.optim.Optimizer
@@ -367,13 +363,13 @@ class LazyState:
     shape: torch.Size
 
     def read(self, start: int, stop: int) -> Tensor:
-        """(stop - start,) elements of the flattened state, in memory of their own."""
+        """Return (stop - start,) elements of the flattened state, in new memory."""
         with self.placement.in_memory(self.optimizer, self.master):
             return elements(state_of(self.optimizer, self.master)[self.key], start, stop).clone()
 
 
 def _fields(large: Mapping[str, Tensor]) -> tuple[StateField, ...]:
-    """The tensors of a state, one behind the other."""
+    """Return the fields of a state's tensors, one after the other."""
     found: list[StateField] = []
     start = 0
     for key, value in large.items():
@@ -384,5 +380,5 @@ def _fields(large: Mapping[str, Tensor]) -> tuple[StateField, ...]:
 
 
 def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
-    """(dtype, shape) of what is large in a portable state, and the rest as it is."""
+    """Return (dtype, shape) of the large items of a portable state, and the others unchanged."""
     return {key: (value.dtype, value.shape) if is_large(key, value) else value for key, value in state.items()}

@@ -1,10 +1,14 @@
-"""One update of states that are on disk: three groups in memory at once, and all of it or nothing.
+"""Disk step: one atomic update of states on disk, with three groups in memory at once.  State dicts of such states.
 
     read i + 1  |  step i  |  write i - 1
 
-The transfers run on the store's threads while the optimizer steps.  Nothing counts before all ranks have said that
-theirs is written: a rank whose disk is full, or whose file is damaged, makes all of them keep the generation before,
-and each says whose fault it was.  The buckets on the device are stepped after that, so they are not touched either.
+The transfers run on the store's threads while the optimizer steps.  The update is committed when all ranks have
+written theirs: if the disk of a rank is full, or its file is damaged, all ranks keep the previous generation and
+raise an error that names the rank.  Buckets on the device are stepped afterwards, so they are unchanged, too.
+
+State dicts.  torch builds and loads them from `optimizer.state`, which has no entries for states on disk between
+steps.  So hooks insert copies before a state dict is built, remove them afterwards, and write loaded entries to disk.
+All states of a rank are in memory while a state dict exists; `state_shards` needs a bucket at a time.
 """
 
 from __future__ import annotations
@@ -28,15 +32,15 @@ from zpartition.offload.disk_states import BucketMemory, DiskPlacement, StateSto
 
 __all__ = ["DiskStep", "hook_dicts"]
 
-_Going = list[tuple[BucketMemory, list[Transfer]]]
+_InFlight = list[tuple[BucketMemory, list[Transfer]]]
 
 
 @final
 @attrs.define(eq=False)
 class DiskStep:
-    """The groups of one update on their way through memory.
+    """The groups of one update while they pass through memory.
 
-    Invariant: at most `buffer_count` groups have memory: one that is read, one that is stepped, the rest written.
+    Invariant: at most `buffer_count` groups have memory: one is read, one is stepped, the rest are written.
     """
 
     disk: StateStore
@@ -44,12 +48,12 @@ class DiskStep:
     masters: Sequence[Parameter]  # of all buckets
     optimizer: torch.optim.Optimizer | None
     buffer_count: int
-    before: dict[int, StoredState] = attrs.field(factory=dict)  # what is to be put back if this is undone
-    reading: _Going = attrs.field(factory=list)
-    writing: collections.deque[_Going] = attrs.field(factory=collections.deque)
+    before: dict[int, StoredState] = attrs.field(factory=dict)  # for `undo`, by bucket index
+    reading: _InFlight = attrs.field(factory=list)
+    writing: collections.deque[_InFlight] = attrs.field(factory=collections.deque)
 
     def visit(self, groups: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-        """Each group while it is in memory; when this is over, all is written, and a commit is a rename away."""
+        """Yield each group while it is in memory; at the end all is written, and only a rename is left to commit."""
         self.disk.forget()
         for placement in self.placements.values():
             placement.flush()
@@ -65,7 +69,7 @@ class DiskStep:
         self.disk.store.prepare()
 
     def _read(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Start to read the group, if there is one, once there is room."""
+        """Start to read the group, if any, when there is room."""
         self._wait_for_writes(self.buffer_count - 2)
         self.reading = [self.placements[index].begin_reading() for group in groups for index in group]
 
@@ -86,11 +90,11 @@ class DiskStep:
             for memory, _ in self.writing.popleft():
                 self.disk.release(memory)
 
-    def agree(self, problem: Exception | None, group: ProcessGroup | None) -> None:
-        """Commit if no rank has a problem; else undo here, and raise.  A collective.
+    def commit_or_undo(self, problem: Exception | None, group: ProcessGroup | None) -> None:
+        """Commit if no rank has a problem; else undo, and raise.  A collective.
 
         Raises:
-            problem, if there is one; RuntimeError for that of another rank.
+            `problem`, if given; RuntimeError if another rank has one.
         """
         errors = zcomm.all_gather_object("" if problem is None else f"{type(problem).__name__}: {problem}", group)
         if not any(errors):
@@ -101,15 +105,15 @@ class DiskStep:
             raise problem
         rank = next(index for index, text in enumerate(errors) if text)
         raise RuntimeError(
-            f"rank {rank} could not update its states on disk, so no rank has: weights and states are those from "
-            f"before the step. {errors[rank]}"
+            f"rank {rank} could not update its states on disk, so all ranks keep the weights and states from before "
+            f"the step: {errors[rank]}"
         )
 
     def undo(self) -> None:
-        """Forget what was written; states and numbers are those from before."""
-        for memory, transfers in [*self.reading, *(each for going in self.writing for each in going)]:
+        """Discard all writes; states and counters are those from before the step."""
+        for memory, transfers in [*self.reading, *(each for group in self.writing for each in group)]:
             for transfer in transfers:
-                with contextlib.suppress(Exception):  # the first failure is told, these are its consequences
+                with contextlib.suppress(Exception):  # only the first failure is raised
                     transfer.wait()
             self.disk.release(memory)
         self.reading, self.writing = [], collections.deque()
@@ -118,19 +122,10 @@ class DiskStep:
         self.disk.store.discard()
 
 
-# State dicts of an optimizer whose states are on disk: whole, as if they were in memory.
-#
-# torch builds and loads them from `optimizer.state`, where nothing is between steps.  So hooks put copies there
-# before
-# a state dict is built, take them away afterwards, and take to disk what has been loaded.  All states of a rank are
-# in
-# memory while somebody holds the state dict; `state_shards` needs a bucket at a time.
-
-
 def hook_dicts(
     optimizer: torch.optim.Optimizer, places: Sequence[tuple[DiskPlacement, Parameter]]
 ) -> list[RemovableHandle]:
-    """Let `state_dict` and `load_state_dict` of `optimizer` see the masters of `places`; returns the hooks."""
+    """Let `state_dict` and `load_state_dict` of `optimizer` include the states of `places`; returns the hooks."""
 
     def fill(_: torch.optim.Optimizer) -> None:
         copies: dict[Parameter, dict[str, Any]] = {}
@@ -141,7 +136,7 @@ def hook_dicts(
         optimizer.state.update({master: entry for master, entry in copies.items() if entry})
 
     def empty(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        for _home, master in places:
+        for _placement, master in places:
             optimizer.state.pop(master, None)
 
     def adopt(_: torch.optim.Optimizer) -> None:
@@ -149,7 +144,7 @@ def hook_dicts(
             entry = optimizer.state.pop(master, None)
             if entry:
                 placement.replace(optimizer, master, functools.partial(optimizer.state.update, {master: entry}))
-            else:  # what is loaded has none
+            else:  # the loaded state dict has no entry
                 placement.clear(optimizer, master)
 
     return [

@@ -1,8 +1,8 @@
 """Offload manager: the placements of one partition's buckets, and the step that visits them.
 
 The optimizer updates a group of buckets in one call of its `step`: it skips parameters without a gradient, so in each
-call only the masters of one group have theirs.  While the weights of one group are copied to the device, the next is
-updated.  Without offload there is one group, and nothing here has an effect.
+call only the masters of one group have gradients.  While the weights of one group are copied to the device, the next
+group is updated.  Without offload there is one group, and this module has no effect.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Group = tuple[int, ...]  # bucket indices of one step call
 @final
 @attrs.define(eq=False)
 class OffloadManager:
-    """Places of each bucket's master, states and reduced gradient."""
+    """Placements of each bucket's master, states and reduced gradient."""
 
     offload: Offload
     mover: Mover
@@ -53,41 +53,41 @@ class OffloadManager:
     groups: tuple[Group, ...]  # in the order of a step
     numels: tuple[int, ...] = ()  # of the spans, by bucket index
     disks: tuple[StateStore, ...] = ()  # one, if any states are on disk
-    param_stores: tuple[DiskStore, ...] = ()  # one, if any weights are
+    param_stores: tuple[DiskStore, ...] = ()  # one, if any weights are on disk
     hooks: tuple[RemovableHandle, ...] = ()  # of the optimizer's state dicts
 
     @classmethod
     def create(
         cls, layout: Layout, offload: Offload, device: torch.device, group: ProcessGroup | None
     ) -> OffloadManager:
-        """Homes for the buckets of `layout`; only a folder is made yet."""
+        """Create placements for the buckets of `layout`; allocates nothing but a folder."""
         made = cls(offload, make_mover(device, offload), group, (), ())
         made.extend(layout)
         return made
 
     def extend(self, added: Layout) -> None:
-        """Homes for more buckets, behind those that are there; of them, too, `ratio` leaves the device."""
-        places = self.offload.place([bucket.span_numel for bucket in added.buckets])
-        if Tier.DISK in places and not self.disks:
+        """Append placements for more buckets; `ratio` of these leaves the device, too."""
+        tiers = self.offload.place([bucket.span_numel for bucket in added.buckets])
+        if Tier.DISK in tiers and not self.disks:
             self.disks = (StateStore(open_store(self.offload, self.group), self.mover),)
-        for bucket, place in zip(added.buckets, places):
+        for bucket, tier in zip(added.buckets, tiers):
             self.numels = (*self.numels, bucket.span_numel)
-            if place is Tier.DISK:
+            if tier is Tier.DISK:
                 self.placements = (*self.placements, DiskPlacement(self.disks[0], bucket.index))
             else:
-                self.placements = (*self.placements, ON_DEVICE if place is Tier.DEVICE else HostPlacement(self.mover))
+                self.placements = (*self.placements, ON_DEVICE if tier is Tier.DEVICE else HostPlacement(self.mover))
         self.groups = step_groups(
             [placement.tier for placement in self.placements], self.numels, self.offload.step_numel
         )
 
     def adopt(self, storage: Storage) -> Storage:
-        """Move the master of a fresh storage home; what it holds counts from `refresh_master` on."""
+        """Move the master of a new storage to its placement; it is valid after `refresh_master`."""
         storage.placement = self.placements[storage.bucket.index]
         storage.placement.adopt(storage.master)
         return self.place_params(storage)
 
     def place_params(self, storage: Storage) -> Storage:
-        """Move the weights of a unit where they rest; frozen ones, which are their own masters, not onto a disk."""
+        """Move the weights of a unit to their tier; frozen ones, without separate masters, never to disk."""
         if not isinstance(storage, ShardedStorage) or self.offload.weights is Tier.DEVICE:
             return storage
         if self.offload.weights is Tier.DISK and storage.is_trained:
@@ -100,25 +100,25 @@ class OffloadManager:
         return storage
 
     def attach(self, reducer: GradientReducer) -> None:
-        """Let reduced gradients go where the states are, as soon as they are there."""
+        """Move gradients to the host as soon as they are reduced, if the states are not on the device."""
         for gradient, placement in zip(reducer.gradients, self.placements):
             gradient.mover = None if placement.tier is Tier.DEVICE else self.mover
 
     def step_all_at_once(self) -> None:
-        """For an optimizer that looks at whole tensors, over all ranks, in each of its steps."""
+        """Put all buckets into one group, for an optimizer that needs whole tensors in each step."""
         self.groups = (tuple(range(len(self.placements))),) if self.placements else ()
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of what is neither a master nor a state nor an accumulator, or not in memory, by owner."""
+        """Return the bytes of staging buffers and of files, by owner."""
         place = "pinned" if self.offload.pin else "host"
-        found = {"staging": self.mover.flying_bytes, f"{place} staging": self.mover.staging_bytes}
+        found = {"staging": self.mover.in_flight_bytes, f"{place} staging": self.mover.staging_bytes}
         for disk in self.disks:
             found["host step buffers"] = disk.made_bytes
             found.update({"disk masters": disk.region_bytes["master"], "disk states": disk.region_bytes["states"]})
         return found
 
     def hook(self, optimizer: torch.optim.Optimizer, storages: Storages) -> None:
-        """Let state dicts of `optimizer` hold what is on disk."""
+        """Let state dicts of `optimizer` include states on disk."""
         for hook in self.hooks:
             hook.remove()
         places = [
@@ -130,10 +130,10 @@ class OffloadManager:
             self.hooks = tuple(hook_dicts(optimizer, places))
 
     def close(self) -> None:
-        """Remove what is on disk."""
+        """Remove the files."""
         for hook in self.hooks:
             hook.remove()
-        with contextlib.ExitStack() as stack:  # one that fails does not keep the others
+        with contextlib.ExitStack() as stack:  # if one fails, the others are closed all the same
             for store in (*(disk.store for disk in self.disks), *self.param_stores):
                 stack.callback(store.close, remove=True)
 
@@ -143,28 +143,27 @@ class OffloadManager:
     def update(
         self, storages: Storages, optimizer: torch.optim.Optimizer | None, stepped: Set[int] = frozenset()
     ) -> Iterator[Iterator[Group]]:
-        """Around a step: gives the groups one after the other, each with its gradients, and only its, on show.
+        """Wrap a step: yields an iterator of groups; only the masters of the visited group have gradients.
 
-        Buckets in `stepped` show none: they need no update any more.
+        stepped: buckets that are updated already, and have no gradient.
 
-        Raises:
-            whatever the body does.  On disk nothing has changed then, on any rank.
+        If the body raises, files do not change on any rank.
         """
         masters = [storage.master for storage in storages]
         gradients = [master.grad for master in masters]
         try:
             if self.disks:
                 with self._update_on_disk(storages, optimizer) as groups:
-                    yield self._showing(groups, masters, stepped)
+                    yield self._visit(groups, masters, stepped)
             else:
-                yield self._showing(iter(self.groups), masters, stepped)
+                yield self._visit(iter(self.groups), masters, stepped)
         finally:
             for master, gradient in zip(masters, gradients):
                 master.grad = gradient
-            self.mover.wait_device()  # also for what was sent before the body failed
+            self.mover.wait_device()  # also for weights that were sent before the body failed
 
-    def _showing(self, groups: Iterator[Group], masters: Sequence[Parameter], stepped: Set[int]) -> Iterator[Group]:
-        """The groups; while one is visited, the masters of the others have no gradient."""
+    def _visit(self, groups: Iterator[Group], masters: Sequence[Parameter], stepped: Set[int]) -> Iterator[Group]:
+        """Yield the groups; while one is visited, the masters of the others have no gradient."""
         if len(self.groups) == 1 and not stepped:
             yield from groups
             return
@@ -182,7 +181,7 @@ class OffloadManager:
     def _update_on_disk(
         self, storages: Storages, optimizer: torch.optim.Optimizer | None
     ) -> Iterator[Iterator[Group]]:
-        """First what is on disk, then agreement that it is written, then what is on the device."""
+        """Visit buckets on disk, commit them on all ranks, then visit buckets on the device."""
         placements = {
             index: placement
             for index, placement in enumerate(self.placements)
@@ -191,45 +190,45 @@ class OffloadManager:
         masters = [storage.master for storage in storages]
         step = DiskStep(self.disks[0], placements, masters, optimizer, self.offload.buffer_count)
         on_device = [group for group in self.groups if group[0] not in placements]
-        agreed: list[bool] = []
+        committed: list[bool] = []
 
         def walk() -> Iterator[Group]:
             yield from step.visit([group for group in self.groups if group[0] in placements])
-            agreed.append(True)
-            self._agree(step, storages, None)
+            committed.append(True)
+            self._commit_or_undo(step, storages, None)
             yield from on_device
 
         try:
             yield walk()
         except Exception as problem:
-            if not agreed:
-                self._agree(step, storages, problem)
+            if not committed:
+                self._commit_or_undo(step, storages, problem)
             raise
         except BaseException:
-            if not agreed:
-                step.undo()  # and the run ends: nobody waits for other ranks
-                _show_masters(step, storages)
+            if not committed:
+                step.undo()  # without a vote: the run ends
+                _publish_undone(step, storages)
             raise
 
-    def _agree(self, step: DiskStep, storages: Storages, problem: Exception | None) -> None:
-        """Commit on all ranks, or on none: then the weights are those from before, too."""
+    def _commit_or_undo(self, step: DiskStep, storages: Storages, problem: Exception | None) -> None:
+        """Commit on all ranks, or on none; then the weights are restored, too."""
         try:
-            step.agree(problem, self.group)
+            step.commit_or_undo(problem, self.group)
         except Exception:
-            _show_masters(step, storages)
+            _publish_undone(step, storages)
             raise
 
 
-def _show_masters(step: DiskStep, storages: Storages) -> None:
-    """After an undone step: what was published of it is taken back."""
+def _publish_undone(step: DiskStep, storages: Storages) -> None:
+    """Publish the masters again after an undone step."""
     for index in step.before:
         storages[index].publish()
 
 
 def open_store(offload: Offload, group: ProcessGroup | None) -> DiskStore:
-    """A store in a new folder of this rank's own, which goes away with it.
+    """Create a store in a new folder of this rank, which is removed with the store.
 
-    What runs that were killed have left of this rank is removed first; a store that is open is locked, and stays.
+    Removes the folders of this rank that killed runs have left; those of open stores are locked, and stay.
     """
     os.makedirs(offload.directory, exist_ok=True)
     prefix = f"rank{zcomm.group_rank(group)}-"
@@ -247,6 +246,6 @@ def open_store(offload: Offload, group: ProcessGroup | None) -> DiskStore:
 
 
 def _remove(folder: str, owner_pid: int) -> None:
-    """By the process that made it, not by a fork of it that ends."""
+    """Remove the folder, unless this process is a fork of its owner."""
     if os.getpid() == owner_pid:
         shutil.rmtree(folder, ignore_errors=True)

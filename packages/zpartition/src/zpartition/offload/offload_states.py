@@ -1,14 +1,14 @@
-"""Between phases of a run: what a partition holds, moved off the device and back, bit for bit.
+"""Offloaded states: moving the memory of a partition off the device between phases of a run, and back, bit for bit.
 
-While a policy is generated from, or another model is evaluated, the memory of training is needed elsewhere.  Tensors
-are emptied in place, so that everybody who refers to one (the optimizer, its plans, hooks) refers to what comes back.
-Until then the partition refuses to be used, and so do the module and the optimizer where they would show, load or
-step what is away.
+While a policy generates rollouts, or another model is evaluated, the memory of training is needed elsewhere.  Tensors
+are emptied in place, so that references to them (of the optimizer, its plans, hooks) stay valid after the reload.
+Until then the partition raises when it is used, and so do the module and the optimizer when they would show, load or
+step offloaded tensors.
 
-Everything is copied before anything is emptied, and everything read before anything is filled: a rank whose memory or
-disk is full, or whose drive fails, makes all ranks stay as they were.
+All tensors are copied before any is emptied, and all are read before any is filled: if the memory or disk of a rank
+is full, or its drive fails, no rank changes.
 
-Gradients have no values between steps; their buffers are dropped, and made again when they are needed.
+Gradients have no values between steps; their buffers are dropped, and allocated again on demand.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["OffloadedStates", "offload_all"]
 
 @attrs.frozen(eq=False)
 class _OffloadedTensor:
-    """One tensor that was emptied."""
+    """One emptied tensor."""
 
     tensor: Tensor
     shape: torch.Size
@@ -49,16 +49,16 @@ class _OffloadedTensor:
 @final
 @attrs.define(eq=False)
 class OffloadedStates:
-    """Tensors that are offloaded, and how they are reloaded."""
+    """Tensors that are offloaded, and how to reload them."""
 
-    what: frozenset[OffloadStateType]
+    kinds: frozenset[OffloadStateType]
     entries: list[_OffloadedTensor]
-    stores: list[DiskStore]  # one, if it is on disk
+    stores: list[DiskStore]  # one, if they are on disk
     views: list[tuple[Tensor, Tensor, slice, torch.Size]]  # (parameter or master, flat buffer, elements, shape)
-    hooks: list[Any]  # refuse what would need it
+    hooks: list[Any]  # raise in calls that need the tensors
 
     def reload(self, partition: PartitionState) -> None:
-        """Everything is as it was.  A collective."""
+        """Restore all tensors.  A collective."""
         found: list[Tensor] = []
         group = partition.ranks.shard
         mapped = [
@@ -74,7 +74,7 @@ class OffloadedStates:
             tensor.data = flat[elements].view(shape)
 
     def _filled(self, entry: _OffloadedTensor, values: Tensor) -> Tensor:
-        """`values`, with what was copied away."""
+        """Fill `values` from the copy, and return it."""
         if entry.region is not None:
             buffer = self.stores[0].buffer(entry.region.num_bytes)
             self.stores[0].read(entry.region, buffer).wait()
@@ -84,7 +84,7 @@ class OffloadedStates:
         return values
 
     def close(self) -> None:
-        """Forget the values."""
+        """Drop the copies."""
         for hook in self.hooks:
             hook.remove()
         for store in self.stores:
@@ -92,33 +92,33 @@ class OffloadedStates:
         self.entries, self.stores, self.views, self.hooks = [], [], [], []
 
 
-def offload_all(partition: PartitionState, what: frozenset[OffloadStateType], offload: Offload) -> OffloadedStates:
-    """Move `what` to the tier `offload.states`; tensors on it, or on a slower one, stay.  A collective."""
-    offloaded = OffloadedStates(what, [], [], [], [])
-    _drop_buffers(partition, what)
+def offload_all(partition: PartitionState, kinds: frozenset[OffloadStateType], offload: Offload) -> OffloadedStates:
+    """Move states to the tier `offload.states`; tensors on it, or on a slower one, stay.  A collective."""
+    offloaded = OffloadedStates(kinds, [], [], [], [])
+    _drop_buffers(partition, kinds)
     partition.unsharder.release_all()
     to_disk = offload.states is Tier.DISK
     try:
         with _all_or_none("offload its states", partition.group):
             if to_disk:
                 offloaded.stores.append(open_store(offload, partition.group))
-            for tensor, is_shared in _tensors(partition, what, to_disk):
+            for tensor, is_shared in _tensors(partition, kinds, to_disk):
                 offloaded.entries.append(_copied(tensor, is_shared, offloaded, offload))
     except BaseException:
         offloaded.close()
         raise
-    if OffloadStateType.WEIGHTS in what:
+    if OffloadStateType.WEIGHTS in kinds:
         _unshare(partition, offloaded)
         _hollow(partition, offloaded)
     for entry in offloaded.entries:
         entry.tensor.data = torch.empty(0, **_like(entry.tensor))
-    offloaded.hooks.extend(_guard_hooks(partition, what))
+    offloaded.hooks.extend(_guard_hooks(partition, kinds))
     return offloaded
 
 
 @contextmanager
 def _all_or_none(doing: str, group: ProcessGroup | None) -> Iterator[None]:
-    """If the body fails on one rank, all of them raise.  A collective."""
+    """Raise on all ranks if the body fails on one.  A collective."""
     problem: Exception | None = None
     try:
         yield
@@ -129,11 +129,11 @@ def _all_or_none(doing: str, group: ProcessGroup | None) -> Iterator[None]:
         raise problem
     if any(errors):
         rank = next(index for index, text in enumerate(errors) if text)
-        raise RuntimeError(f"rank {rank} could not {doing}, so no rank has: all is as it was. {errors[rank]}")
+        raise RuntimeError(f"rank {rank} could not {doing}, so no rank changed anything: {errors[rank]}")
 
 
 def _copied(tensor: Tensor, is_shared: bool, offloaded: OffloadedStates, offload: Offload) -> _OffloadedTensor:
-    """Copy the values away."""
+    """Copy the values to the host or into a file."""
     host, region = None, None
     if offloaded.stores:
         store = offloaded.stores[0]
@@ -150,37 +150,37 @@ def _like(tensor: Tensor) -> dict[str, Any]:
     return {"dtype": tensor.dtype, "device": tensor.device}
 
 
-def _guard_hooks(partition: PartitionState, what: frozenset[OffloadStateType]) -> Iterator[Any]:
-    """Hooks that refuse to compute with, show, load or step what is away."""
+def _guard_hooks(partition: PartitionState, kinds: frozenset[OffloadStateType]) -> Iterator[Any]:
+    """Register hooks that raise in calls that compute with, show, load or step offloaded tensors."""
     for module in partition.module.modules():
-        if OffloadStateType.WEIGHTS in what:
+        if OffloadStateType.WEIGHTS in kinds:
             yield module.register_forward_pre_hook(_raise_weights_offloaded, prepend=True)
             yield module.register_state_dict_pre_hook(_raise_weights_offloaded)  # type: ignore[no-untyped-call]
         yield module.register_load_state_dict_pre_hook(_raise_offloaded)  # type: ignore[no-untyped-call]
     if partition.optimizer is None:
         return
-    if what & {OffloadStateType.STATES, OffloadStateType.MASTERS, OffloadStateType.WEIGHTS}:
+    if kinds & {OffloadStateType.STATES, OffloadStateType.MASTERS, OffloadStateType.WEIGHTS}:
         yield partition.optimizer.register_step_pre_hook(_raise_offloaded)
-    if OffloadStateType.STATES in what:
+    if OffloadStateType.STATES in kinds:
         yield partition.optimizer.register_state_dict_pre_hook(_raise_offloaded)
         yield partition.optimizer.register_load_state_dict_pre_hook(_raise_offloaded)
 
 
 def _tensors(
-    partition: PartitionState, what: Collection[OffloadStateType], to_disk: bool
+    partition: PartitionState, kinds: Collection[OffloadStateType], to_disk: bool
 ) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the tensors to be emptied, each once, and whether ranks map its memory."""
+    """Yield the tensors to empty, each once, and whether ranks map its memory."""
     tiers = {id(storage.master): storage.placement.tier for storage in partition.storages}
     movable = {Tier.DEVICE, Tier.HOST} if to_disk else {Tier.DEVICE}
-    if OffloadStateType.STATES in what and partition.optimizer is not None:
+    if OffloadStateType.STATES in kinds and partition.optimizer is not None:
         for master, entry in partition.optimizer.state.items():
             if tiers.get(id(master), Tier.DEVICE) in movable:
                 yield from ((value, False) for key, value in entry.items() if is_large(key, value))
-    if OffloadStateType.MASTERS in what:
+    if OffloadStateType.MASTERS in kinds:
         for storage in partition.storages:
             if storage.placement.tier in movable and not storage.shares_master:
                 yield storage.master, False
-    if OffloadStateType.WEIGHTS in what:
+    if OffloadStateType.WEIGHTS in kinds:
         for storage in partition.whole:
             yield storage.flat, storage.flat.is_cpu
         for unit in partition.unsharder.units.values():
@@ -190,7 +190,7 @@ def _tensors(
 
 
 def _hollow(partition: PartitionState, offloaded: OffloadedStates) -> None:
-    """Let parameters whose memory is emptied read as NaN, and remember where they belong."""
+    """Let parameters in emptied memory read as NaN, and record their views."""
     for storage in partition.whole:
         poison = torch.full((), torch.nan, dtype=storage.flat.dtype, device=storage.flat.device)
         for slot, param in zip(storage.bucket.slots, storage.params):
@@ -199,7 +199,7 @@ def _hollow(partition: PartitionState, offloaded: OffloadedStates) -> None:
 
 
 def _unshare(partition: PartitionState, offloaded: OffloadedStates) -> None:
-    """Masters that are part of the weights' memory would keep it alive."""
+    """Detach masters from the weights' memory, which they would keep alive."""
     for storage in (*partition.storages, *partition.frozen):
         if not storage.shares_master:
             continue
@@ -211,22 +211,22 @@ def _unshare(partition: PartitionState, offloaded: OffloadedStates) -> None:
         storage.master.data = poison.expand(storage.master.shape)
 
 
-def _drop_buffers(partition: PartitionState, what: Collection[OffloadStateType]) -> None:
-    for gradient in partition.reducer.gradients if OffloadStateType.GRADIENTS in what else ():
+def _drop_buffers(partition: PartitionState, kinds: Collection[OffloadStateType]) -> None:
+    for gradient in partition.reducer.gradients if OffloadStateType.GRADIENTS in kinds else ():
         gradient.store = None
         gradient.forget_views()
-    if OffloadStateType.BUFFERS in what:
+    if OffloadStateType.BUFFERS in kinds:
         partition.reducer.pool.clear()
         partition.unsharder.pool.clear()
 
 
 def _raise_weights_offloaded(*_: object) -> None:
     raise RuntimeError(
-        "the weights of this module are offloaded by offload_states(): call reload_states(), on every rank, first"
+        "the weights of this module are offloaded by offload_states(): call reload_states() on every rank first"
     )
 
 
 def _raise_offloaded(*_: object) -> None:
     raise RuntimeError(
-        "states that this call needs are offloaded by offload_states(): call reload_states(), on every rank, first"
+        "states that this call needs are offloaded by offload_states(): call reload_states() on every rank first"
     )

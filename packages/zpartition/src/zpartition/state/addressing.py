@@ -75,10 +75,10 @@ class StagedState:
                     yield key, shard
 
     def check(self) -> None:
-        """Ask the optimizer whether it accepts this state, if it has the method `check_portable_state`.
+        """Call `check_portable_state` of the optimizer, if it has that method.
 
         Raises:
-            ValueError: the optimizer finds that something is missing.
+            ValueError: some state is missing.
         """
         check = getattr(self.optimizer, "check_portable_state", lambda tensor, state: None)
         for holder, state, _ in self.held:

@@ -6,8 +6,8 @@ every number becomes a *column*: (pieces,), in their order; and beside the colum
 pieces with the same label have had the same updates, pieces with label 0 none.
 
 Columns are part of the optimizer's state, so they go where it goes: into state dicts, to disk, and back when a step
-is rolled back.  Shards with columns are updated by apart.py and unused.py.  Checkpoints have no columns: they hold
-the number of each parameter under its name (addressing.py).
+is rolled back.  Shards with columns are updated by unused.py.  Checkpoints have no columns: they hold the number of
+each parameter under its name (addressing.py).
 
 Rejected: a shard for each count (the layout, and with it messages and sums, would depend on which parameters were
 used); one label per count (counts are on the device, and reading them synchronizes).

@@ -12,7 +12,7 @@ read and restored by parameter name (addressing.py).
 [Note: portable state] An optimizer may keep state in a form that only it can cut and join, such as 8-bit codes with a
 scale for every few elements.  Such a class has two methods.  `portable_state(tensor)` returns the state by key, as
 tensors, or, for quantized state, as objects with `dtype`, `shape` and `read(start, stop)`, which decodes a part;
-`take_portable_state(tensor, state)` accepts plain tensors in its place and encodes them, and keeps counts and columns
+`load_portable_state(tensor, state)` accepts plain tensors in its place and encodes them, and keeps counts and columns
 of them (counts.py) as they are.  So a checkpoint holds numbers, and state moves between formats as it moves between
 world sizes.  Options that control the format (`kept_options`) belong to the object and not to the checkpoint.  An
 attribute `block_numel` is the number of elements that share a scale: parameters begin at multiples of it in shards.
@@ -132,8 +132,8 @@ def check_split_master(optimizer: torch.optim.Optimizer) -> None:
         if group.get("split_master"):
             raise ValueError(
                 f"{type(optimizer).__name__} was created with split_master=True (parameter group {index}), but a "
-                "partition keeps fp32 masters of low-precision weights itself, so there is nothing to split. "
-                'Leave split_master out; state_dtype="bf16" or "8bit" makes the optimizer smaller.'
+                "partition itself keeps fp32 masters of low-precision weights, so there is nothing to split. Leave "
+                'split_master out; state_dtype="bf16" or "8bit" saves memory.'
             )
 
 
@@ -151,8 +151,8 @@ def check_model_parallel(optimizer: torch.optim.Optimizer, layout: Layout) -> No
     split = [slot.name for _, slot in layout.slots() if slot.address.global_shape != slot.shape]
     if split and (accepts_cuts(optimizer) or not is_elementwise(optimizer)):
         raise ValueError(
-            f"{type(optimizer).__name__} needs whole tensors, and {len(split)} are split over tensor-parallel or "
-            f"expert-parallel ranks ({split[0]}, ...): it would treat each part as a tensor. Use an elementwise "
+            f"{type(optimizer).__name__} needs whole tensors, but {len(split)} are split over tensor-parallel or "
+            f"expert-parallel ranks ({split[0]}, ...), and it would treat each part as a tensor. Use an elementwise "
             "optimizer (AdamW, SGD, Lion, ...), or no tensor and expert parallelism."
         )
 
@@ -231,11 +231,11 @@ def set_state_of(optimizer: torch.optim.Optimizer, tensor: Parameter, state: dic
     Raises:
         ValueError: the optimizer finds that something is missing, or of another size.
     """
-    take = getattr(optimizer, "take_portable_state", None)
-    if take is None:
+    load = getattr(optimizer, "load_portable_state", None)
+    if load is None:
         optimizer.state[tensor] = state
     else:
-        take(tensor, state)
+        load(tensor, state)
 
 
 def elements(value: Any, start: int, stop: int) -> torch.Tensor:
@@ -302,6 +302,6 @@ def _stack_column(holder: Holder, key: str, values: list[Any]) -> Any:
         return stack_column(values)
     except ValueError as problem:
         raise ValueError(
-            f"cannot join the optimizer state of parameters that share a shard: {key!r} of one in the shard of "
-            f"{holder.pieces[0].slot.name} is {problem}. Partition before the first step."
+            f"cannot merge the optimizer states of the parameters that share a shard with "
+            f"{holder.pieces[0].slot.name}: one {key!r} is {problem}. Partition before the first step."
         ) from None

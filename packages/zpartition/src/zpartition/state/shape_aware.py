@@ -3,7 +3,7 @@
 [Note: optimizers that look at shapes] LAMB needs the norms of whole tensors, Adafactor sums over rows and columns,
 Muon whole matrices.  They can update flat shards like elementwise optimizers if they have a method
 
-    lay_out_over_ranks(segments, ranks)
+    place_on_ranks(segments, ranks)
 
 `segments[shard][rank]` lists the `Cut`s that each rank has of a bucket, so that the optimizer knows all cuts; `ranks`
 (`ShardRanks`) sums and exchanges tensors over these ranks.  The optimizer communicates inside its `step`, which all
@@ -15,7 +15,7 @@ a tensor that was not placed:
                                     the segment's size for state cut as the tensor; of more dims for state that every
                                     holder of a part keeps whole (Adafactor's rows and columns); () for a count
 
-An optimizer that cannot work on cuts in its configuration raises ValueError in `refuse_cuts()`, before anything is
+An optimizer that cannot work on cuts in its configuration raises ValueError in `check_cuts()`, before anything is
 moved.
 
 Through `segment_states` checkpoints address state by parameter, whatever the cuts (addressing.py).  This package
@@ -80,19 +80,17 @@ class ShardRanks:
 class _AcceptsCuts(Protocol):
     """An optimizer that looks at shapes and accepts flat shards."""
 
-    def lay_out_over_ranks(
-        self, segments: Mapping[torch.Tensor, Sequence[Sequence[Cut]]], ranks: ShardRanks
-    ) -> None: ...
+    def place_on_ranks(self, segments: Mapping[torch.Tensor, Sequence[Sequence[Cut]]], ranks: ShardRanks) -> None: ...
 
 
 def accepts_cuts(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `optimizer` looks at shapes and accepts the positions of cuts."""
-    return hasattr(optimizer, "lay_out_over_ranks")
+    return hasattr(optimizer, "place_on_ranks")
 
 
 def check_cuts(optimizer: torch.optim.Optimizer) -> None:
     """Raise the ValueError of an optimizer that cannot work on cuts in its configuration."""
-    check = getattr(optimizer, "refuse_cuts", None)
+    check = getattr(optimizer, "check_cuts", None)
     if check is not None:
         check()
 
@@ -116,16 +114,16 @@ def place_over_ranks(
     group: ProcessGroup | None,
     device: torch.device,
 ) -> None:
-    """Describe to `optimizer` the tensors in this rank's shards, `masters` by bucket, and in those of all other
-    ranks.
+    """Describe to `optimizer` the tensors in the shards of all ranks.
 
+    masters: this rank's shards, by bucket.
     group: the ranks that hold one copy together (unused with one shard); device: of the weights.
 
     Raises:
         ValueError: the optimizer cannot work on these shards.
     """
     ranks = ShardRanks(group, zcomm.group_rank(group) % layout.num_shards, layout.num_shards, device)
-    cast(_AcceptsCuts, optimizer).lay_out_over_ranks(dict(zip(masters, cuts_of(layout))), ranks)
+    cast(_AcceptsCuts, optimizer).place_on_ranks(dict(zip(masters, cuts_of(layout))), ranks)
 
 
 def new_state(optimizer: torch.optim.Optimizer, tensor: Parameter) -> dict[str, torch.Tensor] | None:

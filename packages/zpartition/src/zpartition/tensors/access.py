@@ -1,14 +1,14 @@
-"""One parameter's weight, gradient and optimizer state, for people: whole, or this rank's part, to read and to set.
+"""Access to one parameter's weight, gradient and optimizer state: full, or this rank's part, to read and to set.
 
     weight = zpartition.safe_get_full_fp32_param(model.embed.weight)
     moment = zpartition.safe_get_full_optimizer_state(model.embed.weight, "exp_avg")
     zpartition.safe_set_full_fp32_param(model.embed.weight, weight.clamp(-1, 1))
 
-The names are DeepSpeed's.  The `full` getters are collectives wherever something is sharded: every rank must call.
-Setters take the same value on every rank (`local` ones on all ranks that hold the same part, where shard groups are
-smaller than the world) and send nothing; a weight that was set is shown by the module after the
-next step, or after `partition.publish()`, which every rank must call.  Gradients can be had between a backward and
-the step, or inside a step's hooks; they still carry the loss scale.
+The names are DeepSpeed's.  The `full` getters are collectives if anything is sharded: every rank must call.  Setters
+expect the same value on every rank (`local` ones on all ranks that hold the same part, if shard groups are smaller
+than the world) and send nothing.  The module shows a weight that was set after the next step, or after
+`partition.publish()`, which every rank must call.  Gradients are available between a backward and the step, or inside
+a step's hooks; they still include the loss scale.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ __all__ = [
 
 
 @attrs.frozen(eq=False)
-class _Place:
-    """Position of this rank's parts of one parameter."""
+class _ParamAccess:
+    """One parameter of a partition, and this rank's parts of it."""
 
     partition: PartitionState
     param: Parameter
     index: int  # of the bucket
-    pieces: Sequence[Piece]  # none where other ranks have it all
+    pieces: Sequence[Piece]  # empty if other ranks hold all of it
 
     @classmethod
-    def of(cls, param: Parameter) -> _Place:
-        """Raises ValueError for a parameter that nobody partitioned, or that is not trained."""
+    def of(cls, param: Parameter) -> _ParamAccess:
+        """Find the partition of `param`.  Raises ValueError if it is not partitioned, or not trained."""
         owner = owner_of(param)
         if owner is None:
             raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} belongs to no partition: it is frozen, it was not given "
+                f"a parameter of shape {tuple(param.shape)} belongs to no partition: it is frozen, it was not passed "
                 "to shard() or initialize(), or its partition was closed."
             )
         owner.check_resident()
-        owner.speculative_step.rollback_all()  # people see what was, until the step
+        owner.speculative_step.rollback_all()  # getters return the values before the step
         for index, storage in enumerate(owner.storages):
             for slot, other in zip(storage.bucket.slots, storage.params):
                 if other is param:
@@ -82,14 +82,14 @@ class _Place:
         return self.partition.layout.buckets[self.index]
 
     def local(self, source: Tensor) -> Tensor:
-        """This rank's elements of the parameter in `source`, a bucket's shard; a view, perhaps empty."""
+        """Return this rank's elements of the parameter in `source`, a bucket's shard; a view, perhaps empty."""
         if not self.pieces:
             return source.view(-1)[:0]
         (piece,) = self.pieces
         return source.view(-1)[piece.offset : piece.offset + piece.numel]
 
     def whole(self, local: Tensor) -> Tensor:
-        """The parameter, put together from every rank's `local`."""
+        """Gather the full parameter from every rank's `local`.  A collective."""
         if not self.is_sharded:
             return local.to(self.partition.device, copy=True).view(self.param.shape)
         flat = torch.zeros(self.param.numel(), dtype=local.dtype, device=self.partition.device)
@@ -101,12 +101,12 @@ class _Place:
         return wide.to(bits.dtype).view(flat.dtype).view(self.param.shape)
 
     def part_of(self, value: Tensor) -> Tensor:
-        """This rank's elements of a whole `value`.  Raises ValueError for another shape."""
+        """Return this rank's elements of a full `value`.  Raises ValueError for another shape."""
         if value.shape != self.param.shape:
             raise ValueError(f"the value has shape {tuple(value.shape)}, the parameter {tuple(self.param.shape)}.")
         return value.reshape(-1)[slice(*self.pieces[0].span)] if self.pieces else value.reshape(-1)[:0]
 
-    # -- the three kinds -------------------------------------------------------------------------
+    # -- master, gradient, state -----------------------------------------------------------------
 
     def master(self) -> Tensor:
         storage = self.partition.storages[self.index]
@@ -121,8 +121,8 @@ class _Place:
     def gradient(self) -> Tensor | None:
         return self.partition.reducer.gradients[self.index].kept
 
-    def unsent(self) -> Tensor | None:
-        """The mean over ranks of what none of them has sent yet, whole; None where no rank has any.
+    def unreduced_mean(self) -> Tensor | None:
+        """Return the full mean over ranks of gradients that are not reduced yet; None if no rank has any.
 
         A collective while there is no reduced gradient, or after backwards in `no_sync`.
         """
@@ -130,22 +130,22 @@ class _Place:
         gradient = reducer.gradients[self.index]
         if gradient.kept is not None and reducer.num_unsent == 0:
             return None
-        own = gradient.unsent(next(i for i, other in enumerate(gradient.params) if other is self.param))
+        own = gradient.unreduced(next(i for i, other in enumerate(gradient.params) if other is self.param))
         wide = torch.promote_types(self.param.dtype, torch.float32)
-        told = torch.zeros(self.param.numel() + 1, dtype=wide, device=self.partition.device)  # and how many ranks
+        total = torch.zeros(self.param.numel() + 1, dtype=wide, device=self.partition.device)  # and number of ranks
         if own is not None:
-            told[:-1].copy_(own.reshape(-1))
-            told[-1] = 1.0
-        zcomm.all_reduce(told, ranks.groups_for(self.bucket).world, label="one gradient")
+            total[:-1].copy_(own.reshape(-1))
+            total[-1] = 1.0
+        zcomm.all_reduce(total, ranks.groups_for(self.bucket).world, label="one gradient")
         factors = reducer.factors[self.index]
-        return told[:-1].view(self.param.shape) * (factors.before * factors.after) if told[-1] else None
+        return total[:-1].view(self.param.shape) * (factors.before * factors.after) if total[-1] else None
 
     def write_gradient(self, part: Tensor) -> None:
-        """Set this rank's elements, where the optimizer reads them too.  ValueError before there is a gradient."""
+        """Set this rank's elements, also where the optimizer reads them.  Raises ValueError without a gradient."""
         kept = self.gradient()
         if kept is None:
             raise ValueError(
-                "there is no reduced gradient: it exists after the last backward of a step, until the step."
+                "there is no reduced gradient: it exists from the last backward of a step until the step."
             )
         self.local(kept).copy_(part)
         read = self.partition.storages[self.index].master.grad
@@ -153,17 +153,17 @@ class _Place:
             self.local(read).copy_(part)
 
     def read_state(self, key: str) -> Tensor:
-        """This rank's elements of one optimizer state, decoded where it is coded."""
+        """Return this rank's elements of one optimizer state, decoded if it is quantized."""
         optimizer, holder = self._optimizer()
-        state = self._home.state(optimizer, holder)
+        state = self._state_placement.state(optimizer, holder)
         if key not in state:
             raise ValueError(
-                f"the optimizer keeps no {key!r} of this parameter; it keeps {', '.join(state) or 'nothing yet'}."
+                f"the optimizer has no state {key!r} of this parameter; it has {', '.join(state) or 'none yet'}."
             )
         if getattr(state[key], "shape", None) != holder.shape:
             raise ValueError(
-                f"{type(optimizer).__name__} does not keep {key!r} an element each (but sums over rows, or a count), "
-                "so elements have no part of it. state_shards(optimizer, partition.holders) names all that is kept."
+                f"state {key!r} of {type(optimizer).__name__} has no value for each element (but sums over rows, or "
+                "a count). state_shards(optimizer, partition.holders) yields every state."
             )
         if self.partition.updates_parameters:
             return elements(state[key], 0, self.param.numel())
@@ -172,8 +172,8 @@ class _Place:
     def write_state(self, key: str, part: Tensor) -> None:
         """Set this rank's elements of one optimizer state."""
         optimizer, holder = self._optimizer()
-        state = dict(self._home.state(optimizer, holder))
-        self.read_state(key)  # refuses an unknown key
+        state = dict(self._state_placement.state(optimizer, holder))
+        self.read_state(key)  # raises for an unknown key
         value = state[key]
         mine = self.partition.storages[self.index].pieces(self.partition.rank)
         for piece in self.pieces:
@@ -181,58 +181,57 @@ class _Place:
         flat = elements(value, 0, holder.numel())
         (flat if self.partition.updates_parameters else self.local(flat)).copy_(part)
         if is_coded(value):
-            self._home.set_state(optimizer, holder, {**state, key: flat.view(holder.shape)})
+            self._state_placement.set_state(optimizer, holder, {**state, key: flat.view(holder.shape)})
 
     @property
-    def _home(self) -> StatePlacement:
-        """Of the optimizer's state."""
+    def _state_placement(self) -> StatePlacement:
+        """Placement of the optimizer's state."""
         return self.partition.storages[self.index].placement
 
     def _optimizer(self) -> tuple[torch.optim.Optimizer, Parameter]:
         if self.partition.optimizer is None:
-            raise ValueError("this partition has no optimizer, and so no optimizer state.")
+            raise ValueError("this partition has no optimizer, so there is no optimizer state.")
         held = self.param if self.partition.updates_parameters else self.partition.storages[self.index].master
         return self.partition.optimizer, held
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor:
-    """The weight as the optimizer sees it, whole, in the master's dtype; new memory.  A collective."""
-    place = _Place.of(param)
+    """Return the full weight as the optimizer sees it, in the master's dtype and in new memory.  A collective."""
+    place = _ParamAccess.of(param)
     return place.whole(place.local(place.master()))
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
-    """The mean gradient of all that the step's backwards have brought, whole; None before any.  A collective.
+    """Return the full mean gradient of the step's backwards so far; None before the first.  A collective.
 
-    What is of this rank alone as yet (inside and after `no_sync`, after a plain `loss.backward()`) is summed for it,
-    in float32 or wider, and stays where it is.
+    Gradients that are not reduced yet (inside and after `no_sync`, after a plain `loss.backward()`) are summed over
+    ranks for the result, in float32 or wider, and stay unreduced.
     """
-    place = _Place.of(param)
-    kept, unsent = place.gradient(), place.unsent()
+    place = _ParamAccess.of(param)
+    kept, unreduced = place.gradient(), place.unreduced_mean()
     if kept is None:
-        return unsent
+        return unreduced
     whole = place.whole(place.local(kept))
-    return whole if unsent is None else whole + unsent
+    return whole if unreduced is None else whole + unreduced
 
 
 def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor:
-    """One optimizer state shaped like the parameter, whole.  A collective.  Raises ValueError for an unknown key."""
-    place = _Place.of(param)
+    """Return one full optimizer state, shaped like the parameter.  A collective.  Raises ValueError for a bad key."""
+    place = _ParamAccess.of(param)
     return place.whole(place.read_state(key))
 
 
 def safe_get_local_fp32_param(param: Parameter) -> Tensor:
-    """This rank's elements of the weight, flat: a view of the master, or a copy of one on disk."""
-    place = _Place.of(param)
+    """Return this rank's elements of the weight, flat: a view of the master, or a copy of one on disk."""
+    place = _ParamAccess.of(param)
     on_disk = place.partition.storages[place.index].placement.tier is Tier.DISK
     return place.local(place.master()).clone() if on_disk else place.local(place.master())
 
 
 def local_weight(param: Parameter) -> Tensor:
-    """This rank's elements of the weight as modules compute with it, flat, of frozen parameters too.
+    """Return this rank's elements of the weight in the module's dtype, flat; also of frozen parameters.
 
-    A view of the shard, or a copy of one that rests elsewhere.  Raises ValueError for a parameter that nobody
-    partitioned.
+    A view of the shard, or a copy of an offloaded one.  Raises ValueError for a parameter that is not partitioned.
     """
     owner = acquirer_of(param)
     if owner is None:
@@ -253,46 +252,46 @@ def local_weight(param: Parameter) -> Tensor:
 
 
 def safe_get_local_grad(param: Parameter) -> Tensor | None:
-    """This rank's elements of the reduced gradient, flat; None before there is one."""
-    place = _Place.of(param)
+    """Return this rank's elements of the reduced gradient, flat; None without one."""
+    place = _ParamAccess.of(param)
     kept = place.gradient()
     return None if kept is None else place.local(kept)
 
 
 def safe_get_local_optimizer_state(param: Parameter, key: str) -> Tensor:
-    """This rank's elements of one optimizer state, flat."""
-    return _Place.of(param).read_state(key)
+    """Return this rank's elements of one optimizer state, flat."""
+    return _ParamAccess.of(param).read_state(key)
 
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
-    """Set the weight from a whole `value`, equal on all ranks."""
-    place = _Place.of(param)
+    """Set the weight from a full `value`, equal on all ranks."""
+    place = _ParamAccess.of(param)
     place.write_master(place.part_of(value))
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
-    """Set the reduced gradient from a whole `value`, equal on all ranks.  Raises ValueError before there is one."""
-    place = _Place.of(param)
+    """Set the reduced gradient from a full `value`, equal on all ranks.  Raises ValueError without a gradient."""
+    place = _ParamAccess.of(param)
     place.write_gradient(place.part_of(value))
 
 
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
-    """Set one optimizer state from a whole `value`, equal on all ranks."""
-    place = _Place.of(param)
+    """Set one optimizer state from a full `value`, equal on all ranks."""
+    place = _ParamAccess.of(param)
     place.write_state(key, place.part_of(value))
 
 
 def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     """Set this rank's elements of the weight."""
-    place = _Place.of(param)
+    place = _ParamAccess.of(param)
     place.write_master(value)
 
 
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
     """Set this rank's elements of the reduced gradient."""
-    _Place.of(param).write_gradient(value)
+    _ParamAccess.of(param).write_gradient(value)
 
 
 def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
     """Set this rank's elements of one optimizer state."""
-    _Place.of(param).write_state(key, value)
+    _ParamAccess.of(param).write_state(key, value)

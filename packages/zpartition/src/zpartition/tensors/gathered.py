@@ -1,4 +1,4 @@
-"""Full weights of stage 3, to read or to edit.
+"""Full weights of stage 3, for reading and editing.
 
     with zpartition.gathered(model.embed):                    # read
         print(model.embed.weight.norm())
@@ -11,9 +11,9 @@ two models, say), bit for bit; other edits are rejected when the block ends.  At
 sharded, this is not checked.  Weights that were not written keep the full precision of their masters.
 
 Blocks may be nested, and may end in any order.  A block without `modifier_rank` leaves units of an enclosing block
-to that block; a block with `modifier_rank` first adopts earlier edits of enclosing blocks, so each block has its
-own edits.  They work at every stage: where weights are not sharded, `modifier_rank` makes ranks and masters
-agree.  A view of a weight that outlives its block keeps its values.
+to that block; a block with `modifier_rank` first adopts earlier edits of enclosing blocks, so each block has its own
+edits.  Blocks work at every stage: where weights are not sharded, `modifier_rank` makes ranks and masters agree.  A
+view of a weight that outlives its block keeps its values.
 
 `module.state_dict()` and `module.load_state_dict()` gather by themselves, one module at a time; they are collectives,
 too, and rank 0's values are loaded.
@@ -48,9 +48,9 @@ def gathered(
     """Unshard the parameters of `what` inside the block; every rank must enter it.
 
     modifier_rank: rank (within the partition's group) whose edits are adopted; None: edits must be equal on all
-    ranks.
-        Of experts, the rank's expert-parallel peers each edit their own.
-    For a module that was built inside `Init` and is not partitioned yet, see materialize.py. Raises ValueError on
+        ranks.  Its expert-parallel peers each edit their own experts.
+
+    For a module that was built inside `Init` and is not partitioned yet, see materialize.py.  Raises ValueError on
     every rank, with weights unchanged, for edits that differ between ranks.
     """
     params = _parameters(what)
@@ -73,7 +73,7 @@ def gathered(
         except BaseException:
             for partition, block in opened:
                 for unit in block.units if modifier_rank is not None else _unshared(partition, block):
-                    partition.unsharder.drop(unit)  # edits that nobody has taken
+                    partition.unsharder.drop(unit)  # discards edits that were not adopted
             raise
         for partition, block in opened:
             _check_held(block)
@@ -98,10 +98,10 @@ def is_gathered(param: Parameter) -> bool:
 
 
 def _open_block(partition: PartitionState, params: list[Parameter], modifier_rank: int | None) -> GatheredBlock:
-    """Copies what the block will have to answer for and no gather brings again."""
-    looks = modifier_rank is None and partition.policy.shards_weights
+    """Open a block; copies unsharded weights, which no gather restores, to detect edits without a modifier_rank."""
+    checks = modifier_rank is None and partition.policy.shards_weights
     others = {id(param) for block in partition.unshard_hooks.blocks for param in block.params}
-    mine = {id(param) for param in params} - others if looks else set()
+    mine = {id(param) for param in params} - others if checks else set()
     whole = [param for storage in partition.whole for param in storage.params if id(param) in mine]
     return GatheredBlock(
         partition.unshard_hooks.units_of(params), params, modifier_rank, [(p, p.detach().clone()) for p in whole]
@@ -115,7 +115,7 @@ def _unshared(partition: PartitionState, block: GatheredBlock) -> list[Unit]:
 
 
 def _adopt_pending(partition: PartitionState, block: GatheredBlock) -> None:
-    """Take, or refuse, what the open blocks have written so far into what `block` is about to hold."""
+    """Adopt, or reject, earlier edits of the open blocks in the units that `block` is about to hold."""
     around = partition.unshard_hooks.blocks
     editors = [other for other in around if other.modifier_rank is not None]
     edited = {id(unit) for other in editors for unit in other.units}
@@ -125,18 +125,17 @@ def _adopt_pending(partition: PartitionState, block: GatheredBlock) -> None:
         units = [unit for unit in other.units if id(unit) in mine]
         params = [param for param in other.params if id(param) in wanted]
         _adopt_edits(partition, units, params, other.modifier_rank)
-    looked_at = {id(unit): unit for other in around for unit in other.units if id(unit) in mine - edited}
-    if looked_at:
-        _adopt_agreed(partition, list(looked_at.values()), [])
+    checked = {id(unit): unit for other in around for unit in other.units if id(unit) in mine - edited}
+    if checked:
+        _adopt_agreed(partition, list(checked.values()), [])
 
 
 def _check_held(block: GatheredBlock) -> None:
     for unit in block.units:
         if unit.is_sharded:
             raise ValueError(
-                f"the weights of unit {unit.name!r} are gone: something raised inside another gathered(...) in this "
-                "block, and what was written here since is lost. Let the exception leave this block too, or enter it "
-                "again."
+                f"the weights of unit {unit.name!r} were released, because another gathered(...) inside this block "
+                "raised; later edits here are lost. Let the exception leave this block too, or enter it again."
             )
 
 
@@ -156,11 +155,11 @@ def _adopt_agreed(partition: PartitionState, units: list[Unit], before: list[tup
     """Adopt edits that all ranks made alike without a modifier_rank; undo others and raise ValueError."""
     storages = [(unit.name, storage) for unit in units for storage in unit.storages]
     groups_for = partition.ranks.groups_for
-    looks = [(name, storage.is_edited(groups_for(storage.bucket).shard)) for name, storage in storages]
-    edited = sorted({f"unit {name!r}" for name, is_edited in looks if is_edited})
+    found = [(name, storage.is_edited(groups_for(storage.bucket).shard)) for name, storage in storages]
+    edited = sorted({f"unit {name!r}" for name, is_edited in found if is_edited})
     changed = {id(param) for param, was in before if not bool(same_bits(param.detach(), was).all())}
-    looked_at = {id(param) for param, _ in before}
-    whole = [storage for storage in partition.whole if any(id(param) in looked_at for param in storage.params)]
+    checked = {id(param) for param, _ in before}
+    whole = [storage for storage in partition.whole if any(id(param) in checked for param in storage.params)]
     if not _any_rank(partition, bool(edited or changed)):
         return
     shown = [(storage.full, storage) for _, storage in storages] + [(storage.flat, storage) for storage in whole]
@@ -176,13 +175,13 @@ def _adopt_agreed(partition: PartitionState, units: list[Unit], before: list[tup
         param.data.copy_(was)
     where = f" ({', '.join(edited)})" if edited else ""
     raise ValueError(
-        f"parameters were edited inside gathered(...){where}, differently on the ranks; without modifier_rank "
-        "edits must be equal on all ranks, so they are undone. Pass modifier_rank=0 and edit on that rank."
+        f"parameters edited inside gathered(...){where} differ between ranks; without modifier_rank edits must be "
+        "equal on all ranks, so they are undone. Pass modifier_rank=0 and edit on that rank."
     )
 
 
 def _differs(flat: Tensor | None, numel: int, group: ProcessGroup | None) -> bool:
-    """Return whether this rank shows other bits than the first of the group."""
+    """Return whether the bits of `flat` differ from those of the group's first rank.  A collective."""
     assert flat is not None
     first = flat[:numel].clone()
     zcomm.broadcast(first, group, source=0, label="edits")

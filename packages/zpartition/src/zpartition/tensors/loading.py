@@ -1,11 +1,11 @@
-"""Weights from files, straight into the shards: each rank reads the boxes that its part covers, a few rows at a time.
+"""Loading weights from files straight into shards: each rank reads its boxes, a few rows at a time.
 
     with safetensors.safe_open("model.safetensors", "pt") as file:
         zpartition.load_slices(partition, {name: file.get_slice(name) for name in file.keys()})
 
-Anything that has `get_shape()` and gives boxes by `[start:stop, start:stop]` will do; tensors do too.  Nothing of the
-size of a large tensor is held: not the tensor, and not another rank's part of it.  `load_own_slices` is the same for
-a module without a partition: one that answers, whole or split over ranks.
+A source is a tensor, or any object with `get_shape()` that returns boxes for `[start:stop, start:stop]`.  Neither a
+full large tensor nor another rank's part of it is ever in memory.  `load_own_slices` does the same for a module
+without a partition (for inference, say), whole or split over ranks.
 """
 
 from __future__ import annotations
@@ -41,15 +41,19 @@ def load_slices(
     tensors: Mapping[str, Slices | Tensor],
     *,
     strict: bool = True,
-    touching: Callable[[], AbstractContextManager[object]] = nullcontext,
+    fill_context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
-    """Fill the weights (masters too), frozen parameters and persistent buffers of `partition`; cast as they need it.
+    """Fill the weights, masters, frozen parameters and persistent buffers of `partition`, cast to their dtypes.
 
-    tensors: by the module's own names; of all stages, where the module is one of them.  strict: every tensor of the
-    module is there, and no other; without it what is missing stays as it is, and others are left alone.  Every rank
-    must call.  touching: entered before the first tensor is touched and left when the last one is filled; there ranks
-    may tell each other whether all could be read, since weights are then gathered.
-    Raises ValueError on every rank, with nothing loaded, that names what is missing, unexpected or of another shape.
+    Every rank must call.
+
+    tensors: by the module's own names; for a pipeline stage, of the whole model.
+    strict: `tensors` must have exactly the module's names; otherwise missing ones stay unchanged, others are ignored.
+    fill_context: entered before the first tensor is filled and left after the last one, for a vote of the ranks on
+        whether all reads succeeded: the weights are gathered afterwards.
+
+    Raises:
+        ValueError: tensors are missing, unexpected or of another shape; on every rank, with nothing loaded.
     """
     stages, own = pipeline_stages_of(partition.module), set(_names(partition))
     known = own.union(*zcomm.all_gather_object(sorted(own), stages.group)) if stages.size > 1 else own
@@ -59,8 +63,8 @@ def load_slices(
         problems = list(
             dict.fromkeys(problem for found in zcomm.all_gather_object(problems, stages.group) for problem in found)
         )
-    _refuse(problems)
-    with touching(), torch.no_grad():
+    _raise_problems(problems)
+    with fill_context(), torch.no_grad():
         for shard in partition.shards_to_fill():
             if shard.name in tensors:
                 _read(shard, tensors[shard.name])
@@ -68,17 +72,16 @@ def load_slices(
 
 
 def load_own_slices(module: nn.Module, tensors: Mapping[str, Slices | Tensor]) -> None:
-    """Fill a module that no partition holds, whole or split (by `parallelize`, `distribute`), on each rank its parts.
+    """Fill this rank's part of a module without a partition, whole or split (by `parallelize`, `distribute`).
 
-    tensors: by the module's own names, whole; a tied one under any of its names.  The module is on real devices.
-    Asks no other rank.
-    Raises ValueError, with nothing loaded, as `check_slices` does.
+    tensors: full, by the module's own names; a tied one under any of its names.  The module is on real devices.
+    Not a collective.  Raises ValueError, with nothing loaded, as `check_slices` does.
     """
     check_slices(module, tensors)
     with torch.no_grad():
         for names, tensor, address in _tensors(module):
             source = next(tensors[name] for name in names if name in tensors)
-            values = tensor.detach().contiguous()  # itself, almost always
+            values = tensor.detach().contiguous()  # almost always `tensor` itself
             for shard in cut(Shard, names[0], address, (0, values.numel()), values.view(-1).__getitem__):
                 _read(shard, source)
             if not tensor.is_contiguous():
@@ -86,15 +89,15 @@ def load_own_slices(module: nn.Module, tensors: Mapping[str, Slices | Tensor]) -
 
 
 def check_slices(module: nn.Module, tensors: Mapping[str, Slices | Tensor]) -> None:
-    """ValueError that names what `module` has and `tensors` lack, what it does not have, and other shapes."""
+    """Raise ValueError that names tensors that are missing, unexpected or of another shape."""
     held = list(_tensors(module))
     names = [next((name for name in names if name in tensors), names[0]) for names, *_ in held]
     shapes = {name: address.global_shape for names, _, address in held for name in names}
-    _refuse(list(_problems(names, shapes, tensors, set(shapes))))
+    _raise_problems(list(_problems(names, shapes, tensors, set(shapes))))
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[list[str], Tensor, Address]]:
-    """Parameters and persistent buffers: all names of each, this rank's part, and where that lies."""
+    """Yield parameters and persistent buffers: all names of each, this rank's part, and its address."""
     addresses = addresses_of(module)
     found: dict[int, tuple[list[str], Tensor, Address]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -106,7 +109,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[list[str], Tensor, Address]]:
 
 
 def _read(shard: Shard, source: Slices | Tensor) -> None:
-    """The boxes that the span covers, one by one."""
+    """Read the boxes that the shard's span covers, one by one."""
     lo, hi = shard.span
     corner, sizes = [start for start, _ in shard.box], [stop - start for start, stop in shard.box]
     for at, sides in _boxes(sizes, lo, hi):
@@ -119,7 +122,7 @@ def _read(shard: Shard, source: Slices | Tensor) -> None:
 def _boxes(sizes: Sequence[int], lo: int, hi: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Yield (number of the first element, sides) of the boxes that cover elements `lo` to `hi` of a flattened tensor.
 
-    Rows of the first dimension where they are complete and not too long, else the same inside one row.
+    Boxes are complete rows of the first dimension if these are not too long, else boxes inside one row.
     """
     if not sizes:
         yield lo, []
@@ -143,7 +146,7 @@ def _shape(source: Slices | Tensor) -> tuple[int, ...]:
 
 
 def _names(partition: Partition) -> Iterator[str]:
-    """All that its tensors are called; shared ones have several names."""
+    """Yield all names of the tensors; tied ones have several."""
     yield from partition.names()
     yield from (name for name, _ in partition.module.named_parameters(remove_duplicate=False))
 
@@ -154,7 +157,7 @@ def _problems(
     tensors: Mapping[str, Slices | Tensor],
     known: Set[str],
 ) -> Iterator[str]:
-    """wanted: names that must be there, and no others than `known`; None: whatever is there counts."""
+    """Yield what does not fit.  wanted: required names, and only `known` ones are allowed; None: any are allowed."""
     if wanted is not None:
         yield from _listed("missing", sorted(set(wanted) - set(tensors)))
         yield from _listed("unexpected", sorted(set(tensors) - known))
@@ -166,9 +169,9 @@ def _problems(
     yield from _listed("of another shape", list(wrong))
 
 
-def _refuse(problems: Sequence[str]) -> None:
+def _raise_problems(problems: Sequence[str]) -> None:
     if problems:
-        raise ValueError(f"these tensors do not fit the module, and nothing was loaded: {'; '.join(problems)}.")
+        raise ValueError(f"the tensors do not fit the module, and nothing was loaded: {'; '.join(problems)}.")
 
 
 def _listed(what: str, items: list[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Full tensors of a split model (tensor or expert parallel), and back: for files in its plain format."""
+"""Full tensors of a split model (tensor or expert parallel), and the way back, for files in its plain format."""
 
 from __future__ import annotations
 
@@ -26,18 +26,14 @@ __all__ = ["FullTensors", "load_whole_state_dict", "own_parts", "part_of", "whol
 class FullTensors:
     """Gathers full tensors of a split model, one parameter at a time."""
 
-    parts: Mapping[
-        int, tuple[Address, tuple[ModelParallelGroup, ...]]
-    ]  # by id: where it lies, and which ranks have the rest
+    # by id of the parameter: its address, and the groups of ranks that hold the other parts
+    parts: Mapping[int, tuple[Address, tuple[ModelParallelGroup, ...]]]
 
     @classmethod
     def of(cls, model: nn.Module) -> FullTensors:
-        """Of the model's parameters as they are now."""
-        mp_group, expert_groups, addresses = (
-            model_parallel_group_of(model),
-            expert_shards_of(model),
-            addresses_of(model),
-        )
+        """Return the full tensors of the model's current parameters."""
+        mp_group, addresses = model_parallel_group_of(model), addresses_of(model)
+        expert_groups = expert_shards_of(model)
         parts = {}
         for name, param in model.named_parameters():
             is_split = mp_group.size > 1 and addresses[name].num_copies == 1
@@ -51,7 +47,7 @@ class FullTensors:
         return not any(mp_groups for _, mp_groups in self.parts.values())
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """Of the whole."""
+        """Return the shape of the full tensor."""
         found = self.parts.get(id(tensor))
         return tuple(tensor.shape) if found is None else found[0].global_shape
 
@@ -62,29 +58,29 @@ class FullTensors:
 
 
 def part_of(tensor: Tensor, address: Address) -> Tensor:
-    """Memory of its own for what lies at `address` of a whole tensor."""
+    """Return a copy of the part at `address` of a full tensor."""
     boxes = [tensor[tuple(slice(lo, hi) for lo, hi in box)] for box in address.boxes]
     return torch.cat(boxes) if len(boxes) > 1 else boxes[0].clone(memory_format=torch.contiguous_format)
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of the model that was split (tensor or expert ranks), in memory of its own on each; all call it.
+    """Return the state dict of the unsplit model, in new memory on each tensor and expert rank.  A collective.
 
-    At ZeRO stage 3 the ranks' own parts have to be gathered first, as `model.state_dict()` does it by itself.
+    At ZeRO stage 3 it gathers, as `model.state_dict()` does.
     """
-    joining, params = FullTensors.of(model), dict(model.named_parameters(remove_duplicate=False))
+    full_tensors, params = FullTensors.of(model), dict(model.named_parameters(remove_duplicate=False))
     found = {}
     for name, tensor in model.state_dict().items():
-        address, mp_groups = joining.parts.get(id(params.get(name)), (None, ()))
+        address, mp_groups = full_tensors.parts.get(id(params.get(name)), (None, ()))
         found[name] = _joined(tensor, address, mp_groups)
     return found
 
 
 def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Let each rank take its parts of a state of the whole model; nothing is sent.
+    """Load this rank's parts of a state dict of the unsplit model; not a collective.
 
     Raises:
-        ValueError: a tensor is missing or of another shape, or there is one too many; nothing was loaded then.
+        ValueError: a tensor is missing, unexpected or of another shape; nothing is loaded then.
     """
     addresses = _by_state_name(model)
     own = model.state_dict()
@@ -104,7 +100,7 @@ def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
 
 
 def own_parts(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's parts of a state of the whole model; what has no place or another shape stays as it is."""
+    """Return this rank's parts of a state dict of the unsplit model; other entries stay unchanged."""
     addresses = _by_state_name(model)
 
     def own(name: str, value: Any) -> Any:
@@ -115,7 +111,7 @@ def own_parts(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_state_name(model: nn.Module) -> dict[str, Address]:
-    """Addresses under all names that a parameter has, tied ones too."""
+    """Return the address of each parameter, under all of its names."""
     addresses = addresses_of(model)
     name_of = {id(param): name for name, param in model.named_parameters()}
     names = model.named_parameters(remove_duplicate=False)
@@ -123,7 +119,7 @@ def _by_state_name(model: nn.Module) -> dict[str, Address]:
 
 
 def _joined(tensor: Tensor, address: Address | None, mp_groups: Sequence[ModelParallelGroup]) -> Tensor:
-    """The global tensor of which each rank of `mp_groups` has the part at its `address`."""
+    """Gather the global tensor of which each rank of `mp_groups` holds the part at its `address`."""
     if address is None or address.global_shape == tuple(tensor.shape):
         return tensor.clone()
     boxes, flat = list(address.boxes), tensor.reshape(-1)
@@ -138,15 +134,15 @@ def _joined(tensor: Tensor, address: Address | None, mp_groups: Sequence[ModelPa
 
 def _gathered(boxes: list[Box], flat: Tensor, mp_group: ModelParallelGroup) -> tuple[list[Box], Tensor]:
     """Gather the boxes of all ranks of `mp_group`, and their elements one after another."""
-    told = zcomm.all_gather_object([[list(side) for side in box] for box in boxes], mp_group.group)
-    everybody: list[list[Box]] = [[tuple((lo, hi) for lo, hi in box) for box in rank] for rank in told]
-    numels = [sum(map(_numel, rank)) for rank in everybody]
+    gathered = zcomm.all_gather_object([[list(side) for side in box] for box in boxes], mp_group.group)
+    boxes_by_rank: list[list[Box]] = [[tuple((lo, hi) for lo, hi in box) for box in rank] for rank in gathered]
+    numels = [sum(map(_numel, rank)) for rank in boxes_by_rank]
     padded = flat.new_zeros(max(numels))
     padded[: flat.numel()] = flat
     parts = flat.new_empty(mp_group.size * padded.numel())
     zcomm.all_gather(parts, padded, mp_group.group, label="whole tensors")
     own = [part[:numel] for part, numel in zip(parts.view(mp_group.size, -1), numels)]
-    return [box for rank in everybody for box in rank], torch.cat(own)
+    return [box for rank in boxes_by_rank for box in rank], torch.cat(own)
 
 
 def _numel(box: Box) -> int:

@@ -74,7 +74,7 @@ class MoELanguageModel(nn.Module):
 
 
 def batches(replicas: int, accumulation: int) -> Tensor:
-    """Tokens of (step, micro-step, replica)."""
+    """Return tokens of (step, micro-step, replica, 2, 7)."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, VOCABULARY, (STEPS, accumulation, replicas, 2, 7), generator=generator)
 
@@ -106,9 +106,7 @@ def train_alone(replicas: int, accumulation: int) -> tuple[list[float], list[flo
 def train(
     expert: int, accumulation: int, policy: ZeroPolicy, data: Any = None
 ) -> tuple[list[float], list[float], float]:
-    """Train on the ranks of `data` (None: all), with the experts sharded over runs of `expert` ranks; returns the
-    same.
-    """
+    """Train on the ranks of `data` (None: all), experts sharded over `expert` ranks; returns as `train_alone`."""
     model = MoELanguageModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # before: parameters keep their identity
     distribute(model, zcomm.consecutive_group(expert, data))

@@ -28,12 +28,12 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def ulysses(group: ProcessGroup | None) -> Attention:
-    """The same over pieces of sequences: heads are sharded."""
+    """Return causal attention over pieces of sequences, by Ulysses."""
     return DistributedAttention(causal, group, scatter_idx=1, gather_idx=2)
 
 
 def ring(group: ProcessGroup | None, order: Order = Order.ZIGZAG) -> Attention:
-    """The same over pieces of sequences: keys go round the ring."""
+    """Return causal attention over pieces of sequences, by ring attention."""
     return lambda q, k, v: ring_attention(q, k, v, group, is_causal=True, order=order)
 
 

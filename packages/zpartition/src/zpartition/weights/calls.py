@@ -38,7 +38,7 @@ class ActiveCall:
 
     owner: nn.Module
     frame: FrameType | None  # of an outermost call; None: not known, taken as running
-    saving: AbstractContextManager[object] | None  # what is done with saved tensors meanwhile, if it began here
+    saving: AbstractContextManager[object] | None  # saved-tensor hooks that this call has entered
     units: list[Unit] = attrs.field(factory=list)  # held until it ends
 
 
@@ -81,7 +81,7 @@ class ActiveCalls:
         call = self.open.pop()
         _stop_saving(call)
         for unit in call.units:
-            if unit.depth:  # all are dropped after an exception in a backward
+            if unit.depth:  # 0 after an exception in a backward, which drops all units
                 unit.depth -= 1
                 self.unsharder.reshard(unit)
 
@@ -106,7 +106,7 @@ class ActiveCalls:
 
 
 @final
-@attrs.define(eq=False, slots=False)  # torch leaves a mark on the hooks of state dicts
+@attrs.define(eq=False, slots=False)  # torch sets an attribute on hooks of state dicts
 class ModuleHook:
     """A hook on one module of a partition, which does nothing in a copy of that module."""
 

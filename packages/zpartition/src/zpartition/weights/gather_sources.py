@@ -5,8 +5,7 @@ each for one *version* of the weights, which ends when they are updated, edited 
 
 - `QuantizedShards` (qwZ) sends 8 or 4 bits per element: a rank encodes its span at the first gather of a version.
   Every rank, the owner too, sees decoded values, within `BlockCode.relative_error` of their block's maximum.
-- `SecondaryShards` (hpZ) keeps the result of the first gather of a version: each rank the part that it would own
-if a
+- `SecondaryShards` (hpZ) keeps the result of the first gather of a version: each rank the part that it would own if a
   small group of neighbours held a copy.  Later gathers of the version use that group alone, over fast links.  It
   costs unit / group size elements for as long as the partition lives.
 
@@ -139,7 +138,7 @@ class SecondaryShards:
 def source_for(
     bucket: Bucket, policy: ZeroPolicy, group: ProcessGroup | None, device: torch.device, *, is_trained: bool
 ) -> GatherSource:
-    """Return the source of `policy`; `group` holds one copy.  A collective where anything is kept."""
+    """Return the source of `policy`; `group` holds one copy.  A collective if the source keeps anything."""
     source = SHARDS
     bits = policy.weight_bits_of(is_trained=is_trained)
     if bits:

@@ -59,12 +59,12 @@ class _HookedParameters(dict[str, "Parameter | None"]):
     units: Mapping[str, Unit]
 
     def __reduce__(self) -> Any:
-        """A copy of the module, or a pickle, has an ordinary dict.  Raises ValueError while weights rest."""
+        """Copy and pickle as an ordinary dict.  Raises ValueError while weights are sharded."""
         for name, unit in self.units.items():
             if not unit.is_used:
                 raise ValueError(
-                    f"a copy or a pickle of a module would hold NaN for parameter {name!r}, whose weights rest as "
-                    f"shards (unit {unit.name!r}). Make it inside zpartition.gathered(module), or use state_dict()."
+                    f"a copy or a pickle of the module would hold NaN for parameter {name!r}, whose weights are "
+                    f"sharded (unit {unit.name!r}). Make it inside zpartition.gathered(module), or use state_dict()."
                 )
         return dict, (dict(self),)
 
@@ -77,7 +77,7 @@ class _HookedParameters(dict[str, "Parameter | None"]):
         return super().items()
 
     def _unshard_all(self) -> None:
-        """Somebody walks over them; while a module runs, that may be to read them."""
+        """Unshard all parameters of the module if a module runs: code that iterates over them may read them."""
         for unit in self.units.values() if self.unshard_hooks.running.open else ():
             if not unit.is_used:
                 self.unshard_hooks.unshard_for_read(unit)
@@ -96,8 +96,8 @@ class GatheredBlock:
 
     units: list[Unit]  # that it holds
     params: list[Parameter]
-    modifier_rank: int | None  # whose edits count; None: those that all make
-    before: list[tuple[Parameter, Tensor]]  # parameters that are whole in any case, and what they were, if it is None
+    modifier_rank: int | None  # rank whose edits are adopted; None: edits must be equal on all ranks
+    before: list[tuple[Parameter, Tensor]]  # unsharded parameters and their values, if `modifier_rank` is None
 
 
 @final
@@ -110,9 +110,9 @@ class UnshardHooks:
     unit_of: dict[int, Unit]  # id of a parameter -> its unit
     running: ActiveCalls  # of modules with units
     dicts: ActiveCalls  # of state dicts that are made or loaded
-    blocks: list[GatheredBlock] = attrs.field(factory=list)  # of `gathered`, those that are open, the innermost last
+    blocks: list[GatheredBlock] = attrs.field(factory=list)  # open `gathered` blocks, the innermost last
     handles: list[RemovableHandle] = attrs.field(factory=list)
-    replaced: list[nn.Module] = attrs.field(factory=list)  # modules with watched `_parameters`
+    replaced: list[nn.Module] = attrs.field(factory=list)  # modules with hooked `_parameters`
 
     @classmethod
     def install(cls, module: nn.Module, unsharder: Unsharder) -> UnshardHooks:
@@ -120,16 +120,16 @@ class UnshardHooks:
         unit_of = {id(p): unit for unit in unsharder.units.values() for s in unit.storages for p in s.params}
         unshard_hooks = cls(unsharder, module, unit_of, ActiveCalls(unsharder), ActiveCalls(unsharder, exact=True))
         if not unsharder.units:
-            return unshard_hooks  # everything is whole
+            return unshard_hooks  # nothing is sharded
         called = {module.get_submodule(path): unsharder.units.get(path) for path in ("", *unsharder.units)}
         for child, unit in called.items():
             unshard_hooks._hook(child, unit)
         for child in module.modules():
             units = {n: unit_of[id(p)] for n, p in child._parameters.items() if p is not None and id(p) in unit_of}
             if units:
-                watched = _HookedParameters(child._parameters)
-                watched.unshard_hooks, watched.units = unshard_hooks, units
-                child._parameters = watched
+                hooked = _HookedParameters(child._parameters)
+                hooked.unshard_hooks, hooked.units = unshard_hooks, units
+                child._parameters = hooked
                 unshard_hooks.replaced.append(child)
                 unshard_hooks.handles += hook_state_dicts(child, units, unshard_hooks.dicts)
                 if child not in called:
@@ -145,7 +145,7 @@ class UnshardHooks:
         self.handles.clear()
         self.replaced.clear()
 
-    remove = close  # as a hook's handle has it
+    remove = close  # the name in `Removable`
 
     def reset(self) -> None:
         """Drop all calls after an exception."""
@@ -162,10 +162,10 @@ class UnshardHooks:
         found = {id(unit): unit for param in params if (unit := self.unit_of.get(id(param))) is not None}
         return list(found.values())
 
-    # -- modules that run ------------------------------------------------------------------------
+    # -- running modules -------------------------------------------------------------------------
 
     def _hook(self, module: nn.Module, unit: Unit | None) -> None:
-        """Use `unit` while its module runs."""
+        """Unshard `unit` while its module runs."""
         units = [] if unit is None else [unit]
 
         def begin_call(owner: nn.Module, _args: Any) -> None:
@@ -174,10 +174,12 @@ class UnshardHooks:
         def end_call(owner: nn.Module, _args: Any, output: Any) -> Any:
             return self.end_call(owner, output)
 
-        self._register(module, *map(torch.compiler.disable, (begin_call, end_call)))  # hooks stay between the graphs
+        self._register(
+            module, *map(torch.compiler.disable, (begin_call, end_call))
+        )  # hooks run between compiled graphs
 
     def _hook_part(self, module: nn.Module, units: list[Unit]) -> None:
-        """Use `units` while a part of their modules is run by itself, from outside."""
+        """Unshard `units` while a part of their modules is called by itself, from outside."""
 
         def begin_call(owner: nn.Module, _args: Any) -> None:
             if not (torch.compiler.is_compiling() or self.running.open or _compat.is_in_backward()):
@@ -195,26 +197,26 @@ class UnshardHooks:
         self.handles.append(module.register_forward_hook(ModuleHook(end_call), always_call=True))
 
     def begin_call(self, owner: nn.Module, units: list[Unit]) -> None:
-        """A module begins."""
+        """Begin the call of a module."""
         if owner is self.module:
             self.drop_finished()
         self.running.begin(owner, "_call_impl", self._start_saving(), units)
 
     def end_call(self, owner: nn.Module, output: Any) -> Any:
-        """A module returns, or has raised (then `output` is None)."""
+        """End the call of a module, which returned, or raised (then `output` is None)."""
         call = self.running.innermost(owner)
         if call is None:
-            return output  # its beginning failed before it was noted
+            return output  # its pre-hook failed before the call was pushed
         if call.units:
             output = self._without_views(output)
         self.running.end()
         return output
 
     def unshard_for_read(self, unit: Unit) -> None:
-        """The innermost running module reads a parameter of `unit`: it stays whole until that module returns.
+        """Unshard a unit of which the innermost running module reads a parameter, until that module returns.
 
-        In backward it may be a checkpoint inside a unit that runs again, with hooks for saved tensors of its own:
-        then nobody knows who keeps what was read, and the unit stays until its gradients have arrived.
+        In backward the reader may be a recomputed checkpoint inside a unit, with its own saved-tensor hooks.  The
+        lifetime of the value is then unknown, and the unit stays until its gradients have arrived.
         """
         if self.running.open:
             self.running.hold(unit)
@@ -223,7 +225,7 @@ class UnshardHooks:
             unit.reader = UNKNOWN_READER
 
     def _without_views(self, output: Any) -> Any:
-        """The output with copies in the place of views of gathered weights."""
+        """Replace views of gathered weights in `output` by copies."""
         if isinstance(output, Tensor):
             return self._copied_if_weight(output)
         return output if output is None else tree_map_only(Tensor, self._copied_if_weight, output)
@@ -232,20 +234,20 @@ class UnshardHooks:
         is_weight = tensor.layout is torch.strided and self._storage_of(tensor) is not None
         return tensor.clone() if is_weight else tensor
 
-    # -- what autograd saves ---------------------------------------------------------------------
+    # -- tensors that autograd saves -------------------------------------------------------------
 
     def _start_saving(self) -> Any:
-        """Pack weights from now on, unless that is done already."""
+        """Enter hooks that pack weights; None if an enclosing call has done so."""
         outer = _compat.outer_saved_tensor_hooks()
         if outer is not None and getattr(outer[0], "__self__", None) is self:
-            return None  # a unit around this one has begun it
+            return None  # an enclosing call has entered them
         hooks = torch.autograd.graph.saved_tensors_hooks(*self._hooks_over(outer))
         hooks.__enter__()
         return hooks
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Pack what autograd saves of gathered weights, as in a running module."""
+        """Pack gathered weights that autograd saves inside the block, as in a running module."""
         hooks = self._start_saving()
         try:
             yield
@@ -264,10 +266,10 @@ class UnshardHooks:
         return pack, self.unpack
 
     def pack(self, tensor: Tensor) -> Any:
-        """An address for a gathered weight; the memory of anything else.
+        """Return an address for a gathered weight, other tensors detached.
 
-        A node that holds its own output would keep its graph alive if no backward came; autograd gives what is
-        unpacked its place in the graph again.
+        A node that holds its own output would keep its graph alive without a backward; autograd attaches unpacked
+        tensors to the graph again.
         """
         address = self._address_of(tensor)
         if address is None:
@@ -285,15 +287,15 @@ class UnshardHooks:
         return _SavedWeight(unit, storage, tensor.dtype, geometry, self.unsharder.version)
 
     def unpack(self, packed: Any) -> Any:
-        """The weight at an address.  Raises RuntimeError if it was updated since."""
+        """Return the weight at an address.  Raises RuntimeError if it was updated since."""
         if type(packed) is _OuterPacked:
             return packed.unpack(packed.packed)
         if type(packed) is not _SavedWeight:
             return packed
         if packed.version != self.unsharder.version:
             raise RuntimeError(
-                f"a backward needs weights of unit {packed.unit.name!r} as they were before the optimizer's update "
-                "(or an edit, or a load). Run every backward of a forward before the step, or the forward again."
+                f"a backward needs weights of unit {packed.unit.name!r} from before the optimizer's update (or an "
+                "edit, or a load). Run every backward of a forward before the step, or run the forward again."
             )
         self.unsharder.unshard(packed.unit)
         if packed.unit.reader != UNKNOWN_READER:
@@ -301,7 +303,7 @@ class UnshardHooks:
         assert packed.storage.full is not None
         full, (shape, strides, offset) = packed.storage.full.view(packed.dtype), packed.geometry
         found = full.as_strided(shape, strides, full.storage_offset() + offset)
-        # Under create_graph=True autograd saves what it was given here, and nobody packs that.
+        # Under create_graph=True autograd saves this tensor again, without packing it.
         return found.clone() if torch.is_grad_enabled() else found
 
     def _storage_of(self, tensor: Tensor) -> ShardedStorage | None:
@@ -336,7 +338,7 @@ def hook_state_dicts(module: nn.Module, units: Mapping[str, Unit], dicts: Active
         for unit in call.units if call is not None else ():
             if unit.depth == 1:
                 dicts.unsharder.broadcast_edits(unit, 0, ShardedStorage.adopt_weights)
-                dicts.unsharder.version += 1  # a graph made before must not see what was loaded
+                dicts.unsharder.version += 1  # an earlier graph must not see the loaded weights
         if call is not None:
             dicts.end()
 
@@ -349,11 +351,11 @@ def hook_state_dicts(module: nn.Module, units: Mapping[str, Unit], dicts: Active
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a state dict holds a view of a weight, which is about to leave."""
+    """Return whether `value` is a view of a weight, which must be copied before the weights are resharded."""
     return isinstance(value, Tensor) and not isinstance(value, Parameter)
 
 
 _KEPT = (
-    "state_dict(keep_vars=True) would hold parameter {name!r} itself, whose weights are sharded and read as NaN. "
+    "state_dict(keep_vars=True) would return parameter {name!r} itself, whose weights are sharded and read as NaN. "
     "Leave keep_vars out, or call it inside zpartition.gathered(module) and use the result there."
 )

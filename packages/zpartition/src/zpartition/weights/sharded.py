@@ -147,10 +147,10 @@ class ShardedStorage:
     def gather(self, pool: BufferPool, group: ProcessGroup | None, *, exact: bool = False) -> None:
         """SHARDED -> GATHERING: start to collect the weights into a buffer; `arrive` waits for it.
 
-        exact: the spans themselves, not what the policy lets modules compute with.
+        exact: gather the spans themselves, not the values that the policy lets modules compute with.
         """
         assert self.sharded_state is ShardedState.SHARDED
-        own = self.own_span  # first: a read from disk may fail
+        own = self.own_span  # first, since a read from disk may fail
         self.full = pool.obtain(self.bucket.numel, self.bucket.dtype)
         whole, label = self.full[: self.bucket.numel], f"weights of unit {self.bucket.unit!r}"
         source = SHARDS if exact else self.source
@@ -197,7 +197,7 @@ class ShardedStorage:
         assert self.full is not None
         fresh = self.full[self.span[0] : self.span[1]]
         unchanged = same_bits(fresh, self.own_span)
-        self.source.invalidate()  # on all ranks alike, whatever was edited: they gather the same way next
+        self.source.invalidate()  # also on ranks without edits: the next gather must be the same on all
         if not bool(unchanged.all()):
             shares = self.shares_master
             self.own_span.copy_(fresh)

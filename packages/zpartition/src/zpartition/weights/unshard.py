@@ -1,8 +1,8 @@
 """Unsharder: gathers and releases the units of stage 3.
 
 Problem.  A unit must be unsharded when its module runs, when autograd needs its weights again, and when user code
-reads them; and released as soon as possible, because memory of gathered units is what stage 3 saves.  All ranks must
-gather in the same order.
+reads them; and released as soon as possible, because stage 3 exists to save the memory of gathered units.  All ranks
+must gather in the same order.
 
 Design.  `unshard(unit)` is the one way to gather a unit, called when one of its modules is entered, when autograd
 unpacks a saved weight, and when a running module reads a parameter of another unit.  Correctness does not depend on
@@ -50,7 +50,7 @@ from zpartition.weights.sharded import ShardedState, ShardedStorage
 
 __all__ = ["UNKNOWN_READER", "Unit", "Unsharder"]
 
-UNKNOWN_READER = -1  # of a unit that must stay until its gradients have arrived
+UNKNOWN_READER = -1  # the unit must stay until its gradients have arrived
 _READ_AHEAD = 3  # units whose shards are read from disk before they are gathered
 _LONGEST_TRACE = 100_000  # uses; a loop that never steps must not grow for ever
 
@@ -58,8 +58,8 @@ _LONGEST_TRACE = 100_000  # uses; a loop that never steps must not grow for ever
 class UnshardMode(enum.Enum):
     """Values that a gather brings, where the policy lets modules see inexact weights (gather_sources.py)."""
 
-    COMPUTE = "modules"  # what modules compute with: decoded, or of a secondary shard
-    EXACT = "exact"  # the spans of their owners, for people
+    COMPUTE = "modules"  # for modules: decoded values, or those of a secondary shard
+    EXACT = "exact"  # for users, state dicts and edits: the spans of their owners
 
 
 @final
@@ -70,11 +70,11 @@ class Unit:
     name: str  # path of its module
     storages: tuple[ShardedStorage, ...]
     numel: int = attrs.field(init=False)  # elements of all its buckets, padding included
-    depth: int = 0  # calls of its modules that are running, and holds
-    is_used: bool = False  # somebody has asked for it since it was last left
-    mode: UnshardMode = UnshardMode.COMPUTE  # of what is whole, or the next to be
+    depth: int = 0  # running calls of its modules, and `gathered` blocks, that hold it
+    is_used: bool = False  # unsharded on request (not only prefetched) since it was last resharded
+    mode: UnshardMode = UnshardMode.COMPUTE  # of the current gather, or of the next one
     missing: set[int] = attrs.field(factory=set)  # trainable buckets whose gradients have not all arrived
-    reader: int | None = None  # the autograd node that unpacked a weight of it last
+    reader: int | None = None  # the last autograd node that unpacked one of its weights
 
     @numel.default
     def _count(self) -> int:
@@ -82,7 +82,7 @@ class Unit:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether both forms are one."""
+        """Return whether both modes give the same values."""
         return all(storage.is_exact for storage in self.storages)
 
     @property
@@ -90,7 +90,7 @@ class Unit:
         return self.storages[0].sharded_state is ShardedState.SHARDED
 
 
-_PAUSE = Unit("", ())  # in an order of uses: a backward has ended there
+_PAUSE = Unit("", ())  # in a sequence of uses: end of a backward
 
 
 @final
@@ -106,19 +106,21 @@ class Unsharder:
     units: dict[str, Unit]
     pool: BufferPool
     unit_of_bucket: dict[int, Unit] = attrs.field(factory=dict)  # of trained buckets, by index
-    unit_at: dict[int, ShardedStorage] = attrs.field(factory=dict)  # address of a buffer -> whose weights are in it
+    unit_at: dict[int, ShardedStorage] = attrs.field(
+        factory=dict
+    )  # address of a buffer -> the storage whose weights it holds
     version: int = 0  # counts updates of the weights
-    offloaded: frozenset[OffloadStateType] | None = None  # what offload_states has moved away; None: nothing
-    live_numel: int = 0  # elements of units that are not resting
-    peak_numel: int = 0  # the most that there were
-    largest_numel: int = 0  # of a unit
+    offloaded: frozenset[OffloadStateType] | None = None  # states that offload_states has moved; None: none
+    live_numel: int = 0  # elements of units that are not SHARDED
+    peak_numel: int = 0  # maximum of `live_numel` so far
+    largest_numel: int = 0  # elements of the largest unit
     room_numel: int = 0  # for units in backward, see [Note: room]
-    recent: dict[str, Unit] = attrs.field(factory=dict)  # used in this backward, the last use last; those left go
-    recent_numel: int = 0  # elements of those
-    order: list[Unit] = attrs.field(factory=list)  # uses of the last step
-    order_numel: int = 0  # elements of those, each use counted
-    trace: list[Unit] = attrs.field(factory=list)  # uses of this one
-    _next: int = 0  # position in `order` that is expected next
+    recent: dict[str, Unit] = attrs.field(factory=dict)  # used in this backward and not evicted, in order of last use
+    recent_numel: int = 0  # elements of `recent`
+    order: list[Unit] = attrs.field(factory=list)  # uses in the last step
+    order_numel: int = 0  # elements of `order`, counted for each use
+    trace: list[Unit] = attrs.field(factory=list)  # uses in this step
+    _next: int = 0  # expected position in `order` of the next use
 
     @classmethod
     def of(
@@ -141,7 +143,7 @@ class Unsharder:
         pool = BufferPool(device)
         return cls(policy, ranks, units, pool, trained, largest_numel=largest_numel, room_numel=room_numel)
 
-    # -- using and leaving -----------------------------------------------------------------------
+    # -- unshard and reshard ---------------------------------------------------------------------
 
     def unshard(self, unit: Unit, *, exact: bool = False) -> None:
         """Gather `unit`, and prefetch the units after it.
@@ -177,7 +179,7 @@ class Unsharder:
         unit.is_used = False
         is_too_much = self.live_numel > self.policy.max_live_numel
         if is_too_much or unit.mode is UnshardMode.EXACT or self._distance(unit) > self.policy.max_reuse_numel:
-            self._release(unit)  # the truth goes too: a run that looks at it must go on like one that does not
+            self._release(unit)  # exact weights too: reading them must not change what later steps compute
 
     def arrived(self, bucket_index: int) -> None:
         """Notify that all gradients of a bucket have arrived; releases the unit if all its buckets are complete."""
@@ -207,7 +209,7 @@ class Unsharder:
             yield
         finally:
             for unit in units:
-                if unit.depth:  # dropped otherwise
+                if unit.depth:  # 0 if it was dropped
                     unit.depth -= 1
                     self.reshard(unit)
 
@@ -235,7 +237,7 @@ class Unsharder:
             self.unshard(unit, exact=mode is UnshardMode.EXACT)
 
     def drop(self, unit: Unit) -> None:
-        """Drop the gathered weights of `unit`, whoever holds it."""
+        """Drop the gathered weights of `unit`, even if calls hold it."""
         unit.depth = 0
         self._release(unit)
 
@@ -245,8 +247,8 @@ class Unsharder:
             written = [storage for storage in unit.storages if storage.was_written()]
             if written:
                 raise ValueError(
-                    f"parameters of unit {unit.name!r} were written while their weights rest in shards, where "
-                    "nobody sees it. Edit inside zpartition.gathered(module, modifier_rank=0)."
+                    f"parameters of unit {unit.name!r} were written while their weights are sharded, so the values "
+                    "are lost. Edit inside zpartition.gathered(module, modifier_rank=0)."
                 )
 
     def invalidate(self) -> None:
@@ -257,8 +259,8 @@ class Unsharder:
             if not unit.is_sharded:
                 self.regather(unit)
 
-    def broadcast_edits(self, unit: Unit, source: int, take: Callable[[ShardedStorage], None]) -> None:
-        """Broadcast the unsharded weights of rank `source`; `take` copies them into each storage's shard."""
+    def broadcast_edits(self, unit: Unit, source: int, adopt: Callable[[ShardedStorage], None]) -> None:
+        """Broadcast the unsharded weights of rank `source`; `adopt` copies them into each storage's shard."""
         for storage in unit.storages:
             assert storage.full is not None
             whole = storage.full[: storage.bucket.numel]
@@ -269,18 +271,18 @@ class Unsharder:
                 source=source // storage.bucket.num_expert_shards,
                 label=f"edits of unit {unit.name!r}",
             )
-            take(storage)
+            adopt(storage)
 
     def check_resident(self) -> None:
         """Raise RuntimeError while any state is offloaded (`offload_states`)."""
         if self.offloaded is not None:
-            raise RuntimeError("states of this partition are offloaded: call reload_states(), on every rank, first")
+            raise RuntimeError("states of this partition are offloaded: call reload_states() on every rank first")
 
     def check_weights_resident(self) -> None:
         """Raise RuntimeError while the weights are offloaded (`offload_states`)."""
         if self.offloaded is not None and OffloadStateType.WEIGHTS in self.offloaded:
             raise RuntimeError(
-                "the weights of this module are offloaded by offload_states(): call reload_states(), on every rank, "
+                "the weights of this module are offloaded by offload_states(): call reload_states() on every rank "
                 "first"
             )
 
@@ -359,7 +361,7 @@ class Unsharder:
                 break
             if upcoming.is_sharded:
                 if not self._has_room(upcoming):
-                    break  # what comes after it must not be gathered before it: other ranks may have room
+                    break  # gather no later unit first: the order must be equal on ranks that have room
                 self._gather(upcoming)
 
     def _pause(self) -> None:
@@ -374,7 +376,7 @@ class Unsharder:
         return self.live_numel + unit.numel <= max(self.policy.max_live_numel, 2 * self.largest_numel)
 
     def _distance(self, unit: Unit) -> int:
-        """Elements used, by the order of the last step, before `unit` is used again; 0 where that is not known."""
+        """Return the elements used before `unit` is used again, by the last step's order; 0 if unknown."""
         if self.order_numel <= self.policy.max_reuse_numel:
             return 0
         total = 0
@@ -385,9 +387,7 @@ class Unsharder:
         return total
 
     def _position(self, unit: Unit) -> int:
-        """Return the position of this use in the order: as expected, else the next such use, else the first; -1 if
-        new.
-        """
+        """Return the position of this use in `order`: as expected, else the next one, else the first; -1 if new."""
         if self._next < len(self.order) and self.order[self._next] is unit:
             return self._next
         places = [index for index, other in enumerate(self.order) if other is unit]

@@ -86,7 +86,7 @@ class Init(AbstractContextManager["Init"]):
             note: Any = lambda _module, _name, param: self._made.append(param)  # noqa: E731
             self._undo.callback(register_module_parameter_registration_hook(note).remove)
             device = get_accelerator().current_device_name()  # new layers go beside: a larger embedding, an adapter
-            self._undo.enter_context(zpartition.Init(make_buffers=True, shown_on=device))
+            self._undo.enter_context(zpartition.Init(make_buffers=True, fake_device=device))
             if self._dtype is not None:
                 self._undo.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._dtype)

@@ -1,4 +1,4 @@
-"""Whose NaN it was: gradients looked at before they are summed."""
+"""Non-finite probe: names the rank and parameter of a NaN before the reduction."""
 
 from __future__ import annotations
 

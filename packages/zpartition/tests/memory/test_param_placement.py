@@ -1,4 +1,4 @@
-"""Shelves: weights come to the device when they are wanted, and changes stay."""
+"""Parameter placements: weights are loaded on demand, and changes are kept."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Weights with their global addresses: what a checkpoint saves, and what it loads into.
+"""Weights with their global addresses: the shards that a checkpoint saves, and the shards that it loads into.
 
-A master in memory is both.  One on disk is read when it is saved, piece by piece; and it is loaded into memory first,
-from where `Partition.publish` takes it to disk.
+For a master in memory these are the same.  A master on disk is read piece by piece while it is saved; a load fills
+memory, which `Partition.publish` writes to disk.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from zpartition.layout.layout import Piece
 from zpartition.offload.disk_states import DiskPlacement
 from zpartition.weights.sharded import Storage
 
-__all__ = ["refine", "saved", "to_fill"]
+__all__ = ["refine_masters", "saved_shards", "shards_to_fill"]
 
 
-def saved(partition: PartitionState) -> Iterator[Shard | LazyShard]:
-    """Masters where there are any, frozen parameters, buffers; to be read."""
+def saved_shards(partition: PartitionState) -> Iterator[Shard | LazyShard]:
+    """Yield shards to save: masters if there are any, frozen parameters, buffers."""
     partition.check_resident()
     partition.speculative_step.rollback_all()
     for storage in (*partition.storages, *partition.frozen):
@@ -38,8 +38,8 @@ def saved(partition: PartitionState) -> Iterator[Shard | LazyShard]:
     yield from partition.replicated.shards()
 
 
-def to_fill(partition: PartitionState) -> Iterator[Shard]:
-    """The same addresses with memory to be read into; `Partition.publish` makes it count."""
+def shards_to_fill(partition: PartitionState) -> Iterator[Shard]:
+    """Yield the same addresses with memory to load into; `Partition.publish` makes the loaded values current."""
     partition.check_resident()
     partition.speculative_step.rollback_all()
     for storage in (*partition.storages, *partition.frozen):
@@ -51,8 +51,11 @@ def to_fill(partition: PartitionState) -> Iterator[Shard]:
     yield from partition.replicated.shards()
 
 
-def refine(partition: PartitionState, given: Mapping[str, Tensor]) -> bool:
-    """Copy values of a wider dtype than the module's weights into masters; returns whether `given` has any."""
+def refine_masters(partition: PartitionState, given: Mapping[str, Tensor]) -> bool:
+    """Copy values of a wider dtype than the module's weights into masters; returns whether `given` has any.
+
+    A collective; rank 0's values are used.
+    """
     wide = [
         name
         for name, param in partition.params.items()

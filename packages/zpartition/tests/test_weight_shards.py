@@ -1,4 +1,4 @@
-"""What a checkpoint reads and what it loads into, at every tier."""
+"""Shards that a checkpoint saves, and shards that it loads into, at every tier."""
 
 from __future__ import annotations
 

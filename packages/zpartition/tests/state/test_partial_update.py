@@ -1,4 +1,4 @@
-"""A shard whose parameters are not all used in the same steps is updated as its parameters would be."""
+"""A shard whose parameters are used in different steps is updated as its parameters would be."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import zpartition
-from zpartition.state.apart import in_parts
 from zpartition.state.counts import ALIKE, labels_of
+from zpartition.state.unused import partial_update
 
 LAYERS = 4
 # Layers that each step uses: one late, one now and then, one never.
@@ -113,7 +113,7 @@ def test_while_all_agree_the_optimizer_has_the_shard_and_nothing_else() -> None:
     assert optimizer.state[holder.tensor].keys() == {"step", "exp_avg", "exp_avg_sq"}
     holder.tensor.grad = torch.zeros_like(holder.tensor)
     before = optimizer.param_groups[0]["params"]
-    with in_parts(optimizer, partition.holders):
+    with partial_update(optimizer, partition.holders):
         assert optimizer.param_groups[0]["params"] is before
         assert set(before) == {holder.tensor}
 
@@ -124,7 +124,7 @@ def test_parts_are_runs_of_what_has_had_the_same_updates() -> None:
     members = optimizer.param_groups[0]["params"]
     assert labels_of(optimizer.state[holder.tensor], 8) == [1, 1, 1, 1, 2, 2, 2, 2]  # layers 3 and 2, then 1 and 0
     holder.tensor.grad = torch.ones_like(holder.tensor)
-    with in_parts(optimizer, partition.holders, frozenset({"0.bias"})):
+    with partial_update(optimizer, partition.holders, frozenset({"0.bias"})):
         parts = optimizer.param_groups[0]["params"]
         assert [len(optimizer.state[part]) for part in parts] == [3, 3, 3]
         assert [int(optimizer.state[part]["step"]) for part in parts] == [1, 3, 3]
@@ -138,7 +138,7 @@ def test_a_step_that_fails_leaves_the_optimizer_its_shards() -> None:
     (holder,) = partition.holders
     entry = {key: value.clone() for key, value in optimizer.state[holder.tensor].items()}
     holder.tensor.grad = torch.ones_like(holder.tensor)
-    with pytest.raises(RuntimeError, match="on purpose"), in_parts(optimizer, partition.holders):
+    with pytest.raises(RuntimeError, match="on purpose"), partial_update(optimizer, partition.holders):
         raise RuntimeError("on purpose")
     assert set(optimizer.param_groups[0]["params"]) == {holder.tensor}
     assert set(optimizer.state) == {holder.tensor}
@@ -167,7 +167,7 @@ class Codebook(Counting):
             state["codebook"] = torch.zeros(16)
 
 
-def test_state_that_cannot_be_shared_out_is_refused_by_name() -> None:
+def test_state_that_cannot_be_shared_out_is_rejected_by_name() -> None:
     with pytest.raises(ValueError, match=r"state 'codebook' of Codebook for \S+ has shape \(16,\), neither"):
         partitioned(Codebook, [(0, 1, 2, 3), (0,)])
 
@@ -180,7 +180,7 @@ def test_codes_of_what_rests_stay_bit_for_bit(coded_momentum: Any) -> None:
     before = {key: value.clone() for key, value in optimizer.state[holder.tensor].items()}
     holder.tensor.grad = torch.ones_like(holder.tensor)
     unused = frozenset({"2.weight", "0.bias"})
-    with in_parts(optimizer, partition.holders, unused):
+    with partial_update(optimizer, partition.holders, unused):
         optimizer.step()
     after = optimizer.state[holder.tensor]
     for piece in holder.pieces:
@@ -200,7 +200,7 @@ def test_adagrad_whose_state_is_made_with_it_begins_anew_with_what_a_checkpoint_
     staged.hand_over()
     (holder,) = partition.holders
     holder.tensor.grad = torch.ones_like(holder.tensor)
-    with in_parts(optimizer, partition.holders):
+    with partial_update(optimizer, partition.holders):
         optimizer.step()
     found = {(key, s.name): s.tensor for key, s in zpartition.state_shards(optimizer, partition.holders)}
     assert (found["step", "0.weight"].item(), found["sum", "0.weight"][0].item()) == (8, 3)

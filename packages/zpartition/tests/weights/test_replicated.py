@@ -1,4 +1,4 @@
-"""Parameters and buffers that nobody partitions."""
+"""Replicated parameters and buffers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 import zcomm
 from zcomm.testing import run_ranks
-from zpartition.replicated import ReplicatedTensors
+from zpartition.weights.storage import ReplicatedTensors
 
 
 class Net(nn.Module):
