@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zckpt import CheckpointCorrupt
-from zckpt.interchange.allowed_globals import find_global
+from zckpt.interchange.torch_file import find_global
 from zckpt.interchange.unpickler import Constructor, DataUnpickler, Record
 
 STORAGE = torch.arange(12.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zckpt import CheckpointCorrupt
-from zckpt.interchange.allowed_globals import find_global
+from zckpt.interchange.torch_file import find_global
 from zckpt.interchange.unpickler import Constructor, DataUnpickler, Record
 
 

@@ -22,7 +22,7 @@ from zckpt import (
     save,
     whole,
 )
-from zckpt.format.dtypes import _NAMES
+from zckpt.format.safetensors_layout import _NAMES
 from zckpt.testing import FaultyStorage, ModelStorage, run_threads
 
 

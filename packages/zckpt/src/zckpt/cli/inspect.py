@@ -11,8 +11,8 @@ from typing import Any
 
 from zckpt.cli.output import OK, count_text, print_json, size_text, table
 from zckpt.cli.resolve import resolve
-from zckpt.format.dtypes import dtype_name
 from zckpt.format.manifest import TensorEntry
+from zckpt.format.safetensors_layout import dtype_name
 from zckpt.loading.checkpoint import Checkpoint
 
 _TOP = "(no group)"

@@ -9,8 +9,7 @@ from pathlib import Path
 from zckpt.errors import CheckpointInputError, CheckpointNotFound
 from zckpt.format.manifest import FILE_NAME
 from zckpt.format.paths import LeftoverKind, parse_leftover
-from zckpt.loading.checkpoint import Checkpoint
-from zckpt.loading.open import open_checkpoint
+from zckpt.loading.checkpoint import Checkpoint, open_checkpoint
 from zckpt.loading.select import find
 from zckpt.storage.locate import resolve_checkpoint, resolve_root
 from zckpt.storage.rename_marker import parse_attempt_folder

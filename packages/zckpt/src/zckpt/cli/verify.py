@@ -14,8 +14,7 @@ from typing import Any
 from zckpt.cli.output import CORRUPT, OK, Progress, count_text, print_json, size_text, some
 from zckpt.cli.resolve import existing_root, resolve
 from zckpt.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, os_error_text
-from zckpt.loading.checkpoint import Checkpoint
-from zckpt.loading.open import open_checkpoint
+from zckpt.loading.checkpoint import Checkpoint, open_checkpoint
 from zckpt.loading.plan_reads import ReadItem, stored
 from zckpt.loading.run_reads import ReadRunner
 from zckpt.loading.select import list_checkpoints

@@ -18,8 +18,6 @@ from zckpt.errors import CheckpointCorrupt, CheckpointInputError
 from zckpt.format import canonical
 from zckpt.format.canonical import JSON
 from zckpt.format.chunks import DIGITS, num_chunks
-from zckpt.format.coverage import tiling_problem
-from zckpt.format.dtypes import dtype_of
 from zckpt.format.manifest import (
     FORMAT,
     TAIL,
@@ -33,7 +31,8 @@ from zckpt.format.manifest import (
 )
 from zckpt.format.nodes import MAX_INTEGER, Node
 from zckpt.format.paths import tag_problem
-from zckpt.format.regions import Region, box_numel, region_problem, whole_box
+from zckpt.format.regions import Region, box_numel, region_problem, tiling_problem, whole_box
+from zckpt.format.safetensors_layout import dtype_of
 from zckpt.format.shard import name_problem
 
 _CHUNKS = [1 << power for power in range(10, 24)]  # bounds the work and the memory that a manifest can ask for

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zckpt.errors import CheckpointInputError
-from zckpt.format.dtypes import dtype_name
 from zckpt.format.regions import Box, Region, Span, region_problem, whole_box
+from zckpt.format.safetensors_layout import dtype_name
 
 MAX_NAME = 1024  # characters
 _FORBIDDEN = re.compile("[\x00-\x1f\ud800-\udfff]")

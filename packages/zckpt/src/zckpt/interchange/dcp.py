@@ -43,8 +43,7 @@ from zckpt.errors import (
 )
 from zckpt.format import canonical
 from zckpt.format.canonical import JSON
-from zckpt.format.coverage import tiling_problem
-from zckpt.format.regions import Box, Region, Span, box_numel, region_problem, whole_box
+from zckpt.format.regions import Box, Region, Span, box_numel, region_problem, tiling_problem, whole_box
 from zckpt.interchange.engine_state import MODEL, NO_RANK_STATE, engine_objects, tied_weights
 from zckpt.interchange.unpickler import Constructor, DataUnpickler, Record
 from zckpt.loading.checkpoint import Checkpoint

@@ -25,8 +25,8 @@ import attrs
 import torch
 
 from zckpt.errors import CheckpointInputError, CheckpointMismatch, CheckpointWarning, CheckpointWriteError
-from zckpt.format.dtypes import dtype_name
 from zckpt.format.regions import whole_box
+from zckpt.format.safetensors_layout import dtype_name
 from zckpt.format.shard import Shard
 from zckpt.interchange.engine_state import MODEL, tied_weights
 from zckpt.loading.checkpoint import Checkpoint

@@ -1,8 +1,16 @@
-"""Files of torch.save, read without unpickling: zip archive, restricted unpickler, and table of globals."""
+"""Files of torch.save, read without unpickling.
+
+The zip archive is mapped (zipmap.py), its pickle is interpreted (unpickler.py), and the table of globals here is all
+that the pickle can construct: tensors, plain containers and a few torch values; classes of DeepSpeed become records.
+Every function of the table makes plain data.  A tensor's sizes and strides are checked against its storage before the
+view is made, so no address outside the storage can be reached.
+"""
 
 from __future__ import annotations
 
+import math
 import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -12,11 +20,32 @@ import torch
 from torch import Tensor
 
 from zckpt.errors import CheckpointCorrupt
-from zckpt.interchange.allowed_globals import find_global
-from zckpt.interchange.unpickler import MAX_NBYTES, DataUnpickler
+from zckpt.interchange.unpickler import MAX_NBYTES, Constructor, DataUnpickler, Record, plain_key
 from zckpt.interchange.zipmap import ZipMap
 
 _PICKLE, _BYTE_ORDER = "data.pkl", "byteorder"
+
+# Whose classes become records, whatever they are: their state is read, their code is not there.
+INERT = ("deepspeed.", "deepspeed_", "megatron.", "argparse.Namespace", "types.SimpleNamespace")
+
+_STORAGES: dict[str, torch.dtype] = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
+_DTYPES = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
 
 
 @final
@@ -68,3 +97,140 @@ def _storage(archive: ZipMap, reference: Any) -> Tensor:
     if not isinstance(dtype, torch.dtype) or not isinstance(key, str) or type(numel) is not int:
         raise CheckpointCorrupt("it describes a storage that makes no sense")
     return archive.tensor(f"data/{key}", dtype, numel)
+
+
+def find_global(name: str) -> Any:
+    """The value for "module name".  Raises CheckpointCorrupt that names it, if it is not allowed."""
+    if name in _TABLE:
+        return _TABLE[name]
+    module, _, attribute = name.partition(" ")
+    if module == "torch" and attribute in _DTYPES:
+        return _DTYPES[attribute]
+    if module in ("torch", "torch.storage") and attribute in _STORAGES:
+        return _STORAGES[attribute]
+    dotted = f"{module}.{attribute}"
+    if dotted.startswith(INERT):
+        return Constructor(dotted, lambda *args: Record(dotted, args))
+    raise CheckpointCorrupt(
+        f"it names {dotted[:120]!r}, which is not admitted: only tensors, plain containers, numbers and strings are "
+        "(and classes of DeepSpeed, as data). Nothing of it was run"
+    )
+
+
+def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Tensor:
+    """A view of `storage`, checked; the rest (gradient flags, hooks) means nothing here."""
+    if not isinstance(storage, Tensor) or storage.dim() != 1:
+        raise TypeError("a tensor without a storage")
+    sizes, strides = _counts(size), _counts(stride)
+    (start,) = _counts((offset,))
+    if len(sizes) != len(strides) or len(sizes) > 64:
+        raise ValueError(f"sizes {sizes[:8]} with strides {strides[:8]}")
+    extent = 0 if 0 in sizes else 1 + sum((length - 1) * step for length, step in zip(sizes, strides))
+    if start + extent > storage.numel():
+        raise ValueError(
+            f"a tensor of sizes {sizes[:8]} reaches to {start + extent:,} of {storage.numel():,} elements"
+        )
+    if math.prod(sizes) > storage.numel() or any(step == 0 and length > 1 for length, step in zip(sizes, strides)):
+        raise ValueError(f"a tensor of sizes {sizes[:8]} repeats its elements (strides {strides[:8]})")
+    return storage.as_strided(sizes, strides, start)
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, (tuple, list)) or not all(type(v) is int and 0 <= v < 2**62 for v in values):
+        raise ValueError("sizes, strides and offsets are integers, 0 or more")
+    return tuple(values)
+
+
+def _rebuild_tensor_of(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Tensor:
+    """The form for dtypes without a storage of their own: (..., requires_grad, hooks, dtype, ...)."""
+    dtype = rest[2]
+    if not isinstance(dtype, torch.dtype) or not isinstance(storage, Tensor) or storage.dtype != torch.uint8:
+        raise TypeError("a tensor of bytes without a dtype")
+    whole = storage[: storage.numel() // dtype.itemsize * dtype.itemsize]
+    return _rebuild_tensor(whole.view(dtype), offset, size, stride)
+
+
+def _parameter(data: Any, *rest: Any) -> Tensor:
+    if not isinstance(data, Tensor):
+        raise TypeError("a parameter without a tensor")
+    return data
+
+
+def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """torch's wrapping for tensors that carry attributes; the attributes are left."""
+    if (
+        not isinstance(function, Constructor)
+        or not isinstance(args, tuple)
+        or function.name not in _TENSOR_CONSTRUCTORS
+    ):
+        raise TypeError("a tensor of a foreign class")
+    return function.make(*args)
+
+
+def _size(values: Any = ()) -> tuple[int, ...]:
+    return _counts(values)
+
+
+def _ordered(pairs: Any = ()) -> dict[Any, Any]:
+    if not isinstance(pairs, (list, tuple)) or not all(isinstance(pair, (list, tuple)) for pair in pairs):
+        raise TypeError("an ordered dict of something else than pairs")
+    return {plain_key(key): value for key, value in pairs}
+
+
+def _words(separator: str) -> Callable[..., str]:
+    """Of strings and numbers only: the text of a container could be without end."""
+
+    def join(*parts: Any) -> str:
+        if not all(isinstance(part, (str, int)) for part in parts):
+            raise TypeError("a container where words should be")
+        return separator.join(map(str, parts))
+
+    return join
+
+
+def _bytes(text: Any, encoding: Any) -> bytes:
+    """Decode bytes as the older pickle protocols encode them."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise ValueError("bytes in a strange encoding")
+    return text.encode("latin-1")
+
+
+def _set(items: Any = ()) -> set[Any]:
+    return {plain_key(item) for item in _sequence(items)}
+
+
+def _sequence(items: Any) -> Sequence[Any]:
+    if not isinstance(items, (list, tuple)):
+        raise TypeError(f"a {type(items).__name__} where a list should be")
+    return items
+
+
+def _inert(name: str) -> Callable[..., Any]:
+    return lambda *args: Record(name, args)
+
+
+_TENSOR_CONSTRUCTORS: Mapping[str, Callable[..., Any]] = {
+    "torch._utils _rebuild_tensor": _rebuild_tensor,
+    "torch._utils _rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils _rebuild_tensor_v3": _rebuild_tensor_of,
+    "torch._utils _rebuild_parameter": _parameter,
+    "torch._utils _rebuild_parameter_with_state": _parameter,
+}
+_CONSTRUCTORS: Mapping[str, Callable[..., Any]] = {
+    **_TENSOR_CONSTRUCTORS,
+    "torch._tensor _rebuild_from_type_v2": _from_type,
+    "torch Size": _size,
+    "torch device": _words(":"),
+    "torch.serialization _get_layout": _words(""),
+    "collections OrderedDict": _ordered,
+    "collections defaultdict": lambda *factory: {},
+    "_codecs encode": _bytes,
+    "builtins set": _set,
+    "__builtin__ set": _set,
+    "__builtin__ bytes": lambda: b"",  # how protocol 2 spells no bytes
+    "pathlib PosixPath": _words("/"),
+    **{name: _inert(name) for name in (  # named, never made
+        "torch Tensor", "torch.nn.parameter Parameter", "builtins list", "builtins dict", "builtins int",
+    )},
+}  # fmt: skip
+_TABLE: dict[str, Any] = {name: Constructor(name, make) for name, make in _CONSTRUCTORS.items()}

@@ -1,8 +1,12 @@
-"""A committed checkpoint, opened: what it holds, and the verb `read`."""
+"""A committed checkpoint: open its folder, read and verify its tensors.
+
+Opening checks the manifest in full and compares the size of every file; bytes are verified as they are read.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,9 +16,20 @@ import attrs
 import torch
 from torch import Tensor
 
-from zckpt.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointReadError, os_error_text
+from zckpt.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CheckpointReadError,
+    os_error_path,
+    os_error_text,
+)
+from zckpt.format import manifest as manifests
+from zckpt.format import schema
 from zckpt.format.canonical import JSON
 from zckpt.format.manifest import FILE_NAME, Manifest
+from zckpt.format.schema import ManifestSummary
 from zckpt.format.shard import ShardLike, whole
 from zckpt.loading.plan_reads import (
     LoadReport,
@@ -27,10 +42,10 @@ from zckpt.loading.plan_reads import (
     stored,
 )
 from zckpt.loading.run_reads import ReadRunner
-from zckpt.loading.verify import Verifier
-from zckpt.ranks.peers import ALONE, Peers
-from zckpt.ranks.vote import Vote
-from zckpt.storage.storage import Storage
+from zckpt.loading.verify import Verifier, other_save_hint
+from zckpt.ranks import ALONE, Peers, Vote
+from zckpt.storage.locate import resolve_checkpoint
+from zckpt.storage.storage import LOCAL, PathKind, Storage, read_all
 from zckpt.storage.thread_pool import run_jobs
 
 
@@ -164,6 +179,37 @@ class Checkpoint:
         return ""
 
 
+def open_checkpoint(
+    path: str | os.PathLike[str], *, tag: str = "", notes: tuple[str, ...] = (), storage: Storage = LOCAL
+) -> Checkpoint:
+    """The checkpoint in this very folder, which `tag` (by default the folder's name) must match."""
+    folder, storage = resolve_checkpoint(path, storage)
+    with named_os_errors(f"opening checkpoint {folder}"):
+        found = _read_manifest(storage, folder)
+        expected = tag or os.path.basename(os.path.abspath(folder))  # of "." too
+        if found.tag != expected:
+            raise CheckpointCorrupt(
+                f"{folder}: its manifest says tag {found.tag!r}, expected {expected!r}: renamed or copied",
+                path=str(folder),
+            )
+        _check_sizes(storage, folder, found)
+        return Checkpoint(folder, found, storage, notes)
+
+
+@contextlib.contextmanager
+def named_os_errors(task: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointReadError(f"{task}: {os_error_text(error)}", path=os_error_path(error)) from error
+
+
+def read_summary(storage: Storage, folder: Path) -> ManifestSummary:
+    """Summary of the manifest in this folder; only its checksum is checked."""
+    path = folder / manifests.FILE_NAME
+    return schema.read_summary(read_all(storage, path, manifests.MAX_NBYTES), path)
+
+
 @contextlib.contextmanager
 def _partial_load_errors(*, proven: bool) -> Iterator[None]:
     """Errors inside say that tensors were touched.  proven: every byte was right before that."""
@@ -173,3 +219,31 @@ def _partial_load_errors(*, proven: bool) -> Iterator[None]:
         advice = "" if proven else ' (verify="first" proves all bytes before it touches one)'
         error.args = (f"{error}. Tensors were being filled: load again, or another checkpoint, first{advice}.",)
         raise
+
+
+def _read_manifest(storage: Storage, folder: Path) -> Manifest:
+    path = folder / manifests.FILE_NAME
+    kind = storage.kind(path)
+    if kind is PathKind.ABSENT:
+        state = "never committed" if storage.kind(folder) is PathKind.FOLDER else "not there"
+        raise CheckpointNotFound(f"{folder} has no {manifests.FILE_NAME}: {state}", path=str(path))
+    if kind is not PathKind.FILE:
+        raise CheckpointCorrupt(f"{path} is a {kind.value}, not a plain file: refused", path=str(path))
+    return schema.decode(read_all(storage, path, manifests.MAX_NBYTES), path)
+
+
+def _check_sizes(storage: Storage, folder: Path, manifest: Manifest) -> None:
+    for name, entry in manifest.files.items():
+        path = folder / name
+        kind = storage.kind(path)
+        if kind is not PathKind.FILE:
+            what = "is missing" if kind is PathKind.ABSENT else f"is a {kind.value}, not a plain file"
+            raise CheckpointCorrupt(f"checkpoint {folder}: {name} {what}", path=str(path))
+        found = storage.nbytes(path)
+        if found != entry.nbytes:
+            why = "truncated" if found < entry.nbytes else "longer than what was saved"
+            raise CheckpointCorrupt(
+                f"checkpoint {folder}: {name} is {found:,} bytes, the manifest says {entry.nbytes:,}: {why}"
+                f"{other_save_hint(storage, path, manifest)}",
+                path=str(path),
+            )

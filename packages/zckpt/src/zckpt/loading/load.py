@@ -13,8 +13,7 @@ from zckpt.format.canonical import JSON
 from zckpt.loading.checkpoint import Checkpoint
 from zckpt.loading.plan_reads import LoadReport
 from zckpt.loading.select import find
-from zckpt.ranks.peers import ALONE, Peers
-from zckpt.ranks.vote import Vote
+from zckpt.ranks import ALONE, Peers, Vote
 from zckpt.sources.views import OPTIMIZER, VIEWS_KEY, RestorePlan, Tensors, Views, targets
 from zckpt.storage.storage import LOCAL, Storage
 

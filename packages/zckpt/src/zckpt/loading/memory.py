@@ -18,13 +18,12 @@ import torch
 
 from zckpt.errors import CheckpointMismatch, CheckpointReadError
 from zckpt.format.canonical import JSON
-from zckpt.format.dtypes import dtype_name, dtype_of
 from zckpt.format.manifest import Manifest, TensorEntry
 from zckpt.format.regions import Region
+from zckpt.format.safetensors_layout import dtype_name, dtype_of
 from zckpt.format.shard import ShardLike, region_of
 from zckpt.loading.plan_reads import LoadReport, ReadRequest, check_problems, merge_plans, plan_read
-from zckpt.ranks.peers import ALONE, Peers
-from zckpt.ranks.vote import Vote
+from zckpt.ranks import ALONE, Peers, Vote
 
 
 @final

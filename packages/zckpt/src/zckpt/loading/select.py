@@ -22,8 +22,7 @@ import attrs
 from zckpt.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from zckpt.format import manifest as manifests
 from zckpt.format.paths import LATEST, LeftoverKind, check_tag, parse_leftover, tag_problem
-from zckpt.loading.checkpoint import Checkpoint
-from zckpt.loading.open import named_os_errors, open_checkpoint, read_summary
+from zckpt.loading.checkpoint import Checkpoint, named_os_errors, open_checkpoint, read_summary
 from zckpt.storage.locate import resolve_root
 from zckpt.storage.storage import LOCAL, PathKind, Storage, read_all
 

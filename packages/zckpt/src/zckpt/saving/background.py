@@ -40,7 +40,7 @@ from zckpt.format.canonical import JSON
 from zckpt.format.regions import Box, Span
 from zckpt.format.shard import ShardLike, check_shard, shape_of
 from zckpt.loading.memory import MemoryCheckpoint
-from zckpt.ranks.peers import ALONE, Peers
+from zckpt.ranks import ALONE, Peers
 from zckpt.saving.plan import SaveRequest
 from zckpt.saving.retention import KEEP_ALL, RetentionPolicy
 from zckpt.saving.save import SaveContent, SaveJob, run_save

@@ -23,12 +23,10 @@ import torch
 from zckpt.errors import CheckpointInputError
 from zckpt.format import canonical
 from zckpt.format.canonical import JSON
-from zckpt.format.coverage import tiling_problem
-from zckpt.format.dtypes import dtype_name, dtype_of
 from zckpt.format.manifest import checksum
 from zckpt.format.paths import check_tag
-from zckpt.format.regions import Region
-from zckpt.format.safetensors_layout import FileLayout, TensorPart, place_parts
+from zckpt.format.regions import Region, tiling_problem
+from zckpt.format.safetensors_layout import FileLayout, TensorPart, dtype_name, dtype_of, place_parts
 from zckpt.format.shard import ShardLike, check_shard, describe, region_of, shape_of
 
 _MIN_NBYTES = 16 << 20  # the least that is worth a cut, and a file of its own

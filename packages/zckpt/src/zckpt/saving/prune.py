@@ -23,8 +23,7 @@ import attrs
 
 from zckpt.errors import CheckpointError, CheckpointWarning, CheckpointWriteError, os_error_path, os_error_text
 from zckpt.format.paths import LATEST, AttemptPaths
-from zckpt.loading.checkpoint import Checkpoint
-from zckpt.loading.open import open_checkpoint
+from zckpt.loading.checkpoint import Checkpoint, open_checkpoint
 from zckpt.loading.select import list_checkpoints, pending_pointer
 from zckpt.saving.commit import remove, sweep
 from zckpt.saving.retention import (

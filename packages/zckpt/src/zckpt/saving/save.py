@@ -25,8 +25,7 @@ from zckpt.format.canonical import JSON
 from zckpt.format.manifest import library_versions
 from zckpt.format.paths import AttemptPaths
 from zckpt.format.shard import ShardLike
-from zckpt.ranks.peers import ALONE, Peers
-from zckpt.ranks.vote import Vote
+from zckpt.ranks import ALONE, Peers, Vote
 from zckpt.saving.commit import Coordinator, Participant
 from zckpt.saving.plan import FilePlan, SavePlan, SaveRequest, ShardSlice, drop_objects, merge_proposals, propose
 from zckpt.saving.prune import prune_after_save

@@ -1,19 +1,23 @@
-"""A model and an optimizer as tensors with names: what a plain script gives to save and load.
+"""A model and an optimizer as named tensors, for plain scripts.
 
     zckpt.save(path, tensors=zckpt.views(model, optimizer), step=100)
     zckpt.load(path, tensors=zckpt.views(model, optimizer))
 
-Weights and persistent buffers are `model.<name>`, optimizer tensors `optimizer.<key>.<name of the parameter>`; what
-is no tensor (hyperparameters of the groups, counters that are numbers) is JSON in the checkpoint's objects, under
-"zckpt.views".  So the order of the parameters is not part of a checkpoint, and no pickle is.
+Weights and persistent buffers are `model.<name>`, optimizer tensors `optimizer.<key>.<parameter name>`.  Other values
+(hyperparameters of the groups, counters) are JSON in the checkpoint's objects, under "zckpt.views".  So the order of
+the parameters is not part of a checkpoint, and no pickle is needed.
 
-A view is made when it is asked for, so one object serves every save of a run.  To load, an optimizer that has not
-stepped yet gets the state that the checkpoint says it had, once all has been read; tensors that it has already are
-filled in place, as the weights are.  A model whose optimizer state is not there is refused unless that is asked for:
-a silent restart of Adam's moments is a bug that only the loss curve tells.
+Views are evaluated on each use, so one object serves every save of a run.  On load, tensors that the optimizer
+already has are filled in place, like the weights; an optimizer that has not stepped yet receives its state after
+everything has been read.  A checkpoint without optimizer state raises, unless the caller skips it: silently
+restarting Adam's moments is a bug that only the loss curve shows.
 
-Tied weights are one tensor, under the first name.  A parameter that is not contiguous is saved, and loaded, through
-a contiguous copy.  DTensors (FSDP2) have an address of their own (dtensors.py); every rank gives its part.
+Tied weights are one tensor, under the first name.  A non-contiguous parameter is saved and loaded through a
+contiguous copy.
+
+DTensors (FSDP2) get an address from their placements: a plain `Shard` splits a dim like torch.chunk, with
+ceil(size / ranks) rows per rank until none are left; placements on several mesh axes split one after the other, from
+the first axis on.  Only attributes are read, so torch.distributed.tensor is not imported.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ from torch import Tensor
 from zckpt.errors import CheckpointInputError, CheckpointMismatch
 from zckpt.format import canonical
 from zckpt.format.canonical import JSON
-from zckpt.format.shard import Shard, ShardLike
-from zckpt.sources.dtensors import is_dtensor, local_part, local_shard
+from zckpt.format.regions import Box, box_numel, whole_box
+from zckpt.format.shard import Shard, ShardLike, whole
 
 VIEWS_KEY = "zckpt.views"  # in the checkpoint's objects
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -301,3 +305,43 @@ def _first_difference(mine: list[list[str]], theirs: list[list[str]]) -> str:
         if here or saved
         else f"group {index}: another order"
     )
+
+
+def is_dtensor(tensor: object) -> bool:
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's memory of a tensor: of a DTensor its local part, else itself."""
+    part: Any = tensor.detach()
+    local: Tensor = part.to_local() if is_dtensor(part) else part
+    return local
+
+
+def local_shard(name: str, tensor: Tensor, local: Tensor) -> Shard:
+    """`local`, any shape, contiguous, as the part of `tensor` that this rank holds."""
+    if not is_dtensor(tensor):
+        return whole(name, local)
+    box = box_of(name, tensor)
+    if tuple(local.shape) != tuple(hi - lo for lo, hi in box) and box_numel(box) + local.numel() > 0:
+        raise CheckpointInputError(f"{name}: a local part of shape {tuple(local.shape)} where {box} was expected")
+    return Shard(name, tuple(tensor.shape), box, (0, box_numel(box)), local.view(-1))
+
+
+def box_of(name: str, tensor: Any) -> Box:
+    """Box that this rank holds.  Raises CheckpointInputError for placements other than Shard and Replicate."""
+    box = list(whole_box(tuple(tensor.shape)))
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        if type(placement).__name__ != "Shard":
+            raise CheckpointInputError(
+                f"{name} is a DTensor with the placement {placement}: only Shard and Replicate have a box. Give its "
+                "local part as a Shard with an address, in shards="
+            )
+        dim = placement.dim % len(box)
+        lo, hi = box[dim]
+        step = -(-(hi - lo) // tensor.device_mesh.size(axis))
+        first = min(lo + step * tensor.device_mesh.get_local_rank(axis), hi)
+        box[dim] = (first, min(first + step, hi))
+    return tuple(box)

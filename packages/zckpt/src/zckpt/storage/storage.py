@@ -22,8 +22,7 @@ from typing import Protocol, final
 
 import attrs
 
-from zckpt.storage.local_reader import DirectReader, PlainReader
-from zckpt.storage.local_writer import LocalWriter, path_in_errors
+from zckpt.storage.local_files import DirectReader, LocalWriter, PlainReader, path_in_errors
 
 
 class PathKind(enum.Enum):

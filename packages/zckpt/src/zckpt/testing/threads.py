@@ -11,7 +11,7 @@ import attrs
 
 from zckpt.format import canonical
 from zckpt.format.canonical import JSON
-from zckpt.ranks.peers import Peers
+from zckpt.ranks import Peers
 
 T = TypeVar("T")
 
