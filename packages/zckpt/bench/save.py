@@ -11,7 +11,7 @@ the last rank's end; the median of the rounds counts.  Each is warm: it runs onc
     raw direct  the same with O_DIRECT and one thread a file
     zckpt       save() and Checkpoint.read() as they come: durable on return, every byte hashed, in place
     no hash     save() without its checksums, read(verify=False)
-    first       read(verify="first"): proves all bytes before it touches a tensor
+    first       read(verify="first"): verifies all bytes before it modifies a tensor
     DCP         torch.distributed.checkpoint, two threads, which fsyncs files and knows no checksums
     DeepSpeed   the checkpoint engine that it uses by default, if it can be imported: no fsync, no checksums; every
                 rank loads the file it wrote; then the same and an fsync, without which a save is over before the

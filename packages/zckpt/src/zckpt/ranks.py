@@ -41,8 +41,7 @@ class Peers(Protocol):
 @final
 @attrs.frozen
 class Alone:
-    """A world of one; `exchange` still makes the JSON round trip, so that code that works here works on many
-    ranks."""
+    """A world of one.  `exchange` still makes the JSON round trip, as on many ranks."""
 
     rank: int = 0
     world_size: int = 1
@@ -57,9 +56,9 @@ ALONE = Alone()
 def group_peers(group: dist.ProcessGroup | None = None) -> Peers:
     """The ranks of an initialized process group (None: the default group).
 
-    A background save communicates from its own thread: give it a group that is used for nothing else, such as
-    `torch.distributed.new_group(backend="gloo")`, or its messages mix with those of the training.  A rank that dies
-    raises an error on the others after the timeout of the group.
+    A background save communicates from its own thread.  Give it a group that nothing else uses, such as
+    `torch.distributed.new_group(backend="gloo")`; otherwise its messages mix with those of the training.  If a rank
+    dies, the others raise after the timeout of the group.
     """
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     return _GroupPeers(group, device, dist.get_rank(group), dist.get_world_size(group))
@@ -74,9 +73,9 @@ class Vote:
     failure: type[CheckpointError]  # class that wraps foreign errors
 
     def run(self, stage: str, work: Callable[[], JSON]) -> list[JSON]:
-        """Run `work` here and exchange the outcome; returns the results in rank order, or raises the common error.
+        """Run `work` and exchange the outcome; return the results in rank order, or raise the common error.
 
-        KeyboardInterrupt and its kind are sent to the peers as a failure and re-raised unchanged here.
+        KeyboardInterrupt and SystemExit are sent to the peers as a failure and re-raised unchanged on this rank.
         """
         failure: BaseException | None = None
         try:

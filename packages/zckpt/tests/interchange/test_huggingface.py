@@ -70,7 +70,7 @@ def test_the_memory_of_an_export_does_not_depend_on_the_model(
 ) -> None:
     """What is asked of torch while a tensor of 40 stretches goes out: one stretch, and its cast."""
     stretch = 1 << 12
-    monkeypatch.setattr(huggingface, "_STRETCH_NUMEL", stretch)
+    monkeypatch.setattr(huggingface, "_CHUNK_NUMEL", stretch)
     tensor = torch.arange(40 * stretch, dtype=torch.float32).view(40, stretch)
     zckpt.save(tmp_path / "run", "t", shards=[zckpt.whole("model.w", tensor)], objects={})
     written: list[int] = []

@@ -114,7 +114,7 @@ def test_ranks_cannot_refuse_alone() -> None:
         def exchange(self, value: object) -> list[object]:
             raise AssertionError
 
-    with pytest.raises(CheckpointInputError, match="ranks end at different moments"):
+    with pytest.raises(CheckpointInputError, match="ranks finish at different times"):
         AsyncSaver(Two(), "refuse")
     with pytest.raises(ValueError, match="sometimes"):
         AsyncSaver(when_busy="sometimes")
@@ -255,7 +255,9 @@ def test_an_error_that_nobody_asks_for_is_a_warning_when_the_handle_goes(tmp_pat
         del handle
         gc.collect()
     (told,) = [str(each.message) for each in caught if each.category is CheckpointWarning]
-    assert told.startswith("the background save of 'a' failed, and nobody asked how it went: CheckpointWriteError: ")
+    assert told.startswith(
+        "the background save of 'a' failed and its error was never checked: CheckpointWriteError: "
+    )
     asked = save_async(tmp_path, "a", tensors={"w": torch.zeros(2)}, storage=FaultyStorage(LOCAL, full))
     with pytest.raises(CheckpointWriteError):
         asked.wait()

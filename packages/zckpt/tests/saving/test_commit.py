@@ -317,6 +317,6 @@ def test_a_manifest_that_no_reader_would_take_is_refused_before_it_is_committed(
     storage = ModelStorage()
     save_step(storage, 1)
     monkeypatch.setattr(manifests, "MAX_NBYTES", 10_000)
-    with pytest.raises(CheckpointInputError, match="no reader takes more than 10,000: give large objects as tensors"):
+    with pytest.raises(CheckpointInputError, match="readers accept at most 10,000: pass large objects as tensors"):
         save(ROOT, "big", objects={"x": "y" * 10_000}, step=2, storage=storage)
     assert loaded(storage) == 1

@@ -56,7 +56,7 @@ def test_a_taken_tag_is_refused_unless_it_may_be_replaced(tmp_path: Path) -> Non
 def test_a_folder_that_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.tex").write_text("dear reader")
-    with pytest.raises(CheckpointExists, match="is no checkpoint"):
+    with pytest.raises(CheckpointExists, match="is not a checkpoint"):
         save(tmp_path, "a", shards=[], objects={}, overwrite=True)
     assert (tmp_path / "a" / "thesis.tex").exists()
 

@@ -175,7 +175,7 @@ def test_a_store_that_keeps_less_than_was_written_is_noticed_before_the_commit()
             super().apply(Put(put.name, put.key, put.data[:20]) if lost else put)
 
     lossy = Lossy({key: each.data or b"" for key, each in bucket.objects.items()})
-    with pytest.raises(CheckpointWriteError, match=r"the store holds \d+ bytes of the \d+ that were written"):
+    with pytest.raises(CheckpointWriteError, match=r"the store holds \d+ bytes of \d+ bytes written"):
         save_step(lossy, 2, world_size=1)
     assert loaded(lossy) == 1
 

@@ -11,7 +11,7 @@ from zckpt.cli.output import ABSENT, CORRUPT, OK, count_text, print_json, size_t
 from zckpt.cli.resolve import existing_root
 from zckpt.errors import CheckpointError, CheckpointNotFound
 from zckpt.format.paths import LATEST, parse_leftover, tag_problem
-from zckpt.loading.checkpoint import named_os_errors, open_checkpoint
+from zckpt.loading.checkpoint import as_read_errors, open_checkpoint
 from zckpt.loading.select import list_checkpoints
 from zckpt.saving.prune import PruneReport, prune
 from zckpt.saving.retention import Best, Retention
@@ -20,7 +20,7 @@ from zckpt.storage.storage import PathKind, Storage, read_all
 
 def run_ls(arguments: argparse.Namespace) -> int:
     root, storage = existing_root(arguments.root)
-    with named_os_errors(f"listing {root}"):
+    with as_read_errors(f"listing {root}"):
         rows, remains = _rows(root, storage), _remains(root, storage)
         pointer = _pointer(root, storage)
     for row in rows:
@@ -48,7 +48,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"root": str(root), "dry_run": arguments.dry_run, **_report_json(done)})
     else:
-        _print_report(done, "would go" if arguments.dry_run else "removed")
+        _print_report(done, "would be removed" if arguments.dry_run else "removed")
     return CORRUPT if done.damaged else OK
 
 
@@ -102,16 +102,17 @@ def _print_rows(rows: list[dict[str, Any]], remains: list[str]) -> None:
         print(f"{name}  left by an interrupted save; the next save removes it")
 
 
-def _print_report(done: PruneReport, gone: str) -> None:
+def _print_report(done: PruneReport, removed: str) -> None:
     rows = [
-        [each.candidate.tag, f"{each.candidate.step:,}", gone if each.is_removed else "kept", each.reason]
+        [each.candidate.tag, f"{each.candidate.step:,}", removed if each.is_removed else "kept", each.reason]
         for each in done.decisions
     ]
     if rows:
         print("\n".join(table([["tag", "step", "", "because"], *rows], right=(1,))))
     for line in done.damaged:
-        print(f"left alone, as it is damaged: {line}")
-    print(f"{count_text(len(done.removed), 'checkpoint')} {gone}, {len(done.decisions) - len(done.removed):,} kept")
+        print(f"not removed, as it is damaged: {line}")
+    kept = len(done.decisions) - len(done.removed)
+    print(f"{count_text(len(done.removed), 'checkpoint')} {removed}, {kept:,} kept")
 
 
 def _report_json(done: PruneReport) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Reader for manifests that may be damaged or forged.
 
-Every field is typed and bounded, unknown keys are rejected, and the facts are checked against each other: pieces lie
-in files, cover their tensor, and fill their file.  After that the sizes in a manifest are bounded by the sizes of
+Every field is typed and bounded, unknown keys are rejected, and entries are checked against each other: pieces lie in
+listed files, cover their tensor, and fill their file.  After that the sizes in a manifest are bounded by the sizes of
 existing files, so no allocation depends on a forged number.  Raises CheckpointCorrupt only.
 """
 
@@ -40,9 +40,7 @@ _MAX_DIMS = 64
 _HASH = re.compile(r"[0-9a-f]{32}")
 _HASHES = re.compile(r"[0-9a-f]*")
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
-_FILE = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors"
-)  # a plain name: no folder, no "..", no link's target
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")  # a plain name: no folder, no ".."
 
 
 def _matches(pattern: re.Pattern[str], what: str) -> Callable[[str], str]:

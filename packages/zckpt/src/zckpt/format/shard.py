@@ -70,7 +70,7 @@ def whole(name: str, tensor: Tensor) -> Shard:
     if not tensor.is_contiguous():
         raise CheckpointInputError(
             f"tensor {name!r} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous: "
-            "give .contiguous() to save it; to load into it, load into a contiguous copy and copy that back"
+            "pass .contiguous() to save it; to load it, load into a contiguous copy and copy that back"
         )
     shape = tuple(tensor.shape)
     return Shard(name, shape, whole_box(shape), (0, tensor.numel()), tensor.detach().view(-1))

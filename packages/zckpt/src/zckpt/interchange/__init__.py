@@ -55,9 +55,9 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     if (path / ".metadata").is_file():
         return DCP
     weights = ("model.safetensors", "pytorch_model.bin")
-    if any((path / f"{name}{end}").is_file() for name in weights for end in ("", ".index.json")) and not _is_a_run(
-        path
-    ):
+    if any(
+        (path / f"{name}{end}").is_file() for name in weights for end in ("", ".index.json")
+    ) and not _is_deepspeed_run(path):
         return HUGGINGFACE
     if any(path.glob("*mp_rank_*_model_states.pt")) or any(path.glob("*/*mp_rank_*_model_states.pt")):
         return DEEPSPEED
@@ -68,7 +68,7 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     )
 
 
-def _is_a_run(path: Path) -> bool:
+def _is_deepspeed_run(path: Path) -> bool:
     """DeepSpeed's `save_16bit_model` puts pytorch_model.bin beside the tags: the whole run is the better answer."""
     return (path / "latest").is_file() and any(path.glob("*/*mp_rank_*_model_states.pt"))
 

@@ -94,7 +94,7 @@ def export_dcp(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
         }
         objects = torch.tensor(list(_objects(checkpoint)), dtype=torch.uint8)
         state[OBJECTS] = torch.empty_like(objects, device="meta")
-        with warnings.catch_warnings(), _named_failures(CheckpointWriteError, f"export to {target}"):
+        with warnings.catch_warnings(), _as_checkpoint_errors(CheckpointWriteError, f"export to {target}"):
             warnings.simplefilter("ignore")  # torch says that there is one process
             save_dcp(
                 state,
@@ -199,7 +199,7 @@ def _our_objects(path: Path, data: list[int]) -> dict[str, JSON]:
 
 
 @contextlib.contextmanager
-def _named_failures(kind: type[CheckpointError], task: str) -> Iterator[None]:
+def _as_checkpoint_errors(kind: type[CheckpointError], task: str) -> Iterator[None]:
     """torch wraps whatever happens in an exception that is no Exception: out comes what it was, if it is of ours."""
     try:
         yield
@@ -250,7 +250,7 @@ class _Loader:
 
     def load(self, name: str, metadata: TensorStorageMetadata) -> Tensor:
         task = f"{self.reader.path}: tensor {name!r} cannot be loaded"
-        with self.lock, warnings.catch_warnings(), _named_failures(CheckpointCorrupt, task):
+        with self.lock, warnings.catch_warnings(), _as_checkpoint_errors(CheckpointCorrupt, task):
             warnings.simplefilter("ignore")  # torch says that there is one process
             if self.held[0] != name:
                 self.held = "", torch.empty(0)

@@ -117,13 +117,16 @@ def _latest(path: Path) -> str:
 def open_files(folder: Path) -> DeepSpeedFiles:
     """Open and sort the files; CheckpointCorrupt if one is missing, damaged or not what its name says."""
     names = sorted(each.name for each in folder.iterdir())
-    if foreign := [name for name in names if _UNKNOWN.fullmatch(name)]:
+    if unsupported := [name for name in names if _UNKNOWN.fullmatch(name)]:
         raise CheckpointInputError(
-            f"{folder} holds {foreign[0]!r}: checkpoints of pipelines, of experts and universal ones are not read. "
+            f"{folder} holds {unsupported[0]!r}: checkpoints of pipelines, of experts and universal ones are not read. "
             "Save from an engine without pipeline stages and experts, or export the weights there",
             path=str(folder),
         )
-    models, shards = _table(names, _MODEL_PART) or _table(names, _MODEL), _table(names, _OPTIMIZER)
+    models, shards = (
+        _files_by_rank(names, _MODEL_PART) or _files_by_rank(names, _MODEL),
+        _files_by_rank(names, _OPTIMIZER),
+    )
     if not models:
         raise CheckpointNotFound(f"{folder} has no model states (mp_rank_XX_model_states.pt)", path=str(folder))
     opened: list[TorchFile] = []
@@ -133,12 +136,12 @@ def open_files(folder: Path) -> DeepSpeedFiles:
             opened.append(open_torch_file(folder / name))
             stack.callback(opened[-1].close)
             opened[-1].verify()
-            return _expect(opened[-1].value, key, folder / name)
+            return _check_key(opened[-1].value, key, folder / name)
 
         tp_ranks = tuple(
             TensorParallelRank(
                 models=tuple(read(name, "module") for name in models[tp_rank]),
-                shards=tuple(_inner(read(name, _STATE), folder / name) for name in shards.get(tp_rank, [])),
+                shards=tuple(_optimizer_state(read(name, _STATE), folder / name) for name in shards.get(tp_rank, [])),
             )
             for tp_rank in sorted(models)
         )
@@ -148,7 +151,7 @@ def open_files(folder: Path) -> DeepSpeedFiles:
     return DeepSpeedFiles(folder, folder.resolve().name, tp_ranks, tuple(opened))
 
 
-def _table(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str]]:
+def _files_by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str]]:
     """Tensor-parallel rank -> the names of its files by data-parallel rank; CheckpointCorrupt if one is missing."""
     found: dict[int, dict[int, str]] = {}
     for name in names:
@@ -171,13 +174,13 @@ def _table(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str
     return {tp_rank: [ranks[rank] for rank in sorted(ranks)] for tp_rank, ranks in found.items()}
 
 
-def _expect(value: Any, key: str, path: Path) -> dict[str, Any]:
+def _check_key(value: Any, key: str, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict) or key not in value:
         raise CheckpointCorrupt(f"{path} is not what its name says: it has no {key!r}", path=str(path))
     return value
 
 
-def _inner(value: dict[str, Any], path: Path) -> dict[str, Any]:
+def _optimizer_state(value: dict[str, Any], path: Path) -> dict[str, Any]:
     inner = value[_STATE]
     if not isinstance(inner, dict):
         raise CheckpointCorrupt(f"{path}: its {_STATE!r} is no dict", path=str(path))

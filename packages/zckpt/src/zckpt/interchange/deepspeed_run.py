@@ -11,7 +11,7 @@ import attrs
 from zckpt.format.canonical import JSON
 from zckpt.interchange.deepspeed_files import DeepSpeedFiles, TensorParallelRank
 from zckpt.interchange.deepspeed_tensors import STEP, aliases
-from zckpt.interchange.engine_state import TIED, engine_objects, spell
+from zckpt.interchange.engine_state import TIED, engine_objects, to_json
 from zckpt.interchange.unpickler import Record
 
 _OPTIONS = (
@@ -29,7 +29,7 @@ _KINDS = {  # DeepSpeed's type, in lower case -> the class that continues it
     "muon": "Muon",
 }
 # Keys that the engine itself puts into model states; all others are the caller's.
-_OWN = frozenset(
+_ENGINE_KEYS = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes"),
         *("frozen_param_shapes", "frozen_param_fragments", "shared_params", "lr_scheduler"),
@@ -69,7 +69,7 @@ def run_objects(files: DeepSpeedFiles, class_names: ClassNames) -> dict[str, JSO
         "tag": files.tag,
         "stage": tp_rank.stage,
         "world": [len(tp_rank.shards) or _count(tp_rank.model.get("dp_world_size")) or 1, len(files.tp_ranks)],
-        "config": spell(config, left, "ds_config"),
+        "config": to_json(config, left, "ds_config"),
     }
     return engine_objects(saved, {**source, "left_out": sorted(left)})
 
@@ -77,8 +77,8 @@ def run_objects(files: DeepSpeedFiles, class_names: ClassNames) -> dict[str, JSO
 def _client_state(model: Mapping[str, Any]) -> tuple[JSON, set[str]]:
     """The caller's keys, and the places of values that are neither plain data nor numbers."""
     left: set[str] = set()
-    mine = {key: value for key, value in model.items() if isinstance(key, str) and key not in _OWN}
-    return spell(mine, left, "client_state"), left
+    mine = {key: value for key, value in model.items() if isinstance(key, str) and key not in _ENGINE_KEYS}
+    return to_json(mine, left, "client_state"), left
 
 
 def _count(value: Any) -> int:
@@ -107,7 +107,7 @@ def _optimizer(tp_rank: TensorParallelRank, config: Mapping[str, Any], kind: str
     saved = source.get("base_optimizer_state") or source.get("optimizer_state_dict") or source.get("optimizer")
     if not isinstance(saved, dict) or not saved.get("param_groups"):
         return None
-    groups = [{key: spell(group[key]) for key in _OPTIONS if key in group} for group in saved["param_groups"]]
+    groups = [{key: to_json(group[key]) for key in _OPTIONS if key in group} for group in saved["param_groups"]]
     return {"kind": kind or _optimizer_kind(saved, config), "groups": groups}
 
 
@@ -135,7 +135,7 @@ def _scheduler(model: Mapping[str, Any], config: Mapping[str, Any], kind: str) -
         return {"kind": kind or "ConstantRate", "state": {}}
     named = _text(section.get("type")) if isinstance(section, dict) else ""
     plain = state.state if isinstance(state, Record) else state
-    return {"kind": kind or named or "an unnamed schedule of the caller", "state": spell(plain)}
+    return {"kind": kind or named or "an unnamed schedule of the caller", "state": to_json(plain)}
 
 
 def _scaler(tp_rank: TensorParallelRank) -> JSON:

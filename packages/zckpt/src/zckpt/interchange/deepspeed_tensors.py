@@ -60,9 +60,13 @@ def state_parts(tp_rank: TensorParallelRank) -> list[StatePart]:
     """Everything that one tensor-parallel rank saved: masters and states, frozen parameters, buffers."""
     optimized = list(_optimizer_parts(tp_rank)) if tp_rank.shards else list(_optimizer_parts_without_zero(tp_rank))
     masters = {part.name for part in optimized if part.key == MASTER}
-    rest = list(_frozen_parts(tp_rank)) if tp_rank.stage == 3 else list(_weights(tp_rank, aliases(tp_rank), masters))
+    rest = (
+        list(_frozen_parts(tp_rank))
+        if tp_rank.stage == 3
+        else list(_module_parts(tp_rank, aliases(tp_rank), masters))
+    )
     if tp_rank.shards and tp_rank.stage < 3:
-        _compare(optimized, tp_rank.model["module"])
+        _check_masters(optimized, tp_rank.model["module"])
     return optimized + rest
 
 
@@ -82,9 +86,9 @@ def place_shards(tp_ranks: Sequence[Sequence[StatePart]], rules: ShardingRules) 
         for part in parts:
             dim = rules.dim_of(part.name, part.shape) if len(tp_ranks) > 1 else None
             if dim is None and number:
-                _compare_replicas(part, first.get((part.name, part.key), []))
+                _check_replicas(part, first.get((part.name, part.key), []))
                 continue
-            shape, box = _place(part.name, dim, number, shapes)
+            shape, box = _global_box(part.name, dim, number, shapes)
             if part.key == STEP:
                 if number == 0:
                     yield part.key, Shard(part.name, (), (), (0, 1), part.tensor)
@@ -92,7 +96,7 @@ def place_shards(tp_ranks: Sequence[Sequence[StatePart]], rules: ShardingRules) 
                 yield part.key, Shard(part.name, shape, box, part.span, part.tensor)
 
 
-def _place(
+def _global_box(
     name: str, dim: int | None, tp_rank: int, shapes: Sequence[Mapping[str, tuple[int, ...]]]
 ) -> tuple[Any, Box]:
     """The global shape, and the box of one cell."""
@@ -109,7 +113,7 @@ def _place(
     return shape, tuple((lo, lo + mine[dim]) if d == dim else (0, size) for d, size in enumerate(shape))
 
 
-def _compare_replicas(part: StatePart, first: Sequence[StatePart]) -> None:
+def _check_replicas(part: StatePart, first: Sequence[StatePart]) -> None:
     """A tensor without a rule is the same on every rank, wherever its flat buffers were cut."""
     compared = 0
     for other in first:
@@ -133,7 +137,7 @@ def _compare_replicas(part: StatePart, first: Sequence[StatePart]) -> None:
 def _optimizer_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
     """Masters and states out of the flat buffers of every data-parallel rank."""
     masters = [flat_tensors(shard.get(_MASTERS[tp_rank.stage]), _MASTERS[tp_rank.stage]) for shard in tp_rank.shards]
-    states = [_states(shard.get(_STATES[tp_rank.stage]), len(masters[0])) for shard in tp_rank.shards]
+    states = [_buffer_states(shard.get(_STATES[tp_rank.stage]), len(masters[0])) for shard in tp_rank.shards]
     lengths = [[each.numel() for each in mine] for mine in masters]
     if tp_rank.stage == 3:
         fragments = fragments_of_parts(tp_rank.groups(), lengths)
@@ -147,10 +151,10 @@ def _optimizer_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
         )
     seen: set[str] = set()
     for each in fragments:
-        yield _cut(each, MASTER, masters[each.rank][each.group])
+        yield _slice_buffer(each, MASTER, masters[each.rank][each.group])
         for key, value in states[each.rank][each.group].items():
             if value.numel() != 1 or value.dim():
-                yield _cut(each, key, value.reshape(-1))
+                yield _slice_buffer(each, key, value.reshape(-1))
             elif (label := f"{key}.{each.name}") not in seen:
                 seen.add(label)
                 yield StatePart(each.name, key, each.shape, (0, 1), value.reshape(1).float())
@@ -160,7 +164,7 @@ _MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_g
 _STATES = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
 
 
-def _cut(fragment: Fragment, key: str, buffer: Tensor) -> StatePart:
+def _slice_buffer(fragment: Fragment, key: str, buffer: Tensor) -> StatePart:
     numel = fragment.span[1] - fragment.span[0]
     if fragment.start + numel > buffer.numel():
         raise CheckpointCorrupt(f"{key!r} of {fragment.name!r} ends behind its buffer of {buffer.numel():,} elements")
@@ -168,7 +172,7 @@ def _cut(fragment: Fragment, key: str, buffer: Tensor) -> StatePart:
     return StatePart(fragment.name, key, fragment.shape, fragment.span, part)
 
 
-def _states(saved: Any, count: int) -> list[dict[str, Tensor]]:
+def _buffer_states(saved: Any, count: int) -> list[dict[str, Tensor]]:
     """For each flat buffer, what the optimizer keeps of it; counts become tensors."""
     state = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(state, dict):
@@ -273,7 +277,7 @@ def aliases(tp_rank: TensorParallelRank) -> dict[str, str]:
     return {name: first for name, first in found.items() if name != first}
 
 
-def _weights(tp_rank: TensorParallelRank, tied: Container[str], masters: set[str]) -> Iterator[StatePart]:
+def _module_parts(tp_rank: TensorParallelRank, tied: Container[str], masters: set[str]) -> Iterator[StatePart]:
     """Whole tensors of the model that no optimizer shard has."""
     for name, value in _tensors_of(tp_rank.model).items():
         if name not in tied and name not in masters:
@@ -299,7 +303,7 @@ def _frozen_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
                 yield StatePart(str(name), MASTER, shape, span, fragment.reshape(-1)[: span[1] - span[0]])
 
 
-def _compare(optimized: Sequence[StatePart], module: Mapping[str, Tensor]) -> None:
+def _check_masters(optimized: Sequence[StatePart], module: Mapping[str, Tensor]) -> None:
     """Every master rounds to the weight that the model had."""
     for part in optimized:
         weight = module.get(part.name)

@@ -44,29 +44,29 @@ def tied_weights(objects: Mapping[str, JSON], stored: Container[str]) -> dict[st
     return {alias: name for alias, name in named.items() if name in stored}
 
 
-def spell(value: Any, left: set[str] | None = None, where: str = "") -> JSON:
+def to_json(value: Any, left: set[str] | None = None, where: str = "") -> JSON:
     """A value as JSON with zengine's four marks.
 
     What has no spelling becomes None, and its place goes into `left`; so does what is nested too deeply, and what is
     behind the first million of values (a small pickle can share its way to 2**60 of them).
     """
-    return _Speller(set() if left is None else left).spell(value, where, MAX_DEPTH // 2)
+    return _JsonEncoder(set() if left is None else left).to_json(value, where, MAX_DEPTH // 2)
 
 
 @final
 @attrs.define(eq=False)
-class _Speller:
+class _JsonEncoder:
     left: set[str]
     budget: int = _MAX_VALUES
 
-    def spell(self, value: Any, where: str, depth: int) -> JSON:
+    def to_json(self, value: Any, where: str, depth: int) -> JSON:
         self.budget -= 1
         if value is None or isinstance(value, (bool, int, str)):
             return value
         if isinstance(value, float):
             return value if math.isfinite(value) else {"$float": str(value)}
         if isinstance(value, Tensor) and value.numel() == 1:
-            number = self.spell(value.item(), where, depth)
+            number = self.to_json(value.item(), where, depth)
             return {"$tensor": [number, str(value.dtype).removeprefix("torch."), list(value.shape)]}
         if depth > 0 and self.budget > 0:
             if isinstance(value, tuple):
@@ -79,10 +79,10 @@ class _Speller:
         return None
 
     def items(self, values: Any, where: str, depth: int) -> JSON:
-        return [self.spell(item, f"{where}[{i}]", depth) for i, item in enumerate(values)]
+        return [self.to_json(item, f"{where}[{i}]", depth) for i, item in enumerate(values)]
 
     def pairs(self, values: dict[Any, Any], where: str, depth: int) -> JSON:
         if all(isinstance(key, str) and not key.startswith("$") for key in values):
-            return {key: self.spell(item, f"{where}.{key}"[-400:], depth) for key, item in values.items()}
-        made = [[self.spell(k, where, depth), self.spell(v, f"{where}[{k!r}]", depth)] for k, v in values.items()]
+            return {key: self.to_json(item, f"{where}.{key}"[-400:], depth) for key, item in values.items()}
+        made = [[self.to_json(k, where, depth), self.to_json(v, f"{where}[{k!r}]", depth)] for k, v in values.items()]
         return {"$pairs": made}

@@ -33,7 +33,7 @@ from zckpt.loading.checkpoint import Checkpoint
 from zckpt.storage.safetensors_file import byte_view
 from zckpt.storage.storage import LOCAL, Storage, Writer
 
-_STRETCH_NUMEL = 1 << 22  # elements read, cast and written at once: at most 2 x 32 MiB
+_CHUNK_NUMEL = 1 << 22  # elements read, cast and written at once: at most 2 x 32 MiB
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -77,7 +77,7 @@ def export_huggingface(
         raise CheckpointInputError(f"dtype {dtype}: give torch.float32, torch.bfloat16, torch.float16 or None")
     if max_shard_nbytes < 1:
         raise CheckpointInputError(f"max_shard_nbytes {max_shard_nbytes} must be 1 or more")
-    files = _planned(_entries(checkpoint, dtype, prefix), max_shard_nbytes)
+    files = _plan_files(_plan_tensors(checkpoint, dtype, prefix), max_shard_nbytes)
     with _AtomicFolder(Path(folder), LOCAL) as making:
         for name, entries in files.items():
             making.write(name, functools.partial(_write, checkpoint, entries))
@@ -86,7 +86,7 @@ def export_huggingface(
     return Path(folder)
 
 
-def _entries(checkpoint: Checkpoint, dtype: torch.dtype | None, prefix: str) -> list[ExportTensor]:
+def _plan_tensors(checkpoint: Checkpoint, dtype: torch.dtype | None, prefix: str) -> list[ExportTensor]:
     tensors = checkpoint.manifest.tensors
     names = [name for name in checkpoint.names() if name.startswith(prefix) and name != prefix]
     if not names:
@@ -104,7 +104,7 @@ def _entries(checkpoint: Checkpoint, dtype: torch.dtype | None, prefix: str) -> 
     return made
 
 
-def _planned(entries: list[ExportTensor], max_nbytes: int) -> dict[str, list[ExportTensor]]:
+def _plan_files(entries: list[ExportTensor], max_nbytes: int) -> dict[str, list[ExportTensor]]:
     """File name -> its tensors; within a file by falling itemsize, so that every one is aligned."""
     shards: list[list[ExportTensor]] = [[]]
     for entry in entries:
@@ -142,10 +142,10 @@ def _write(checkpoint: Checkpoint, entries: list[ExportTensor], writer: Writer) 
 
 def _chunks(checkpoint: Checkpoint, entry: ExportTensor) -> Iterator[torch.Tensor]:
     """The tensor's elements in order, cast, a fixed number at a time."""
-    buffer = torch.empty(min(_STRETCH_NUMEL, entry.numel), dtype=entry.source)
+    buffer = torch.empty(min(_CHUNK_NUMEL, entry.numel), dtype=entry.source)
     box = whole_box(entry.shape)
-    for start in range(0, entry.numel, _STRETCH_NUMEL):
-        stop = min(entry.numel, start + _STRETCH_NUMEL)
+    for start in range(0, entry.numel, _CHUNK_NUMEL):
+        stop = min(entry.numel, start + _CHUNK_NUMEL)
         part = buffer[: stop - start]
         checkpoint.read([Shard(entry.stored, entry.shape, box, (start, stop), part)], strict=False)
         yield _cast(part, entry)

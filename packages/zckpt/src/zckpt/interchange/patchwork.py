@@ -162,15 +162,15 @@ class Patchwork:
         return _unsqueeze(self, dim)
 
 
-def _made(shape: Iterable[int], patches: Iterable[Patch]) -> Patchwork:
+def _patchwork(shape: Iterable[int], patches: Iterable[Patch]) -> Patchwork:
     return Patchwork(torch.Size(shape), tuple(patches))
 
 
-def _replaced(items: Shape, dim: int, item: int) -> Shape:
+def _replace_item(items: Shape, dim: int, item: int) -> Shape:
     return (*items[:dim], item, *items[dim + 1 :])
 
 
-def _normalized(dim: int, ndim: int) -> int:
+def _normalize_dim(dim: int, ndim: int) -> int:
     """A dimension that may be counted from the end.  Raises IndexError."""
     if not -ndim <= dim < ndim:
         raise IndexError(f"dimension {dim} of {ndim}")
@@ -179,22 +179,24 @@ def _normalized(dim: int, ndim: int) -> int:
 
 def _cat(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
     first = tensors[0].shape
-    dim = _normalized(dim, len(first))
-    if any(_replaced(each.shape, dim, 0) != _replaced(first, dim, 0) for each in tensors):
+    dim = _normalize_dim(dim, len(first))
+    if any(_replace_item(each.shape, dim, 0) != _replace_item(first, dim, 0) for each in tensors):
         raise ValueError(f"shapes {[tuple(each.shape) for each in tensors]} cannot be joined along dimension {dim}")
     patches, end = [], 0
     for each in tensors:
-        patches += [attrs.evolve(patch, at=_replaced(patch.at, dim, patch.at[dim] + end)) for patch in each.patches]
+        patches += [
+            attrs.evolve(patch, at=_replace_item(patch.at, dim, patch.at[dim] + end)) for patch in each.patches
+        ]
         end += each.shape[dim]
-    return _made(_replaced(first, dim, end), patches)
+    return _patchwork(_replace_item(first, dim, end), patches)
 
 
 def _stack(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
-    return _cat([_unsqueeze(each, dim) for each in tensors], _normalized(dim, tensors[0].ndim + 1))
+    return _cat([_unsqueeze(each, dim) for each in tensors], _normalize_dim(dim, tensors[0].ndim + 1))
 
 
 def _narrow(input: Patchwork, dim: int, start: int, length: int) -> Patchwork:
-    dim = _normalized(dim, input.ndim)
+    dim = _normalize_dim(dim, input.ndim)
     size = input.shape[dim]
     start += size if start < 0 else 0
     if not 0 <= start <= start + length <= size:
@@ -206,10 +208,10 @@ def _narrow(input: Patchwork, dim: int, start: int, length: int) -> Patchwork:
         if first < last:
             begin, along = patch.start, patch.dims[dim]
             if along is not None:
-                begin = _replaced(begin, along, begin[along] + first - patch.at[dim])
-            at, shape = _replaced(patch.at, dim, first - start), _replaced(patch.shape, dim, last - first)
+                begin = _replace_item(begin, along, begin[along] + first - patch.at[dim])
+            at, shape = _replace_item(patch.at, dim, first - start), _replace_item(patch.shape, dim, last - first)
             patches.append(attrs.evolve(patch, at=at, shape=shape, start=begin))
-    return _made(_replaced(input.shape, dim, length), patches)
+    return _patchwork(_replace_item(input.shape, dim, length), patches)
 
 
 def _split(tensor: Patchwork, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Patchwork, ...]:
@@ -233,45 +235,45 @@ def _transpose(input: Patchwork, dim0: int, dim1: int) -> Patchwork:
     order = list(range(input.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
 
-    def turned(items: Sequence[Any]) -> tuple[Any, ...]:
+    def swap(items: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(items[dim] for dim in order)
 
-    return _made(
-        turned(input.shape),
+    return _patchwork(
+        swap(input.shape),
         (
-            attrs.evolve(each, at=turned(each.at), shape=turned(each.shape), dims=turned(each.dims))
+            attrs.evolve(each, at=swap(each.at), shape=swap(each.shape), dims=swap(each.dims))
             for each in input.patches
         ),
     )
 
 
 def _unsqueeze(input: Patchwork, dim: int) -> Patchwork:
-    dim = _normalized(dim, input.ndim + 1)
+    dim = _normalize_dim(dim, input.ndim + 1)
 
-    def wider(items: Sequence[Any], item: Any) -> tuple[Any, ...]:
+    def insert(items: Sequence[Any], item: Any) -> tuple[Any, ...]:
         return (*items[:dim], item, *items[dim:])
 
-    return _made(
-        wider(input.shape, 1),
+    return _patchwork(
+        insert(input.shape, 1),
         (
-            attrs.evolve(each, at=wider(each.at, 0), shape=wider(each.shape, 1), dims=wider(each.dims, None))
+            attrs.evolve(each, at=insert(each.at, 0), shape=insert(each.shape, 1), dims=insert(each.dims, None))
             for each in input.patches
         ),
     )
 
 
 def _squeeze(input: Patchwork, dim: int) -> Patchwork:
-    dim = _normalized(dim, input.ndim)
+    dim = _normalize_dim(dim, input.ndim)
     if input.shape[dim] != 1:
         return input
 
-    def narrower(items: Sequence[Any]) -> tuple[Any, ...]:
+    def drop(items: Sequence[Any]) -> tuple[Any, ...]:
         return (*items[:dim], *items[dim + 1 :])
 
-    return _made(
-        narrower(input.shape),
+    return _patchwork(
+        drop(input.shape),
         (
-            attrs.evolve(each, at=narrower(each.at), shape=narrower(each.shape), dims=narrower(each.dims))
+            attrs.evolve(each, at=drop(each.at), shape=drop(each.shape), dims=drop(each.dims))
             for each in input.patches
         ),
     )

@@ -26,7 +26,7 @@ from zckpt.interchange.zipmap import ZipMap
 _PICKLE, _BYTE_ORDER = "data.pkl", "byteorder"
 
 # Whose classes become records, whatever they are: their state is read, their code is not there.
-INERT = ("deepspeed.", "deepspeed_", "megatron.", "argparse.Namespace", "types.SimpleNamespace")
+RECORD_PREFIXES = ("deepspeed.", "deepspeed_", "megatron.", "argparse.Namespace", "types.SimpleNamespace")
 
 _STORAGES: dict[str, torch.dtype] = {
     "DoubleStorage": torch.float64,
@@ -109,7 +109,7 @@ def find_global(name: str) -> Any:
     if module in ("torch", "torch.storage") and attribute in _STORAGES:
         return _STORAGES[attribute]
     dotted = f"{module}.{attribute}"
-    if dotted.startswith(INERT):
+    if dotted.startswith(RECORD_PREFIXES):
         return Constructor(dotted, lambda *args: Record(dotted, args))
     raise CheckpointCorrupt(
         f"it names {dotted[:120]!r}, which is not admitted: only tensors, plain containers, numbers and strings are "
@@ -171,13 +171,13 @@ def _size(values: Any = ()) -> tuple[int, ...]:
     return _counts(values)
 
 
-def _ordered(pairs: Any = ()) -> dict[Any, Any]:
+def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
     if not isinstance(pairs, (list, tuple)) or not all(isinstance(pair, (list, tuple)) for pair in pairs):
         raise TypeError("an ordered dict of something else than pairs")
     return {plain_key(key): value for key, value in pairs}
 
 
-def _words(separator: str) -> Callable[..., str]:
+def _join_words(separator: str) -> Callable[..., str]:
     """Of strings and numbers only: the text of a container could be without end."""
 
     def join(*parts: Any) -> str:
@@ -205,7 +205,7 @@ def _sequence(items: Any) -> Sequence[Any]:
     return items
 
 
-def _inert(name: str) -> Callable[..., Any]:
+def _record_constructor(name: str) -> Callable[..., Any]:
     return lambda *args: Record(name, args)
 
 
@@ -220,16 +220,16 @@ _CONSTRUCTORS: Mapping[str, Callable[..., Any]] = {
     **_TENSOR_CONSTRUCTORS,
     "torch._tensor _rebuild_from_type_v2": _from_type,
     "torch Size": _size,
-    "torch device": _words(":"),
-    "torch.serialization _get_layout": _words(""),
-    "collections OrderedDict": _ordered,
+    "torch device": _join_words(":"),
+    "torch.serialization _get_layout": _join_words(""),
+    "collections OrderedDict": _ordered_dict,
     "collections defaultdict": lambda *factory: {},
     "_codecs encode": _bytes,
     "builtins set": _set,
     "__builtin__ set": _set,
     "__builtin__ bytes": lambda: b"",  # how protocol 2 spells no bytes
-    "pathlib PosixPath": _words("/"),
-    **{name: _inert(name) for name in (  # named, never made
+    "pathlib PosixPath": _join_words("/"),
+    **{name: _record_constructor(name) for name in (  # named, never made
         "torch Tensor", "torch.nn.parameter Parameter", "builtins list", "builtins dict", "builtins int",
     )},
 }  # fmt: skip

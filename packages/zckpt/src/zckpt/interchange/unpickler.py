@@ -97,7 +97,7 @@ class DataUnpickler:
             raise ValueError("a mark where a value should be")
         return value
 
-    def since_mark(self) -> list[Any]:
+    def pop_mark(self) -> list[Any]:
         index = len(self.stack) - 1
         while self.stack[index] is not _MARK:
             index -= 1
@@ -183,7 +183,7 @@ def _append(unpickler: DataUnpickler, _: Any) -> None:
 
 
 def _appends(unpickler: DataUnpickler, _: Any) -> None:
-    items = unpickler.since_mark()
+    items = unpickler.pop_mark()
     unpickler.top(list).extend(items)
 
 
@@ -193,12 +193,12 @@ def _set_item(unpickler: DataUnpickler, _: Any) -> None:
 
 
 def _set_items(unpickler: DataUnpickler, _: Any) -> None:
-    items = unpickler.since_mark()
+    items = unpickler.pop_mark()
     unpickler.top(dict).update(_pairs(items))
 
 
 def _add_items(unpickler: DataUnpickler, _: Any) -> None:
-    items = unpickler.since_mark()
+    items = unpickler.pop_mark()
     unpickler.top(set).update(map(plain_key, items))
 
 
@@ -216,7 +216,7 @@ _OPERATIONS: Mapping[str, Operation] = {
     **dict.fromkeys(("PROTO", "FRAME"), lambda unpickler, _: None),
     "MARK": lambda unpickler, _: unpickler.stack.append(_MARK),
     "POP": lambda unpickler, _: unpickler.stack.__delitem__(-1),
-    "POP_MARK": lambda unpickler, _: unpickler.since_mark().clear(),
+    "POP_MARK": lambda unpickler, _: unpickler.pop_mark().clear(),
     "DUP": lambda unpickler, _: unpickler.stack.append(unpickler.top(object)),
     **{name: (lambda unpickler, _, value=value: unpickler.stack.append(value))  # type: ignore[misc]
        for name, value in (("NONE", None), ("NEWTRUE", True), ("NEWFALSE", False))},
@@ -231,10 +231,10 @@ _OPERATIONS: Mapping[str, Operation] = {
     "TUPLE1": _tuple(1),
     "TUPLE2": _tuple(2),
     "TUPLE3": _tuple(3),
-    "TUPLE": lambda unpickler, _: unpickler.stack.append(tuple(unpickler.since_mark())),
-    "LIST": lambda unpickler, _: unpickler.stack.append(unpickler.since_mark()),
-    "DICT": lambda unpickler, _: unpickler.stack.append(dict(_pairs(unpickler.since_mark()))),
-    "FROZENSET": lambda unpickler, _: unpickler.stack.append(frozenset(map(plain_key, unpickler.since_mark()))),
+    "TUPLE": lambda unpickler, _: unpickler.stack.append(tuple(unpickler.pop_mark())),
+    "LIST": lambda unpickler, _: unpickler.stack.append(unpickler.pop_mark()),
+    "DICT": lambda unpickler, _: unpickler.stack.append(dict(_pairs(unpickler.pop_mark()))),
+    "FROZENSET": lambda unpickler, _: unpickler.stack.append(frozenset(map(plain_key, unpickler.pop_mark()))),
     "APPEND": _append,
     "APPENDS": _appends,
     "SETITEM": _set_item,

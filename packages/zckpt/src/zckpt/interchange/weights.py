@@ -256,8 +256,8 @@ def _open_torch(
     )
     if not found:
         raise CheckpointInputError(f"{file} holds no state_dict: a dict of tensors by name", path=str(file))
-    return {name: functools.partial(_itself, each) for name, each in found.items()}
+    return {name: functools.partial(_identity, each) for name, each in found.items()}
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor

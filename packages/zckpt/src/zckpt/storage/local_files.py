@@ -42,12 +42,15 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 @final
 @attrs.define(eq=False)
 class LocalWriter:
-    """Invariant: the file holds all that was written but the last `held` bytes, which are at the buffer's start."""
+    """A storage.Writer with O_DIRECT.
+
+    Invariant: the file holds everything written except the last `held` bytes, which are at the start of the buffer.
+    """
 
     path: Path
     fd: int
-    buffer: mmap.mmap | None = None  # from the first write on; untouched pages cost nothing
-    held: int = 0
+    buffer: mmap.mmap | None = None  # allocated by the first write; untouched pages cost nothing
+    held: int = 0  # bytes in the buffer
 
     @classmethod
     def create(cls, path: Path) -> LocalWriter:
@@ -83,38 +86,38 @@ class LocalWriter:
                 os.close(self.fd)
 
     def _flush(self, direct: int) -> None:
-        """All that is held; `direct` is O_DIRECT or 0, and a full buffer is what the former needs."""
+        """Write the held bytes; `direct` is O_DIRECT, which requires a full buffer, or 0."""
         if self.buffer is None:
             return
         rest = memoryview(self.buffer)[: self.held]
         with path_in_errors(self.path):
-            self._set(direct)
+            self._set_direct(direct)
             while len(rest):
                 try:
                     rest = rest[os.write(self.fd, rest) :]
                 except OSError as error:
                     if error.errno != errno.EINVAL or not direct:
                         raise
-                    direct = 0  # the file system takes the flag and not the write
-                    self._set(0)
+                    direct = 0  # the file system accepts the flag and rejects the write
+                    self._set_direct(0)
         self.held = 0
 
-    def _set(self, direct: int) -> None:
+    def _set_direct(self, direct: int) -> None:
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
         if flags & _O_DIRECT != direct:
-            with contextlib.suppress(OSError):  # refused: writing stays plain
+            with contextlib.suppress(OSError):  # unsupported: writes stay plain
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~_O_DIRECT | direct)
 
 
 @final
 @attrs.define(eq=False)
 class PlainReader:
-    """Through the page cache."""
+    """Reads through the page cache."""
 
     path: Path
     fd: int
     nbytes: int
-    step_nbytes: int = 1 << 20  # what is read and then hashed at once: fits a core's cache
+    step_nbytes: int = 1 << 20  # read, then hashed, at once: fits a core's cache
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         rest = buffer.cast("B")
@@ -134,7 +137,7 @@ class PlainReader:
 
 @final
 class _ThreadBuffer(threading.local):
-    """Aligned memory of each thread's own."""
+    """An aligned buffer per thread."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, STEP_NBYTES + 2 * _BLOCK_NBYTES)
@@ -149,16 +152,16 @@ class _ThreadBuffer(threading.local):
 @final
 @attrs.define(eq=False)
 class DirectReader:
-    """Past the page cache, where what is wanted is not in it.  Owns `plain` and `fd`, two openings of one file."""
+    """Reads past the page cache, except what is cached already.  Owns `plain` and `fd`, two handles of one file."""
 
     plain: PlainReader
-    fd: int  # opened with O_DIRECT; -1: the file system refused
+    fd: int  # opened with O_DIRECT; -1: not supported
     buffer: _ThreadBuffer = attrs.field(factory=_ThreadBuffer)
     step_nbytes: int = STEP_NBYTES
 
     @classmethod
     def over(cls, plain: PlainReader) -> DirectReader | PlainReader:
-        """A direct reader of the same file, or `plain` where there is no such thing."""
+        """A direct reader of the same file, or `plain` where O_DIRECT is not supported."""
         try:
             fd = os.open(plain.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | _O_DIRECT)
         except OSError:
@@ -179,20 +182,20 @@ class DirectReader:
             if (
                 len(part) < LEAST_NBYTES
                 or self._is_cached(offset + start, part)
-                or not self._read(offset + start, part)
+                or not self._read_direct(offset + start, part)
             ):
                 self.plain.read_into(offset + start, part)
 
     def _is_cached(self, offset: int, part: memoryview) -> bool:
-        """True if the first and the last block are in the page cache; a heuristic that costs microseconds."""
+        """True if the first and the last byte are in the page cache: a heuristic that costs microseconds."""
         try:
             ends = [(offset, part[:1]), (offset + len(part) - 1, part[-1:])]
             return bool(_NOWAIT) and all(os.preadv(self.plain.fd, [one], at, _NOWAIT) == 1 for at, one in ends)
-        except OSError:  # EAGAIN: not in the cache; EOPNOTSUPP: nobody knows
+        except OSError:  # EAGAIN: not in the cache; EOPNOTSUPP: unknown
             return False
 
-    def _read(self, offset: int, part: memoryview) -> bool:
-        """Whole blocks around the part, and the part out of them; False where that cannot be done here."""
+    def _read_direct(self, offset: int, part: memoryview) -> bool:
+        """Read the whole blocks around the part and copy it; False if that is not possible here."""
         if self.fd < 0:
             return False
         skip = offset % _BLOCK_NBYTES
@@ -203,8 +206,8 @@ class DirectReader:
             if error.errno != errno.EINVAL:
                 error.filename = error.filename or str(self.plain.path)
                 raise
-            return False  # the file system takes the flag and not the read
-        if count < skip + len(part):  # interrupted, or the file is shorter: the plain way tells which
+            return False  # the file system accepts the flag and rejects the read
+        if count < skip + len(part):  # interrupted, or the file is shorter: the plain read distinguishes the two
             return False
         into = np.frombuffer(part, np.uint8)
         np.copyto(into, self.buffer.array(skip, skip + len(part)))  # releases the interpreter's lock
@@ -219,7 +222,7 @@ class DirectReader:
 
 
 class path_in_errors(contextlib.AbstractContextManager[None]):  # noqa: N801 - reads as a verb
-    """OSErrors of calls on a file descriptor know no path; add it."""
+    """Add the path to OSErrors of calls on a file descriptor, which lack it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
