@@ -107,7 +107,7 @@ def test_metadata_that_would_run_something_are_refused(tmp_path: Path) -> None:
     told.planner_data = {"x": Evil(marker)}
     (folder / ".metadata").write_bytes(pickle.dumps(told))
     with pytest.raises(
-        CheckpointCorrupt, match=r"names 'posix\.system', which describes no tensor. Nothing of it was run"
+        CheckpointCorrupt, match=r"names 'posix\.system', which does not describe a tensor. None of its code was run"
     ):
         import_dcp(folder, tmp_path / "ours")
     assert not marker.exists()
@@ -122,7 +122,7 @@ def test_metadata_lead_to_no_other_folder(tmp_path: Path) -> None:
     for entry in told.storage_data.values():
         entry.relative_path = "../other/__0_0.distcp"
     (folder / ".metadata").write_bytes(pickle.dumps(told))
-    with pytest.raises(CheckpointCorrupt, match="no file of its folder"):
+    with pytest.raises(CheckpointCorrupt, match="not a file of its folder"):
         import_dcp(folder, tmp_path / "ours")
 
 
@@ -159,7 +159,7 @@ def test_files_that_are_damaged_or_gone_are_named(tmp_path: Path, keep: int) -> 
     torch_checkpoint.save({"w": torch.ones(800)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for file in (tmp_path / "dcp").glob("*.distcp"):
         os.truncate(file, keep) if keep else file.unlink()
-    with pytest.raises(CheckpointError, match="tensor 'w' cannot be loaded: "):
+    with pytest.raises(CheckpointError, match="loading tensor 'w' failed: "):
         import_dcp(tmp_path / "dcp", tmp_path / "ours")
 
 

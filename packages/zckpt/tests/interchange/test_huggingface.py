@@ -102,9 +102,9 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path, checkpoint: Any) ->
 
 
 def test_arguments_that_cannot_be_meant(tmp_path: Path, checkpoint: Any) -> None:
-    with pytest.raises(CheckpointInputError, match=r"give torch\.float32, torch\.bfloat16"):
+    with pytest.raises(CheckpointInputError, match=r"must be torch\.float32, torch\.bfloat16"):
         export_huggingface(checkpoint, tmp_path / "out", dtype=torch.int8)
-    with pytest.raises(CheckpointInputError, match="max_shard_nbytes 0"):
+    with pytest.raises(CheckpointInputError, match="max_shard_nbytes must be at least 1, not 0"):
         export_huggingface(checkpoint, tmp_path / "out", max_shard_nbytes=0)
     with pytest.raises(CheckpointMismatch, match=r"no tensor whose name begins with 'net\.'"):
         export_huggingface(checkpoint, tmp_path / "out", prefix="net.")

@@ -1,12 +1,11 @@
-"""Checkpoints of others, in and out: DeepSpeed, Hugging Face, plain state_dicts, torch.distributed.checkpoint.
+"""Import and export of other formats: DeepSpeed, Hugging Face, plain state_dicts, torch.distributed.checkpoint.
 
     zckpt.interchange.import_deepspeed("runs/old", "runs/new")      # then load "runs/new" at any world size and stage
     zckpt.interchange.export_huggingface(zckpt.find("runs/new"), "weights", dtype=torch.bfloat16)
 
-Nothing here unpickles: `.pt` files go through a machine of our own that makes plain data and tensors (unpickler.py,
-allowed_globals.py), over files that are mapped rather than loaded (zipmap.py).  What is written is safetensors and
-JSON, or
-torch's own distributed format.  Foreign files are local paths; a root of ours may be whatever `zckpt.save` takes.
+Nothing here unpickles.  A restricted interpreter reads `.pt` files into plain data and tensors (unpickler.py,
+torch_file.py), and files are mapped instead of loaded (zipmap.py).  Exports are safetensors and JSON, or torch's own
+distributed format.  Foreign files are local paths; a zckpt root is anything that `zckpt.save` accepts.
 """
 
 from __future__ import annotations
@@ -48,7 +47,10 @@ RENAMED = {"recognise": "detect_format"}
 
 
 def detect_format(path: str | os.PathLike[str]) -> str:
-    """ "deepspeed", "dcp", "huggingface" or "state_dict"; CheckpointInputError if it is none of them."""
+    """Detect the format by file names: "deepspeed", "dcp", "huggingface" or "state_dict".
+
+    Raises CheckpointInputError for anything else.
+    """
     path = Path(path)
     if path.is_file() and path.suffix in _FILES:
         return STATE_DICT
@@ -62,14 +64,14 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     if any(path.glob("*mp_rank_*_model_states.pt")) or any(path.glob("*/*mp_rank_*_model_states.pt")):
         return DEEPSPEED
     raise CheckpointInputError(
-        f"{path} is nothing that can be imported: a DeepSpeed checkpoint (*_model_states.pt), a torch distributed "
+        f"{path} has no known format. Supported: a DeepSpeed checkpoint (*_model_states.pt), a torch distributed "
         f"one (.metadata), a Hugging Face folder (model.safetensors, pytorch_model.bin or their index), or a file "
         f"({', '.join(_FILES)})"
     )
 
 
 def _is_deepspeed_run(path: Path) -> bool:
-    """DeepSpeed's `save_16bit_model` puts pytorch_model.bin beside the tags: the whole run is the better answer."""
+    """True for a run folder of DeepSpeed: `save_16bit_model` puts pytorch_model.bin beside the tags."""
     return (path / "latest").is_file() and any(path.glob("*/*mp_rank_*_model_states.pt"))
 
 

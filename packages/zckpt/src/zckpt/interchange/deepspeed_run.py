@@ -18,7 +18,7 @@ _OPTIONS = (
     *("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"),
     *("bias_correction", "amsgrad", "maximize", "rho", "lr_decay"),
 )
-_KINDS = {  # DeepSpeed's type, in lower case -> the class that continues it
+_KINDS = {  # DeepSpeed's optimizer type, in lower case -> class in zoptim
     "adamw": "AdamW",
     "fusedadam": "AdamW",
     "adam": "AdamW",  # adam_w_mode is its default
@@ -28,7 +28,7 @@ _KINDS = {  # DeepSpeed's type, in lower case -> the class that continues it
     "sgd": "SGD",
     "muon": "Muon",
 }
-# Keys that the engine itself puts into model states; all others are the caller's.
+# Keys that DeepSpeed's engine writes into model states; all others are the client state.
 _ENGINE_KEYS = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes"),
@@ -43,7 +43,7 @@ _ENGINE_KEYS = frozenset(
 
 @attrs.frozen
 class ClassNames:
-    """Names of classes that the files do not hold; "" to infer them."""
+    """Class names that the files do not hold; "" to infer them."""
 
     optimizer: str = ""
     scheduler: str = ""
@@ -75,7 +75,7 @@ def run_objects(files: DeepSpeedFiles, class_names: ClassNames) -> dict[str, JSO
 
 
 def _client_state(model: Mapping[str, Any]) -> tuple[JSON, set[str]]:
-    """The caller's keys, and the places of values that are neither plain data nor numbers."""
+    """The client state, and the locations of values that JSON cannot represent."""
     left: set[str] = set()
     mine = {key: value for key, value in model.items() if isinstance(key, str) and key not in _ENGINE_KEYS}
     return to_json(mine, left, "client_state"), left
@@ -90,7 +90,7 @@ def _text(value: Any) -> str:
 
 
 def _clock(model: Mapping[str, Any], config: Mapping[str, Any]) -> JSON:
-    """DeepSpeed saves no micro-steps; between steps they follow from the accumulation."""
+    """Counters of the run; micro-steps, which DeepSpeed does not save, follow from the accumulation steps."""
     steps, skipped = _count(model.get("global_steps")), _count(model.get("skipped_steps"))
     accumulation = _count(config.get("gradient_accumulation_steps")) or 1
     return {
@@ -139,7 +139,7 @@ def _scheduler(model: Mapping[str, Any], config: Mapping[str, Any], kind: str) -
 
 
 def _scaler(tp_rank: TensorParallelRank) -> JSON:
-    """The loss scale; DeepSpeed counts iterations since the last overflow, and here clean steps of a window."""
+    """The loss scale; converts DeepSpeed's iterations since the last overflow to clean steps of a window."""
     saved = tp_rank.shards[0].get("loss_scaler") if tp_rank.shards else None
     scale = saved.get("cur_scale") if isinstance(saved, Record) else None
     if not isinstance(saved, Record) or not isinstance(scale, (int, float)):

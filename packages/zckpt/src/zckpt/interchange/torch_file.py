@@ -25,7 +25,7 @@ from zckpt.interchange.zipmap import ZipMap
 
 _PICKLE, _BYTE_ORDER = "data.pkl", "byteorder"
 
-# Whose classes become records, whatever they are: their state is read, their code is not there.
+# Prefixes of classes that become records: their state is read, their code is not needed.
 RECORD_PREFIXES = ("deepspeed.", "deepspeed_", "megatron.", "argparse.Namespace", "types.SimpleNamespace")
 
 _STORAGES: dict[str, torch.dtype] = {
@@ -51,13 +51,13 @@ _DTYPES = {
 @final
 @attrs.frozen(eq=False)
 class TorchFile:
-    """An open `.pt`; `value` is what was saved, its tensors views of the file."""
+    """An open `.pt` file; `value` is the saved object, with tensors that are views of the file."""
 
     archive: ZipMap
     value: Any
 
     def verify(self) -> None:
-        """Compare the checksum of every member; CheckpointCorrupt."""
+        """Compare the checksum of every member; raises CheckpointCorrupt."""
         self.archive.verify()
 
     def close(self) -> None:
@@ -73,14 +73,14 @@ class TorchFile:
 
 
 def open_torch_file(path: Path) -> TorchFile:
-    """Read the structure; the tensors' bytes come when they are looked at.
+    """Open a file and read its structure; bytes of tensors are read on access.
 
-    CheckpointCorrupt names what is wrong or not admitted, and the file; CheckpointReadError if it cannot be read.
+    Raises CheckpointCorrupt (damaged, or holds a class or function that is not allowed), CheckpointReadError.
     """
     archive = ZipMap.open(path)
     try:
         if _BYTE_ORDER in archive.members and archive.data(_BYTE_ORDER, 16).strip() != b"little":
-            raise CheckpointCorrupt("it was written by a big-endian machine, which is not supported")
+            raise CheckpointCorrupt("big-endian files are not supported")
         unpickler = DataUnpickler(find_global, lambda reference: _storage(archive, reference))
         return TorchFile(archive, unpickler.run(archive.data(_PICKLE, MAX_NBYTES)))
     except CheckpointCorrupt as error:
@@ -92,15 +92,15 @@ def open_torch_file(path: Path) -> TorchFile:
 def _storage(archive: ZipMap, reference: Any) -> Tensor:
     """("storage", dtype, key, device, number of elements) -> a flat view of the member data/<key>."""
     if not isinstance(reference, tuple) or len(reference) != 5 or reference[0] != "storage":
-        raise CheckpointCorrupt(f"it refers to something that is no storage: {reprlib.repr(reference)}")
+        raise CheckpointCorrupt(f"persistent id {reprlib.repr(reference)} is not a storage")
     _, dtype, key, _, numel = reference
     if not isinstance(dtype, torch.dtype) or not isinstance(key, str) or type(numel) is not int:
-        raise CheckpointCorrupt("it describes a storage that makes no sense")
+        raise CheckpointCorrupt(f"invalid storage: dtype {reprlib.repr(dtype)}, key {reprlib.repr(key)}")
     return archive.tensor(f"data/{key}", dtype, numel)
 
 
 def find_global(name: str) -> Any:
-    """The value for "module name".  Raises CheckpointCorrupt that names it, if it is not allowed."""
+    """The value for "module name".  Raises CheckpointCorrupt with the name if it is not allowed."""
     if name in _TABLE:
         return _TABLE[name]
     module, _, attribute = name.partition(" ")
@@ -112,13 +112,13 @@ def find_global(name: str) -> Any:
     if dotted.startswith(RECORD_PREFIXES):
         return Constructor(dotted, lambda *args: Record(dotted, args))
     raise CheckpointCorrupt(
-        f"it names {dotted[:120]!r}, which is not admitted: only tensors, plain containers, numbers and strings are "
-        "(and classes of DeepSpeed, as data). Nothing of it was run"
+        f"it names {dotted[:120]!r}, which is not allowed: only tensors, plain containers, numbers, strings, and "
+        "classes of DeepSpeed (as data) are. None of its code was run"
     )
 
 
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Tensor:
-    """A view of `storage`, checked; the rest (gradient flags, hooks) means nothing here."""
+    """Check and make a view of `storage`; the other arguments (gradient flags, hooks) are ignored."""
     if not isinstance(storage, Tensor) or storage.dim() != 1:
         raise TypeError("a tensor without a storage")
     sizes, strides = _counts(size), _counts(stride)
@@ -137,12 +137,12 @@ def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: An
 
 def _counts(values: Any) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or not all(type(v) is int and 0 <= v < 2**62 for v in values):
-        raise ValueError("sizes, strides and offsets are integers, 0 or more")
+        raise ValueError("sizes, strides and offsets must be integers of at least 0")
     return tuple(values)
 
 
 def _rebuild_tensor_of(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Tensor:
-    """The form for dtypes without a storage of their own: (..., requires_grad, hooks, dtype, ...)."""
+    """Like `_rebuild_tensor`, for dtypes without a storage class: (..., requires_grad, hooks, dtype, ...)."""
     dtype = rest[2]
     if not isinstance(dtype, torch.dtype) or not isinstance(storage, Tensor) or storage.dtype != torch.uint8:
         raise TypeError("a tensor of bytes without a dtype")
@@ -157,13 +157,13 @@ def _parameter(data: Any, *rest: Any) -> Tensor:
 
 
 def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """torch's wrapping for tensors that carry attributes; the attributes are left."""
+    """Rebuild a tensor that carries attributes; the attributes are dropped."""
     if (
         not isinstance(function, Constructor)
         or not isinstance(args, tuple)
         or function.name not in _TENSOR_CONSTRUCTORS
     ):
-        raise TypeError("a tensor of a foreign class")
+        raise TypeError("a tensor of an unknown class")
     return function.make(*args)
 
 
@@ -173,16 +173,16 @@ def _size(values: Any = ()) -> tuple[int, ...]:
 
 def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
     if not isinstance(pairs, (list, tuple)) or not all(isinstance(pair, (list, tuple)) for pair in pairs):
-        raise TypeError("an ordered dict of something else than pairs")
+        raise TypeError("an ordered dict must be made of pairs")
     return {plain_key(key): value for key, value in pairs}
 
 
 def _join_words(separator: str) -> Callable[..., str]:
-    """Of strings and numbers only: the text of a container could be without end."""
+    """Constructor that joins strings and numbers only: the text of a shared container could be endless."""
 
     def join(*parts: Any) -> str:
         if not all(isinstance(part, (str, int)) for part in parts):
-            raise TypeError("a container where words should be")
+            raise TypeError("a container in place of a string or int")
         return separator.join(map(str, parts))
 
     return join
@@ -191,7 +191,7 @@ def _join_words(separator: str) -> Callable[..., str]:
 def _bytes(text: Any, encoding: Any) -> bytes:
     """Decode bytes as the older pickle protocols encode them."""
     if not isinstance(text, str) or encoding != "latin1":
-        raise ValueError("bytes in a strange encoding")
+        raise ValueError("bytes must be encoded as latin1")
     return text.encode("latin-1")
 
 
@@ -201,7 +201,7 @@ def _set(items: Any = ()) -> set[Any]:
 
 def _sequence(items: Any) -> Sequence[Any]:
     if not isinstance(items, (list, tuple)):
-        raise TypeError(f"a {type(items).__name__} where a list should be")
+        raise TypeError(f"a {type(items).__name__} in place of a list")
     return items
 
 
@@ -227,9 +227,9 @@ _CONSTRUCTORS: Mapping[str, Callable[..., Any]] = {
     "_codecs encode": _bytes,
     "builtins set": _set,
     "__builtin__ set": _set,
-    "__builtin__ bytes": lambda: b"",  # how protocol 2 spells no bytes
+    "__builtin__ bytes": lambda: b"",  # empty bytes in protocol 2
     "pathlib PosixPath": _join_words("/"),
-    **{name: _record_constructor(name) for name in (  # named, never made
+    **{name: _record_constructor(name) for name in (  # named as values, never called
         "torch Tensor", "torch.nn.parameter Parameter", "builtins list", "builtins dict", "builtins int",
     )},
 }  # fmt: skip

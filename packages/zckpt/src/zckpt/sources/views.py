@@ -336,8 +336,8 @@ def box_of(name: str, tensor: Any) -> Box:
             continue
         if type(placement).__name__ != "Shard":
             raise CheckpointInputError(
-                f"{name} is a DTensor with the placement {placement}: only Shard and Replicate are supported. Pass its "
-                "local part as a zckpt.Shard in shards="
+                f"{name} is a DTensor with the placement {placement}: only Shard and Replicate are supported. Pass "
+                "its local part as a zckpt.Shard in shards="
             )
         dim = placement.dim % len(box)
         lo, hi = box[dim]
