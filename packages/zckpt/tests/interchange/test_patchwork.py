@@ -112,7 +112,7 @@ def test_what_is_not_about_places_is_refused_by_name() -> None:
         torch.cat([lazy, Patchwork.over(torch.ones(2, 4))])
     with pytest.raises(ValueError, match=r"sizes \[1, 4\] do not sum to 3"):
         lazy.split([1, 4], dim=1)
-    with pytest.raises(ValueError, match="start 2 and length 2 exceed dim [01] of size 3"):
+    with pytest.raises(ValueError, match=r"start 2 and length 2 exceed dim [01] of size 3"):
         torch.narrow(lazy, 1, 2, 2)
     for wrong in (torch.unsqueeze, torch.squeeze):
         with pytest.raises(IndexError, match=r"dim 3 is out of range for [23] dims"):

@@ -21,14 +21,14 @@ from zckpt.storage.storage import PathKind, Storage, read_all
 def run_ls(arguments: argparse.Namespace) -> int:
     root, storage = existing_root(arguments.root)
     with as_read_errors(f"listing {root}"):
-        rows, remains = _rows(root, storage), _remains(root, storage)
+        rows, leftovers = _rows(root, storage), _leftovers(root, storage)
         pointer = _pointer(root, storage)
     for row in rows:
         row["latest"] = row["tag"] == pointer
     if arguments.json:
-        print_json({"root": str(root), "checkpoints": rows, "interrupted": remains})
+        print_json({"root": str(root), "checkpoints": rows, "interrupted": leftovers})
     else:
-        _print_rows(rows, remains)
+        _print_rows(rows, leftovers)
     if any(row["state"] == "damaged" for row in rows):
         return CORRUPT
     return OK if any(row["state"] == "complete" for row in rows) else ABSENT
@@ -76,7 +76,7 @@ def _row(tag: str, path: Path, storage: Storage) -> dict[str, Any]:
     }
 
 
-def _remains(root: Path, storage: Storage) -> list[str]:
+def _leftovers(root: Path, storage: Storage) -> list[str]:
     return [name for name in storage.names(root) if parse_leftover(name) is not None]
 
 
@@ -86,7 +86,7 @@ def _pointer(root: Path, storage: Storage) -> str:
     return ""
 
 
-def _print_rows(rows: list[dict[str, Any]], remains: list[str]) -> None:
+def _print_rows(rows: list[dict[str, Any]], leftovers: list[str]) -> None:
     complete = [row for row in rows if row["state"] == "complete"]
     lines = [["tag", "step", "size", "tensors", "saved by"]]
     for row in complete:
@@ -98,7 +98,7 @@ def _print_rows(rows: list[dict[str, Any]], remains: list[str]) -> None:
         if row["state"] != "complete":
             shown = "DAMAGED" if row["state"] == "damaged" else row["state"]
             print(f"{row['tag']}  {shown}: {row['problem']}{f'  <- {LATEST}' if row['latest'] else ''}")
-    for name in remains:
+    for name in leftovers:
         print(f"{name}  left by an interrupted save; the next save removes it")
 
 

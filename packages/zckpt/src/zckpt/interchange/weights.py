@@ -112,7 +112,8 @@ class Weights(Mapping[str, Slice]):
 def read_weights(path: str | os.PathLike[str]) -> Weights:
     """Open a file of weights or a Hugging Face folder, and compare the checksums that its files have.
 
-    Raises CheckpointNotFound, CheckpointCorrupt (damaged, or not admitted: named), CheckpointInputError (neither).
+    Raises CheckpointNotFound, CheckpointCorrupt (damaged, or names code that is not allowed), CheckpointInputError
+    (holds no weights).
     """
     path = Path(path)
     files, index = _files(path)
