@@ -1,4 +1,4 @@
-"""The command line as a script sees it: arguments in; status, stdout and stderr out."""
+"""The command line as scripts use it: arguments, exit status, stdout and stderr."""
 
 import os
 import runpy

@@ -16,7 +16,7 @@ CASES = sorted(path.name for path in FIXTURES.iterdir() if (path / "latest").exi
 
 
 def assembled(parts: list[StatePart], key: str) -> dict[str, Tensor]:
-    """Every tensor whole; what nobody gives is NaN."""
+    """Every whole tensor; elements that no shard covers are NaN."""
     made: dict[str, Tensor] = {}
     for part in (part for part in parts if part.key == key):
         flat = made.setdefault(part.name, torch.full((math.prod(part.shape),), torch.nan))

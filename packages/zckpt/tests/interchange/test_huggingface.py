@@ -68,7 +68,7 @@ def test_shards_have_an_index_and_keep_their_size(tmp_path: Path, checkpoint: An
 def test_the_memory_of_an_export_does_not_depend_on_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is asked of torch while a tensor of 40 stretches goes out: one stretch, and its cast."""
+    """Memory allocated while a tensor of 40 chunks is written: one chunk and its cast."""
     stretch = 1 << 12
     monkeypatch.setattr(huggingface, "_CHUNK_NUMEL", stretch)
     tensor = torch.arange(40 * stretch, dtype=torch.float32).view(40, stretch)

@@ -1,4 +1,4 @@
-"""A patchwork is the tensor that torch makes of the same parts, and reads the boxes that it is asked for alone."""
+"""A patchwork equals the tensor that torch makes of the same parts, and reads only the requested boxes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zckpt.interchange import Patchwork
 
 
 class Counted:
-    """A source that counts what is read of it."""
+    """A source that counts the elements read."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.numel_read = tensor, 0

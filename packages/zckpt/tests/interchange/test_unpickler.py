@@ -41,7 +41,7 @@ def test_shared_objects_stay_shared() -> None:
 
 
 class Runs:
-    """What `__reduce__` returns is called when an ordinary reader unpickles it."""
+    """`__reduce__` returns a call that an ordinary unpickler executes."""
 
     def __init__(self, *call: object) -> None:
         self.call = call

@@ -15,7 +15,7 @@ TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(2, dtype=torch.bf
 
 
 def folder_of(path: Path, kind: str) -> Path:
-    """The same weights in each of the forms that are read."""
+    """The same weights in each supported format."""
     path.mkdir(exist_ok=True)
     if kind == "safetensors":
         save_file(TENSORS, path / "w.safetensors")

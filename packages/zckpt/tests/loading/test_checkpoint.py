@@ -121,7 +121,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) 
 
 
 def test_one_element_may_have_any_stride(tmp_path: Path) -> None:
-    """torch calls it contiguous, and refuses to view it as bytes."""
+    """torch calls it contiguous, but cannot view it as bytes."""
     one = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[:1, 1]
     assert one.stride() == (2,)
     save(tmp_path, "a", shards=[Shard("w", (1,), ((0, 1),), (0, 1), one)], objects={})

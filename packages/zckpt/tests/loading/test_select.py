@@ -88,7 +88,7 @@ def test_a_pointer_with_white_space_around_is_followed(root: Path) -> None:
 
 
 def test_a_pointer_to_an_older_one_is_followed_and_the_newer_is_offered(root: Path) -> None:
-    """People roll a run back so."""
+    """This is how a run is rolled back."""
     (root / "latest").write_text("step-1\n")
     found = find(root)
     assert found.tag == "step-1"
@@ -211,7 +211,7 @@ def test_a_disk_that_cannot_be_read_is_a_named_error(root: Path) -> None:
 
 
 def test_a_save_that_deletes_what_latest_named_while_somebody_looks(root: Path) -> None:
-    """Between the look at `latest` and the look at what it names."""
+    """Between reading `latest` and opening the checkpoint that it names."""
 
     def saving(operation: str, path: Path) -> None:
         if (operation, path.name) == ("open", "latest") and not (root / "step-4").exists():

@@ -34,7 +34,7 @@ from zckpt.testing import FaultyStorage, run_threads
 
 
 class Gate:
-    """A storage that stops the writer until it is told to go on."""
+    """A storage that blocks the writer until it is released."""
 
     def __init__(self) -> None:
         self.reached, self.open = threading.Event(), threading.Event()

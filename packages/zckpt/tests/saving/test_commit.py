@@ -1,6 +1,6 @@
-"""The crash model: a save is cut at every operation, in every way a disk may come back, and something must load.
+"""The crash model: interrupt a save at every operation, in every state a disk may restart in; something must load.
 
-Also every operation is made to fail once, and the mutations show that these tests notice a missing sync.
+Also make every operation fail once; the mutations show that these tests notice a missing sync.
 """
 
 import errno
@@ -134,7 +134,7 @@ def test_after_any_crash_the_next_save_works_and_sweeps_and_may_crash_anywhere_t
 
 
 class Forgetful(ModelStorage):
-    """A disk whose driver ignores some operation."""
+    """A disk whose driver ignores one operation."""
 
     forgets = ""
 

@@ -78,7 +78,7 @@ def test_a_read_only_root_is_told_before_any_tensor_is_read(monkeypatch: pytest.
 
 
 class Unreadable:
-    """A shard whose values must not be asked for; its first access is the check of its address."""
+    """A shard whose values must not be read; its first access is the address check."""
 
     name, global_shape, box, span = "w", (2,), ((0, 2),), (0, 2)
     asked = 0
@@ -305,7 +305,7 @@ def test_killed_ranks_never_lose_an_acknowledged_checkpoint(tmp_path: Path) -> N
 
 
 class Gang:
-    """What a caller makes of a communication library."""
+    """Peers as a caller implements them with a communication library."""
 
     def __init__(self) -> None:
         import zcomm

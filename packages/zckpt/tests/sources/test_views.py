@@ -1,4 +1,4 @@
-"""A plain script: save, load, go on as if nothing had been."""
+"""A plain script: save, load, and continue identically."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_replicas_save_and_load_together(tmp_path: Path) -> None:
 
 
 class WithExtra(nn.Linear):
-    """Keeps something that its state_dict makes up, as scaled modules do."""
+    """Keeps extra state that its state_dict generates."""
 
     scale = 1.0
 
