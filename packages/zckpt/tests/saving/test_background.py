@@ -284,7 +284,7 @@ def test_a_saver_whose_save_did_not_begin_goes_on(
     with AsyncSaver(when_busy="refuse") as saver:
         with monkeypatch.context() as patch:
             if where == "copy":
-                patch.setattr(HostMemory, "copies", interrupt)
+                patch.setattr(HostMemory, "copy_shards", interrupt)
             else:
                 patch.setattr(threading.Thread, "start", interrupt)
             with pytest.raises((KeyboardInterrupt, RuntimeError)):

@@ -102,7 +102,7 @@ class Poisoned(torch.Tensor):
         ({"tag": "../a"}, "tag '../a'"),
         ({"objects": {"x": object()}}, r"objects\['x'\] is a builtins.object"),
         ({"rank_objects": {"x": float("nan")}}, r"rank_objects\['x'\] is nan"),
-        ({"step": -1}, "step -1"),
+        ({"step": -1}, "step must be an int of at least 0, not -1"),
         ({"shards": [Shard("w", (3,), ((0, 3),), (0, 2), torch.zeros(2))]}, "pieces cover 2 of 3"),
     ],
 )
