@@ -21,7 +21,7 @@ import zcomm
 import zengine
 import zpartition
 from zckpt.interchange import import_deepspeed, import_weights, read_deepspeed, read_weights
-from zckpt.interchange.engine_state import spell
+from zckpt.interchange.engine_state import to_json
 from zcomm.testing import run_ranks
 from zengine.checkpoint.jsonable import encode
 
@@ -156,4 +156,4 @@ def _start(root: str, path: str) -> dict[str, torch.Tensor]:
 def test_values_are_spelt_as_our_engine_spells_them():
     """Both sides keep a table of marks; packages do not import each other."""
     values = {"a": (1, 2.5, None), "b": {1: [True]}, "c": float("nan"), "d": torch.tensor([3]), "e": {"$tuple": 1}}
-    assert spell(values) == encode(values)
+    assert to_json(values) == encode(values)

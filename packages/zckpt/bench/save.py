@@ -1,28 +1,27 @@
-"""Saving and loading a training state, beside the disk, torch DCP and DeepSpeed.
+"""Benchmark of saving and loading a training state, against the raw disk, torch DCP and DeepSpeed.
 
     python packages/zckpt/bench/save.py FOLDER [--params 124] [--ranks 2] [--rounds 5] [--minutes 3] [--out NAME]
 
-Rank processes on one machine, each with its part of the weights and Adam moments of a GPT of this many million
-parameters in fp32 (12 bytes each).  All contenders move the same bytes, take turns, and are timed from a barrier to
-the last rank's end; the median of the rounds counts.  Each is warm: it runs once before the clock does.
+Rank processes on one machine hold their parts of the weights and Adam moments of a GPT of PARAMS million parameters
+in fp32 (12 bytes each).  All contenders move the same bytes, take turns after one warm-up run, and are timed from a
+barrier to the end of the last rank; the result is the median of the rounds.
 
-    raw         a file for each of two threads of a rank, 8 MiB at a time through the page cache, fsync of file and
-                folder; read by four threads a rank into memory that is there.  The floor.
-    raw direct  the same with O_DIRECT and one thread a file
-    zckpt       save() and Checkpoint.read() as they come: durable on return, every byte hashed, in place
-    no hash     save() without its checksums, read(verify=False)
-    first       read(verify="first"): proves all bytes before it touches a tensor
-    DCP         torch.distributed.checkpoint, two threads, which fsyncs files and knows no checksums
-    DeepSpeed   the checkpoint engine that it uses by default, if it can be imported: no fsync, no checksums; every
-                rank loads the file it wrote; then the same and an fsync, without which a save is over before the
-                disk has anything
+    raw         one file for each of two threads per rank, 8 MiB at a time through the page cache, fsync of file and
+                folder; read by four threads per rank into allocated memory.  The lower bound.
+    raw direct  the same with O_DIRECT and one thread per file
+    zckpt       save() and Checkpoint.read() with defaults: durable on return, every byte hashed, in place
+    no hash     save() without checksums, read(verify=False)
+    first       read(verify="first"): verifies all bytes before it modifies a tensor
+    DCP         torch.distributed.checkpoint, two threads; fsyncs files, no checksums
+    DeepSpeed   its default checkpoint engine, if it can be imported: no fsync, no checksums; every rank loads the
+                file it wrote; and the same with an fsync, without which a save returns before anything is on disk
 
-Before a load the contender's files are dropped from the page cache with fsync and posix_fadvise(DONTNEED), since
-dropping all caches needs privileges that a bench should not have; a host below a virtual machine may keep them still.
+Before a load, the contender's files are dropped from the page cache with fsync and posix_fadvise(DONTNEED), as
+dropping all caches needs privileges; the host of a virtual machine may still cache them.
 
-A background save is timed against one copy of the same tensors into memory that is there (torch, same threads):
-`blocked` is the call, `whole` until it is durable.  `extra` is how far the resident memory of a rank rises above
-where it was, at its highest.
+A background save is compared with one copy of the same tensors into allocated memory (torch, same threads): `blocked`
+is the duration of the call, `whole` the time until it is durable.  `extra` is the peak increase of a rank's resident
+memory.
 """
 
 from __future__ import annotations
@@ -152,17 +151,17 @@ def background(state: State, root: Path, rank: int, rounds: int) -> dict[str, li
     return found
 
 
-def run_rank(rank: int, given: argparse.Namespace, root: str, results: str) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // given.ranks))
+def run_rank(rank: int, options: argparse.Namespace, root: str, results: str) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // options.ranks))
     dist.init_process_group(
-        "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=given.ranks,
+        "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=options.ranks,
         timeout=timedelta(minutes=5),
     )  # fmt: skip
-    state = State(given.params, rank, given.ranks)
-    names = [name for name in CONTENDERS if not given.only or name in given.only]
-    times = race(rank, state, Path(root), names, given.rounds, given.minutes)
+    state = State(options.params, rank, options.ranks)
+    names = [name for name in CONTENDERS if not options.only or name in options.only]
+    times = race(rank, state, Path(root), names, options.rounds, options.minutes)
     times["async"] = (
-        {} if given.only and "async" not in given.only else background(state, Path(root), rank, given.rounds)
+        {} if options.only and "async" not in options.only else background(state, Path(root), rank, options.rounds)
     )
     total = torch.tensor([state.nbytes])
     dist.all_reduce(total)
@@ -205,33 +204,33 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=3, help="after which no further round begins")
     parser.add_argument("--only", nargs="*", help=f"contenders, of {', '.join(CONTENDERS)}, async")
     parser.add_argument("--out", help="a name for files in results/, instead of printing only")
-    given = parser.parse_args()
+    options = parser.parse_args()
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         results = Path(folder) / "results.json"
-        mp.spawn(run_rank, (given, folder, str(results)), given.ranks)
-        told = json.loads(results.read_text())
-    rounds = min(len(each["save"]) for name, each in told["times"].items() if "save" in each)
-    text = table(told["nbytes"], medians(told["times"]))
+        mp.spawn(run_rank, (options, folder, str(results)), options.ranks)
+        measured = json.loads(results.read_text())
+    rounds = min(len(each["save"]) for name, each in measured["times"].items() if "save" in each)
+    text = table(measured["nbytes"], medians(measured["times"]))
     print(text)
-    if given.out:
+    if options.out:
         RESULTS.mkdir(exist_ok=True)
         facts = {
-            "params": given.params,
-            "ranks": given.ranks,
+            "params": options.params,
+            "ranks": options.ranks,
             "rounds": rounds,
             "cores": os.cpu_count(),
             "load": load,
-            **told,
+            **measured,
         }
-        (RESULTS / f"{given.out}.json").write_text(json.dumps(facts, indent=1) + "\n")
+        (RESULTS / f"{options.out}.json").write_text(json.dumps(facts, indent=1) + "\n")
         head = (
             f"# Saving and loading beside the disk and the peers\n\n{os.cpu_count()} cores, Linux "
-            f"{platform.release()}, torch {torch.__version__}, {date.today()}. {told['nbytes'] / 1e9:.2f} GB on "
-            f"{given.ranks} ranks, medians of {rounds} interleaved rounds, load of other work {load:.1f} at "
-            "the start. Made by bench/save.py, which says what the contenders are.\n\n"
+            f"{platform.release()}, torch {torch.__version__}, {date.today()}. {measured['nbytes'] / 1e9:.2f} GB on "
+            f"{options.ranks} ranks, medians of {rounds} interleaved rounds, load of other work {load:.1f} at "
+            "the start. Made by bench/save.py, which describes the contenders.\n\n"
         )
-        (RESULTS / f"{given.out}.md").write_text(head + text)
+        (RESULTS / f"{options.out}.md").write_text(head + text)
 
 
 if __name__ == "__main__":

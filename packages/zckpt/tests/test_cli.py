@@ -1,4 +1,4 @@
-"""The command line as a script sees it: arguments in; status, stdout and stderr out."""
+"""The command line as scripts use it: arguments, exit status, stdout and stderr."""
 
 import os
 import runpy
@@ -12,7 +12,7 @@ import torch
 import zckpt
 from zckpt import save, whole
 from zckpt.cli import main
-from zckpt.cli.output import ABSENT, CORRUPT, OK, REFUSED, USAGE
+from zckpt.cli.output import ABSENT, CORRUPT, FAILED, OK, USAGE
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_usage_errors_are_status_two(root: Path, capsys: pytest.CaptureFixture[s
     assert main(["inspect", str(root / "step-1"), "--tag", "step-2"]) == USAGE
     assert main(["inspect", "nosuchscheme://x"]) == USAGE
     err = capsys.readouterr().err
-    for words in ("last must be an int of at least 1, given 0", "leave out --tag, or give the root", "cannot serve"):
+    for words in ("last must be an int of at least 1, given 0", "leave out --tag, or pass the root", "cannot serve"):
         assert words in err
 
 
@@ -107,7 +107,7 @@ def test_a_refusing_disk_is_status_three(
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "open", refuse)
-    assert main(["verify", str(root / "step-1")]) == REFUSED
+    assert main(["verify", str(root / "step-1")]) == FAILED
     assert "Permission denied (EACCES)" in capsys.readouterr().err
 
 
@@ -125,7 +125,7 @@ def test_a_reader_that_goes_away_is_no_traceback(root: Path) -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-    assert process.returncode == REFUSED
+    assert process.returncode == FAILED
 
 
 def test_it_runs_as_a_module(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

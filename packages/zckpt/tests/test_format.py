@@ -1,4 +1,4 @@
-"""A reader that knows FORMAT.md and nothing else: json, numpy and xxhash, and none of the package's own code."""
+"""A reader written from FORMAT.md alone: json, numpy and xxhash, without code of the package."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The package imports its parts on first use, and says so of every public name."""
+"""The package imports its parts on first use, for every public name."""
 
 from __future__ import annotations
 

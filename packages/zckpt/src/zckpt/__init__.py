@@ -33,13 +33,12 @@ if TYPE_CHECKING:
     )
     from zckpt.format.nodes import Node
     from zckpt.format.shard import Shard, ShardLike, whole
-    from zckpt.loading.checkpoint import Checkpoint
+    from zckpt.loading.checkpoint import Checkpoint, open_checkpoint
     from zckpt.loading.load import Loaded, load
     from zckpt.loading.memory import MemoryCheckpoint
-    from zckpt.loading.open import open_checkpoint
     from zckpt.loading.plan_reads import LoadReport, ReadRequest
     from zckpt.loading.select import CheckpointInfo, find, list_checkpoints
-    from zckpt.ranks.peers import ALONE, Peers, group_peers
+    from zckpt.ranks import ALONE, Peers, group_peers
     from zckpt.saving.background import AsyncSaver, SaveHandle, WhenBusy, save_async
     from zckpt.saving.prune import PruneReport, prune
     from zckpt.saving.retention import KEEP_ALL, Best, Candidate, Retention, RetentionPolicy
@@ -109,16 +108,15 @@ _EXPORTS = {
     "CheckpointNotFound CheckpointReadError CheckpointStateError CheckpointWarning CheckpointWriteError",
     "format.nodes": "Node",
     "format.shard": "Shard ShardLike whole",
-    "ranks.peers": "ALONE Peers group_peers",
+    "ranks": "ALONE Peers group_peers",
     "storage.locate": "remote",
     "storage.lock": "LockPolicy",
     "storage.storage": "LOCAL LocalStorage Storage",
     "sources": "rng",
     "sources.views": "Views views",
-    "loading.checkpoint": "Checkpoint",
+    "loading.checkpoint": "Checkpoint open_checkpoint",
     "loading.load": "Loaded load",
     "loading.memory": "MemoryCheckpoint",
-    "loading.open": "open_checkpoint",
     "loading.plan_reads": "LoadReport ReadRequest",
     "loading.select": "CheckpointInfo find list_checkpoints",
     "saving.background": "AsyncSaver SaveHandle WhenBusy save_async",

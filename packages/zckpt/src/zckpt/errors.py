@@ -3,7 +3,7 @@
 One base class, so that a training loop catches every error of this package with one `except`; it derives from
 Exception, never from BaseException.  A subclass names the cause: the caller (Input, Mismatch, Exists, NotFound), the
 disk (Write, Read), or damaged data (Corrupt, State).  The class travels between ranks by its name, so every rank
-raises the same one; see vote.py.
+raises the same one; see ranks.py.
 """
 
 from __future__ import annotations

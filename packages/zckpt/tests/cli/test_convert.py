@@ -56,7 +56,7 @@ def test_what_is_not_recognised_or_in_the_way_is_status_two(run: Path, capsys: p
     assert main(["export", str(run), str(run.parent / "x"), "--shard-size", "big"]) == USAGE
     assert main(["import", str(run), str(run), "--from", "deepspeed", "--tensor-parallel", "w"]) == USAGE
     err = capsys.readouterr().err
-    assert "'big' is no size" in err
+    assert "'big' is not a size" in err
     assert "write PATTERN=DIM" in err
 
 
@@ -64,7 +64,7 @@ def test_sizes_and_patterns() -> None:
     sizes = ["5GB", "5 GiB", "100", "1.5kb", "64MiB", "2T"]
     assert [size_of(text) for text in sizes] == [5 * 10**9, 5 << 30, 100, 1500, 64 << 20, 2 * 10**12]
     for text in ("", "0", "5XB", "-1GB", "9" * 400):
-        with pytest.raises(CheckpointInputError, match="is no size"):
+        with pytest.raises(CheckpointInputError, match="is not a size"):
             size_of(text)
     assert pattern_of("*.q=1") == ("*.q", 1)
     assert pattern_of("a=b=0") == ("a=b", 0)

@@ -28,9 +28,9 @@ def test_a_dry_run_tells_and_the_real_one_does(root: Path, capsys: pytest.Captur
     assert lines == [
         ["tag", "step", "because"],
         ["s3", "3", "kept", "`latest`", "names", "it"],
-        ["s2", "2", "would", "go"],
+        ["s2", "2", "would", "be", "removed"],
         ["s1", "1", "kept", "min", "loss"],
-        ["1", "checkpoint", "would", "go,", "2", "kept"],
+        ["1", "checkpoint", "would", "be", "removed,", "2", "kept"],
     ]
     assert tags(root) == ["s3", "s2", "s1"]
     assert main(arguments) == OK
@@ -54,6 +54,9 @@ def test_a_root_that_is_not_there_is_status_two(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_policy_that_makes_no_sense_is_status_two(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for best, words in (("loss:low", "mode must be 'min' or 'max', given 'low'"), ("loss:max:x", "'x' is no number")):
+    for best, words in (
+        ("loss:low", "mode must be 'min' or 'max', given 'low'"),
+        ("loss:max:x", "'x' is not a number"),
+    ):
         assert main(["prune", str(root), "--last", "1", "--best", best]) == USAGE
         assert words in capsys.readouterr().err

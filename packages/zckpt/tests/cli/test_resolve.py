@@ -45,7 +45,7 @@ def test_what_was_never_committed_or_is_not_there(root: Path) -> None:
     (root / "s1").rename(
         root / ".tmp-s1-0123456789abcdef"
     )  # a deletion that was interrupted, or a save before its end
-    with pytest.raises(CheckpointNotFound, match="never committed, or no longer"):
+    with pytest.raises(CheckpointNotFound, match="never committed, or deleted"):
         resolve(str(root / ".tmp-s1-0123456789abcdef"))
 
 

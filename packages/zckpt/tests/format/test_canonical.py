@@ -39,7 +39,7 @@ def test_equal_values_have_equal_bytes() -> None:
     [
         ({"a": {"b": [0, float("nan")]}}, r"objects\['a'\]\['b'\]\[1\] is nan"),
         ({"a": float("-inf")}, r"objects\['a'\] is -inf"),
-        ({"a": torch.zeros(1)}, r"objects\['a'\] is a torch.Tensor.*give a tensor as a shard"),
+        ({"a": torch.zeros(1)}, r"objects\['a'\] is a torch.Tensor.*pass a tensor as a shard"),
         ({"a": np.int64(1)}, r"objects\['a'\] is a numpy.int64.*\.item\(\)"),
         ({"a": lambda: 0}, r"objects\['a'\] is a builtins.function"),
         ({"a": {1: 2}}, r"objects\['a'\] has a key 1 of type int"),

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zckpt.format.coverage import tiling_problem
-from zckpt.format.regions import Box, Region, box_numel, whole_box
+from zckpt.format.regions import Box, Region, box_numel, tiling_problem, whole_box
 
 
 def count(shape: tuple[int, ...], regions: list[Region]) -> np.ndarray:

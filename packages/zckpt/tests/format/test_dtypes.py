@@ -4,7 +4,7 @@ from safetensors.torch import save as safetensors_save
 
 from zckpt import CheckpointInputError
 from zckpt.format import canonical
-from zckpt.format.dtypes import _NAMES, dtype_name, dtype_of
+from zckpt.format.safetensors_layout import _NAMES, dtype_name, dtype_of
 
 
 @pytest.mark.parametrize("dtype", list(_NAMES))

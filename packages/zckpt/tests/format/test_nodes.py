@@ -1,4 +1,4 @@
-"""What readers of JSON may demand; errors name the place."""
+"""Checks of JSON values; errors name the location."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The oracle: number the elements of a global array, cut it with numpy, and see which numbers meet."""
+"""Oracle: number the elements of a global array, slice it with numpy, and compare the numbers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Forged manifests keep a correct checksum, so that it is the schema that must refuse them."""
+"""Forged manifests have a correct checksum, so the schema must reject them."""
 
 import copy
 import json

@@ -68,7 +68,7 @@ def test_a_missing_file_is_an_error(run: Path, lost: str) -> None:
 def test_a_file_under_another_name_is_an_error(run: Path) -> None:
     model, optim = (step(run) / f"zero_pp_rank_0_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim"))
     shutil.copy(model, optim)
-    with pytest.raises(CheckpointCorrupt, match="not what its name says: it has no 'optimizer_state_dict'"):
+    with pytest.raises(CheckpointCorrupt, match="contradicts its name: it has no 'optimizer_state_dict'"):
         open_files(step(run))
 
 

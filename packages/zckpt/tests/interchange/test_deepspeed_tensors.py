@@ -16,7 +16,7 @@ CASES = sorted(path.name for path in FIXTURES.iterdir() if (path / "latest").exi
 
 
 def assembled(parts: list[StatePart], key: str) -> dict[str, Tensor]:
-    """Every tensor whole; what nobody gives is NaN."""
+    """Every whole tensor; elements that no shard covers are NaN."""
     made: dict[str, Tensor] = {}
     for part in (part for part in parts if part.key == key):
         flat = made.setdefault(part.name, torch.full((math.prod(part.shape),), torch.nan))
@@ -116,11 +116,11 @@ def test_tensor_parallel_ranks_are_boxes_of_global_tensors() -> None:
 
 
 def test_tensor_parallel_ranks_need_rules_that_hold() -> None:
-    with pytest.raises(CheckpointInputError, match=r"2 tensor-parallel ranks.*give tensor_parallel"):
+    with pytest.raises(CheckpointInputError, match=r"2 tensor-parallel ranks.*pass tensor_parallel"):
         list(place_shards(tp_ranks(), ShardingRules({})))
     with pytest.raises(CheckpointMismatch, match=r"'qkv\.weight' weight differs between tensor-parallel ranks"):
         list(place_shards(tp_ranks(), ShardingRules({"*out.weight": 1})))
-    with pytest.raises(CheckpointMismatch, match=r"'out\.weight' have shapes that do not join at dim 0"):
+    with pytest.raises(CheckpointMismatch, match=r"'out\.weight' have shapes that cannot be joined along dim 0"):
         list(place_shards(tp_ranks(), ShardingRules({"qkv.*": 0, "out.*": 0})))
     with pytest.raises(CheckpointInputError, match=r"tensor_parallel\['qkv\.\*'\] is 2"):
         list(place_shards(tp_ranks(), ShardingRules({"qkv.*": 2})))

@@ -68,9 +68,9 @@ def test_shards_have_an_index_and_keep_their_size(tmp_path: Path, checkpoint: An
 def test_the_memory_of_an_export_does_not_depend_on_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is asked of torch while a tensor of 40 stretches goes out: one stretch, and its cast."""
+    """Memory allocated while a tensor of 40 chunks is written: one chunk and its cast."""
     stretch = 1 << 12
-    monkeypatch.setattr(huggingface, "_STRETCH_NUMEL", stretch)
+    monkeypatch.setattr(huggingface, "_CHUNK_NUMEL", stretch)
     tensor = torch.arange(40 * stretch, dtype=torch.float32).view(40, stretch)
     zckpt.save(tmp_path / "run", "t", shards=[zckpt.whole("model.w", tensor)], objects={})
     written: list[int] = []
@@ -102,9 +102,9 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path, checkpoint: Any) ->
 
 
 def test_arguments_that_cannot_be_meant(tmp_path: Path, checkpoint: Any) -> None:
-    with pytest.raises(CheckpointInputError, match=r"give torch\.float32, torch\.bfloat16"):
+    with pytest.raises(CheckpointInputError, match=r"must be torch\.float32, torch\.bfloat16"):
         export_huggingface(checkpoint, tmp_path / "out", dtype=torch.int8)
-    with pytest.raises(CheckpointInputError, match="max_shard_nbytes 0"):
+    with pytest.raises(CheckpointInputError, match="max_shard_nbytes must be at least 1, not 0"):
         export_huggingface(checkpoint, tmp_path / "out", max_shard_nbytes=0)
     with pytest.raises(CheckpointMismatch, match=r"no tensor whose name begins with 'net\.'"):
         export_huggingface(checkpoint, tmp_path / "out", prefix="net.")

@@ -71,7 +71,7 @@ def test_an_exploit_in_a_real_file_runs_nothing(tmp_path: Path, monkeypatch: pyt
     marker = tmp_path / "ran"
     monkeypatch.setenv("ZCKPT_TEST_MARKER", str(marker))
     path = saved(tmp_path, {"module": {"w": torch.ones(2)}, "extra": [Evil()]})
-    with pytest.raises(CheckpointCorrupt, match=r"a\.pt: it names 'posix.system', which is not admitted"):
+    with pytest.raises(CheckpointCorrupt, match=r"a\.pt: it names 'posix.system', which is not allowed"):
         open_torch_file(path)
     assert not marker.exists()
     torch.load(path, weights_only=False)

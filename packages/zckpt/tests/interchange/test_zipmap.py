@@ -48,14 +48,14 @@ def test_a_member_that_is_not_aligned_is_copied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "a/../../b", "a//b", "plain", "a/.", "a\\..\\b/c"])
 def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CheckpointCorrupt, match="has a name that torch does not give"):
+    with pytest.raises(CheckpointCorrupt, match="has an invalid name"):
         ZipMap.open(archive(tmp_path / "a.pt", {name: b"x"}))
 
 
 def test_a_bomb_is_refused_before_anything_is_inflated(tmp_path: Path) -> None:
     path = archive(tmp_path / "a.pt", {"a/data/0": bytes(10_000_000)}, zipfile.ZIP_DEFLATED)
     assert path.stat().st_size < 100_000
-    with pytest.raises(CheckpointCorrupt, match=r"is compressed .* that claim to be 10,000,000"):
+    with pytest.raises(CheckpointCorrupt, match=r"is compressed .* bytes for 10,000,000"):
         ZipMap.open(path)
 
 
@@ -84,7 +84,7 @@ def test_members_that_overlap_are_refused(tmp_path: Path) -> None:
 
 def test_a_member_is_not_read_past_its_end(tmp_path: Path) -> None:
     with ZipMap.open(archive(tmp_path / "a.pt", {"a/data/0": bytes(64)})) as opened:
-        with pytest.raises(CheckpointCorrupt, match=r"64 bytes, 17 elements of torch\.float32 are told"):
+        with pytest.raises(CheckpointCorrupt, match=r"64 bytes, too few for 17 elements of torch\.float32"):
             opened.tensor("data/0", torch.float32, 17)
         with pytest.raises(CheckpointCorrupt, match="no member 'data/1'"):
             opened.tensor("data/1", torch.float32, 1)

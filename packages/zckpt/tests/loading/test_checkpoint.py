@@ -22,7 +22,7 @@ from zckpt import (
     save,
     whole,
 )
-from zckpt.format.dtypes import _NAMES
+from zckpt.format.safetensors_layout import _NAMES
 from zckpt.testing import FaultyStorage, ModelStorage, run_threads
 
 
@@ -121,7 +121,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) 
 
 
 def test_one_element_may_have_any_stride(tmp_path: Path) -> None:
-    """torch calls it contiguous, and refuses to view it as bytes."""
+    """torch calls it contiguous, but cannot view it as bytes."""
     one = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[:1, 1]
     assert one.stride() == (2,)
     save(tmp_path, "a", shards=[Shard("w", (1,), ((0, 1),), (0, 1), one)], objects={})
@@ -209,7 +209,7 @@ def test_a_bad_piece_of_one_rank_is_every_ranks_error_and_no_rank_is_filled_if_t
     for outcome in outcomes:
         assert isinstance(outcome.error, CheckpointCorrupt)
         assert f"failed while {stage}: rank 1:" in str(outcome.error)
-        assert ("Tensors were being filled" in str(outcome.error)) == (verify is True)
+        assert ("Tensors are partly filled" in str(outcome.error)) == (verify is True)
     assert any(shard.tensor.any() for shards in live for shard in shards) == (verify is True)
 
 

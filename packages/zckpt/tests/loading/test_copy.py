@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zckpt.format.dtypes import _NAMES
 from zckpt.format.regions import Region, Runs, box_numel, intersect, whole_box
+from zckpt.format.safetensors_layout import _NAMES
 from zckpt.loading import copy as transfer
 from zckpt.loading.copy import PieceSource, copy_runs, fill, windows
 from zckpt.storage.storage import LOCAL

@@ -8,7 +8,7 @@ from zckpt.testing import run_threads
 
 
 def part(values: torch.Tensor, name: str = "w") -> Shard:
-    """Rank's half of an (8,) tensor; which one its first value says."""
+    """The rank's half of an (8,) tensor; its first value identifies it."""
     start = int(values[0].item()) if values.numel() else 0
     return Shard(name, (8,), ((0, 8),), (start, start + values.numel()), values)
 

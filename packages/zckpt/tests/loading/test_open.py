@@ -21,7 +21,7 @@ def test_a_file_of_another_size_is_told_with_both_sizes(path: Path, size: int | 
     full = (path / FILE).stat().st_size
     found = {"half": full // 2, "-1": full - 1, "+1": full + 1}.get(str(size), size)
     os.truncate(path / FILE, int(found))
-    why = "longer than what was saved" if int(found) > full else "truncated"
+    why = "longer than when it was saved" if int(found) > full else "truncated"
     with pytest.raises(CheckpointCorrupt, match=f"{FILE} is {found:,} bytes, the manifest says {full:,}: {why}"):
         open_checkpoint(path)
 
@@ -45,7 +45,7 @@ def test_a_link_in_place_of_the_manifest(path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFound, match="not there"):
+    with pytest.raises(CheckpointNotFound, match="the folder does not exist"):
         open_checkpoint(tmp_path / "none")
 
 

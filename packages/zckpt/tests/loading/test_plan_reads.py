@@ -59,7 +59,7 @@ def test_every_kind_of_misfit_is_listed_at_once() -> None:
         ],
     )
     assert text == (
-        "checkpoint r/a does not fit what is wanted; nothing was loaded.\n"
+        "checkpoint r/a does not match the tensors to load; nothing was loaded.\n"
         "1 missing (wanted, not in the checkpoint):\n  x: float32 (4,)\n"
         "1 extra (in the checkpoint, not wanted):\n  d: float32 (2,)\n"
         "1 of another shape:\n  a: wanted float32 (3,), stored (2,)\n"
@@ -73,7 +73,7 @@ def test_the_first_ten_of_many_are_shown() -> None:
     assert "t09" in text
     assert "t10" not in text
     assert "... and 3 more" in text
-    assert text.endswith("strict=False loads what there is.")
+    assert text.endswith("strict=False loads the other names.")
 
 
 def test_a_lenient_read_still_refuses_shapes_and_dtypes() -> None:

@@ -1,4 +1,4 @@
-"""Who reads how much: counted at the storage, not believed from the report."""
+"""Bytes that each rank reads, counted at the storage instead of taken from the report."""
 
 import os
 import resource
@@ -27,7 +27,7 @@ def values() -> dict[str, torch.Tensor]:
 
 
 def cut(tensors: dict[str, torch.Tensor], stage: int, rank: int, ranks: int) -> list[Shard]:
-    """As a stage of ZeRO holds them: 0 all of it; 1 and 2 moments by flat space; 3 each tensor by itself."""
+    """Shards at a ZeRO stage: 0 whole; 1 and 2 moments by flat buffer; 3 each tensor by itself."""
     made, flat, total = [], 0, sum(each.numel() for each in tensors.values())
     low, high = total * rank // ranks, total * (rank + 1) // ranks
     for name, tensor in tensors.items():
@@ -47,7 +47,7 @@ def cut(tensors: dict[str, torch.Tensor], stage: int, rank: int, ranks: int) -> 
 
 @attrs.frozen(eq=False)
 class Counting:
-    """A LocalStorage whose readers add up what they read of tensor files."""
+    """A LocalStorage whose readers count the bytes read from tensor files."""
 
     inner: LocalStorage
     nbytes_read: list[int]

@@ -88,7 +88,7 @@ def test_a_pointer_with_white_space_around_is_followed(root: Path) -> None:
 
 
 def test_a_pointer_to_an_older_one_is_followed_and_the_newer_is_offered(root: Path) -> None:
-    """People roll a run back so."""
+    """This is how a run is rolled back."""
     (root / "latest").write_text("step-1\n")
     found = find(root)
     assert found.tag == "step-1"
@@ -99,7 +99,7 @@ def test_a_pointer_to_an_older_one_is_followed_and_the_newer_is_offered(root: Pa
 def test_a_pointer_to_the_outside_is_refused(root: Path, content: str) -> None:
     shutil.copytree(root / "step-3", root.parent / "elsewhere", dirs_exist_ok=True)
     (root / "latest").write_text(content)
-    with pytest.raises(CheckpointCorrupt, match=r"points outside its folder.*refused. Newest.*: step-3"):
+    with pytest.raises(CheckpointCorrupt, match=r"points outside its folder.*remove it. Newest.*: step-3"):
         find(root)
     shutil.rmtree(root.parent / "elsewhere")
 
@@ -112,7 +112,7 @@ def test_a_pointer_that_is_a_link_is_not_followed(root: Path) -> None:
 
 def test_a_tag_that_is_a_link_is_refused(root: Path) -> None:
     (root / "step-9").symlink_to(root / "step-1")
-    with pytest.raises(CheckpointCorrupt, match="step-9 is a link, not a folder: refused"):
+    with pytest.raises(CheckpointCorrupt, match="step-9 is a link, not a folder"):
         find(root, "step-9")
     (root / "latest").write_text("step-9\n")
     with pytest.raises(CheckpointCorrupt, match="step-9 is a link"):
@@ -146,7 +146,7 @@ def test_without_a_pointer_damaged_ones_are_passed_over_and_noted(root: Path) ->
     truncate(root, "step-3")
     found = find(root)
     assert found.tag == "step-2"
-    assert "'step-3' (step 3) passed over" in found.notes[1]
+    assert "skipped 'step-3' (step 3)" in found.notes[1]
     assert "truncated" in found.notes[1]
 
 
@@ -211,7 +211,7 @@ def test_a_disk_that_cannot_be_read_is_a_named_error(root: Path) -> None:
 
 
 def test_a_save_that_deletes_what_latest_named_while_somebody_looks(root: Path) -> None:
-    """Between the look at `latest` and the look at what it names."""
+    """Between reading `latest` and opening the checkpoint that it names."""
 
     def saving(operation: str, path: Path) -> None:
         if (operation, path.name) == ("open", "latest") and not (root / "step-4").exists():
@@ -227,7 +227,7 @@ def test_a_save_that_deletes_what_latest_named_while_somebody_looks(root: Path) 
 
 
 def test_nothing_there_says_what_is_not(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFound, match=r"it does not exist \(give the folder that save was given"):
+    with pytest.raises(CheckpointNotFound, match=r"it does not exist \(pass the folder that was passed to save"):
         find(tmp_path / "absent")
     with pytest.raises(CheckpointNotFound) as caught:
         find(tmp_path)

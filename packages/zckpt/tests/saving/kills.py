@@ -1,4 +1,4 @@
-"""Real processes, really killed: this file run as a script is their parent.
+"""Real processes that are killed; this file, run as a script, is their parent.
 
     python packages/zckpt/tests/kills.py FOLDER ROUNDS [SEED]
 
@@ -73,7 +73,7 @@ def killer(number: int) -> Storage:
 
 
 def keep_saving(root: str, first: int, peers: SocketPeers, acknowledge: int, storage: Storage) -> None:
-    """Never returns but by an error of its peer."""
+    """Returns only by an error of its peer."""
     step = first
     with AsyncSaver(peers) as saver:
         while True:
@@ -91,7 +91,7 @@ def keep_saving(root: str, first: int, peers: SocketPeers, acknowledge: int, sto
 def rank_process(
     root: str, first: int, rank: int, lines: tuple[socket.socket, ...], acknowledge: int, storage: Storage
 ) -> int:
-    """Fork; returns the child's pid."""
+    """Fork; return the child's pid."""
     child = os.fork()
     if child:
         return child
@@ -122,7 +122,7 @@ def end_of(pid: int) -> int:
 
 
 def play(root: str, last: int, draw: random.Random) -> int:
-    """One round; returns the step that is there after it."""
+    """Run one round; return the step found after it."""
     mine, theirs = os.pipe()
     lines = socket.socketpair()
     victim, is_both, operation = draw.randrange(2), draw.random() < 0.6, draw.randrange(1, 60)

@@ -34,7 +34,7 @@ from zckpt.testing import FaultyStorage, run_threads
 
 
 class Gate:
-    """A storage that stops the writer until it is told to go on."""
+    """A storage that blocks the writer until it is released."""
 
     def __init__(self) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
@@ -114,7 +114,7 @@ def test_ranks_cannot_refuse_alone() -> None:
         def exchange(self, value: object) -> list[object]:
             raise AssertionError
 
-    with pytest.raises(CheckpointInputError, match="ranks end at different moments"):
+    with pytest.raises(CheckpointInputError, match="ranks finish at different times"):
         AsyncSaver(Two(), "refuse")
     with pytest.raises(ValueError, match="sometimes"):
         AsyncSaver(when_busy="sometimes")
@@ -255,7 +255,9 @@ def test_an_error_that_nobody_asks_for_is_a_warning_when_the_handle_goes(tmp_pat
         del handle
         gc.collect()
     (told,) = [str(each.message) for each in caught if each.category is CheckpointWarning]
-    assert told.startswith("the background save of 'a' failed, and nobody asked how it went: CheckpointWriteError: ")
+    assert told.startswith(
+        "the background save of 'a' failed and its error was never checked: CheckpointWriteError: "
+    )
     asked = save_async(tmp_path, "a", tensors={"w": torch.zeros(2)}, storage=FaultyStorage(LOCAL, full))
     with pytest.raises(CheckpointWriteError):
         asked.wait()
@@ -282,7 +284,7 @@ def test_a_saver_whose_save_did_not_begin_goes_on(
     with AsyncSaver(when_busy="refuse") as saver:
         with monkeypatch.context() as patch:
             if where == "copy":
-                patch.setattr(HostMemory, "copies", interrupt)
+                patch.setattr(HostMemory, "copy_shards", interrupt)
             else:
                 patch.setattr(threading.Thread, "start", interrupt)
             with pytest.raises((KeyboardInterrupt, RuntimeError)):

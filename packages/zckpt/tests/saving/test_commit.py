@@ -1,6 +1,6 @@
-"""The crash model: a save is cut at every operation, in every way a disk may come back, and something must load.
+"""The crash model: interrupt a save at every operation, in every state a disk may restart in; something must load.
 
-Also every operation is made to fail once, and the mutations show that these tests notice a missing sync.
+Also make every operation fail once; the mutations show that these tests notice a missing sync.
 """
 
 import errno
@@ -134,7 +134,7 @@ def test_after_any_crash_the_next_save_works_and_sweeps_and_may_crash_anywhere_t
 
 
 class Forgetful(ModelStorage):
-    """A disk whose driver ignores some operation."""
+    """A disk whose driver ignores one operation."""
 
     forgets = ""
 
@@ -317,6 +317,6 @@ def test_a_manifest_that_no_reader_would_take_is_refused_before_it_is_committed(
     storage = ModelStorage()
     save_step(storage, 1)
     monkeypatch.setattr(manifests, "MAX_NBYTES", 10_000)
-    with pytest.raises(CheckpointInputError, match="no reader takes more than 10,000: give large objects as tensors"):
+    with pytest.raises(CheckpointInputError, match="readers accept at most 10,000: pass large objects as tensors"):
         save(ROOT, "big", objects={"x": "y" * 10_000}, step=2, storage=storage)
     assert loaded(storage) == 1

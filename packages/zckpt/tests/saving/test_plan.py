@@ -101,7 +101,7 @@ W = [shard("w", (4,), ((0, 4),), (0, 4))]
     [
         (
             [[shard("w", (4,), ((0, 4),), (0, 2))], []],
-            r"'w', float32 \(4,\), do not make it whole: pieces cover 2 of 4",
+            r"'w', float32 \(4,\), do not cover it exactly once: pieces cover 2 of 4",
         ),
         (
             [[shard("w", (4,), ((0, 4),), (0, 3))], [shard("w", (4,), ((0, 4),), (2, 4))]],
@@ -109,7 +109,7 @@ W = [shard("w", (4,), ((0, 4),), (0, 4))]
         ),
         ([W, [shard("w", (5,), ((0, 5),), (0, 5))]], r"float32 \(4,\) on rank 0 and float32 \(5,\) on rank 1"),
         ([W, [shard("w", (4,), ((0, 4),), (0, 4), torch.float16)]], r"on rank 0 and float16 \(4,\) on rank 1"),
-        ([[*W, *W]], "given twice by rank 0"),
+        ([[*W, *W]], "rank 0 passed tensor 'w' .* twice"),
     ],
 )
 def test_shards_that_do_not_make_their_tensors_are_refused(ranks: list[list[Shard]], words: str) -> None:

@@ -1,4 +1,4 @@
-"""Deletion under the same crash models as a save: of disks (test_commit.py) and of stores (test_objectstore.py)."""
+"""Deletion under the same crash models as a save: of disks (test_commit.py) and of stores (test_object_store.py)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ def save_step(root: Path, storage: Storage, step: int, loss: float = 0.0, **opti
 
 
 def tags(root: Path, storage: Storage) -> list[str]:
-    """Those that load and verify; each that is committed must."""
+    """Checkpoints that load and verify; every committed one must."""
     found = list_checkpoints(root, storage=storage)
     for each in found:
         find(root, each.tag, storage=storage).verify()

@@ -55,7 +55,7 @@ def test_best_takes_either_end_and_the_newer_of_equals_and_ignores_what_has_no_n
 def test_a_best_in_one_word() -> None:
     assert Best.parse("loss") == Best("loss", "min", 1)
     assert Best.parse("f1:max:3") == Best("f1", "max", 3)
-    with pytest.raises(CheckpointInputError, match="'x' is no number"):
+    with pytest.raises(CheckpointInputError, match="'x' is not a number"):
         Best.parse("f1:max:x")
 
 

@@ -56,7 +56,7 @@ def test_a_taken_tag_is_refused_unless_it_may_be_replaced(tmp_path: Path) -> Non
 def test_a_folder_that_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.tex").write_text("dear reader")
-    with pytest.raises(CheckpointExists, match="is no checkpoint"):
+    with pytest.raises(CheckpointExists, match="is not a checkpoint"):
         save(tmp_path, "a", shards=[], objects={}, overwrite=True)
     assert (tmp_path / "a" / "thesis.tex").exists()
 
@@ -78,7 +78,7 @@ def test_a_read_only_root_is_told_before_any_tensor_is_read(monkeypatch: pytest.
 
 
 class Unreadable:
-    """A shard whose values must not be asked for; its first access is the check of its address."""
+    """A shard whose values must not be read; its first access is the address check."""
 
     name, global_shape, box, span = "w", (2,), ((0, 2),), (0, 2)
     asked = 0
@@ -102,7 +102,7 @@ class Poisoned(torch.Tensor):
         ({"tag": "../a"}, "tag '../a'"),
         ({"objects": {"x": object()}}, r"objects\['x'\] is a builtins.object"),
         ({"rank_objects": {"x": float("nan")}}, r"rank_objects\['x'\] is nan"),
-        ({"step": -1}, "step -1"),
+        ({"step": -1}, "step must be an int of at least 0, not -1"),
         ({"shards": [Shard("w", (3,), ((0, 3),), (0, 2), torch.zeros(2))]}, "pieces cover 2 of 3"),
     ],
 )
@@ -305,7 +305,7 @@ def test_killed_ranks_never_lose_an_acknowledged_checkpoint(tmp_path: Path) -> N
 
 
 class Gang:
-    """What a caller makes of a communication library."""
+    """Peers as a caller implements them with a communication library."""
 
     def __init__(self) -> None:
         import zcomm

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zckpt import CheckpointInputError, find, load, save, views
-from zckpt.sources.dtensors import is_dtensor, local_part, local_shard
+from zckpt.sources.views import is_dtensor, local_part, local_shard
 
 PROGRAM = """
 import sys

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from zckpt import Shard, find, save
-from zckpt.storage import local_reader as localreader
-from zckpt.storage.local_reader import DirectReader, PlainReader
+from zckpt.storage import local_files
+from zckpt.storage.local_files import DirectReader, PlainReader
 from zckpt.storage.storage import LOCAL
 
 _NBYTES = 300_001
@@ -17,8 +17,8 @@ _NBYTES = 300_001
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(localreader, "STEP_NBYTES", 1 << 16)
-    monkeypatch.setattr(localreader, "LEAST_NBYTES", 1000)
+    monkeypatch.setattr(local_files, "STEP_NBYTES", 1 << 16)
+    monkeypatch.setattr(local_files, "LEAST_NBYTES", 1000)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     seen, real = [], os.preadv
 
     def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
-        if localreader._O_DIRECT and fcntl.fcntl(fd, fcntl.F_GETFL) & localreader._O_DIRECT:
+        if local_files._O_DIRECT and fcntl.fcntl(fd, fcntl.F_GETFL) & local_files._O_DIRECT:
             seen.append((offset, len(buffers[0])))
         return real(fd, buffers, offset, flags)
 
@@ -116,7 +116,7 @@ def test_where_the_flag_is_refused_there_is_the_plain_reader(path: Path, monkeyp
     real = os.open
 
     def refuse(name: Path, flags: int, *rest: int) -> int:
-        if flags & localreader._O_DIRECT:
+        if flags & local_files._O_DIRECT:
             raise OSError(errno.EINVAL, "no direct reads", str(name))
         return real(name, flags, *rest)
 

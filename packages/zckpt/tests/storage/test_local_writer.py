@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.storage import local_writer as localwriter
-from zckpt.storage.local_writer import LocalWriter
+from zckpt.storage import local_files
+from zckpt.storage.local_files import LocalWriter
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(localwriter, "BUFFER_NBYTES", 8192)
+    monkeypatch.setattr(local_files, "BUFFER_NBYTES", 8192)
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [8192], [8191, 2], [5, 30_000, 0, 8192, 7], [8192] * 3])
@@ -31,7 +31,7 @@ def test_where_the_file_system_refuses_direct_writes_they_are_plain(
     real, refused = os.write, []
 
     def write(fd: int, data: memoryview) -> int:
-        if localwriter.fcntl.fcntl(fd, localwriter.fcntl.F_GETFL) & os.O_DIRECT:
+        if local_files.fcntl.fcntl(fd, local_files.fcntl.F_GETFL) & os.O_DIRECT:
             refused.append(len(data))
             raise OSError(errno.EINVAL, "no direct writes")
         return real(fd, data)

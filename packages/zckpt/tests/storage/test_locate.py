@@ -45,9 +45,9 @@ def test_the_url_gives_host_and_the_options_go_to_fsspec() -> None:
     ("url", "words"),
     [
         ("nosuchscheme://x/y", "fsspec cannot serve nosuchscheme://"),
-        ("simplecache::memory://x", "chains of URLs"),
-        ("runs/a", "is no URL: give <scheme>://<place>"),
-        ("memory://", "is no URL: give <scheme>://<place>"),
+        ("simplecache::memory://x", "chained URLs are not supported"),
+        ("runs/a", "is not a URL: use <scheme>://<path>"),
+        ("memory://", "is not a URL: use <scheme>://<path>"),
     ],
 )
 def test_what_cannot_be_served_is_told(url: str, words: str) -> None:

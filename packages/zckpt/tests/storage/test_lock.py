@@ -59,7 +59,7 @@ def test_one_whose_lock_was_taken_is_told_and_leaves_the_other_alone() -> None:
 
 
 def test_half_a_sign_of_ones_own_is_not_anothers() -> None:
-    """A store may show an object that is half written, and the owner looks while its other thread writes."""
+    """A store may show a half-written object, and the owner reads while its heartbeat thread writes."""
     cell = Cell()
 
     def write(text: str) -> None:

@@ -93,7 +93,7 @@ def test_a_crash_during_the_very_first_save_leaves_nothing_or_it() -> None:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_after_any_crash_the_next_save_works_and_sweeps_and_may_crash_anywhere_too(overwrite: bool) -> None:
-    """Objects of an attempt carry its name: after the third save none is left of an interrupted one."""
+    """Objects of an attempt carry its name: after the third save none of an interrupted attempt is left."""
     bucket = ModelBucket()
     save_step(bucket, 1, "x", world_size=1)
     acknowledged = len(bucket.journal)
@@ -175,7 +175,7 @@ def test_a_store_that_keeps_less_than_was_written_is_noticed_before_the_commit()
             super().apply(Put(put.name, put.key, put.data[:20]) if lost else put)
 
     lossy = Lossy({key: each.data or b"" for key, each in bucket.objects.items()})
-    with pytest.raises(CheckpointWriteError, match=r"the store holds \d+ bytes of the \d+ that were written"):
+    with pytest.raises(CheckpointWriteError, match=r"the store holds \d+ bytes of \d+ bytes written"):
         save_step(lossy, 2, world_size=1)
     assert loaded(lossy) == 1
 
@@ -337,7 +337,7 @@ def test_nothing_above_the_root_is_asked_for_and_no_bucket_made() -> None:
     bucket, asked = ModelBucket(), []
 
     class Narrow:
-        """A key that sees its own prefix only."""
+        """Credentials that see only their own prefix."""
 
         def __getattr__(self, name: str) -> object:
             def call(path: str, *args: object, **options: object) -> object:

@@ -8,9 +8,8 @@ from safetensors.torch import load_file
 
 from zckpt import CheckpointInputError
 from zckpt.format import safetensors_layout
-from zckpt.format.dtypes import _NAMES
 from zckpt.format.regions import Region, whole_box
-from zckpt.format.safetensors_layout import TensorPart, place_parts
+from zckpt.format.safetensors_layout import _NAMES, TensorPart, place_parts
 from zckpt.storage import safetensors_file as safefile
 from zckpt.storage.safetensors_file import host_chunks, read_metadata
 from zckpt.storage.storage import LOCAL

@@ -72,7 +72,7 @@ def test_an_interrupt_while_the_caller_waits_ends_the_others_first(monkeypatch: 
     barrier = threading.Barrier(2, timeout=30)
     with pytest.raises(KeyboardInterrupt):
         run_jobs([barrier.wait, barrier.wait, partial(job, 0), partial(job, 1)], 2)
-    assert not [each for each in threading.enumerate() if each.name == "zckpt-crew"]
+    assert not [each for each in threading.enumerate() if each.name == "zckpt-pool"]
 
 
 def test_a_job_that_cannot_be_made_is_an_error_in_whichever_thread() -> None:
@@ -85,7 +85,7 @@ def test_a_job_that_cannot_be_made_is_an_error_in_whichever_thread() -> None:
 
     with pytest.raises(MemoryError, match="no room for the next job"):
         run_jobs(jobs(), 2)
-    assert not [each for each in threading.enumerate() if each.name == "zckpt-crew"]
+    assert not [each for each in threading.enumerate() if each.name == "zckpt-pool"]
 
 
 def test_threads_that_the_system_does_not_have_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,4 +98,4 @@ def test_threads_that_the_system_does_not_have_are_done_without(monkeypatch: pyt
 
     monkeypatch.setattr(threading.Thread, "start", limited)
     assert run_jobs([partial(pow, n, 2) for n in range(50)], 5) == [n * n for n in range(50)]
-    assert not [each for each in threading.enumerate() if each.name == "zckpt-crew"]
+    assert not [each for each in threading.enumerate() if each.name == "zckpt-pool"]

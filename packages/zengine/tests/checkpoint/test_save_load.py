@@ -326,7 +326,7 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_said(tmp_path, caplog):
     next(newest.glob("*.safetensors")).write_bytes(b"")
     (tmp_path / "latest").unlink()
     assert Path(make().load_checkpoint(tmp_path)[0]).name == "global_step1"
-    assert "'global_step2' (step 2) passed over: checkpoint" in caplog.text
+    assert "skipped 'global_step2' (step 2): checkpoint" in caplog.text
 
 
 def test_weights_that_a_load_rounds_are_told(tmp_path, caplog):

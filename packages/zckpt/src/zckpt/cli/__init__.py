@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     parsed = make_parser().parse_args(arguments)
-    from zckpt.cli.output import CORRUPT, REFUSED, USAGE
+    from zckpt.cli.output import CORRUPT, FAILED, USAGE
 
     try:
         status = _function(parsed.run)(parsed)
@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report("error", error, USAGE)
     except BrokenPipeError:  # `zckpt inspect ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return REFUSED
+        return FAILED
     except (CheckpointError, OSError) as error:
-        return _report("failed", error, REFUSED)
+        return _report("failed", error, FAILED)
 
 
 def _function(run: str) -> Callable[[argparse.Namespace], int]:

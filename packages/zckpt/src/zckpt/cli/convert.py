@@ -1,4 +1,4 @@
-"""`zckpt export` and `zckpt import`: to and from the formats of others (zckpt.interchange)."""
+"""`zckpt export` and `zckpt import`: conversion to and from other formats (zckpt.interchange)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def size_of(text: str) -> int:
     """Bytes: "5GB" is 5 * 1000**3, "5GiB" is 5 * 1024**3."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
-        raise CheckpointInputError(f"{text!r} is no size: write a number and KB, MB, GB, TB or KiB, MiB, GiB, TiB")
+        raise CheckpointInputError(f"{text!r} is not a size: write a number and KB, MB, GB, TB or KiB, MiB, GiB, TiB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
 

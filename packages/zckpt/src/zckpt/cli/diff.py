@@ -1,4 +1,4 @@
-"""`zckpt diff A B`: tensors and objects that are not the same in both."""
+"""`zckpt diff A B`: tensors and objects that differ between two checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _lines(found: Comparison, limit: int) -> list[str]:
         ("with other values", _difference_rows(found)),
     ):
         if names:
-            count = len(names) - (title == "with other values")  # its table has a heading
+            count = len(names) - (title == "with other values")  # minus the heading of its table
             shown = some(names, limit and limit + len(names) - count)
             lines += [f"{count_text(count, 'tensor')} {title}:", *(f"  {name}" for name in shown)]
     if found.objects:

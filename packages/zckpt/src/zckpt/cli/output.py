@@ -10,10 +10,10 @@ from typing import Any, TextIO, final
 
 import attrs
 
-OK = 0  # all is well; for `diff`: no difference
-CORRUPT = DIFFERS = 1  # something is damaged, or differs
-ABSENT = USAGE = 2  # nothing there, never committed, or asked for in a way that cannot be (argparse's status too)
-REFUSED = 3  # the disk, the store or a lock refused
+OK = 0  # success; diff: no difference
+CORRUPT = DIFFERS = 1  # a checkpoint is damaged; diff: the checkpoints differ
+ABSENT = USAGE = 2  # no such checkpoint, never committed, or wrong usage (argparse's status too)
+FAILED = 3  # the disk, the store or a lock failed
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _BAR = 30  # characters
@@ -33,7 +33,7 @@ def count_text(count: int, noun: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Lines with aligned columns; `right` are the numbers of those that are aligned to the right."""
+    """Lines with aligned columns; `right` lists the right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
@@ -45,7 +45,7 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]
 
 
 def some(lines: Sequence[str], limit: int) -> list[str]:
-    """The first lines, and how many there are more; all of them with a limit of 0."""
+    """The first `limit` lines and the number of the others; all lines if the limit is 0."""
     shown = list(lines) if limit == 0 else list(lines[:limit])
     return [*shown, f"... and {len(lines) - len(shown):,} more"] if len(lines) > len(shown) else shown
 
@@ -57,7 +57,7 @@ def print_json(value: Any) -> None:
 @final
 @attrs.define(eq=False)
 class Progress:
-    """A bar on a terminal, nothing elsewhere: a log file gets the result only."""
+    """Progress bar, drawn on a terminal only: a log file gets only the result."""
 
     total_nbytes: int
     label: str

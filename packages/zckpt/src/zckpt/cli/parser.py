@@ -187,11 +187,11 @@ _Add = Callable[[argparse.ArgumentParser], None]
 
 # name, aliases, help, arguments, "module:function" below zckpt.cli
 _COMMANDS: tuple[tuple[str, tuple[str, ...], str, _Add, str], ...] = (
-    ("ls", (), "list the checkpoints of a root, newest first", _add_ls, "list:run"),
+    ("ls", (), "list the checkpoints of a root, newest first", _add_ls, "roots:run_ls"),
     ("inspect", ("show",), "print the contents of a checkpoint", _add_inspect, "inspect:run"),
     ("verify", (), "read every byte and compare every checksum", _add_verify, "verify:run"),
     ("diff", (), "compare two checkpoints", _add_diff, "diff:run"),
     ("export", (), "write a checkpoint in another format", _add_export, "convert:run_export"),
     ("import", (), "save a checkpoint of another format", _add_import, "convert:run_import"),
-    ("prune", (), "delete checkpoints that no rule keeps", _add_prune, "prune:run"),
+    ("prune", (), "delete checkpoints that no rule keeps", _add_prune, "roots:run_prune"),
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""`zckpt verify`: every byte read and compared with its checksum, and the files opened as another tool would.
+"""`zckpt verify`: read every byte, compare every checksum, and open the files with the safetensors library.
 
-That each tensor is covered exactly once, without gap or overlap, is part of opening a manifest (coverage.py), so a
-checkpoint that does not is refused before its first byte is read.
+Opening the manifest checks that each tensor is covered exactly once (regions.py), so a checkpoint with a gap or an
+overlap fails before its first byte is read.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 from zckpt.cli.output import CORRUPT, OK, Progress, count_text, print_json, size_text, some
 from zckpt.cli.resolve import existing_root, resolve
 from zckpt.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, os_error_text
-from zckpt.loading.checkpoint import Checkpoint
-from zckpt.loading.open import open_checkpoint
-from zckpt.loading.plan_reads import ReadItem, stored
+from zckpt.loading.checkpoint import Checkpoint, open_checkpoint
+from zckpt.loading.plan_reads import ReadItem, whole_item
 from zckpt.loading.run_reads import ReadRunner
 from zckpt.loading.select import list_checkpoints
 from zckpt.loading.verify import Verifier
@@ -33,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _results(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One after the other, each told as soon as it is known."""
+    """Verify one checkpoint after another; print each result at once."""
     if not arguments.all:
         try:
             chosen = resolve(arguments.path, arguments.tag)
@@ -52,31 +51,31 @@ def _results(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         try:
             found = open_checkpoint(each.path, tag=each.tag, storage=storage)
         except CheckpointError as error:
-            yield _told({"path": str(each.path), "tag": each.tag, "problems": [str(error)]}, arguments, "")
+            yield _report({"path": str(each.path), "tag": each.tag, "problems": [str(error)]}, arguments, "")
         else:
             yield _verify(found, arguments)
 
 
 def _verify(found: Checkpoint, arguments: argparse.Namespace) -> dict[str, Any]:
-    started_s, told = time.monotonic(), found.manifest
-    with Progress(told.nbytes, found.tag) as progress:
+    started_s, manifest = time.monotonic(), found.manifest
+    with Progress(manifest.nbytes, found.tag) as progress:
         problems = check(found, max(1, arguments.threads), progress)
     result = {
         "path": str(found.path),
         "tag": found.tag,
         "step": found.step,
-        "bytes": told.nbytes,
-        "tensors": len(told.tensors),
+        "bytes": manifest.nbytes,
+        "tensors": len(manifest.tensors),
         "problems": problems,
     }
     words = (
-        f"{count_text(len(told.tensors), 'tensor')}, each covered exactly once; {size_text(told.nbytes)} in "
-        f"{count_text(len(told.files), 'file')}, every checksum right ({time.monotonic() - started_s:.1f} s)"
+        f"{count_text(len(manifest.tensors), 'tensor')}, each covered exactly once; {size_text(manifest.nbytes)} in "
+        f"{count_text(len(manifest.files), 'file')}, every checksum right ({time.monotonic() - started_s:.1f} s)"
     )
-    return _told(result, arguments, words)
+    return _report(result, arguments, words)
 
 
-def _told(result: dict[str, Any], arguments: argparse.Namespace, words: str) -> dict[str, Any]:
+def _report(result: dict[str, Any], arguments: argparse.Namespace, words: str) -> dict[str, Any]:
     problems = result["problems"]
     if not arguments.json and not problems:
         print(f"{result['path']}: sound: {words}")
@@ -87,21 +86,21 @@ def _told(result: dict[str, Any], arguments: argparse.Namespace, words: str) -> 
 
 
 def check(found: Checkpoint, num_threads: int, progress: Progress) -> list[str]:
-    """Read everything; one line for each problem."""
-    verifier = Verifier(found.path, found.manifest, found.storage)  # one of its own: it is told to go on
+    """Read everything; return one line per problem."""
+    verifier = Verifier(found.path, found.manifest, found.storage)  # not the checkpoint's: it skips damaged headers
     problems = dict.fromkeys(_header_problems(verifier))
     runner = ReadRunner(found.path, found.storage, verifier, num_threads)
-    for batch in _batches([stored(name, entry) for name, entry in sorted(found.manifest.tensors.items())]):
+    for batch in _batches([whole_item(name, entry) for name, entry in sorted(found.manifest.tensors.items())]):
         if _problem(runner, batch):
             problems.update({text: None for item in batch if (text := _problem(runner, [item]))})
         progress.advance(sum(map(_nbytes, batch)))
     if not problems and found.storage is LOCAL:
-        problems.update(dict.fromkeys(_second_opinion(found)))
+        problems.update(dict.fromkeys(_library_problems(found)))
     return list(problems)
 
 
 def _header_problems(verifier: Verifier) -> Iterator[str]:
-    """Each file's header by itself; what lies behind a damaged one is then checked too."""
+    """Problems of the files' headers; marks damaged headers as checked, so that the data behind them is read too."""
     for file in sorted(verifier.manifest.files):
         try:
             with verifier.storage.open(verifier.folder / file) as reader:
@@ -114,7 +113,7 @@ def _header_problems(verifier: Verifier) -> Iterator[str]:
 
 
 def _batches(items: Sequence[ReadItem]) -> Iterator[list[ReadItem]]:
-    """Small tensors together, so that all threads have something to do."""
+    """Group small tensors, so that every thread has work."""
     batch: list[ReadItem] = []
     for item in items:
         batch.append(item)
@@ -131,7 +130,7 @@ def _nbytes(item: ReadItem) -> int:
 
 def _problem(runner: ReadRunner, items: Sequence[ReadItem]) -> str:
     try:
-        runner.prove(items)
+        runner.verify(items)
     except CheckpointCorrupt as error:
         return str(error)
     except OSError as error:
@@ -139,17 +138,17 @@ def _problem(runner: ReadRunner, items: Sequence[ReadItem]) -> str:
     return ""
 
 
-def _second_opinion(found: Checkpoint) -> Iterator[str]:
-    """Other tools will open these files with this library: it must see the tensors that the manifest names."""
+def _library_problems(found: Checkpoint) -> Iterator[str]:
+    """Open the files with the safetensors library, as other tools do, and compare names with the manifest."""
     from safetensors import SafetensorError, safe_open
 
     for file in found.manifest.files:
         pieces = [piece for entry in found.manifest.tensors.values() for piece in entry.pieces if piece.file == file]
         try:
             with safe_open(found.path / file, framework="pt") as opened:
-                told = set(opened.keys())
+                names = set(opened.keys())
         except SafetensorError as error:
             yield f"{found.path / file}: safetensors cannot open it: {error}"
             continue
-        if told != {piece.key for piece in pieces}:
+        if names != {piece.key for piece in pieces}:
             yield f"{found.path / file}: its header names other tensors than the manifest"

@@ -45,7 +45,7 @@ def _plain(value: object, where: str, depth: int) -> JSON:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise CheckpointInputError(
         f"{where} is a {kind}: objects may hold {_ALLOWED}. Convert it (.item(), .tolist(), str()), "
-        "or give a tensor as a shard."
+        "or pass a tensor as a shard."
     )
 
 

@@ -19,8 +19,8 @@ import xxhash
 
 from zckpt.format import canonical
 from zckpt.format.canonical import JSON
-from zckpt.format.dtypes import dtype_name
 from zckpt.format.regions import Region
+from zckpt.format.safetensors_layout import dtype_name
 
 FORMAT = "zckpt"
 VERSION = 1

@@ -1,7 +1,7 @@
 """JSON values with their location, and type checks on them.
 
-Readers take apart files that may be damaged or forged with these: a value that is missing, out of range or of another
-type raises an error that names its location.
+For readers of files that may be damaged or forged: a value that is missing, out of range or of the wrong type raises
+an error that names its location.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Node:
         return {key: self.at(value, f"[{key[:80]!r}]") for key, value in self.value.items()}
 
     def fields(self, *names: str) -> list[Node]:
-        """The members of these names in this order; other members are an error."""
+        """The members of these names in this order; missing or unknown members raise `error`."""
         if not isinstance(self.value, dict):
             self.fail(f"must be an object, is {_kind(self.value)}")
         if self.value.keys() != set(names):

@@ -96,6 +96,6 @@ class Leftover:
 
 
 def parse_leftover(name: str) -> Leftover | None:
-    """Leftover that an entry of the root stands for; None if the name is not one of ours."""
+    """The leftover that a name in the root denotes; None for any other name."""
     match = _REMAINS.fullmatch(name)
     return match and Leftover(name, LeftoverKind(match[1] or "latest"), match[2] or "", match[3])

@@ -1,7 +1,7 @@
 """Reader for manifests that may be damaged or forged.
 
-Every field is typed and bounded, unknown keys are rejected, and the facts are checked against each other: pieces lie
-in files, cover their tensor, and fill their file.  After that the sizes in a manifest are bounded by the sizes of
+Every field is typed and bounded, unknown keys are rejected, and entries are checked against each other: pieces lie in
+listed files, cover their tensor, and fill their file.  After that the sizes in a manifest are bounded by the sizes of
 existing files, so no allocation depends on a forged number.  Raises CheckpointCorrupt only.
 """
 
@@ -18,8 +18,6 @@ from zckpt.errors import CheckpointCorrupt, CheckpointInputError
 from zckpt.format import canonical
 from zckpt.format.canonical import JSON
 from zckpt.format.chunks import DIGITS, num_chunks
-from zckpt.format.coverage import tiling_problem
-from zckpt.format.dtypes import dtype_of
 from zckpt.format.manifest import (
     FORMAT,
     TAIL,
@@ -33,7 +31,8 @@ from zckpt.format.manifest import (
 )
 from zckpt.format.nodes import MAX_INTEGER, Node
 from zckpt.format.paths import tag_problem
-from zckpt.format.regions import Region, box_numel, region_problem, whole_box
+from zckpt.format.regions import Region, box_numel, region_problem, tiling_problem, whole_box
+from zckpt.format.safetensors_layout import dtype_of
 from zckpt.format.shard import name_problem
 
 _CHUNKS = [1 << power for power in range(10, 24)]  # bounds the work and the memory that a manifest can ask for
@@ -41,9 +40,7 @@ _MAX_DIMS = 64
 _HASH = re.compile(r"[0-9a-f]{32}")
 _HASHES = re.compile(r"[0-9a-f]*")
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
-_FILE = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors"
-)  # a plain name: no folder, no "..", no link's target
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")  # a plain name: no folder, no ".."
 
 
 def _matches(pattern: re.Pattern[str], what: str) -> Callable[[str], str]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zckpt.errors import CheckpointInputError
-from zckpt.format.dtypes import dtype_name
 from zckpt.format.regions import Box, Region, Span, region_problem, whole_box
+from zckpt.format.safetensors_layout import dtype_name
 
 MAX_NAME = 1024  # characters
 _FORBIDDEN = re.compile("[\x00-\x1f\ud800-\udfff]")
@@ -70,7 +70,7 @@ def whole(name: str, tensor: Tensor) -> Shard:
     if not tensor.is_contiguous():
         raise CheckpointInputError(
             f"tensor {name!r} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous: "
-            "give .contiguous() to save it; to load into it, load into a contiguous copy and copy that back"
+            "pass .contiguous() to save it; to load it, load into a contiguous copy and copy that back"
         )
     shape = tuple(tensor.shape)
     return Shard(name, shape, whole_box(shape), (0, tensor.numel()), tensor.detach().view(-1))

@@ -1,22 +1,23 @@
-"""Checkpoints of others, in and out: DeepSpeed, Hugging Face, plain state_dicts, torch.distributed.checkpoint.
+"""Import and export of other formats: DeepSpeed, Hugging Face, plain state_dicts, torch.distributed.checkpoint.
 
     zckpt.interchange.import_deepspeed("runs/old", "runs/new")      # then load "runs/new" at any world size and stage
     zckpt.interchange.export_huggingface(zckpt.find("runs/new"), "weights", dtype=torch.bfloat16)
 
-Nothing here unpickles: `.pt` files go through a machine of our own that makes plain data and tensors (unpickler.py,
-allowed_globals.py), over files that are mapped rather than loaded (zipmap.py).  What is written is safetensors and
-JSON, or
-torch's own distributed format.  Foreign files are local paths; a root of ours may be whatever `zckpt.save` takes.
+Nothing here unpickles.  A restricted interpreter reads `.pt` files into plain data and tensors (unpickler.py,
+torch_file.py), and files are mapped instead of loaded (zipmap.py).  Exports are safetensors and JSON, or torch's own
+distributed format.  Foreign files are local paths; a zckpt root is anything that `zckpt.save` accepts.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
+from zckpt.errors import CheckpointInputError
 from zckpt.interchange.dcp import export_dcp, import_dcp
 from zckpt.interchange.deepspeed import DeepSpeedCheckpoint, import_deepspeed, read_deepspeed
-from zckpt.interchange.detect import detect_format
 from zckpt.interchange.engine_state import tied_weights
 from zckpt.interchange.huggingface import export_huggingface
 from zckpt.interchange.patchwork import Patchwork
@@ -37,8 +38,41 @@ __all__ = [
     "tied_weights",
 ]
 
+DEEPSPEED, DCP, HUGGINGFACE, STATE_DICT = "deepspeed", "dcp", "huggingface", "state_dict"
+
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+
 # Names of 0.1 -> their names since 0.3, for one minor version.
 RENAMED = {"recognise": "detect_format"}
+
+
+def detect_format(path: str | os.PathLike[str]) -> str:
+    """Detect the format by file names: "deepspeed", "dcp", "huggingface" or "state_dict".
+
+    Raises CheckpointInputError for anything else.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix in _FILES:
+        return STATE_DICT
+    if (path / ".metadata").is_file():
+        return DCP
+    weights = ("model.safetensors", "pytorch_model.bin")
+    if any(
+        (path / f"{name}{end}").is_file() for name in weights for end in ("", ".index.json")
+    ) and not _is_deepspeed_run(path):
+        return HUGGINGFACE
+    if any(path.glob("*mp_rank_*_model_states.pt")) or any(path.glob("*/*mp_rank_*_model_states.pt")):
+        return DEEPSPEED
+    raise CheckpointInputError(
+        f"{path} has no known format. Supported: a DeepSpeed checkpoint (*_model_states.pt), a torch distributed "
+        f"one (.metadata), a Hugging Face folder (model.safetensors, pytorch_model.bin or their index), or a file "
+        f"({', '.join(_FILES)})"
+    )
+
+
+def _is_deepspeed_run(path: Path) -> bool:
+    """True for a run folder of DeepSpeed: `save_16bit_model` puts pytorch_model.bin beside the tags."""
+    return (path / "latest").is_file() and any(path.glob("*/*mp_rank_*_model_states.pt"))
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,13 @@
-"""torch's distributed checkpoints (DCP), out and in, through its public interface, in one process.
+"""Export and import of torch's distributed checkpoints (DCP), through its public interface, in one process.
 
-Out: the planner is given tensors without memory, and reads each from our checkpoint when the writer asks for it.
-Each tensor has a file of its own: torch's writer (2.13) keeps every tensor of a file until that is closed, and this
-way the memory needed is two tensors.  JSON objects travel as one tensor of bytes, since torch would pickle them.
+Export: the planner receives meta tensors, and reads each tensor from the checkpoint when the writer requests it.
+Each tensor gets a file of its own: torch's writer (2.13) keeps all tensors of a file in memory until the file is
+closed, and this way memory is two tensors.  JSON objects are stored as one tensor of bytes, since torch would pickle
+them.
 
-In: torch unpickles the file `.metadata`, which runs what its author wrote.  So our own machine reads it first, and it
-must name nothing but the few classes that describe tensors.  Then tensors are loaded one at a time; everything that
-is no tensor stays where it is, since torch unpickles that too.
+Import: torch unpickles the file `.metadata`, which can run code.  So unpickler.py reads it first, and it may name
+only the few classes that describe tensors.  Then tensors are loaded one at a time; other values are skipped, since
+torch would unpickle them too.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ from zckpt.errors import (
 )
 from zckpt.format import canonical
 from zckpt.format.canonical import JSON
-from zckpt.format.coverage import tiling_problem
-from zckpt.format.regions import Box, Region, Span, box_numel, region_problem, whole_box
+from zckpt.format.regions import Box, Region, Span, box_numel, region_problem, tiling_problem, whole_box
 from zckpt.interchange.engine_state import MODEL, NO_RANK_STATE, engine_objects, tied_weights
 from zckpt.interchange.unpickler import Constructor, DataUnpickler, Record
 from zckpt.loading.checkpoint import Checkpoint
@@ -52,7 +52,7 @@ from zckpt.saving.save import save
 from zckpt.storage.storage import LOCAL, read_all
 
 METADATA = ".metadata"
-OBJECTS = "zckpt.objects"  # name of the tensor of bytes that our objects travel in
+OBJECTS = "zckpt.objects"  # name of the byte tensor that holds the JSON objects
 _MAX_METADATA_NBYTES = 1 << 28
 _MODULE = "torch.distributed.checkpoint.metadata"
 _ALLOWED = frozenset(
@@ -75,15 +75,16 @@ _ALLOWED = frozenset(
 
 
 def export_dcp(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
-    """Write every tensor by its stored name, tied weights by each of theirs; returns the folder.
+    """Write every tensor under its stored name, and tied weights under each alias; return the folder.
 
     The objects are JSON bytes under "zckpt.objects".
     `torch.distributed.checkpoint.load` reads it at any world size.  `folder` must be absent or empty.
-    Raises CheckpointInputError, CheckpointCorrupt (a checksum of ours differs), CheckpointWriteError, OSError.
+    Raises CheckpointInputError, CheckpointCorrupt (a checksum of the checkpoint differs), CheckpointWriteError,
+    OSError.
     """
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointInputError(f"{target} exists: give the name of a folder that does not, or an empty one")
+        raise CheckpointInputError(f"{target} exists: pass a folder that is absent or empty")
     target.parent.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(prefix=f".tmp-{target.name}-", dir=target.parent))
     try:
@@ -95,8 +96,8 @@ def export_dcp(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> Path:
         }
         objects = torch.tensor(list(_objects(checkpoint)), dtype=torch.uint8)
         state[OBJECTS] = torch.empty_like(objects, device="meta")
-        with warnings.catch_warnings(), _named_failures(CheckpointWriteError, f"export to {target}"):
-            warnings.simplefilter("ignore")  # torch says that there is one process
+        with warnings.catch_warnings(), _as_checkpoint_errors(CheckpointWriteError, f"export to {target}"):
+            warnings.simplefilter("ignore")  # torch warns about a single process
             save_dcp(
                 state,
                 storage_writer=FileSystemWriter(making, single_file_per_rank=False),
@@ -118,11 +119,11 @@ def import_dcp(
     step: int = 0,
     prefix: str = MODEL,
 ) -> Path:
-    """Write the tensors of a torch checkpoint into `root` as one of ours; returns its folder.
+    """Save the tensors of a DCP checkpoint into `root`; return the new checkpoint's folder.
 
-    prefix: put before every name.  What `export_dcp` wrote comes back with its own names and objects instead.
-    Raises CheckpointNotFound, CheckpointCorrupt (its metadata names something that is not admitted: nothing was run),
-    CheckpointMismatch (no tensors), and what `zckpt.save` raises.
+    prefix: prepended to every name.  An export of `export_dcp` keeps its own names and objects instead.
+    Raises CheckpointNotFound, CheckpointCorrupt (e.g. its metadata names something that is not allowed; no code was
+    run), CheckpointMismatch (no tensors), and the errors of `zckpt.save`.
     """
     path = Path(folder)
     check_metadata(path)
@@ -148,10 +149,10 @@ def import_dcp(
 
 
 def check_metadata(folder: Path) -> None:
-    """Refuse a `.metadata` that is anything but a description of tensors in files of this folder.
+    """Check that `.metadata` only describes tensors in files of this folder.  Raises CheckpointCorrupt otherwise.
 
-    The pickle is read by unpickler.py first, with every class as an inert record, so nothing of it is run here; torch
-    gets to see it only if all that it names is in the table.
+    unpickler.py reads the pickle with every class as a record, so no code runs; torch unpickles it only if all names
+    in it are in the table.
     """
     path = folder / METADATA
     if not path.is_file():
@@ -159,7 +160,7 @@ def check_metadata(folder: Path) -> None:
     try:
         metadata = DataUnpickler(_find, _no_storage).run(read_all(LOCAL, path, _MAX_METADATA_NBYTES))
         if not isinstance(metadata, Record) or not isinstance(metadata.get("storage_data"), dict):
-            raise CheckpointCorrupt("it does not say where the tensors are")
+            raise CheckpointCorrupt("it has no storage_data")
         names = [each.get("relative_path") for each in metadata.get("storage_data").values()]
     except OSError as error:
         raise CheckpointReadError(f"{path}: {error.strerror or error}", path=str(path)) from error
@@ -168,7 +169,7 @@ def check_metadata(folder: Path) -> None:
     for name in names:
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
             raise CheckpointCorrupt(
-                f"{path} refers to {reprlib.repr(name)}, which is no file of its folder", path=str(path)
+                f"{path} refers to {reprlib.repr(name)}, which is not a file of its folder", path=str(path)
             )
 
 
@@ -200,8 +201,8 @@ def _our_objects(path: Path, data: list[int]) -> dict[str, JSON]:
 
 
 @contextlib.contextmanager
-def _named_failures(kind: type[CheckpointError], task: str) -> Iterator[None]:
-    """torch wraps whatever happens in an exception that is no Exception: out comes what it was, if it is of ours."""
+def _as_checkpoint_errors(kind: type[CheckpointError], task: str) -> Iterator[None]:
+    """Unwrap a CheckpointError from torch's CheckpointException (a BaseException); convert others to `kind`."""
     try:
         yield
     except CheckpointException as error:
@@ -210,19 +211,19 @@ def _named_failures(kind: type[CheckpointError], task: str) -> Iterator[None]:
             if isinstance(cause, CheckpointError):
                 raise cause from None
         raise kind(f"{task}: {', '.join(map(repr, causes))}"[:2000]) from error
-    except RuntimeError as error:  # memory for a size that nobody has
+    except RuntimeError as error:  # out of memory, for a forged size
         raise kind(f"{task}: {error}") from error
 
 
 def _find(name: str) -> Constructor:
     if name not in _ALLOWED:
         dotted = name.replace(" ", ".")[:120]
-        raise CheckpointCorrupt(f"it names {dotted!r}, which describes no tensor. Nothing of it was run")
+        raise CheckpointCorrupt(f"it names {dotted!r}, which does not describe a tensor. None of its code was run")
     return Constructor(name, lambda *args: Record(name, args))
 
 
 def _no_storage(metadata: Any) -> Any:
-    raise CheckpointCorrupt("it refers to a storage, which metadata have none of")
+    raise CheckpointCorrupt("it refers to a storage, which metadata must not contain")
 
 
 def _objects(checkpoint: Checkpoint) -> bytes:
@@ -230,7 +231,7 @@ def _objects(checkpoint: Checkpoint) -> bytes:
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Gives the writer each tensor when it asks."""
+    """Reads each tensor when the writer requests it."""
 
     def __init__(self, checkpoint: Checkpoint, objects: Tensor, tied: Mapping[str, str]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -243,16 +244,16 @@ class _StreamingPlanner(DefaultSavePlanner):
 @final
 @attrs.define(eq=False)
 class _Loader:
-    """Loads one tensor at a time, and keeps the last."""
+    """Loads one tensor at a time, and caches the last."""
 
     reader: FileSystemReader
-    held: tuple[str, Tensor] = ("", torch.empty(0))  # its name; the last one
+    held: tuple[str, Tensor] = ("", torch.empty(0))  # name and values of the last tensor
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def load(self, name: str, metadata: TensorStorageMetadata) -> Tensor:
-        task = f"{self.reader.path}: tensor {name!r} cannot be loaded"
-        with self.lock, warnings.catch_warnings(), _named_failures(CheckpointCorrupt, task):
-            warnings.simplefilter("ignore")  # torch says that there is one process
+        task = f"{self.reader.path}: loading tensor {name!r} failed"
+        with self.lock, warnings.catch_warnings(), _as_checkpoint_errors(CheckpointCorrupt, task):
+            warnings.simplefilter("ignore")  # torch warns about a single process
             if self.held[0] != name:
                 self.held = "", torch.empty(0)
                 made = torch.empty(metadata.size, dtype=metadata.properties.dtype)
@@ -264,7 +265,7 @@ class _Loader:
 @final
 @attrs.frozen(eq=False)
 class _DcpShard:
-    """A tensor of the other checkpoint as a shard, read when its values are asked for."""
+    """A tensor of the DCP checkpoint as a shard; `tensor` reads it."""
 
     prefix: str
     stored: str

@@ -1,10 +1,10 @@
-"""DeepSpeed checkpoints: read without DeepSpeed and without running anything of theirs, and written as our own.
+"""Import of DeepSpeed checkpoints, without DeepSpeed and without running code from the files.
 
     zckpt.interchange.import_deepspeed("runs/old", "runs/new")
 
-The files are mapped, not loaded: shards are views of them, and go to the writer one after the other.  The result is
-a checkpoint like any other, with masters, optimizer state, step counts, counters, schedule and loss scale, and loads
-at any world size and stage.  What DeepSpeed does not save cannot be had: random states, the data loader's position.
+The files are mapped, not loaded: shards are views of them, written one after another.  The result is a normal
+checkpoint with masters, optimizer state, step counts, counters, schedule and loss scale, and loads at any world size
+and stage.  It has no random states and no data loader position, since DeepSpeed does not save them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zckpt.saving.save import save
 @final
 @attrs.frozen(eq=False)
 class DeepSpeedCheckpoint:
-    """An open one; its shards are views of its files, and stay valid until `close`."""
+    """An open DeepSpeed checkpoint; its shards are views of its files, valid until `close`."""
 
     files: DeepSpeedFiles
     rules: ShardingRules
@@ -42,29 +42,29 @@ class DeepSpeedCheckpoint:
 
     @property
     def step(self) -> int:
-        """Boundary steps, skipped ones counted, as DeepSpeed does."""
+        """Optimizer steps, including skipped ones, as DeepSpeed counts them."""
         steps: int = self.objects()["clock"]["steps"]
         return steps
 
     def objects(self) -> dict[str, JSON]:
-        """Counters, optimizer options, schedule, loss scale, the caller's state; CheckpointCorrupt for nonsense."""
+        """Counters, optimizer options, schedule, loss scale, client state; raises CheckpointCorrupt if invalid."""
         try:
             return run_objects(self.files, self.class_names)
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
             raise CheckpointCorrupt(
-                f"{self.files.folder}: what it says of the run makes no sense: {type(error).__name__}: {error}",
+                f"{self.files.folder}: its state of the run is invalid: {type(error).__name__}: {error}",
                 path=str(self.files.folder),
             ) from error
 
     def shards(self) -> Iterator[Shard]:
-        """model.<name> for masters, frozen parameters and buffers; optimizer.<state>.<name> for the states."""
+        """Yield model.<name> (masters, frozen parameters, buffers) and optimizer.<state>.<name> (states)."""
         tp_ranks = [state_parts(tp_rank) for tp_rank in self.files.tp_ranks]
         for key, shard in place_shards(tp_ranks, self.rules):
             prefix = MODEL if key == MASTER else f"{OPTIMIZER}{key}."
             yield attrs.evolve(shard, name=prefix + shard.name)
 
     def verify(self) -> None:
-        """Compare the checksums of the zip files once more, as was done at opening."""
+        """Compare the checksums of the zip files again, as when opening."""
         self.files.verify()
 
     def close(self) -> None:
@@ -89,11 +89,12 @@ def read_deepspeed(
 ) -> DeepSpeedCheckpoint:
     """Open a checkpoint of ZeRO stage 0, 1, 2 or 3.
 
-    folder: what was given to `save_checkpoint`, or the folder of one tag.  tag: None takes what `latest` says.
-    tensor_parallel: glob pattern of names -> the dim along which tensor-parallel ranks are joined; the first match
-        decides, tensors without one must be equal on all ranks.  Needed if there are several such ranks.
-    optimizer, scheduler: names of classes, where DeepSpeed's config does not name them.
-    Every byte is compared with the checksums of the zip files, which torch writes and does not read.
+    folder: the folder passed to `save_checkpoint`, or the folder of one tag.  tag: None reads `latest`.
+    tensor_parallel: glob pattern of names -> the dim along which the shards of tensor-parallel ranks are joined; the
+        first match applies, and tensors without a match must be equal on all ranks.  Required with several such
+        ranks.
+    optimizer, scheduler: class names, if DeepSpeed's config does not name them.
+    Verifies every byte with the checksums of the zip files, which torch writes but does not read.
     Raises CheckpointNotFound, CheckpointCorrupt, CheckpointReadError, CheckpointInputError.
     """
     found = open_files(choose_folder(Path(folder), tag))
@@ -109,10 +110,10 @@ def import_deepspeed(
     optimizer: str = "",
     scheduler: str = "",
 ) -> Path:
-    """Write a DeepSpeed checkpoint into `root` as one of ours, under the same tag; returns its folder.
+    """Save a DeepSpeed checkpoint into `root` under the same tag; return the new checkpoint's folder.
 
-    The arguments are those of `read_deepspeed`.  Raises what that and `zckpt.save` do, and CheckpointMismatch if
-    masters and weights do not belong together.
+    Arguments as for `read_deepspeed`.  Raises the errors of `read_deepspeed` and `zckpt.save`, and CheckpointMismatch
+    if masters and weights contradict each other.
     """
     with read_deepspeed(
         folder, tag, tensor_parallel=tensor_parallel, optimizer=optimizer, scheduler=scheduler

@@ -1,8 +1,8 @@
-"""The files of a DeepSpeed checkpoint: which there are, who wrote them, and what they say, checked.
+"""The files of a DeepSpeed checkpoint: found by name, opened and checked.
 
-One *cell* is a tensor-parallel rank: its model states, and the optimizer shards of its data-parallel ranks.  Nothing
-is taken from a file before its kind is what its name says; what this reader does not know (experts, pipelines) is
-refused by name rather than left out.
+Each tensor-parallel rank has model states, and the optimizer shards of its data-parallel ranks.  No value is used
+before the content of a file matches its name.  Unsupported features (experts, pipelines) raise instead of being
+skipped.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from zckpt.interchange.deepspeed_flat import Shapes
 from zckpt.interchange.torch_file import TorchFile, open_torch_file
 from zckpt.interchange.unpickler import Record
 
-_MODEL = re.compile(r"mp_rank_(?P<cell>\d{2,6})_model_states\.pt")
-_MODEL_PART = re.compile(r"zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<cell>\d{2,6})_model_states\.pt")
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<cell>\d{2,6})_optim_states\.pt")
+_MODEL = re.compile(r"mp_rank_(?P<tp>\d{2,6})_model_states\.pt")
+_MODEL_PART = re.compile(r"zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<tp>\d{2,6})_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<tp>\d{2,6})_optim_states\.pt")
 _UNKNOWN = re.compile(r"(layer_|expp_rank_|zero$).*")
 _MAX_LATEST_NBYTES = 4096
 _STATE = "optimizer_state_dict"
@@ -35,7 +35,7 @@ _STATE = "optimizer_state_dict"
 class TensorParallelRank:
     """Saved state of one tensor-parallel rank; the values are as `open_torch_file` returns them."""
 
-    models: tuple[dict[str, Any], ...]  # one, or at stage 3 one for each data-parallel rank
+    models: tuple[dict[str, Any], ...]  # one; at stage 3 one per data-parallel rank
     shards: tuple[dict[str, Any], ...]  # `optimizer_state_dict` of each data-parallel rank; () without ZeRO
 
     @property
@@ -44,23 +44,23 @@ class TensorParallelRank:
 
     @property
     def stage(self) -> int:
-        """0 where the optimizer's state is with the model's, or missing."""
+        """ZeRO stage; 0 if the optimizer's state is in the model states, or absent."""
         if not self.shards:
             return 0
-        found_ = self.shards[0].get("zero_stage", 1)  # BF16_Optimizer, a stage 1, does not say
-        value = found_.args[0] if isinstance(found_, Record) and found_.args else found_
+        saved = self.shards[0].get("zero_stage", 1)  # BF16_Optimizer, a stage 1, does not save it
+        value = saved.args[0] if isinstance(saved, Record) and saved.args else saved
         if value not in (1, 2, 3):
-            raise CheckpointCorrupt(f"a ZeRO stage of {reprlib.repr(value)}")
+            raise CheckpointCorrupt(f"zero_stage must be 1, 2 or 3, is {reprlib.repr(value)}")
         return int(value)
 
     def groups(self) -> list[Shapes]:
-        """Parameters of each group that the optimizer moves, in the order of the flat buffers."""
-        found_ = self.model.get("param_shapes")
-        if isinstance(found_, dict):  # releases before 0.4
-            found_ = [found_]
-        if not isinstance(found_, list) or not all(isinstance(group, dict) for group in found_):
-            raise CheckpointCorrupt("its model states have no param_shapes: the flat buffers cannot be taken apart")
-        return [{str(name): shape_of(shape, name) for name, shape in group.items()} for group in found_]
+        """Optimized parameters of each group, in the order of the flat buffers."""
+        groups = self.model.get("param_shapes")
+        if isinstance(groups, dict):  # releases before 0.4
+            groups = [groups]
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise CheckpointCorrupt("its model states have no param_shapes, which the flat buffers need")
+        return [{str(name): shape_of(shape, name) for name, shape in group.items()} for group in groups]
 
 
 @final
@@ -83,7 +83,7 @@ class DeepSpeedFiles:
 
 
 def choose_folder(path: Path, tag: str | None) -> Path:
-    """The folder of one checkpoint: `path` itself if it has model states, else the tag asked for or `latest`."""
+    """The folder of one checkpoint: `path` itself if it has model states, else the one of `tag` or `latest`."""
     if not path.is_dir():
         raise CheckpointNotFound(f"{path} is not a folder", path=str(path))
     if tag is None and any(
@@ -93,7 +93,7 @@ def choose_folder(path: Path, tag: str | None) -> Path:
     if tag is None:
         tag = _latest(path)
     if "/" in tag or "\\" in tag or tag in ("", ".", "..") or "\0" in tag:
-        raise CheckpointInputError(f"tag {tag[:80]!r} is no name of a folder in {path}")
+        raise CheckpointInputError(f"tag {tag[:80]!r} is not the name of a folder in {path}")
     if not (path / tag).is_dir():
         known = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir())[:10]) or "none"
         raise CheckpointNotFound(f"{path} has no checkpoint {tag!r}; folders there: {known}", path=str(path))
@@ -106,7 +106,7 @@ def _latest(path: Path) -> str:
             return file.read(_MAX_LATEST_NBYTES).decode().strip()
     except FileNotFoundError:
         raise CheckpointNotFound(
-            f"{path} has neither model states (mp_rank_XX_model_states.pt) nor a file `latest`: give the folder of a "
+            f"{path} has neither model states (mp_rank_XX_model_states.pt) nor a file `latest`: pass the folder of a "
             "tag, or a tag",
             path=str(path),
         ) from None
@@ -115,15 +115,19 @@ def _latest(path: Path) -> str:
 
 
 def open_files(folder: Path) -> DeepSpeedFiles:
-    """Open and sort the files; CheckpointCorrupt if one is missing, damaged or not what its name says."""
+    """Open the files by rank.  Raises CheckpointCorrupt if one is missing, damaged, or contradicts its name."""
     names = sorted(each.name for each in folder.iterdir())
-    if foreign := [name for name in names if _UNKNOWN.fullmatch(name)]:
+    if unsupported := [name for name in names if _UNKNOWN.fullmatch(name)]:
         raise CheckpointInputError(
-            f"{folder} holds {foreign[0]!r}: checkpoints of pipelines, of experts and universal ones are not read. "
-            "Save from an engine without pipeline stages and experts, or export the weights there",
+            f"{folder} holds {unsupported[0]!r}: checkpoints of pipelines, of experts and universal checkpoints are "
+            "not supported. Save from an engine without pipeline stages and experts, or export the weights with "
+            "DeepSpeed",
             path=str(folder),
         )
-    models, shards = _table(names, _MODEL_PART) or _table(names, _MODEL), _table(names, _OPTIMIZER)
+    models, shards = (
+        _files_by_rank(names, _MODEL_PART) or _files_by_rank(names, _MODEL),
+        _files_by_rank(names, _OPTIMIZER),
+    )
     if not models:
         raise CheckpointNotFound(f"{folder} has no model states (mp_rank_XX_model_states.pt)", path=str(folder))
     opened: list[TorchFile] = []
@@ -133,12 +137,12 @@ def open_files(folder: Path) -> DeepSpeedFiles:
             opened.append(open_torch_file(folder / name))
             stack.callback(opened[-1].close)
             opened[-1].verify()
-            return _expect(opened[-1].value, key, folder / name)
+            return _check_key(opened[-1].value, key, folder / name)
 
         tp_ranks = tuple(
             TensorParallelRank(
                 models=tuple(read(name, "module") for name in models[tp_rank]),
-                shards=tuple(_inner(read(name, _STATE), folder / name) for name in shards.get(tp_rank, [])),
+                shards=tuple(_optimizer_state(read(name, _STATE), folder / name) for name in shards.get(tp_rank, [])),
             )
             for tp_rank in sorted(models)
         )
@@ -148,21 +152,22 @@ def open_files(folder: Path) -> DeepSpeedFiles:
     return DeepSpeedFiles(folder, folder.resolve().name, tp_ranks, tuple(opened))
 
 
-def _table(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str]]:
-    """Tensor-parallel rank -> the names of its files by data-parallel rank; CheckpointCorrupt if one is missing."""
+def _files_by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str]]:
+    """Tensor-parallel rank -> its file names by data-parallel rank.  Raises CheckpointCorrupt if one is missing."""
     found: dict[int, dict[int, str]] = {}
     for name in names:
         if match := pattern.fullmatch(name):
-            found_ = match.groupdict()
-            ranks = found.setdefault(int(found_["cell"]), {})
-            if ranks.setdefault(int(found_.get("rank") or 0), name) != name:
+            fields = match.groupdict()
+            ranks = found.setdefault(int(fields["tp"]), {})
+            if ranks.setdefault(int(fields.get("rank") or 0), name) != name:
                 raise CheckpointCorrupt(
-                    f"{name!r} and {ranks[int(found_['rank'])]!r} are the same part: two runs in one"
+                    f"{name!r} and {ranks[int(fields['rank'])]!r} hold the same part: files of two runs are mixed"
                 )
     for tp_rank, ranks in found.items():
         if missing := sorted(set(range(len(ranks))) - set(ranks)):
             raise CheckpointCorrupt(
-                f"of {ranks[max(ranks)]!r} and its like, rank {missing[0]} of {tp_rank:02d} is missing"
+                f"there is {ranks[max(ranks)]!r}, but data-parallel rank {missing[0]} of mp_rank_{tp_rank:02d} is "
+                "missing"
             )
     if missing := sorted(set(range(len(found))) - set(found)):
         raise CheckpointCorrupt(
@@ -171,30 +176,30 @@ def _table(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str
     return {tp_rank: [ranks[rank] for rank in sorted(ranks)] for tp_rank, ranks in found.items()}
 
 
-def _expect(value: Any, key: str, path: Path) -> dict[str, Any]:
+def _check_key(value: Any, key: str, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict) or key not in value:
-        raise CheckpointCorrupt(f"{path} is not what its name says: it has no {key!r}", path=str(path))
+        raise CheckpointCorrupt(f"{path} contradicts its name: it has no {key!r}", path=str(path))
     return value
 
 
-def _inner(value: dict[str, Any], path: Path) -> dict[str, Any]:
+def _optimizer_state(value: dict[str, Any], path: Path) -> dict[str, Any]:
     inner = value[_STATE]
     if not isinstance(inner, dict):
-        raise CheckpointCorrupt(f"{path}: its {_STATE!r} is no dict", path=str(path))
+        raise CheckpointCorrupt(f"{path}: its {_STATE!r} is not a dict", path=str(path))
     return inner
 
 
 def _ranks_problem(tp_ranks: Sequence[TensorParallelRank], unpaired: set[int]) -> str:
     if unpaired:
-        return f"tensor-parallel rank {min(unpaired)} has model states or optimizer states, and not both"
+        return f"tensor-parallel rank {min(unpaired)} has model states or optimizer states, but not both"
     for number, tp_rank in enumerate(tp_ranks):
-        if found_ := {shard.get("ds_zero_partition_groups") is not None for shard in tp_rank.shards} - {False}:
-            return f"rank {number}: experts that are partitioned in groups of their own are not read ({len(found_)})"
+        if any(shard.get("ds_zero_partition_groups") is not None for shard in tp_rank.shards):
+            return f"tensor-parallel rank {number}: experts with partition groups of their own are not supported"
         counts = {len(tp_rank.shards), *_partition_counts(tp_rank)} if tp_rank.shards else set()
         if len(counts) > 1:
             return (
-                f"tensor-parallel rank {number}: {len(tp_rank.shards)} optimizer shards, and partitions of "
-                f"{sorted(counts)} are told: a file is missing, or files of two runs are mixed"
+                f"tensor-parallel rank {number}: {len(tp_rank.shards)} optimizer shards, but partition counts of "
+                f"{sorted(counts)}: a file is missing, or files of two runs are mixed"
             )
         if tp_rank.stage == 3 and len(tp_rank.models) != len(tp_rank.shards):
             return (
@@ -206,21 +211,21 @@ def _ranks_problem(tp_ranks: Sequence[TensorParallelRank], unpaired: set[int]) -
 
 
 def _partition_counts(tp_rank: TensorParallelRank) -> set[int]:
-    found_ = [shard.get("partition_count") for shard in tp_rank.shards]
+    saved = [shard.get("partition_count") for shard in tp_rank.shards]
     return {
-        count for each in found_ for count in (each if isinstance(each, list) else [each]) if isinstance(count, int)
+        count for each in saved for count in (each if isinstance(each, list) else [each]) if isinstance(count, int)
     }
 
 
 def shape_of(value: Any, name: str) -> tuple[int, ...]:
-    """A shape, as torch.Size or a list; CheckpointCorrupt otherwise."""
+    """Check a shape, a torch.Size or a list.  Raises CheckpointCorrupt."""
     if not isinstance(value, (tuple, list)) or not all(type(size) is int and 0 <= size < 2**62 for size in value):
-        raise CheckpointCorrupt(f"parameter {str(name)[:80]!r} has the shape {reprlib.repr(value)}")
+        raise CheckpointCorrupt(f"parameter {str(name)[:80]!r} has the invalid shape {reprlib.repr(value)}")
     return tuple(value)
 
 
 def flat_tensors(value: Any, what: str) -> list[Tensor]:
-    """A list of one-dimensional float32 buffers."""
+    """Check a list of flat float32 buffers.  Raises CheckpointCorrupt."""
     if not isinstance(value, list) or not all(isinstance(each, Tensor) for each in value):
-        raise CheckpointCorrupt(f"{what} is no list of tensors")
+        raise CheckpointCorrupt(f"{what} is not a list of tensors")
     return [each.reshape(-1) for each in value]

@@ -1,12 +1,12 @@
 """Parameter offsets in DeepSpeed's flat buffers: pure arithmetic on sizes.
 
-Stages 1 and 2 lay the parameters of a group end to end and cut the whole evenly; a rank's part may begin and end
-inside a parameter.  Stage 3 cuts every parameter evenly, pads each part to the same size, and lays the parts end to
-end in *sub-groups*, whose borders are borders of parameters.  Both come out as the same list of fragments.
+Stages 1 and 2 concatenate the parameters of a group and split the whole evenly; a rank's part may start and end
+inside a parameter.  Stage 3 splits every parameter evenly, pads each part to the same size, and concatenates the
+parts in *sub-groups*, whose borders are borders of parameters.  Both become the same list of fragments.
 
 The order of parameters is that of `param_shapes`.  DeepSpeed also saves `param_slice_mappings`, a table of names and
-offsets; with round_robin_gradients it names them in another order than they lie in (seen with 0.19.8, and DeepSpeed's
-own zero_to_fp32 does not read it either), so it is not used.
+offsets.  It is not used: with round_robin_gradients its order differs from the order in the buffers (seen with
+0.19.8; DeepSpeed's own zero_to_fp32 does not read it either).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import attrs
 from zckpt.errors import CheckpointCorrupt
 from zckpt.format.regions import Span
 
-Shapes = Mapping[str, tuple[int, ...]]  # parameter -> shape, in the order in which they lie
+Shapes = Mapping[str, tuple[int, ...]]  # parameter -> shape, in the order of the buffer
 
 
 @attrs.frozen
@@ -31,18 +31,18 @@ class Fragment:
     shape: tuple[int, ...]  # of the parameter, as this tensor-parallel rank has it
     span: Span  # of the flattened parameter
     rank: int  # data-parallel
-    group: int  # which of the rank's buffers
-    start: int  # where in that buffer
+    group: int  # index of the rank's buffer
+    start: int  # offset in that buffer
 
 
 def fragments_of_groups(
     groups: Sequence[Shapes], lengths: Sequence[Sequence[int]], paddings: Sequence[Sequence[int]]
 ) -> list[Fragment]:
-    """Stages 1 and 2.
+    """Fragments at stages 1 and 2.
 
     groups: parameters of each group.  lengths: for each rank, the elements of each of its buffers.
-    paddings: for each group, elements that follow each parameter ([] for none).
-    CheckpointCorrupt if the buffers are shorter than the parameters.
+    paddings: for each group, the padding elements after each parameter ([] for none).
+    Raises CheckpointCorrupt if the buffers are shorter than the parameters.
     """
     made = []
     for group, shapes in enumerate(groups):
@@ -66,7 +66,7 @@ def fragments_of_groups(
 
 
 def fragments_of_parts(groups: Sequence[Shapes], lengths: Sequence[Sequence[int]]) -> list[Fragment]:
-    """Stage 3: every rank has ceil(numel / ranks) elements of every parameter, the last of them perhaps padding."""
+    """Fragments at stage 3: each rank has ceil(numel / ranks) elements per parameter, the last may be padding."""
     every = {name: shape for shapes in groups for name, shape in shapes.items()}
     made, buffer, start = [], 0, 0
     for name, shape in every.items():

@@ -11,14 +11,14 @@ import attrs
 from zckpt.format.canonical import JSON
 from zckpt.interchange.deepspeed_files import DeepSpeedFiles, TensorParallelRank
 from zckpt.interchange.deepspeed_tensors import STEP, aliases
-from zckpt.interchange.engine_state import TIED, engine_objects, spell
+from zckpt.interchange.engine_state import TIED, engine_objects, to_json
 from zckpt.interchange.unpickler import Record
 
 _OPTIONS = (
     *("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"),
     *("bias_correction", "amsgrad", "maximize", "rho", "lr_decay"),
 )
-_KINDS = {  # DeepSpeed's type, in lower case -> the class that continues it
+_KINDS = {  # DeepSpeed's optimizer type, in lower case -> class in zoptim
     "adamw": "AdamW",
     "fusedadam": "AdamW",
     "adam": "AdamW",  # adam_w_mode is its default
@@ -28,8 +28,8 @@ _KINDS = {  # DeepSpeed's type, in lower case -> the class that continues it
     "sgd": "SGD",
     "muon": "Muon",
 }
-# Keys that the engine itself puts into model states; all others are the caller's.
-_OWN = frozenset(
+# Keys that DeepSpeed's engine writes into model states; all others are the client state.
+_ENGINE_KEYS = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes"),
         *("frozen_param_shapes", "frozen_param_fragments", "shared_params", "lr_scheduler"),
@@ -43,7 +43,7 @@ _OWN = frozenset(
 
 @attrs.frozen
 class ClassNames:
-    """Names of classes that the files do not hold; "" to infer them."""
+    """Class names that the files do not hold; "" to infer them."""
 
     optimizer: str = ""
     scheduler: str = ""
@@ -69,16 +69,16 @@ def run_objects(files: DeepSpeedFiles, class_names: ClassNames) -> dict[str, JSO
         "tag": files.tag,
         "stage": tp_rank.stage,
         "world": [len(tp_rank.shards) or _count(tp_rank.model.get("dp_world_size")) or 1, len(files.tp_ranks)],
-        "config": spell(config, left, "ds_config"),
+        "config": to_json(config, left, "ds_config"),
     }
     return engine_objects(saved, {**source, "left_out": sorted(left)})
 
 
 def _client_state(model: Mapping[str, Any]) -> tuple[JSON, set[str]]:
-    """The caller's keys, and the places of values that are neither plain data nor numbers."""
+    """The client state, and the locations of values that JSON cannot represent."""
     left: set[str] = set()
-    mine = {key: value for key, value in model.items() if isinstance(key, str) and key not in _OWN}
-    return spell(mine, left, "client_state"), left
+    mine = {key: value for key, value in model.items() if isinstance(key, str) and key not in _ENGINE_KEYS}
+    return to_json(mine, left, "client_state"), left
 
 
 def _count(value: Any) -> int:
@@ -90,7 +90,7 @@ def _text(value: Any) -> str:
 
 
 def _clock(model: Mapping[str, Any], config: Mapping[str, Any]) -> JSON:
-    """DeepSpeed saves no micro-steps; between steps they follow from the accumulation."""
+    """Counters of the run; micro-steps, which DeepSpeed does not save, follow from the accumulation steps."""
     steps, skipped = _count(model.get("global_steps")), _count(model.get("skipped_steps"))
     accumulation = _count(config.get("gradient_accumulation_steps")) or 1
     return {
@@ -107,7 +107,7 @@ def _optimizer(tp_rank: TensorParallelRank, config: Mapping[str, Any], kind: str
     saved = source.get("base_optimizer_state") or source.get("optimizer_state_dict") or source.get("optimizer")
     if not isinstance(saved, dict) or not saved.get("param_groups"):
         return None
-    groups = [{key: spell(group[key]) for key in _OPTIONS if key in group} for group in saved["param_groups"]]
+    groups = [{key: to_json(group[key]) for key in _OPTIONS if key in group} for group in saved["param_groups"]]
     return {"kind": kind or _optimizer_kind(saved, config), "groups": groups}
 
 
@@ -135,11 +135,11 @@ def _scheduler(model: Mapping[str, Any], config: Mapping[str, Any], kind: str) -
         return {"kind": kind or "ConstantRate", "state": {}}
     named = _text(section.get("type")) if isinstance(section, dict) else ""
     plain = state.state if isinstance(state, Record) else state
-    return {"kind": kind or named or "an unnamed schedule of the caller", "state": spell(plain)}
+    return {"kind": kind or named or "an unnamed schedule of the caller", "state": to_json(plain)}
 
 
 def _scaler(tp_rank: TensorParallelRank) -> JSON:
-    """The loss scale; DeepSpeed counts iterations since the last overflow, and here clean steps of a window."""
+    """The loss scale; converts DeepSpeed's iterations since the last overflow to clean steps of a window."""
     saved = tp_rank.shards[0].get("loss_scaler") if tp_rank.shards else None
     scale = saved.get("cur_scale") if isinstance(saved, Record) else None
     if not isinstance(saved, Record) or not isinstance(scale, (int, float)):

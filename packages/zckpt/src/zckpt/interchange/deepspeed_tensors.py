@@ -1,11 +1,11 @@
 """Tensors of a DeepSpeed checkpoint as shards with names and global addresses, without a copy.
 
 Masters and optimizer states come from the flat buffers (deepspeed_flat.py), buffers and frozen parameters from the
-model states.  A tensor-parallel rank holds a box of the global tensor; the files do not record which dim is sharded,
-so the caller gives a rule.
+model states.  A tensor-parallel rank holds a box of the global tensor; the files do not record the sharded dim, so
+the caller passes rules.
 
-If the files hold a weight twice, as fp32 master and in the model, the two are compared: a layout that is
-misinterpreted shows as a master that does not round to its weight.
+If the files hold a weight twice, as fp32 master and in the model, the two are compared: a misread layout shows as a
+master that does not round to its weight.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from zckpt.format.shard import Shard
 from zckpt.interchange.deepspeed_files import TensorParallelRank, flat_tensors, shape_of
 from zckpt.interchange.deepspeed_flat import Fragment, fragments_of_groups, fragments_of_parts, part_spans
 
-MASTER, STEP = "", "step"  # keys of states beside exp_avg, ...: the weight itself, and the count of updates
+MASTER, STEP = "", "step"  # state keys: the weight itself, and the number of updates
 
 
 @attrs.frozen(eq=False)
 class StatePart:
-    """Some elements of a tensor as one tensor-parallel rank has it."""
+    """Elements of a tensor of one tensor-parallel rank."""
 
     name: str
     key: str  # MASTER or a state of the optimizer
@@ -42,12 +42,12 @@ class StatePart:
 @final
 @attrs.frozen
 class ShardingRules:
-    """Dims that tensor parallelism shards: the first pattern that matches a name decides."""
+    """Dims that tensor parallelism shards; the first pattern that matches a name applies."""
 
     dims: Mapping[str, int]  # glob pattern -> dim
 
     def dim_of(self, name: str, shape: tuple[int, ...]) -> int | None:
-        """None: every rank has the whole tensor."""
+        """The sharded dim of a tensor; None if every rank has it whole."""
         for pattern, dim in self.dims.items():
             if fnmatch.fnmatchcase(name, pattern):
                 if not 0 <= dim < max(1, len(shape)):
@@ -57,21 +57,25 @@ class ShardingRules:
 
 
 def state_parts(tp_rank: TensorParallelRank) -> list[StatePart]:
-    """Everything that one tensor-parallel rank saved: masters and states, frozen parameters, buffers."""
+    """Everything that one tensor-parallel rank saved: masters, states, frozen parameters, buffers."""
     optimized = list(_optimizer_parts(tp_rank)) if tp_rank.shards else list(_optimizer_parts_without_zero(tp_rank))
     masters = {part.name for part in optimized if part.key == MASTER}
-    rest = list(_frozen_parts(tp_rank)) if tp_rank.stage == 3 else list(_weights(tp_rank, aliases(tp_rank), masters))
+    rest = (
+        list(_frozen_parts(tp_rank))
+        if tp_rank.stage == 3
+        else list(_module_parts(tp_rank, aliases(tp_rank), masters))
+    )
     if tp_rank.shards and tp_rank.stage < 3:
-        _compare(optimized, tp_rank.model["module"])
+        _check_masters(optimized, tp_rank.model["module"])
     return optimized + rest
 
 
 def place_shards(tp_ranks: Sequence[Sequence[StatePart]], rules: ShardingRules) -> Iterator[tuple[str, Shard]]:
-    """(state key, shard) of every part, placed in its global tensor; several cells need rules."""
+    """Yield (state key, shard) of every part, placed in its global tensor; several ranks need rules."""
     if len(tp_ranks) > 1 and not rules.dims:
         raise CheckpointInputError(
             f"the checkpoint was written by {len(tp_ranks)} tensor-parallel ranks, and its files do not record "
-            "which dim of each tensor is sharded: give tensor_parallel, "
+            "which dim of each tensor is sharded: pass tensor_parallel, "
             'e.g. {"*.query_key_value.*": 0, "*.dense.weight": 1}'
         )
     shapes = [{part.name: part.shape for part in parts} for parts in tp_ranks]
@@ -82,9 +86,9 @@ def place_shards(tp_ranks: Sequence[Sequence[StatePart]], rules: ShardingRules) 
         for part in parts:
             dim = rules.dim_of(part.name, part.shape) if len(tp_ranks) > 1 else None
             if dim is None and number:
-                _compare_replicas(part, first.get((part.name, part.key), []))
+                _check_replicas(part, first.get((part.name, part.key), []))
                 continue
-            shape, box = _place(part.name, dim, number, shapes)
+            shape, box = _global_box(part.name, dim, number, shapes)
             if part.key == STEP:
                 if number == 0:
                     yield part.key, Shard(part.name, (), (), (0, 1), part.tensor)
@@ -92,25 +96,25 @@ def place_shards(tp_ranks: Sequence[Sequence[StatePart]], rules: ShardingRules) 
                 yield part.key, Shard(part.name, shape, box, part.span, part.tensor)
 
 
-def _place(
+def _global_box(
     name: str, dim: int | None, tp_rank: int, shapes: Sequence[Mapping[str, tuple[int, ...]]]
 ) -> tuple[Any, Box]:
-    """The global shape, and the box of one cell."""
+    """The global shape, and the box of one tensor-parallel rank."""
     mine = shapes[tp_rank][name]
     if dim is None:
         return mine, tuple((0, size) for size in mine)
     if any(name not in each for each in shapes):
-        raise CheckpointMismatch(f"{name!r} is cut by a rule of tensor_parallel, and not every rank has a part of it")
+        raise CheckpointMismatch(f"tensor_parallel shards {name!r}, but not every rank has a part of it")
     lengths = [each[name][dim] for each in shapes]
     if any(each[name][:dim] + each[name][dim + 1 :] != mine[:dim] + mine[dim + 1 :] for each in shapes):
-        raise CheckpointMismatch(f"the parts of {name!r} have shapes that do not join at dim {dim}")
+        raise CheckpointMismatch(f"the parts of {name!r} have shapes that cannot be joined along dim {dim}")
     lo = sum(lengths[:tp_rank])
     shape = (*mine[:dim], sum(lengths), *mine[dim + 1 :])
     return shape, tuple((lo, lo + mine[dim]) if d == dim else (0, size) for d, size in enumerate(shape))
 
 
-def _compare_replicas(part: StatePart, first: Sequence[StatePart]) -> None:
-    """A tensor without a rule is the same on every rank, wherever its flat buffers were cut."""
+def _check_replicas(part: StatePart, first: Sequence[StatePart]) -> None:
+    """Check that a tensor without a rule is equal on every rank, for any split of the flat buffers."""
     compared = 0
     for other in first:
         lo, hi = max(part.span[0], other.span[0]), min(part.span[1], other.span[1])
@@ -120,37 +124,39 @@ def _compare_replicas(part: StatePart, first: Sequence[StatePart]) -> None:
         if not torch.equal(mine, theirs):
             raise CheckpointMismatch(
                 f"{part.name!r} {part.key or 'weight'} differs between tensor-parallel ranks, and no rule of "
-                "tensor_parallel says how it was cut"
+                "tensor_parallel matches it: add one"
             )
         compared += hi - lo
     if compared != part.tensor.numel():
-        raise CheckpointMismatch(f"{part.name!r} has no counterpart on tensor-parallel rank 0: give a rule for it")
+        raise CheckpointMismatch(
+            f"{part.name!r} has no counterpart on tensor-parallel rank 0: add a rule of tensor_parallel for it"
+        )
 
 
-# -- what the optimizer moves --------------------------------------------------------------------
+# -- optimized parameters ------------------------------------------------------------------------
 
 
 def _optimizer_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
-    """Masters and states out of the flat buffers of every data-parallel rank."""
+    """Masters and states from the flat buffers of every data-parallel rank."""
     masters = [flat_tensors(shard.get(_MASTERS[tp_rank.stage]), _MASTERS[tp_rank.stage]) for shard in tp_rank.shards]
-    states = [_states(shard.get(_STATES[tp_rank.stage]), len(masters[0])) for shard in tp_rank.shards]
+    states = [_buffer_states(shard.get(_STATES[tp_rank.stage]), len(masters[0])) for shard in tp_rank.shards]
     lengths = [[each.numel() for each in mine] for mine in masters]
     if tp_rank.stage == 3:
         fragments = fragments_of_parts(tp_rank.groups(), lengths)
     else:
         if any(len(mine) != len(tp_rank.groups()) for mine in lengths):
             raise CheckpointCorrupt(
-                f"{len(tp_rank.groups())} groups of parameters, and {lengths} elements in buffers"
+                f"{len(tp_rank.groups())} parameter groups do not match buffers of {lengths} elements"
             )
         fragments = fragments_of_groups(
             tp_rank.groups(), lengths, tp_rank.shards[0].get("param_alignment_paddings") or []
         )
     seen: set[str] = set()
     for each in fragments:
-        yield _cut(each, MASTER, masters[each.rank][each.group])
+        yield _slice_buffer(each, MASTER, masters[each.rank][each.group])
         for key, value in states[each.rank][each.group].items():
             if value.numel() != 1 or value.dim():
-                yield _cut(each, key, value.reshape(-1))
+                yield _slice_buffer(each, key, value.reshape(-1))
             elif (label := f"{key}.{each.name}") not in seen:
                 seen.add(label)
                 yield StatePart(each.name, key, each.shape, (0, 1), value.reshape(1).float())
@@ -160,21 +166,21 @@ _MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_g
 _STATES = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
 
 
-def _cut(fragment: Fragment, key: str, buffer: Tensor) -> StatePart:
+def _slice_buffer(fragment: Fragment, key: str, buffer: Tensor) -> StatePart:
     numel = fragment.span[1] - fragment.span[0]
     if fragment.start + numel > buffer.numel():
-        raise CheckpointCorrupt(f"{key!r} of {fragment.name!r} ends behind its buffer of {buffer.numel():,} elements")
+        raise CheckpointCorrupt(f"{key!r} of {fragment.name!r} ends beyond its buffer of {buffer.numel():,} elements")
     part = buffer[fragment.start : fragment.start + numel]
     return StatePart(fragment.name, key, fragment.shape, fragment.span, part)
 
 
-def _states(saved: Any, count: int) -> list[dict[str, Tensor]]:
-    """For each flat buffer, what the optimizer keeps of it; counts become tensors."""
+def _buffer_states(saved: Any, count: int) -> list[dict[str, Tensor]]:
+    """Optimizer states of each flat buffer; counts become tensors."""
     state = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(state, dict):
         raise CheckpointCorrupt(
-            "its optimizer's state is not a dict of one state for each group: it was saved with elastic_checkpoint, "
-            "or by a release that is not known here"
+            "its optimizer's state is not a dict with one state per group: it was saved with elastic_checkpoint, "
+            "which is not supported, or by an unknown release"
         )
     if state and set(state) != set(range(count)):
         raise CheckpointCorrupt(f"its optimizer has states {sorted(map(str, state))[:8]} for {count} buffers")
@@ -195,11 +201,11 @@ def _as_tensor(key: Any, value: Any) -> Tensor:
         return value
     if isinstance(value, (int, float)):
         return torch.tensor(float(value))
-    raise CheckpointCorrupt(f"the optimizer's state {str(key)[:80]!r} is a {type(value).__name__}, and no tensor")
+    raise CheckpointCorrupt(f"the optimizer's state {str(key)[:80]!r} is a {type(value).__name__}, not a tensor")
 
 
 def _optimizer_parts_without_zero(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
-    """Stage 0: the states of torch's own optimizer, by number; the weights are the model's."""
+    """States at stage 0: of a torch optimizer, by parameter number; the weights are in the model states."""
     saved = tp_rank.model.get("optimizer")
     if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict):
         return
@@ -225,17 +231,16 @@ def _state_shape(state: Mapping[str, Tensor]) -> tuple[int, ...]:
 
 
 def _subsequence(shapes: Sequence[tuple[int, ...]], candidates: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The names, in the model's order, that have these shapes; an error unless there is exactly one way."""
+    """The names, in the model's order, that match these shapes; raises unless there is exactly one match."""
     names = list(candidates)
-    ways = [1] + [0] * len(shapes)  # ways[k]: of matching the first k shapes so far
+    ways = [1] + [0] * len(shapes)  # ways[k]: number of ways to match the first k shapes so far
     for name in names:
         for k in range(len(shapes), 0, -1):
             ways[k] += ways[k - 1] * (shapes[k - 1] == candidates[name])
     if ways[-1] != 1:
         raise CheckpointInputError(
-            "stage 0 saves the optimizer's state by number, and which parameter has which number cannot be told from "
-            f"the shapes ({ways[-1]} ways to match). Save it at ZeRO stage 1, or import the weights alone "
-            "(import_weights)"
+            "stage 0 saves the optimizer's state by number, and the shapes do not determine the parameter of each "
+            f"number ({ways[-1]} ways to match). Save at ZeRO stage 1, or import only the weights (import_weights)"
         )
     found, k = [], 0
     for name in names:
@@ -245,7 +250,7 @@ def _subsequence(shapes: Sequence[tuple[int, ...]], candidates: Mapping[str, tup
     return found
 
 
-# -- what the optimizer does not move ------------------------------------------------------------
+# -- other tensors of the module -----------------------------------------------------------------
 
 
 def _tensors_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -260,7 +265,7 @@ def _buffer_names(tp_rank: TensorParallelRank) -> list[str]:
 
 
 def aliases(tp_rank: TensorParallelRank) -> dict[str, str]:
-    """Further names of tied weights -> their first."""
+    """Alias of a tied weight -> its first name."""
     saved = tp_rank.model.get("shared_params")
     if isinstance(saved, dict):
         return {str(name): str(first) for name, first in saved.items()}
@@ -273,8 +278,8 @@ def aliases(tp_rank: TensorParallelRank) -> dict[str, str]:
     return {name: first for name, first in found.items() if name != first}
 
 
-def _weights(tp_rank: TensorParallelRank, tied: Container[str], masters: set[str]) -> Iterator[StatePart]:
-    """Whole tensors of the model that no optimizer shard has."""
+def _module_parts(tp_rank: TensorParallelRank, tied: Container[str], masters: set[str]) -> Iterator[StatePart]:
+    """Whole tensors of the model that are in no optimizer shard."""
     for name, value in _tensors_of(tp_rank.model).items():
         if name not in tied and name not in masters:
             yield _whole(name, value)
@@ -285,7 +290,7 @@ def _whole(name: str, value: Tensor) -> StatePart:
 
 
 def _frozen_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
-    """Stage 3: buffers are whole, frozen parameters are cut as the others are."""
+    """Buffers (whole) and frozen parameters (partitioned like the others) at stage 3."""
     tensors = _tensors_of(tp_rank.model)
     yield from (_whole(name, tensors[name]) for name in _buffer_names(tp_rank) if name in tensors)
     for name, saved in (tp_rank.model.get("frozen_param_shapes") or {}).items():
@@ -294,22 +299,24 @@ def _frozen_parts(tp_rank: TensorParallelRank) -> Iterator[StatePart]:
         for model, span in zip(tp_rank.models, spans):
             fragment = (model.get("frozen_param_fragments") or {}).get(name)
             if not isinstance(fragment, Tensor) or fragment.numel() < span[1] - span[0]:
-                raise CheckpointCorrupt(f"the frozen parameter {name!r} of shape {shape} is not whole")
+                raise CheckpointCorrupt(f"parts of the frozen parameter {name!r} of shape {shape} are missing")
             if span[0] < span[1]:
                 yield StatePart(str(name), MASTER, shape, span, fragment.reshape(-1)[: span[1] - span[0]])
 
 
-def _compare(optimized: Sequence[StatePart], module: Mapping[str, Tensor]) -> None:
-    """Every master rounds to the weight that the model had."""
+def _check_masters(optimized: Sequence[StatePart], module: Mapping[str, Tensor]) -> None:
+    """Check that every master rounds to its weight in the model states."""
     for part in optimized:
         weight = module.get(part.name)
         if part.key != MASTER or not isinstance(weight, Tensor):
             continue
         if tuple(weight.shape) != part.shape:
-            raise CheckpointCorrupt(f"{part.name!r} has shape {part.shape} and weights of {tuple(weight.shape)}")
+            raise CheckpointCorrupt(
+                f"the master of {part.name!r} has shape {part.shape}, its weight {tuple(weight.shape)}"
+            )
         mine = weight.reshape(-1)[part.span[0] : part.span[1]]
         if not torch.equal(part.tensor.to(mine.dtype).nan_to_num(), mine.nan_to_num()):
             raise CheckpointMismatch(
-                f"the masters of {part.name!r} do not round to its weights: the files are of different saves, or lie "
-                "in an order that is not known here"
+                f"the masters of {part.name!r} do not round to its weights: the files are of different saves, or of "
+                "an unknown layout"
             )

@@ -1,7 +1,7 @@
 """Encoding of an engine's state beside its tensors, as zengine writes and reads it.
 
-The one place that knows these keys and prefixes on this side; tests/recovery continues runs from what is written
-with them, so a change there shows.
+This is the only module of zckpt that knows these keys and prefixes.  tests/recovery resumes runs from imported
+checkpoints, so an incompatible change in zengine fails there.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from zckpt.format.canonical import JSON, MAX_DEPTH
 
 MODEL, OPTIMIZER = "model.", "optimizer."  # prefixes of tensor names: model.<name>, optimizer.<state>.<name>
-TIED = "tied"  # in the objects: further names of tied weights -> the name that is stored, both without MODEL
+TIED = "tied"  # key in the objects: alias of a tied weight -> stored name, both without MODEL
 _MAX_VALUES = 1_000_000
-NO_RANK_STATE: dict[str, JSON] = {"rng": None, "loader": None}  # others save neither random states nor positions
+NO_RANK_STATE: dict[str, JSON] = {"rng": None, "loader": None}  # other formats hold neither
 
 
 def engine_objects(values: dict[str, JSON], source: dict[str, JSON]) -> dict[str, JSON]:
-    """All keys that an engine looks for: those of `told`, and what a run that has not begun has."""
+    """All objects that an engine reads: `values`, and the defaults of a new run for the other keys."""
     return {
         "client_state": {},
         "clock": dict.fromkeys(("micro_steps", "steps", "applied_steps", "skipped_steps", "samples"), 0),
@@ -37,36 +37,36 @@ def engine_objects(values: dict[str, JSON], source: dict[str, JSON]) -> dict[str
 
 
 def tied_weights(objects: Mapping[str, JSON], stored: Container[str]) -> dict[str, str]:
-    """Further names of tied weights -> names of `stored` tensors, whole names both; {} where nothing says so."""
+    """Alias of a tied weight -> name of its `stored` tensor, both with prefix; {} if the objects name none."""
     values = objects.get(TIED)
     pairs = values.items() if isinstance(values, dict) else ()
     named = {MODEL + alias: MODEL + name for alias, name in pairs if isinstance(name, str) and alias != name}
     return {alias: name for alias, name in named.items() if name in stored}
 
 
-def spell(value: Any, left: set[str] | None = None, where: str = "") -> JSON:
-    """A value as JSON with zengine's four marks.
+def to_json(value: Any, left: set[str] | None = None, where: str = "") -> JSON:
+    """Encode a value as JSON with zengine's four marks ($float, $tensor, $tuple, $pairs).
 
-    What has no spelling becomes None, and its place goes into `left`; so does what is nested too deeply, and what is
-    behind the first million of values (a small pickle can share its way to 2**60 of them).
+    A value without an encoding becomes None, and its location is added to `left`.  So do values nested too deeply,
+    and values after the first million (a small pickle can hold 2**60 values by sharing).
     """
-    return _Speller(set() if left is None else left).spell(value, where, MAX_DEPTH // 2)
+    return _JsonEncoder(set() if left is None else left).to_json(value, where, MAX_DEPTH // 2)
 
 
 @final
 @attrs.define(eq=False)
-class _Speller:
+class _JsonEncoder:
     left: set[str]
     budget: int = _MAX_VALUES
 
-    def spell(self, value: Any, where: str, depth: int) -> JSON:
+    def to_json(self, value: Any, where: str, depth: int) -> JSON:
         self.budget -= 1
         if value is None or isinstance(value, (bool, int, str)):
             return value
         if isinstance(value, float):
             return value if math.isfinite(value) else {"$float": str(value)}
         if isinstance(value, Tensor) and value.numel() == 1:
-            number = self.spell(value.item(), where, depth)
+            number = self.to_json(value.item(), where, depth)
             return {"$tensor": [number, str(value.dtype).removeprefix("torch."), list(value.shape)]}
         if depth > 0 and self.budget > 0:
             if isinstance(value, tuple):
@@ -79,10 +79,10 @@ class _Speller:
         return None
 
     def items(self, values: Any, where: str, depth: int) -> JSON:
-        return [self.spell(item, f"{where}[{i}]", depth) for i, item in enumerate(values)]
+        return [self.to_json(item, f"{where}[{i}]", depth) for i, item in enumerate(values)]
 
     def pairs(self, values: dict[Any, Any], where: str, depth: int) -> JSON:
         if all(isinstance(key, str) and not key.startswith("$") for key in values):
-            return {key: self.spell(item, f"{where}.{key}"[-400:], depth) for key, item in values.items()}
-        made = [[self.spell(k, where, depth), self.spell(v, f"{where}[{k!r}]", depth)] for k, v in values.items()]
+            return {key: self.to_json(item, f"{where}.{key}"[-400:], depth) for key, item in values.items()}
+        made = [[self.to_json(k, where, depth), self.to_json(v, f"{where}[{k!r}]", depth)] for k, v in values.items()]
         return {"$pairs": made}

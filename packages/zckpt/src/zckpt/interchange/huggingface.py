@@ -1,11 +1,10 @@
-"""Sharded safetensors as Hugging Face lays them out, written as a stream.
+"""Export of sharded safetensors in the layout of Hugging Face, written as a stream.
 
     zckpt.interchange.export_huggingface(zckpt.find("runs/gpt"), "gpt-bf16", dtype=torch.bfloat16)
 
-A tensor is read from the checkpoint, cast and written in stretches of a fixed size, so the memory it needs does
-not depend on the model.  A tied weight is one tensor of a checkpoint, and is written once; its other names are in the
-header, where safetensors.torch.save_model puts them: Transformers ties weights again by itself.  The folder appears
-by one rename when everything in it is on disk.
+Tensors are read, cast and written in chunks of a fixed size, so memory does not depend on the model.  A tied weight
+is one tensor and written once; its aliases are in the header, like those of safetensors.torch.save_model, and
+Transformers ties the weights again.  The folder appears by one rename when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ import attrs
 import torch
 
 from zckpt.errors import CheckpointInputError, CheckpointMismatch, CheckpointWarning, CheckpointWriteError
-from zckpt.format.dtypes import dtype_name
 from zckpt.format.regions import whole_box
+from zckpt.format.safetensors_layout import dtype_name
 from zckpt.format.shard import Shard
 from zckpt.interchange.engine_state import MODEL, tied_weights
 from zckpt.loading.checkpoint import Checkpoint
 from zckpt.storage.safetensors_file import byte_view
 from zckpt.storage.storage import LOCAL, Storage, Writer
 
-_STRETCH_NUMEL = 1 << 22  # elements read, cast and written at once: at most 2 x 32 MiB
+_CHUNK_NUMEL = 1 << 22  # elements read, cast and written at once: at most 2 x 32 MiB
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -46,7 +45,7 @@ class ExportTensor:
     shape: tuple[int, ...]
     source: torch.dtype
     dtype: torch.dtype
-    aliases: tuple[str, ...]  # its other names, where weights are tied
+    aliases: tuple[str, ...]  # other names of a tied weight
 
     @property
     def numel(self) -> int:
@@ -65,19 +64,19 @@ def export_huggingface(
     max_shard_nbytes: int = 5_000_000_000,
     prefix: str = MODEL,
 ) -> Path:
-    """Write weights as `model.safetensors`, or as numbered shards and an index; returns the folder.
+    """Write weights as `model.safetensors`, or as numbered shards and an index; return the folder.
 
-    dtype: float32, bfloat16 or float16 for floating tensors; None leaves them as stored (masters are float32).
-    max_shard_nbytes: of one file; a larger tensor has a file of its own.
-    prefix: which tensors, and what is taken off their names; "" for all.
+    dtype: float32, bfloat16 or float16 for floating tensors; None keeps the stored dtype (masters are float32).
+    max_shard_nbytes: maximum file size; a larger tensor gets a file of its own.
+    prefix: exports the names that begin with it, and strips it; "" exports all.
     Raises CheckpointInputError (arguments, or `folder` exists and is not empty), CheckpointMismatch (no such tensor),
     CheckpointCorrupt (a checksum differs), CheckpointWriteError.
     """
     if dtype is not None and dtype not in _DTYPES:
-        raise CheckpointInputError(f"dtype {dtype}: give torch.float32, torch.bfloat16, torch.float16 or None")
+        raise CheckpointInputError(f"dtype must be torch.float32, torch.bfloat16, torch.float16 or None, not {dtype}")
     if max_shard_nbytes < 1:
-        raise CheckpointInputError(f"max_shard_nbytes {max_shard_nbytes} must be 1 or more")
-    files = _planned(_entries(checkpoint, dtype, prefix), max_shard_nbytes)
+        raise CheckpointInputError(f"max_shard_nbytes must be at least 1, not {max_shard_nbytes}")
+    files = _plan_files(_plan_tensors(checkpoint, dtype, prefix), max_shard_nbytes)
     with _AtomicFolder(Path(folder), LOCAL) as making:
         for name, entries in files.items():
             making.write(name, functools.partial(_write, checkpoint, entries))
@@ -86,7 +85,7 @@ def export_huggingface(
     return Path(folder)
 
 
-def _entries(checkpoint: Checkpoint, dtype: torch.dtype | None, prefix: str) -> list[ExportTensor]:
+def _plan_tensors(checkpoint: Checkpoint, dtype: torch.dtype | None, prefix: str) -> list[ExportTensor]:
     tensors = checkpoint.manifest.tensors
     names = [name for name in checkpoint.names() if name.startswith(prefix) and name != prefix]
     if not names:
@@ -104,8 +103,8 @@ def _entries(checkpoint: Checkpoint, dtype: torch.dtype | None, prefix: str) -> 
     return made
 
 
-def _planned(entries: list[ExportTensor], max_nbytes: int) -> dict[str, list[ExportTensor]]:
-    """File name -> its tensors; within a file by falling itemsize, so that every one is aligned."""
+def _plan_files(entries: list[ExportTensor], max_nbytes: int) -> dict[str, list[ExportTensor]]:
+    """File name -> its tensors, by decreasing itemsize, so that every tensor is aligned."""
     shards: list[list[ExportTensor]] = [[]]
     for entry in entries:
         if shards[-1] and sum(each.nbytes for each in shards[-1]) + entry.nbytes > max_nbytes:
@@ -136,27 +135,27 @@ def _write(checkpoint: Checkpoint, entries: list[ExportTensor], writer: Writer) 
     text += b" " * (-len(text) % 8)
     writer.write(memoryview(struct.pack("<Q", len(text)) + text))
     for entry in entries:
-        for stretch in _chunks(checkpoint, entry):
-            writer.write(byte_view(stretch))
+        for chunk in _chunks(checkpoint, entry):
+            writer.write(byte_view(chunk))
 
 
 def _chunks(checkpoint: Checkpoint, entry: ExportTensor) -> Iterator[torch.Tensor]:
-    """The tensor's elements in order, cast, a fixed number at a time."""
-    buffer = torch.empty(min(_STRETCH_NUMEL, entry.numel), dtype=entry.source)
+    """Yield the tensor's elements in order, cast, a fixed number at a time."""
+    buffer = torch.empty(min(_CHUNK_NUMEL, entry.numel), dtype=entry.source)
     box = whole_box(entry.shape)
-    for start in range(0, entry.numel, _STRETCH_NUMEL):
-        stop = min(entry.numel, start + _STRETCH_NUMEL)
+    for start in range(0, entry.numel, _CHUNK_NUMEL):
+        stop = min(entry.numel, start + _CHUNK_NUMEL)
         part = buffer[: stop - start]
         checkpoint.read([Shard(entry.stored, entry.shape, box, (start, stop), part)], strict=False)
         yield _cast(part, entry)
 
 
 def _cast(part: torch.Tensor, entry: ExportTensor) -> torch.Tensor:
-    """A mask of huge numbers may become infinite and do as well; a weight may not, so it is told."""
+    """Cast a chunk; warn if a finite value becomes infinite (harmless in a mask, fatal in a weight)."""
     made = part.to(entry.dtype)
     if entry.dtype is torch.float16 is not entry.source and bool((made.isinf() & part.isfinite()).any()):
         warnings.warn(
-            f"{entry.name!r} holds values beyond float16 (65,504), which were written as infinities: export bfloat16",
+            f"{entry.name!r} holds values beyond float16 (65,504), written as infinities: export bfloat16 instead",
             CheckpointWarning,
             stacklevel=2,
         )
@@ -165,7 +164,7 @@ def _cast(part: torch.Tensor, entry: ExportTensor) -> torch.Tensor:
 
 @attrs.define(eq=False)
 class _AtomicFolder:
-    """A folder that is written under another name and renamed when all of it is on disk."""
+    """A folder that is written under a temporary name and renamed when all of it is on disk."""
 
     folder: Path
     storage: Storage
@@ -174,10 +173,8 @@ class _AtomicFolder:
     def __enter__(self) -> _AtomicFolder:
         is_empty = self.folder.is_dir() and not self.folder.is_symlink() and not any(self.folder.iterdir())
         if not is_empty and os.path.lexists(self.folder):
-            raise CheckpointInputError(
-                f"{self.folder} exists: give the name of a folder that does not, or an empty one"
-            )
-        # Not the name of a save's remains, which the next save would sweep: this may be a root of checkpoints.
+            raise CheckpointInputError(f"{self.folder} exists: pass a folder that is absent or empty")
+        # Not the name pattern of a save's leftovers: the parent may be a root, and the next save sweeps those.
         self.making = self.folder.with_name(f".tmp-{self.folder.name}-{secrets.token_hex(4)}")
         try:
             self.making.mkdir(parents=True)
@@ -194,7 +191,7 @@ class _AtomicFolder:
         try:
             if error is None:
                 self.storage.sync_folder(self.making)
-                self.storage.rename(self.making, self.folder)  # in the place of an empty one
+                self.storage.rename(self.making, self.folder)  # replaces an empty folder
                 self.storage.sync_folder(self.folder.parent)
                 return
         except OSError as late:

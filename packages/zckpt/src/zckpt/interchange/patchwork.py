@@ -1,20 +1,20 @@
-"""A tensor that is made of parts of others, and reads what is asked of it: files whose layout is not the module's.
+"""A lazy tensor composed of parts of file tensors, for files whose layout differs from the module's.
 
     both = torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)    # gates, ups: lists of `Patchwork.over(slice)`
     both[0:2, 5:9, :]                                                  # reads two experts' rows of the files
 
-Problem.  Some folders keep each expert of a layer in a tensor of its own, where the module has all in one; others
-keep query, key and value in one.  Converted whole, a layer would pass through the memory of every rank, which wants a
-small part of it.
+Problem.  Some folders keep each expert of a layer in its own tensor where the module has one tensor for all; others
+keep query, key and value in one.  Converting a whole layer would pass it through the memory of every rank, although a
+rank needs a small part.
 
-Design.  A shape, and patches: each lies at a place of the whole and is a box of a source, whose dimensions run along
-dimensions of the whole.  Stacking, joining, cutting and transposing map patches to patches, so any chain of them is
-again a list of patches, and a box reads where it meets one.  These are given as torch's own functions
-(`__torch_function__`), so conversions that somebody wrote for tensors run on it unchanged.  What is arithmetic, or
-folds dimensions, is a TypeError: nothing is read by mistake.
+Design.  A shape and a list of patches.  Each patch is a box of a source placed somewhere in the whole, and maps
+dimensions of the source to dimensions of the whole.  Stack, cat, split and transpose map patches to patches, so any
+chain of them is again a list of patches, and reading a box reads the patches that it intersects.  These operations
+are torch's own functions (`__torch_function__`), so conversions written for tensors run on it unchanged.  Arithmetic
+and reshaping raise TypeError, so nothing is read by mistake.
 
-Rejected: a tree of stacks and cuts (each request walks it; the list has no depth); meta tensors whose strides tell
-where elements come from (a stack copies, so they do not); our own names for the operations of other libraries.
+Rejected: a tree of operations (each read walks it; the list has no depth); meta tensors whose strides encode the
+source (a stack copies, so strides cannot); our own names for the operations of other libraries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 
 
 class TensorSource(Protocol):
-    """A tensor in a file; tensors are, too."""
+    """A tensor in a file, read by boxes."""
 
     def get_shape(self) -> Sequence[int]: ...
     def __getitem__(self, box: Any) -> Tensor: ...
@@ -42,16 +42,16 @@ class TensorSource(Protocol):
 @final
 @attrs.frozen(eq=False)
 class Patch:
-    """A box of a source, and where it lies in the whole."""
+    """A box of a source, and its position in the whole."""
 
-    at: Shape  # in the whole: where it begins
-    shape: Shape  # in the whole: its size
+    at: Shape  # first index in the whole
+    shape: Shape  # size in the whole
     source: TensorSource | Tensor
-    start: Shape  # in the source: where it begins
-    dims: tuple[int | None, ...]  # per dimension of the whole, the source's that runs along it; None: none, of size 1
+    start: Shape  # first index in the source
+    dims: tuple[int | None, ...]  # source dim of each dim of the whole; None: a dim of size 1 without one
 
     def read(self, box: Sequence[tuple[int, int]]) -> Tensor:
-        """box: (start, stop) per dimension of the whole, inside of the patch.  A view, where the source gives one."""
+        """Read a box, (start, stop) per dim of the whole, inside the patch.  Returns a view if the source does."""
         sides = [(start, start + 1) for start in self.start]
         for (lo, hi), at, dim in zip(box, self.at, self.dims):
             if dim is not None:
@@ -65,7 +65,7 @@ class Patch:
 @final
 @attrs.frozen(eq=False)
 class Patchwork:
-    """See the header.  Invariant: patches do not overlap, and cover `shape`."""
+    """A lazy tensor of patches.  Invariant: patches do not overlap, and cover `shape`."""
 
     shape: torch.Size
     patches: tuple[Patch, ...]
@@ -85,10 +85,10 @@ class Patchwork:
         return list(self.shape)
 
     def __getitem__(self, box: Any) -> Tensor:
-        """The values in a box, read now.
+        """Read the values of a box.
 
-        box: one slice, or a tuple of them, with steps of 1; dimensions that are not named, or that an `...` stands
-            for, are whole.  Returns a tensor of the sources' dtype (the one that holds all, where they differ).
+        box: one slice, or a tuple of slices, of step 1; `...` and missing dims are whole.  Returns a tensor of the
+            sources' dtype (the promoted dtype if they differ).
 
         Raises TypeError for any other index.
         """
@@ -114,7 +114,7 @@ class Patchwork:
         is_box = all(isinstance(side, slice) and side.step in (None, 1) for side in named)
         if not is_box or len(named) > self.ndim or len(box) - len(named) > 1:
             raise TypeError(
-                f"{box} is no box of shape {tuple(self.shape)}: give slices of step 1, and one ... at most"
+                f"{box} is not a box of shape {tuple(self.shape)}: pass slices of step 1, and at most one ..."
             )
         first = next((at for at, side in enumerate(box) if side is ...), len(box))
         whole = [slice(None)] * (self.ndim - len(named))
@@ -125,14 +125,16 @@ class Patchwork:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """torch's functions, without reading.  Raises TypeError for those that are not about places alone."""
+        """Apply a function of torch without reading.  Raises TypeError for functions that compute values."""
         if function not in _FUNCTIONS:
             name = getattr(function, "__name__", str(function))
             known = ", ".join(sorted(each.__name__ for each in _FUNCTIONS))
-            raise TypeError(f"torch.{name} cannot be done on parts of files that are not read yet, only {known}")
+            raise TypeError(
+                f"torch.{name} is not supported on a Patchwork, which is not read yet; supported: {known}"
+            )
         return _FUNCTIONS[function](*args, **dict(kwargs or {}))
 
-    # Methods of tensors, for those who write conversions with them.
+    # Methods of tensors, for conversions that use them.
 
     def dim(self) -> int:
         return self.ndim
@@ -162,43 +164,47 @@ class Patchwork:
         return _unsqueeze(self, dim)
 
 
-def _made(shape: Iterable[int], patches: Iterable[Patch]) -> Patchwork:
+def _patchwork(shape: Iterable[int], patches: Iterable[Patch]) -> Patchwork:
     return Patchwork(torch.Size(shape), tuple(patches))
 
 
-def _replaced(items: Shape, dim: int, item: int) -> Shape:
+def _replace_item(items: Shape, dim: int, item: int) -> Shape:
     return (*items[:dim], item, *items[dim + 1 :])
 
 
-def _normalized(dim: int, ndim: int) -> int:
-    """A dimension that may be counted from the end.  Raises IndexError."""
+def _normalize_dim(dim: int, ndim: int) -> int:
+    """Resolve a negative dim.  Raises IndexError."""
     if not -ndim <= dim < ndim:
-        raise IndexError(f"dimension {dim} of {ndim}")
+        raise IndexError(f"dim {dim} is out of range for {ndim} dims")
     return dim % ndim
 
 
 def _cat(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
     first = tensors[0].shape
-    dim = _normalized(dim, len(first))
-    if any(_replaced(each.shape, dim, 0) != _replaced(first, dim, 0) for each in tensors):
-        raise ValueError(f"shapes {[tuple(each.shape) for each in tensors]} cannot be joined along dimension {dim}")
+    dim = _normalize_dim(dim, len(first))
+    if any(_replace_item(each.shape, dim, 0) != _replace_item(first, dim, 0) for each in tensors):
+        raise ValueError(f"shapes {[tuple(each.shape) for each in tensors]} cannot be concatenated along dim {dim}")
     patches, end = [], 0
     for each in tensors:
-        patches += [attrs.evolve(patch, at=_replaced(patch.at, dim, patch.at[dim] + end)) for patch in each.patches]
+        patches += [
+            attrs.evolve(patch, at=_replace_item(patch.at, dim, patch.at[dim] + end)) for patch in each.patches
+        ]
         end += each.shape[dim]
-    return _made(_replaced(first, dim, end), patches)
+    return _patchwork(_replace_item(first, dim, end), patches)
 
 
 def _stack(tensors: Sequence[Patchwork], dim: int = 0) -> Patchwork:
-    return _cat([_unsqueeze(each, dim) for each in tensors], _normalized(dim, tensors[0].ndim + 1))
+    return _cat([_unsqueeze(each, dim) for each in tensors], _normalize_dim(dim, tensors[0].ndim + 1))
 
 
 def _narrow(input: Patchwork, dim: int, start: int, length: int) -> Patchwork:
-    dim = _normalized(dim, input.ndim)
+    dim = _normalize_dim(dim, input.ndim)
     size = input.shape[dim]
     start += size if start < 0 else 0
     if not 0 <= start <= start + length <= size:
-        raise ValueError(f"{length} from {start} are no part of a dimension of {size} (shape {tuple(input.shape)})")
+        raise ValueError(
+            f"start {start} and length {length} exceed dim {dim} of size {size} (shape {tuple(input.shape)})"
+        )
     patches = []
     for patch in input.patches:
         first = max(start, patch.at[dim])
@@ -206,17 +212,17 @@ def _narrow(input: Patchwork, dim: int, start: int, length: int) -> Patchwork:
         if first < last:
             begin, along = patch.start, patch.dims[dim]
             if along is not None:
-                begin = _replaced(begin, along, begin[along] + first - patch.at[dim])
-            at, shape = _replaced(patch.at, dim, first - start), _replaced(patch.shape, dim, last - first)
+                begin = _replace_item(begin, along, begin[along] + first - patch.at[dim])
+            at, shape = _replace_item(patch.at, dim, first - start), _replace_item(patch.shape, dim, last - first)
             patches.append(attrs.evolve(patch, at=at, shape=shape, start=begin))
-    return _made(_replaced(input.shape, dim, length), patches)
+    return _patchwork(_replace_item(input.shape, dim, length), patches)
 
 
 def _split(tensor: Patchwork, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Patchwork, ...]:
     size, given = tensor.shape[dim], split_size_or_sections
     sizes = [min(given, size - at) for at in range(0, size, given)] if isinstance(given, int) else list(given)
     if sum(sizes) != size:
-        raise ValueError(f"{sizes} are not the parts of a dimension of {size} (shape {tuple(tensor.shape)})")
+        raise ValueError(f"sizes {sizes} do not sum to {size}, the size of dim {dim} (shape {tuple(tensor.shape)})")
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return tuple(_narrow(tensor, dim, start, length) for start, length in zip(starts, sizes))
 
@@ -233,51 +239,51 @@ def _transpose(input: Patchwork, dim0: int, dim1: int) -> Patchwork:
     order = list(range(input.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
 
-    def turned(items: Sequence[Any]) -> tuple[Any, ...]:
+    def swap(items: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(items[dim] for dim in order)
 
-    return _made(
-        turned(input.shape),
+    return _patchwork(
+        swap(input.shape),
         (
-            attrs.evolve(each, at=turned(each.at), shape=turned(each.shape), dims=turned(each.dims))
+            attrs.evolve(each, at=swap(each.at), shape=swap(each.shape), dims=swap(each.dims))
             for each in input.patches
         ),
     )
 
 
 def _unsqueeze(input: Patchwork, dim: int) -> Patchwork:
-    dim = _normalized(dim, input.ndim + 1)
+    dim = _normalize_dim(dim, input.ndim + 1)
 
-    def wider(items: Sequence[Any], item: Any) -> tuple[Any, ...]:
+    def insert(items: Sequence[Any], item: Any) -> tuple[Any, ...]:
         return (*items[:dim], item, *items[dim:])
 
-    return _made(
-        wider(input.shape, 1),
+    return _patchwork(
+        insert(input.shape, 1),
         (
-            attrs.evolve(each, at=wider(each.at, 0), shape=wider(each.shape, 1), dims=wider(each.dims, None))
+            attrs.evolve(each, at=insert(each.at, 0), shape=insert(each.shape, 1), dims=insert(each.dims, None))
             for each in input.patches
         ),
     )
 
 
 def _squeeze(input: Patchwork, dim: int) -> Patchwork:
-    dim = _normalized(dim, input.ndim)
+    dim = _normalize_dim(dim, input.ndim)
     if input.shape[dim] != 1:
         return input
 
-    def narrower(items: Sequence[Any]) -> tuple[Any, ...]:
+    def drop(items: Sequence[Any]) -> tuple[Any, ...]:
         return (*items[:dim], *items[dim + 1 :])
 
-    return _made(
-        narrower(input.shape),
+    return _patchwork(
+        drop(input.shape),
         (
-            attrs.evolve(each, at=narrower(each.at), shape=narrower(each.shape), dims=narrower(each.dims))
+            attrs.evolve(each, at=drop(each.at), shape=drop(each.shape), dims=drop(each.dims))
             for each in input.patches
         ),
     )
 
 
-# Arguments are called as torch calls them.
+# Parameters have torch's names.
 _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     torch.cat: _cat,
     torch.stack: _stack,

@@ -1,15 +1,15 @@
-"""Reads a pickle as data: an interpreter of its instructions in which nothing can be called.
+"""A restricted unpickler: an interpreter of pickle instructions that calls only functions of a table.
 
-A pickle is a program.  The usual defence runs it in Python's own machine with a filter on names, and every name that
-slips through is code.  Here the instructions are listed by the standard library's disassembler, which executes
-nothing, and done by a small machine of our own: it makes numbers, strings and containers, and where the program
-names a class or function it asks a table (allowed_globals.py), whose entries are the only functions that ever run.
-What is
-not in the table is an error with its name.
+Problem.  A pickle is a program.  The usual defence runs it in Python's own unpickler with a filter on names, and
+every name that passes the filter is code.
+
+Design.  The standard library's disassembler, which executes nothing, lists the instructions, and a small interpreter
+runs them.  It makes numbers, strings and containers; a class or function that the program names is looked up in a
+table (torch_file.py), whose entries are the only functions that run.  Any other name raises.
 
 The work is bounded by the length of the program: no instruction makes more than it reads, keys are shallow and short
-(so that hashing is), containers are shared rather than copied, and all calls together are given no more values than
-the program has bytes for, so that none can be made to copy one large value again and again.
+(so hashing is cheap), containers are shared instead of copied, and a budget in proportion to the program's length
+limits the values passed to all calls together, so no call can copy one large value repeatedly.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import attrs
 
 from zckpt.errors import CheckpointCorrupt
 
-MAX_NBYTES = 1 << 26  # of a program; tensors are not in it
-_MAX_KEY = 1 << 12  # characters; of an int as many bits
+MAX_NBYTES = 1 << 26  # of a program, which holds no tensor data
+_MAX_KEY = 1 << 12  # characters of a string, or bits of an int
 _SIZED = (str, bytes, bytearray, tuple, list, dict, set, frozenset)
 _MARK = object()
 
@@ -33,21 +33,21 @@ Operation = Callable[["DataUnpickler", Any], None]
 @final
 @attrs.define(eq=False)
 class Record:
-    """An object of a class that is not here, as data; printed as its kind, as what it holds may share endlessly."""
+    """An object of an unavailable class, as data.  Its repr is its kind only: shared content could be endless."""
 
     kind: str  # "module.Class"
     args: tuple[Any, ...] = attrs.field(default=(), repr=False)
     state: Any = attrs.field(factory=dict, repr=False)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An attribute that it had."""
+        """An attribute of the saved object."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
 @final
 @attrs.frozen(eq=False)
 class Constructor:
-    """Stands for a class or function that the program names; `make` is ours."""
+    """Replacement of a class or function that the program names; `make` is called instead."""
 
     name: str
     make: Callable[..., Any]
@@ -56,18 +56,16 @@ class Constructor:
 @final
 @attrs.define(eq=False)
 class DataUnpickler:
-    """The state of one reading."""
+    """Interpreter of one pickle."""
 
-    find: Callable[
-        [str], Any
-    ]  # "module name" -> a Maker or a value; raises CheckpointCorrupt for what is not admitted
-    persistent: Callable[[Any], Any]  # what a persistent id stands for
-    stack: list[Any] = attrs.field(factory=list, repr=False)  # printing it could take for ever: it may share
+    find: Callable[[str], Any]  # "module name" -> Constructor or value; raises CheckpointCorrupt if not allowed
+    persistent: Callable[[Any], Any]  # persistent id -> value
+    stack: list[Any] = attrs.field(factory=list, repr=False)  # no repr: shared content could be endless
     memo: dict[int, Any] = attrs.field(factory=dict, repr=False)
-    left: int = 0  # values that calls may still be given
+    left: int = 0  # values that may still be passed to calls
 
     def run(self, program: bytes) -> Any:
-        """The object that the program describes; CheckpointCorrupt, saying where, if it describes none."""
+        """Run the program and return its object.  Raises CheckpointCorrupt with the byte position of the problem."""
         position, name = 0, ""
         self.left = 8 * len(program) + 1000
         try:
@@ -76,16 +74,16 @@ class DataUnpickler:
                 if name == "STOP":
                     value = self.pop()
                     if self.stack:
-                        raise ValueError(f"{len(self.stack)} values are left over")
+                        raise ValueError(f"{len(self.stack)} values left on the stack")
                     return value
                 if name not in _OPERATIONS:
-                    raise CheckpointCorrupt(f"instruction {name} is not admitted: it belongs to no plain data")
+                    raise CheckpointCorrupt(f"instruction {name} is not allowed: plain data does not need it")
                 _OPERATIONS[name](self, argument)
         except CheckpointCorrupt as error:
             raise CheckpointCorrupt(f"{error} (byte {position} of its pickle)") from None
         except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
             raise CheckpointCorrupt(
-                f"its pickle makes no sense at byte {position} ({name or 'start'}): {type(error).__name__} {error}"
+                f"its pickle is invalid at byte {position} ({name or 'start'}): {type(error).__name__} {error}"
             ) from None
         except RecursionError:
             raise CheckpointCorrupt(f"its pickle is nested too deeply (byte {position})") from None
@@ -94,10 +92,10 @@ class DataUnpickler:
     def pop(self) -> Any:
         value = self.stack.pop()
         if value is _MARK:
-            raise ValueError("a mark where a value should be")
+            raise ValueError("a mark in place of a value")
         return value
 
-    def since_mark(self) -> list[Any]:
+    def pop_mark(self) -> list[Any]:
         index = len(self.stack) - 1
         while self.stack[index] is not _MARK:
             index -= 1
@@ -109,7 +107,7 @@ class DataUnpickler:
 
     def top(self, kind: type) -> Any:
         if not self.stack or not isinstance(self.stack[-1], kind):
-            raise TypeError(f"a {kind.__name__} is wanted here")
+            raise TypeError(f"expected a {kind.__name__}")
         return self.stack[-1]
 
     def memoize(self, key: int) -> None:
@@ -118,14 +116,14 @@ class DataUnpickler:
     def reduce(self) -> None:
         args, constructor = self.pop(), self.pop()
         if not isinstance(constructor, Constructor) or not isinstance(args, tuple):
-            raise CheckpointCorrupt(f"it calls a {type(constructor).__name__}, which is no class or function")
+            raise CheckpointCorrupt(f"it calls a {type(constructor).__name__}, which is not a class or function")
         self.left -= len(args) + sum(len(each) for each in args if isinstance(each, _SIZED))
         if self.left < 0:
-            raise CheckpointCorrupt(f"it gives {constructor.name!r} and others the same large values again and again")
+            raise CheckpointCorrupt(f"it passes large values repeatedly to {constructor.name!r} and others")
         self.stack.append(constructor.make(*args))
 
     def build(self) -> None:
-        """Attributes for an object: kept for a record, without meaning for plain containers."""
+        """Set the attributes of an object: kept for a record, ignored for plain containers."""
         state = self.pop()
         target = self.stack[-1]
         if isinstance(target, Record):
@@ -135,7 +133,7 @@ class DataUnpickler:
 
 
 def plain_key(value: Any) -> Any:
-    """Keys and members of sets: at most tuples of a few plain values, so that hashing them is cheap."""
+    """Check a key or a member of a set: a plain value or a short tuple of them, so that hashing is cheap."""
     if isinstance(value, tuple) and len(value) <= 16:
         return tuple(_plain(item) for item in value)
     return _plain(value)
@@ -159,7 +157,7 @@ def _push(unpickler: DataUnpickler, value: Any) -> None:
 
 
 def _text(unpickler: DataUnpickler, value: Any) -> None:
-    """The 8-bit strings of Python 2."""
+    """Push an 8-bit string of Python 2."""
     unpickler.stack.append(value.decode("latin-1") if isinstance(value, bytes) else value)
 
 
@@ -183,7 +181,7 @@ def _append(unpickler: DataUnpickler, _: Any) -> None:
 
 
 def _appends(unpickler: DataUnpickler, _: Any) -> None:
-    items = unpickler.since_mark()
+    items = unpickler.pop_mark()
     unpickler.top(list).extend(items)
 
 
@@ -193,12 +191,12 @@ def _set_item(unpickler: DataUnpickler, _: Any) -> None:
 
 
 def _set_items(unpickler: DataUnpickler, _: Any) -> None:
-    items = unpickler.since_mark()
+    items = unpickler.pop_mark()
     unpickler.top(dict).update(_pairs(items))
 
 
 def _add_items(unpickler: DataUnpickler, _: Any) -> None:
-    items = unpickler.since_mark()
+    items = unpickler.pop_mark()
     unpickler.top(set).update(map(plain_key, items))
 
 
@@ -216,7 +214,7 @@ _OPERATIONS: Mapping[str, Operation] = {
     **dict.fromkeys(("PROTO", "FRAME"), lambda unpickler, _: None),
     "MARK": lambda unpickler, _: unpickler.stack.append(_MARK),
     "POP": lambda unpickler, _: unpickler.stack.__delitem__(-1),
-    "POP_MARK": lambda unpickler, _: unpickler.since_mark().clear(),
+    "POP_MARK": lambda unpickler, _: unpickler.pop_mark().clear(),
     "DUP": lambda unpickler, _: unpickler.stack.append(unpickler.top(object)),
     **{name: (lambda unpickler, _, value=value: unpickler.stack.append(value))  # type: ignore[misc]
        for name, value in (("NONE", None), ("NEWTRUE", True), ("NEWFALSE", False))},
@@ -231,10 +229,10 @@ _OPERATIONS: Mapping[str, Operation] = {
     "TUPLE1": _tuple(1),
     "TUPLE2": _tuple(2),
     "TUPLE3": _tuple(3),
-    "TUPLE": lambda unpickler, _: unpickler.stack.append(tuple(unpickler.since_mark())),
-    "LIST": lambda unpickler, _: unpickler.stack.append(unpickler.since_mark()),
-    "DICT": lambda unpickler, _: unpickler.stack.append(dict(_pairs(unpickler.since_mark()))),
-    "FROZENSET": lambda unpickler, _: unpickler.stack.append(frozenset(map(plain_key, unpickler.since_mark()))),
+    "TUPLE": lambda unpickler, _: unpickler.stack.append(tuple(unpickler.pop_mark())),
+    "LIST": lambda unpickler, _: unpickler.stack.append(unpickler.pop_mark()),
+    "DICT": lambda unpickler, _: unpickler.stack.append(dict(_pairs(unpickler.pop_mark()))),
+    "FROZENSET": lambda unpickler, _: unpickler.stack.append(frozenset(map(plain_key, unpickler.pop_mark()))),
     "APPEND": _append,
     "APPENDS": _appends,
     "SETITEM": _set_item,

@@ -1,11 +1,11 @@
-"""Weights of others: a `.safetensors`, a `.pt`, or a Hugging Face folder, single or indexed; read where they lie.
+"""Weights in other formats: a `.safetensors` file, a `.pt` file, or a Hugging Face folder (single file or indexed).
 
     with zckpt.interchange.read_weights("bert-base") as weights:
         zpartition.load_slices(partition, weights)         # each rank reads only the rows of its part
 
-Files are mapped: a slice costs its own bytes.  Checksums, which `.pt` files have and safetensors do not, are compared
-when a file is opened, so nothing is taken of a damaged one.  `.pt` files go through unpickler.py and run nothing; an
-index may name files of its own folder only.
+Files are mapped, so a slice reads only its own bytes.  `.pt` files have checksums (safetensors have none); they are
+compared when a file is opened, so no value comes from a damaged file.  `.pt` files are read by unpickler.py and run
+no code; an index may name only files of its own folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zckpt.storage.storage import LOCAL, read_all
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDEXED = tuple(f"{name}.index.json" for name in _SINGLE)
 _MAX_INDEX_NBYTES = 1 << 27
-_NESTED = ("state_dict", "model_state_dict", "model", "module")  # under which trainers put the weights
+_NESTED = ("state_dict", "model_state_dict", "model", "module")  # keys under which trainers save the weights
 
 
 @final
@@ -42,7 +42,7 @@ _NESTED = ("state_dict", "model_state_dict", "model", "module")  # under which t
 class Slice:
     """One tensor in a file: `get_shape()`, `get_dtype()`, and rows by `[start:stop]`."""
 
-    view: Tensor  # mapped; its pages are read when they are looked at
+    view: Tensor  # mapped; its pages are read on access
 
     def get_shape(self) -> list[int]:
         return list(self.view.shape)
@@ -63,9 +63,7 @@ class Weights(Mapping[str, Slice]):
     tensors: dict[str, Callable[[], Tensor]]
     closing: contextlib.ExitStack
     checks: tuple[Callable[[], None], ...] = ()
-    said: dict[str, str] = attrs.field(
-        factory=dict
-    )  # what safetensors say of tied weights: further names -> the first
+    declared_ties: dict[str, str] = attrs.field(factory=dict)  # of safetensors headers: alias -> stored name
 
     def __getitem__(self, name: str) -> Slice:
         return Slice(self.tensors[name]())
@@ -77,15 +75,15 @@ class Weights(Mapping[str, Slice]):
         return len(self.tensors)
 
     def shards(self, prefix: str = "") -> Iterator[Shard]:
-        """Every tensor as a whole shard, views of the files; further names of tied weights are left out."""
+        """Yield every tensor as a whole shard, a view of the file; aliases of tied weights are left out."""
         tied = self.tied()
         for name in self:
             if name not in tied:
                 yield whole(prefix + name, self[name].view.contiguous())
 
     def tied(self) -> dict[str, str]:
-        """Further names of tied weights -> the first."""
-        found = dict(self.said)
+        """Alias of a tied weight -> its first name."""
+        found = dict(self.declared_ties)
         seen: dict[tuple[Any, ...], str] = {}
         for name in self:
             view = self[name].view
@@ -95,7 +93,7 @@ class Weights(Mapping[str, Slice]):
         return found
 
     def verify(self) -> None:
-        """Compare the checksums once more, as was done at opening; CheckpointCorrupt."""
+        """Compare the checksums again, as when opening; raises CheckpointCorrupt."""
         for check in self.checks:
             check()
 
@@ -114,26 +112,28 @@ class Weights(Mapping[str, Slice]):
 def read_weights(path: str | os.PathLike[str]) -> Weights:
     """Open a file of weights or a Hugging Face folder, and compare the checksums that its files have.
 
-    Raises CheckpointNotFound, CheckpointCorrupt (damaged, or not admitted: named), CheckpointInputError (neither).
+    Raises CheckpointNotFound, CheckpointCorrupt (damaged, or names code that is not allowed), CheckpointInputError
+    (holds no weights).
     """
     path = Path(path)
     files, index = _files(path)
     tensors: dict[str, Callable[[], Tensor]] = {}
-    said: dict[str, str] = {}
+    metadata: dict[str, str] = {}
     checks: list[Callable[[], None]] = []
     with contextlib.ExitStack() as stack:
         for file in files:
-            mine = _open_torch(file, stack, checks) if _is_torch(file) else _open_safetensors(file, stack, said)
+            mine = _open_torch(file, stack, checks) if _is_torch(file) else _open_safetensors(file, stack, metadata)
             if twice := sorted(set(mine) & set(tensors)):
-                raise CheckpointCorrupt(f"{path}: {twice[0]!r} is in two of its files", path=str(path))
+                raise CheckpointCorrupt(f"{path}: two of its files hold {twice[0]!r}", path=str(path))
             if strays := [name for name in sorted(mine) if index.get(name, file.name) != file.name]:
                 raise CheckpointCorrupt(
-                    f"{path}: {strays[0]!r} is in {file.name}, its index says {index[strays[0]]}: not of one export",
+                    f"{path}: {strays[0]!r} is in {file.name}, its index says {index[strays[0]]}: files of different "
+                    "exports",
                     path=str(path),
                 )
             tensors.update(mine)
         _compare_index(path, index, tensors)
-        ties = {alias: name for alias, name in said.items() if name in tensors and name not in said}
+        ties = {alias: name for alias, name in metadata.items() if name in tensors and name not in metadata}
         return Weights(path, tensors, stack.pop_all(), tuple(checks), ties)
 
 
@@ -145,10 +145,10 @@ def import_weights(
     step: int = 0,
     prefix: str = MODEL,
 ) -> Path:
-    """Write weights of others into `root` as one of our checkpoints, without optimizer state; returns its folder.
+    """Save weights of another format into `root`, without optimizer state; return the checkpoint's folder.
 
-    path: as of `read_weights`.  prefix: put before every name; the default is what an engine loads
-    (`load_checkpoint(..., load_module_only=True)`).  Raises what `read_weights` and `zckpt.save` do.
+    path: as for `read_weights`.  prefix: prepended to every name; an engine loads the default
+    (`load_checkpoint(..., load_module_only=True)`).  Raises the errors of `read_weights` and `zckpt.save`.
     """
     with read_weights(path) as weights:
         index: dict[str, JSON] = {TIED: dict(weights.tied())} if prefix == MODEL else {}
@@ -157,7 +157,7 @@ def import_weights(
         return save(root, tag, shards=shards, objects=objects, rank_objects=NO_RANK_STATE, step=step)
 
 
-_WHAT_THEY_ARE = "weights are a .safetensors, .pt, .pth, .ckpt or .bin file, or a folder"
+_SUPPORTED = "weights are a .safetensors, .pt, .pth, .ckpt or .bin file, or a folder"
 
 
 def _is_torch(file: Path) -> bool:
@@ -165,20 +165,20 @@ def _is_torch(file: Path) -> bool:
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files to read, and the index's table of names."""
+    """The files to read, and the index (tensor name -> file name)."""
     if path.is_file():
         if path.suffix != ".safetensors" and not _is_torch(path):
-            raise CheckpointInputError(f"{path}: {_WHAT_THEY_ARE}")
+            raise CheckpointInputError(f"{path}: {_SUPPORTED}")
         return [path], {}
     if not path.is_dir():
-        raise CheckpointNotFound(f"{path} does not exist; {_WHAT_THEY_ARE}", path=str(path))
+        raise CheckpointNotFound(f"{path} does not exist; {_SUPPORTED}", path=str(path))
     for name in _INDEXED:
         if (path / name).exists():
             index = _index(path / name)
             files = [path / file for file in dict.fromkeys(index.values())]
             if missing := [file.name for file in files if not file.is_file()]:
                 raise CheckpointCorrupt(
-                    f"{path / name} names {len(missing)} files that are not there: {', '.join(missing[:5])}",
+                    f"{path / name} names {len(missing)} files that do not exist: {', '.join(missing[:5])}",
                     path=str(path / name),
                 )
             return files, index
@@ -197,7 +197,7 @@ def _index(path: Path) -> dict[str, str]:
     except OSError as error:
         raise CheckpointReadError(f"{path}: {error.strerror or error}", path=str(path)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointCorrupt(f"{path} is no index of weights: {error}", path=str(path)) from None
+        raise CheckpointCorrupt(f"{path} is not an index of weights: {error}", path=str(path)) from None
     for name, file in entries.items():
         if (
             not isinstance(file, str)
@@ -208,7 +208,7 @@ def _index(path: Path) -> dict[str, str]:
             or not file.isprintable()
         ):
             raise CheckpointCorrupt(
-                f"{path} says that {name[:80]!r} is in {str(file)[:80]!r}, which is no plain name of a file "
+                f"{path} says that {name[:80]!r} is in {str(file)[:80]!r}, which is not the plain name of a file "
                 "beside it",
                 path=str(path),
             )
@@ -219,22 +219,22 @@ def _compare_index(path: Path, index: Mapping[str, str], tensors: Mapping[str, A
     missing, extra = sorted(set(index) - set(tensors)), sorted(set(tensors) - set(index)) if index else []
     if missing or extra:
         raise CheckpointCorrupt(
-            f"{path}: its index and its files differ: {len(missing)} named and not there ({', '.join(missing[:5])}), "
-            f"{len(extra)} there and not named ({', '.join(extra[:5])})",
+            f"{path}: its index and its files differ: {len(missing)} names only in the index "
+            f"({', '.join(missing[:5])}), {len(extra)} only in the files ({', '.join(extra[:5])})",
             path=str(path),
         )
 
 
 def _open_safetensors(
-    file: Path, stack: contextlib.ExitStack, said: dict[str, str]
+    file: Path, stack: contextlib.ExitStack, metadata: dict[str, str]
 ) -> dict[str, Callable[[], Tensor]]:
-    """said: gets the header's remarks, among which are the names that safetensors.torch.save_model has left out."""
+    """metadata: receives the header's metadata, where safetensors.torch.save_model lists aliases of tied weights."""
     try:
         opened: Any = stack.enter_context(safe_open(file, framework="pt"))
-        said.update(opened.metadata() or {})
+        metadata.update(opened.metadata() or {})
         return {name: functools.partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118 - no dict
     except (SafetensorError, ValueError) as error:
-        raise CheckpointCorrupt(f"{file} is no sound safetensors file: {error}", path=str(file)) from None
+        raise CheckpointCorrupt(f"{file} is not a valid safetensors file: {error}", path=str(file)) from None
     except OSError as error:
         raise CheckpointReadError(f"{file}: {error}", path=str(file)) from error
 
@@ -255,9 +255,9 @@ def _open_torch(
         else {}
     )
     if not found:
-        raise CheckpointInputError(f"{file} holds no state_dict: a dict of tensors by name", path=str(file))
-    return {name: functools.partial(_itself, each) for name, each in found.items()}
+        raise CheckpointInputError(f"{file} holds no state_dict (a dict of tensors by name)", path=str(file))
+    return {name: functools.partial(_identity, each) for name, each in found.items()}
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor

@@ -1,11 +1,11 @@
-"""The zip files that torch.save writes, mapped into memory: each member is a stretch of the file.
+"""The zip files of torch.save, mapped into memory: each member is a byte range of the file.
 
-torch stores its members uncompressed and aligned, so a tensor of a checkpoint of any size is a view of the mapping,
-and only the pages that somebody reads come from the disk.  What makes zip dangerous (compression, members that
-overlap, sizes that are not there, names that lead out of a folder) is refused when the file is opened, before
-anything in it is believed; nothing is ever extracted.
+torch stores members uncompressed and aligned, so a tensor of any size is a view of the mapping, and only the pages
+that are accessed are read from disk.  Opening rejects everything that makes zip dangerous (compression, overlapping
+members, sizes beyond the file, names that lead out of a folder) before any content is used.  Nothing is extracted;
+`zipfile` reads only the directory.
 
-Rejected: torch's own reader, which unpickles; and `zipfile`'s streams, which copy.  `zipfile` reads the directory.
+Rejected: torch's own reader, which unpickles; `zipfile`'s streams, which copy.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from zckpt.storage.thread_pool import run_jobs
 
 _MAX_MEMBERS = 4_000_000
 _LOCAL_HEADER = struct.Struct("<4s5HLLL2H")  # signature, ..., length of the name, length of the extra field
-_CHUNK_NBYTES = 1 << 24  # of a checksum pass
-_THREADS = 4  # of one
+_CHUNK_NBYTES = 1 << 24  # read at once by a checksum pass
+_THREADS = 4  # of a checksum pass
 _NOTHING = mmap.mmap(-1, 1)
 
 
 @attrs.frozen
 class Member:
-    """One file inside the zip file.  Invariant: its stretch lies within the file and overlaps no other."""
+    """One member of the zip file.  Invariant: its byte range lies within the file and overlaps no other."""
 
-    name: str  # without the folder that all members of an archive are in
-    start: int  # of its first byte in the file
+    name: str  # without the common folder of all members
+    start: int  # offset of its first byte in the file
     nbytes: int
     crc32: int
 
@@ -49,16 +49,16 @@ class Member:
 @final
 @attrs.define(eq=False)
 class ZipMap:
-    """An open archive.  Tensors that were made from it keep the mapping alive after `close`."""
+    """An open archive.  Its tensors keep the mapping alive after `close`."""
 
     path: Path
     members: dict[str, Member]
     mapping: mmap.mmap  # private: a write to it never reaches the file
-    copies: dict[str, bytearray] = attrs.field(factory=dict)  # of members that do not lie where a dtype may begin
+    copies: dict[str, bytearray] = attrs.field(factory=dict)  # of members that are not aligned for their dtype
 
     @classmethod
     def open(cls, path: Path) -> ZipMap:
-        """CheckpointReadError if it cannot be read, CheckpointCorrupt if it is no archive that torch would write."""
+        """Map a file.  Raises CheckpointReadError, and CheckpointCorrupt if torch.save did not write it."""
         fd = -1
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -75,7 +75,7 @@ class ZipMap:
         return cls(path, _members(path, mapping), mapping)
 
     def data(self, name: str, limit_nbytes: int) -> bytes:
-        """A small member, compared with its checksum."""
+        """Read a small member and verify its checksum."""
         member = self.member(name)
         if member.nbytes > limit_nbytes:
             raise self._corrupt(f"member {name!r} has {member.nbytes:,} bytes, more than {limit_nbytes:,}")
@@ -90,22 +90,22 @@ class ZipMap:
         return self.members[name]
 
     def tensor(self, name: str, dtype: torch.dtype, numel: int) -> Tensor:
-        """(numel,) of `dtype`: a view of the mapping.  A member may be longer, never shorter."""
+        """(numel,) of `dtype`: a view of the mapping.  The member may be longer, not shorter."""
         member = self.member(name)
         if numel < 0 or numel * dtype.itemsize > member.nbytes:
             raise self._corrupt(
-                f"member {name!r} has {member.nbytes:,} bytes, {numel:,} elements of {dtype} are told"
+                f"member {name!r} has {member.nbytes:,} bytes, too few for {numel:,} elements of {dtype}"
             )
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        if member.start % dtype.itemsize:  # torch aligns what it writes; others may not
-            if name not in self.copies:  # one for all that refer to it
+        if member.start % dtype.itemsize:  # torch aligns members; other writers may not
+            if name not in self.copies:  # one copy for all tensors of the member
                 self.copies[name] = bytearray(self.mapping[member.start : member.start + member.nbytes])
             return torch.frombuffer(self.copies[name], dtype=dtype, count=numel)
         return torch.frombuffer(self.mapping, dtype=dtype, count=numel, offset=member.start)
 
     def verify(self) -> None:
-        """Read every member and compare its checksum (torch writes them, and does not compare them)."""
+        """Read every member and compare its checksum (torch writes checksums but does not compare them)."""
         run_jobs((functools.partial(self._verify, each) for each in self.members.values()), _THREADS)
 
     def _verify(self, member: Member) -> None:
@@ -118,7 +118,7 @@ class ZipMap:
             raise self._corrupt(f"member {member.name!r}: its checksum differs")
 
     def close(self) -> None:
-        """Let the mapping go; it ends with the last tensor.  (Closing it would pull the memory from under them.)"""
+        """Release the mapping; it is unmapped with the last tensor, as closing it would invalidate their memory."""
         self.members, self.copies, self.mapping = {}, {}, _NOTHING
 
     def __enter__(self) -> ZipMap:
@@ -143,7 +143,7 @@ def _members(path: Path, mapping: mmap.mmap) -> dict[str, Member]:
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, EOFError) as error:
         hint = ""
         if mapping[:1] == b"\x80":
-            hint = ". It is a bare pickle, as torch before 1.6 wrote: load and save it there again"
+            hint = ". It is a bare pickle of torch before 1.6: load it with torch and save it again"
         raise corrupt(f"not a zip file as torch.save writes it ({error}){hint}") from None
     if not 0 < len(entries) <= _MAX_MEMBERS:
         raise corrupt(f"{len(entries):,} members; 1 to {_MAX_MEMBERS:,} are allowed")
@@ -153,9 +153,9 @@ def _members(path: Path, mapping: mmap.mmap) -> dict[str, Member]:
             raise corrupt(f"member {entry.filename[:80]!r} {problem}")
         member = Member(entry.filename.partition("/")[2], _data_start(entry, mapping), entry.file_size, entry.CRC)
         if member.start < 0 or member.start + member.nbytes > len(mapping):
-            raise corrupt(f"member {entry.filename[:80]!r} is told to lie outside the file, which ends before")
+            raise corrupt(f"member {entry.filename[:80]!r} lies outside the file: truncated")
         if member.name in members:
-            raise corrupt(f"member {entry.filename[:80]!r} is there twice")
+            raise corrupt(f"member {entry.filename[:80]!r} occurs twice")
         members[member.name] = member
     ordered = sorted((m for m in members.values() if m.nbytes), key=lambda m: m.start)
     for one, other in itertools.pairwise(ordered):
@@ -167,16 +167,19 @@ def _members(path: Path, mapping: mmap.mmap) -> dict[str, Member]:
 def _entry_problem(entry: zipfile.ZipInfo) -> str:
     parts = entry.filename.split("/")
     if len(parts) < 2 or any(part in ("", ".", "..") for part in parts) or "\\" in entry.filename:
-        return "has a name that torch does not give: <archive>/<path>, without '..'"
+        return "has an invalid name: torch writes <archive>/<path>, without '..'"
     if entry.flag_bits & 0x1:
         return "is encrypted"
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-        return f"is compressed ({entry.compress_size:,} bytes that claim to be {entry.file_size:,}); torch stores"
+        return (
+            f"is compressed ({entry.compress_size:,} bytes for {entry.file_size:,}); torch stores members "
+            "uncompressed"
+        )
     return ""
 
 
 def _data_start(entry: zipfile.ZipInfo, mapping: mmap.mmap) -> int:
-    """Behind the member's own header; -1 if there is none."""
+    """Offset after the member's local header; -1 if there is none."""
     head = mapping[max(0, entry.header_offset) : entry.header_offset + _LOCAL_HEADER.size]
     if entry.header_offset < 0 or len(head) < _LOCAL_HEADER.size:
         return -1

@@ -1,6 +1,6 @@
 """Comparison of two checkpoints, independent of their sharding and world sizes.
 
-Tensors are compared by name.  Two that were cut alike are compared by their checksums, without a byte read; the
+Tensors are compared by name.  Two tensors of equal sharding are compared by their checksums, without reading; the
 others are read side by side, a chunk at a time, so memory is two chunks.  Equal means equal bits: a NaN equals
 itself, and 0.0 does not equal -0.0.
 """
@@ -27,7 +27,7 @@ _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @attrs.frozen
 class Difference:
-    """One tensor that is in both, of one shape and dtype, with other values."""
+    """A tensor of equal shape and dtype in both checkpoints, with different values."""
 
     name: str
     numel: int
@@ -42,13 +42,13 @@ class Comparison:
 
     only_a: tuple[str, ...]  # names
     only_b: tuple[str, ...]
-    retyped: tuple[str, ...]  # lines: name, and dtype and shape on either side
+    retyped: tuple[str, ...]  # lines: name, dtype and shape on both sides
     different: tuple[Difference, ...]
     equal: tuple[str, ...]  # names of tensors of equal bits
-    objects: tuple[str, ...]  # lines: path, and the values on either side
+    objects: tuple[str, ...]  # lines: path, and the values on both sides
 
     def is_same(self, tolerance: float = 0.0) -> bool:
-        """Nothing differs, but for values by at most `tolerance`; with none, not a bit (0.0 is not -0.0)."""
+        """True if nothing differs except values by at most `tolerance`; 0.0 requires equal bits."""
         rest = (self.only_a, self.only_b, self.retyped, self.objects)
         return not any(rest) and all(0 < tolerance >= each.max_abs for each in self.different)
 
@@ -60,10 +60,10 @@ def compare(
     by_checksum: bool = True,
     on_progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Comparison:
-    """Compare all tensors and the objects of the run; tag, step and what wrote them do not count.
+    """Compare all tensors and the objects of the run; tag, step and library versions do not count.
 
-    by_checksum: believe equal checksums of equal cuts; otherwise read everything.
-    told: called with the bytes of each tensor (of `a`) that is done.
+    by_checksum: trust equal checksums of equal sharding; otherwise read everything.
+    on_progress: called with the bytes of each compared tensor (of `a`).
     """
     left, right = a.manifest.tensors, b.manifest.tensors
     both = sorted(left.keys() & right.keys())
@@ -108,7 +108,7 @@ def _difference(a: Checkpoint, b: Checkpoint, name: str, entry: TensorEntry) -> 
             continue
         gaps = (_wide(left[other]) - _wide(right[other])).abs()
         if not (entry.dtype.is_floating_point or entry.dtype.is_complex):
-            gaps = gaps.clamp(min=1.0)  # float64 does not tell large neighbours apart
+            gaps = gaps.clamp(min=1.0)  # float64 does not distinguish large neighbouring integers
         count += int(other.sum())
         largest = float(torch.cat([gaps, torch.tensor([largest], dtype=gaps.dtype)]).max())  # max of NaN is NaN
     return Difference(name, math.prod(entry.shape), count, largest) if count else None
@@ -119,7 +119,7 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _chunks(checkpoint: Checkpoint, name: str, entry: TensorEntry) -> Iterator[Tensor]:
-    """A tensor's elements in order, (n,) each; a chunk is valid until the next."""
+    """Yield a tensor's elements in order, (n,) each; a chunk is valid until the next."""
     numel, step = math.prod(entry.shape), max(1, _CHUNK_NBYTES // entry.dtype.itemsize)
     buffer = torch.empty(min(numel, step), dtype=entry.dtype)
     for start in range(0, numel, step):

@@ -1,13 +1,13 @@
-"""Copy of bytes of a file into live tensors, on any device, by runs, each byte verified on the way.
+"""Copying of runs from a file into live tensors on any device, verifying each byte on the way.
 
-Reads are windows: neighbouring runs of a file are fetched together when the gap between them is smaller than what
-a further read costs, and none is larger than 16 MiB, so the extra memory is bounded whatever the tensor.  A window
-is rounded out to whole chunks, since only a whole chunk has a checksum; windows never share a chunk.
+Reads are windows: neighbouring runs of a file are read together if the gap between them costs less than another
+read.  No window is larger than 16 MiB, so the extra memory is bounded for any tensor.  A window is rounded out to
+whole chunks, since only a whole chunk has a checksum; windows never share a chunk.
 
-A window that is one run goes straight into the tensor's memory if that is on the CPU, and is hashed there while it
-is in the cache; only chunks that stick out at its ends pass through a buffer.  Otherwise its runs are copied in as
-few calls as their pattern allows: equally long, equally spaced runs are one strided copy (a column block of a
-matrix is exactly that); what has no pattern is one indexed copy.
+A window of one run is read into the tensor's memory if that is on the CPU, and hashed there while it is in cache;
+only chunks that extend past its ends pass through a buffer.  The runs of other windows are copied in as few calls as
+their pattern allows: equally long, equally spaced runs (such as a column block of a matrix) are one strided copy,
+irregular ones one indexed copy.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from zckpt.storage.safetensors_file import byte_view, unit_stride
 from zckpt.storage.storage import Reader
 
 WINDOW_NBYTES = 8 << 20  # a window spans at most this, before it is rounded out
-GAP_NBYTES = 64 << 10  # bytes read and thrown away rather than starting another read
+GAP_NBYTES = 64 << 10  # largest gap that is read and discarded instead of starting another read
 
-_STRIDED_NUMEL = 2048  # a strided copy of fewer elements costs more than indexing them one by one
+_STRIDED_NUMEL = 2048  # a strided copy of fewer elements is slower than an indexed copy
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,9 +44,9 @@ class PieceSource:
     checks: NoChecks = attrs.field(factory=NoChecks)
 
     def read(self, start: int, into: Tensor) -> None:
-        """Bytes of the piece from `start` into `into`, (n,) uint8 on the CPU, proved; in steps that stay in cache.
+        """Read and verify bytes of the piece from `start` into `into`, (n,) uint8 on the CPU, in cache-sized steps.
 
-        `start` and the end are bounds that `checks` gave, or on a chunk's edge.
+        `start` and the end are values of `checks.bounds`, or edges of chunks.
         """
         granule = self.checks.granule
         step, end = granule * max(1, self.reader.step_nbytes // granule), start + len(into)
@@ -62,7 +62,7 @@ class PieceSource:
 
 @final
 class Scratch(threading.local):
-    """A buffer of each thread's own, kept: fresh memory costs more than reading into it."""
+    """A buffer per thread, reused: allocating fresh memory costs more than reading into it."""
 
     def __init__(self) -> None:
         self.data = torch.empty(0, dtype=torch.uint8)
@@ -75,20 +75,20 @@ class Scratch(threading.local):
 
 
 def fill(target: Tensor, source: PieceSource, batches: Iterable[Runs], scratch: Scratch | None = None) -> int:
-    """Copy the runs from the file into `target`, (n,) contiguous, converting its dtype; returns the bytes read."""
+    """Copy the runs from the file into `target`, (n,) contiguous, converting the dtype; return the bytes read."""
     target, scratch, read_nbytes = unit_stride(target), scratch or Scratch(), 0
     is_plain = target.device.type == "cpu" and target.dtype == source.dtype
     for runs in _windows_of(batches, source):
         if len(runs) == 1 and is_plain:
             start = int(runs.target[0])
-            read_nbytes += _fill_straight(target[start : start + int(runs.length[0])], source, runs, scratch)
+            read_nbytes += _fill_direct(target[start : start + int(runs.length[0])], source, runs, scratch)
         else:
             read_nbytes += _fill_window(target, source, runs, scratch)
     return read_nbytes
 
 
-def prove(source: PieceSource, batches: Iterable[Runs], scratch: Scratch) -> int:
-    """Read and compare what `fill` would read, but for what is known to be sound; returns the bytes read."""
+def verify_runs(source: PieceSource, batches: Iterable[Runs], scratch: Scratch) -> int:
+    """Read and verify what `fill` would read, except verified chunks; return the bytes read."""
     read_nbytes = 0
     for runs in _windows_of(batches, source):
         start, stop = _extent(runs, source)
@@ -112,9 +112,9 @@ def _extent(runs: Runs, source: PieceSource) -> tuple[int, int]:
 
 
 def windows(runs: Runs, itemsize: int, granule: int = 1) -> Iterator[Runs]:
-    """The same runs in groups that are worth one read each; long runs are cut where windows meet.
+    """Group runs into windows, one read each; long runs are split where windows meet.
 
-    `granule`: elements of a chunk, which only one window may touch.
+    `granule`: elements per chunk; a chunk belongs to one window only.
     """
     limit = WINDOW_NBYTES // itemsize
     runs = _split(runs, limit)
@@ -132,7 +132,7 @@ def windows(runs: Runs, itemsize: int, granule: int = 1) -> Iterator[Runs]:
 
 
 def _split(runs: Runs, limit: int) -> Runs:
-    """Runs cut at every multiple of `limit` in the source."""
+    """Split runs at every multiple of `limit` in the source."""
     first, last = runs.source // limit, (runs.source + runs.length - 1) // limit
     counts = last - first + 1
     if len(runs) == 0 or int(counts.max()) == 1:
@@ -151,12 +151,12 @@ def _positions(counts: Offsets) -> Offsets:
     return made
 
 
-def _fill_straight(target: Tensor, source: PieceSource, runs: Runs, scratch: Scratch) -> int:
-    """One run into CPU memory of its dtype; (length,)."""
+def _fill_direct(target: Tensor, source: PieceSource, runs: Runs, scratch: Scratch) -> int:
+    """Read one run into CPU memory of its dtype; target (length,)."""
     start, stop = _extent(runs, source)
     low, high = source.checks.bounds(start, stop)
     granule = source.checks.granule
-    # What is read in place: from the first chunk's edge at or after `start`, to the last at or before `stop`.
+    # [body, end) is read in place: from the first chunk edge at or after `start` to the last at or before `stop`.
     body = start if low == start else min(low + granule, stop)
     end = stop if high == stop else max((stop - 1) // granule * granule, body)
     memory = target.view(torch.uint8)
@@ -174,7 +174,7 @@ def _fill_straight(target: Tensor, source: PieceSource, runs: Runs, scratch: Scr
 
 
 def _fill_window(target: Tensor, source: PieceSource, runs: Runs, scratch: Scratch) -> int:
-    """Through a buffer of the window's size."""
+    """Read one window through a buffer of its size."""
     start, stop = _extent(runs, source)
     low, high = source.checks.bounds(start, stop)
     data = scratch.bytes(high - low, pinned=target.is_cuda)
@@ -207,12 +207,12 @@ def copy_runs(target: Tensor, source: Tensor, runs: Runs) -> None:
 
 
 def _patterns(runs: Runs) -> list[tuple[int, int]]:
-    """[start, stop) of the stretches of runs that have one length and one distance on each side."""
+    """[start, stop) of each group of runs with one length and one spacing on each side."""
     if len(runs) <= 2:
         return [(i, i + 1) for i in range(len(runs))]
     target_steps, source_steps = np.diff(runs.target), np.diff(runs.source)
     breaks = [0]
-    # Step i leads from run i to i+1; a stretch of runs a..b needs equal lengths a..b and equal steps a..b-1.
+    # Step i leads from run i to i+1; a group of runs a..b needs equal lengths a..b and equal steps a..b-1.
     odd = (target_steps[1:] != target_steps[:-1]) | (source_steps[1:] != source_steps[:-1])
     cut_before = np.flatnonzero((runs.length[1:] != runs.length[:-1]) | np.append(odd, False)) + 1
     breaks += cut_before.tolist()

@@ -1,4 +1,4 @@
-"""The verb `load`: find, and fill what a plain script holds."""
+"""The verb `load`: find a checkpoint and fill the tensors of a script."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from zckpt.format.canonical import JSON
 from zckpt.loading.checkpoint import Checkpoint
 from zckpt.loading.plan_reads import LoadReport
 from zckpt.loading.select import find
-from zckpt.ranks.peers import ALONE, Peers
-from zckpt.ranks.vote import Vote
-from zckpt.sources.views import OPTIMIZER, VIEWS_KEY, RestorePlan, Tensors, Views, targets
+from zckpt.ranks import ALONE, Peers, Vote
+from zckpt.sources.views import OPTIMIZER, VIEWS_KEY, RestorePlan, Tensors, Views, plan_restore
 from zckpt.storage.storage import LOCAL, Storage
 
 
@@ -48,28 +47,27 @@ def load(
     peers: Peers = ALONE,
     storage: Storage = LOCAL,
 ) -> Loaded:
-    """Fill `tensors` from a checkpoint of `root`: of this tag, or the one that `find` chooses.
+    """Fill `tensors` from a checkpoint of `root`: the one of this tag, or the one that `find` selects.
 
     tensors: tensors by name, `views` of a model and an optimizer, or shards.
-    strict: refuse if something is missing or left over; otherwise the report lists it.
-    optimizer: of views only.  "required": the optimizer's state must be there, and is restored with the
-        hyperparameters; "skip": it is left as it is, whether the checkpoint has one or not, as for
-        views of a model alone.
+    strict: raise if a name is missing or extra; otherwise the report lists it.
+    optimizer: for views.  "required" restores the optimizer's state and hyperparameters, and raises if the
+        checkpoint has none; "skip" leaves the optimizer unchanged, like views of a model alone.
     verify, cast: as in Checkpoint.read.
-    peers: ranks that load together; all take the checkpoint that rank 0 finds.
+    peers: ranks that load together; all read the checkpoint that rank 0 finds.
 
-    Raises what `find` and Checkpoint.read raise, on every rank alike.  Tensors that an optimizer has already are
-    filled in place; the rest of it changes only after all is read.
+    Raises what `find` and Checkpoint.read raise, the same on every rank.  Existing optimizer tensors are filled in
+    place; the rest of the optimizer changes only after everything is read.
     """
     vote = Vote(peers, f"load from {os.fspath(root)}", CheckpointReadError)
     tags: Sequence[JSON] = vote.run("finding", lambda: find(root, tag, storage=storage).tag)
-    opened: list[tuple[Checkpoint, RestorePlan]] = []  # this rank's, out of the closure that the team runs
+    opened: list[tuple[Checkpoint, RestorePlan]] = []  # of this rank; set by the closure that the vote runs
 
     def prepare() -> None:
         found = find(root, tag if peers.world_size == 1 else tags[0], storage=storage)
         kinds = {name: (entry.dtype, entry.shape) for name, entry in found.manifest.tensors.items()}
         saved = found.objects.get(VIEWS_KEY)
-        opened.append((found, targets(tensors, saved, kinds, optimizer=optimizer == "required")))
+        opened.append((found, plan_restore(tensors, saved, kinds, optimizer=optimizer == "required")))
 
     vote.run("preparing", prepare)
     found, restore = opened[0]

@@ -1,11 +1,11 @@
-"""The copy of a background save as a checkpoint that can be read.
+"""The host copy of a background save, readable like a checkpoint.
 
-After a step that went wrong (a NaN, a lost peer that came back, an experiment that did not pay) the newest state is
-still in host memory, a hundred times nearer than the disk.  `MemoryCheckpoint` answers what a `Checkpoint` answers,
-so that whoever loads from one loads from the other by the same code.
+After a bad step (a NaN, a peer that restarted, an experiment to undo) the newest state is still in host memory, about
+a hundred times faster to read than the disk.  `MemoryCheckpoint` has the interface of `Checkpoint`, so the same code
+loads from either.
 
-A copy is of one rank: it holds the parts that this rank had, and fills the same parts.  Reading it at another cut, or
-on another rank, is what the checkpoint on disk is for, and is refused.
+A copy belongs to one rank: it holds the shards of this rank and fills the same shards.  Reading other shards raises;
+load the checkpoint from disk for those.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ import torch
 
 from zckpt.errors import CheckpointMismatch, CheckpointReadError
 from zckpt.format.canonical import JSON
-from zckpt.format.dtypes import dtype_name, dtype_of
 from zckpt.format.manifest import Manifest, TensorEntry
 from zckpt.format.regions import Region
+from zckpt.format.safetensors_layout import dtype_name, dtype_of
 from zckpt.format.shard import ShardLike, region_of
 from zckpt.loading.plan_reads import LoadReport, ReadRequest, check_problems, merge_plans, plan_read
-from zckpt.ranks.peers import ALONE, Peers
-from zckpt.ranks.vote import Vote
+from zckpt.ranks import ALONE, Peers, Vote
 
 
 @final
 @attrs.frozen(eq=False)
 class MemoryCheckpoint:
-    """Made by `SaveHandle.checkpoint`; valid until the next save takes the memory."""
+    """The copy of a save, made by `SaveHandle.checkpoint`; valid until the next save reuses its memory."""
 
-    path: str  # what errors and logs call it
+    path: str  # its name in errors and logs
     manifest: Manifest  # of all ranks; its tensors have no pieces
     rank: int
     kept: Mapping[tuple[str, Region], torch.Tensor]  # this rank's copies, (n,) each
@@ -49,8 +48,8 @@ class MemoryCheckpoint:
         step: int,
         peers: Peers = ALONE,
     ) -> MemoryCheckpoint:
-        """Build the checkpoint of the copies of all ranks; every rank calls it."""
-        vote = Vote(peers, f"look at the memory copy of {tag!r}", CheckpointReadError)
+        """Build the checkpoint from the copies of all ranks; every rank calls it."""
+        vote = Vote(peers, f"opening of the memory copy of {tag!r}", CheckpointReadError)
         mine = {each.name: [dtype_name(each.tensor.dtype), list(each.global_shape)] for each in shards}
         answers = vote.run("comparing", lambda: {"tag": tag, "tensors": mine, "objects": rank_objects})
         tags = [answer["tag"] for answer in answers]
@@ -89,7 +88,7 @@ class MemoryCheckpoint:
         return self.path
 
     def rank_objects(self, rank: int) -> dict[str, JSON]:
-        """The JSON values that this rank saved."""
+        """The JSON values that `rank` saved."""
         return self.manifest.rank_objects[rank]
 
     def names(self) -> tuple[str, ...]:
@@ -107,16 +106,16 @@ class MemoryCheckpoint:
         readers: int = 4,
         peers: Peers = ALONE,
     ) -> LoadReport:
-        """As Checkpoint.read, for the parts that this rank gave to the save; memory needs no `verify` or `readers`.
+        """Like Checkpoint.read, for the shards that this rank saved; `verify` and `readers` have no effect.
 
-        Raises CheckpointInputError, CheckpointMismatch; no tensor is touched then.
+        Raises CheckpointInputError, CheckpointMismatch; no tensor is modified then.
         """
         return self.prepare_read(
-            ReadRequest(wanted, "refuse" if strict else "leave", verify, cast, tuple(ignore), readers), peers
+            ReadRequest(wanted, "raise" if strict else "ignore", verify, cast, tuple(ignore), readers), peers
         )()
 
     def prepare_read(self, reading: ReadRequest, peers: Peers = ALONE) -> Callable[[], LoadReport]:
-        """The phases of `read` before a tensor is touched; what is returned does the copy.  All ranks call."""
+        """Run the phases of `read` before the copy; the returned function copies.  Every rank calls both."""
         vote = Vote(peers, f"restoring of the {self.path}", CheckpointReadError)
         plans = []
 
@@ -125,13 +124,13 @@ class MemoryCheckpoint:
             for item in plans[0].items:
                 if (item.shard.name, item.region) not in self.kept:
                     raise CheckpointMismatch(
-                        f"{self.path}: rank {self.rank} holds no copy of {item.shard.name} {item.region}. A copy "
-                        "restores the parts that it was made of; load the checkpoint from disk for others"
+                        f"{self.path}: rank {self.rank} holds no copy of {item.shard.name} {item.region}. A memory "
+                        "copy restores only the shards it was made from; load other shards from disk."
                     )
             return plans[0].as_json()
 
         report, problems = merge_plans(vote.run("checking", check), self.manifest, reading.ignore)
-        check_problems(problems, strict=reading.misfits == "refuse", where=self.path)
+        check_problems(problems, strict=reading.on_mismatch == "raise", where=self.path)
 
         def copy() -> LoadReport:
             with torch.no_grad():

@@ -1,8 +1,7 @@
-"""Does the checkpoint hold what is wanted?  Pure: addresses in, a plan or a list of problems out.
+"""Planning of a read: pure functions from addresses to a plan or a list of problems.
 
-All of it is checked before the first live tensor is touched.  What is missing and what does not fit is a matter
-of each rank; what is extra is only known when all ranks have said what they want, since with sharded state no
-rank wants all.
+Everything is checked before the first tensor is modified.  Each rank finds its own missing and mismatched names.
+Extra names are known only after all ranks have exchanged what they want, since with sharded state no rank wants all.
 """
 
 from __future__ import annotations
@@ -28,19 +27,17 @@ class LoadReport:
     """Result of a read, over all ranks that took part."""
 
     loaded: tuple[str, ...]  # names filled on any rank
-    missing: tuple[str, ...]  # wanted and not in the checkpoint; their tensors are as they were
-    extra: tuple[str, ...]  # in the checkpoint and wanted by no rank
-    read_nbytes: (
-        int  # of tensor data, by this rank, whole chunks around what it wants; not a pass that verifies first
-    )
+    missing: tuple[str, ...]  # wanted, not in the checkpoint; their tensors are unchanged
+    extra: tuple[str, ...]  # in the checkpoint, wanted by no rank
+    read_nbytes: int  # tensor bytes that this rank read to copy, rounded out to whole chunks
 
 
 @attrs.frozen
 class ReadRequest:
     """Tensors to read and the options of `Checkpoint.read`."""
 
-    wanted: Iterable[ShardLike]  # gone through once
-    misfits: Literal["refuse", "leave"] = "refuse"  # names that are missing or extra; `strict`
+    wanted: Iterable[ShardLike]  # iterated once
+    on_mismatch: Literal["raise", "ignore"] = "raise"  # for missing and extra names; `strict` of `read`
     verify: bool | Literal["first"] = True
     cast: bool = False
     ignore: tuple[str, ...] = ()
@@ -81,7 +78,7 @@ class ReadPlan:
 
 
 def plan_read(manifest: Manifest, wanted: Iterable[ShardLike], *, cast: bool) -> ReadPlan:
-    """CheckpointInputError for a malformed shard; everything else is in the plan."""
+    """Plan this rank's read.  Raises CheckpointInputError for a malformed shard; other problems are in the plan."""
     items: list[ReadItem] = []
     names: dict[str, None] = {}
     missing: dict[str, str] = {}
@@ -92,7 +89,7 @@ def plan_read(manifest: Manifest, wanted: Iterable[ShardLike], *, cast: bool) ->
         entry = manifest.tensors.get(shard.name)
         if entry is None:
             missing[shard.name] = describe(shard.tensor.dtype, shape_of(shard))
-        elif problem := _unfit(shard, entry, cast):
+        elif problem := _mismatch(shard, entry, cast):
             unfit[problem[0]].append(problem[1])
         else:
             items.append(_item(shard, entry))
@@ -101,12 +98,12 @@ def plan_read(manifest: Manifest, wanted: Iterable[ShardLike], *, cast: bool) ->
     )
 
 
-def stored(name: str, entry: TensorEntry) -> ReadItem:
-    """All of a tensor, to be proved and not to be filled: its own tensor holds nothing."""
+def whole_item(name: str, entry: TensorEntry) -> ReadItem:
+    """Item for verifying a whole tensor; its shard is empty, so it cannot be filled."""
     box = whole_box(entry.shape)
     region = Region(box, (0, box_numel(box)))
-    nothing = Shard(name, (0,), ((0, 0),), (0, 0), torch.empty(0, dtype=entry.dtype))
-    return ReadItem(nothing, region, entry, entry.pieces)
+    empty = Shard(name, (0,), ((0, 0),), (0, 0), torch.empty(0, dtype=entry.dtype))
+    return ReadItem(empty, region, entry, entry.pieces)
 
 
 def _item(shard: ShardLike, entry: TensorEntry) -> ReadItem:
@@ -115,7 +112,7 @@ def _item(shard: ShardLike, entry: TensorEntry) -> ReadItem:
     return ReadItem(shard, region, entry, pieces)
 
 
-def _unfit(shard: ShardLike, entry: TensorEntry, cast: bool) -> tuple[str, str] | None:
+def _mismatch(shard: ShardLike, entry: TensorEntry, cast: bool) -> tuple[str, str] | None:
     wanted, stored = shard.tensor.dtype, entry.dtype
     if shape_of(shard) != entry.shape:
         return "shape", f"{shard.name}: wanted {describe(wanted, shape_of(shard))}, stored {entry.shape}"
@@ -128,7 +125,7 @@ def _unfit(shard: ShardLike, entry: TensorEntry, cast: bool) -> tuple[str, str] 
 def merge_plans(
     answers: Sequence[JSON], manifest: Manifest, ignore: Sequence[str] = ()
 ) -> tuple[LoadReport, dict[str, list[str]]]:
-    """Combine the plans of all ranks: the report, and the problems by kind as lines; equal on all ranks."""
+    """Combine the plans of all ranks: (report, kind of problem -> lines), equal on all ranks."""
     names = sorted({name for answer in answers for name in answer["names"]})
     missing = {name: text for answer in reversed(answers) for name, text in answer["missing"].items()}
     unfit = {line: kind for answer in answers for kind, lines in answer["unfit"].items() for line in lines}
@@ -152,14 +149,14 @@ def merge_plans(
 
 
 def is_disjoint(answers: Sequence[JSON], manifest: Manifest) -> bool:
-    """True if ranks read mostly different bytes: together hardly more than the checkpoint holds."""
+    """True if ranks read mostly different bytes: together at most 1.25 times the checkpoint."""
     stored = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in manifest.tensors.values())
     wanted = sum(int(answer["nbytes"]) for answer in answers)
     return wanted <= 1.25 * stored
 
 
 def check_problems(problems: Mapping[str, Sequence[str]], *, strict: bool, where: str) -> None:
-    """CheckpointMismatch with the first ten of each kind; with strict=False only shapes and dtypes count."""
+    """Raise CheckpointMismatch with the first ten problems of each kind; if not strict, shapes and dtypes only."""
     counted = [kind for kind, lines in problems.items() if lines and (strict or kind.startswith("of another"))]
     if not counted:
         return
@@ -168,7 +165,7 @@ def check_problems(problems: Mapping[str, Sequence[str]], *, strict: bool, where
         shown, rest = problems[kind][:_SHOWN], len(problems[kind]) - _SHOWN
         lines += [f"{len(problems[kind])} {kind}:", *(f"  {line}" for line in shown)]
         lines += [f"  ... and {rest} more"] if rest > 0 else []
-    hint = "" if any(kind.startswith("of another") for kind in counted) else "\nstrict=False loads what there is."
+    hint = "" if any(kind.startswith("of another") for kind in counted) else "\nstrict=False loads the other names."
     raise CheckpointMismatch(
-        f"{where} does not fit what is wanted; nothing was loaded.\n" + "\n".join(lines) + hint, path=where
+        f"{where} does not match the tensors to load; nothing was loaded.\n" + "\n".join(lines) + hint, path=where
     )

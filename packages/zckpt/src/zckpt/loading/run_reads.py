@@ -1,8 +1,7 @@
-"""Carrying out a plan to read: its items as jobs for a few threads, each file opened once.
+"""Execution of a read plan: its items become jobs of a few threads; each file is opened once.
 
-A job is a stretch of one piece for one wanted tensor, of some 32 MiB where the cut allows it, so that one huge tensor
-is the work of all threads.  What is done with a stretch is one of two things: `fill` puts it into the live tensor,
-`prove` only compares it.
+A job reads about 32 MiB of one piece for one wanted tensor, if the sharding allows, so that all threads share one
+huge tensor.  `fill` copies the bytes into the live tensor, `verify` only compares their checksums.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ import numpy as np
 from zckpt.format.chunks import NoChecks
 from zckpt.format.manifest import Piece
 from zckpt.format.regions import Runs, intersect
-from zckpt.loading.copy import PieceSource, Scratch, fill, prove
+from zckpt.loading.copy import PieceSource, Scratch, fill, verify_runs
 from zckpt.loading.plan_reads import ReadItem
 from zckpt.loading.verify import Verifier
 from zckpt.storage.storage import Reader, Storage
 from zckpt.storage.thread_pool import run_jobs
 
 _JOB_NBYTES = 32 << 20
-_THREAD_NBYTES = 8 << 20  # the least that is worth a thread of its own
-_OPEN_FILES = 128  # at once; a process may have 1,024, and a large run saves more than that
+_THREAD_NBYTES = 8 << 20  # minimum bytes per thread
+_OPEN_FILES = 128  # at once; a process may open 1,024, and a large run saves more files
 
 _Act: TypeAlias = "Callable[[ReadItem, PieceSource, Runs], int]"  # returns the bytes read
 
@@ -35,24 +34,24 @@ _Act: TypeAlias = "Callable[[ReadItem, PieceSource, Runs], int]"  # returns the 
 @final
 @attrs.define(eq=False)
 class ReadRunner:
-    """The reading side of one checkpoint."""
+    """Reads the items of a plan from one checkpoint."""
 
     folder: Path
     storage: Storage
     verifier: Verifier
     num_threads: int
     scratch: Scratch = attrs.field(factory=Scratch)
-    once: bool = False  # what is read is wanted once, and by no other process
+    once: bool = False  # each byte is read once, by this process only: bypass the page cache
 
     def fill(self, items: Sequence[ReadItem], verify: bool) -> int:
-        """Fill the items' tensors; returns the bytes read.  CheckpointCorrupt at the first that is not sound."""
+        """Fill the tensors of the items; return the bytes read.  Raises CheckpointCorrupt at the first bad chunk."""
         return self._each(
             items, lambda item, source, runs: fill(item.shard.tensor.detach(), source, [runs], self.scratch), verify
         )
 
-    def prove(self, items: Sequence[ReadItem]) -> int:
-        """Read what `fill` would, and touch no tensor."""
-        return self._each(items, lambda item, source, runs: prove(source, [runs], self.scratch), True)
+    def verify(self, items: Sequence[ReadItem]) -> int:
+        """Read and verify the bytes that `fill` would read, without modifying a tensor; return the bytes read."""
+        return self._each(items, lambda item, source, runs: verify_runs(source, [runs], self.scratch), True)
 
     def _each(self, items: Sequence[ReadItem], act: _Act, verify: bool) -> int:
         nbytes = sum(item.region.numel * item.entry.dtype.itemsize for item in items)
@@ -78,16 +77,16 @@ class ReadRunner:
                 checks = self.verifier.checks(piece) if verify else NoChecks()
                 source = PieceSource(readers[piece.file], piece.offset, item.entry.dtype, checks)
                 for batch in intersect(item.region, piece.region):
-                    for runs in _stretches(batch, _JOB_NBYTES // item.entry.dtype.itemsize):
+                    for runs in _split_run(batch, _JOB_NBYTES // item.entry.dtype.itemsize):
                         yield partial(self._run, act, item, piece, source, runs)
 
     def _run(self, act: _Act, item: ReadItem, piece: Piece, source: PieceSource, runs: Runs) -> int:
-        with self.verifier.named_errors(piece):
+        with self.verifier.locate_errors(piece):
             return act(item, source, runs)
 
 
-def _stretches(runs: Runs, limit: int) -> Iterator[Runs]:
-    """One long run as several, cut at multiples of `limit` in the source; anything else as it is."""
+def _split_run(runs: Runs, limit: int) -> Iterator[Runs]:
+    """Split a single long run at multiples of `limit` in the source; yield anything else unchanged."""
     if len(runs) != 1 or int(runs.length[0]) <= limit:
         yield runs
         return

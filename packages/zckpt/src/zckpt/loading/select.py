@@ -1,14 +1,14 @@
 """Selection of the checkpoint to load.
 
-A checkpoint exists if its folder has its tag as name and a manifest whose checksum is right.  `latest` is a hint for
-people and for rolling back: it is followed if it names such a folder.  If it is missing, empty, garbled or names
-nothing, the committed checkpoint of the highest step is taken, and a note says so.  If it points outside the root,
-somebody made it so, and that is refused.
+A checkpoint exists if its folder is named by its tag and holds a manifest whose checksum is right.  `latest` is a
+hint for people and for rolling back: it is followed if it names such a folder.  If it is missing, empty, unreadable
+or names no checkpoint, the committed checkpoint of the highest step is selected, and a note says so.  A `latest` that
+points outside the root has been tampered with and raises.
 
-Damage is another matter than a missing pointer: a checkpoint that is chosen and then contradicts its manifest is an
-error that offers the newest sound one; going back silently would lose work that may still be on another disk.
+A damaged checkpoint differs from a missing pointer: if the selected checkpoint contradicts its manifest, the error
+names the newest complete one.  Falling back silently would lose work that may still exist on another disk.
 
-Nothing here writes, so any number of ranks may look at once; putting back is the next save's business (commit.py).
+Nothing here writes, so any number of ranks may read at once; the next save cleans up (commit.py).
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ import attrs
 from zckpt.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from zckpt.format import manifest as manifests
 from zckpt.format.paths import LATEST, LeftoverKind, check_tag, parse_leftover, tag_problem
-from zckpt.loading.checkpoint import Checkpoint
-from zckpt.loading.open import named_os_errors, open_checkpoint, read_summary
+from zckpt.loading.checkpoint import Checkpoint, as_read_errors, open_checkpoint, read_summary
 from zckpt.storage.locate import resolve_root
 from zckpt.storage.storage import LOCAL, PathKind, Storage, read_all
 
 
 @attrs.frozen
 class CheckpointInfo:
-    """One committed checkpoint of a root, judged by its manifest's checksum only."""
+    """One committed checkpoint of a root; only the checksum of its manifest is checked."""
 
     step: int
     tag: str
@@ -39,23 +38,22 @@ class CheckpointInfo:
 
 @attrs.frozen
 class PendingPointer:
-    """A `latest` that is still under its first name."""
+    """A `latest` that was written but not renamed into place."""
 
     name: str  # of the file
-    tag: str  # what it says
+    tag: str  # its content
 
 
 def find(root: str | os.PathLike[str], tag: str | None = None, *, storage: Storage = LOCAL) -> Checkpoint:
-    """The checkpoint of this tag, or without one that of `latest`, or else the newest by step.
+    """Open the checkpoint of this tag; without a tag, the one that `latest` names, or else the highest step.
 
     root: a folder, or the URL of a store.
-    Its manifest is checked in full and the size of each of its files; its tensors are checked when they are read.
-    `notes` of the result says what was odd on the way.
-    Raises CheckpointNotFound (offers what there is), CheckpointCorrupt (offers the newest sound one),
-    CheckpointReadError.
+    Checks the whole manifest and the size of every file; tensors are verified when they are read.  `notes` of the
+    result lists irregularities.
+    Raises CheckpointNotFound or CheckpointCorrupt (both name the newest complete checkpoint), CheckpointReadError.
     """
     folder, storage = resolve_root(root, storage)
-    with named_os_errors(f"looking for a checkpoint in {folder}"):
+    with as_read_errors(f"looking for a checkpoint in {folder}"):
         if tag is not None:
             return _open_tag(storage, folder, check_tag(tag), ())
         pointed, notes = _pointer(storage, folder)
@@ -79,7 +77,7 @@ def list_checkpoints(root: str | os.PathLike[str], *, storage: Storage = LOCAL) 
 
 
 def newest_aside(storage: Storage, root: Path, tag: str) -> Path | None:
-    """The checkpoint of this tag that an interrupted replacement moved aside, None if there is none."""
+    """The checkpoint of this tag that an interrupted replacement moved aside; None if there is none."""
     asides = []
     for name in _names(storage, root):
         found = parse_leftover(name)
@@ -90,7 +88,7 @@ def newest_aside(storage: Storage, root: Path, tag: str) -> Path | None:
 
 
 def pending_pointer(storage: Storage, root: Path) -> PendingPointer | None:
-    """The `latest` of a save that was committed and then interrupted before it could set it."""
+    """The `latest` of a save that was interrupted between its commit and the update of `latest`."""
     for found in map(parse_leftover, _names(storage, root)):
         if found is not None and found.kind is LeftoverKind.POINTER:
             with contextlib.suppress(CheckpointError, OSError, UnicodeDecodeError):
@@ -100,11 +98,11 @@ def pending_pointer(storage: Storage, root: Path) -> PendingPointer | None:
     return None
 
 
-_NEWEST = "taking the newest committed checkpoint"  # how a note about `latest` ends
+_NEWEST = "taking the newest committed checkpoint"  # end of a note about `latest`
 
 
 def _names(storage: Storage, root: Path) -> list[str]:
-    """Of a root that may be absent.  It may be a link too: whoever names the root vouches for it."""
+    """Names in a root that may be absent.  The root may be a link: the caller chose it."""
     try:
         return storage.names(root)
     except (FileNotFoundError, NotADirectoryError):
@@ -138,12 +136,12 @@ def _folder_of(storage: Storage, root: Path, tag: str) -> Path | None:
     if kind is PathKind.ABSENT:
         return newest_aside(storage, root, tag)
     if kind is not PathKind.FOLDER:
-        raise CheckpointCorrupt(f"{root / tag} is a {kind.value}, not a folder: refused", path=str(root / tag))
+        raise CheckpointCorrupt(f"{root / tag} is a {kind.value}, not a folder", path=str(root / tag))
     return root / tag
 
 
 def _pointer(storage: Storage, root: Path) -> tuple[str | None, tuple[str, ...]]:
-    """The tag that `latest` names, if it is one that is there; and what to say about it."""
+    """The tag that `latest` names, if it has a checkpoint, and notes."""
     path, newest = root / LATEST, _NEWEST
     pending = pending_pointer(storage, root)
     if pending is not None:
@@ -159,7 +157,9 @@ def _pointer(storage: Storage, root: Path) -> tuple[str | None, tuple[str, ...]]
         return None, (f"{path} is empty: {newest}",)
     if "/" in text or "\\" in text or text in (".", ".."):
         raise CheckpointCorrupt(
-            f"{path} points outside its folder ({text!r:.200}): refused.{_suggest(storage, root)}", path=str(path)
+            f"{path} points outside its folder ({text!r:.200}): write a tag into it, or remove it."
+            f"{_suggest(storage, root)}",
+            path=str(path),
         )
     folder = None if tag_problem(text) else _folder_of(storage, root, text)
     if folder is None or storage.kind(folder / manifests.FILE_NAME) is PathKind.ABSENT:
@@ -184,10 +184,10 @@ def _open_newest(storage: Storage, root: Path, notes: tuple[str, ...]) -> Checkp
         try:
             return open_checkpoint(seen.path, tag=seen.tag, notes=notes, storage=storage)
         except CheckpointError as error:
-            notes += (f"{seen.tag!r} (step {seen.step}) passed over: {error}",)
+            notes += (f"skipped {seen.tag!r} (step {seen.step}): {error}",)
     if storage.kind(root) is PathKind.ABSENT:
         raise CheckpointNotFound(
-            f"{root} holds no committed checkpoint: it does not exist (give the folder that save was given)",
+            f"{root} holds no committed checkpoint: it does not exist (pass the folder that was passed to save)",
             path=str(root),
         )
     passed = "".join(f"\n  {note.removesuffix(f': {_NEWEST}')}" for note in notes)
@@ -195,7 +195,7 @@ def _open_newest(storage: Storage, root: Path, notes: tuple[str, ...]) -> Checkp
 
 
 def _suggest(storage: Storage, root: Path, but: str = "") -> str:
-    """The newest sound checkpoint, in words."""
+    """A sentence that names the newest complete checkpoint."""
     others = [seen for seen in list_checkpoints(root, storage=storage) if seen.tag != but]
     for seen in others:
         with contextlib.suppress(CheckpointError):

@@ -1,7 +1,7 @@
-"""Comparing bytes on disk with the checksums of the manifest.
+"""Verification of bytes on disk against the checksums of the manifest.
 
-A Verifier remembers what it found sound, so nothing is hashed twice in the life of a Checkpoint; it reads nothing
-itself but headers: copy.py shows it the chunks that it reads anyway.
+A Verifier remembers what it has verified, so nothing is hashed twice in the life of a Checkpoint.  It reads headers
+only; copy.py passes it the chunks that a load reads anyway.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Verifier:
     manifest: Manifest
     storage: Storage
     known: dict[tuple[str, int], ChunkChecks] = attrs.field(factory=dict)  # by file and offset of a piece
-    headers: set[str] = attrs.field(factory=set)  # files whose header is sound
+    headers: set[str] = attrs.field(factory=set)  # files whose header is verified
     mutex: threading.Lock = attrs.field(factory=threading.Lock)
 
     def checks(self, piece: Piece) -> ChunkChecks:
-        """The checksums of a piece, with what is known about them; one object for each piece."""
+        """Checksums of a piece and their state; one object per piece."""
         with self.mutex:
             made = self.known.get((piece.file, piece.offset))
             if made is None:
@@ -46,8 +46,8 @@ class Verifier:
             return made
 
     @contextlib.contextmanager
-    def named_errors(self, piece: Piece) -> Iterator[None]:
-        """A bad chunk inside becomes CheckpointCorrupt with the tensor and the file."""
+    def locate_errors(self, piece: Piece) -> Iterator[None]:
+        """Convert BadChunk inside into CheckpointCorrupt that names the tensor and the file."""
         try:
             yield
         except BadChunk as bad:
@@ -59,7 +59,7 @@ class Verifier:
             ) from None
 
     def check_header(self, reader: Reader, file: str) -> None:
-        """CheckpointCorrupt if the bytes before the first piece are not those that were written."""
+        """Raise CheckpointCorrupt if the bytes before the first piece differ from their checksum."""
         if file in self.headers:
             return
         entry = self.manifest.files[file]
@@ -85,7 +85,7 @@ def _hash(reader: Reader, nbytes: int) -> str:
 
 
 def other_save_hint(storage: Storage, path: Path, manifest: Manifest) -> str:
-    """ "; it is of another save ..." if the file says so itself, else ""."""
+    """ "; the file is of another save ..." if its own header says so, else ""."""
     with contextlib.suppress(OSError), storage.open(path) as reader:
         metadata = read_metadata(reader)
         attempt = metadata.get("zckpt_attempt", manifest.attempt)

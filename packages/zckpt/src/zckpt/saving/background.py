@@ -1,20 +1,19 @@
-"""Saving behind the back of the training: a copy now, the disk later.
+"""Background saves: copy the state now, write it in a thread.
 
-`save` copies this rank's tensors into host memory (pinned, if they are on a GPU) and returns; a thread of its own
-then does what zckpt.save does, votes and all, from the copy.  The loop is blocked for the copy alone: nothing is
-exchanged with other ranks before the thread runs, and the memory is kept from save to save, as fresh memory costs
-more than the copy does.
+`save` copies this rank's tensors into host memory (pinned, if they are on a GPU) and returns.  A thread then does
+what zckpt.save does from the copy, including the votes.  Only the copy blocks the training loop: the thread does all
+communication, and the host memory is reused from save to save, as allocating it costs more than the copy.
 
-What goes wrong then has nobody to tell, so it waits: the next `save`, `check`, `wait` or `close` raises it, once.  If
-none of them ever comes, a warning says it when the handle goes or the program ends.
-A second save waits for the first, or is refused if that is asked for; the latter only in a world of one, since ranks
-end at different moments, and one that refuses would leave the others waiting for it.  Each save is a thread that is
-no daemon: a program that ends finishes what it has begun to save.
+The next `save`, `check`, `wait` or `close` raises an error of the thread, once.  If none is called, a warning reports
+it when the handle is deleted or the program ends.
+A second save waits for the first.  `WhenBusy.REFUSE` raises instead, in a world of one only: ranks finish at
+different times, and a rank that raises would leave the others waiting.  The thread is not a daemon, so a program that
+ends finishes its save.
 
-The copy is also the newest state in memory: `SaveHandle.restore` puts it back after a step that went wrong.
+The copy is also the newest state in memory: `SaveHandle.restore` copies it back after a bad step.
 
-Rejected: a second process (the state crosses over by another copy, and dies with its parent anyway), and a queue of
-saves (memory for two states, to no end: a disk that is slower than the saves stays behind).
+Rejected: a second process (needs another copy of the state, and dies with its parent anyway), and a queue of saves
+(needs memory for two states, and a disk slower than the saves never catches up).
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from zckpt.format.canonical import JSON
 from zckpt.format.regions import Box, Span
 from zckpt.format.shard import ShardLike, check_shard, shape_of
 from zckpt.loading.memory import MemoryCheckpoint
-from zckpt.ranks.peers import ALONE, Peers
+from zckpt.ranks import ALONE, Peers
 from zckpt.saving.plan import SaveRequest
 from zckpt.saving.retention import KEEP_ALL, RetentionPolicy
 from zckpt.saving.save import SaveContent, SaveJob, run_save
-from zckpt.sources.views import VIEWS_KEY, Tensors, targets
+from zckpt.sources.views import VIEWS_KEY, Tensors, plan_restore
 from zckpt.storage.storage import LOCAL, Storage
 
 _ALIGN_NBYTES = 64
@@ -54,21 +53,21 @@ class WhenBusy(enum.Enum):
     """Behavior of a save while the previous one is still being written."""
 
     WAIT = "wait"
-    REFUSE = "refuse"  # CheckpointInputError; in a world of one
+    REFUSE = "refuse"  # raise CheckpointInputError; in a world of one only
 
 
 @final
 @attrs.define(eq=False)
 class SaveHandle:
-    """One save under way, or over."""
+    """One background save, running or finished."""
 
-    job: SaveJob  # with copies in the place of the tensors
-    live: Sequence[ShardLike]  # what was given as shards; the order's first copies are theirs
-    thread: threading.Thread | None = None  # None: not begun
-    path: Path | None = None  # once it is durable
-    error: BaseException | None = None  # what came instead; raised once by whoever asks first
-    holds_copy: bool = True  # False once a later save has taken the memory
-    unreported: list[str] = attrs.field(factory=list)  # the error in words, until it is raised
+    job: SaveJob  # its shards are the copies
+    live: Sequence[ShardLike]  # the shards passed by the caller; their copies come first in `job.shards`
+    thread: threading.Thread | None = None  # None: not started
+    path: Path | None = None  # set once the checkpoint is durable
+    error: BaseException | None = None  # of a failed save; the first check raises and clears it
+    holds_copy: bool = True  # False once a later save has reused the memory
+    unreported: list[str] = attrs.field(factory=list)  # text of the error, until it is raised
 
     def __attrs_post_init__(self) -> None:
         weakref.finalize(self, _warn_unreported, self.job.request.tag, self.unreported)
@@ -79,7 +78,10 @@ class SaveHandle:
         return self.thread is not None and not self.thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> Path:
-        """The checkpoint's folder, once it is durable; its error, if it failed; TimeoutError after `timeout_s`."""
+        """Wait until the checkpoint is durable and return its folder.
+
+        Raises the error of a failed save; TimeoutError after `timeout_s`.
+        """
         if self.thread is not None:
             self.thread.join(timeout_s)
         if not self.done:
@@ -90,22 +92,22 @@ class SaveHandle:
         return self.path
 
     def check(self) -> None:
-        """Raise the error of a save that failed, if nobody was told yet; never waits."""
-        if self.done and self.error is not None:  # done first: the thread sets the error, and nobody else after it
+        """Raise the error of a failed save, unless it was raised before; never waits."""
+        if self.done and self.error is not None:  # done first: until then the thread may set the error
             error, self.error = self.error, None
             self.unreported.clear()
             raise error
 
     def restore(self) -> None:
-        """Copy the state as it was saved back into the tensors it came from, whether the disk has it yet or not.
+        """Copy the saved state back into the tensors it came from, even before it is on disk.
 
-        CheckpointInputError if a later save has taken the memory.
+        Raises CheckpointInputError if a later save has reused the memory.
         """
         if not self.holds_copy:
             raise self._overwritten_error()
         kept = {shard.name: shard for shard in self.job.shards}
         kinds = {name: (shard.tensor.dtype, shape_of(shard)) for name, shard in kept.items()}
-        restore = targets(self.job.tensors, self.job.objects.get(VIEWS_KEY), kinds, optimizer=True)
+        restore = plan_restore(self.job.tensors, self.job.objects.get(VIEWS_KEY), kinds, optimizer=True)
         with torch.no_grad():
             for live, copy in zip(self.live, self.job.shards):
                 live.tensor.copy_(copy.tensor)
@@ -115,9 +117,9 @@ class SaveHandle:
         _synchronize([copy.tensor for copy in (*self.live, *restore.shards)])
 
     def checkpoint(self, peers: Peers = ALONE) -> MemoryCheckpoint:
-        """The copy as a checkpoint to be read by the ranks that saved it, whether the disk has it yet or not.
+        """The copy as a checkpoint, readable by the ranks that saved it, even before it is on disk.
 
-        CheckpointInputError if a later save has taken the memory.
+        Raises CheckpointInputError if a later save has reused the memory.
         """
         if not self.holds_copy:
             raise self._overwritten_error()
@@ -127,7 +129,7 @@ class SaveHandle:
 
     def _overwritten_error(self) -> CheckpointInputError:
         return CheckpointInputError(
-            f"the copy of {self.job.request.tag!r} is gone: a later save has its memory. Restore that one."
+            f"the copy of {self.job.request.tag!r} is gone: a later save reused its memory. Restore the later save."
         )
 
     @property
@@ -146,8 +148,8 @@ class SaveHandle:
 class AsyncSaver:
     """Saves in the background, one at a time.  Close it, or use it as a context manager.
 
-    `peers` is used from the background thread: give it ranks that nothing else talks through meanwhile, such as
-    `group_peers` of a process group of its own.
+    The background thread communicates through `peers`: nothing else may use them, so pass `group_peers` of a process
+    group of its own.
     """
 
     peers: Peers = ALONE
@@ -158,8 +160,8 @@ class AsyncSaver:
     def __attrs_post_init__(self) -> None:
         if self.when_busy is WhenBusy.REFUSE and self.peers.world_size > 1:
             raise CheckpointInputError(
-                f'when_busy="refuse" in a world of {self.peers.world_size}: ranks end at different moments, so one '
-                'would refuse while others begin. Use when_busy="wait".'
+                f'when_busy="refuse" in a world of {self.peers.world_size}: ranks finish at different times, so one '
+                'would raise while others start saving. Use when_busy="wait".'
             )
 
     def save(
@@ -178,9 +180,9 @@ class AsyncSaver:
         keep: RetentionPolicy = KEEP_ALL,
         storage: Storage = LOCAL,
     ) -> SaveHandle:
-        """Like zckpt.save, but returns when the tensors are copied and may change.  Every rank calls it alike.
+        """Like zckpt.save, but return when the tensors are copied and may change.  Every rank calls it.
 
-        Raises what an earlier save died of, if nobody was told; then nothing is begun.
+        Raises the unreported error of an earlier save; then no save is started.
         """
         self._wait_for_previous()
         request = SaveRequest.of(tag, step, latest=latest, overwrite=overwrite, writers=writers)
@@ -189,26 +191,29 @@ class AsyncSaver:
             self.newest.holds_copy = False
         handle = SaveHandle(job, job.shards[: job.num_given])
         self._copy(handle)
-        go = threading.Event()  # or the thread would take its first turns while the caller waits to return
-        thread = threading.Thread(target=_run, args=(handle, self.peers, go), name="zckpt-save")
+        may_run = threading.Event()  # set last, so that the thread does not delay the return
+        thread = threading.Thread(target=_run, args=(handle, self.peers, may_run), name="zckpt-save")
         thread.start()
-        handle.thread, self.newest = thread, handle  # not before: one that did not begin is nothing to wait for
-        go.set()
+        handle.thread, self.newest = (
+            thread,
+            handle,
+        )  # after start(): a thread that failed to start is never waited for
+        may_run.set()
         return handle
 
     def check(self) -> None:
-        """Raise what the last save died of, if nobody was told yet; never waits."""
+        """Raise the error of the last save, unless it was raised before; never waits."""
         if self.newest is not None:
             self.newest.check()
 
     def wait(self) -> None:
-        """Until no save is under way; raises what the last one died of, if nobody was told yet."""
+        """Wait until no save is running; raise the error of the last one, unless it was raised before."""
         if self.newest is not None and self.newest.thread is not None:
             self.newest.thread.join()
             self.newest.check()
 
     def close(self) -> None:
-        """Wait, free the memory, and raise what was not told."""
+        """Wait, free the memory, and raise an unreported error."""
         try:
             self.wait()
         finally:
@@ -237,12 +242,12 @@ class AsyncSaver:
         self.wait()
 
     def _copy(self, handle: SaveHandle) -> None:
-        """Put copies into the order; what went wrong is for all ranks to hear, so it is not raised here."""
+        """Replace the job's tensors by copies.  Stores an error in the job: the vote raises it on all ranks."""
         try:
             job = handle.job
             handle.job = attrs.evolve(
                 job,
-                shards=self.memory.copies(job.shards),
+                shards=self.memory.copy_shards(job.shards),
                 objects=canonical.plain(dict(job.objects), "objects"),
                 rank_objects=canonical.plain(dict(job.rank_objects), "rank_objects"),
             )
@@ -259,13 +264,13 @@ def save_async(
     peers: Peers = ALONE,
     **options: Any,
 ) -> SaveHandle:
-    """`AsyncSaver.save` with its options; without a saver it is a save of its own, and its memory the handle's."""
+    """Save in the background with the options of `AsyncSaver.save`; without a saver, the handle owns the memory."""
     return (saver or AsyncSaver(peers)).save(root, tag, **options)
 
 
-def _run(handle: SaveHandle, peers: Peers, go: threading.Event) -> None:
-    """The background thread."""
-    go.wait()
+def _run(handle: SaveHandle, peers: Peers, may_run: threading.Event) -> None:
+    """Run the save in the background thread."""
+    may_run.wait()
     try:
         handle.path = run_save(handle.job, peers)
     except BaseException as error:
@@ -274,21 +279,21 @@ def _run(handle: SaveHandle, peers: Peers, go: threading.Event) -> None:
 
 
 def _warn_unreported(tag: str, unreported: list[str]) -> None:
-    """Of a handle that is gone."""
+    """Warn about an error that was never raised; called when the handle is deleted."""
     if unreported:
-        text = f"the background save of {tag!r} failed, and nobody asked how it went: {unreported[0]}"
+        text = f"the background save of {tag!r} failed and its error was never checked: {unreported[0]}"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
 
 
 @final
 @attrs.define(eq=False)
 class HostMemory:
-    """One stretch of memory for the copies of all tensors, kept while it is large enough."""
+    """One buffer for the copies of all tensors, reused while it is large enough."""
 
     data: Tensor = attrs.field(factory=lambda: torch.empty(0, dtype=torch.uint8))
 
-    def copies(self, shards: Sequence[ShardLike]) -> list[ShardLike]:
-        """The shards with copies of their tensors, valid until the next call."""
+    def copy_shards(self, shards: Sequence[ShardLike]) -> list[ShardLike]:
+        """Copy the tensors of the shards; the copies are valid until the next call."""
         sizes = [-(-shard.tensor.nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES for shard in shards]
         tensors = [shard.tensor.detach() for shard in shards]
         if len(self.data) < sum(sizes):
@@ -297,7 +302,7 @@ class HostMemory:
         start = 0
         for shard, tensor, size in zip(shards, tensors, sizes, strict=True):
             if tensor.dim() != 1:
-                check_shard(shard)  # says what is wrong; everything else the background will
+                check_shard(shard)  # raises; the background thread checks the rest
             room = self.data[start : start + tensor.nbytes].view(tensor.dtype)
             room.copy_(tensor, non_blocking=True)
             made.append(_CopiedShard(shard.name, shard.global_shape, shard.box, shard.span, room))
@@ -309,7 +314,7 @@ class HostMemory:
 @final
 @attrs.frozen(eq=False)
 class _CopiedShard:
-    """A copy of a shard that was checked."""
+    """The copy of a shard."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -319,17 +324,17 @@ class _CopiedShard:
 
 
 def _allocate(nbytes: int, pinned: bool) -> Tensor:
-    """(nbytes,) uint8; large pages where the system has them, as the first touch is what costs."""
+    """(nbytes,) uint8; on huge pages where the system supports them, as page faults dominate the cost."""
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     room = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them says so only now
+        with contextlib.suppress(OSError):  # not every kernel supports them
             room.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(room, dtype=torch.uint8)
 
 
 def _synchronize(tensors: Sequence[Tensor]) -> None:
-    """Until the copies from and to these tensors' devices are over."""
+    """Wait for the copies from and to the devices of these tensors."""
     for device in {each.device for each in tensors if each.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -1,24 +1,23 @@
-"""Commit protocol: the steps of rank 0 before and after the writing.
+"""Commit protocol: the steps of rank 0 before and after the writing; save.py is the outline.
 
-The protocol, of which save.py is the outline.  Only three facts count after a crash: which names the root folder
-holds, which names the checkpoint's folder holds, and whether the files' bytes are there.
+Only three things survive a crash: the names in the root folder, the names in the checkpoint's folder, and the synced
+bytes of files.
 
-    prepare  lock the root; sweep what crashes left; refuse a taken tag; make .tmp-<tag>-<attempt>
-    (write)  every rank: its file, synced, then the folder synced
-    commit   manifest written and synced, folder synced; now the folder is complete and durable, but has no name that
-             a reader looks at.  .latest-<attempt> written and synced.  rename to <tag>; sync the root: the commit
+    prepare  lock the root; sweep leftovers of crashes; raise if the tag exists; make .tmp-<tag>-<attempt>
+    (write)  every rank writes and syncs its files, then syncs the folder
+    commit   write and sync the manifest, sync the folder: it is complete and durable, under a name that readers
+             ignore.  Write and sync .latest-<attempt>.  Rename the folder to <tag> and sync the root: the commit
     publish  rename .latest-<attempt> to `latest`, sync the root
 
-A crash between the last two leaves .latest-<attempt> beside a checkpoint of that attempt: readers follow it, and the
-next save finishes the rename, so that a run resumes from the checkpoint it last saved and not from the one before.
+A crash between commit and publish leaves .latest-<attempt> beside a checkpoint of that attempt.  Readers follow it,
+and the next save finishes the rename, so a run resumes from the checkpoint it saved last.
 
-Replacing a tag takes two renames, as POSIX cannot swap folders: the old one becomes .old-<tag>-<attempt>, then
-the new one takes the name.  A crash between the two leaves the old one complete under its other name, where
-readers look (select.py) and from where the next save puts it back.  Nothing is synced between the two: whichever
-of them a power cut leaves, a whole checkpoint has a name that is looked at.
+Replacing a tag takes two renames, as POSIX cannot swap folders: the old folder becomes .old-<tag>-<attempt>, then the
+new one takes the name.  A crash between the two leaves the old checkpoint complete under its other name, which
+readers check (select.py) and the next save renames back.  No sync is needed between the two: whichever of them a
+power cut leaves, a whole checkpoint has a name that readers check.
 
-What commits raises; what only tidies up (removing remains) warns, since a file that cannot be removed must not stop
-the saves of a run.
+A failed commit raises; a failed cleanup warns, since a file that cannot be removed must not stop the saves of a run.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ from zckpt.storage.storage import Lock, PathKind, Storage
 class Phase(enum.Enum):
     """Progress of rank 0; determines what `__exit__` undoes."""
 
-    OPEN = "open"  # nothing of ours has a name that a reader looks at
-    COMMITTED = "committed"  # <tag> is ours and durable
+    OPEN = "open"  # no folder of this attempt has a name that readers check
+    COMMITTED = "committed"  # <tag> is of this attempt and durable
 
 
 class Participant:
-    """The part of every rank but 0: nothing.  Also the base of the one that does something."""
+    """Role of every rank except rank 0: no commit steps.  Base class of `Coordinator`."""
 
     def __enter__(self) -> Participant:
         return self
@@ -79,13 +78,13 @@ class Participant:
 @final
 @attrs.define(eq=False)
 class Coordinator(Participant):
-    """Rank 0's part of one attempt."""
+    """Role of rank 0 in one attempt."""
 
     place: AttemptPaths
     plan: SavePlan
     storage: Storage
     libraries: dict[str, str]
-    owner: str  # this job, for a second one that finds the root locked
+    owner: str  # description of this job, shown to a job that finds the root locked
     lock: Lock | None = None  # held from prepare to the end of the with block
     phase: Phase = Phase.OPEN
 
@@ -102,7 +101,7 @@ class Coordinator(Participant):
 
     def prepare(self) -> JSON:
         make_root(self.storage, self.place.root)
-        self.lock = self._locked()
+        self.lock = self._acquire_lock()
         if self.lock.is_exclusive:
             sweep(self.storage, self.place.root)
         self._check_tag_is_free()
@@ -114,10 +113,10 @@ class Coordinator(Participant):
         data = manifests.encode(build_manifest(self.plan, reports, self.libraries))
         if len(data) > manifests.MAX_NBYTES:
             raise CheckpointInputError(
-                f"the manifest is {len(data):,} bytes, and no reader takes more than {manifests.MAX_NBYTES:,}: give "
-                "large objects as tensors"
+                f"the manifest is {len(data):,} bytes, readers accept at most {manifests.MAX_NBYTES:,}: pass large "
+                "objects as tensors"
             )
-        schema.decode(data, self.place.manifest)  # the reader's own proof, before anything depends on it
+        schema.decode(data, self.place.manifest)  # the reader's checks, before the commit
         write_file(self.storage, self.place.manifest, data)
         self.storage.sync_folder(self.place.folder)
         if self.plan.request.latest:
@@ -136,7 +135,7 @@ class Coordinator(Participant):
                 self.storage.sync_folder(self.place.root)
             except OSError as error:
                 raise CheckpointWriteError(
-                    f"{self.place.final} is committed, but `latest` could not be updated: {os_error_text(error)}. "
+                    f"{self.place.final} is committed, but updating `latest` failed: {os_error_text(error)}. "
                     f"Load it with tag={self.place.tag!r}.",
                     path=str(self.place.latest),
                 ) from error
@@ -144,13 +143,13 @@ class Coordinator(Participant):
             remove(self.storage, self.place.aside)
         return None
 
-    def _locked(self) -> Lock:
+    def _acquire_lock(self) -> Lock:
         try:
             return self.storage.lock(self.place.lock, self.owner)
         except BlockingIOError as error:
             raise CheckpointWriteError(
-                f"another job is saving into {self.place.root}: {error.strerror}. Give each job its own root, or "
-                "wait for it to end.",
+                f"another job is saving into {self.place.root}: {error.strerror}. Use one root per job, or wait for "
+                "that job to end.",
                 path=str(self.place.lock),
             ) from error
 
@@ -164,7 +163,8 @@ class Coordinator(Participant):
             )
         if self.storage.kind(final / manifests.FILE_NAME) is not PathKind.FILE:
             raise CheckpointExists(
-                f"{final} exists and is no checkpoint (it has no {manifests.FILE_NAME}): it will not be replaced",
+                f"{final} exists and is not a checkpoint (it has no {manifests.FILE_NAME}), so it is not replaced: "
+                "choose another tag",
                 path=str(final),
             )
 
@@ -178,7 +178,7 @@ class Coordinator(Participant):
             )
 
     def _undo(self) -> None:
-        """Back to the state before the attempt, as far as the disk lets us; the next sweep does the rest."""
+        """Restore the state before the attempt, as far as the disk allows; the next sweep does the rest."""
         try:
             moved_aside = self.storage.kind(self.place.aside) is not PathKind.ABSENT
             if moved_aside and self.storage.kind(self.place.final) is PathKind.ABSENT:
@@ -187,11 +187,11 @@ class Coordinator(Participant):
                 if self.storage.kind(path) is not PathKind.ABSENT:
                     remove(self.storage, path)
         except OSError as error:
-            warnings.warn(f"not cleaned up: {os_error_text(error)}", CheckpointWarning, stacklevel=2)
+            warnings.warn(f"cleanup of a failed save: {os_error_text(error)}", CheckpointWarning, stacklevel=2)
 
 
 def make_root(storage: Storage, root: Path) -> None:
-    """The root and its missing parents, each one's name durable."""
+    """Make the root and its missing parents, and sync the name of each."""
     missing = []
     while storage.kind(root) is PathKind.ABSENT and root != root.parent:
         missing.append(root)
@@ -208,7 +208,7 @@ def write_file(storage: Storage, path: Path, data: bytes) -> None:
 
 
 def remove(storage: Storage, path: Path) -> None:
-    """A file or a folder with all it holds, its manifest first; a warning if the disk refuses."""
+    """Remove a file, or a folder with its content, the manifest first; a failure is a warning."""
     try:
         _remove(storage, path)
     except OSError as error:
@@ -223,14 +223,14 @@ def _remove(storage: Storage, path: Path) -> None:
 
 
 def sweep(storage: Storage, root: Path) -> None:
-    """Finish or remove what crashed attempts left: put back a checkpoint that was moved aside, and set `latest`.
+    """Finish or remove the leftovers of crashed attempts: rename a checkpoint moved aside back, and set `latest`.
 
-    Only under the root's lock: then no attempt is alive, and every remain is a dead one's.
+    Call it only under the root's lock: then no attempt is running, and every leftover is dead.
     """
     found = [each for each in map(parse_leftover, storage.names(root)) if each is not None]
     if not found:
         return
-    storage.sync_folder(root)  # a name seen here may be in memory only; what it makes redundant must not go first
+    storage.sync_folder(root)  # a name seen here may be in memory only; sync it before removing what it replaces
     for tag in sorted({each.tag for each in found if each.kind is LeftoverKind.ASIDE}):
         aside = newest_aside(storage, root, tag)
         if aside is not None and storage.kind(root / tag) is PathKind.ABSENT:
@@ -244,7 +244,7 @@ def sweep(storage: Storage, root: Path) -> None:
 
 
 def build_manifest(plan: SavePlan, reports: Sequence[JSON], libraries: dict[str, str]) -> Manifest:
-    """The manifest of a plan and the ranks' reports: for each of their files the checksums of its parts."""
+    """Build the manifest from a plan and the ranks' reports (for each of their files, the checksums of its parts)."""
     pieces: dict[str, list[Piece]] = {name: [] for name in plan.tensors}
     files = {}
     for rank, report in enumerate(reports):

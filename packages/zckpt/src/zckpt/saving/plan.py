@@ -1,13 +1,13 @@
 """Assignment of shards to ranks and files: a pure function of all ranks' proposals, equal on every rank.
 
-Each rank sends a proposal (its addresses, not its tensors); every rank then runs `settle` over all of them and comes
-to the same plan or the same error without asking again.  Nothing has touched the disk by then, so a rank that
-disagrees about the tag, or a tensor that has a hole, costs nothing but the message.
+Each rank sends a proposal (its addresses, not its tensors).  Every rank then runs `merge_proposals` over all of them
+and computes the same plan or the same error without further communication.  Nothing has been written by then, so a
+tag that differs between ranks, or a tensor with a hole, leaves no trace on disk.
 
-Who writes what all hold: pieces that only one rank has go to it; then, from large to small, each replicated
-piece goes to the rank with the fewest bytes so far.  (Longest processing time first: at most 4/3 of the best.)
-A rank's pieces go to its writers, one file each, by the same rule.  A piece so large that no order would balance it
-is cut first; pieces below 16 MiB never are, and a writer with less than that to do is left out.
+A piece that one rank holds is written by that rank.  Then, from large to small, each replicated piece goes to the
+rank with the fewest bytes so far (longest processing time first: at most 4/3 of the optimum).  A rank's pieces are
+distributed over its writers, one file each, by the same rule.  Pieces too large to balance are split first, but never
+below 16 MiB; a rank uses only as many writers as have 16 MiB to write.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ import torch
 from zckpt.errors import CheckpointInputError
 from zckpt.format import canonical
 from zckpt.format.canonical import JSON
-from zckpt.format.coverage import tiling_problem
-from zckpt.format.dtypes import dtype_name, dtype_of
 from zckpt.format.manifest import checksum
 from zckpt.format.paths import check_tag
-from zckpt.format.regions import Region
-from zckpt.format.safetensors_layout import FileLayout, TensorPart, place_parts
+from zckpt.format.regions import Region, tiling_problem
+from zckpt.format.safetensors_layout import FileLayout, TensorPart, dtype_name, dtype_of, place_parts
 from zckpt.format.shard import ShardLike, check_shard, describe, region_of, shape_of
 
-_MIN_NBYTES = 16 << 20  # the least that is worth a cut, and a file of its own
+_MIN_NBYTES = 16 << 20  # minimum bytes of a split piece, and of a writer's file
 
 
 @attrs.frozen(kw_only=True)
@@ -41,8 +39,8 @@ class SaveRequest:
     tag: str
     step: int
     latest: bool
-    overwrite: Literal["refuse", "replace"]  # what is done about a tag that is taken
-    writers: int = 1  # threads a rank, and files
+    overwrite: Literal["refuse", "replace"]  # action if the tag exists
+    writers: int = 1  # threads, and files, per rank
 
     @classmethod
     def of(cls, tag: str | None, step: int, *, latest: bool, overwrite: bool, writers: int) -> SaveRequest:
@@ -55,12 +53,15 @@ class SaveRequest:
             writers=writers,
         )
 
-    def checked(self) -> SaveRequest:
+    def validate(self) -> SaveRequest:
+        """Raise CheckpointInputError for an invalid argument; return self."""
         check_tag(self.tag)
         if isinstance(self.step, bool) or not isinstance(self.step, int) or not 0 <= self.step < 2**62:
-            raise CheckpointInputError(f"step {self.step!r} must be an int, 0 or more: it orders the checkpoints")
+            raise CheckpointInputError(f"step must be an int of at least 0, not {self.step!r}")
         if isinstance(self.writers, bool) or not isinstance(self.writers, int) or not 1 <= self.writers <= 64:
-            raise CheckpointInputError(f"writers {self.writers!r} must be an int, 1 to 64: threads a rank, and files")
+            raise CheckpointInputError(
+                f"writers (threads per rank) must be an int from 1 to 64, not {self.writers!r}"
+            )
         return self
 
 
@@ -68,24 +69,24 @@ class SaveRequest:
 class ShardSlice:
     """Elements [start, stop) of a shard's tensor."""
 
-    index: int  # which of the shards that its rank offered
+    index: int  # among the shards of its rank
     start: int
     stop: int
 
 
 @attrs.frozen
 class FilePlan:
-    """One file, and where its values come from."""
+    """One file, and the sources of its values."""
 
-    rank: int  # who writes it
+    rank: int  # that writes it
     name: str
     layout: FileLayout
-    sources: tuple[ShardSlice, ...]  # of each part of the layout
+    sources: tuple[ShardSlice, ...]  # one per part of the layout
 
 
 @attrs.frozen(kw_only=True)
 class SavePlan:
-    """Everything about a save but the values."""
+    """A whole save except the values of its tensors."""
 
     request: SaveRequest
     attempt: str
@@ -96,7 +97,7 @@ class SavePlan:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensor files."""
+        """Total size of the tensor files."""
         return sum(file.layout.nbytes for file in self.files)
 
     def files_of(self, rank: int) -> list[FilePlan]:
@@ -115,8 +116,8 @@ def propose(
     objects: Mapping[str, JSON],
     rank_objects: Mapping[str, JSON],
 ) -> JSON:
-    """This rank's side, as JSON; CheckpointInputError if it cannot be saved."""
-    request.checked()
+    """This rank's proposal, as JSON.  Raises CheckpointInputError if it cannot be saved."""
+    request.validate()
     for shard in shards:
         check_shard(shard)
     plain: dict[str, JSON] = canonical.plain(dict(objects), "objects")
@@ -131,7 +132,7 @@ def propose(
 
 
 def drop_objects(proposal: JSON, rank: int) -> JSON:
-    """Only rank 0's objects are stored; the others' digests are enough to compare."""
+    """Drop the objects of ranks other than 0: only rank 0's are stored, and digests suffice to compare."""
     return proposal if rank == 0 else {**proposal, "objects": {}}
 
 
@@ -143,7 +144,7 @@ def _address(shard: ShardLike) -> JSON:
 
 @attrs.frozen
 class _Offer:
-    """One shard as its rank announced it."""
+    """One shard of a rank's proposal."""
 
     rank: int
     source: ShardSlice
@@ -151,7 +152,7 @@ class _Offer:
 
 
 def merge_proposals(proposals: Sequence[JSON]) -> SavePlan:
-    """The plan that follows from every rank's proposal, in rank order; CheckpointInputError if none does."""
+    """Compute the plan from the proposals of all ranks, in rank order.  Raises CheckpointInputError if impossible."""
     request = SaveRequest(**_check_equal("save arguments", [each["request"] for each in proposals]))
     _check_objects([each["digests"] for each in proposals])
     offers = [offer for rank, each in enumerate(proposals) for offer in _offers(rank, each["shards"])]
@@ -177,7 +178,7 @@ def merge_proposals(proposals: Sequence[JSON]) -> SavePlan:
 
 
 def _metadata(tag: str, attempt: str, rank: int) -> dict[str, str]:
-    """Inside every tensor file, so that a file of another save put in its place can be named as such."""
+    """Metadata inside every tensor file, so that errors can identify a file of another save."""
     return {"format": "pt", "zckpt_tag": tag, "zckpt_attempt": attempt, "zckpt_rank": str(rank)}
 
 
@@ -192,7 +193,7 @@ def _file_plan(rank: int, writer: int, offers: Sequence[_Offer], metadata: dict[
 
 
 def _split_over_writers(offers: Sequence[_Offer], writers: int) -> list[list[_Offer]]:
-    """A rank's pieces over its writers, large ones first; none for a rank without pieces."""
+    """Distribute a rank's pieces over its writers, large ones first; [] for a rank without pieces."""
     count = min(writers, sum(offer.part.nbytes for offer in offers) // _MIN_NBYTES)
     lanes: list[list[_Offer]] = [[] for _ in range(max(1, count))]
     load = [0] * len(lanes)
@@ -204,12 +205,12 @@ def _split_over_writers(offers: Sequence[_Offer], writers: int) -> list[list[_Of
 
 
 def _file_order(offer: _Offer) -> tuple[int, str, object, object]:
-    """Falling itemsize keeps every tensor of a file aligned."""
+    """Sort key of a file's parts: decreasing itemsize keeps every tensor aligned."""
     return -offer.part.dtype.itemsize, offer.part.name, offer.part.region.box, offer.part.region.span
 
 
-def _by_value(values: Sequence[JSON]) -> str:
-    """ "'a' (rank 0, 1), 'b' (rank 2)": what ranks said, for an error."""
+def _ranks_by_value(values: Sequence[JSON]) -> str:
+    """ "'a' (rank 0, 1), 'b' (rank 2)": the values of all ranks, for an error."""
     ranks: dict[str, list[str]] = defaultdict(list)
     for rank, value in enumerate(values):
         ranks[repr(value)].append(str(rank))
@@ -219,20 +220,20 @@ def _by_value(values: Sequence[JSON]) -> str:
 
 def _check_equal(what: str, values: Sequence[dict[str, JSON]]) -> dict[str, JSON]:
     for key in values[0]:
-        said = [value[key] for value in values]
-        if any(each != said[0] for each in said):
-            raise CheckpointInputError(f"ranks disagree on {key} ({what}): {_by_value(said)}")
+        found = [value[key] for value in values]
+        if any(each != found[0] for each in found):
+            raise CheckpointInputError(f"ranks disagree on {key} ({what}): {_ranks_by_value(found)}")
     return values[0]
 
 
 def _check_objects(digests: Sequence[dict[str, str]]) -> None:
-    """`objects` are the run's: a rank gives the same as rank 0, or none."""
+    """Raise unless every rank passes the same `objects` as rank 0, or none."""
     for rank, mine in enumerate(digests):
         differing = sorted(key for key in {*mine, *digests[0]} if mine.get(key) != digests[0].get(key))
         if mine and differing:
             raise CheckpointInputError(
                 f"objects[{differing[0]!r}] of rank {rank} differs from rank 0's: objects are stored once for all "
-                "ranks. Give what differs by rank in rank_objects."
+                "ranks. Pass values that differ by rank in rank_objects."
             )
 
 
@@ -261,30 +262,30 @@ def _tensors(offers: Sequence[_Offer]) -> dict[str, tuple[torch.dtype, tuple[int
 
 
 def _assign(offers: Sequence[_Offer], world_size: int, writers: int) -> list[_Offer]:
-    """One owner for every distinct (name, region), or for each part of a large one."""
+    """Choose one owner for each distinct (name, region), or for each part of a large one."""
     holders: dict[tuple[str, Region], dict[int, _Offer]] = defaultdict(dict)
     for offer in offers:
         ranks = holders[offer.part.name, offer.part.region]
         if offer.rank in ranks:
             raise CheckpointInputError(
-                f"tensor {offer.part.name!r} {offer.part.region}: given twice by rank {offer.rank} (tied parameters "
-                "are one tensor: give them once)"
+                f"rank {offer.rank} passed tensor {offer.part.name!r} {offer.part.region} twice (tied parameters are "
+                "one tensor: pass them once)"
             )
         ranks[offer.rank] = offer
     total = sum(next(iter(ranks.values())).part.nbytes for ranks in holders.values())
     limit = max(_MIN_NBYTES, total // (2 * world_size * writers))
-    pieces = [piece for ranks in holders.values() for piece in _cut(ranks, limit)]
+    pieces = [piece for ranks in holders.values() for piece in _split_large(ranks, limit)]
     load = [0] * world_size
     chosen = []
-    for ranks in sorted(pieces, key=_hardest_first):
+    for ranks in sorted(pieces, key=_assignment_order):
         owner = ranks[min(ranks, key=lambda rank: (load[rank], rank))]
         load[owner.rank] += owner.part.nbytes
         chosen.append(owner)
     return chosen
 
 
-def _cut(ranks: dict[int, _Offer], limit: int) -> list[dict[int, _Offer]]:
-    """The piece that these ranks hold as pieces of at most `limit` bytes, nearly equal; most are one already."""
+def _split_large(ranks: dict[int, _Offer], limit: int) -> list[dict[int, _Offer]]:
+    """Split a piece into nearly equal pieces of at most `limit` bytes; most pieces stay whole."""
     part = next(iter(ranks.values())).part
     count = -(-part.nbytes // limit)
     if count == 1:
@@ -304,7 +305,7 @@ def _cut(ranks: dict[int, _Offer], limit: int) -> list[dict[int, _Offer]]:
     ]
 
 
-def _hardest_first(ranks: dict[int, _Offer]) -> tuple[bool, int, str, object, object]:
+def _assignment_order(ranks: dict[int, _Offer]) -> tuple[bool, int, str, object, object]:
     part = next(iter(ranks.values())).part
     return len(ranks) > 1, -part.nbytes, part.name, part.region.box, part.region.span
 
@@ -316,5 +317,5 @@ def _check_coverage(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], 
     for name, (dtype, shape) in tensors.items():
         if error := tiling_problem(shape, regions[name]):
             raise CheckpointInputError(
-                f"the shards of tensor {name!r}, {describe(dtype, shape)}, do not make it whole: {error}"
+                f"the shards of tensor {name!r}, {describe(dtype, shape)}, do not cover it exactly once: {error}"
             )

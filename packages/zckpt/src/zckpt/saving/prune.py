@@ -1,13 +1,13 @@
-"""Deleting checkpoints that a policy no longer wants.
+"""Deletion of checkpoints that a retention policy does not keep.
 
-Under the root's lock, so never beside a save.  Each one loses its name first, by one atomic rename to
-`.tmp-<tag>-<attempt>`, the name of what nobody reads and every later save sweeps; then its files go.  A crash at any
-moment leaves whole checkpoints and such remains, never half of one under its tag.  What was interrupted is swept
-first, so `latest` and the checkpoints are in their final places when they are judged.
+Pruning holds the root's lock, so it never runs during a save.  Each checkpoint first loses its name, by one atomic
+rename to `.tmp-<tag>-<attempt>`, which readers ignore and every later save sweeps; then its files are removed.  A
+crash at any moment leaves whole checkpoints and such leftovers, never half a checkpoint under its tag.  Leftovers of
+crashes are swept first, so `latest` and the checkpoints are in their final places before the policy runs.
 
-A process that is loading a checkpoint holds no lock: if a checkpoint is deleted under it, its load ends in a
-CheckpointReadError, never in wrong values.  The one that `latest` names and the newest are never deleted, and those
-are what processes load unasked; keep a few more (`last=3`) where others read older ones.
+A process that loads a checkpoint holds no lock.  If its checkpoint is deleted meanwhile, the load raises
+CheckpointReadError and never returns wrong values.  The checkpoint that `latest` names and the newest one, which
+processes load by default, are never deleted; keep a few more (`last=3`) if others read older ones.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import attrs
 
 from zckpt.errors import CheckpointError, CheckpointWarning, CheckpointWriteError, os_error_path, os_error_text
 from zckpt.format.paths import LATEST, AttemptPaths
-from zckpt.loading.checkpoint import Checkpoint
-from zckpt.loading.open import open_checkpoint
+from zckpt.loading.checkpoint import Checkpoint, open_checkpoint
 from zckpt.loading.select import list_checkpoints, pending_pointer
 from zckpt.saving.commit import remove, sweep
 from zckpt.saving.retention import (
@@ -44,8 +43,8 @@ from zckpt.storage.storage import LOCAL, Storage, read_all
 class PruneReport:
     """Result of `prune`, or its preview."""
 
-    decisions: tuple[RetentionDecision, ...]  # of each complete checkpoint, highest step first
-    damaged: tuple[str, ...]  # tags that are left alone, as they are no complete checkpoints; one line each
+    decisions: tuple[RetentionDecision, ...]  # one per complete checkpoint, highest step first
+    damaged: tuple[str, ...]  # "tag: problem" of checkpoints that are not complete; never deleted
 
     @property
     def removed(self) -> tuple[str, ...]:
@@ -55,12 +54,12 @@ class PruneReport:
 def prune(
     root: str | os.PathLike[str], keep: RetentionPolicy, *, storage: Storage = LOCAL, dry_run: bool = False
 ) -> PruneReport:
-    """Delete the checkpoints of a root that `keep` does not want.  One process calls it, no matter which.
+    """Delete the checkpoints of a root that `keep` does not keep.  One process calls it, on any rank.
 
-    Never deleted: the one that `latest` names, the newest complete one, and what is damaged.
-    dry_run: only say what would go; takes no lock and changes nothing.
+    The checkpoint that `latest` names, the newest complete one, and damaged ones are never deleted.
+    dry_run: report what would be deleted; takes no lock and changes nothing.
 
-    Raises CheckpointWriteError: a save into this root is under way, or the disk refuses.
+    Raises CheckpointWriteError: a save into this root is running, or the disk failed.
     """
     folder, storage = resolve_root(root, storage)
     try:
@@ -89,9 +88,9 @@ def prune(
 
 
 def prune_after_save(root: Path, keep: RetentionPolicy, saved: str, storage: Storage) -> None:
-    """`prune` after the save of the tag `saved` has succeeded, which stays: what goes wrong here is a warning.
+    """Prune after a successful save, and keep its tag `saved`.  Failures are warnings.
 
-    That includes whatever a policy of the caller's raises, since only one of the ranks that saved comes here.
+    So are errors that a caller's policy raises: only rank 0 gets here, and raising would make ranks disagree.
     """
     if keep is KEEP_ALL:
         return
@@ -107,7 +106,7 @@ def prune_after_save(root: Path, keep: RetentionPolicy, saved: str, storage: Sto
 
 
 def _decisions(root: Path, keep: RetentionPolicy, storage: Storage) -> tuple[PruneReport, dict[str, Checkpoint]]:
-    """The verdicts, and the complete checkpoints by tag."""
+    """The decisions, and the complete checkpoints by tag."""
     complete: dict[str, Checkpoint] = {}
     damaged = []
     for seen in list_checkpoints(root, storage=storage):
@@ -120,7 +119,7 @@ def _decisions(root: Path, keep: RetentionPolicy, storage: Storage) -> tuple[Pru
 
 
 def _latest_tags(storage: Storage, root: Path) -> Iterable[str]:
-    """Tags that a `latest` names, in its place or on its way there."""
+    """Tags that `latest` names, renamed into place or pending."""
     pending = pending_pointer(storage, root)
     if pending is not None:
         yield pending.tag
@@ -129,7 +128,7 @@ def _latest_tags(storage: Storage, root: Path) -> Iterable[str]:
 
 
 def _delete(checkpoint: Checkpoint, root: Path) -> None:
-    nameless = AttemptPaths(root, checkpoint.tag, checkpoint.manifest.attempt).folder
-    checkpoint.storage.rename(checkpoint.path, nameless)
+    hidden = AttemptPaths(root, checkpoint.tag, checkpoint.manifest.attempt).folder
+    checkpoint.storage.rename(checkpoint.path, hidden)
     checkpoint.storage.sync_folder(root)
-    remove(checkpoint.storage, nameless)
+    remove(checkpoint.storage, hidden)

@@ -1,11 +1,11 @@
 """Retention: a frozen policy, and a pure function that decides which checkpoints may be deleted.
 
-A checkpoint is kept if any rule wants it.  Over the rules stand three that nobody can turn off: the one that `latest`
-names, the newest complete one, and whatever is not a complete checkpoint (a damaged one is for a person to look
-at, and must not count as one of the last k, or k damaged ones would push out the last good one).
+A checkpoint is kept if any rule keeps it.  Three rules cannot be disabled: the checkpoint that `latest` names, the
+newest complete one, and everything that is not a complete checkpoint.  (A damaged one is for a person to inspect, and
+must not count as one of the last k: k damaged ones would push out the last good one.)
 
-The metric of `best` is what the run saved as `objects={"metrics": {"loss": 2.31}}`.  A checkpoint without it is no
-candidate for `best` and is judged by the other rules.
+The metric of `best` is what the run saved as `objects={"metrics": {"loss": 2.31}}`.  `best` ignores a checkpoint
+without it; the other rules still apply to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ METRICS = "metrics"  # key of a checkpoint's objects
 
 @attrs.frozen
 class Candidate:
-    """One complete checkpoint, as far as keeping it goes."""
+    """A complete checkpoint, as a retention policy sees it."""
 
     tag: str
     step: int
@@ -34,17 +34,17 @@ class Candidate:
 
 
 class RetentionPolicy(Protocol):
-    """A policy."""
+    """Rule that selects the checkpoints to keep."""
 
     def wants(self, found: Sequence[Candidate]) -> dict[str, str]:
-        """Tags to keep, each with the reason in words.  `found`: complete ones, highest step first."""
+        """Tags to keep -> the reason, as text.  `found`: complete checkpoints, highest step first."""
         ...
 
 
 @final
 @attrs.frozen
 class KeepAll:
-    """The policy that keeps all."""
+    """Policy that keeps all checkpoints."""
 
     def wants(self, found: Sequence[Candidate]) -> dict[str, str]:
         return {each.tag: "all are kept" for each in found}
@@ -66,10 +66,10 @@ def _at_least(low: int) -> Any:
 @final
 @attrs.frozen
 class Best:
-    """The `count` best by one metric."""
+    """Keep the `count` best checkpoints by one metric."""
 
     metric: str  # name in objects["metrics"]
-    mode: str = attrs.field(default="min")  # "min" | "max": which end is good
+    mode: str = attrs.field(default="min")  # "min" | "max": whether low or high is better
     count: int = attrs.field(default=1, validator=_at_least(1))
 
     def __attrs_post_init__(self) -> None:
@@ -84,11 +84,11 @@ class Best:
         metric, _, rest = text.partition(":")
         mode, _, count = rest.partition(":")
         if count and not count.isdecimal():
-            raise CheckpointInputError(f"{text!r}: {count!r} is no number; write METRIC[:min|max[:N]]")
+            raise CheckpointInputError(f"{text!r}: {count!r} is not a number; write METRIC[:min|max[:N]]")
         return cls(metric, mode or "min", int(count or 1))
 
     def of(self, found: Sequence[Candidate]) -> list[str]:
-        """Of equal ones the newer."""
+        """Tags of the best checkpoints; ties go to the newer."""
         sign, known = 1.0 if self.mode == "min" else -1.0, [each for each in found if self._knows(each)]
         scored = [(sign * each.metrics[self.metric], i, each.tag) for i, each in enumerate(known)]
         return [tag for _, _, tag in sorted(scored)[: self.count]]
@@ -98,7 +98,7 @@ class Best:
 
 
 def _as_best(given: object) -> object:
-    """("loss", "min") and ("loss", "min", 3) are what people write."""
+    """Convert `best` of Retention: "loss", ("loss", "min"), ("loss", "min", 3), Best(...), or a list of them."""
     if isinstance(given, str):
         return (Best(given),)
     if isinstance(given, Best):
@@ -116,14 +116,14 @@ def _as_patterns(given: str | Iterable[str]) -> tuple[str, ...]:
 @final
 @attrs.frozen(kw_only=True)
 class Retention:
-    """Keep the last few, and some of the rest.
+    """Keep the last few checkpoints, and others by rule.
 
     >>> Retention(last=3, every=1000, best=("loss", "min"), tags=("release-*",)).best
     (Best(metric='loss', mode='min', count=1),)
     """
 
-    last: int = attrs.field(default=1, validator=_at_least(1))  # the newest so many, by step
-    every: int = attrs.field(default=0, validator=_at_least(0))  # steps divisible by it; 0: no such rule
+    last: int = attrs.field(default=1, validator=_at_least(1))  # number of newest checkpoints, by step
+    every: int = attrs.field(default=0, validator=_at_least(0))  # keep steps divisible by it; 0: no such rule
     best: tuple[Best, ...] = attrs.field(default=(), converter=_as_best)
     tags: tuple[str, ...] = attrs.field(default=(), converter=_as_patterns)  # shell patterns
 
@@ -144,7 +144,7 @@ class Retention:
 @final
 @attrs.frozen
 class KeepAlso:
-    """A policy, and one more tag that stays: the save that asks for a deletion does not delete its own checkpoint."""
+    """A policy that also keeps one tag: a save with `keep` does not delete its own checkpoint."""
 
     keep: RetentionPolicy
     tag: str
@@ -158,7 +158,7 @@ class RetentionDecision:
     """Decision about one checkpoint, and its reason."""
 
     candidate: Candidate
-    reason: str  # "" if nothing keeps it: it may go
+    reason: str  # why it is kept; "": it may be deleted
 
     @property
     def is_removed(self) -> bool:
@@ -166,7 +166,7 @@ class RetentionDecision:
 
 
 def decide(keep: RetentionPolicy, found: Iterable[Candidate], pointed: Iterable[str]) -> list[RetentionDecision]:
-    """Each complete checkpoint's verdict, highest step first; `pointed` are the tags that `latest` names."""
+    """Decide on each complete checkpoint, highest step first.  pointed: the tags that `latest` names."""
     order = sorted(found, key=lambda each: (each.step, each.tag), reverse=True)
     reasons = keep.wants(order)
     if order:
@@ -177,7 +177,7 @@ def decide(keep: RetentionPolicy, found: Iterable[Candidate], pointed: Iterable[
 
 
 def metrics_of(objects: Mapping[str, JSON]) -> dict[str, float]:
-    """The numbers under objects["metrics"]; {} if there are none.  An int beyond every float is no metric."""
+    """The numbers under objects["metrics"]; {} if there are none.  Skips an int too large for a float."""
     found: JSON = objects.get(METRICS)
     if not isinstance(found, dict):
         return {}

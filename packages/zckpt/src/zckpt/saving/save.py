@@ -1,10 +1,10 @@
-"""The verb `save`: plan, prepare, write, commit, publish, each stage ended by a vote of all ranks.
+"""The verb `save`: plan, prepare, write, commit, publish; each stage ends in a vote of all ranks.
 
-Durability is argued in commit.py, agreement in vote.py, the plan in plan.py.  After any failure all ranks raise
-the same error, the attempt's folder is gone, and every earlier checkpoint is as it was.
+commit.py explains durability, ranks.py agreement, plan.py the plan.  After any failure all ranks raise the same
+error, the attempt's folder is removed, and every earlier checkpoint is unchanged.
 
-What is given is taken down as an Order first, and `carry_out` does the rest: between the two a background save puts
-copies in the place of the tensors (background.py).
+The arguments become a SaveJob, which `run_save` executes; a background save replaces the job's tensors by copies in
+between (background.py).
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from zckpt.format.canonical import JSON
 from zckpt.format.manifest import library_versions
 from zckpt.format.paths import AttemptPaths
 from zckpt.format.shard import ShardLike
-from zckpt.ranks.peers import ALONE, Peers
-from zckpt.ranks.vote import Vote
+from zckpt.ranks import ALONE, Peers, Vote
 from zckpt.saving.commit import Coordinator, Participant
 from zckpt.saving.plan import FilePlan, SavePlan, SaveRequest, ShardSlice, drop_objects, merge_proposals, propose
 from zckpt.saving.prune import prune_after_save
 from zckpt.saving.retention import KEEP_ALL, RetentionPolicy
-from zckpt.sources.views import Tensors, Views, shards_of, with_views
+from zckpt.sources.views import Tensors, Views, add_view_objects, shards_of
 from zckpt.storage import safetensors_file as safefile
 from zckpt.storage.locate import resolve_root
 from zckpt.storage.storage import LOCAL, Storage
@@ -54,25 +53,25 @@ def save(
     keep: RetentionPolicy = KEEP_ALL,
     storage: Storage = LOCAL,
 ) -> Path:
-    """Save one checkpoint; returns its folder, `<root>/<tag>`.  Every rank of `peers` calls it alike.
+    """Save one checkpoint and return its folder, `<root>/<tag>`.  Every rank of `peers` calls it.
 
-    root: a folder that all ranks see, or the URL of a store ("s3://bucket/run"); `remote(url, ...)` as storage gives
-        it options.
-    tag: the folder's name; step-<step> if it is not given.
-    shards: what this rank holds.  All ranks' shards together make each tensor whole; a region that several ranks
-        give is written by one of them.  The tensors are read in place and must not change before the return.
-    tensors: more of them that need no address: whole tensors by name, or `views` of a model and an optimizer.
+    root: a folder that all ranks see, or the URL of a store ("s3://bucket/run"); storage=remote(url, ...) passes
+        options to the store.
+    tag: the folder's name; default step-<step>.
+    shards: the tensors of this rank.  The shards of all ranks together cover each tensor; a region that several ranks
+        hold is written by one of them.  The tensors are read in place and must not change before the return.
+    tensors: tensors without addresses: whole tensors by name, or `views` of a model and an optimizer.
     objects: JSON values of the run, the same on every rank (or {} on all but rank 0); see `canonical`.
     rank_objects: JSON values of this rank, such as its random state.
     step: orders the checkpoints of a root.
     latest: make `<root>/latest` name this tag.
-    overwrite: replace a checkpoint of this tag instead of refusing.
-    writers: threads, and files, of each rank; small checkpoints use fewer.  Each needs a buffer of 8 MiB, and another
+    overwrite: replace a checkpoint of this tag instead of raising.
+    writers: threads, and files, per rank; small checkpoints use fewer.  Each needs a buffer of 8 MiB, and another
         one for tensors on a GPU.
-    keep: after the save, delete the checkpoints of this root that the policy does not want (prune.py); what goes
-        wrong there is a warning.
+    keep: retention policy; after the save, deletes the checkpoints of this root that it does not keep (prune.py).  A
+        failure there is a warning.
 
-    On return the checkpoint survives a power cut.  Raises, on every rank alike: CheckpointInputError (what was given
+    On return the checkpoint survives a power cut.  Raises, the same on every rank: CheckpointInputError (arguments
     cannot be saved, or ranks disagree), CheckpointExists, CheckpointWriteError (disk or peers failed; names the rank
     and the path).
     """
@@ -83,7 +82,7 @@ def save(
 
 @attrs.frozen(eq=False)
 class SaveContent:
-    """The state to save, as given."""
+    """The state to save, as passed by the caller."""
 
     shards: Iterable[ShardLike]
     tensors: Tensors
@@ -97,14 +96,14 @@ class SaveJob:
 
     root: Path
     request: SaveRequest
-    shards: Sequence[ShardLike]  # all, those of `tensors` last
-    num_given: int  # how many of them came as shards
-    tensors: Tensors  # a mapping or views, as given; else nothing
+    shards: Sequence[ShardLike]  # all of them; those made from `tensors` last
+    num_given: int  # number of `shards` that were passed as shards
+    tensors: Tensors  # a mapping or views, as passed; else empty
     objects: Mapping[str, JSON]
     rank_objects: Mapping[str, JSON]
     keep: RetentionPolicy
     storage: Storage
-    error: Exception | None = None  # why there is nothing to save; told to all ranks
+    error: Exception | None = None  # raised by the arguments; the planning vote sends it to all ranks
 
     @classmethod
     def of(
@@ -115,7 +114,7 @@ class SaveJob:
         keep: RetentionPolicy,
         storage: Storage,
     ) -> SaveJob:
-        """Raises nothing: a rank that went away now would leave the others waiting."""
+        """Build the job.  Stores an error instead of raising it: raising now would leave the other ranks waiting."""
         try:
             return cls._of(root, request, content, keep, storage)
         except Exception as error:
@@ -140,7 +139,7 @@ class SaveJob:
             shards=[*shards, *shards_of(tensors)],
             num_given=len(shards),
             tensors=tensors,
-            objects=with_views(content.objects, tensors),
+            objects=add_view_objects(content.objects, tensors),
             rank_objects=content.rank_objects,
             keep=keep,
             storage=storage,
@@ -151,7 +150,7 @@ class SaveJob:
 
 
 def run_save(job: SaveJob, peers: Peers) -> Path:
-    """The stages of a save, on every rank alike."""
+    """Run the stages of a save; every rank calls it."""
     vote = job.vote(peers)
 
     def proposal() -> JSON:
@@ -173,7 +172,7 @@ def run_save(job: SaveJob, peers: Peers) -> Path:
 
 
 def _with_own_error(job: SaveJob, work: Callable[[], list[JSON]]) -> list[JSON]:
-    """An error of the caller's own code, such as its generator of shards, goes on as itself where it was raised."""
+    """On the rank where the caller's own code raised (e.g. its generator of shards), raise that error unchanged."""
     try:
         return work()
     except CheckpointError:
@@ -192,7 +191,7 @@ def _make_coordinator(place: AttemptPaths, plan: SavePlan, peers: Peers, storage
 def write_rank(
     place: AttemptPaths, plan: SavePlan, shards: Sequence[ShardLike], rank: int, storage: Storage
 ) -> list[list[str]]:
-    """Write, hash and sync this rank's files, a thread each; returns the checksums of the parts of each."""
+    """Write, hash and sync this rank's files, one thread per file; return the part checksums of each file."""
     files = plan.files_of(rank)
     jobs = [partial(_write_file, place, file, shards, storage) for file in files]
     written = run_jobs(jobs, len(jobs))

@@ -1,8 +1,8 @@
 """The random state of a process: Python, NumPy's global generator, torch on the CPU and on every CUDA device.
 
-Captured as JSON (byte states in base64), so it goes into a checkpoint's `rank_objects`.  Private generators
-(torch.Generator, numpy.random.Generator, random.Random) belong to whoever made them.  A data loader should have
-one: iterating over a loader without one draws its seed from torch's global state, after any restore.
+The state is captured as JSON (byte states in base64), so it fits a checkpoint's `rank_objects`.  Private generators
+(torch.Generator, numpy.random.Generator, random.Random) are not captured: save them yourself.  Give a data loader its
+own generator: iterating over a loader without one draws a seed from torch's global state, after any restore.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ _CUDA_NBYTES = 16
 
 
 def capture() -> dict[str, JSON]:
-    """The state now; {"python", "numpy", "torch", "cuda"}.  "cuda" is [] where CUDA has not been used."""
+    """Return the current state: {"python", "numpy", "torch", "cuda"}.  "cuda" is [] if CUDA was not used."""
     version, words, gauss = random.getstate()
     cuda = torch.cuda.get_rng_state_all() if _cuda_is_used() else []
     return {
         "python": {"version": version, "words": list(words), "gauss": gauss},
-        "numpy": _pack(np.random.get_state(legacy=False)),
+        "numpy": _encode_numpy(np.random.get_state(legacy=False)),
         "torch": _encode(torch.get_rng_state()),
         "cuda": [_encode(state) for state in cuda],
     }
 
 
 def restore(state: Mapping[str, JSON]) -> tuple[str, ...]:
-    """Put back what `capture` returned, so that every later draw is bit-identical.
+    """Restore a state that `capture` returned, so that every later draw is bit-identical.
 
-    Returns what could not be put back, in words: () unless the number of CUDA devices has changed.
-    CheckpointInputError if it is no such state; nothing is changed then.
+    Returns messages about what could not be restored: () unless the number of CUDA devices has changed.
+    Raises CheckpointInputError for an invalid state; nothing is changed then.
     """
     return prepare(state)()
 
 
 def prepare(state: Mapping[str, JSON]) -> Callable[[], tuple[str, ...]]:
-    """Decode what `capture` returned; the result puts it back, as `restore` does, and cannot fail.
+    """Decode a state that `capture` returned; the returned function restores it and cannot fail.
 
-    CheckpointInputError if it is no such state, or one of another NumPy generator than this process has.
+    Raises CheckpointInputError for an invalid state, or if NumPy's generator is another one than in this process.
     """
     top = Node(dict(state) if isinstance(state, Mapping) else state, "", CheckpointInputError)
     try:
@@ -59,15 +59,15 @@ def prepare(state: Mapping[str, JSON]) -> Callable[[], tuple[str, ...]]:
         cpu = _cpu_state(torch_state)
         devices = [_cuda_state(each) for each in cuda.items()]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CheckpointInputError(f"not a random state that capture() made here: {error}") from error
+        raise CheckpointInputError(f"not a random state of capture(), or not for this process: {error}") from error
 
-    def put_back() -> tuple[str, ...]:
+    def apply() -> tuple[str, ...]:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(cpu)
         return _restore_cuda(devices)
 
-    return put_back
+    return apply
 
 
 def _python_state(node: Node) -> tuple[Any, ...]:
@@ -83,25 +83,25 @@ def _python_state(node: Node) -> tuple[Any, ...]:
 
 def _numpy_state(node: Node) -> dict[str, Any]:
     """The saved state, checked member by member against the state of the current generator."""
-    made = _like(node, np.random.get_state(legacy=False))
+    made = _decode_like(node, np.random.get_state(legacy=False))
     if made["has_gauss"] > 1:
         node.fail(f"has_gauss must be 0 or 1, is {made['has_gauss']}")
     if made["state"].get("pos", 0) > _MT19937_WORDS:
-        node.fail("state.pos lies outside of it")  # NumPy would read there
+        node.fail(f"state.pos must be at most {_MT19937_WORDS}")  # NumPy would read beyond the state
     assert isinstance(made, dict)
     return made
 
 
-def _like(node: Node, ours: Any) -> Any:
+def _decode_like(node: Node, ours: Any) -> Any:
     if isinstance(ours, dict):
-        return {key: _like(part, ours[key]) for key, part in zip(ours, node.fields(*ours))}
+        return {key: _decode_like(part, ours[key]) for key, part in zip(ours, node.fields(*ours))}
     if isinstance(ours, np.ndarray):
         dtype, data = node.fields("dtype", "base64")
         if dtype.value != ours.dtype.str:
             dtype.fail(f"must be {ours.dtype.str!r}")
-        found = np.frombuffer(_raw(data), dtype=ours.dtype).copy()
+        found = np.frombuffer(_decode_base64(data), dtype=ours.dtype).copy()
         if found.shape != ours.shape:
-            data.fail(f"holds {found.size} numbers, and {ours.size} are needed")
+            data.fail(f"holds {found.size} numbers, expected {ours.size}")
         return found
     if isinstance(ours, str):
         if node.value != ours:
@@ -111,24 +111,24 @@ def _like(node: Node, ours: Any) -> Any:
 
 
 def _cpu_state(node: Node) -> Tensor:
-    state = _bytes(node)
+    state = _decode_tensor(node)
     try:
         torch.Generator().set_state(state)
     except (TypeError, RuntimeError) as error:
-        node.fail(f"is no state of torch's generator: {error}")
+        node.fail(f"is not a state of torch's generator: {error}")
     return state
 
 
 def _cuda_state(node: Node) -> Tensor:
-    """Seed and offset, of which the second is a multiple of 4."""
-    state = _bytes(node)
+    """Decode seed and offset; the offset is a multiple of 4."""
+    state = _decode_tensor(node)
     if state.numel() != _CUDA_NBYTES or int(state.view(torch.int64)[1]) % 4:
-        node.fail("is no state of a CUDA generator")
+        node.fail("is not a state of a CUDA generator")
     return state
 
 
 def _cuda_is_used() -> bool:
-    """Asking for the state would create a context on a GPU that the process leaves alone."""
+    """True if this process uses CUDA; reading a state would otherwise create a context on an unused GPU."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
@@ -138,28 +138,30 @@ def _restore_cuda(states: list[Tensor]) -> tuple[str, ...]:
         torch.cuda.set_rng_state(saved, device)
     if len(states) <= count:
         return ()
-    return (f"random states of {len(states) - count} CUDA devices were saved that this process does not have",)
+    return (
+        f"this process has {count} CUDA devices; the random states of {len(states) - count} more were not restored",
+    )
 
 
 def _encode(state: Tensor) -> str:
     return base64.b64encode(state.cpu().numpy().tobytes()).decode()
 
 
-def _bytes(node: Node) -> Tensor:
-    return torch.tensor(list(_raw(node)), dtype=torch.uint8)
+def _decode_tensor(node: Node) -> Tensor:
+    return torch.tensor(list(_decode_base64(node)), dtype=torch.uint8)
 
 
-def _raw(node: Node) -> bytes:
+def _decode_base64(node: Node) -> bytes:
     try:
         return base64.b64decode(node.text(), validate=True)
     except binascii.Error as error:
-        node.fail(f"is no base64: {error}")
+        node.fail(f"is not base64: {error}")
 
 
-def _pack(value: JSON) -> JSON:
-    """NumPy's state is a dict of ints, strings, arrays and dicts of these, whatever the bit generator."""
+def _encode_numpy(value: JSON) -> JSON:
+    """Encode NumPy's state: ints, strings, arrays and dicts of these, for any bit generator."""
     if isinstance(value, dict):
-        return {key: _pack(item) for key, item in value.items()}
+        return {key: _encode_numpy(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
         data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
         return {"dtype": value.dtype.str, "base64": data}

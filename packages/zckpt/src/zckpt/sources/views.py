@@ -1,19 +1,23 @@
-"""A model and an optimizer as tensors with names: what a plain script gives to save and load.
+"""A model and an optimizer as named tensors, for plain scripts.
 
     zckpt.save(path, tensors=zckpt.views(model, optimizer), step=100)
     zckpt.load(path, tensors=zckpt.views(model, optimizer))
 
-Weights and persistent buffers are `model.<name>`, optimizer tensors `optimizer.<key>.<name of the parameter>`; what
-is no tensor (hyperparameters of the groups, counters that are numbers) is JSON in the checkpoint's objects, under
-"zckpt.views".  So the order of the parameters is not part of a checkpoint, and no pickle is.
+Weights and persistent buffers are `model.<name>`, optimizer tensors `optimizer.<key>.<parameter name>`.  Other values
+(hyperparameters of the groups, counters) are JSON in the checkpoint's objects, under "zckpt.views".  So the order of
+the parameters is not part of a checkpoint, and no pickle is needed.
 
-A view is made when it is asked for, so one object serves every save of a run.  To load, an optimizer that has not
-stepped yet gets the state that the checkpoint says it had, once all has been read; tensors that it has already are
-filled in place, as the weights are.  A model whose optimizer state is not there is refused unless that is asked for:
-a silent restart of Adam's moments is a bug that only the loss curve tells.
+Views are evaluated on each use, so one object serves every save of a run.  On load, tensors that the optimizer
+already has are filled in place, like the weights; an optimizer that has not stepped yet receives its state after
+everything has been read.  A checkpoint without optimizer state raises, unless the caller skips it: silently
+restarting Adam's moments is a bug that only the loss curve shows.
 
-Tied weights are one tensor, under the first name.  A parameter that is not contiguous is saved, and loaded, through
-a contiguous copy.  DTensors (FSDP2) have an address of their own (dtensors.py); every rank gives its part.
+Tied weights are one tensor, under the first name.  A non-contiguous parameter is saved and loaded through a
+contiguous copy.
+
+DTensors (FSDP2) get an address from their placements: a plain `Shard` splits a dim like torch.chunk, with
+ceil(size / ranks) rows per rank until none are left; placements on several mesh axes split one after the other, from
+the first axis on.  Only attributes are read, so torch.distributed.tensor is not imported.
 """
 
 from __future__ import annotations
@@ -28,30 +32,30 @@ from torch import Tensor
 from zckpt.errors import CheckpointInputError, CheckpointMismatch
 from zckpt.format import canonical
 from zckpt.format.canonical import JSON
-from zckpt.format.shard import Shard, ShardLike
-from zckpt.sources.dtensors import is_dtensor, local_part, local_shard
+from zckpt.format.regions import Box, box_numel, whole_box
+from zckpt.format.shard import Shard, ShardLike, whole
 
-VIEWS_KEY = "zckpt.views"  # in the checkpoint's objects
+VIEWS_KEY = "zckpt.views"  # key in the checkpoint's objects
 MODEL, OPTIMIZER = "model.", "optimizer."
 
 _DtypeShape: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"  # dtype and shape of a stored tensor
 
 
 def views(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Views:
-    """The state of a model, and of its optimizer, for `save` and `load`.  Of a wrapped model give the inner one."""
+    """The state of a model and its optimizer, for `save` and `load`.  Pass the inner module of a wrapped model."""
     return Views(model, optimizer)
 
 
 @final
 @attrs.frozen(eq=False)
 class Views:
-    """Invariant: nothing of the model or the optimizer is kept but the two themselves."""
+    """Named tensors of a model and an optimizer.  Holds references to the two and no tensors."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer | None
 
     def shards(self) -> list[Shard]:
-        """Everything that is a tensor now, by name."""
+        """The current tensors, as named shards."""
         made = [_whole(MODEL + name, tensor) for name, tensor in self._weights().items()]
         for name, state in self._states():
             made += [
@@ -60,7 +64,7 @@ class Views:
         return made
 
     def objects(self) -> JSON:
-        """Everything else."""
+        """The values that are not tensors, as JSON."""
         if self.optimizer is None:
             return {}
         names = self._names()
@@ -83,9 +87,9 @@ class Views:
         return made
 
     def prepare(self, saved: JSON, kinds: Mapping[str, _DtypeShape], *, optimizer: bool) -> RestorePlan:
-        """Plan a restore from a save's `objects` and its tensors; modifies nothing.
+        """Plan a restore from the saved `objects` and the dtypes and shapes of the saved tensors; modify nothing.
 
-        Raises CheckpointMismatch: the optimizer's state is required and absent, or belongs to another optimizer.
+        Raises CheckpointMismatch if the optimizer's state is required and absent, or belongs to another optimizer.
         """
         restore = RestorePlan()
         self._prepare_weights(kinds, restore)
@@ -94,7 +98,7 @@ class Views:
         return restore
 
     def _prepare_weights(self, kinds: Mapping[str, _DtypeShape], restore: RestorePlan) -> None:
-        """Parameters and buffers in place; what the state_dict makes up (extra state) through load_state_dict."""
+        """Restore parameters and buffers in place, and extra state of modules through load_state_dict."""
         own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
         made: dict[str, Tensor] = {}
         for name, tensor in self._weights().items():
@@ -111,20 +115,20 @@ class Views:
         saved = saved.get("optimizer") if isinstance(saved, dict) else None
         if not isinstance(saved, dict):
             raise CheckpointMismatch(
-                'the checkpoint holds no optimizer state. Load with optimizer="skip" to begin its state anew, and '
-                "say so in your logs."
+                'the checkpoint holds no optimizer state. Load with optimizer="skip" to start with a fresh state, '
+                "and log that."
             )
         if saved["kind"] != type(optimizer).__name__:
             raise CheckpointMismatch(
                 f"the checkpoint holds the state of {saved['kind']}, the optimizer is {type(optimizer).__name__}. "
-                'Load with optimizer="skip" to begin its state anew.'
+                'Load with optimizer="skip" to start with a fresh state.'
             )
         names = self._names()
         mine = [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         theirs = [group["params"] for group in saved["groups"]]
         if mine != theirs:
             raise CheckpointMismatch(
-                f"the optimizer's groups hold other parameters: {_first_difference(mine, theirs)}"
+                f"the optimizer's groups hold other parameters than the saved ones: {_first_difference(mine, theirs)}"
             )
         keys = sorted({name[len(OPTIMIZER) :].split(".", 1)[0] for name in kinds if name.startswith(OPTIMIZER)})
         states: dict[Tensor, dict[str, Any]] = {}
@@ -156,27 +160,27 @@ class Views:
         return found
 
     def _names(self) -> dict[int, str]:
-        """id of a parameter -> its name; CheckpointInputError if the optimizer has one that the model has not."""
+        """id of a parameter -> its name.  Raises CheckpointInputError for a parameter that is not in the model."""
         names = {id(tensor): name for name, tensor in self._weights().items()}
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 if id(parameter) not in names:
                     raise CheckpointInputError(
-                        f"the optimizer's parameter {index} in a group, {tuple(parameter.shape)}, is none of "
-                        "the model's"
+                        f"the optimizer's parameter {index} in a group, of shape {tuple(parameter.shape)}, is not a "
+                        "parameter of the model"
                     )
         return names
 
     def _states(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(name of a parameter, its state) of those that have one."""
+        """Yield (name, state) of each parameter that has a state."""
         if self.optimizer is None:
             return
         names = self._names()
         unknown = [key for key, state in self.optimizer.state.items() if state and id(key) not in names]
         if unknown:
             raise CheckpointInputError(
-                f"{type(self.optimizer).__name__} keeps state of {len(unknown)} things that are no parameters of "
-                f"the model ({type(unknown[0]).__name__} first): it would be lost. Save it yourself, in objects="
+                f"{type(self.optimizer).__name__} keeps state under {len(unknown)} keys that are not parameters of "
+                f"the model (first: a {type(unknown[0]).__name__}), which `views` cannot save. Save it in objects="
             )
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -188,7 +192,7 @@ Tensors: TypeAlias = "Mapping[str, Tensor] | Views | Iterable[ShardLike]"
 
 
 def shards_of(tensors: Tensors) -> list[ShardLike]:
-    """Whatever `save` takes as tensors, with addresses."""
+    """Convert the `tensors` argument of `save` to shards."""
     if isinstance(tensors, Views):
         return list(tensors.shards())
     if isinstance(tensors, Mapping):
@@ -196,8 +200,8 @@ def shards_of(tensors: Tensors) -> list[ShardLike]:
     return list(tensors)
 
 
-def targets(tensors: Tensors, saved: JSON, kinds: Mapping[str, _DtypeShape], *, optimizer: bool) -> RestorePlan:
-    """Whatever `load` takes as tensors, as what to fill; the other arguments as in Views.prepare."""
+def plan_restore(tensors: Tensors, saved: JSON, kinds: Mapping[str, _DtypeShape], *, optimizer: bool) -> RestorePlan:
+    """Convert the `tensors` argument of `load` to a plan; the other arguments as in Views.prepare."""
     if isinstance(tensors, Views):
         return tensors.prepare(saved, kinds, optimizer=optimizer)
     restore = RestorePlan()
@@ -209,33 +213,31 @@ def targets(tensors: Tensors, saved: JSON, kinds: Mapping[str, _DtypeShape], *, 
     return restore
 
 
-def with_views(objects: Mapping[str, JSON], tensors: Tensors) -> Mapping[str, JSON]:
-    """`objects` with what the views have to say beside their tensors."""
+def add_view_objects(objects: Mapping[str, JSON], tensors: Tensors) -> Mapping[str, JSON]:
+    """Add the JSON values of views to `objects`."""
     if not isinstance(tensors, Views):
         return objects
     if VIEWS_KEY in objects:
-        raise CheckpointInputError(
-            f"objects[{VIEWS_KEY!r}] is where `views` keeps what is no tensor: use another key"
-        )
+        raise CheckpointInputError(f"objects[{VIEWS_KEY!r}] is reserved for `views`: use another key")
     return {**objects, VIEWS_KEY: tensors.objects()}
 
 
 @final
 @attrs.define(eq=False)
 class RestorePlan:
-    """Tensors to fill, and what to do when all are."""
+    """Tensors to fill, and actions to run when all are filled."""
 
     shards: list[ShardLike] = attrs.field(factory=list)
     finishers: list[Callable[[], object]] = attrs.field(factory=list)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """`tensor`: any strides; one that is not contiguous is filled at the end."""
-        here = local_part(tensor)
-        straight = here
-        if not here.is_contiguous():
-            straight = here.contiguous()  # with its values, as nothing may be read into it
-            self.add_finisher(lambda: here.copy_(straight))
-        self.shards.append(local_shard(name, tensor, straight))
+        """Add a tensor of any strides; a non-contiguous one is filled through a copy at the end."""
+        local = local_part(tensor)
+        target = local
+        if not local.is_contiguous():
+            target = local.contiguous()  # with its values, in case the checkpoint does not fill it
+            self.add_finisher(lambda: local.copy_(target))
+        self.shards.append(local_shard(name, tensor, target))
 
     def add_finisher(self, action: Callable[[], object]) -> None:
         self.finishers.append(action)
@@ -251,22 +253,24 @@ def _whole(name: str, tensor: Tensor) -> Shard:
 
 def _state_name(key: str, name: str) -> str:
     if not isinstance(key, str) or "." in key:
-        raise CheckpointInputError(f"the optimizer keeps {key!r} of {name}: a key must be a str without dots")
+        raise CheckpointInputError(
+            f"the optimizer's state of {name} has key {key!r}: a key must be a str without dots"
+        )
     return f"{OPTIMIZER}{key}.{name}"
 
 
 def _plain(value: object) -> JSON:
-    """A hyperparameter; a learning rate may be a tensor of one element."""
+    """A hyperparameter as a plain value; a learning rate may be a tensor of one element."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _state_tensor(old: object, kind: _DtypeShape, parameter: Tensor, on_device: bool) -> Tensor:
-    """The tensor of a state to fill: the one that is there, if it fits, or a new one where torch would have it."""
+    """The state tensor to fill: the existing one if dtype and shape match, else a new one on torch's device."""
     dtype, shape = kind
     if isinstance(old, Tensor) and (old.dtype, tuple(old.shape)) == kind:
         return old
     if is_dtensor(parameter) and shape == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=dtype)  # cut as the parameter is
+        return torch.empty_like(parameter, dtype=dtype)  # sharded like the parameter
     device = parameter.device if shape or on_device else torch.device("cpu")
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -274,7 +278,7 @@ def _state_tensor(old: object, kind: _DtypeShape, parameter: Tensor, on_device: 
 def _restore_optimizer(
     optimizer: torch.optim.Optimizer, states: Mapping[Tensor, dict[str, Any]], groups: JSON
 ) -> None:
-    """States and hyperparameters, in place where something refers to them."""
+    """Set states and hyperparameters; tensors in groups are filled in place, as schedulers may hold them."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state.pop(parameter, None)
@@ -297,7 +301,47 @@ def _first_difference(mine: list[list[str]], theirs: list[list[str]]) -> str:
         for a, b in ((mine[index], theirs[index]), (theirs[index], mine[index]))
     )
     return (
-        f"group {index} has {here} here only, {saved} saved only"
+        f"group {index} has {here} only here, {saved} only in the checkpoint"
         if here or saved
-        else f"group {index}: another order"
+        else f"group {index} has another order of parameters"
     )
+
+
+def is_dtensor(tensor: object) -> bool:
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The memory of this rank: the local part of a DTensor, or the tensor itself."""
+    part: Any = tensor.detach()
+    local: Tensor = part.to_local() if is_dtensor(part) else part
+    return local
+
+
+def local_shard(name: str, tensor: Tensor, local: Tensor) -> Shard:
+    """Shard of `tensor` whose values are `local`, the contiguous part that this rank holds."""
+    if not is_dtensor(tensor):
+        return whole(name, local)
+    box = box_of(name, tensor)
+    if tuple(local.shape) != tuple(hi - lo for lo, hi in box) and box_numel(box) + local.numel() > 0:
+        raise CheckpointInputError(f"{name}: its local part has shape {tuple(local.shape)}, expected box {box}")
+    return Shard(name, tuple(tensor.shape), box, (0, box_numel(box)), local.view(-1))
+
+
+def box_of(name: str, tensor: Any) -> Box:
+    """Box of a DTensor on this rank.  Raises CheckpointInputError for placements other than Shard and Replicate."""
+    box = list(whole_box(tuple(tensor.shape)))
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        if type(placement).__name__ != "Shard":
+            raise CheckpointInputError(
+                f"{name} is a DTensor with the placement {placement}: only Shard and Replicate are supported. Pass "
+                "its local part as a zckpt.Shard in shards="
+            )
+        dim = placement.dim % len(box)
+        lo, hi = box[dim]
+        step = -(-(hi - lo) // tensor.device_mesh.size(axis))
+        first = min(lo + step * tensor.device_mesh.get_local_rank(axis), hi)
+        box[dim] = (first, min(first + step, hi))
+    return tuple(box)

@@ -1,11 +1,11 @@
 """Location of a root: a local folder, or the URL of an object store.
 
-Everything that takes a root takes a URL too, as text or as the Path that came back from a save.  A URL is a scheme
-that fsspec knows and "://", or ":/" as pathlib leaves it; "file://" is a local folder and served natively, since a
-local disk can do more than fsspec lets us ask of it (fsync, locks, atomic renames).
+Every function that takes a root accepts a URL, as text or as the Path that a save returned.  A URL is a scheme that
+fsspec knows and "://", or ":/" as pathlib writes it.  "file://" is a local folder and served natively, since a local
+disk offers more than fsspec exposes (fsync, locks, atomic renames).
 
-A root is part of every error, note and returned path, so a URL that holds a password is refused; options of `remote`
-and fsspec's own configuration are the places for one.
+A root appears in every error, note and returned path, so a URL with a password raises; pass passwords as options of
+`remote`, or in fsspec's own configuration.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _PASSWORD = re.compile(r"(:/{1,2}[^/@:]*):[^/]*@")
 
 
 def resolve_root(root: str | os.PathLike[str], storage: Storage = LOCAL) -> tuple[Path, Storage]:
-    """The root as a path and the storage that serves it; a storage that the caller chose is kept.
+    """Resolve a root to its path and storage; a storage that the caller passed is kept.
 
-    Raises CheckpointInputError for a scheme that nothing here serves.
+    Raises CheckpointInputError for an unsupported scheme.
     """
     scheme, rest = _split(os.fspath(root))
     if not scheme or storage is not LOCAL:
@@ -42,7 +42,7 @@ def resolve_root(root: str | os.PathLike[str], storage: Storage = LOCAL) -> tupl
 
 
 def resolve_checkpoint(path: str | os.PathLike[str], storage: Storage = LOCAL) -> tuple[Path, Storage]:
-    """The same for the folder of one checkpoint, whose root is the level above."""
+    """Like `resolve_root`, for the folder of one checkpoint; its root is the parent folder."""
     folder = Path(path)
     root, found = resolve_root(folder.parent, storage)
     return root / folder.name, found
@@ -51,17 +51,17 @@ def resolve_checkpoint(path: str | os.PathLike[str], storage: Storage = LOCAL) -
 def remote(
     url: str | os.PathLike[str], *, lock_policy: LockPolicy = DEFAULT_LOCK_POLICY, **options: Any
 ) -> RemoteStorage:
-    """The storage of the checkpoint root at this URL, to be given to `save` and `find` with the same URL.
+    """The storage of the checkpoint root at this URL; pass it to `save` and `find` together with the same URL.
 
-    leasing: how long a lock of a job that gives no sign of life is respected.
-    options: for the fsspec file system of the URL's scheme: credentials, endpoint, and so on.
+    lock_policy: heartbeat and timeout of the root's lock.
+    options: of the fsspec file system of the URL's scheme, such as credentials and endpoint.
 
-    Raises CheckpointInputError: no URL or one with a password, fsspec or the scheme's own package is missing, or the
-    options are refused.  CheckpointReadError: the store cannot be reached.
+    Raises CheckpointInputError: not a URL, or one with a password; fsspec or the scheme's own package is missing; or
+    fsspec rejects the options.  CheckpointReadError: the store cannot be reached.
     """
     scheme, rest = _split(os.fspath(url))
     if not scheme or not rest:
-        raise CheckpointInputError(f"{os.fspath(url)!r} is no URL: give <scheme>://<place>, such as s3://bucket/run")
+        raise CheckpointInputError(f"{os.fspath(url)!r} is not a URL: use <scheme>://<path>, such as s3://bucket/run")
     fsspec = _fsspec(os.fspath(url))
     from zckpt.storage.object_store import RemoteStorage, native_path
 
@@ -71,7 +71,7 @@ def remote(
         )
     except (ImportError, ValueError, TypeError) as error:
         raise CheckpointInputError(f"{os.fspath(url)}: fsspec cannot serve {scheme}://: {error}") from error
-    except Exception as error:  # of any class: the store's own package has tried to connect
+    except Exception as error:  # of any class, from the store's own package, which may connect here
         raise CheckpointReadError(
             f"{os.fspath(url)}: the store cannot be reached: {type(error).__name__}: {error}", path=os.fspath(url)
         ) from error
@@ -85,8 +85,8 @@ def _split(text: str) -> tuple[str, str]:
     if match is None:
         if "://" in text:
             _check_no_password(text)
-            raise CheckpointInputError(f"{text!r} is neither a local path nor <scheme>://<place>; chains of URLs "
-                                       "cannot hold checkpoints")  # fmt: skip
+            raise CheckpointInputError(f"{text!r} is neither a local path nor <scheme>://<path>; chained URLs are "
+                                       "not supported")  # fmt: skip
         return "", ""
     scheme, slashes, rest = match[1].lower(), match[2], match[3].strip("/")
     if slashes == "//" or scheme in _LOCAL_SCHEMES or scheme in _known_schemes():
@@ -99,7 +99,7 @@ def _check_no_password(url: str) -> None:
     if _PASSWORD.search(url):
         shown = _PASSWORD.sub(r"\1:...@", url)
         raise CheckpointInputError(
-            f"{shown!r} holds a password, which errors and paths would show: leave it out and give "
+            f"{shown!r} holds a password, which errors and paths would show: remove it and pass "
             "storage=zckpt.remote(url, password=...), or set it in fsspec's configuration"
         )
 

@@ -1,14 +1,14 @@
-"""A lock on a store that has none.
+"""A heartbeat lock, for stores without locks.
 
-An object names the owner and carries a counter that the owner raises every few seconds.  Who finds one watches it
-for a while on its own clock: a counter that moves is a living job, one that stands still a dead one, whose lock is
-taken over.  No clock of the store or of another machine is ever compared.  After a crash the first save waits
-`patience_s`; after a release nobody waits.
+An object names the owner and holds a counter that the owner increments every few seconds.  A job that finds the
+object watches it on its own clock: a counter that moves belongs to a live job; one that does not move for `timeout_s`
+belongs to a dead job, and its lock is taken over.  Clocks of the store or of other machines are never compared.
+After a crash the first save waits `timeout_s`; after a release it does not wait.
 
-This is no mutual exclusion in the strict sense: two jobs that take over one dead lock at the same moment may both
-think that they have it for a moment, and a job that is suspended for longer than the patience loses it.  So nothing
-sound rests on it alone: attempts never share a folder (rename_marker.py), and a commit first asks whether the lock is
-still ours.  What it buys is that a second job is told, and that remains can be swept.
+This is not strict mutual exclusion: two jobs that take over one dead lock at the same time may both hold it briefly,
+and a job that is suspended for longer than the timeout loses it.  So correctness never depends on the lock alone:
+attempts never share a folder (rename_marker.py), and a commit first checks that the lock is still held.  The lock
+lets a second job fail early, and leftovers be swept.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import attrs
 class LockPolicy:
     """Heartbeat interval and timeout of a lock."""
 
-    heartbeat_s: float = 4.0  # between two signs of life
-    timeout_s: float = 15.0  # without one, the owner is dead; several beats
+    heartbeat_s: float = 4.0  # between two heartbeats
+    timeout_s: float = 15.0  # without a heartbeat, the owner counts as dead; several heartbeats
 
 
 DEFAULT_LOCK_POLICY = LockPolicy()
@@ -38,10 +38,10 @@ DEFAULT_LOCK_POLICY = LockPolicy()
 
 @attrs.frozen
 class LockObject:
-    """The object that is the lock, as three calls that raise OSError."""
+    """The store object behind a lock, as three functions that raise OSError."""
 
     path: Path
-    read: Callable[[], str]  # "" if it is not there; never if it is, though it may be half written
+    read: Callable[[], str]  # "" only if the object does not exist; it may be half written
     write: Callable[[str], None]
     remove: Callable[[], None]
 
@@ -49,7 +49,7 @@ class LockObject:
 @final
 @attrs.define(eq=False)
 class HeartbeatLock:
-    """A held lock.  `take` makes one."""
+    """A held lock; `acquire` makes one."""
 
     lock_object: LockObject
     owner: str
@@ -58,7 +58,7 @@ class HeartbeatLock:
     is_exclusive: bool = True
     released: threading.Event = attrs.field(factory=threading.Event)
     heartbeat: threading.Thread | None = None
-    writing: threading.Lock = attrs.field(factory=threading.Lock)  # half a sign of ours is not another's
+    writing: threading.Lock = attrs.field(factory=threading.Lock)  # a half-written heartbeat is never read
 
     def release(self) -> None:
         if self.released.is_set():
@@ -66,7 +66,7 @@ class HeartbeatLock:
         self.released.set()
         if self.heartbeat is not None:
             self.heartbeat.join()
-        with contextlib.suppress(OSError):  # it then goes stale, which costs the next job its patience
+        with contextlib.suppress(OSError):  # the lock then goes stale, and the next job waits for the timeout
             if self.is_ours():
                 self.lock_object.remove()
 
@@ -74,11 +74,11 @@ class HeartbeatLock:
         return self.lock_object.read().startswith(self.nonce)
 
     def check_held(self) -> None:
-        """OSError if another job has taken the lock."""
+        """Raise OSError if another job has taken the lock."""
         with self.writing:
             text = self.lock_object.read()
         if not text.startswith(self.nonce):
-            holder = _owner(text) or "nobody"
+            holder = _owner(text) or "no job"
             raise OSError(
                 errno.EBUSY, f"the lock was lost while saving; it is held by {holder}", str(self.lock_object.path)
             )
@@ -89,10 +89,7 @@ class HeartbeatLock:
     def _run_heartbeat(self) -> None:
         count = 1
         while not self.released.wait(self.lock_policy.heartbeat_s):
-            with (
-                contextlib.suppress(OSError),
-                self.writing,
-            ):  # a beat that fails is a beat missed; the next one may work
+            with contextlib.suppress(OSError), self.writing:  # a failed heartbeat is skipped; the next may succeed
                 if not self.is_ours():
                     return
                 self.write_heartbeat(count)
@@ -100,19 +97,19 @@ class HeartbeatLock:
 
 
 def acquire(lock_object: LockObject, owner: str, lock_policy: LockPolicy) -> HeartbeatLock:
-    """The lock, at once or after watching a dead one; BlockingIOError with the owner's text if that is alive."""
+    """Acquire the lock, after `timeout_s` if its owner is dead; raises BlockingIOError with the live owner's text."""
     _wait_until_stale(lock_object, lock_policy)
     lock = HeartbeatLock(lock_object, owner, lock_policy)
     lock.write_heartbeat(0)
     if not lock.is_ours():
         raise _held_error(lock_object)
-    lock.heartbeat = threading.Thread(target=lock._run_heartbeat, name="zckpt-lease", daemon=True)
+    lock.heartbeat = threading.Thread(target=lock._run_heartbeat, name="zckpt-lock", daemon=True)
     lock.heartbeat.start()
     return lock
 
 
 def _wait_until_stale(lock_object: LockObject, lock_policy: LockPolicy) -> None:
-    """Returns when there is no lock, or when it has shown no sign of life for the patience."""
+    """Return when there is no lock, or when it had no heartbeat for `timeout_s`."""
     first, until = lock_object.read(), time.monotonic() + lock_policy.timeout_s
     while first and (left := until - time.monotonic()) > 0:
         time.sleep(min(left, lock_policy.timeout_s / 10))

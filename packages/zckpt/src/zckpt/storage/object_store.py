@@ -1,18 +1,16 @@
-"""Checkpoints on any file system that `fsspec` knows: S3, Google Cloud, Azure, SFTP, HDFS, its memory.
+"""Checkpoints on any file system that `fsspec` supports: S3, Google Cloud, Azure, SFTP, HDFS, memory.
 
     zckpt.save("s3://bucket/run", "step-100", ...)                         # credentials as fsspec finds them
     zckpt.save(url, "step-100", ..., storage=zckpt.remote(url, endpoint_url="https://..."))
 
-Such a store promises less than a disk: no folders, no atomic rename, no locks, and some show a file that is half
-written.  `RemoteStorage` makes the operations of `Storage` out of what all of them have (write an object, read a
-range of it, list, remove), so that the commit protocol runs unchanged over it: rename_marker.py says how a folder
-gets its
-name by one small object, lock.py how a lock is kept.  What it takes for granted: an object is durable when its
-writing has returned, and a listing made after that shows it.  The order of a listing means nothing, and listings are
-never taken from a cache.
+Such a store guarantees less than a disk: no folders, no atomic rename, no locks, and some show half-written files.
+`RemoteStorage` implements the operations of `Storage` with what all stores have (write an object, read a range of it,
+list, remove), so that the commit protocol runs on it unchanged.  rename_marker.py explains folder names, lock.py the
+lock.  It assumes that an object is durable when its write returns, and that a later listing shows it.  The order of a
+listing is ignored, and listings are never cached.
 
-A path is the URL as a pathlib.Path, which turns "s3://bucket/run" into "s3:/bucket/run"; both spellings are
-understood wherever a root is taken (locate.py).
+A path is the URL as a pathlib.Path, which turns "s3://bucket/run" into "s3:/bucket/run"; both spellings are valid
+roots (locate.py).
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ from zckpt.storage.rename_marker import (
 )
 from zckpt.storage.storage import Lock, PathKind, Reader, Writer
 
-# Schemes of stores without folders.  fsspec answers makedirs there by making the bucket, if it sees none: a misspelt
-# name, or a key that may not list it, must not end so.
+# Schemes of stores without folders.  There, makedirs of fsspec creates the bucket if it sees none, which must not
+# happen for a misspelt name, or for credentials that may not list the bucket.
 _FOLDERLESS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"}
-_UNKNOWN_FREE = 1 << 62  # stores do not say how much room they have
+_UNKNOWN_FREE = 1 << 62  # stores do not report their free space
 _MAX_RENAMED_NBYTES = 1 << 20  # a renamed file is copied; only `latest` is ever renamed
 
 
@@ -51,17 +49,15 @@ _MAX_RENAMED_NBYTES = 1 << 20  # a renamed file is copied; only `latest` is ever
 class RemoteStorage:
     """The `Storage` of one checkpoint root on an fsspec file system."""
 
-    root: Path  # as paths given to the methods begin
-    base: str  # the same place as the file system writes it
+    root: Path  # prefix of the paths passed to the methods
+    base: str  # native path of `root`
     files: FileSystem
     lock_policy: LockPolicy = attrs.field(factory=LockPolicy)
     held_locks: list[HeartbeatLock] = attrs.field(factory=list)  # held by this object
-    folders: dict[str, AttemptFolder] = attrs.field(
-        factory=dict
-    )  # name -> home as last seen; only for what lies inside
+    folders: dict[str, AttemptFolder] = attrs.field(factory=dict)  # visible name -> folder, for paths inside it
 
     def kind(self, path: Path) -> PathKind:
-        """Type of a path.  Folders above the root are assumed to exist: listing them may be forbidden."""
+        """Type of a path.  Folders above the root are assumed to exist: credentials may not allow listing them."""
         if path != self.root and self.root.is_relative_to(path):
             return PathKind.FOLDER
         name = _folder_name(self.root, path)
@@ -105,7 +101,7 @@ class RemoteStorage:
             return StoreWriter(path, self.files, native, self.files.open(native, "wb"))
 
     def make_folder(self, path: Path) -> None:
-        """Stores that have folders get one, and those above it."""
+        """Make the folder and its parents, on stores that have folders."""
         if str(self.root).partition(":/")[0] not in _FOLDERLESS:
             with as_os_errors(path):
                 self.files.makedirs(self._native(path), exist_ok=True)
@@ -120,14 +116,14 @@ class RemoteStorage:
 
     def remove(self, path: Path) -> None:
         is_attempt = path.parent == self.root and unfinished_folder(path.name) is not None
-        if is_attempt or self.kind(path) is PathKind.FOLDER:  # a home is gone with its last object
+        if is_attempt or self.kind(path) is PathKind.FOLDER:  # an attempt folder vanishes with its last object
             self._remove_folder(path)
         else:
             with as_os_errors(path):
                 self.files.rm_file(self._native(path))
 
     def sync_folder(self, folder: Path) -> None:
-        """Nothing: names are durable when the calls that make them return."""
+        """No operation: names are durable when the calls that create them return."""
 
     def lock(self, path: Path, owner: str) -> Lock:
         held = acquire(self._lock_object(path), owner, self.lock_policy)
@@ -160,7 +156,7 @@ class RemoteStorage:
             self.files.rm_file(native)
 
     def _rename_file(self, old: Path, new: Path) -> None:
-        """Copy, then remove.  A crash in between leaves both, and the reader's rules then prefer `old`."""
+        """Copy, then remove.  A crash in between leaves both, and readers then prefer `old`."""
         source, target = self._native(old), self._native(new)
         with as_os_errors(old):
             if self._info(source)["size"] > _MAX_RENAMED_NBYTES:
@@ -181,7 +177,7 @@ class RemoteStorage:
         if moved is not None:
             self._apply(moved, MarkerChange((), tuple(sorted(present, key=lambda name: name != "committed"))), path)
         with as_os_errors(path), contextlib.suppress(FileNotFoundError):
-            if self._info(native)["type"] == "directory":  # stores without folders have none left by now
+            if self._info(native)["type"] == "directory":  # stores without folders have nothing left by now
                 self.files.rmdir(native)
 
     def _lock_object(self, path: Path) -> LockObject:
@@ -218,7 +214,7 @@ class RemoteStorage:
         return "/".join([self.base, at.name if at else parts[0], *parts[1:]])
 
     def _find_folders(self, tag: str = "") -> dict[str, AttemptFolder]:
-        """The names that homes have now, of one tag or of all; {} where there is no root."""
+        """Visible name -> attempt folder, of one tag or of all; {} if there is no root."""
         try:
             entries = self._list(self.base, self.root)
         except FileNotFoundError:
@@ -226,7 +222,7 @@ class RemoteStorage:
         return self._visible(entries, tag)
 
     def _visible(self, entries: list[str], tag: str = "") -> dict[str, AttemptFolder]:
-        """The names of the homes among the entries of the root; each is listed for its markers."""
+        """Visible name -> attempt folder among the entries of the root; lists each folder for its markers."""
         found = [each for each in map(parse_attempt_folder, entries) if each is not None and tag in ("", each.tag)]
         now = visible_names({each: self._list_folder(each) for each in found})
         self.folders = {name: each for name, each in self.folders.items() if tag and each.tag != tag} | now
@@ -235,7 +231,7 @@ class RemoteStorage:
     def _list_folder(self, each: AttemptFolder) -> list[str]:
         try:
             return self._list(f"{self.base}/{each.name}", self.root / each.name)
-        except FileNotFoundError:  # removed since
+        except FileNotFoundError:  # removed in the meantime
             return []
 
     def _list(self, native: str, path: Path) -> list[str]:
@@ -255,13 +251,13 @@ class RemoteStorage:
 
 
 def _folder_name(root: Path, path: Path) -> str:
-    """The entry of the root that a path lies in; "" if in none."""
+    """Name of the root's entry that contains the path; "" for a path outside or the root itself."""
     parts = path.relative_to(root).parts if path.is_relative_to(root) else ()
     return parts[0] if parts else ""
 
 
 def native_path(files: Any, path: Path) -> str:
-    """A path as its file system writes it: "s3:/bucket/run" is "bucket/run"."""
+    """Native path of the file system: "bucket/run" for "s3:/bucket/run"."""
     protocol, colon, rest = str(path).partition(":/")
     if protocol in ("file", "local"):
         return f"/{rest}"

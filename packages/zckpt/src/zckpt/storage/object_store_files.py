@@ -1,7 +1,7 @@
 """Objects of an fsspec file system: written as a stream, read by ranges.
 
-What is used of fsspec is the protocol `Files`, so that a test can put its own store in the place.  Errors of stores
-are of any class; everything that leaves here is an OSError with an errno and the path.
+`FileSystem` is the part of fsspec used here, so that tests can substitute their own store.  Stores raise errors of
+any class; the functions here raise OSError with an errno and the path.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zckpt.storage.storage import Writer
 
 
 class FileSystem(Protocol):
-    """The methods used of an fsspec file system; paths are its own, without a protocol."""
+    """The methods of an fsspec file system that zckpt uses; paths are native, without a protocol."""
 
     def info(self, path: str) -> dict[str, Any]: ...
     def ls(self, path: str, detail: bool = True) -> list[Any]: ...
@@ -33,7 +33,7 @@ class FileSystem(Protocol):
 
 
 class as_os_errors(contextlib.AbstractContextManager[None]):  # noqa: N801 - reads as a verb
-    """Whatever a store raises becomes an OSError with an errno and the path."""
+    """Convert any error of a store into an OSError with an errno and the path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class as_os_errors(contextlib.AbstractContextManager[None]):  # noqa: N801 - rea
         if error is None or not isinstance(error, Exception):
             return
         if isinstance(error, OSError) and error.errno is not None:
-            error.filename = str(self.path)  # and not the store's own spelling of it
+            error.filename = str(self.path)  # instead of the native path
             return
         for known, code in _CODES.items():
             if isinstance(error, known):
@@ -65,7 +65,7 @@ _CODES: dict[type[OSError], int] = {
 @final
 @attrs.define(eq=False)
 class StoreWriter:
-    """`sync` ends the object: a store has no half-way durability."""
+    """Writes one object.  `sync` closes it, as an object is durable only as a whole."""
 
     path: Path
     files: FileSystem
@@ -88,7 +88,7 @@ class StoreWriter:
             self._close()
             found = self.files.info(self.native)["size"]
             if found != self.written_nbytes:
-                text = f"the store holds {found:,} bytes of the {self.written_nbytes:,} that were written"
+                text = f"the store holds {found:,} bytes of {self.written_nbytes:,} bytes written"
                 raise OSError(errno.EIO, text)
 
     def _close(self) -> None:
@@ -104,11 +104,11 @@ class StoreWriter:
         if exc[:1] == (None,):
             with as_os_errors(self.path):
                 self._close()
-        elif self.is_open:  # an upload that is given up; what the store keeps of it nobody reads
+        elif self.is_open:  # abort the upload; no reader sees an unfinished object
             self.is_open = False
             try:
                 self.handle.discard()
-            except Exception:  # not every store can
+            except Exception:  # not every store supports it
                 with contextlib.suppress(Exception):
                     self.handle.close()
 
@@ -116,13 +116,13 @@ class StoreWriter:
 @final
 @attrs.frozen(eq=False)
 class StoreReader:
-    """One range request a call; any number of threads may call."""
+    """Reads one object, one range request per call; thread-safe."""
 
     path: Path
     files: FileSystem
     native: str
     nbytes: int
-    step_nbytes: int = 8 << 20  # a request costs as much as some megabytes
+    step_nbytes: int = 8 << 20  # a request costs as much as transferring some megabytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         rest = buffer.cast("B")

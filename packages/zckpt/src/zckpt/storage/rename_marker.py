@@ -1,19 +1,19 @@
-"""Names of folders on a store that cannot rename a folder at once.
+"""Folder names on a store without an atomic rename of folders.
 
-Such a store (S3 and its kind, SFTP, HDFS, ...) has objects only, and renaming a folder copies and deletes them one
-by one.  So each attempt to save writes into a folder of its own that never moves, `<tag>@<attempt>/`, and the name
-that the rest of this package sees follows from which markers, tiny objects, lie in it:
+Such a store (S3, SFTP, HDFS, ...) has objects only, and renaming a folder copies and deletes them one by one.  So
+each attempt to save writes into a folder of its own that never moves, `<tag>@<attempt>/`, and markers (tiny objects
+in it) determine the name that the rest of this package sees:
 
     no `committed`                   .tmp-<tag>-<attempt>     never read
     `committed`                      <tag>                    a checkpoint
     `committed` and `aside-<other>`  .old-<tag>-<other>       moved aside by the attempt <other>
 
-A rename is thus one small object made or removed: it happens or it does not, whatever dies.  A marker counts by its
-presence, so half a write of one is a whole marker.
+So a rename creates or removes one small object, which is atomic under any crash.  A marker counts by its presence, so
+a half-written marker is a whole one.
 
-Rejected: `manifest.json` in place, written last, as torch DCP and Orbax on object stores do: two attempts at one tag
-then share a prefix, and a crash while a tag is replaced leaves files of both.  A journal of renames: a reader would
-need all of it.
+Rejected: writing `manifest.json` in place, last, as torch DCP and Orbax do on object stores (two attempts at one tag
+then share a prefix, and a crash while a tag is replaced leaves files of both); a journal of renames (a reader would
+need all of it).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ATTEMPT_FOLDER = re.compile(r"(.+)@([0-9a-f]{16})", re.DOTALL)
 
 @attrs.frozen(order=True)
 class AttemptFolder:
-    """The folder of one attempt, under the name that it always has."""
+    """The folder of one attempt, by its permanent name in the store."""
 
     tag: str
     attempt: str  # 16 hex digits
@@ -43,19 +43,19 @@ class AttemptFolder:
 
 
 def parse_attempt_folder(name: str) -> AttemptFolder | None:
-    """The home that has this name in the store; None if it is none."""
+    """The attempt folder of this name in the store; None for any other name."""
     match = _ATTEMPT_FOLDER.fullmatch(name)
     return match and AttemptFolder(match[1], match[2])
 
 
 def unfinished_folder(name: str) -> AttemptFolder | None:
-    """The home of a save under way, by its name alone: ranks that write into it need look nothing up."""
+    """The attempt folder of a running save, from its visible name alone: writing ranks need no look-up."""
     found = parse_leftover(name)
     return AttemptFolder(found.tag, found.attempt) if found and found.kind is LeftoverKind.UNFINISHED else None
 
 
 def tag_of(name: str) -> str:
-    """The tag whose homes may bear this name; "" if none can."""
+    """The tag whose attempt folders may have this visible name; "" if none can."""
     found = parse_leftover(name)
     if found is not None:
         return found.tag
@@ -71,10 +71,10 @@ def aside_marker(attempt: str) -> str:
 
 
 def visible_names(folders: Mapping[AttemptFolder, Iterable[str]]) -> dict[str, AttemptFolder]:
-    """The name that each home has now; `homes` gives the objects in each.
+    """Visible name -> attempt folder; `folders` gives the objects in each.
 
-    Of two committed homes of one tag (two jobs that both believed to hold the lock) the greater attempt has the
-    name, and the other one counts as moved aside by it: every reader sees the same one.
+    Of two committed folders of one tag (two jobs that both believed they held the lock), the greater attempt gets the
+    name, and the other counts as moved aside by it: every reader sees the same one.
     """
     names: dict[str, AttemptFolder] = {}
     for each in sorted(folders):
@@ -93,7 +93,7 @@ def visible_names(folders: Mapping[AttemptFolder, Iterable[str]]) -> dict[str, A
 
 @attrs.frozen
 class MarkerChange:
-    """A rename as markers to write, then markers to remove."""
+    """A rename: markers to write, then markers to remove."""
 
     write: tuple[str, ...]
     remove: tuple[str, ...]
@@ -102,7 +102,7 @@ class MarkerChange:
 def plan_rename(moved: AttemptFolder, present: Iterable[str], new: str) -> MarkerChange | None:
     """Markers that rename `moved`, which holds the objects `present`, to `new`; None if impossible.
 
-    Of the transitions that saves, sweeps and deletions make, each is one write or one removal.
+    Every rename that a save, sweep or deletion makes is one write or one removal.
     """
     asides = tuple(sorted(name for name in present if _ASIDE.fullmatch(name)))
     if new == moved.tag:

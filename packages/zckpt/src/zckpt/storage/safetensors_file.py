@@ -1,6 +1,6 @@
 """Streaming writer for safetensors files.
 
-The safetensors library writes a file from tensors that are all in memory, and neither hashes nor syncs.  Here the
+The safetensors library writes files from tensors that are all in memory, and neither hashes nor syncs.  Here the
 header is computed first (format/safetensors_layout.py); each tensor is then read once (from a GPU through a pinned
 buffer), hashed one chunk at a time and written while the chunk is in cache.
 """
@@ -22,9 +22,9 @@ _DEVICE_NBYTES = 8 << 20  # bytes copied from a GPU at once
 
 
 def write(writer: Writer, layout: FileLayout, tensors: Iterable[Tensor]) -> list[str]:
-    """Write and sync the file; returns the checksums of each part (chunks.digests).
+    """Write and sync the file; return the checksums of each part (chunks.digests).
 
-    `tensors`: for each part in order its values, (region.numel,) contiguous, on any device.
+    `tensors`: the values of each part in order, (region.numel,) contiguous, on any device.
     """
     writer.write(memoryview(layout.header))
     digests = []
@@ -41,7 +41,7 @@ def write(writer: Writer, layout: FileLayout, tensors: Iterable[Tensor]) -> list
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
-    """The same memory with stride 1: torch calls one element contiguous at any stride, and then cannot view it."""
+    """The same memory with stride 1: torch calls one element contiguous at any stride, but cannot view it."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -52,16 +52,16 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def host_chunks(tensor: Tensor, stride: int = chunks.MAX_NBYTES) -> Iterator[memoryview]:
-    """The bytes of a 1-D contiguous tensor, `stride` at a time; each is valid until the next is asked for."""
+    """Yield the bytes of a 1-D contiguous tensor, `stride` at a time; each is valid until the next."""
     data = unit_stride(tensor.detach().resolve_conj().resolve_neg()).view(torch.uint8)
-    for here in [data] if data.device.type == "cpu" else _brought(data):
+    for here in [data] if data.device.type == "cpu" else _copy_to_host(data):
         view = byte_view(here)
         for start in range(0, len(view), stride):
             yield view[start : start + stride]
 
 
-def _brought(data: Tensor) -> Iterator[Tensor]:
-    """Bytes of another device, on the CPU, through one buffer."""
+def _copy_to_host(data: Tensor) -> Iterator[Tensor]:
+    """Yield the bytes of a tensor on another device, on the CPU, through one buffer."""
     buffer = torch.empty(min(_DEVICE_NBYTES, data.numel()), dtype=torch.uint8, pin_memory=data.is_cuda)
     for start in range(0, data.numel(), _DEVICE_NBYTES):
         part = data[start : start + _DEVICE_NBYTES]
@@ -69,7 +69,7 @@ def _brought(data: Tensor) -> Iterator[Tensor]:
 
 
 def read_metadata(reader: Reader) -> dict[str, str]:
-    """The __metadata__ of a safetensors file, {} if it makes no sense.  Only for error messages: never trusted."""
+    """The __metadata__ of a safetensors file; {} if invalid.  For error messages only: never trusted."""
     try:
         field = bytearray(8)
         reader.read_into(0, memoryview(field))

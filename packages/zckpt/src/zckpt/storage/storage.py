@@ -1,12 +1,12 @@
-"""The few file operations a checkpoint is made of.
+"""File operations of a checkpoint: the `Storage` protocol, and its local implementation.
 
-Everything this package does to a disk goes through this protocol, for three reasons: a test can fail any operation
-or cut the power after it (zckpt.testing), an object store can be another implementation, and the rules about
-links and short writes live in one place.
+All disk access of this package goes through this protocol, so that a test can fail any operation or cut the power
+after it (zckpt.testing), an object store can be another implementation, and the rules about links and short writes
+have one place.
 
-Rules every implementation keeps: an operation either happens or raises OSError with the path in `filename`; the last
-component of a path is never followed if it is a link; `create` refuses a name that exists; what was written
-survives a power cut only after `sync` on the file AND `sync_folder` on the folder that names it.
+Rules of every implementation: an operation either happens or raises OSError with the path in `filename`; a link as
+the last component of a path is never followed; `create` raises if the name exists; written data survives a power cut
+only after `sync` on the file AND `sync_folder` on the folder that names it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Protocol, final
 
 import attrs
 
-from zckpt.storage.local_reader import DirectReader, PlainReader
-from zckpt.storage.local_writer import LocalWriter, path_in_errors
+from zckpt.storage.local_files import DirectReader, LocalWriter, PlainReader, path_in_errors
 
 
 class PathKind(enum.Enum):
@@ -37,14 +36,14 @@ class PathKind(enum.Enum):
 
 
 class Writer(Protocol):
-    """A new file being written; leaving its `with` block closes it and does not sync."""
+    """A new file being written; its `with` block closes it without syncing."""
 
     def write(self, data: memoryview) -> None:
-        """All of it (bytes, any length), or OSError."""
+        """Write all of `data` (bytes, any length), or raise OSError."""
         ...
 
     def sync(self) -> None:
-        """On return the data survives a power cut.  After an error the file is lost: never try again."""
+        """Make the data survive a power cut.  After an error the file is lost: do not retry."""
         ...
 
     def __enter__(self) -> Writer: ...
@@ -52,7 +51,7 @@ class Writer(Protocol):
 
 
 class Reader(Protocol):
-    """An open plain file, read by several threads at once."""
+    """An open plain file; thread-safe."""
 
     @property
     def nbytes(self) -> int: ...
@@ -63,7 +62,7 @@ class Reader(Protocol):
         ...
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the whole buffer from byte `offset`; OSError if the file ends before."""
+        """Fill the whole buffer from byte `offset`; raises OSError if the file ends before."""
         ...
 
     def __enter__(self) -> Reader: ...
@@ -75,38 +74,38 @@ class Lock(Protocol):
 
     @property
     def is_exclusive(self) -> bool:
-        """False where the file system has no locks: then nothing of others may be swept away."""
+        """False where the file system has no locks: then leftovers of other jobs must not be swept."""
         ...
 
     def release(self) -> None: ...
 
 
 class Storage(Protocol):
-    """A file system as checkpoints see it."""
+    """The file system operations that checkpoints need."""
 
     def kind(self, path: Path) -> PathKind: ...
     def names(self, folder: Path) -> list[str]: ...
     def nbytes(self, path: Path) -> int: ...
     def free_bytes(self, folder: Path) -> int: ...
     def open(self, path: Path, *, once: bool = False) -> Reader:
-        """`once`: this process wants each byte once and no other wants it, so caches need not keep it."""
+        """Open for reading.  once: each byte is read once, by this process only, so caches need not keep it."""
         ...
 
     def create(self, path: Path) -> Writer: ...
     def make_folder(self, path: Path) -> None: ...
     def rename(self, old: Path, new: Path) -> None:
-        """Atomic; a plain file at `new` is replaced."""
+        """Rename atomically; replaces a plain file at `new`."""
         ...
 
     def remove(self, path: Path) -> None:
-        """One file, one link, or one empty folder."""
+        """Remove one file, one link, or one empty folder."""
         ...
 
     def sync_folder(self, folder: Path) -> None: ...
     def lock(self, path: Path, owner: str) -> Lock:
-        """Never waits: BlockingIOError whose text is the present owner's if it is held.
+        """Acquire without waiting; raises BlockingIOError with the owner's text if another job holds the lock.
 
-        The lock ends with the process that holds it, however that ends.
+        The lock ends with the process that holds it, even if that is killed.
         """
         ...
 
@@ -114,7 +113,7 @@ class Storage(Protocol):
 @final
 @attrs.define(eq=False)
 class _FileLock:
-    """flock: the kernel drops it when the process dies, so there are no stale locks to judge."""
+    """flock: the kernel releases it when the process dies, so locks are never stale."""
 
     fd: int
     is_exclusive: bool
@@ -192,7 +191,7 @@ class LocalStorage:
             raise BlockingIOError(errno.EWOULDBLOCK, held_by or "an unnamed owner", str(path)) from None
         except OSError:  # no locks on this file system
             return _FileLock(fd, is_exclusive=False)
-        with contextlib.suppress(OSError):  # the text only serves the message above
+        with contextlib.suppress(OSError):  # the text serves only the message above
             os.ftruncate(fd, 0)
             os.pwrite(fd, owner.encode(), 0)
         return _FileLock(fd, is_exclusive=True)
@@ -202,7 +201,7 @@ LOCAL = LocalStorage()
 
 
 def read_all(storage: Storage, path: Path, limit_bytes: int) -> bytes:
-    """A whole small file; OSError (EFBIG) rather than a buffer of more than `limit_bytes`."""
+    """Read a whole small file; raises OSError (EFBIG) if it is larger than `limit_bytes`."""
     with storage.open(path) as reader:
         if reader.nbytes > limit_bytes:
             raise OSError(errno.EFBIG, f"{reader.nbytes:,} bytes, more than {limit_bytes:,}", str(path))

@@ -1,10 +1,10 @@
-"""A few threads that work through a list together, and none of them afterwards.
+"""A thread pool for one list of jobs; its threads end with the list.
 
-Copying, hashing and system calls on whole chunks release the interpreter's lock, so threads are enough.  One job, or
-one thread, runs where the caller is: small checkpoints never pay for a thread, and a test sees one order of events.
+Copying, hashing and system calls on whole chunks release the interpreter's lock, so threads suffice.  One job, or one
+thread, runs in the caller: small checkpoints never pay for a thread, and tests see one order of events.
 
-Rejected: concurrent.futures, which takes all jobs at once from an iterator that is lazy on purpose (the runs of a
-badly cut tensor are made as they are needed) and goes on with the rest after an error.
+Rejected: concurrent.futures, which consumes the whole iterator of jobs at once, although it is lazy on purpose (the
+runs of a badly sharded tensor are computed on demand), and continues with the other jobs after an error.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 def run_jobs(jobs: Iterable[Callable[[], T]], num_threads: int) -> list[T]:
-    """Run every job; their results in the order of the jobs.
+    """Run every job; return the results in the order of the jobs.
 
-    After an error no further job begins; when those under way have ended, the error of the earliest job is raised.
+    After an error no further job starts; when the running ones have ended, raises the error of the earliest job.
     """
     iterator = iter(jobs)
     ahead = list(itertools.islice(iterator, 2))
@@ -31,16 +31,16 @@ def run_jobs(jobs: Iterable[Callable[[], T]], num_threads: int) -> list[T]:
         return [job() for job in itertools.chain(ahead, iterator)]
     pool: _ThreadPool[T] = _ThreadPool(enumerate(itertools.chain(ahead, iterator)))
     threads: list[threading.Thread] = []
-    with contextlib.suppress(RuntimeError):  # the system has no more of them: fewer hands then
+    with contextlib.suppress(RuntimeError):  # no more threads available: continue with fewer
         for _ in range(num_threads - 1):
-            thread = threading.Thread(target=pool.work, name="zckpt-crew", daemon=True)
+            thread = threading.Thread(target=pool.work, name="zckpt-pool", daemon=True)
             thread.start()
             threads.append(thread)
-    pool.work()  # the caller is one of them
+    pool.work()  # the caller is one of the threads
     try:
         for thread in threads:
             thread.join()
-    except BaseException as interrupt:  # Ctrl-C: what they work on must not go before they do
+    except BaseException as interrupt:  # Ctrl-C: join before the caller frees the memory that the threads use
         pool.failures[-1] = interrupt
         for thread in threads:
             thread.join()
@@ -61,7 +61,7 @@ class _ThreadPool(Generic[T]):
 
     def work(self) -> None:
         number = -1
-        try:  # around all of it: a job that could not be made must not look like the end of the list
+        try:  # includes _next: an error of the job iterator must not look like its end
             while (job := self._next()) is not None:
                 number, run = job
                 self.results[number] = run()

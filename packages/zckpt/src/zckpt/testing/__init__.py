@@ -1,14 +1,14 @@
-"""Tools to test what is built on checkpoints: ranks as threads, a disk that fails, a disk that loses power.
+"""Tools for testing code built on checkpoints: ranks as threads, a disk that fails, a disk that loses power.
 
     storage = ModelStorage()
     zckpt.save("/root", "a", shards=..., objects={}, storage=storage)
     for at in range(len(storage.journal) + 1):
         for survival in SURVIVALS:
-            after = storage.crash(at, survival)      # what a machine would find when it comes back
+            after = storage.crash(at, survival)      # the disk after a restart
 
 `ModelBucket` is the same for object stores: `save(..., storage=bucket.storage())`, then `bucket.crash(at, torn)`.
 
-Tested itself, typed, and safe to import in production code, which has no use for it.
+These tools are tested and typed themselves.
 """
 
 from zckpt.testing.bucket import ModelBucket, Put, Torn, fail_put

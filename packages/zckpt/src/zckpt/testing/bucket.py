@@ -1,9 +1,8 @@
-"""A store in memory that remembers every operation, and can come back from a crash after any of them.
+"""An in-memory store that records every operation and can restart from a crash after any of them.
 
-It stands in for an fsspec file system.  What a crash leaves of an object whose writing had not returned differs from
-store to store, so there are three of it: nothing (S3 and its kind), the bytes that had arrived (SFTP), or an
-object without any (a file system that had not flushed).  Objects whose writing had returned, and removals, stay.
-Listings come in a scrambled order, because no store owes anybody another.
+It implements an fsspec file system.  Stores differ in what a crash leaves of an unfinished write, so there are three
+variants (`Torn`): nothing (S3), the bytes that had arrived (SFTP), or an empty object (a file system that had not
+flushed).  Finished writes and removals survive.  Listings are scrambled, as stores guarantee no order.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from zckpt.storage.object_store import RemoteStorage
 
 
 class Torn(enum.Enum):
-    """Remainder of an object whose write was interrupted."""
+    """State of an object after its write was interrupted."""
 
-    NOTHING = "nothing"  # or what was there before
+    NOTHING = "nothing"  # absent, or as before the write
     PART = "part"
     EMPTY = "empty"
 
@@ -43,8 +42,8 @@ class Put:
 
 @attrs.frozen
 class _Object:
-    data: bytes | None  # of the last complete writing; None before the first
-    arriving: bytes | None = None  # of the present one
+    data: bytes | None  # of the last finished write; None before the first
+    arriving: bytes | None = None  # of the unfinished write
 
     def left(self, torn: Torn) -> bytes | None:
         if self.arriving is None or torn is Torn.NOTHING:
@@ -69,19 +68,19 @@ def fail_put(number: int, code: int = errno.EIO) -> PutFault:
 @final
 @attrs.define(eq=False)
 class ModelBucket:
-    """Has the methods of an fsspec file system that zckpt uses, see `zckpt.storage.object_store_files.Files`."""
+    """Implements `zckpt.storage.object_store_files.FileSystem` in memory."""
 
-    base: dict[str, bytes] = attrs.field(factory=dict)  # what was there before the journal's first change
+    base: dict[str, bytes] = attrs.field(factory=dict)  # objects before the journal's first change
     journal: list[Put] = attrs.field(factory=list)  # every change so far
-    before: PutFault = lambda put: None  # called ahead of each change
-    objects: dict[str, _Object] = attrs.field(init=False)  # what is there now
+    before: PutFault = lambda put: None  # called before each change
+    objects: dict[str, _Object] = attrs.field(init=False)  # current objects
     mutex: threading.RLock = attrs.field(factory=threading.RLock)  # ranks may be threads
 
     def __attrs_post_init__(self) -> None:
         self.objects = {key: _Object(data) for key, data in self.base.items()}
 
     def storage(self, root: str = "model:/bucket/run") -> RemoteStorage:
-        """The checkpoint storage over it; the lock of a dead job is taken over at once."""
+        """A checkpoint storage over this bucket; it takes over the lock of a dead job at once."""
         base = root.partition(":/")[2]
         return RemoteStorage(Path(root), base, self, LockPolicy(heartbeat_s=3600.0, timeout_s=0.0))
 
@@ -94,7 +93,7 @@ class ModelBucket:
         return ModelBucket({key: data for key, data in left.items() if data is not None})
 
     def apply(self, put: Put) -> None:
-        """Do it, and only then write it into the journal."""
+        """Apply a change, then record it in the journal."""
         with self.mutex:
             self.before(put)
             there = self.objects.get(put.key, _Object(None))
@@ -118,7 +117,7 @@ class ModelBucket:
         return data
 
     def _below(self, path: str) -> set[str]:
-        """The visible names in what would be a folder."""
+        """Visible names below a path."""
         with self.mutex:
             keys = [key for key, each in self.objects.items() if each.data is not None]
         return {key[len(path) + 1 :].split("/")[0] for key in keys if key.startswith(f"{path}/")}
@@ -151,13 +150,13 @@ class ModelBucket:
         self.apply(Put("remove", path))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """There are no folders."""
+        """No operation: there are no folders."""
 
     def rmdir(self, path: str) -> None:
         raise FileNotFoundError(path)
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """There is none."""
+        """No operation: there is no cache."""
 
     @staticmethod
     def _strip_protocol(path: str) -> str:
@@ -173,7 +172,7 @@ class ModelUpload:
     key: str
 
     def write(self, data: memoryview) -> int:
-        """In two halves, so that there is a crash in the middle of each write."""
+        """Write two halves, so that a crash can fall in the middle of each write."""
         whole = bytes(data)
         for half in (whole[: len(whole) // 2], whole[len(whole) // 2 :]):
             self.bucket.apply(Put("write", self.key, half))
@@ -183,5 +182,5 @@ class ModelUpload:
         self.bucket.apply(Put("end", self.key))
 
     def discard(self) -> None:
-        """Given up: gone, as an aborted upload is."""
+        """Abort the upload."""
         self.bucket.apply(Put("discard", self.key))

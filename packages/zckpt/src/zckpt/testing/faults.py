@@ -1,4 +1,4 @@
-"""A storage whose operations can be made to fail, over any other storage."""
+"""Fault injection: a wrapper around any storage whose operations can fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Fault: TypeAlias = "Callable[[str, Path], None]"  # (operation, path); raises to
 
 
 def fail_at(number: int, code: int = errno.EIO, *, operations: frozenset[str] = WRITING) -> Fault:
-    """A fault for FaultyStorage: the operation of this number (from 0, counting only `operations`) fails."""
+    """Fault for FaultyStorage: the operation of this number (from 0, counting only `operations`) fails."""
     count = itertools.count()
 
     def before(operation: str, path: Path) -> None:
@@ -33,7 +33,7 @@ def fail_at(number: int, code: int = errno.EIO, *, operations: frozenset[str] = 
 @final
 @attrs.frozen(eq=False)
 class FaultyStorage:
-    """Calls `before(operation, path)` ahead of each operation; what that raises is the fault."""
+    """Calls `before(operation, path)` before each operation, which fails if that raises."""
 
     inner: Storage
     before: Fault

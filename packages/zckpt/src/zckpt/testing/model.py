@@ -1,10 +1,10 @@
-"""A file system in memory that remembers every operation, and can come back from a crash after any of them.
+"""An in-memory file system that records every operation and can restart from a crash after any of them.
 
-What POSIX promises after a power cut is little: the bytes of a file that were fsynced, and the names in a folder
-that was fsynced.  Everything else may or may not be there.  So each of three things is either as last synced or as
-last written: the names in folders that hold folders (a checkpoint root), the names in folders that hold files only
-(a checkpoint), and the bytes of files.  All eight combinations are in SURVIVALS; the one where everything is as
-written is the death of a process, which loses nothing.  A rename is atomic in all of them.
+After a power cut, POSIX guarantees only fsynced bytes of files and the names in fsynced folders; everything else may
+or may not survive.  So each of three things is either as last synced or as last written: the names in folders that
+hold folders (a checkpoint root), the names in folders that hold only files (a checkpoint), and the bytes of files.
+SURVIVALS has all eight combinations; the one where everything is as written models a killed process, which loses
+nothing.  A rename is atomic in all of them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from zckpt.storage.storage import PathKind
 class Kept(Enum):
     """State of one thing after a crash."""
 
-    SYNCED = "synced"  # the least that is promised
-    WRITTEN = "written"  # all of it
+    SYNCED = "synced"  # as last synced: the minimum that POSIX guarantees
+    WRITTEN = "written"  # as last written
 
 
 @attrs.frozen
 class Survival:
-    """State of everything after a crash."""
+    """State of a file system after a crash."""
 
     outer_names: Kept  # names in a folder that holds a folder
     inner_names: Kept  # names in a folder that holds none
@@ -69,22 +69,22 @@ class _Folder:
 @final
 @attrs.define(eq=False)
 class ModelStorage:
-    """Implements zckpt.Storage.  Paths are absolute; "/" is there and durable."""
+    """Implements zckpt.Storage in memory.  Paths are absolute; "/" exists and is durable."""
 
     free: int = 1 << 40
     journal: list[Op] = attrs.field(factory=list)  # every operation so far
-    base: _Folder = attrs.field(factory=_Folder)  # what was there before the journal's first operation
-    top: _Folder = attrs.field(init=False)  # what is there now
-    locks: dict[Path, str] = attrs.field(factory=dict)  # held ones -> owner
+    base: _Folder = attrs.field(factory=_Folder)  # root folder before the journal's first operation
+    top: _Folder = attrs.field(init=False)  # current root folder
+    locks: dict[Path, str] = attrs.field(factory=dict)  # path of a held lock -> owner
     mutex: threading.RLock = attrs.field(factory=threading.RLock)  # ranks may be threads
 
     def __attrs_post_init__(self) -> None:
         self.top = copy.deepcopy(self.base)
 
     def crash(self, at: int, survival: Survival) -> ModelStorage:
-        """The file system as found after a crash before operation `at` of the journal; locks are gone.
+        """The file system after a crash before operation `at` of the journal; locks are released.
 
-        After the death of a process (KILLED) what was not synced still is not, and a second crash may take it.
+        After KILLED, unsynced data stays unsynced, and a second crash may lose it.
         """
         replayed = ModelStorage(free=self.free, base=self.base)
         for op in self.journal[:at]:
@@ -93,7 +93,7 @@ class ModelStorage:
         return ModelStorage(free=self.free, base=base)
 
     def apply(self, op: Op) -> None:
-        """Do it, and only then write it into the journal."""
+        """Apply an operation, then record it in the journal."""
         with self.mutex:
             getattr(self, f"_do_{op.name}")(op)
             self.journal.append(op)
@@ -225,7 +225,7 @@ class ModelWriter:
     path: Path
 
     def write(self, data: memoryview) -> None:
-        """In two halves, so that there is a crash in the middle of each write."""
+        """Write two halves, so that a crash can fall in the middle of each write."""
         whole = bytes(data)
         for half in (whole[: len(whole) // 2], whole[len(whole) // 2 :]):
             self.storage.apply(Op("write", self.path, data=half))

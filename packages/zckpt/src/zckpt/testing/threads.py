@@ -11,7 +11,7 @@ import attrs
 
 from zckpt.format import canonical
 from zckpt.format.canonical import JSON
-from zckpt.ranks.peers import Peers
+from zckpt.ranks import Peers
 
 T = TypeVar("T")
 
@@ -27,12 +27,12 @@ class Outcome(Generic[T]):
 @final
 @attrs.define(eq=False)
 class _Hub:
-    """Rendezvous of the ranks.  Each exchange has its own round, so early leavers disturb no one."""
+    """Rendezvous of the ranks.  Each exchange has its own round, so ranks that leave early do not interfere."""
 
     world_size: int
     timeout_s: float
     rounds: dict[int, dict[int, bytes]] = attrs.field(factory=lambda: defaultdict(dict))  # round -> rank -> value
-    ended: set[int] = attrs.field(factory=set)  # ranks whose function is over
+    ended: set[int] = attrs.field(factory=set)  # ranks whose function has ended
     changed: threading.Condition = attrs.field(factory=threading.Condition)
 
     def meet(self, number: int, rank: int, value: bytes) -> list[bytes]:
@@ -66,10 +66,10 @@ class _ThreadPeers:
 
 
 def run_threads(fn: Callable[[Peers], T], world_size: int, *, timeout_s: float = 30.0) -> list[Outcome[T]]:
-    """Run `fn(peers)` as each rank of a world; the outcomes in rank order.
+    """Run `fn(peers)` as each rank of a world; return the outcomes in rank order.
 
-    A rank that ends early, by an error or by returning, is to the others as a dead process: the exchange that they
-    wait in raises ConnectionError at once.
+    A rank that ends early, by an error or by returning, looks like a dead process to the others: the exchange that
+    they wait in raises ConnectionError at once.
     """
     hub = _Hub(world_size, timeout_s)
     outcomes: list[Outcome[T]] = [Outcome(None, TimeoutError("did not end"))] * world_size

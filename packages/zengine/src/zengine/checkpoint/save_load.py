@@ -171,7 +171,7 @@ def _load(
     prepared = on_every_rank(lambda: prepare(run, features, checkpoint, what), peers, NOTHING_LOADED)
     checkpoint.read(prepared.state.numbers, strict=False, verify="first", cast=True, peers=peers)
     on_every_rank(prepared.state.take_numbers, peers, NOTHING_LOADED)
-    everything = zckpt.ReadRequest([*wanted, *prepared.state.shards], "leave", verify="first", cast=True)
+    everything = zckpt.ReadRequest([*wanted, *prepared.state.shards], "ignore", verify="first", cast=True)
     fill = checkpoint.prepare_read(everything, peers)
     with run.clock.loading(f"the load of checkpoint {checkpoint.path}", what.parts, is_whole=strict):
         partition.zero_grad()

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from zckpt import ALONE, CheckpointCorrupt, CheckpointError, CheckpointWriteError, Peers
-from zckpt.ranks.vote import Vote
+from zckpt.ranks import Vote
 from zckpt.testing import run_threads
 
 

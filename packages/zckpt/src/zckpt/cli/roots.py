@@ -1,4 +1,4 @@
-"""`zckpt ls`: the checkpoints of a root, newest first, then what crashes left."""
+"""Commands on a root: `zckpt ls` and `zckpt prune`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,45 @@ from zckpt.cli.output import ABSENT, CORRUPT, OK, count_text, print_json, size_t
 from zckpt.cli.resolve import existing_root
 from zckpt.errors import CheckpointError, CheckpointNotFound
 from zckpt.format.paths import LATEST, parse_leftover, tag_problem
-from zckpt.loading.open import named_os_errors, open_checkpoint
+from zckpt.loading.checkpoint import as_read_errors, open_checkpoint
 from zckpt.loading.select import list_checkpoints
+from zckpt.saving.prune import PruneReport, prune
+from zckpt.saving.retention import Best, Retention
 from zckpt.storage.storage import PathKind, Storage, read_all
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_ls(arguments: argparse.Namespace) -> int:
     root, storage = existing_root(arguments.root)
-    with named_os_errors(f"listing {root}"):
-        rows, remains = _rows(root, storage), _remains(root, storage)
+    with as_read_errors(f"listing {root}"):
+        rows, leftovers = _rows(root, storage), _leftovers(root, storage)
         pointer = _pointer(root, storage)
     for row in rows:
         row["latest"] = row["tag"] == pointer
     if arguments.json:
-        print_json({"root": str(root), "checkpoints": rows, "interrupted": remains})
+        print_json({"root": str(root), "checkpoints": rows, "interrupted": leftovers})
     else:
-        _print(rows, remains)
+        _print_rows(rows, leftovers)
     if any(row["state"] == "damaged" for row in rows):
         return CORRUPT
     return OK if any(row["state"] == "complete" for row in rows) else ABSENT
+
+
+def run_prune(arguments: argparse.Namespace) -> int:
+    keep = Retention(
+        last=arguments.last,
+        every=arguments.every,
+        best=[Best.parse(text) for text in arguments.best],
+        tags=arguments.keep_tag,
+    )
+    root, storage = existing_root(arguments.root)
+    done = prune(root, keep, storage=storage, dry_run=arguments.dry_run)
+    if not done.decisions and not done.damaged:
+        raise CheckpointNotFound(f"{root} holds no committed checkpoint")
+    if arguments.json:
+        print_json({"root": str(root), "dry_run": arguments.dry_run, **_report_json(done)})
+    else:
+        _print_report(done, "would be removed" if arguments.dry_run else "removed")
+    return CORRUPT if done.damaged else OK
 
 
 def _rows(root: Path, storage: Storage) -> list[dict[str, Any]]:
@@ -56,7 +76,7 @@ def _row(tag: str, path: Path, storage: Storage) -> dict[str, Any]:
     }
 
 
-def _remains(root: Path, storage: Storage) -> list[str]:
+def _leftovers(root: Path, storage: Storage) -> list[str]:
     return [name for name in storage.names(root) if parse_leftover(name) is not None]
 
 
@@ -66,7 +86,7 @@ def _pointer(root: Path, storage: Storage) -> str:
     return ""
 
 
-def _print(rows: list[dict[str, Any]], remains: list[str]) -> None:
+def _print_rows(rows: list[dict[str, Any]], leftovers: list[str]) -> None:
     complete = [row for row in rows if row["state"] == "complete"]
     lines = [["tag", "step", "size", "tensors", "saved by"]]
     for row in complete:
@@ -78,5 +98,23 @@ def _print(rows: list[dict[str, Any]], remains: list[str]) -> None:
         if row["state"] != "complete":
             shown = "DAMAGED" if row["state"] == "damaged" else row["state"]
             print(f"{row['tag']}  {shown}: {row['problem']}{f'  <- {LATEST}' if row['latest'] else ''}")
-    for name in remains:
+    for name in leftovers:
         print(f"{name}  left by an interrupted save; the next save removes it")
+
+
+def _print_report(done: PruneReport, removed: str) -> None:
+    rows = [
+        [each.candidate.tag, f"{each.candidate.step:,}", removed if each.is_removed else "kept", each.reason]
+        for each in done.decisions
+    ]
+    if rows:
+        print("\n".join(table([["tag", "step", "", "because"], *rows], right=(1,))))
+    for line in done.damaged:
+        print(f"not removed, as it is damaged: {line}")
+    kept = len(done.decisions) - len(done.removed)
+    print(f"{count_text(len(done.removed), 'checkpoint')} {removed}, {kept:,} kept")
+
+
+def _report_json(done: PruneReport) -> dict[str, Any]:
+    kept = {each.candidate.tag: each.reason for each in done.decisions if not each.is_removed}
+    return {"removed": done.removed, "kept": kept, "damaged": done.damaged}
