@@ -1,20 +1,20 @@
-"""Builds `zoptim._kernels`, the C kernels, for wheels, for editable installs and in place.
+"""Build `zoptim._kernels`, the C kernels, for wheels, for editable installs and in place.
 
-Problem: one wheel must serve every Python from 3.10 on and every x86-64 processor, and building it must need
-nothing beyond a C compiler, cffi and hatchling: no torch (an isolated build would fetch gigabytes), no cmake.
+Problem: one wheel must serve every Python from 3.10 on and every x86-64 processor, and building it must need only a C
+compiler, cffi and hatchling: no torch (an isolated build would fetch gigabytes), no cmake.
 
-Design: cffi writes the glue from the part of `zk_api.h` between its two markers, against the limited API.
-`kern.c` is compiled once per instruction set; `rt.c` picks among them at run time.  The extension links libc
-alone: the address of OpenMP's `GOMP_parallel` is handed over by Python.  The digest of the sources is compiled in,
-so a checkout notices an extension that is older than its sources.
+Design: cffi writes the glue from the part of `zk_api.h` between its two markers, against the limited API.  `kern.c`
+is compiled once per instruction set; `rt.c` selects one at run time.  The extension links only libc: Python passes
+the address of OpenMP's `GOMP_parallel`.  The digest of the sources is compiled in, so a checkout detects an extension
+that is older than its sources.
 
     python hatch_build.py    builds src/zoptim/_kernels.abi3.so in place
 
 The compiler is `$CC`, else the first of cc, gcc and clang on PATH.
 
 Rejected: setuptools (its compiler flags include -g, which triples the file; per-file flags need a subclass),
-scikit-build-core and meson-python (build tools of their own; editable installs that rebuild at import race
-between ranks), JIT building at first use (needs a compiler on every node).
+scikit-build-core and meson-python (additional build tools; editable installs that rebuild at import race between
+ranks), building at first use (needs a compiler on every node).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ OLDEST_PYTHON = "cp310"
 LIMITED_API = "-DPy_LIMITED_API=0x030a0000"
 
 # -ffp-contract=off: the same bits on every instruction set.  -fno-math-errno, -fno-trapping-math: without them
-# square roots and selections do not vectorise.  -g0: debug information would triple the file.  -Wno-psabi: vectors
-# are passed between inlined functions only.
+# square roots and selections do not vectorize.  -g0: debug information would triple the file.  -Wno-psabi: vectors
+# are only passed between inlined functions.
 FLAGS = (
     "-O3", "-g0", "-std=c11", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     "-fvisibility=hidden", "-Wno-psabi",
@@ -56,7 +56,7 @@ X86_LEVELS = {"base": ("-DZK_ONLY_PIECES",), "v3": AVX2, "v4": (*AVX2, *AVX512)}
 
 
 class BuildError(Exception):
-    """The kernels could not be built; the message says what is missing and what to do."""
+    """The build of the kernels failed; the message names what is missing and the remedy."""
 
 
 def is_x86_64() -> bool:
@@ -64,7 +64,7 @@ def is_x86_64() -> bool:
 
 
 def wheel_platform() -> str:
-    """The platform part of the wheel's tag.  A Python for two Mac processors still gets code for one."""
+    """Return the platform part of the wheel's tag.  A universal2 Python gets code for one processor."""
     name = sysconfig.get_platform()
     if name.endswith("universal2"):
         name = "macosx-11.0-arm64" if platform.machine() == "arm64" else "macosx-10.9-x86_64"
@@ -72,7 +72,7 @@ def wheel_platform() -> str:
 
 
 def kernel_sources() -> ModuleType:
-    """`zoptim/backends/sources.py`, loaded by its path: an isolated build has neither zoptim nor torch."""
+    """Load `zoptim/backends/sources.py` by path: an isolated build has neither zoptim nor torch."""
     path = ROOT / "src" / "zoptim" / "backends" / "sources.py"
     spec = importlib.util.spec_from_file_location("zoptim_sources", path)
     assert spec is not None
@@ -83,12 +83,12 @@ def kernel_sources() -> ModuleType:
 
 
 def source_hash() -> str:
-    """16 hexadecimal digits over the compiled files; native.py compares it in a checkout."""
+    """Return the digest of the compiled files; native.py compares it in a checkout."""
     return str(kernel_sources().source_hash(ROOT))
 
 
 def compiler() -> list[str]:
-    """The command of the C compiler.  Raises `BuildError` when there is none, or no Python.h to compile against."""
+    """Return the command of the C compiler.  Raises `BuildError` if there is none, or no Python.h."""
     given = shlex.split(os.environ.get("CC", ""))
     found = given if given and shutil.which(given[0]) else []
     if given and not found:
@@ -114,23 +114,23 @@ def include_folders() -> list[str]:
 
 
 def write_glue(path: Path) -> None:
-    """The C file that makes `zk_api.h` a Python module.  Raises `BuildError` without cffi."""
+    """Write the C file of the Python module for `zk_api.h`.  Raises `BuildError` without cffi."""
     try:
         import cffi
     except ImportError:
         raise BuildError(
-            "building zoptim's kernels needs cffi: pip install 'cffi>=1.15' (an isolated build brings it by itself)"
+            "building zoptim's kernels needs cffi: pip install 'cffi>=1.15' (an isolated build installs it)"
         ) from None
     header = (CSRC / "zk_api.h").read_text()
     ffi = cffi.FFI()
     ffi.cdef(header.partition("/* cdef begin */")[2].partition("/* cdef end */")[0])
     ffi.set_source("zoptim._kernels", '#include "zk_api.h"', py_limited_api=True)
-    with contextlib.redirect_stdout(io.StringIO()):  # it announces its temporary file
+    with contextlib.redirect_stdout(io.StringIO()):  # cffi prints the path
         ffi.emit_c_code(str(path))
 
 
 def objects(folder: Path) -> dict[Path, list[str]]:
-    """Object file -> the arguments that compile it; `folder` holds the generated files."""
+    """Return object file -> arguments that compile it; `folder` has the generated files."""
     runtime = [f'-DZK_SOURCE_HASH="{source_hash()}"', *(["-DZK_HAS_X86"] if is_x86_64() else [])]
     headers = [f"-I{folder}", f"-I{CSRC}"]
     python_headers = [f"-I{place}" for place in include_folders()]
@@ -144,7 +144,7 @@ def objects(folder: Path) -> dict[Path, list[str]]:
 
 
 def run(command: list[str]) -> None:
-    """One call of the compiler.  Raises `BuildError` with what it said."""
+    """Run the compiler.  Raises `BuildError` with its output."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode:
         raise BuildError(
@@ -153,7 +153,7 @@ def run(command: list[str]) -> None:
 
 
 def build(target: Path = EXTENSION) -> None:
-    """Writes glue, compiles the objects side by side, links, and puts the result in place at once.
+    """Write the glue, compile the objects in parallel, link, and replace `target` atomically.
 
     Raises `BuildError`.
     """
@@ -166,7 +166,7 @@ def build(target: Path = EXTENSION) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(run, calls))
         shared = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared", "-Wl,-s"]
-        # linked beside its final place, so that the replacement is one rename: a running process keeps the old file
+        # linked in the target's folder, so that the replacement is one rename: a running process keeps the old file
         linked = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             run([*command, *shared, *(str(path) for path in objects(folder)), "-o", str(linked)])
@@ -176,15 +176,15 @@ def build(target: Path = EXTENSION) -> None:
 
 
 def is_current() -> bool:
-    """Whether the extension in place was compiled from these sources."""
+    """Return whether the extension in place was compiled from these sources."""
     return EXTENSION.exists() and source_hash().encode() in EXTENSION.read_bytes()
 
 
 class KernelHook(BuildHookInterface):
-    """Called by hatchling for a wheel; `version` is "editable" for an editable install, else "standard"."""
+    """The hook that hatchling calls for a wheel; `version` is "editable" for an editable install, else "standard"."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        # pip asks for an editable install twice: for its metadata and for itself
+        # pip builds an editable install twice: for its metadata and for the install
         if version != "editable" or not is_current():
             build()
         build_data["pure_python"] = False

@@ -1,7 +1,7 @@
-"""The memory of a case: lists of tensors by name, made when first asked for and shared by all contenders.
+"""The memory of a case: lists of tensors by name, made on first use and shared by all contenders.
 
-At 100M parameters a private copy for each of eight contenders would need 13 GB.  Sharing costs nothing: what a step
-takes does not depend on the values, as long as they stay ordinary numbers, and they do.
+At 100M parameters a private copy for each of eight contenders would need 13 GB.  Sharing is harmless: the time of a
+step does not depend on values, as long as they stay normal numbers, and they do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 __all__ = ["SHAPES", "Arena", "numels_of"]
 
 BLOCK_NUMEL = 256  # elements that share a scale of an 8-bit state
-PATTERN_NUMEL = 2**20  # random numbers that repeat along a tensor
+PATTERN_NUMEL = 2**20  # length of the random pattern that repeats along a tensor
 
 
 def _gpt2_medium() -> list[int]:
@@ -53,7 +53,7 @@ class Arena:
         return sum(self.numels)
 
     def get(self, name: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """The tensors of one stream; those of a name that ends in "_scale" have an element per 256."""
+        """Return the tensors of one stream; those with a name in "_scale" have one element per 256."""
         key = (name, dtype)
         if key not in self._lists:
             sizes = [-(-n // BLOCK_NUMEL) if name.endswith("_scale") else n for n in self.numels]

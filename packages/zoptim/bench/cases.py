@@ -1,4 +1,4 @@
-"""What is measured: a row is a step, the streams it moves, who competes, and the figures that zoptim must reach."""
+"""The cases: each is a step with the streams it moves, its contenders, and zoptim's limits."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Stream:
 
     name: str
     dtype: torch.dtype
-    traffic: int  # how often a step must move it: 1 read or written, 2 read and written
+    traffic: int  # passes of a step: 1 reads or writes, 2 reads and writes
 
 
 @attrs.frozen
 class Limit:
-    """A figure to reach: our time over another's is at most this."""
+    """An upper bound on our time over another's."""
 
     at_most: float
     against: str = "floor"
-    total: int = 100_000_000  # parameters that it speaks of
+    total: int = 100_000_000  # parameters it applies to; 0: any
     shapes: tuple[str, ...] = ("flat", "gpt2")
     devices: tuple[str, ...] = ("cpu",)
 
@@ -46,11 +46,11 @@ class Case:
     limits: tuple[Limit, ...]
     tolerance: float  # how far results may differ, in units of the largest update
     dtype: torch.dtype = F32  # of the stream "weight", which every contender writes
-    on_gpu: bool = True  # without being asked for by name
+    on_gpu: bool = True  # the default without --only
 
     @property
     def bytes_per_param(self) -> float:
-        """What a step must move, over the number of parameters."""
+        """Bytes that a step must move per parameter."""
         return sum(stream.dtype.itemsize * stream.traffic for stream in self.streams)
 
 
@@ -94,7 +94,7 @@ def _small_rule(rule: str, title: str, moment: str, *others: Contender) -> Case:
 
 
 def _low_states(name: str, title: str, loop: str, state_dtype: str, dtype: torch.dtype) -> Case:
-    """Peers have no such state: they stand here with the float32 step that it replaces, and so do we."""
+    """Peers lack such state: they run the float32 step that it replaces, and so do we, as a reference."""
     return Case(
         name=name,
         title=title,

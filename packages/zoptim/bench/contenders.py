@@ -1,4 +1,4 @@
-"""What the rooms of the bench share: a contender is a name and a way to prepare its step on an arena."""
+"""Contenders: a name, and a function that prepares the step on an arena."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from arena import Arena
 
 __all__ = ["BETAS", "DECAY", "EPS", "LOSS_SCALE", "LR", "MAX_NORM", "MOMENTUM", "Contender", "Step", "Unavailable"]
 
-Step = Callable[[], object]  # one optimizer step on memory that was laid out before
+Step = Callable[[], object]  # one optimizer step on prepared memory
 
-# One set of options for everybody: with decay, so that nobody skips a term.
+# The options of all contenders: with decay, so that no term can be skipped.
 LR, BETAS, EPS, DECAY, MOMENTUM = 1e-3, (0.9, 0.999), 1e-8, 0.01, 0.9
 LOSS_SCALE, MAX_NORM = 4.0, 1.0  # of the whole boundary; the gradients' norm is above, so clipping acts
 
 
 class Unavailable(Exception):
-    """This contender cannot run here; the message says why.  The bench notes it and goes on."""
+    """A contender that cannot run here; the message has the reason, which the report notes."""
 
 
 @attrs.frozen

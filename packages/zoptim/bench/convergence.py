@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Does a state format cost anything but bytes?  The repository's main job, once for each format and optimizer.
+"""Convergence of state formats and optimizers: the repository's main job, once for each.
 
     python packages/zoptim/bench/convergence.py                  every run: about 40 minutes on two cores
     python packages/zoptim/bench/convergence.py --only adamw,8bit --steps 100
-    python packages/zoptim/bench/convergence.py --list           what there is
+    python packages/zoptim/bench/convergence.py --list           the runs
 
 Each run trains the small GPT of tools/train on its text (the Python standard library, byte by byte) with the options
-of its config.json; the same first weights, the same windows in the same order.  What differs is the optimizer, and
-what weights and states are kept in.  Everything computes in float32: bf16 weights are widened for the forward, and
-their gradients rounded, so that rounding in the network does not blur what the optimizer does.
+of its config.json, the same initial weights, and the same windows in the same order.  Only the optimizer and the
+formats of weights and states differ.  The network computes in float32: bf16 weights are widened for the forward, and
+their gradients rounded, so that rounding in the network does not hide the optimizer's.
 
-Prints held-out bits per byte and the difference to float32, next to what another seed makes of it; writes
+Prints held-out bits per byte, the difference to float32, and the difference between seeds; writes
 NAME.json, NAME.md and NAME.svg into results/.  Runs on a checkout only: the model and the text are the main job's.
 """
 
@@ -49,15 +49,15 @@ LN2 = math.log(2)
 
 @attrs.frozen(kw_only=True)
 class Setting:
-    """What all runs share."""
+    """Settings of all runs."""
 
     steps: int
     batch: int  # windows of a step
     shape: Shape
     config: dict[str, Any]  # of the main job
-    looks: int  # how often held-out text is looked at
+    looks: int  # steps between evaluations
     held_out: Tensor  # (n, context + 1) uint8
-    text: Windows  # to learn from
+    text: Windows  # training text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts.pop("floor")
     outcomes: list[Outcome] = []
     pool = ProcessPoolExecutor(options.jobs, get_context("spawn"), torch.set_num_threads, (threads,))
-    with pool:  # runs do not meet: one process each, so that small products need not be shared out
+    with pool:  # runs are independent: one process each, because small products do not scale over threads
         for outcome in pool.map(train, runs, [setting] * len(runs)):
             outcomes.append(outcome)
             print(convergence_report.line(outcome, outcomes), flush=True)
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(run: Run, setting: Setting) -> Outcome:
-    """Train from the first weights to the last step, looking at held-out text now and then."""
+    """Train, and evaluate held-out text at intervals."""
     torch.manual_seed(run.seed)
     model = GPT(setting.shape, seed=run.seed).to(run.weights)
     optimizer = _optimizer(run, model, setting.config)
@@ -122,7 +122,7 @@ def evaluate(model: GPT, windows: Tensor) -> float:
 
 
 def _loss(model: GPT, windows: Tensor) -> Tensor:
-    """Nats per byte, computed in float32 whatever the weights are kept in."""
+    """Nats per byte, computed in float32 for any format of the weights."""
     wide = {name: param.float() for name, param in model.named_parameters()}
     loss: Tensor = torch.func.functional_call(model, wide, (windows,))
     return loss
@@ -139,7 +139,7 @@ def _optimizer(run: Run, model: GPT, config: dict[str, Any]) -> torch.optim.Opti
 
 
 def _schedule(optimizer: torch.optim.Optimizer, setting: Setting) -> Any:
-    """The main job's, stretched to the length of the run as its recipe does."""
+    """The main job's schedule, scaled to the length of the run as in its recipe."""
     params = dict(setting.config["scheduler"]["params"])
     share = params["warmup_num_steps"] / params["total_num_steps"]
     params.update(total_num_steps=setting.steps, warmup_num_steps=max(2, round(share * setting.steps)))
@@ -147,7 +147,7 @@ def _schedule(optimizer: torch.optim.Optimizer, setting: Setting) -> Any:
 
 
 def _batches(setting: Setting, seed: int) -> Iterator[Tensor]:
-    """(batch, context + 1) uint8 for each step; no window twice before all were seen."""
+    """Yield (batch, context + 1) uint8 for each step; no window repeats before all were used."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(len(setting.text), generator=generator) for _ in range(_epochs(setting))])
     for chosen in order[: setting.steps * setting.batch].split(setting.batch):
@@ -163,7 +163,7 @@ def _clip(config: dict[str, Any]) -> float:
 
 
 def _bytes(params: list[Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Weights and everything that the optimizer keeps; not the gradients."""
+    """Bytes of weights and optimizer state, without gradients."""
     kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return sum(tensor.nbytes for tensor in [*params, *kept])
 
@@ -199,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     result.add_argument("--list", action="store_true", help="say which runs there are")
     result.add_argument("--steps", type=int, default=400, help="updates of a run (400)")
     result.add_argument("--batch", type=int, default=8, help="windows of a step (8)")
-    result.add_argument("--quick", action="store_true", help="a tiny model: to see that everything works")
+    result.add_argument("--quick", action="store_true", help="a tiny model, as a smoke test")
     result.add_argument("--jobs", type=int, default=2, help="runs side by side (2)")
     result.add_argument("--threads", type=int, help="torch's number of threads in each (default: cores / jobs)")
     result.add_argument("--results", type=Path, default=RESULTS, help="folder for the report")

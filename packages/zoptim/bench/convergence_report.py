@@ -1,4 +1,4 @@
-"""The outcome of the convergence runs: as lines, as markdown, as JSON and as a picture."""
+"""The results of the convergence runs as text, markdown, JSON and SVG."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD = ["", "bytes/param", "held-out bits/byte", "minus reference", "last 20 ste
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     run: Run
     bits: float  # per byte of held-out text, at the end
@@ -30,19 +30,19 @@ class Outcome:
 
 
 def difference(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
-    """To the reference from the same first weights; None while there is none."""
+    """Difference to the reference with the same initial weights; None without one."""
     found = [other.bits for other in outcomes if (other.run.key, other.run.seed) == (REFERENCE, outcome.run.seed)]
     return outcome.bits - found[0] if found else None
 
 
 def noise(outcomes: Sequence[Outcome]) -> float | None:
-    """How far apart the reference ends from other first weights: largest minus smallest."""
+    """Spread of the reference over initial weights: largest minus smallest."""
     found = [o.bits for o in outcomes if o.run.key == REFERENCE]
     return max(found) - min(found) if len(found) > 1 else None
 
 
 def means(outcomes: Sequence[Outcome]) -> list[tuple[str, float, float, int]]:
-    """(title, mean difference, its standard error, seeds) of what was trained from several first weights."""
+    """(title, mean difference, its standard error, seeds) of runs with several initial weights."""
     gaps: dict[str, list[float]] = {}
     for outcome in outcomes:
         gap = difference(outcome, outcomes)
@@ -68,7 +68,7 @@ def cells(outcome: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def line(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
-    """While the others still run."""
+    """One line, printed when a run ends."""
     return _name(outcome).ljust(52) + "".join(cell.rjust(12) for cell in cells(outcome, outcomes))
 
 
@@ -77,7 +77,7 @@ def _name(outcome: Outcome) -> str:
 
 
 def text(outcomes: Sequence[Outcome], facts: dict[str, Any]) -> str:
-    """For a terminal."""
+    """Text for a terminal."""
     lines = [f"{name}: {value}" for name, value in facts.items() if name in ("job", "text", "held out")]
     lines += [f"tables: {facts['bits per byte of tables']}", "", *(line(o, outcomes) for o in outcomes)]
     lines += ["", *(f"{t}: {mean:+.4f} +- {error:.4f} over {n} seeds" for t, mean, error, n in means(outcomes))]
@@ -88,9 +88,13 @@ def markdown(outcomes: Sequence[Outcome], facts: dict[str, Any]) -> str:
     """The whole report."""
     parts = ["# Convergence on the main job", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
     parts += [
-        "The same first weights and the same windows in the same order; all arithmetic of the network in float32.",
+        "The same initial weights and the same windows in the same order; the network computes in float32.",
         "`bytes/param` counts weights and optimizer state.  Differences are to the reference with the same seed"
-        + (f"; other seeds alone move it by {limit:.4f}." if (limit := noise(outcomes)) is not None else "."),
+        + (
+            f"; the reference differs by {limit:.4f} between seeds."
+            if (limit := noise(outcomes)) is not None
+            else "."
+        ),
         "Rates other than AdamW's were tried at two or three values, not searched.",
         "",
         "| " + " | ".join(HEAD) + " |",
@@ -128,14 +132,14 @@ def save(folder: Path, name: str, outcomes: Sequence[Outcome], facts: dict[str, 
     return [folder / f"{name}.{kind}" for kind in contents]
 
 
-# The picture: a bar for each run, left of the line is better than the reference -----------------------
+# The SVG: a bar for each run; left of the line is better than the reference --------------------------
 
 LEFT, RIGHT, TOP, ROW, WIDTH = 340, 90, 64, 24, 900
 CLIP = 0.2  # bits per byte at which a bar is cut off
 
 
 def svg(outcomes: Sequence[Outcome], title: str) -> str:
-    """Differences to the reference, over the band that another seed makes."""
+    """Bars of differences to the reference, over the band between seeds."""
     gaps = [(o, difference(o, outcomes) or 0.0) for o in outcomes if o.run.key != REFERENCE]
     band = noise(outcomes) or 0.0
     reach = min(CLIP, max([1.1 * band, 0.01, *(1.1 * abs(gap) for _, gap in gaps)]))
@@ -147,7 +151,7 @@ def svg(outcomes: Sequence[Outcome], title: str) -> str:
     parts = [_text(12, 22, title, 15), _text(12, 42, "held-out bits per byte minus AdamW fp32; left is better", 11)]
     parts.append(
         f'<rect x="{x(-band):.1f}" y="{TOP - 6}" width="{x(band) - x(-band):.1f}" height="{bottom - TOP + 6}" '
-        'fill="#e9ecef"><title>what other first weights make of the reference</title></rect>'
+        'fill="#e9ecef"><title>spread of the reference over initial weights</title></rect>'
     )
     for row, (outcome, gap) in enumerate(gaps):
         y = TOP + ROW * row + ROW / 2
@@ -161,7 +165,7 @@ def svg(outcomes: Sequence[Outcome], title: str) -> str:
         ]
     parts.append(f'<line x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP - 6}" y2="{bottom}" stroke="#495057"/>')
     parts.append(
-        _text(x(0), bottom + 18, f"grey: between first weights of the reference (±{band:.4f})", 11, "middle")
+        _text(x(0), bottom + 18, f"grey: spread of the reference over initial weights (±{band:.4f})", 11, "middle")
     )
     height = bottom + 32
     head = (

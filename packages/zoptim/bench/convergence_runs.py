@@ -1,4 +1,4 @@
-"""Which optimizers and formats are compared on the main job, and with what each is compared."""
+"""The runs: optimizers and formats that are compared on the main job, and their reference."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Run:
 
     key: str
     title: str
-    optimizer: str = "AdamW"  # by name, as a config spells it; "torch.X" is torch's own
+    optimizer: str = "AdamW"  # the name in a config; "torch.X" is torch's own
     options: dict[str, Any] = attrs.field(factory=dict)  # beside those of the main job's config
     weights: torch.dtype = torch.float32
-    seed: int = 0  # of the first weights and of the order of the text
+    seed: int = 0  # of the initial weights and the order of the text
     as_main_job: bool = True  # starts from the options in the main job's config, which are AdamW's
 
 
@@ -99,6 +99,5 @@ SECOND = (
     ),
 )
 
-# The formats are trained from several first weights each, so that what a format makes of a run can be told from what
-# chance makes of it; the rest, once.
+# Formats are trained from several initial weights each, to separate their effect from chance; other runs once.
 RUNS = (*(attrs.evolve(run, seed=seed) for seed in SEEDS for run in FIRST), *SECOND)

@@ -1,4 +1,4 @@
-/* Floors: loops that move the bytes of an optimizer step and do nothing else worth the name.
+/* Floors: loops that move the bytes of an optimizer step, with negligible arithmetic.
  *
  * Every loop reads and writes the very streams of one case, in one pass (LAMB and the whole boundary: two), and
  * combines them by xor with `x & mask`.  The mask is 0, which the compiler cannot know: all bytes move, no value
@@ -41,7 +41,7 @@ LOOP(offload) {
   EACH { u32 x = (u32)g[i] << 16 & mask; u32 y = p[i] ^ x; p[i] = y; m[i] ^= x; v[i] ^= x; w[i] = (u16)(y >> 16); }
 }
 
-/* The norm's reading of a 16-bit gradient: the sum is kept where the compiler cannot drop it. */
+/* The norm's pass over a 16-bit gradient: the sum is stored, so that the compiler cannot drop it. */
 static u32 seen[64 * 16];
 LOOP(read_grad) {
   AT(u16, g, 1);
@@ -62,7 +62,7 @@ LOOP(states_16) {
   EACH { u32 x = g[i] & mask; p[i] ^= x; m[i] ^= (u16)x; v[i] ^= (u16)x; }
 }
 
-/* weight, grad, two 8-bit states; their scales (1/64 of the codes) are left out */
+/* weight, grad, two 8-bit states; without their scales (1/64 of the codes) */
 LOOP(states_8) {
   AT(u32, p, 0); AT(u32, g, 1); AT(u8, m, 2); AT(u8, v, 3);
   EACH { u32 x = g[i] & mask; p[i] ^= x; m[i] ^= (u8)x; v[i] ^= (u8)x; }
@@ -124,7 +124,7 @@ static void run(work *w, int num_threads) {
     run_part(w, 0, 1);
 }
 
-/* One step's worth of traffic.  `which` is the index of the loop above. */
+/* Move the bytes of one step.  `which` is the index of the loop above. */
 void floor_step(const floor_job *job, int which, int num_streams, int num_threads) {
   work w = {job, loops[which].first, num_streams, 0};
   for (int64_t row = 0; row < job->num_rows; row++) w.total += job->numel[row];

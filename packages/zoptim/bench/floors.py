@@ -1,8 +1,7 @@
-"""The floor under a step: how long it takes to move its bytes, and nothing else.
+"""The floor of a step: the time to move its bytes.
 
-On a CPU: a C loop over the very streams of the case (`floors.c`), compiled for this processor when the bench runs and
-executed by torch's own threads.  On a GPU: a device-to-device copy of as many bytes, which is what vendors call the
-bandwidth one can have.
+On a CPU: a C loop over the streams of the case (`floors.c`), compiled for this processor when the benchmark runs and
+executed by torch's threads.  On a GPU: a device-to-device copy of as many bytes, the usual measure of bandwidth.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SOURCE = Path(__file__).with_name("floors.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 LOOPS = ("adam", "one_state", "offload", "boundary", "split", "states_16", "states_8", "lamb")  # as in floors.c
 OMP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-COPY_BYTES = 2**30  # of the GPU's copy; longer ones are that many copies
+COPY_BYTES = 2**30  # most bytes of one copy on the GPU
 
 _loaded: list[ctypes.CDLL] = []  # none or one
 
@@ -53,7 +52,7 @@ class _Floor:
     arrays: list[Any] = attrs.field(factory=list)
     job: _Job = attrs.field(factory=_Job)
 
-    def lay_out(self) -> None:
+    def fill(self) -> None:
         """Fill in the job."""
         num_rows = len(self.tensors[0])
         numel = (ctypes.c_int64 * num_rows)(*(t.numel() for t in self.tensors[0]))
@@ -67,17 +66,17 @@ class _Floor:
 
 
 def cpu_floor(loop: str, streams: Sequence[Sequence[Tensor]]) -> Step:
-    """A call that moves the bytes of `streams` (lists of equal numbers of CPU tensors) as `loop` of floors.c does.
+    """Return a call that moves the bytes of `streams` (lists of equal numbers of CPU tensors) by `loop` of floors.c.
 
-    Raises Unavailable where there is no C compiler.
+    Raises Unavailable without a C compiler.
     """
     floor = _Floor(_library(), LOOPS.index(loop), streams)
-    floor.lay_out()
+    floor.fill()
     return floor
 
 
 def copy_floor(num_bytes: int, device: torch.device) -> Step:
-    """A call that reads and writes `num_bytes` altogether by copies on `device`."""
+    """Return a call that reads and writes `num_bytes` in total by copies on `device`."""
     half = max(1, num_bytes // 2)
     source = torch.zeros(min(half, COPY_BYTES), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -93,7 +92,7 @@ def copy_floor(num_bytes: int, device: torch.device) -> Step:
 
 
 def compiler() -> str | None:
-    """The C compiler that floors are built with: $CC, or the first of cc, gcc and clang; None without one."""
+    """Return the C compiler: $CC, or the first of cc, gcc and clang; None without one."""
     candidates = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
@@ -113,7 +112,7 @@ def _build() -> ctypes.CDLL:
         done = subprocess.run([cc, *FLAGS, str(SOURCE), "-o", str(path)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise Unavailable(f"{cc} does not compile floors.c: {done.stderr.strip()[-500:]}")
-        library = ctypes.CDLL(str(path))  # stays mapped when the file goes
+        library = ctypes.CDLL(str(path))  # stays mapped after the file is deleted
     library.floor_set_omp.argtypes = (ctypes.c_uint64,) * 3
     library.floor_step.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)
     library.floor_set_omp(*_omp_addresses())
@@ -121,7 +120,7 @@ def _build() -> ctypes.CDLL:
 
 
 def _omp_addresses() -> tuple[int, ...]:
-    """Where torch's OpenMP has its functions; zeros, and so one thread, where it has none."""
+    """Return the addresses of torch's OpenMP functions; zeros, and so one thread, without GNU OpenMP."""
     process = ctypes.CDLL(None)
     try:
         return tuple(ctypes.cast(getattr(process, name), ctypes.c_void_p).value or 0 for name in OMP_FUNCTIONS)

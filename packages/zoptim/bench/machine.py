@@ -1,4 +1,4 @@
-"""Facts that a figure means nothing without: the processor, the versions, who else was busy."""
+"""The environment of a measurement: processor, versions, load of other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from floors import FLAGS, compiler
 
 import zoptim
 
-__all__ = ["Watch", "facts", "import_cost", "load", "wait_for_peace"]
+__all__ = ["Watch", "facts", "import_cost", "load", "wait_until_idle"]
 
 PACKAGES = ("torch", "zoptim", "numpy", "deepspeed", "cupy-cuda12x", "cupy-cuda13x")
 IMPORT_LIMIT_MS = 30
@@ -51,14 +51,14 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 @attrs.frozen
 class Watch:
-    """Who used the processor since this was made: itself a number of seconds, all processes together another."""
+    """Processor time since construction, of this process and of all processes."""
 
     wall: float = attrs.field(factory=time.monotonic)
     own: float = attrs.field(factory=lambda: sum(os.times()[:4]))
     everyone: float | None = attrs.field(factory=lambda: _busy_seconds())
 
     def others(self) -> float | None:
-        """Cores that other processes kept busy, on average; None where the system does not tell."""
+        """Cores that other processes kept busy, on average; None if the system does not report it."""
         now = Watch()
         if self.everyone is None or now.everyone is None:
             return None
@@ -66,8 +66,8 @@ class Watch:
         return max(0.0, busy / max(now.wall - self.wall, 1e-3))
 
 
-def wait_for_peace(seconds: float, most_cores: float) -> None:
-    """Sleep until other processes use at most so many cores, for two seconds; not longer than `seconds`."""
+def wait_until_idle(seconds: float, most_cores: float) -> None:
+    """Sleep until other processes use at most `cores` for two seconds, but not longer than `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         watch = Watch()
@@ -77,12 +77,12 @@ def wait_for_peace(seconds: float, most_cores: float) -> None:
 
 
 def load() -> float:
-    """The load average of the last minute; the bench itself adds up to its number of threads."""
+    """The load average of the last minute; the benchmark contributes up to its number of threads."""
     return os.getloadavg()[0]
 
 
 def _busy_seconds() -> float | None:
-    """Seconds in which a core did something, or was taken away by the hypervisor."""
+    """Seconds in which a core was busy, or stolen by the hypervisor."""
     try:
         words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     except OSError:
@@ -92,7 +92,7 @@ def _busy_seconds() -> float | None:
 
 
 def import_cost(runs: int = 5) -> dict[str, Any]:
-    """What `import zoptim` adds to `import torch`: the median of fresh interpreters, in ms."""
+    """The cost of `import zoptim` beyond `import torch`: the median of new interpreters, in ms."""
     added = []
     whole = []
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -102,7 +102,7 @@ def import_cost(runs: int = 5) -> dict[str, Any]:
             capture_output=True, text=True, check=True, env=environ,
         )  # fmt: skip
         if number == 0:
-            continue  # it may have compiled modules, which an installation does once
+            continue  # the first run may compile modules
         cumulative = _cumulative_us(done.stderr)
         whole.append(cumulative["torch"] / 1e3)
         added.append(cumulative["zoptim"] / 1e3)
@@ -116,7 +116,7 @@ def import_cost(runs: int = 5) -> dict[str, Any]:
 
 
 def _cumulative_us(report: str) -> dict[str, int]:
-    """Module -> cumulative time, out of what -X importtime prints: 'import time: self | cumulative | name'."""
+    """Module -> cumulative time, from the output of -X importtime: 'import time: self | cumulative | name'."""
     found = {}
     for line in report.splitlines():
         if line.startswith("import time:") and line.count("|") == 2:

@@ -1,4 +1,4 @@
-"""zoptim's steps.  State lies in the arena, so that the floor moves the very same memory."""
+"""zoptim's steps.  State is in the arena, so that the floor moves the same memory."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def _make(rule: str, params: Sequence[Tensor], **more: Any) -> zoptim.FlatOptimi
     return classes[rule]()
 
 
-def _give_state(
+def _set_state(
     optimizer: zoptim.FlatOptimizer, rule: str, params: Sequence[Tensor], arena: Arena, dtype: torch.dtype = F32
 ) -> None:
-    """Moments out of the arena, in the format of `dtype` (uint8: codes with scales), and step counts of its own."""
+    """Set moments from the arena, in the format of `dtype` (uint8: codes with scales), and own step counts."""
     for position, param in enumerate(params):
         state = {name: arena.get(name, dtype)[position] for name in _MOMENTS[rule]}
         if dtype is U8:
@@ -57,7 +57,7 @@ def ours_fp32(rule: str, state_dtype: str = "fp32", name: str = "ours") -> Conte
     def prepare(arena: Arena) -> Step:
         params = arena.with_grads("weight", "grad")
         optimizer = _make(rule, params, state_dtype=state_dtype)
-        _give_state(optimizer, rule, params, arena, {"fp32": F32, "bf16": BF16, "8bit": U8}[state_dtype])
+        _set_state(optimizer, rule, params, arena, {"fp32": F32, "bf16": BF16, "8bit": U8}[state_dtype])
         return optimizer.step
 
     return Contender(name, prepare, BOTH)
@@ -69,7 +69,7 @@ def _offloaded(arena: Arena) -> zoptim.FlatOptimizer:
     optimizer = _make("adamw", masters)
     for master, weight in zip(masters, weights):
         optimizer.mirror(master, weight)
-    _give_state(optimizer, "adamw", masters, arena)
+    _set_state(optimizer, "adamw", masters, arena)
     return optimizer
 
 
@@ -84,7 +84,7 @@ def ours_split() -> Contender:
     def prepare(arena: Arena) -> Step:
         params = arena.with_grads("weight", "grad", BF16, BF16)
         optimizer = _make("adamw", params, split_master=True)
-        _give_state(optimizer, "adamw", params, arena)
+        _set_state(optimizer, "adamw", params, arena)
         for param, remainder in zip(params, arena.get("remainder", torch.int16)):
             optimizer.state[param]["remainder"] = remainder
         return optimizer.step
@@ -93,7 +93,7 @@ def ours_split() -> Contender:
 
 
 def ours_boundary() -> Contender:
-    """The offload step with everything around it: norm, finiteness, unscale, clip."""
+    """The offload step with norm, finiteness, unscaling and clipping."""
 
     def prepare(arena: Arena) -> Step:
         optimizer, measure = _offloaded(arena), _stats_of(arena.get("grad", BF16))
@@ -111,7 +111,7 @@ def ours_boundary() -> Contender:
 
 
 def _stats_of(grads: list[Tensor]) -> Callable[[], zoptim.GradStats]:
-    """The look at the gradients; on a GPU its tables are made once, so that a CUDA graph can capture it."""
+    """Gradient statistics; on a GPU their tables are made once, so that a CUDA graph can capture the call."""
     if grads[0].device.type == "cpu":
         return lambda: zoptim.grad_stats(grads)
     from zoptim.backends.gpu import SquaresJob

@@ -1,9 +1,9 @@
-"""torch's and DeepSpeed's steps, and the passes they need around them for the same result.
+"""torch's and DeepSpeed's steps, with the additional passes that give the same result.
 
-A step of theirs reads float32 gradients and updates float32 weights.  Offload wraps it in a cast of the gradients
-before and of the weights after; the whole boundary adds the norm, and the division where the optimizer has none.
-Each is the best sequence that the peer allows: casts into buffers that stay, lists instead of loops, torch's fused
-optimizers with their own grad_scale.
+Their steps read float32 gradients and update float32 weights.  Offload adds a cast of the gradients before and of the
+weights after; the whole boundary adds the norm, and the division if the optimizer has none.  Each is the best
+sequence for the peer: casts into persistent buffers, foreach instead of loops, torch's fused optimizers with their
+own grad_scale.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Inner:
 
     step: Step
     grads: list[Tensor]
-    divide: Callable[[Tensor, Tensor], bool]  # (divisor, found_inf): False where the step must not happen
+    divide: Callable[[Tensor, Tensor], bool]  # (divisor, found_inf); False skips the step
 
 
 def _torch_inner(rule: str, way: str, arena: Arena, weights: str, grads: str) -> Inner:
@@ -72,8 +72,8 @@ def _by_passes(grads: list[Tensor]) -> Callable[[Tensor, Tensor], bool]:
     return divide
 
 
-# What DeepSpeed offers on CPUs: module, class, options beyond the shared ones, moments.  Not its Adagrad, which
-# leaves updates where the gradients were; here all read the same gradients.
+# DeepSpeed's CPU optimizers: module, class, options beyond the shared ones, moments.  Not its Adagrad, which writes
+# updates into the gradients; here all contenders read the same gradients.
 _DEEPSPEED: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "adamw": ("adam", "DeepSpeedCPUAdam", {"betas": BETAS, "eps": EPS}, ("exp_avg", "exp_avg_sq")),
     "lion": ("lion", "DeepSpeedCPULion", {"betas": BETAS}, ("exp_avg",)),
@@ -84,7 +84,7 @@ def _deepspeed_inner(rule: str, arena: Arena, weights: str, grads: str) -> Inner
     module, name, options, moments = _DEEPSPEED[rule]
     try:
         kind = getattr(importlib.import_module(f"deepspeed.ops.{module}"), name)
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation raises many types
         raise Unavailable(f"deepspeed cannot be imported ({error})") from error
     params = arena.with_grads(weights, grads)
     try:
@@ -101,7 +101,7 @@ InnerOf = Callable[[Arena, str, str], Inner]  # arena, names of the weights and 
 
 
 def _inners(rule: str) -> list[tuple[str, InnerOf, tuple[str, ...]]]:
-    """(name, maker, devices) of everyone who has this rule."""
+    """Yield (name, maker, devices) of all peers that have this rule."""
 
     def torch_way(way: str) -> InnerOf:
         return lambda arena, weights, grads: _torch_inner(rule, way, arena, weights, grads)
@@ -148,7 +148,7 @@ def offload_peers() -> list[Contender]:
 
 
 def boundary_peers() -> list[Contender]:
-    """Offload with the norm, the look for infinities, unscaling and clipping in between."""
+    """Offload with norm, finiteness, unscaling and clipping in between."""
 
     def wrapped(make: InnerOf) -> Callable[[Arena], Step]:
         def prepare(arena: Arena) -> Step:
@@ -172,7 +172,7 @@ def boundary_peers() -> list[Contender]:
 
 
 def by_hand(rule: str) -> Contender:
-    """Lion and LAMB, which torch has not, as calls on lists of tensors."""
+    """Lion and LAMB, which torch lacks, as foreach calls."""
     return Contender("torch foreach, by hand", lambda arena: {"lion": _lion, "lamb": _lamb}[rule](arena), BOTH)
 
 

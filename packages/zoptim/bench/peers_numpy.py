@@ -1,6 +1,6 @@
-"""The rules in numpy, written well: in place, with two buffers that stay, one call per operation and tensor.
+"""The rules in optimized numpy: in place, with two persistent buffers, one call per operation and tensor.
 
-numpy has no bf16; gradients and weights of 16 bits pass as integers.
+numpy has no bf16; 16-bit gradients and weights are passed as integers.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def numpy_offload(is_boundary: bool = False) -> Contender:
 
 
 def _unscale(rows: list[Rows]) -> bool:
-    """Divide by the loss scale and clip; False where a gradient is not finite."""
+    """Divide by the loss scale and clip; return False if a gradient is not finite."""
     norm = math.sqrt(sum(float(row.np.dot(row.g, row.g)) for row in rows))
     factor = 1 / (LOSS_SCALE * max(1.0, (norm / LOSS_SCALE + 1e-6) / MAX_NORM))
     for row in rows:

@@ -1,6 +1,6 @@
-"""The report as one picture: a line for every table, a dot for every contender, time over the floor to the right.
+"""The report as SVG: a line for every table, a dot for every contender, time over the floor on the x axis.
 
-SVG by hand: a picture that needs no library to be made and none to be seen.
+Written without a plotting library.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def svg(tables: Sequence[Table], title: str) -> str:
 def _line(table: Table, y: float, x: Callable[[float], float]) -> list[str]:
     tensors = "flat" if table.num_tensors == 1 else f"{table.num_tensors} tensors"
     parts = [_text(LEFT - 12, y + 4, f"{table.case.name}, {short(table.total)}, {tensors}", 11, "end")]
-    for name in reversed(list(table.samples)):  # ours, near the front of the table, lies on top
+    for name in reversed(list(table.samples)):  # draws ours, near the front of the table, on top
         ratio = table.ratio(name)
         if name != FLOOR and ratio is not None:
             label = f"<title>{escape(name)}: {ratio:.2f}x</title>"

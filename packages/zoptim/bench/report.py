@@ -1,4 +1,4 @@
-"""What was measured, as values, as text tables, as markdown and as JSON."""
+"""The results of the step benchmark as values, text, markdown and JSON."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ class Table:
     num_tensors: int
     total: int  # parameters
     device: str
-    samples: dict[str, Samples]  # the floor first, where there is one
-    notes: tuple[str, ...] = ()  # who could not run, and why; launches on a GPU
+    samples: dict[str, Samples]  # the floor first, if there is one
+    notes: tuple[str, ...] = ()  # contenders that could not run, with the reason; launches on a GPU
     load: float = 0.0  # load average when the case began
     others: float | None = None  # cores that other processes kept busy meanwhile
 
     @property
     def title(self) -> str:
-        """One line that says what it is."""
+        """One line that describes the table."""
         tensors = "flat" if self.num_tensors == 1 else f"in {self.num_tensors} tensors"
         return f"{self.case.title}; {short(self.total)} {tensors}; {self.case.bytes_per_param:g} B/parameter"
 
     @property
-    def company(self) -> str:
-        """Who else was there."""
+    def environment(self) -> str:
+        """The load of the machine."""
         others = "unknown" if self.others is None else f"{self.others:.2f} cores"
         return f"load average {self.load:.1f} at the beginning, other processes {others}"
 
     def ratio(self, name: str, over: str = FLOOR) -> float | None:
-        """Median over median; None where one of them is missing."""
+        """Ratio of medians; None if one of them is missing."""
         if name not in self.samples or over not in self.samples:
             return None
         return self.samples[name].median / self.samples[over].median
 
     def least_ratio(self, name: str, over: str = FLOOR) -> float | None:
-        """Minimum over minimum."""
+        """Ratio of minima; None if one of them is missing."""
         if name not in self.samples or over not in self.samples:
             return None
         return self.samples[name].least / self.samples[over].least
@@ -58,7 +58,7 @@ class Table:
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """A limit held against a table."""
+    """The result of a limit for a table."""
 
     table: Table
     limit: Limit
@@ -67,7 +67,7 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """For people."""
+        """One line of text."""
         shape = "flat" if self.table.num_tensors == 1 else f"{self.table.num_tensors} tensors"
         word = "reached" if self.ratio <= self.limit.at_most else "MISSED"
         what = f"{self.table.case.name} {short(self.table.total)} {shape}"
@@ -76,7 +76,7 @@ class Verdict:
 
 
 def verdicts(tables: Sequence[Table]) -> list[Verdict]:
-    """Every limit that speaks of one of the tables."""
+    """Check every limit that applies to one of the tables."""
     found = []
     for table in tables:
         for limit in table.case.limits:
@@ -99,7 +99,7 @@ HEAD = ["", "ns/param", "least", "GB/s", "x floor", "x floor, least", "samples"]
 
 
 def cells(table: Table) -> Cells:
-    """The rows of a table, with a head."""
+    """The rows of a table, with its header."""
     rows = [HEAD]
     for name, samples in table.samples.items():
         ns = 1e9 / table.total
@@ -111,10 +111,10 @@ def cells(table: Table) -> Cells:
 
 
 def text(table: Table) -> str:
-    """For a terminal."""
+    """Text for a terminal."""
     rows = cells(table)
     widths = [max(len(row[k]) for row in rows) for k in range(len(HEAD))]
-    lines = [table.title, f"  {table.company}"]
+    lines = [table.title, f"  {table.environment}"]
     for row in rows:
         padded = [row[0].ljust(widths[0]), *(value.rjust(width) for value, width in zip(row[1:], widths[1:]))]
         lines.append("  " + "  ".join(padded))
@@ -125,9 +125,9 @@ def markdown(tables: Sequence[Table], facts: dict[str, Any], imports: dict[str, 
     """The whole report."""
     parts = ["# Optimizer steps", "", *(f"- {name}: {_plain(value)}" for name, value in facts.items()), ""]
     parts += [
-        "Contenders take turns in one process; medians, and minima beside them.  GB/s counts the bytes that the step",
-        "must move, so a peer that moves more shows fewer.  `x floor` is the time over that of a loop that moves",
-        "these bytes.",
+        "Contenders run round-robin in one process; columns have medians and minima.  GB/s counts the bytes that the",
+        "step must move, so a peer that moves more bytes has a lower figure.  `x floor` is the time over that of a",
+        "loop that moves these bytes.",
         "",
     ]
     if imports:
@@ -145,12 +145,12 @@ def markdown(tables: Sequence[Table], facts: dict[str, Any], imports: dict[str, 
             *map(_row, rows),
             "",
         ]
-        parts += [f"- {table.company}", *(f"- {note}" for note in table.notes), ""]
+        parts += [f"- {table.environment}", *(f"- {note}" for note in table.notes), ""]
     return "\n".join(parts)
 
 
 def as_json(tables: Sequence[Table], facts: dict[str, Any], imports: dict[str, Any] | None) -> dict[str, Any]:
-    """Everything, samples included."""
+    """All results, samples included."""
     return {
         "facts": facts,
         "import": imports,

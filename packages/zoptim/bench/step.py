@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""How long optimizer steps take: zoptim, torch, DeepSpeed, numpy, and the floor under all of them.
+"""The time of optimizer steps: zoptim, torch, DeepSpeed, numpy, and the floor.
 
     python packages/zoptim/bench/step.py                         every case, 1M, 10M and 100M parameters, on the CPU
     python packages/zoptim/bench/step.py --only adamw,offload --total 10M --shapes flat
     python packages/zoptim/bench/step.py --device cuda           float32, split, offload and boundary, 100M and 1G
-    python packages/zoptim/bench/step.py --only import           what `import zoptim` adds to `import torch`
+    python packages/zoptim/bench/step.py --only import           the cost of `import zoptim` beyond `import torch`
 
-All contenders of a case work on the same memory and take turns in one process; the floor is a loop (on a GPU: a
-copy) that only moves the bytes of the step.  Before the clock runs, all of them update a small model, and those that
-compute something else are left out.  Prints tables; writes NAME.json, NAME.md and NAME.svg into results/.  The 100M
-cases take up to 5 GB.  DeepSpeed is compared where it is installed; at their first use its kernels compile for two
-minutes each.
+All contenders of a case work on the same memory and run round-robin in one process; the floor is a loop (on a GPU: a
+copy) that only moves the bytes of the step.  Before timing, all contenders update a small model, and those with other
+results are left out.  Prints tables; writes NAME.json, NAME.md and NAME.svg into results/.  The 100M cases need up to
+5 GB.  DeepSpeed takes part if it is installed; its kernels compile for two minutes each on first use.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ import machine
 import plot
 import report
 import torch
-from agree import without_strangers
+from agree import drop_disagreeing
 from arena import SHAPES, Arena, numels_of
 from cases import CASES, Case
 from contenders import Step, Unavailable
 from floors import copy_floor, cpu_floor
 from report import FLOOR, Table
-from timing import Turns, count_launches, in_graph, take_turns
+from timing import Sampling, count_launches, in_graph, run_rounds
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TOTALS = {"cpu": "1M,10M,100M", "cuda": "100M,1G"}
-MUCH = 0.1  # cores that others use; more disturbs
+MUCH = 0.1  # cores that other processes may use in an undisturbed measurement
 UNITS = {"k": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -58,13 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     imports = machine.import_cost() if "import" in only else None
     if imports:
         print("import:", ", ".join(f"{name} {value}" for name, value in imports.items()))
-    turns = Turns(options.rounds, options.seconds, options.warm, options.wait)
+    sampling = Sampling(options.rounds, options.seconds, options.warm, options.wait)
     facts["caches"] = "warm" if options.warm or device.type == "cuda" else "cold"
     tables: list[Table] = []
     for case in cases:
-        case, strangers = without_strangers(case, device)
+        case, strangers = drop_disagreeing(case, device)
         for total, shape in itertools.product(totals, options.shapes):
-            table = measure_in_peace(options.again, case, shape, total, device, turns)
+            table = measure_undisturbed(options.again, case, shape, total, device, sampling)
             tables.append(attrs.evolve(table, notes=(*strangers, *table.notes)))
             print(report.text(tables[-1]), end="\n\n", flush=True)
             _save(options, tables, facts, imports)
@@ -75,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure_in_peace(tries: int, *what: Any) -> Table:
-    """`measure`, and up to `tries` times anew while other processes disturb; the least disturbed table."""
+def measure_undisturbed(tries: int, *what: Any) -> Table:
+    """`measure`, repeated up to `tries` times while other processes disturb; return the least disturbed table."""
     best = measure(*what)
     for _ in range(tries):
         if (best.others or 0.0) <= MUCH:
@@ -85,20 +84,20 @@ def measure_in_peace(tries: int, *what: Any) -> Table:
     return best
 
 
-def measure(case: Case, shape: str, total: int, device: torch.device, turns: Turns) -> Table:
+def measure(case: Case, shape: str, total: int, device: torch.device, sampling: Sampling) -> Table:
     """One table."""
-    machine.wait_for_peace(turns.patience, MUCH)
+    machine.wait_until_idle(sampling.patience, MUCH)
     load = machine.load()
     arena = Arena(numels_of(shape, total), device)
     steps, notes = _prepare(case, arena)
     watch = machine.Watch()
-    samples = take_turns(steps, turns, device)
+    samples = run_rounds(steps, sampling, device)
     others = watch.others()
     if device.type == "cuda" and "ours" in steps:
         notes.append(f"launches of one step of ours: {_launches(steps['ours'])}")
     num_tensors = len(arena.numels)
     del steps, arena
-    gc.collect()  # before the next case asks for as much
+    gc.collect()  # before the next case allocates as much
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return Table(
@@ -115,7 +114,7 @@ def measure(case: Case, shape: str, total: int, device: torch.device, turns: Tur
 
 
 def _prepare(case: Case, arena: Arena) -> tuple[dict[str, Step], list[str]]:
-    """The floor and everyone who can run here, and notes on who cannot."""
+    """Prepare the floor and all contenders that can run here, with notes on the others."""
     steps: dict[str, Step] = {}
     notes: list[str] = []
 
@@ -124,7 +123,7 @@ def _prepare(case: Case, arena: Arena) -> tuple[dict[str, Step], list[str]]:
             steps[name] = prepare()
         except Unavailable as reason:
             notes.append(f"{name}: {reason}")
-        except Exception as error:  # one that breaks must not cost the others their figures
+        except Exception as error:  # a broken contender must not stop the others
             traceback.print_exc()
             notes.append(f"{name}: {type(error).__name__}: {error}")
 
@@ -161,7 +160,7 @@ def _save(options: Any, tables: list[Table], facts: dict[str, Any], imports: Any
 
 
 def _without(case: Case, left_out: Sequence[str]) -> Case:
-    """The case less contenders whose names begin with one of `left_out`; the first, ours, stays."""
+    """The case without contenders whose names begin with one of `left_out`; the first, ours, stays."""
     first, *others = case.contenders
     kept = [other for other in others if not other.name.startswith(tuple(left_out))]
     return attrs.evolve(case, contenders=(first, *kept))
@@ -194,16 +193,16 @@ def _parser() -> argparse.ArgumentParser:
     result.add_argument("--total", help="parameters, such as 1M,10M (default 1M,10M,100M; on a GPU 100M,1G)")
     result.add_argument("--shapes", type=_some_of(list(SHAPES)), default=list(SHAPES), help="of flat,gpt2")
     result.add_argument("--without", type=lambda words: words.split(","), default=[], help="such as numpy,DeepSpeed")
-    result.add_argument("--rounds", type=int, default=15, help="turns at most (15)")
+    result.add_argument("--rounds", type=int, default=15, help="most rounds (15)")
     result.add_argument(
-        "--seconds", type=float, default=2.0, help="after which a contender rests, three turns done (2)"
+        "--seconds", type=float, default=2.0, help="after which a contender stops, after three rounds (2)"
     )
     result.add_argument(
-        "--wait", type=float, default=0, help="seconds to wait at most for other processes to rest (0)"
+        "--wait", type=float, default=0, help="most seconds to wait for other processes to be idle (0)"
     )
-    result.add_argument("--again", type=int, default=0, help="measure anew so often where others disturbed (0)")
-    result.add_argument("--warm", action="store_true", help="leave caches as the last call left them (CPU)")
-    result.add_argument("--threads", type=int, help="torch's number of threads (default: as torch decides)")
+    result.add_argument("--again", type=int, default=0, help="repetitions while other processes disturb (0)")
+    result.add_argument("--warm", action="store_true", help="do not flush the caches between calls (CPU)")
+    result.add_argument("--threads", type=int, help="torch's number of threads (default: torch's)")
     result.add_argument("--results", type=Path, default=RESULTS, help="folder for the report")
     result.add_argument("--name", help="of the report's files (default step-DEVICE-DATE)")
     return result

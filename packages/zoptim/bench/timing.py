@@ -1,10 +1,10 @@
-"""Taking turns: A B C A B C, so that whatever else the machine does falls on everybody.
+"""Round-robin timing: A B C A B C, so that disturbances affect all contenders alike.
 
-Caches are cold by default: before every timed call on a CPU all threads read memory that nobody else uses.  In
-training a forward and a backward lie between two steps; a small model that stays in the cache from step to step is an
-artefact of benchmarks, which `is_warm` measures.  On a GPU calls follow each other, as the events want it.
+Caches are cold by default: before every timed call on a CPU all threads read unrelated memory.  In training a forward
+and a backward separate two steps; a small model that stays in the cache between steps is an artifact of benchmarks,
+which `is_warm` measures.  On a GPU calls are consecutive, as events require.
 
-Slow contenders stop after their share of time, never before `MIN_ROUNDS`; short calls are sampled more often.
+Slow contenders stop after their share of time, but not before `MIN_ROUNDS`; short calls are sampled more often.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ import attrs
 import torch
 from contenders import Step
 
-__all__ = ["Samples", "Turns", "count_launches", "in_graph", "take_turns"]
+__all__ = ["Samples", "Sampling", "count_launches", "in_graph", "run_rounds"]
 
 MIN_ROUNDS = 3
-SAMPLE_S = 0.005  # a turn takes this long where calls are shorter,
+SAMPLE_S = 0.005  # seconds of a turn, if calls are shorter,
 MOST_CALLS = 200  # of warm calls, whose mean is a sample,
 MOST_COLD_CALLS = 4  # or of cold ones, which are a sample each
-COLD_BYTES = 2**28  # more than the caches of a processor hold
+COLD_BYTES = 2**28  # larger than a processor's caches
 
 
 @attrs.frozen
 class Samples:
-    """Seconds a call, in the order of the rounds."""
+    """Seconds per call, in the order of the rounds."""
 
     seconds: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """What to expect."""
+        """The median."""
         return statistics.median(self.seconds)
 
     @property
     def least(self) -> float:
-        """What the machine can do when it is left alone."""
+        """The minimum: the time without disturbance."""
         return min(self.seconds)
 
 
 @attrs.frozen
-class Turns:
-    """How long to measure."""
+class Sampling:
+    """The settings of a measurement."""
 
     rounds: int = 15
-    seconds: float = 2.0  # a contender that has used so much stops
-    is_warm: bool = False  # calls follow each other and find the cache as they left it
-    patience: float = 0.0  # seconds that the bench waits at most for other processes to rest, before a table
+    seconds: float = 2.0  # seconds after which a contender stops
+    is_warm: bool = False  # caches are not flushed between calls
+    patience: float = 0.0  # most seconds to wait for other processes to be idle, before a table
 
 
-def take_turns(steps: Mapping[str, Step], turns: Turns, device: torch.device) -> dict[str, Samples]:
-    """Run all `steps` round by round; each is called a few times before, which makes its plans and its memory."""
-    sample = _sampler(turns, device)
+def run_rounds(steps: Mapping[str, Step], sampling: Sampling, device: torch.device) -> dict[str, Samples]:
+    """Run all `steps` round by round; first a few calls of each, which create its plans and memory."""
+    sample = _sampler(sampling, device)
     calls = {
         name: _calls_for(step, _timed_on_gpu if device.type == "cuda" else _timed) for name, step in steps.items()
     }
@@ -66,9 +66,9 @@ def take_turns(steps: Mapping[str, Step], turns: Turns, device: torch.device) ->
     gc.collect()
     gc.disable()
     try:
-        for number in range(turns.rounds):
+        for number in range(sampling.rounds):
             for name, step in steps.items():
-                if number < MIN_ROUNDS or used[name] < turns.seconds:
+                if number < MIN_ROUNDS or used[name] < sampling.seconds:
                     begin = time.perf_counter()
                     taken[name] += sample(step, calls[name])
                     used[name] += time.perf_counter() - begin
@@ -77,9 +77,9 @@ def take_turns(steps: Mapping[str, Step], turns: Turns, device: torch.device) ->
     return {name: Samples(tuple(seconds)) for name, seconds in taken.items()}
 
 
-def _sampler(turns: Turns, device: torch.device) -> Callable[[Step, int], list[float]]:
-    """What makes the samples of one turn, out of about as many calls as it is told."""
-    if device.type == "cuda" or turns.is_warm:
+def _sampler(sampling: Sampling, device: torch.device) -> Callable[[Step, int], list[float]]:
+    """Return the function that takes the samples of one turn, from about the given number of calls."""
+    if device.type == "cuda" or sampling.is_warm:
         timed = _timed_on_gpu if device.type == "cuda" else _timed
 
         def warm(step: Step, calls: int) -> list[float]:
@@ -117,7 +117,7 @@ def _timed(step: Step, calls: int) -> float:
 
 
 def _timed_on_gpu(step: Step, calls: int) -> float:
-    """By events on the device; the host may run ahead, as it does in training."""
+    """Time by events on the device; the host may run ahead, as in training."""
     event: Any = torch.cuda.Event
     begin, end = event(enable_timing=True), event(enable_timing=True)
     torch.cuda.synchronize()
@@ -130,7 +130,7 @@ def _timed_on_gpu(step: Step, calls: int) -> float:
 
 
 def in_graph(step: Step) -> Step:
-    """The replay of a CUDA graph of `step`, which runs a few times first, as capture demands."""
+    """Return the replay of a CUDA graph of `step`, after a few calls, which capture requires."""
     new_stream: Any = torch.cuda.Stream
     stream = new_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -146,7 +146,7 @@ def in_graph(step: Step) -> Step:
 
 
 def count_launches(step: Step) -> int:
-    """How many kernels one call starts on the GPU; copies and fills are not counted."""
+    """Count the kernels that one call starts on the GPU, without copies and fills."""
     from torch.profiler import ProfilerActivity, profile
 
     step()

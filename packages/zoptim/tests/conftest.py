@@ -1,7 +1,7 @@
 """The contract table of optimizers: a new optimizer is a new row of ROWS.
 
-`test_flat*.py` hold every row against the pure rules, torch, flat shards, the grad_scale protocol, state
-dicts and torch's manners.  `row`, `path` and `lab` are fixtures, because test files import no one another.
+`test_flat*.py` test every row against the pure rules, torch, flat shards, the grad_scale protocol, state dicts and
+torch's conventions.  `row`, `path` and `lab` are fixtures, because test files do not import each other.
 """
 
 from __future__ import annotations
@@ -120,19 +120,19 @@ REPRESENTATIVES = ("AdamW", "Adam amsgrad", "SGD", "SGD momentum", "Adagrad deca
 
 @pytest.fixture(params=[row for row in ROWS if row.name in REPRESENTATIVES], ids=lambda row: row.name)
 def kind(request: pytest.FixtureRequest) -> Row:
-    """One row for each way to remember: for tests that are about memory rather than arithmetic."""
+    """One row for each kind of state, for tests of state rather than arithmetic."""
     return request.param
 
 
 @pytest.fixture(params=[row for row in ROWS if row.elementwise], ids=lambda row: row.name)
 def elementwise(request: pytest.FixtureRequest) -> Row:
-    """Every optimizer that may be cut anywhere."""
+    """Every elementwise optimizer, whose shards may be cut anywhere."""
     return request.param
 
 
 @pytest.fixture(params=[{}, {"foreach": True}], ids=["kernel", "torch"])
 def path(request: pytest.FixtureRequest) -> dict[str, bool]:
-    """Constructor options that force each of the two ways to update."""
+    """Constructor options that force each of the two update paths."""
     return dict(request.param)
 
 
@@ -144,7 +144,7 @@ def lab() -> type[Lab]:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Any:
-    """Tiny tensors: threads only wait for each other, most of all when test processes share the cores."""
+    """Use one thread: on tiny tensors threads only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -155,7 +155,7 @@ SHAPES = [(7,), (3, 5), (), (0,), (64,), (2, 3, 4, 5)]
 
 
 class Lab:
-    """Deterministic parameters and gradients, and comparisons that say how far apart things are."""
+    """Deterministic parameters and gradients, and comparisons that report distances."""
 
     shapes = SHAPES
 
@@ -194,7 +194,7 @@ class Lab:
 
     @staticmethod
     def snapshot(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[Tensor]:
-        """Weights and every state tensor, copied."""
+        """Copies of weights and every state tensor."""
         state = [value for param in params for _, value in sorted(optimizer.state[param].items())]
         return [tensor.detach().clone() for tensor in [*params, *state]]
 
@@ -207,9 +207,9 @@ def team() -> type[Team]:
 
 @attrs.define(eq=False)
 class Team:
-    """Threads that are ranks, with flat shards of tensors that lie end to end, cut at `cuts`.
+    """Threads as ranks, with flat shards of concatenated tensors, cut at `cuts`.
 
-    What it counts, it counts once for all ranks.
+    Counts are totals of all ranks.
     """
 
     shapes: list[tuple[int, ...]]
@@ -228,7 +228,7 @@ class Team:
         return list(zip(self.cuts, [*self.cuts[1:], sum(torch.Size(shape).numel() for shape in self.shapes)]))
 
     def segments(self) -> list[list[zoptim.Segment]]:
-        """[rank]: what it holds."""
+        """[rank]: its segments."""
         found: list[list[zoptim.Segment]] = []
         for low, high in self.bounds:
             found.append([])
@@ -284,7 +284,7 @@ class Team:
             raise failures[0]
 
     def meet(self, rank: int, mine: Any) -> list[Any]:
-        """What all ranks gave, by rank."""
+        """Exchange values: return those of all ranks, by rank."""
         self.given[rank] = mine
         self.barrier.wait()
         found = [self.given[other] for other in range(len(self.cuts))]
@@ -294,7 +294,7 @@ class Team:
 
 @attrs.frozen(eq=False)
 class Member:
-    """One rank of a team, as zoptim.shards.ranks.Ranks asks for it."""
+    """One rank of a team: an implementation of zoptim.shards.ranks.Ranks."""
 
     team: Team
     rank: int

@@ -1,7 +1,7 @@
-"""What zoptim relies on in torch's private and functional API.
+"""The assumptions of zoptim about torch's private and functional API.
 
-A failure here means: this torch has changed something that `zoptim/_compat.py` builds on.  Read the release
-notes, adapt that file and its header, then this one.
+A failure means that this torch changed something that `zoptim/_compat.py` uses.  Read the release notes, adapt that
+file and its header, then this one.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def test_divide_works_in_place_on_mixed_dtypes_and_on_nothing() -> None:
 
 def test_divided_leaves_the_gradients_as_they_were() -> None:
     tensors = [torch.full((3,), 6.0), torch.full((2,), 6.0, dtype=torch.bfloat16), torch.ones(0)]
-    quotients = _compat.divided(tensors, torch.tensor(2.0))
+    quotients = _compat.divide(tensors, torch.tensor(2.0))
     assert [tensor.tolist() for tensor in quotients] == [[3.0] * 3, [3.0] * 2, []]
     assert [tensor.dtype for tensor in quotients] == [tensor.dtype for tensor in tensors]
     assert tensors[0].tolist() == [6.0] * 3
@@ -141,11 +141,11 @@ def test_divided_leaves_the_gradients_as_they_were() -> None:
 
 def test_divided_by_nothing_is_the_same_tensors() -> None:
     tensors = [torch.ones(3)]
-    assert _compat.divided(tensors, None)[0] is tensors[0]
-    assert _compat.divided([], torch.tensor(2.0)) == []
+    assert _compat.divide(tensors, None)[0] is tensors[0]
+    assert _compat.divide([], torch.tensor(2.0)) == []
 
 
-def test_adafactor_takes_lists_with_none_where_there_is_no_such_moment() -> None:
+def test_adafactor_accepts_none_for_absent_moments() -> None:
     vector, matrix = torch.ones(4), torch.ones(2, 3)
     lists = _compat.AdafactorLists()
     lists.add(vector, torch.ones(4), {"step": torch.zeros(()), "variance": torch.zeros(4)})
@@ -160,7 +160,7 @@ def test_adafactor_takes_lists_with_none_where_there_is_no_such_moment() -> None
 
 
 def test_an_optimizer_is_built_without_importing_the_compiler() -> None:
-    """torch's add_param_group would import torch._dynamo: a second and 65 MB for whoever never compiles."""
+    """torch's add_param_group would import torch._dynamo: a second and 65 MB."""
     code = (
         "import sys, torch, zoptim; zoptim.AdamW([torch.nn.Parameter(torch.ones(2))]); "
         "assert 'torch._dynamo' not in sys.modules"

@@ -1,4 +1,4 @@
-"""The bench runs, all in it compute the same, and its reports say what was measured.  No test asserts a time."""
+"""The benchmark runs, its contenders agree, and its reports describe the measurement.  No test asserts a time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_step(folder: Path, *options: str, **environ: str) -> subprocess.Complete
 
 
 def run_in_bench(code: str) -> None:
-    """Run `code` where the rooms of the bench can be imported, away from this process."""
+    """Run `code` in another process that can import the modules of the benchmark."""
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(BENCH)},
         capture_output=True, text=True, timeout=110, check=False,
@@ -94,7 +94,7 @@ def test_the_report_names_machine_and_versions_and_the_picture_is_xml(ran: Path)
         assert any("ours: " in "".join(dot.itertext()) for dot in dots)
 
 
-def test_without_a_compiler_the_floor_is_missing_and_the_report_says_why(tmp_path: Path) -> None:
+def test_without_a_compiler_the_report_explains_the_missing_floor(tmp_path: Path) -> None:
     done = run_step(tmp_path, "--only", "lion", "--total", "2k", "--shapes", "flat", PATH=str(tmp_path), CC="")
     assert done.returncode == 0, done.stderr
     (table,) = json.loads((tmp_path / "tiny.json").read_text())["tables"]
@@ -102,7 +102,7 @@ def test_without_a_compiler_the_floor_is_missing_and_the_report_says_why(tmp_pat
     assert any(note.startswith("floor: there is no C compiler") for note in table["notes"])
 
 
-def test_what_an_import_costs_is_read_from_fresh_interpreters() -> None:
+def test_import_costs_are_measured_in_new_interpreters() -> None:
     run_in_bench(
         "import machine\n"
         "report = 'import time: self [us] | cumulative | imported package\\nimport time:  1 |  2500 |   zoptim\\n'\n"
@@ -112,7 +112,7 @@ def test_what_an_import_costs_is_read_from_fresh_interpreters() -> None:
     )
 
 
-def test_an_unknown_case_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_case_raises_with_the_known_ones(tmp_path: Path) -> None:
     done = run_step(tmp_path, "--only", "adamw,rprop")
     assert done.returncode == 2
     assert "rprop: it takes adamw,offload" in done.stderr.replace(", ", ",").replace("rprop:it", "rprop: it")
@@ -150,17 +150,17 @@ def test_a_floor_changes_no_value_but_those_it_only_writes() -> None:
 def test_a_contender_that_computes_something_else_is_left_out() -> None:
     run_in_bench(
         "import attrs, torch\n"
-        "from agree import without_strangers\n"
+        "from agree import drop_disagreeing\n"
         "from cases import CASES\n"
         "from contenders import Contender\n"
         "def prepare(arena):\n"
         "    return lambda: torch._foreach_add_(arena.get('weight'), 1e-3)\n"
         "ours, fused = CASES[0].contenders[:2]\n"
         "liar, cpu = Contender('liar', prepare), torch.device('cpu')\n"
-        "case, notes = without_strangers(attrs.evolve(CASES[0], contenders=(ours, fused, liar)), cpu)\n"
+        "case, notes = drop_disagreeing(attrs.evolve(CASES[0], contenders=(ours, fused, liar)), cpu)\n"
         "assert case.contenders == (ours, fused) and notes[0].startswith('liar is left out'), notes\n"
         "try:\n"
-        "    without_strangers(attrs.evolve(CASES[0], contenders=(ours, liar)), cpu)\n"
+        "    drop_disagreeing(attrs.evolve(CASES[0], contenders=(ours, liar)), cpu)\n"
         "except RuntimeError as error:\n"
         "    assert 'nobody computes the adamw' in str(error), error\n"
         "else:\n"

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from zoptim.errors import UnknownNameError, check_option_names, did_you_mean
+from zoptim.checks import check_option_names
+from zoptim.errors import UnknownNameError, did_you_mean
 
 
-def test_the_nearest_name_is_suggested_whatever_its_case() -> None:
+def test_the_nearest_name_is_suggested_in_any_case() -> None:
     assert did_you_mean("adamW2", ["SGD", "AdamW"]) == " Did you mean 'AdamW'?"
     assert did_you_mean("WARMUPLR", ["WarmupLR"]) == " Did you mean 'WarmupLR'?"
 

@@ -1,4 +1,4 @@
-"""The package itself: optimizers that a program never names are not imported."""
+"""The package: unused optimizers are not imported."""
 
 from __future__ import annotations
 

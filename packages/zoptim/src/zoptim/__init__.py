@@ -1,15 +1,15 @@
-"""Optimizers that unscale, clip and skip while they update, and learning-rate schedules.
+"""Optimizers with fused unscaling, clipping and skipping, and learning-rate schedules.
 
 The optimizers (Adam, AdamW, SGD, Adagrad, LAMB, Lion, Muon, Adafactor) replace torch.optim's: same arguments, same
-state, same curve.  SIMD kernels on CPUs and CuPy kernels on GPUs update whole lists of tensors in one call;
-`kernels()` tells which are in use.  `state_dtype` and `split_master` trade bytes for speed, and two attributes
-replace passes of their own: `grad_scale` (gradients are divided by it) and `found_inf` (non-zero: the step changes
-nothing). `grad_stats` reads the norm that both come from; `accept_grad_scale` gives any other torch optimizer the
-same two.
+state, same curve.  SIMD kernels on CPUs and CuPy kernels on GPUs update lists of tensors in one call; `kernels()`
+shows which are in use.  `state_dtype` and `split_master` reduce the bytes of the state.  Two attributes replace
+separate passes over the gradients: `grad_scale` (the update divides by it) and `found_inf` (non-zero: the step
+changes nothing).  `grad_stats` measures the norm for both; `accept_grad_scale` adds both to any other torch
+optimizer.
 
-The schedules are DeepSpeed's five, as pure laws of the number of applied updates.
+The schedules are DeepSpeed's five, as pure functions of the number of applied updates.
 
-`make_optimizer` and `make_schedule` build both from the names and options of a DeepSpeed config.
+`make_optimizer` and `make_schedule` build from the names and options of a DeepSpeed config.
 """
 
 import importlib
@@ -67,12 +67,12 @@ __all__ = [
     "make_schedule",
     "sum_of_squares",
     "supports_grad_scale",
-    *table.HOMES,
+    *table.MODULE_BY_NAME,
 ]
 
-# Imported on first use: optimizers and schedules that most programs never name.
+# Imported on first use: most programs use one optimizer and one schedule.
 _SCHEDULES = "LRRangeTest LRSchedule OneCycle Schedule WarmupCosineLR WarmupDecayLR WarmupLR make_schedule"
-_HOMES = {**table.HOMES, **dict.fromkeys(_SCHEDULES.split(), "zoptim.schedules")}
+_LAZY_MODULES = {**table.MODULE_BY_NAME, **dict.fromkeys(_SCHEDULES.split(), "zoptim.schedules")}
 
 # Old public name -> new one; for one minor version.
 RENAMED = {"speaks_grad_scale": "supports_grad_scale"}
@@ -84,12 +84,12 @@ def __getattr__(name: str) -> Any:
         is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # of `from ... import name`
         error = ImportError if is_import else AttributeError
         raise error(f"{__name__}.{name} was renamed in 0.3.0; use {__name__}.{RENAMED[name]}.")
-    if name not in _HOMES:
+    if name not in _LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(_HOMES[name]), name)
+    found = getattr(importlib.import_module(_LAZY_MODULES[name]), name)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_LAZY_MODULES})

@@ -1,14 +1,14 @@
-"""The one file that calls torch's private and functional optimizer API.
+"""torch's private and functional optimizer API: the only file that calls it.
 
-Everything here may change with a torch release; `tests/test__compat.py` pins the signatures and
-the behaviour relied upon, so a new torch fails there by name rather than in a loss curve.
+It may change with a torch release; `tests/test__compat.py` pins the signatures and the behaviour that zoptim relies
+on, so an incompatible torch fails there.
 
-foreach (`torch.optim.<name>.<name>(foreach=True)`) is the torch path of Adam and SGD where states have the
-parameter's dtype: any device that torch can add up on, a handful of kernels for a list of tensors.  Everything else
-without a kernel takes the pure rule (`fallback.py`).
+foreach (`torch.optim.<name>.<name>(foreach=True)`) is the torch path of Adam and SGD if states have the parameter's
+dtype: a few kernels for a list of tensors, on any device of torch.  Everything else without a kernel uses the pure
+rule (`updates/fallback.py`).
 
 Rejected: torch's fused kernels as a third path.  They store the divided gradient into `p.grad`, skip only for a
-found_inf of exactly 1.0, never look at strides, and their SGD ignores most of a bf16 weight on CPUs (torch 2.13).
+found_inf of exactly 1.0, ignore strides, and their SGD ignores most of a bf16 weight on CPUs (torch 2.13).
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ from torch.optim.sgd import sgd as _functional_sgd
 
 
 def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
-    """torch's own `add_param_group`, without the decorator by which its first call imports all of torch._dynamo.
-
-    That takes a second and 65 MB, in programs that may never compile anything.
-    """
+    """Call torch's `add_param_group` without its decorator, whose first call imports torch._dynamo: 1 s and 65 MB."""
     method = torch.optim.Optimizer.add_param_group
     plain = method if torch.compiler.is_compiling() else getattr(method, "__wrapped__", method)
     plain(optimizer, param_group)
@@ -48,7 +45,7 @@ class AdamLists:
 
 
 def foreach_adam(group: Mapping[str, Any], lists: AdamLists) -> None:
-    """One foreach Adam(W) update in place; advances `lists.steps` by one."""
+    """Update by foreach Adam(W) in place; advance `lists.steps` by one."""
     function = _functional_adamw if group["decoupled_weight_decay"] else _functional_adam
     beta1, beta2 = group["betas"]
     function(
@@ -77,11 +74,11 @@ class SgdLists:
     params: list[Tensor]
     grads: list[Tensor]
     buffers: list[Tensor]  # empty without momentum
-    first: bool = False  # the buffers hold nothing yet and receive the gradient undampened
+    first: bool = False  # the first update: buffers receive the gradient undampened
 
 
 def foreach_sgd(group: Mapping[str, Any], lists: SgdLists) -> list[Tensor]:
-    """One foreach SGD update in place; returns the momentum buffers (new ones on the first step)."""
+    """Update by foreach SGD in place; return the momentum buffers (new ones on the first update)."""
     given: list[Tensor | None] = [None] * len(lists.params) if lists.first else [*lists.buffers]
     buffers = given or [None] * len(lists.params)
     _functional_sgd(
@@ -102,7 +99,7 @@ def foreach_sgd(group: Mapping[str, Any], lists: SgdLists) -> list[Tensor]:
 
 @attrs.frozen(eq=False)
 class AdafactorLists:
-    """The tensors of one Adafactor update: lists of equal length; None where a tensor's state has no such moment."""
+    """The tensors of one Adafactor update: lists of equal length; None for a moment that a tensor's state lacks."""
 
     params: list[Tensor] = attrs.field(factory=list)
     grads: list[Tensor] = attrs.field(factory=list)
@@ -112,7 +109,7 @@ class AdafactorLists:
     steps: list[Tensor] = attrs.field(factory=list)  # () float32 each
 
     def add(self, param: Tensor, grad: Tensor, state: Mapping[str, Any]) -> None:
-        """One more tensor; `state` by torch's names."""
+        """Append a tensor; `state` has torch's names."""
         self.params.append(param)
         self.grads.append(grad)
         self.row_vars.append(state.get("row_var"))
@@ -122,7 +119,7 @@ class AdafactorLists:
 
 
 def adafactor(group: Mapping[str, Any], lists: AdafactorLists) -> None:
-    """One Adafactor update in place; advances `lists.steps` by one."""
+    """Update by Adafactor in place; advance `lists.steps` by one."""
     _functional_adafactor(
         lists.params,
         lists.grads,
@@ -141,8 +138,8 @@ def adafactor(group: Mapping[str, Any], lists: AdafactorLists) -> None:
     )
 
 
-def divided(tensors: Sequence[Tensor], divisor: Tensor | None) -> list[Tensor]:
-    """Tensors of one device over a () tensor on that device, in one call; themselves where there is no divisor."""
+def divide(tensors: Sequence[Tensor], divisor: Tensor | None) -> list[Tensor]:
+    """Divide tensors of one device by a () tensor on that device, in one call; return them unchanged for None."""
     return list(tensors) if divisor is None or not tensors else list(torch._foreach_div(list(tensors), divisor))
 
 

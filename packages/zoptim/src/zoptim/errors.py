@@ -1,8 +1,4 @@
-"""What zoptim raises when the caller, not zoptim, made the mistake.
-
-Every class is also a ValueError or TypeError, so code that catches those keeps working.  Each
-message says what was given, what is allowed and what to do.
-"""
+"""Errors of zoptim, all subclasses of ValueError or TypeError, and spelling hints for their messages."""
 
 from __future__ import annotations
 
@@ -11,21 +7,21 @@ from collections.abc import Iterable
 
 
 class UnknownNameError(ValueError):
-    """An optimizer, schedule or option name that nobody here answers to."""
+    """An unknown optimizer, schedule or option name."""
 
 
 class NotAvailableYetError(ValueError):
-    """A name that DeepSpeed knows and zoptim does not have yet."""
+    """A DeepSpeed optimizer that zoptim does not implement yet."""
 
 
 class UnsupportedTensorError(TypeError):
-    """A parameter or gradient that an elementwise update cannot take (sparse, complex)."""
+    """A parameter or gradient that the optimizers do not support: sparse, complex."""
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """' Did you mean 'x'?' for the nearest allowed names, or '' when none is near.
+    """Return " Did you mean 'x'?" with the nearest allowed names, or "" if none is near.
 
-    Names at one slip of the pen come first: the ratio of difflib does not see that "ly" was to be "lr".
+    Names one typing error away come first: difflib's ratio is too low for words as short as "lr".
     """
     by_folded = {name.lower(): name for name in sorted(allowed)}
     typed = str(given).lower()
@@ -35,19 +31,8 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 def _is_one_slip(typed: str, name: str) -> bool:
-    """Return whether one letter was left out, added, changed, or swapped with its neighbour."""
+    """Return whether `name` is one omitted, added, changed or swapped letter away."""
     start = next((at for at, (a, b) in enumerate(zip(typed, name)) if a != b), min(len(typed), len(name)))
     typed, name = typed[start:], name[start:]
     swapped = typed[1:2] + typed[:1] + typed[2:]
     return name in (typed[1:], swapped) or typed[1:] == name[1:] or typed == name[1:]
-
-
-def check_option_names(owner: str, given: Iterable[str], allowed: Iterable[str]) -> None:
-    """Raise UnknownNameError for the first option of `owner` that is not allowed."""
-    allowed = list(allowed)
-    for name in given:
-        if name not in allowed:
-            raise UnknownNameError(
-                f"{owner} has no option {name!r}.{did_you_mean(name, allowed)} "
-                f"It takes: {', '.join(allowed) if allowed else 'no options'}."
-            )

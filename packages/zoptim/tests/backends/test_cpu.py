@@ -1,4 +1,4 @@
-"""Jobs of the C kernels: what they refuse to write over, and that they do what their arrays say."""
+"""Jobs of the C kernels: overlap checks, and updates by address."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import zoptim
 from zoptim.backends import native
 from zoptim.backends.contract import Hyper, Streams
 from zoptim.backends.cpu import CpuJob
-from zoptim.backends.layouts import addresses, num_bytes
-from zoptim.backends.overlap import WrittenRanges
+from zoptim.backends.memory import WrittenRanges, addresses, byte_sizes
 from zoptim.backends.signals import Signals
 
 NO_SIGNALS = Signals()
@@ -24,7 +23,7 @@ NO_SIGNALS = Signals()
 
 @pytest.fixture(params=["library", "python"])
 def searcher(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both ways to look for an overlap."""
+    """Both implementations of the overlap search."""
     if request.param == "library":
         assert native.library() is not None
         yield
@@ -43,7 +42,7 @@ def named(**params: Tensor) -> list[tuple[str, Tensor]]:
     return list(params.items())
 
 
-def test_parameters_that_share_memory_are_refused_by_name() -> None:
+def test_parameters_that_share_memory_raise_with_their_names() -> None:
     base = torch.ones(10)
     optimizer = zoptim.AdamW(named(alone=torch.ones(3), first=base[:6], second=base[5:]))
     with pytest.raises(ValueError, match=r"memory of parameter 2 of group 0 \('second'\) or of its state overlaps"):
@@ -59,7 +58,7 @@ def test_neighbours_in_one_tensor_are_no_overlap() -> None:
 
 
 @pytest.mark.parametrize("which", ["first", "second"])
-def test_a_gradient_in_a_weights_memory_is_refused_by_name(which: str) -> None:
+def test_a_gradient_in_a_weights_memory_raises_with_its_name(which: str) -> None:
     params = named(first=torch.ones(8), second=torch.ones(8))
     dict(params)[which].grad = params[0][1].detach()
     optimizer = zoptim.AdamW(params)
@@ -70,7 +69,7 @@ def test_a_gradient_in_a_weights_memory_is_refused_by_name(which: str) -> None:
     assert torch.equal(params[0][1].detach(), torch.ones(8))
 
 
-def test_a_gradient_that_moves_into_a_weight_later_is_refused_too() -> None:
+def test_a_gradient_that_moves_into_a_weight_later_raises() -> None:
     (_, first), (_, second) = params = named(first=torch.ones(8), second=torch.ones(8))
     optimizer = zoptim.AdamW(params)
     optimizer.step()
@@ -83,7 +82,7 @@ def test_a_gradient_that_moves_into_a_weight_later_is_refused_too() -> None:
     optimizer.step()
 
 
-def test_a_gradient_in_the_memory_of_state_is_refused() -> None:
+def test_a_gradient_in_the_memory_of_state_raises() -> None:
     ((_, param),) = params = named(only=torch.ones(8))
     optimizer = zoptim.AdamW(params)
     optimizer.step()
@@ -93,7 +92,7 @@ def test_a_gradient_in_the_memory_of_state_is_refused() -> None:
 
 
 @pytest.mark.parametrize("key", ["exp_avg", "step"])
-def test_state_that_two_parameters_share_is_refused(key: str) -> None:
+def test_state_that_two_parameters_share_raises(key: str) -> None:
     (_, first), (_, middle), (_, second) = params = named(a=torch.ones(8), b=torch.ones(8), c=torch.ones(8))
     optimizer = zoptim.AdamW(params)
     optimizer.step()
@@ -104,7 +103,7 @@ def test_state_that_two_parameters_share_is_refused(key: str) -> None:
     assert all(torch.equal(param.detach(), old) for param, old in zip((first, middle, second), before))
 
 
-def test_state_in_the_memory_of_its_weight_is_refused() -> None:
+def test_state_in_the_memory_of_its_weight_raises() -> None:
     ((_, param),) = params = named(only=torch.ones(8))
     optimizer = zoptim.SGD(params, momentum=0.9)
     optimizer.step()
@@ -113,7 +112,7 @@ def test_state_in_the_memory_of_its_weight_is_refused() -> None:
         optimizer.step()
 
 
-def test_low_precision_weights_that_two_masters_share_are_refused() -> None:
+def test_low_precision_weights_that_two_masters_share_raise() -> None:
     params = named(a=torch.ones(8), b=torch.ones(8))
     optimizer = zoptim.AdamW(params)
     weight = torch.ones(8, dtype=torch.bfloat16)
@@ -133,7 +132,7 @@ def test_two_gradients_may_share_memory() -> None:
 # WrittenRanges ----------------------------------------------------------------------------------------
 
 
-def test_ranges_are_sorted_and_leave_out_what_is_empty() -> None:
+def test_ranges_are_sorted_and_skip_empty_tensors() -> None:
     base = torch.zeros(100)
     ranges = WrittenRanges.make([[base[50:60], base[0:10]], [base[20:20], base[10:12]]])
     assert isinstance(ranges, WrittenRanges)
@@ -149,20 +148,20 @@ def test_rows_of_one_tensor_share_their_step() -> None:
     assert WrittenRanges.make([[torch.ones(3)], [step, step]]) == (1, 1), "nothing else may be shared"
 
 
-def test_an_overlap_among_what_is_written_is_told_by_list_and_position() -> None:
+def test_an_overlap_of_written_tensors_is_returned_as_list_and_position() -> None:
     base, other = torch.zeros(100), torch.zeros(50)
     assert WrittenRanges.make([[base[:10], base[9:20]]]) == (0, 1)
     assert WrittenRanges.make([[other, base[:10]], [other[:0], base[5:6]]]) == (1, 1)
 
 
-def test_what_touches_a_range_without_entering_it_is_free(searcher: None) -> None:
+def test_adjacent_ranges_do_not_overlap(searcher: None) -> None:
     base = torch.zeros(100)
     ranges = WrittenRanges.make([[base[10:20], base[30:40]]])
     assert isinstance(ranges, WrittenRanges)
     for low, high, found in [(0, 10, None), (20, 30, None), (40, 100, None), (0, 11, 0), (19, 20, 0), (39, 50, 0),
                              (0, 100, 0), (12, 13, 0), (25, 25, None), (15, 15, None)]:  # fmt: skip
         read = [base[low:high]]
-        assert ranges.find(addresses(read), num_bytes(read)) == found, (low, high)
+        assert ranges.find(addresses(read), byte_sizes(read)) == found, (low, high)
 
 
 def test_the_first_of_several_overlaps_is_found(searcher: None) -> None:
@@ -170,10 +169,10 @@ def test_the_first_of_several_overlaps_is_found(searcher: None) -> None:
     ranges = WrittenRanges.make([[base[10:20], base[30:40]]])
     read = [base[:5], base[35:36], base[12:13]]
     assert isinstance(ranges, WrittenRanges)
-    assert ranges.find(addresses(read), num_bytes(read)) == 1
+    assert ranges.find(addresses(read), byte_sizes(read)) == 1
     nothing = WrittenRanges.make([[]])
     assert isinstance(nothing, WrittenRanges)
-    assert nothing.find(addresses(read), num_bytes(read)) is None
+    assert nothing.find(addresses(read), byte_sizes(read)) is None
 
 
 def test_random_ranges_are_judged_as_by_comparing_every_pair(searcher: None) -> None:
@@ -205,7 +204,7 @@ def test_a_job_updates_all_of_its_rows_in_one_call() -> None:
 def test_a_job_that_is_pointed_elsewhere_reads_and_writes_there_alone() -> None:
     old, new = sgd_streams(), sgd_streams()
     job = CpuJob("sgd", 0, old)
-    job.point(new)
+    job.bind(new)
     job.step(Hyper(lr=0.25), NO_SIGNALS)
     assert [weight[0].item() for weight in (*old.weights, *new.weights)] == [1.0, 1.0, 0.5, 0.5]
 
@@ -266,7 +265,7 @@ def test_the_halves_of_lamb_are_the_whole() -> None:
     assert halves.steps[0].item() == 1.0
 
 
-def test_what_a_step_writes_is_everything_but_the_gradients() -> None:
+def test_a_step_writes_everything_but_the_gradients() -> None:
     one: list[list[Any]] = [[torch.ones(1)] for _ in range(7)]
     streams = Streams(
         weights=one[0],

@@ -23,7 +23,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @attrs.frozen
 class Format:
-    """What the streams of an optimizer are kept as."""
+    """The formats of an optimizer's streams."""
 
     name: str
     weight: torch.dtype
@@ -49,7 +49,7 @@ FORMATS = [
 
 @pytest.fixture(params=FORMATS, ids=lambda found: found.name)
 def kept(request: pytest.FixtureRequest) -> Format:
-    """Every way to keep weights and states."""
+    """All formats of weights and states."""
     return request.param
 
 
@@ -72,7 +72,7 @@ class Training:
         self.optimizer.step()
 
     def tensors(self) -> list[Tensor]:
-        """Weights, low-precision weights and all state, copied."""
+        """Copies of weights, low-precision weights and all state."""
         return [
             *self.lab.snapshot(self.optimizer, self.params),
             *(weight.detach().clone() for weight in self.weights),
@@ -85,7 +85,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
-    """All NaN count as one: which of two an operation returns is its operands' order, which compilers choose."""
+    """Compare bits; all NaN are equal, since compilers choose which of two NaN operands an operation returns."""
     for a, b in zip(found, expected, strict=True):
         assert a.dtype is b.dtype
         if a.is_floating_point():
@@ -167,8 +167,8 @@ class FakeRow:
         return self.ours(params, **self.options, **more)
 
 
-def test_rounding_takes_new_noise_at_every_step_and_in_every_stream() -> None:
-    """Equal values in one tensor are rounded alike; the same values at the next step are rounded anew."""
+def test_rounding_has_new_noise_at_every_step_and_in_every_stream() -> None:
+    """Equal values in one tensor are rounded alike in a step, and differently in the next."""
     param = torch.full((4096,), 1.0, dtype=torch.bfloat16).requires_grad_()
     optimizer = zoptim.SGD([param], lr=1.0)
     step = 1 / 1024  # an eighth of the distance to the bf16 neighbour above
@@ -224,7 +224,7 @@ def test_nan_stays_visible_in_the_weights_without_found_inf(kind: Any, kept: For
 @pytest.mark.parametrize("pattern", NANS, ids=lambda pattern: f"{pattern & 0xFFFFFFFF:08x}")
 @pytest.mark.parametrize("options", [{"split_master": True}, {}], ids=["split", "all bf16"])
 @pytest.mark.parametrize("foreach", [None, True], ids=["kernel", "torch"])
-def test_a_bf16_weight_shows_nan_whatever_its_float32_bits(pattern: int, options: Any, foreach: Any) -> None:
+def test_a_bf16_weight_is_nan_for_every_float32_nan(pattern: int, options: Any, foreach: Any) -> None:
     param = torch.ones(8, dtype=torch.bfloat16, requires_grad=True)
     if not hasattr(param, "grad_dtype"):
         pytest.skip("this torch ties the gradient's dtype to the parameter's")
@@ -249,7 +249,7 @@ def test_nan_in_8bit_states_spoils_its_block_and_is_seen_there(lab: Any) -> None
     assert param.detach().isnan().nonzero().flatten().tolist() == list(range(256, 512))
 
 
-def test_infinities_in_the_gradient_reach_the_weight_as_what_the_rule_makes_of_them(row: Any, lab: Any) -> None:
+def test_infinities_in_the_gradient_reach_the_weight_by_the_rule(row: Any, lab: Any) -> None:
     param = torch.ones(70, requires_grad=True)
     optimizer = row.make([param])
     param.grad = torch.ones(70)

@@ -30,7 +30,7 @@ def library() -> native.Library:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], native.Library | str]]:
-    """Loads as a new process would with this ZOPTIM_KERNELS; what was loaded before comes back at the end."""
+    """Load the extension as a new process with this ZOPTIM_KERNELS; restore the old one at the end."""
     before = native.library()
     level = before.level() if before else ""
 
@@ -63,14 +63,14 @@ def test_none_means_as_if_there_were_no_extension(fresh: Callable) -> None:
     assert fresh("none") == "ZOPTIM_KERNELS=none is set"
 
 
-def test_a_value_that_names_nothing_is_refused_with_what_is_allowed(fresh: Callable) -> None:
+def test_an_unknown_value_raises_with_the_allowed_ones(fresh: Callable) -> None:
     with pytest.raises(
         ValueError, match=r"ZOPTIM_KERNELS=avx51 names no .* Did you mean 'avx512'\? It takes: avx512,"
     ):
         fresh("avx51")
 
 
-def test_a_level_of_another_processor_is_refused(library: native.Library, fresh: Callable) -> None:
+def test_a_level_of_another_processor_raises(library: native.Library, fresh: Callable) -> None:
     foreign = next(level for level in native.LEVELS if level not in library.levels)
     with pytest.raises(ValueError, match=f"runs no {foreign} kernels .* It takes: {', '.join(library.levels)}, none"):
         fresh(foreign)
@@ -78,7 +78,7 @@ def test_a_level_of_another_processor_is_refused(library: native.Library, fresh:
         pass
 
 
-def test_a_block_can_use_another_level_and_leaves_the_old_one_behind(library: native.Library) -> None:
+def test_a_block_can_use_another_level_and_restores_the_old_one(library: native.Library) -> None:
     before = library.level()
     with native.use_level(library.levels[0]):
         assert library.level() == library.levels[0]
@@ -98,7 +98,7 @@ def test_a_missing_extension_is_a_reason_and_no_error(monkeypatch: pytest.Monkey
         fresh("avx2")
 
 
-def test_a_checkout_refuses_an_extension_that_is_older_than_its_sources(
+def test_a_checkout_rejects_an_extension_that_is_older_than_its_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: native.Library
 ) -> None:
     csrc = tmp_path / "src" / "zoptim" / "csrc"
@@ -164,7 +164,7 @@ except ValueError as error:
 
 
 def noise(seed: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A view that begins one element into its memory: kernels may not rely on alignment."""
+    """A view that begins one element into its memory: kernels must not assume alignment."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(numel + 1, generator=generator).to(dtype)[1:]
 

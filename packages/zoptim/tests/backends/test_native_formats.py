@@ -1,4 +1,4 @@
-"""What the C kernels do to one stream: zk_encode and zk_decode against torch, on every level."""
+"""The C kernels on one stream: zk_encode and zk_decode against torch, on every level."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class Codec:
         return self.ffi.cast("void *", tensor.data_ptr())
 
     def encode(self, values: Tensor, seed: int | None = None) -> tuple[Tensor, Tensor]:
-        """Codes and what lies beside them (remainders or scales); rounded to nearest without a seed."""
+        """Codes with their remainders or scales; rounded to nearest without a seed."""
         codes = torch.zeros(len(values), dtype=CODES[self.form])
         size, dtype = (len(values), torch.int16) if self.form == SPLIT else (-(-len(values) // BLOCK), torch.float32)
-        beside = torch.zeros(size, dtype=dtype)
+        extra = torch.zeros(size, dtype=dtype)
         source = self.ffi.cast("float *", values.data_ptr())
         tail = (len(values), seed or 0, seed is not None)
-        self.lib.zk_encode(self.form, self.kind, source, self.address(codes), self.address(beside), *tail)
-        return codes, beside
+        self.lib.zk_encode(self.form, self.kind, source, self.address(codes), self.address(extra), *tail)
+        return codes, extra
 
-    def decode(self, codes: Tensor, beside: Tensor | None = None) -> Tensor:
+    def decode(self, codes: Tensor, extra: Tensor | None = None) -> Tensor:
         values = torch.zeros(len(codes))
         target = self.ffi.cast("float *", values.data_ptr())
-        second = self.ffi.NULL if beside is None else self.address(beside)
+        second = self.ffi.NULL if extra is None else self.address(extra)
         self.lib.zk_decode(self.form, self.kind, self.address(codes), second, target, len(codes))
         return values
 
@@ -87,7 +87,7 @@ def test_every_half_becomes_the_float_that_torch_makes_of_it(
 
 @pytest.mark.parametrize(("form", "dtype"), [(F16, torch.float16), (BF16, torch.bfloat16)], ids=["f16", "bf16"])
 def test_floats_round_to_the_nearest_half_as_in_torch(library: native.Library, form: int, dtype: torch.dtype) -> None:
-    """Random bits, and around every half: itself, the tie above it and the neighbours of the tie."""
+    """Random bits; every half, the tie above it and the neighbors of the tie."""
     finite = halves(dtype).float()
     finite = finite[finite.isfinite()].sort().values
     ties = ((finite[1:].double() + finite[:-1].double()) / 2).float()
@@ -179,7 +179,7 @@ def test_stochastic_rounding_is_a_function_of_value_and_seed_alone(library: nati
     assert not torch.equal(whole.view(torch.int16), codec.encode(values, seed=8)[0].view(torch.int16))
 
 
-def test_stochastic_rounding_leaves_what_needs_none_and_what_is_not_finite(library: native.Library) -> None:
+def test_stochastic_rounding_keeps_exact_and_non_finite_values(library: native.Library) -> None:
     values = halves(torch.bfloat16).float()
     values = torch.where(values.isnan(), torch.nan, values)
     for seed in (1, 2, 3):

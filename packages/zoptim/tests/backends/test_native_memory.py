@@ -1,4 +1,4 @@
-"""The C kernels under AddressSanitizer and UndefinedBehaviorSanitizer: csrc/drive.c says how."""
+"""The C kernels under AddressSanitizer and UndefinedBehaviorSanitizer, see csrc/drive.c."""
 
 from __future__ import annotations
 

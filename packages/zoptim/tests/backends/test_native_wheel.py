@@ -1,4 +1,4 @@
-"""What is published: the source archive, the wheel built from it, and that wheel at work outside this tree."""
+"""The distribution: the source archive, the wheel built from it, and that wheel in use outside this tree."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def must(command: list[str], cwd: Path, **variables: str) -> str:
 
 
 def copy_project(target: Path) -> Path:
-    """The project as a fresh checkout has it: the tests of this session go on using the extension in place."""
+    """Copy the project like a fresh checkout; other tests keep using the extension in place."""
     hidden = shutil.ignore_patterns("__pycache__", "*.so")
     return Path(shutil.copytree(PROJECT, target / "zoptim", ignore=hidden))
 
@@ -66,7 +66,7 @@ def built(folder: Path) -> tuple[Path, Path]:
 
 
 def check_linkage(extension: Path) -> None:
-    """libc and nothing else: no second OpenMP runtime, no torch of one version."""
+    """Check that only libc is linked: no second OpenMP runtime, no torch of one version."""
     if sys.platform != "linux" or not shutil.which("readelf"):
         return
     lines = must(["readelf", "-d", str(extension)], extension.parent).splitlines()

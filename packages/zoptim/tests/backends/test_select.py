@@ -34,13 +34,13 @@ def test_other_devices_have_none_and_are_named(name: str) -> None:
 
 
 def test_importing_zoptim_imports_neither_cupy_nor_the_gpu_package_nor_the_extension() -> None:
-    """`import zoptim` must stay cheap, and must not fail for what it may never need."""
+    """`import zoptim` must stay cheap, and must not fail for optional dependencies."""
     names = ("cupy", "cffi", "zoptim.backends.gpu", "zoptim._kernels")
     code = f"import sys, zoptim; print([name for name in {names} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
 
-def test_has_kernels_says_it_in_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_has_kernels_returns_a_bool(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.has_kernels("meta") is False
     assert backends.has_kernels("cpu") is (native.reason_without() is None)

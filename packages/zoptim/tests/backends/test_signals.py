@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from zoptim.backends.signals import NO_SCALE, Signals, beside, is_skipped, read_signals
+from zoptim.backends.signals import NO_SCALE, Signals, is_skipped, read_signals, signals_on
 
 
-def test_what_is_given_becomes_float32_scalars() -> None:
+def test_signals_become_float32_scalars() -> None:
     signals = read_signals(torch.tensor([2.0], dtype=torch.bfloat16), torch.tensor([[3]]))
     assert signals.grad_scale is not None
     assert signals.found_inf is not None
@@ -24,8 +24,8 @@ def test_a_divisor_of_float64_gradients_keeps_its_bits() -> None:
     assert signals.found_inf.dtype == torch.float32
 
 
-def test_a_float32_scalar_is_read_where_it_lies() -> None:
-    """So it may be written by the device between steps, and costs nothing."""
+def test_a_float32_scalar_is_not_copied() -> None:
+    """The device may write it between steps, and reading costs nothing."""
     scale, found = torch.tensor(2.0), torch.tensor(0.0)
     signals = read_signals(scale, found)
     assert signals.grad_scale is scale
@@ -47,7 +47,7 @@ def test_no_scale_and_none_divide_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
 @pytest.mark.parametrize("bad", [1.0, torch.ones(2), torch.ones(0), "1", True])
-def test_anything_else_is_refused_by_name(name: str, bad: Any) -> None:
+def test_anything_else_raises_with_the_name(name: str, bad: Any) -> None:
     given = {"grad_scale": None, "found_inf": None, name: bad}
     with pytest.raises(TypeError, match=rf"{name} is .*; it must be a tensor of one element, or None"):
         read_signals(**given)
@@ -62,8 +62,8 @@ def test_anything_but_zero_skips(found: float | None, skipped: bool) -> None:
 
 def test_signals_are_taken_to_the_device_and_stay_where_they_are() -> None:
     signals = Signals(grad_scale=torch.tensor(2.0), found_inf=None)
-    assert beside(signals, torch.device("cpu")).grad_scale is signals.grad_scale
-    moved = beside(signals, torch.device("meta"))
+    assert signals_on(signals, torch.device("cpu")).grad_scale is signals.grad_scale
+    moved = signals_on(signals, torch.device("meta"))
     assert moved.grad_scale is not None
     assert moved.grad_scale.device.type == "meta"
     assert moved.found_inf is None

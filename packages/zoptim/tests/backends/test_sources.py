@@ -1,4 +1,4 @@
-"""The rules of csrc/rules, and what follows from them."""
+"""The rules of csrc/rules, and the text generated from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One look at all gradients: the norm to float64, and whether everything is finite."""
+"""Gradient statistics: the norm in float64, and finiteness."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_largest_finite_float32_values_do_not_overflow(way: None) -> None:
 
 
 def test_tiny_values_are_not_lost_beside_large_ones(way: None) -> None:
-    """float32 sums lose them: 2**20 ones beside 4096 stay below an ulp each."""
+    """float32 sums lose them: each of 2**20 ones added to 4096 is below an ulp."""
     grads = [torch.tensor([4096.0]), torch.full((1 << 20,), 1e-3)]
     assert grad_stats(grads).norm.item() == pytest.approx(norm_of(grads), rel=1e-13)
 
@@ -165,7 +165,7 @@ def test_a_norm_below_the_limit_divides_by_the_scale_alone() -> None:
 @pytest.mark.parametrize(
     ("bad", "error"), [(-1.0, ValueError), (math.nan, ValueError), ("1", TypeError), (None, TypeError)]
 )
-def test_a_limit_that_is_none_is_refused_by_name(bad: Any, error: type[Exception]) -> None:
+def test_an_invalid_max_norm_raises_with_its_name(bad: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"max_norm is .*; it must be a number in \[0, inf\)"):
         grad_stats([torch.ones(3)]).divisor(max_norm=bad)
 
@@ -182,7 +182,7 @@ def test_a_limit_that_is_none_is_refused_by_name(bad: Any, error: type[Exception
         (torch.ones(3, device="meta"), ValueError, r"gradient 1 is on meta, gradient 0 on cpu; use one device"),
     ],
 )
-def test_gradients_that_do_not_fit_are_refused_by_index(bad: Tensor, error: type[Exception], message: str) -> None:
+def test_gradients_that_do_not_fit_raise_by_index(bad: Tensor, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         grad_stats([torch.ones(2), bad])
 

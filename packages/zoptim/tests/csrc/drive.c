@@ -1,4 +1,4 @@
-/* Runs every rule with every combination of formats and prints a hash of all that each wrote.
+/* Runs every rule with every combination of formats and prints a hash of everything that each wrote.
  *
  * test_native_memory.py compiles this with the kernels under AddressSanitizer and UBSan: every stream is a heap
  * block that ends with its last element and begins one element off the allocator's alignment, so a kernel that
@@ -13,11 +13,11 @@
 
 #define MOST_ROWS 8
 
-/* A team of threads that take turns: GOMP_parallel without threads. */
+/* A replacement of GOMP_parallel that runs the parts of a team one after the other. */
 static int team_place, team_size;
 static int place_in_team(void) { return team_place; }
 static int size_of_team(void) { return team_size; }
-static void take_turns(void (*part)(void *), void *context, unsigned num_threads, unsigned flags) {
+static void run_in_turn(void (*part)(void *), void *context, unsigned num_threads, unsigned flags) {
   (void)flags;
   team_size = (int)num_threads;
   for (team_place = 0; team_place < team_size; team_place++) part(context);
@@ -73,14 +73,14 @@ static void drop_stream(stream *s) {
   }
 }
 
-static void fill(stream *s, stream *beside, const int64_t *numel, int format, int kind, float factor) {
+static void fill(stream *s, stream *extra, const int64_t *numel, int format, int kind, float factor) {
   for (int32_t row = 0; row < s->num_rows; row++) {
     float *values = malloc((size_t)numel[row] * 4);
     for (int64_t i = 0; i < numel[row]; i++) {
       values[i] = next_value() * factor;
       if (kind == 2) values[i] = values[i] * values[i];
     }
-    void *second = beside ? (void *)(uintptr_t)beside->address[row] : 0;
+    void *second = extra ? (void *)(uintptr_t)extra->address[row] : 0;
     zk_encode(format, kind, values, (void *)(uintptr_t)s->address[row], second, numel[row], 7, 0);
     free(values);
   }
@@ -229,7 +229,7 @@ static void check_squares(int32_t num_rows, const int64_t *numel) {
 
 int main(void) {
   const int64_t small[] = {1, 255, 257, 0, 1025}, large[] = {16385, 3, 20011};
-  zk_set_omp((uint64_t)(uintptr_t)take_turns, (uint64_t)(uintptr_t)place_in_team, (uint64_t)(uintptr_t)size_of_team);
+  zk_set_omp((uint64_t)(uintptr_t)run_in_turn, (uint64_t)(uintptr_t)place_in_team, (uint64_t)(uintptr_t)size_of_team);
   check_rules(COUNT(small), small, 1, 1);
   check_rules(COUNT(large), large, 3, 0); /* enough elements for a team */
   check_squares(COUNT(large), large);

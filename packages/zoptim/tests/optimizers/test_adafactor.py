@@ -1,4 +1,4 @@
-"""Adafactor against its rule and torch: steps, signals, state, refusals."""
+"""Adafactor against its rule and torch: steps, signals, state, errors."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_closure_is_evaluated_with_gradients_and_its_loss_returned(lab: Any) -
     assert not torch.equal(param.detach(), torch.ones(4))
 
 
-def test_step_hooks_run_once_whatever_else_was_made_before(lab: Any) -> None:
+def test_step_hooks_run_once(lab: Any) -> None:
     torch.optim.Adafactor(lab.make_params(SHAPES))
     params = lab.make_params(SHAPES)
     optimizer = zoptim.Adafactor(params)
@@ -190,7 +190,7 @@ def test_step_hooks_run_once_whatever_else_was_made_before(lab: Any) -> None:
     assert seen == ["before", "after"]
 
 
-def test_it_says_that_shards_must_not_cut_and_that_it_reads_signals() -> None:
+def test_it_declares_that_it_is_not_elementwise_and_reads_signals() -> None:
     assert zoptim.Adafactor.elementwise is False
     assert zoptim.Adafactor._step_supports_amp_scaling is True
 
@@ -217,7 +217,7 @@ def test_a_quadratic_converges(lab: Any) -> None:
     ],
     ids=str,
 )
-def test_options_out_of_range_are_refused(given: dict[str, Any], message: str, lab: Any) -> None:
+def test_options_out_of_range_raise(given: dict[str, Any], message: str, lab: Any) -> None:
     with pytest.raises(ValueError, match=message):
         zoptim.Adafactor(lab.make_params(SHAPES), **given)
     optimizer = zoptim.Adafactor(lab.make_params(SHAPES))
@@ -227,12 +227,12 @@ def test_options_out_of_range_are_refused(given: dict[str, Any], message: str, l
 
 
 @pytest.mark.parametrize("given", [{"eps": 1e-3}, {"eps": (None, None)}, {"lr": "0.1"}], ids=str)
-def test_options_of_another_kind_are_refused(given: dict[str, Any], lab: Any) -> None:
+def test_options_of_another_kind_raise(given: dict[str, Any], lab: Any) -> None:
     with pytest.raises(TypeError, match=f"{next(iter(given))}.* is .*; it must be"):
         zoptim.Adafactor(lab.make_params(SHAPES), **given)
 
 
-def test_signals_that_are_no_one_element_tensors_are_refused_by_name(lab: Any) -> None:
+def test_signals_that_are_no_one_element_tensors_raise_with_their_names(lab: Any) -> None:
     params = lab.make_params(SHAPES)
     optimizer = zoptim.Adafactor(params)
     optimizer.grad_scale = 2.0  # type: ignore[assignment]
@@ -240,7 +240,7 @@ def test_signals_that_are_no_one_element_tensors_are_refused_by_name(lab: Any) -
         lab.run(optimizer, params, range(1), SHAPES)
 
 
-def test_state_of_another_shape_is_refused_and_nothing_is_adopted(lab: Any) -> None:
+def test_state_of_another_shape_raises_and_changes_nothing(lab: Any) -> None:
     big, small = [torch.ones(8, 3, requires_grad=True)], [torch.ones(4, 3, requires_grad=True)]
     source, target = zoptim.Adafactor(big), zoptim.Adafactor(small)
     lab.run(source, big, range(1), [(8, 3)])
@@ -251,6 +251,6 @@ def test_state_of_another_shape_is_refused_and_nothing_is_adopted(lab: Any) -> N
     lab.assert_bitwise(lab.snapshot(target, small), before)
 
 
-def test_complex_parameters_are_refused_by_name() -> None:
+def test_complex_parameters_raise_with_their_names() -> None:
     with pytest.raises(zoptim.UnsupportedTensorError, match="parameter 0 of group 0 is complex"):
         zoptim.Adafactor([torch.ones(2, dtype=torch.complex64, requires_grad=True)])

@@ -1,4 +1,4 @@
-"""Adafactor on flat shards: segments that are whole tensors, their state, and what is refused."""
+"""Adafactor on flat shards: segments that are whole tensors, their state, and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 
 
 def flat_of(tensors: list[Tensor]) -> Tensor:
-    """The shard that holds `tensors`; padding is 3."""
+    """A shard of `tensors`; padding is 3."""
     made = torch.full((NUMEL,), 3.0)
     for segment, tensor in zip(SEGMENTS, tensors):
         made[segment.row] = tensor.detach().flatten()
@@ -88,14 +88,16 @@ def test_found_inf_leaves_a_shard_untouched(lab: Any) -> None:
     lab.assert_bitwise(lab.snapshot(optimizer, [shard]), before)
 
 
-def test_a_copy_steps_once_it_is_laid_out(lab: Any) -> None:
+def test_a_copy_steps_once_its_segments_are_set(lab: Any) -> None:
     shard = flat_of(lab.make_params(SHAPES)).requires_grad_()
     optimizer = make(shard)
     train(optimizer, shard, range(2), lab)
     twin = pickle.loads(pickle.dumps(optimizer))
     other = twin.param_groups[0]["params"][0]
     other.grad = torch.ones(NUMEL)
-    with pytest.raises(ValueError, match="parameter 0 of group 0 is that of a flat shard; say with place_segments"):
+    with pytest.raises(
+        ValueError, match="parameter 0 of group 0 is that of a flat shard; give the positions of its tensors with"
+    ):
         twin.step()
     with pytest.raises(ValueError, match=r"row_var .* has shape \(36,\), where \(4,\) belongs to its segments"):
         twin.place_segments({other: [Segment(0, (4, 5))]})
@@ -105,7 +107,7 @@ def test_a_copy_steps_once_it_is_laid_out(lab: Any) -> None:
     lab.assert_bitwise([other], [shard])
 
 
-def test_segments_that_do_not_fit_are_refused() -> None:
+def test_segments_that_do_not_fit_raise() -> None:
     shard = torch.zeros(40, requires_grad=True)
     optimizer = zoptim.Adafactor([shard])
     with pytest.raises(ValueError, match="disjoint"):
@@ -116,7 +118,7 @@ def test_segments_that_do_not_fit_are_refused() -> None:
         optimizer.place_segments({torch.zeros(25): [Segment(0, (5, 5))]})
 
 
-def test_state_of_whole_tensors_is_refused_for_a_shard() -> None:
+def test_state_of_whole_tensors_raises_for_a_shard() -> None:
     shard = torch.zeros(40, requires_grad=True)
     shard.grad = torch.ones(40)
     optimizer = zoptim.Adafactor([("shard", shard)])

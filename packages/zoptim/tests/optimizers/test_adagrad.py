@@ -1,4 +1,4 @@
-"""What only Adagrad has; the contract table is in conftest.py."""
+"""Adagrad beyond the contract table in conftest.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_defaults_train_as_torchs_do(foreach: Any, lab: Any) -> None:
 
 @every_path
 @pytest.mark.parametrize("state_dtype", [None, "bf16", "8bit"])
-def test_sums_begin_where_they_are_told_to(state_dtype: str | None, foreach: Any) -> None:
+def test_sums_begin_at_the_initial_value(state_dtype: str | None, foreach: Any) -> None:
     param, optimizer = make(initial_accumulator_value=0.25, lr=0.5, eps=0.0, state_dtype=state_dtype, foreach=foreach)
     param.grad = torch.zeros_like(param)
     optimizer.step()
@@ -69,7 +69,7 @@ def test_the_rate_decays_with_the_updates_that_were_applied(foreach: Any) -> Non
         torch.testing.assert_close(before - param.detach(), torch.full((20,), expected), rtol=1e-5, atol=1e-6)
 
 
-def test_the_state_of_torch_with_its_initial_value_goes_on_here(lab: Any) -> None:
+def test_torchs_state_with_its_initial_value_continues(lab: Any) -> None:
     theirs, ours = make(torch.optim.Adagrad, initial_accumulator_value=0.5), make()
     ours[1].load_state_dict(copy.deepcopy(theirs[1].state_dict()))
     assert ours[1].param_groups[0]["initial_accumulator_value"] == 0.5

@@ -1,4 +1,4 @@
-"""What only Adam and AdamW have; the contract table is in conftest.py."""
+"""Adam and AdamW beyond the contract table in conftest.py."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_old_state_with_a_number_for_a_step_loads() -> None:
     assert torch.equal(step_once(restored, other), step_once(optimizer, param))
 
 
-def test_state_without_a_moment_is_refused_by_name() -> None:
+def test_state_without_a_moment_raises_with_its_name() -> None:
     param = make_param()
     optimizer = zoptim.AdamW([param])
     step_once(optimizer, param)
@@ -98,7 +98,7 @@ def test_state_without_a_moment_is_refused_by_name() -> None:
     assert optimizer.param_groups[0]["amsgrad"] is False
 
 
-def test_state_in_another_layout_is_laid_out_like_the_parameter() -> None:
+def test_state_in_another_layout_is_converted_to_the_parameters() -> None:
     param = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
     optimizer = zoptim.AdamW([param])
     step_once(optimizer, param)
@@ -130,7 +130,7 @@ def test_threads_do_not_change_a_bit_of_a_large_tensor_or_of_its_shards() -> Non
 
 
 def test_torchs_fused_path_misreads_other_layouts_and_ours_does_not() -> None:
-    """Why the drop-in looks at strides: the gradient of a transposed weight may lie in another order."""
+    """The gradient of a transposed weight may have other strides."""
     param = torch.zeros(3, 2).t().requires_grad_()
     param.grad = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, 1.0]])
     zoptim.AdamW([param], lr=0.1).step()

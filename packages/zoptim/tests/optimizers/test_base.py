@@ -1,4 +1,4 @@
-"""Checks of parameters, groups and gradients, with names; what all optimizers share beside the update."""
+"""Checks of parameters, groups, gradients and loaded state in the base class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zoptim.states.spec import Master, StateSpec
 
 
 class Minimal(CheckedOptimizer):
-    """The smallest optimizer: remembers one moment and never steps."""
+    """The smallest optimizer: one moment, no step."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         self._set_up()
@@ -44,7 +44,7 @@ def param(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         ({"params": [torch.ones(2, dtype=torch.complex64)]}, zoptim.UnsupportedTensorError),
     ],
 )
-def test_a_group_that_is_refused_is_not_added(bad: dict[str, Any], error: type[Exception]) -> None:
+def test_a_group_that_raises_is_not_added(bad: dict[str, Any], error: type[Exception]) -> None:
     optimizer = Minimal([param(3)])
     with pytest.raises(error):
         optimizer.add_param_group(bad)
@@ -53,7 +53,7 @@ def test_a_group_that_is_refused_is_not_added(bad: dict[str, Any], error: type[E
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
 
 
-def test_something_that_is_no_group_is_refused_as_in_torch() -> None:
+def test_an_invalid_group_raises_as_in_torch() -> None:
     with pytest.raises(TypeError, match="must be a dict"):
         Minimal([param(3)]).add_param_group([param(3)])  # type: ignore[arg-type]
 
@@ -67,7 +67,7 @@ def test_a_split_master_needs_bf16_parameters_and_names_those_that_are_not(kind:
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-def test_a_parameter_that_is_given_twice_is_refused_before_a_kernel_updates_it_twice(kind: Any) -> None:
+def test_a_duplicate_parameter_raises_before_the_update(kind: Any) -> None:
     only = param(8)
     only.grad = torch.ones(8)
     optimizer = kind.make([only, only])
@@ -77,7 +77,7 @@ def test_a_parameter_that_is_given_twice_is_refused_before_a_kernel_updates_it_t
         optimizer.step()
 
     with pytest.raises(
-        ValueError, match="Give each parameter memory of its own; one tensor can be in one group, once"
+        ValueError, match="Give each parameter its own memory, and list each tensor once, in one group"
     ):
         step_twice()
 
@@ -85,7 +85,7 @@ def test_a_parameter_that_is_given_twice_is_refused_before_a_kernel_updates_it_t
 # Gradients --------------------------------------------------------------------------------------------
 
 
-def test_a_gradient_on_another_device_is_refused_by_name(kind: Any) -> None:
+def test_a_gradient_on_another_device_raises_with_its_name(kind: Any) -> None:
     class Elsewhere(torch.Tensor):
         grad = torch.ones(3, device="meta")  # type: ignore[assignment]
 
@@ -94,7 +94,7 @@ def test_a_gradient_on_another_device_is_refused_by_name(kind: Any) -> None:
         kind.make([only]).step()
 
 
-def test_a_gradient_of_another_shape_is_refused_by_name_before_anything_changes(kind: Any, lab: Any) -> None:
+def test_a_gradient_of_another_shape_raises_with_its_name_before_anything_changes(kind: Any, lab: Any) -> None:
     first, second = param(4), param(4)
     first.grad, second.grad = torch.ones(4), torch.ones(4)
     second.data = torch.ones(2, 2)
@@ -179,7 +179,7 @@ def test_portable_state_moves_by_parameter_and_in_float32(kind: Any, state_dtype
     lab.run(target, others, range(3, 4), shapes)
 
 
-def test_state_of_a_stranger_is_refused(lab: Any) -> None:
+def test_state_for_an_unknown_tensor_raises(lab: Any) -> None:
     optimizer = zoptim.AdamW([param(3)])
     with pytest.raises(ValueError, match=r"a tensor of shape \(4,\) is not a parameter of this AdamW"):
         optimizer.portable_state(param(4))
@@ -211,7 +211,7 @@ def test_state_of_a_stranger_is_refused(lab: Any) -> None:
         (torch.ones(3), torch.ones(3, device="meta").half(), ValueError, r"must agree"),
     ],
 )
-def test_a_weight_that_cannot_follow_its_master_is_refused(
+def test_a_weight_that_cannot_mirror_its_master_raises(
     master: Tensor, weight: Tensor, error: type[Exception], message: str
 ) -> None:
     optimizer = zoptim.AdamW([master.requires_grad_()])
@@ -220,7 +220,7 @@ def test_a_weight_that_cannot_follow_its_master_is_refused(
 
 
 @pytest.mark.parametrize("kind", [zoptim.AdamW, zoptim.Adafactor, zoptim.SGD])
-def test_an_optimizer_says_which_options_and_state_it_would_take(kind: Any) -> None:
+def test_options_and_state_can_be_checked_without_loading(kind: Any) -> None:
     param = torch.ones(3, requires_grad=True)
     optimizer = kind([param], lr=0.1)
     param.grad = torch.ones(3)

@@ -80,13 +80,13 @@ def test_every_option_reaches_the_optimizer() -> None:
     assert (sgd["momentum"], sgd["nesterov"], sgd["weight_decay"]) == (0.9, True, 0.1)
 
 
-def test_torch_adam_takes_torchs_classes() -> None:
+def test_torch_adam_selects_torchs_classes() -> None:
     assert type(make("Adam", torch_adam=True)) is torch.optim.AdamW
     assert type(make("Adam", torch_adam=True, adam_w_mode=False)) is torch.optim.Adam
     assert type(make("AdamW", torch_adam=True, fused=True)) is torch.optim.AdamW
 
 
-def test_groups_and_generators_are_taken_as_torch_takes_them() -> None:
+def test_groups_and_generators_are_accepted_as_in_torch() -> None:
     groups = [{"params": make_params(), "lr": 0.5}, {"params": make_params()}]
     optimizer = make_optimizer("AdamW", groups, {"lr": 0.1})
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
@@ -102,7 +102,7 @@ def test_groups_and_generators_are_taken_as_torch_takes_them() -> None:
         (
             "Adam",
             {"torch_adam": True, "bias_correction": False},
-            r"torch_adam=True and bias_correction=False, which torch's Adam does not have",
+            r"torch_adam=True and bias_correction=False, an option that torch's Adam lacks",
         ),
         (
             "Adam",
@@ -113,12 +113,12 @@ def test_groups_and_generators_are_taken_as_torch_takes_them() -> None:
         (
             "AdamW",
             {"fp32_optimizer_states": False, "state_dtype": "8bit"},
-            r"fp32_optimizer_states=False and state_dtype='8bit', which say different things\. Remove one",
+            r"fp32_optimizer_states=False and state_dtype='8bit', which contradict each other\. Remove one",
         ),
         (
             "Lion",
             {"fp32_optimizer_states": True, "state_dtype": "bf16"},
-            r"Lion was given fp32_optimizer_states=True and state_dtype='bf16', which say different things",
+            r"Lion was given fp32_optimizer_states=True and state_dtype='bf16', which contradict each other",
         ),
         (
             "AdamW",
@@ -131,7 +131,7 @@ def test_groups_and_generators_are_taken_as_torch_takes_them() -> None:
         ("AdamW", {"betas": [0.9, 2]}, r"betas\[1\] is 2"),
     ],
 )
-def test_bad_options_are_refused_with_what_to_do(name: str, options: dict[str, Any], message: str) -> None:
+def test_bad_options_raise_with_what_to_do(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         make(name, **options)
 
@@ -149,7 +149,7 @@ def test_bad_options_are_refused_with_what_to_do(name: str, options: dict[str, A
         ("RMSprop", "alhpa", "alpha"),
     ],
 )
-def test_an_unknown_option_is_refused_with_the_nearest_one(name: str, option: str, nearest: str) -> None:
+def test_an_unknown_option_raises_with_the_nearest_one(name: str, option: str, nearest: str) -> None:
     with pytest.raises(UnknownNameError, match=rf"{name} has no option '{option}'\. Did you mean '{nearest}'\?"):
         make(name, **{option: 0.1})
 
@@ -157,14 +157,14 @@ def test_an_unknown_option_is_refused_with_the_nearest_one(name: str, option: st
 @pytest.mark.parametrize(
     ("name", "nearest"), [("AdamX", "Adam"), ("rmsprop", "RMSprop"), ("Adamaxx", "Adamax"), ("sgdd", "SGD")]
 )
-def test_an_unknown_optimizer_is_refused_with_the_nearest_one_and_the_list(name: str, nearest: str) -> None:
+def test_an_unknown_optimizer_raises_with_the_nearest_one_and_the_list(name: str, nearest: str) -> None:
     with pytest.raises(
         UnknownNameError, match=rf"no optimizer '{name}'\. Did you mean '{nearest}.*'\? Allowed: Adam, "
     ):
         make(name)
 
 
-def test_the_list_of_allowed_names_has_no_base_class_and_nothing_that_is_refused() -> None:
+def test_the_list_of_allowed_names_has_no_base_class_and_no_unavailable_names() -> None:
     with pytest.raises(UnknownNameError) as caught:
         make("Optimizer")
     listed = str(caught.value).partition("Allowed:")[2]
@@ -186,7 +186,7 @@ def test_optimizers_that_deepspeed_has_and_we_do_not_yet_are_called_so(name: str
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Lion", "Adagrad"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deepspeeds_switch_for_float32_states(name: str, dtype: torch.dtype) -> None:
-    """True is float32 whatever the weights are, False is the parameter's dtype."""
+    """True is float32 for any weights, False is the parameter's dtype."""
     for switch, wanted in ((True, torch.float32), (False, dtype)):
         param = torch.ones(300, dtype=dtype, requires_grad=True)
         optimizer = make_optimizer(name, [param], {"fp32_optimizer_states": switch})
@@ -196,20 +196,20 @@ def test_deepspeeds_switch_for_float32_states(name: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("name", ["Adam", "Lion"])
-def test_the_switch_and_a_format_may_say_the_same(name: str) -> None:
+def test_the_switch_and_an_equal_format_are_accepted(name: str) -> None:
     for switch, state_dtype in ((True, "fp32"), (False, "bf16")):
         made = make(name, fp32_optimizer_states=switch, state_dtype=state_dtype)
         assert made.param_groups[0]["state_dtype"] == state_dtype
     assert make(name, fp32_optimizer_states=False).param_groups[0]["state_dtype"] is None
 
 
-def test_torchs_adam_has_states_as_its_parameters_whatever_the_switch_says() -> None:
-    """As in DeepSpeed, which takes the switch for its own class alone."""
+def test_torchs_adam_ignores_the_switch() -> None:
+    """As in DeepSpeed, whose switch applies to its own class only."""
     for switch in (True, False):
         assert type(make("Adam", torch_adam=True, fp32_optimizer_states=switch)) is torch.optim.AdamW
 
 
-def test_lion_has_the_defaults_of_deepspeed_and_keeps_what_is_given() -> None:
+def test_lion_has_the_defaults_of_deepspeed_for_missing_options() -> None:
     group = make("Lion").param_groups[0]
     assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.9, 0.999), 0.0)
     assert make("Lion", betas=[0.9, 0.95]).param_groups[0]["betas"] == (0.9, 0.95)
@@ -236,6 +236,6 @@ def test_state_formats_are_options_like_any_other(name: str) -> None:
     assert (group["state_dtype"], group["split_master"]) == ("8bit", False)
 
 
-def test_a_name_that_is_no_string_is_refused() -> None:
+def test_a_name_that_is_no_string_raises() -> None:
     with pytest.raises(TypeError, match="optimizer's name is None; it must be a string"):
         make_optimizer(None, make_params())  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-@pytest.mark.filterwarnings("ignore:.* by plain torch operations, which is slower")
+@pytest.mark.filterwarnings("ignore:.* with plain torch operations, which are slower")
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-11), (torch.float32, 2e-5)])
 def test_twenty_steps_follow_the_pure_rule_in_float64(
     row: Any, path: Any, dtype: torch.dtype, rtol: float, lab: Any
@@ -80,7 +80,7 @@ def flat_and_whole(
 
 
 def joined(optimizer: Any, params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The weights, and each state over all of them, as one line of numbers."""
+    """The weights, and each state, concatenated."""
     keys = [key for key in optimizer.state[params[0]] if key != "step"]
     lines = [
         [param.detach() for param in params],

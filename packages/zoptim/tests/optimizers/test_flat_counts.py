@@ -1,4 +1,4 @@
-"""Step counts that differ: of tensors in one group, and of the tensors inside of one flat shard."""
+"""Different step counts: of tensors in one group, and of tensors in one flat shard."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def muon(params: list[Tensor]) -> zoptim.Muon:
 
 @pytest.mark.parametrize("make", [lamb, muon])
 def test_segments_of_a_shard_are_updated_by_counts_of_their_own(make: Any, lab: Any) -> None:
-    """The state before says how often each was updated; the oracle is the same optimizer on whole tensors."""
+    """The oracle is the same optimizer on whole tensors."""
     whole = lab.make_params(SHAPES)
     shard = torch.zeros(NUMEL)
     state = {
@@ -90,16 +90,14 @@ def test_segments_of_a_shard_are_updated_by_counts_of_their_own(make: Any, lab: 
     lab.assert_bitwise([shard.detach()[s.row].view(s.shape) for s in segments()], [p.detach() for p in whole])
 
 
-def test_a_shard_with_counts_that_nobody_laid_out_is_refused() -> None:
+def test_a_shard_with_part_counts_but_no_segments_raises() -> None:
     shard = torch.zeros(NUMEL, requires_grad=True)
     optimizer = zoptim.AdamW([shard])
     optimizer.state[shard] = {
         "step": torch.tensor([1.0, 2.0]), "exp_avg": torch.zeros(NUMEL), "exp_avg_sq": torch.zeros(NUMEL)
     }  # fmt: skip
     shard.grad = torch.ones(NUMEL)
-    with pytest.raises(
-        ValueError, match=r"parameter 0 of group 0, a flat shard, have been updated differently often"
-    ):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0, a flat shard, have different step counts"):
         optimizer.step()
     flat = lamb([shard])
     flat.place_on_ranks({shard: [segments()]}, Alone())
@@ -129,7 +127,7 @@ def test_counts_of_parts_travel_with_the_state(state_dtype: str | None) -> None:
     assert all(torch.equal(value, optimizer.state[shard][key]) for key, value in other.state[shard].items())
 
 
-def test_whoever_lays_out_shards_is_told_where_tensors_may_begin() -> None:
+def test_block_numel_is_the_alignment_of_tensors_in_shards() -> None:
     params = [torch.zeros(4, requires_grad=True), torch.zeros(4, requires_grad=True)]
     assert zoptim.AdamW(params).block_numel == 1
     assert zoptim.AdamW(params, state_dtype="8bit").block_numel == 256

@@ -1,4 +1,4 @@
-"""What torch.optim's users expect of every optimizer, and what is refused."""
+"""torch.optim's conventions, and errors, for every optimizer of the contract table."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_options_of_an_added_group_are_checked_before_it_is_added(row: Any, lab:
     assert len(optimizer.param_groups) == 1
 
 
-def test_an_empty_parameter_list_is_refused_as_in_torch(row: Any, lab: Any) -> None:
+def test_an_empty_parameter_list_raises_as_in_torch(row: Any, lab: Any) -> None:
     with pytest.raises(ValueError, match="empty parameter list"):
         row.make([])
 
@@ -105,7 +105,7 @@ def test_step_hooks_run(row: Any, lab: Any) -> None:
     assert seen == ["before", "after"]
 
 
-@pytest.mark.filterwarnings("ignore:.* by plain torch operations, which is slower")
+@pytest.mark.filterwarnings("ignore:.* with plain torch operations, which are slower")
 @pytest.mark.parametrize("layout", ["transposed", "strided", "channels last", "gradient in another layout"])
 def test_layout_does_not_change_the_update(row: Any, layout: str, lab: Any) -> None:
     base, grad = torch.randn(2, 4, 6, 6), torch.randn(2, 4, 6, 6)
@@ -139,7 +139,7 @@ def test_gradients_of_another_dtype_are_converted(row: Any, lab: Any) -> None:
     lab.assert_near([param], [expected], rtol=1e-6, atol=1e-6)
 
 
-def test_a_sparse_gradient_is_refused_by_name_before_anything_changes(row: Any, lab: Any) -> None:
+def test_a_sparse_gradient_raises_with_its_name_before_anything_changes(row: Any, lab: Any) -> None:
     dense, sparse = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
     optimizer = row.make([("dense", dense), ("table.weight", sparse)])
     dense.grad = torch.ones(4)
@@ -149,19 +149,19 @@ def test_a_sparse_gradient_is_refused_by_name_before_anything_changes(row: Any, 
     assert torch.equal(dense.detach(), torch.ones(4))
 
 
-def test_complex_parameters_are_refused_by_name(row: Any, lab: Any) -> None:
+def test_complex_parameters_raise_with_their_names(row: Any, lab: Any) -> None:
     with pytest.raises(zoptim.UnsupportedTensorError, match=r"parameter 0 of group 0 is complex .*view_as_real"):
         row.make([torch.ones(2, dtype=torch.complex64, requires_grad=True)])
 
 
-def test_fused_true_is_refused_where_there_is_no_kernel(lab: Any) -> None:
+def test_fused_true_raises_where_there_is_no_kernel(lab: Any) -> None:
     param = torch.ones(2, dtype=torch.float64, requires_grad=True)
     param.grad = torch.ones_like(param)
-    with pytest.raises(ValueError, match=r"fused=True, but parameter 0 of group 0 cannot take a kernel: .*float64"):
+    with pytest.raises(ValueError, match=r"fused=True, but parameter 0 of group 0 has no kernel: .*float64"):
         zoptim.AdamW([param], fused=True).step()
 
 
-def test_the_torch_path_is_taken_with_one_warning_that_says_why(lab: Any) -> None:
+def test_the_torch_path_warns_once_with_the_reason(lab: Any) -> None:
     params = lab.make_params(dtype=torch.float64)
     optimizer = zoptim.AdamW(params)
     with pytest.warns(UserWarning, match=r"AdamW updates parameter 0 .* plain torch .*no kernel .*float64") as seen:
@@ -169,7 +169,7 @@ def test_the_torch_path_is_taken_with_one_warning_that_says_why(lab: Any) -> Non
     assert len(seen) == 1
 
 
-def test_state_of_another_optimizer_is_refused(lab: Any) -> None:
+def test_state_of_another_optimizer_raises(lab: Any) -> None:
     param = torch.ones(4, requires_grad=True)
     sgd, adam = zoptim.SGD([param], momentum=0.9), zoptim.AdamW([param])
     with pytest.raises(ValueError, match=r"loaded group 0 lacks the options betas, eps.* of AdamW"):
@@ -178,6 +178,6 @@ def test_state_of_another_optimizer_is_refused(lab: Any) -> None:
         sgd.load_state_dict(adam.state_dict())
 
 
-def test_it_declares_what_partitioners_and_grad_scaler_ask_for(row: Any, lab: Any) -> None:
+def test_it_declares_the_attributes_for_partitioners_and_grad_scaler(row: Any, lab: Any) -> None:
     assert row.ours.elementwise is row.elementwise
     assert row.ours._step_supports_amp_scaling is True

@@ -1,4 +1,4 @@
-"""grad_scale and found_inf mean the same for every optimizer of the contract table."""
+"""grad_scale and found_inf, for every optimizer of the contract table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run_scaled(lab: Any, optimizer: Any, params: list[Tensor], steps: range, sca
         optimizer.grad_scale = None
 
 
-@pytest.mark.filterwarnings("ignore:.* by plain torch operations, which is slower")
+@pytest.mark.filterwarnings("ignore:.* with plain torch operations, which are slower")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_power_of_two_scale_changes_no_bit(row: Any, path: Any, dtype: torch.dtype, lab: Any) -> None:
     plain, scaled = lab.make_params(dtype=dtype), lab.make_params(dtype=dtype)
@@ -82,7 +82,7 @@ def test_torch_grad_scaler_drives_it_as_it_drives_torch(row: Any, lab: Any) -> N
     lab.assert_near(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_signals_that_are_no_one_element_tensors_are_refused_by_name(row: Any, lab: Any) -> None:
+def test_signals_that_are_no_one_element_tensors_raise_with_their_names(row: Any, lab: Any) -> None:
     params = lab.make_params()
     optimizer = row.make(params)
     optimizer.grad_scale = 2.0  # type: ignore[assignment]

@@ -53,7 +53,7 @@ def test_a_copy_is_independent_and_steps_alike(row: Any, lab: Any) -> None:
     assert twins[0] is not params[0]
 
 
-def test_state_of_another_shape_is_refused_and_nothing_is_adopted(row: Any, lab: Any) -> None:
+def test_state_of_another_shape_raises_and_changes_nothing(row: Any, lab: Any) -> None:
     big, small = [torch.ones(8, requires_grad=True)], [torch.ones(4, requires_grad=True)]
     source, target = row.make(big), row.make(small)
     lab.run(source, big, range(1), [(8,)])

@@ -45,7 +45,7 @@ def weights(params: list[Tensor]) -> Tensor:
         (torch.optim.RMSprop(make_params()), False),
     ],
 )
-def test_who_speaks_grad_scale(optimizer: torch.optim.Optimizer, speaks: bool) -> None:
+def test_which_optimizers_support_grad_scale(optimizer: torch.optim.Optimizer, speaks: bool) -> None:
     assert supports_grad_scale(optimizer) is speaks
 
 
@@ -60,7 +60,7 @@ def test_torch_fused_no_longer_speaks_once_a_group_is_not_fused() -> None:
 
 
 @every
-def test_the_adapter_divides_what_plain_stepping_would_have_seen(name: str) -> None:
+def test_the_adapter_divides_the_gradients_of_a_plain_step(name: str) -> None:
     plain, scaled = make_params(), make_params()
     optimizer, adapted = MAKERS[name](plain), accept_grad_scale(MAKERS[name](scaled))
     for _ in range(3):
@@ -152,12 +152,12 @@ def step_with_closure(adapted: GradScaled, param: Tensor, factor: float) -> floa
     return float(adapted.step(closure).detach())
 
 
-def test_anything_but_an_optimizer_is_refused() -> None:
+def test_anything_but_an_optimizer_raises() -> None:
     with pytest.raises(TypeError, match=r"optimizer is a list; it must be a torch\.optim\.Optimizer"):
         accept_grad_scale([])  # type: ignore[arg-type]
 
 
-def test_a_signal_that_is_no_tensor_is_refused() -> None:
+def test_a_signal_that_is_no_tensor_raises() -> None:
     adapted = accept_grad_scale(torch.optim.SGD(make_params(), lr=0.1))
     adapted.grad_scale = 2.0  # type: ignore[assignment]
     with pytest.raises(TypeError, match=r"grad_scale is 2\.0"):

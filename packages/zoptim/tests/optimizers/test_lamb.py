@@ -1,4 +1,4 @@
-"""What only LAMB has: the trust ratio, and tensors inside flat shards; the contract table is in conftest.py."""
+"""LAMB beyond the contract table in conftest.py: the trust ratio, and tensors inside flat shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.99), "eps": 1e-6, "weight
 
 
 def step_of(weight: Tensor, grad: Tensor, **options: Any) -> Tensor:
-    """What one step takes off the weight."""
+    """The change of the weight in one step."""
     param = weight.clone().requires_grad_()
     param.grad = grad
     LAMB([param], **{"lr": 0.1, "eps": 0.0, **options}).step()
@@ -93,7 +93,7 @@ PACKED = [0, 300, 900, 901]
 def flat_and_whole(
     lab: Any, starts: list[int], dtype: torch.dtype, **more: Any
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Tensors after four steps, in a flat shard and alone; and the shard."""
+    """Tensors after four steps, in a flat shard and as whole tensors; and the shard."""
     whole = lab.make_params(SHAPES, dtype)
     shard = torch.full((starts[-1] + 7 + 5,), 7.0).to(dtype)
     segments = [Segment(start, shape, index) for index, (start, shape) in enumerate(zip(starts, SHAPES))]
@@ -134,7 +134,7 @@ def test_tensors_in_a_flat_shard_equal_tensors_alone_bit_for_bit(
     lab.assert_bitwise(found, expected)
 
 
-def test_what_lies_between_the_tensors_is_left_alone(lab: Any) -> None:
+def test_padding_between_tensors_is_unchanged(lab: Any) -> None:
     _, _, shard = flat_and_whole(lab, ALIGNED, torch.float32)
     assert torch.equal(shard[300:512], torch.full((212,), 7.0))
     assert torch.equal(shard[-5:], torch.full((5,), 7.0))
@@ -202,7 +202,7 @@ def run_ranks(*ranks: Callable[[], None]) -> None:
 
 
 def cut_and_whole(lab: Any, cuts: list[int], dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    """Three steps of tensors that lie end to end in shards cut at `cuts`, and of the tensors whole."""
+    """Three steps of concatenated tensors in shards cut at `cuts`, and of the whole tensors."""
     whole = lab.make_params(SHAPES, dtype)
     flat = torch.cat([param.detach().flatten() for param in whole])
     bounds = list(zip(cuts, [*cuts[1:], flat.numel()]))
@@ -258,7 +258,7 @@ def test_cut_tensors_in_other_formats_step_as_whole_ones(dtype_and_more: Any, la
     lab.assert_near([found], [expected], rtol=2**-7, atol=1e-3)
 
 
-def test_a_rank_that_holds_no_tensor_still_takes_part(lab: Any) -> None:
+def test_a_rank_without_tensors_joins_the_reduction(lab: Any) -> None:
     found, expected, calls = cut_and_whole(lab, [0, 450, 908])
     lab.assert_near([found], [expected], rtol=1e-6, atol=1e-6)
     assert calls == 3
@@ -302,26 +302,26 @@ def test_tensors_that_are_whole_keep_their_own_norms_beside_cut_ones(lab: Any) -
         (
             [Segment(0, (8,)), Segment(4, (8,))],
             {},
-            "begins before 8, where the one before it ends; segments are disjoint",
+            "begins before 8, the end of the previous segment; segments must be disjoint",
         ),
-        ([Segment(16, (8,))], {}, "segments reach to element 24; the shard has 20 elements"),
+        ([Segment(16, (8,))], {}, "segments end at element 24; the shard has 20 elements"),
         ([Segment(0, (8,), 3)], {"num_tensors": 3}, "a segment has index 3; num_tensors=3 allows 0 to one less"),
         ([Segment(0, (8,), -1)], {"num_tensors": 3}, "a segment has index -1; num_tensors=3"),
     ],
 )
-def test_segments_that_do_not_fit_are_refused(segments: list[Segment], more: dict[str, Any], message: str) -> None:
+def test_segments_that_do_not_fit_raise(segments: list[Segment], more: dict[str, Any], message: str) -> None:
     shard = torch.ones(20).requires_grad_()
     with pytest.raises(ValueError, match=message):
         LAMB([shard]).place_segments({shard: segments}, all_reduce=(lambda sums: None) if more else None, **more)
 
 
-def test_segments_that_cut_a_block_of_8bit_states_are_refused_by_name() -> None:
+def test_segments_that_cut_a_block_of_8bit_states_raise_with_their_names() -> None:
     shard = torch.ones(600).requires_grad_()
     optimizer = LAMB([("flat", shard)], state_dtype="8bit")
     optimizer.place_segments({shard: [Segment(0, (300,)), Segment(300, (300,), 1)]})
     shard.grad = torch.ones(600)
     with pytest.raises(
-        ValueError, match=r"parameter 0 of group 0 \('flat'\) has a segment from 300 on and 8-bit states"
+        ValueError, match=r"parameter 0 of group 0 \('flat'\) has a segment that starts at 300 and 8-bit states"
     ):
         optimizer.step()
     assert torch.equal(shard.detach(), torch.ones(600))

@@ -1,4 +1,4 @@
-"""What only Lion has; the contract table is in conftest.py."""
+"""Lion beyond the contract table in conftest.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_first_arguments_have_the_papers_order_and_defaults() -> None:
 
 @every_path
 @pytest.mark.parametrize("grad", [1e-20, 1e-3, 7.0, 1e20, -1.0])
-def test_every_element_moves_by_lr_whatever_the_gradients_size(grad: float, foreach: Any) -> None:
+def test_every_element_moves_by_lr_for_any_gradient(grad: float, foreach: Any) -> None:
     param, optimizer = make(grad=grad, lr=0.25, foreach=foreach)
     optimizer.step()
     assert torch.equal(param.detach(), torch.full((8,), 1.25 if grad < 0 else 0.75))

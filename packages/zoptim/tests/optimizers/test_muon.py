@@ -1,4 +1,4 @@
-"""Muon, the class: who takes what, steps against the rules and torch, signals, state, refusals."""
+"""Muon: split into halves, steps against the rules and torch, signals, state, errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_embeddings_and_output_heads_are_no_matrices(name: str) -> None:
     assert is_matrix("layers.0.weight", torch.zeros(4, 4))
 
 
-def test_the_rule_can_be_replaced_and_groups_may_say_themselves(lab: Any) -> None:
+def test_the_rule_can_be_replaced_and_groups_may_decide(lab: Any) -> None:
     named = make_named(lab)
     optimizer = zoptim.Muon(named, use_muon=lambda name, param: name == "lm_head.weight" and param.dim() == 2)
     assert optimizer.param_groups[0]["param_names"] == ["lm_head.weight"]
@@ -271,12 +271,12 @@ def test_the_momentum_of_torch_muon_is_adopted(lab: Any) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_options_out_of_range_are_refused(options: dict[str, Any], message: str, lab: Any) -> None:
+def test_options_out_of_range_raise(options: dict[str, Any], message: str, lab: Any) -> None:
     with pytest.raises(ValueError, match=message):
         zoptim.Muon(make_named(lab), **options)
 
 
-def test_wrong_kinds_of_options_are_refused(lab: Any) -> None:
+def test_wrong_kinds_of_options_raise(lab: Any) -> None:
     with pytest.raises(TypeError, match=r"nesterov is 1 .*must be True or False"):
         zoptim.Muon(make_named(lab), nesterov=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="empty parameter list"):
@@ -290,7 +290,7 @@ def test_empty_matrices_pass(lab: Any) -> None:
         zoptim.Muon([param]).step()
 
 
-def test_what_torch_refuses_as_parameters_is_refused() -> None:
+def test_parameters_that_torch_rejects_raise() -> None:
     with pytest.raises(TypeError, match="ordered"):
         zoptim.Muon([{"params": {torch.zeros(4, 4, requires_grad=True)}}])
     with pytest.raises(TypeError, match="can only optimize Tensors"):
@@ -299,7 +299,7 @@ def test_what_torch_refuses_as_parameters_is_refused() -> None:
         zoptim.Muon([torch.zeros(4, 4, requires_grad=True)], use_muon=True)  # type: ignore[arg-type]
 
 
-def test_a_group_of_which_one_half_is_refused_is_not_added() -> None:
+def test_a_group_with_one_invalid_half_is_not_added() -> None:
     matrix, vector = torch.zeros(4, 4, requires_grad=True), torch.zeros(4, dtype=torch.complex64, requires_grad=True)
     optimizer = zoptim.Muon([torch.zeros(3, 3, requires_grad=True)])
     with pytest.raises(zoptim.UnsupportedTensorError, match="complex"):
@@ -321,7 +321,7 @@ def test_a_stack_is_cut_without_changing_results(lab: Any, monkeypatch: pytest.M
     lab.assert_near(tensors(cut), tensors(whole), rtol=1e-4, atol=1e-4)
 
 
-def test_torch_muon_takes_our_state(lab: Any) -> None:
+def test_torch_muon_loads_our_state(lab: Any) -> None:
     shapes = [(8, 5), (5, 8)]
     ours = lab.make_params(shapes)
     source = zoptim.Muon(ours, lr=0.02, momentum=0.9, adjust_lr="match_rms_adamw")
@@ -338,7 +338,7 @@ def test_torch_muon_takes_our_state(lab: Any) -> None:
         torch.testing.assert_close(*momenta, rtol=1e-5, atol=1e-6)
 
 
-def test_state_of_torch_muon_with_other_coefficients_is_refused(lab: Any) -> None:
+def test_state_of_torch_muon_with_other_coefficients_raises(lab: Any) -> None:
     theirs = lab.make_params([(4, 4)])
     source = torch.optim.Muon(theirs, ns_coefficients=(2.0, -1.5, 0.5))
     target = zoptim.Muon(lab.make_params([(4, 4)]))

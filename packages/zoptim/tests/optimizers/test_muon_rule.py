@@ -16,7 +16,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 def by_singular_values(matrix: Tensor, steps: int = 5) -> Tensor:
-    """What the iteration does, without it: the quintic, applied to the singular values one by one."""
+    """The oracle of the iteration: the quintic, applied to each singular value."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     values = values / values.square().sum().sqrt()
     for _ in range(steps):
@@ -48,7 +48,7 @@ def test_singular_values_come_near_one(shape: tuple[int, int], dtype: torch.dtyp
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_momentum_of_low_rank_stays_bounded(dtype: torch.dtype, method: str) -> None:
-    """Real momenta are nearly of low rank; rounding must not blow the empty directions up."""
+    """Momenta are nearly of low rank; rounding must not amplify the null directions."""
     matrix = (random(256, 4) @ random(4, 128, seed=1)).to(dtype)
     values = torch.linalg.svdvals(orthogonalize(matrix, 5, method).float())
     assert values.max() < 1.4

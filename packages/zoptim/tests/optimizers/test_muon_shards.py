@@ -1,4 +1,4 @@
-"""Muon on flat shards: segments that are whole matrices, and what is refused."""
+"""Muon on flat shards: segments that are whole matrices, and errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_layout_survives_loading_state(lab: Any) -> None:
     lab.assert_bitwise([flat.view(8, 5)], [matrix])
 
 
-def test_a_segment_that_is_no_matrix_is_refused(lab: Any) -> None:
+def test_a_segment_that_is_no_matrix_raises(lab: Any) -> None:
     flat = torch.zeros(40, requires_grad=True)
     optimizer = zoptim.Muon([{"params": [flat], "use_muon": True}])
     with pytest.raises(ValueError, match=r"Segment\(start=0, shape=\(40,\), index=0, span=None\) is no matrix"):
@@ -60,7 +60,7 @@ def test_a_segment_that_is_no_matrix_is_refused(lab: Any) -> None:
         optimizer.place_segments({flat: [Segment(0, (4, 5)), Segment(10, (4, 5))]})
 
 
-def test_a_vector_under_muon_without_a_layout_is_refused_by_name(lab: Any) -> None:
+def test_a_vector_under_muon_without_segments_raises_with_its_name(lab: Any) -> None:
     flat = torch.zeros(40, requires_grad=True)
     flat.grad = torch.ones(40)
     optimizer = zoptim.Muon([{"params": [("shard", flat)], "use_muon": True}])
@@ -74,7 +74,9 @@ def test_8_bit_states_need_aligned_segments() -> None:
     flat.grad = torch.ones(600)
     optimizer = zoptim.Muon([{"params": [("shard", flat)], "use_muon": True}], state_dtype="8bit")
     optimizer.place_segments({flat: [Segment(0, (10, 10)), Segment(100, (10, 10))]})
-    with pytest.raises(ValueError, match=r"\('shard'\) has a segment from 100 on and 8-bit states.*Align .* to 256"):
+    with pytest.raises(
+        ValueError, match=r"\('shard'\) has a segment that starts at 100 and 8-bit states.*Align .* to 256"
+    ):
         optimizer.step()
     optimizer.place_segments({flat: [Segment(0, (10, 10)), Segment(256, (10, 10))]})
     optimizer.step()
@@ -84,7 +86,7 @@ def test_8_bit_states_need_aligned_segments() -> None:
     assert torch.equal(moved, covered), "padding stays as it is"
 
 
-def test_a_shard_of_nobody_is_refused() -> None:
+def test_a_shard_that_is_no_parameter_raises() -> None:
     optimizer = zoptim.Muon([torch.zeros(4, 4, requires_grad=True)])
     with pytest.raises(ValueError, match=r"shape \(25,\) is not a parameter of this Muon"):
         optimizer.place_segments({torch.zeros(25): [Segment(0, (5, 5))]})

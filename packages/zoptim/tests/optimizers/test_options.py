@@ -68,7 +68,7 @@ def test_good_options_pass(check: Check, good: dict[str, Any]) -> None:
         ("foreach", 0, r"foreach is 0 \(int\); it must be True or False"),
     ],
 )
-def test_what_all_have_is_checked_in_all(
+def test_shared_options_are_checked_in_every_optimizer(
     check: Check, good: dict[str, Any], option: str, value: Any, message: str
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
@@ -99,15 +99,13 @@ def test_fused_and_foreach_exclude_each_other(check: Check, good: dict[str, Any]
         (check_lamb, LAMB, {"eps": "1e-6"}, r"eps is '1e-6' \(str\)"),
         (check_lamb, LAMB, {"bias_correction": 1}, r"bias_correction is 1 \(int\)"),
         (check_lamb, LAMB, {"eps_inside_sqrt": None}, r"eps_inside_sqrt is None"),
-        (check_lamb, LAMB, {"state_dtype": torch.float16}, r"state_dtype is fp16; LAMB takes fp32, bf16 and 8bit"),
+        (check_lamb, LAMB, {"state_dtype": torch.float16}, r"state_dtype is fp16; LAMB accepts fp32, bf16 and 8bit"),
         (check_lamb, LAMB, {"min_coeff": -0.1}, r"min_coeff is -0\.1; it must be a number in \[0, inf\)"),
         (check_lamb, LAMB, {"max_coeff": math.inf}, r"max_coeff is inf; it must be a number in \[0, inf\)"),
         (check_lamb, LAMB, {"min_coeff": 2.0, "max_coeff": 1.0}, r"max_coeff is 1\.0, below min_coeff 2"),
     ],
 )
-def test_what_one_has_alone_is_checked(
-    check: Check, good: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
+def test_own_options_are_checked(check: Check, good: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         check({**good, **options})
 

@@ -1,4 +1,4 @@
-"""What only SGD has; the contract table is in conftest.py."""
+"""SGD beyond the contract table in conftest.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_plain_sgd_keeps_no_state() -> None:
 
 
 @pytest.mark.parametrize("foreach", [None, True])
-def test_a_skipped_first_step_leaves_no_buffer_behind(foreach: bool | None) -> None:
+def test_a_skipped_first_step_creates_no_buffer(foreach: bool | None) -> None:
     param = make_param(7.0)
     optimizer = zoptim.SGD([param], lr=0.1, momentum=0.9, dampening=0.5, foreach=foreach)
     optimizer.found_inf = torch.tensor(1.0)
@@ -66,7 +66,7 @@ def test_a_buffer_that_torch_saved_as_none_counts_as_absent() -> None:
     assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.ones(20))
 
 
-def test_momentum_switched_off_and_on_again_goes_on_with_its_buffer() -> None:
+def test_momentum_switched_off_and_on_continues_with_its_buffer() -> None:
     param = make_param()
     optimizer = zoptim.SGD([param], lr=0.1, momentum=0.9)
     optimizer.step()

@@ -43,7 +43,7 @@ def test_twelve_steps_follow_torch_in_float64(shape: tuple[int, ...], options: d
 
 
 def test_one_step_by_hand() -> None:
-    """After one step the memory is the gradient's own mean squares (rank one here), so the update is its sign."""
+    """After one step the moments are the gradient's mean squares (rank one here), so the update is its sign."""
     rows, cols = torch.tensor([[1.0], [-2.0]]).double(), torch.tensor([[3.0, -1.0, 0.5]]).double()
     param = torch.full((2, 3), 4.0, dtype=torch.float64)
     new, memory = adafactor_rule(param, rows * cols, AdafactorMoments.zeros(param), lr=0.25, weight_decay=0.1)

@@ -93,7 +93,7 @@ def test_ten_steps_of_adagrad_follow_torch_in_float64(options: dict[str, Any]) -
 
 
 def test_two_steps_of_lion_by_hand() -> None:
-    """The sign is taken of the fast mix; the memory moves by the slow one."""
+    """The step has the sign of the fast mix; the moment follows the slow one."""
     options: dict[str, Any] = {"lr": 0.1, "betas": (0.5, 0.75), "weight_decay": 0.2}
     param, mean = lion_rule(tensor(2.0, 2.0, 2.0), tensor(-4.0, 4.0, 0.0), tensor(1.0, 1.0, 0.0), **options)
     assert param.tolist() == pytest.approx([2.0 * 0.98 + 0.1, 2.0 * 0.98 - 0.1, 2.0 * 0.98])
@@ -168,7 +168,7 @@ def test_the_step_of_lamb_is_proportional_to_the_weights() -> None:
 
 
 def call(rule: Any, param: torch.Tensor, grad: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
-    """Any of the rules, from an empty memory."""
+    """Call any of the rules, with zero moments."""
     zeros = torch.zeros_like(param)
     memory = zeros if rule in (adagrad_rule, lion_rule) else AdamMoments.zeros(param)
     result: tuple[torch.Tensor, Any] = rule(param, grad, memory, **options)
@@ -184,7 +184,7 @@ def test_maximize_is_the_gradient_turned_round(rule: Any) -> None:
 
 @pytest.mark.parametrize(("rule", "lr"), [(adagrad_rule, 0.5), (lion_rule, 0.01), (lamb_rule, 0.01)])
 def test_training_a_quadratic_converges(rule: Any, lr: float) -> None:
-    """The lr falls to 0: Lion's steps are all of one size, and it would circle the minimum for ever."""
+    """The lr decays to 0: Lion's steps have one size, and it would circle the minimum forever."""
     param, memory = tensor(3.0, -2.0), torch.zeros(2, dtype=torch.float64)
     if rule is lamb_rule:
         memory = AdamMoments.zeros(param)  # type: ignore[assignment]

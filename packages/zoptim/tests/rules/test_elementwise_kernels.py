@@ -1,10 +1,10 @@
 """The C kernels against the pure rules in float64: how far one update may be off, in ulp of float32.
 
-[Note: the unit] An update adds terms up, and where they cancel, no float32 arithmetic can be right to an ulp of what
-is left.  So errors are measured in ulp of the largest term: of |weight| before and after and of the step with all of
-its terms taken as positive (`largest_terms`); of the largest term of a moment.  Every one of 20 steps is judged by
-itself, from the very weights and state that the kernel had; a grad_scale costs one rounding more.  Measured on 65 536
-elements of sizes from 1e-4 to 1e2, all rows, without a grad_scale:
+[Note: the unit] An update is a sum of terms; where they cancel, no float32 arithmetic is exact to an ulp of the
+result.  So errors are measured in ulp of the largest term: of |weight| before and after and of the step with all of
+its terms positive (`largest_terms`); of the largest term of a moment.  Each of 20 steps is measured separately, from
+the kernel's own weights and state; a grad_scale costs one more rounding.  Measured on 65 536 elements of sizes from
+1e-4 to 1e2, all rows, without a grad_scale:
 
 | | measured | allowed |
 |---|---|---|
@@ -32,13 +32,13 @@ SMALL_STEP = 1 / 8  # of the weight: what training does
 
 
 def ulp(size: Tensor) -> Tensor:
-    """The distance of neighbouring float32 at |size|, in float64."""
+    """The distance of adjacent float32 at |size|, in float64."""
     size = size.abs().float().clamp(min=torch.finfo(torch.float32).tiny)
     return (torch.nextafter(size, torch.tensor(float("inf"))) - size).double()
 
 
 def in_ulp(error: Tensor, size: Tensor) -> float:
-    """The largest error, in ulp of what stands beside it."""
+    """The largest error, in ulp of the given sizes."""
     return float((error.abs() / ulp(size)).max())
 
 
@@ -56,7 +56,7 @@ def remembered(optimizer: Any, param: Tensor) -> dict[str, Tensor]:
 
 
 def as_memory(row: Any, moments: dict[str, Tensor], step: int) -> Any:
-    """What the row's rule remembers, from what the optimizer remembers after `step` updates."""
+    """The moments of the row's rule, from the optimizer's state after `step` updates."""
     if not moments:
         return None
     if row.ours is zoptim.Adagrad:
@@ -106,7 +106,7 @@ def terms_of_adam(h: dict[str, Any], grad: Tensor, memory: Any, after: AdamMomen
 def largest_terms(
     row: Any, old: Tensor, grad: Tensor, memory: Any, new: Tensor, after: Any
 ) -> tuple[list[Tensor], Tensor]:
-    """Moments and step as they would be if all of their terms were positive."""
+    """Moments and step with all terms positive."""
     h, decay = row.options, row.options.get("weight_decay", 0.0) * old.abs()
     if row.ours is zoptim.Lion:
         mean = (0 if memory is None else h.get("betas", (0.9, 0.99))[1] * memory.abs()) + grad.abs()

@@ -1,8 +1,8 @@
-"""Writes deepspeed_tables.json: what DeepSpeed's own schedules do, step by step, for test_build_deepspeed.py.
+"""Write deepspeed_tables.json, the values of DeepSpeed's own schedules at each step, for test_build_deepspeed.py.
 
     python packages/zoptim/tests/schedules/deepspeed_tables.py
 
-in an environment that has DeepSpeed (0.19.8 made the file) and torch; nothing of this repository is needed there.
+in an environment with DeepSpeed (0.19.8 made the file) and torch; it needs nothing of this repository.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Case = tuple[str, list[float], dict[str, Any]]  # the schedule, each group's own
 
 
 def cases() -> Iterator[Case]:
-    """Every parameter at its edges, then some at random."""
+    """Every parameter at its limits, then random combinations."""
     one, two = [0.01], [0.5, 0.25]
     for kind, steps in itertools.product(("log", "linear"), (1, 2, 5)):
         warm = {"warmup_num_steps": steps, "warmup_type": kind}
@@ -84,7 +84,7 @@ def cycles() -> Iterator[Case]:
 
 
 def trace(name: str, lrs: list[float], params: dict[str, Any]) -> dict[str, Any]:
-    """What one schedule does, from construction on: each group's lr and betas, and what get_lr and get_mom say."""
+    """One schedule from construction on: each group's lr and betas, and the results of get_lr and get_mom."""
     import torch
     from deepspeed.runtime import lr_schedules
 
@@ -122,7 +122,7 @@ def rounded(value: float) -> float:
 
 
 def main() -> None:
-    """Write the file beside this one."""
+    """Write the file next to this one."""
     logging.disable()
     tables = [json.dumps(trace(*case), separators=(",", ":")) for case in cases()]
     path = Path(__file__).with_suffix(".json")

@@ -30,7 +30,7 @@ def in_optimizer(optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
 
 
 @every
-def test_what_is_in_the_optimizer_is_the_law_at_the_count(name: str) -> None:
+def test_the_optimizer_has_the_laws_value_at_the_count(name: str) -> None:
     optimizer = make_optimizer()
     schedule = MAKERS[name](optimizer)
     for t in range(-1, 15):
@@ -41,7 +41,7 @@ def test_what_is_in_the_optimizer_is_the_law_at_the_count(name: str) -> None:
 
 
 @every
-def test_loading_any_count_sets_what_stepping_there_sets(name: str) -> None:
+def test_loading_a_count_equals_stepping_to_it(name: str) -> None:
     stepped = make_optimizer()
     schedule = MAKERS[name](stepped)
     for _ in range(14):
@@ -106,7 +106,7 @@ def test_the_base_keeps_each_groups_own_rate() -> None:
     assert [lr for lr, _ in in_optimizer(optimizer)] == [0.1, 0.2]
 
 
-def test_state_of_something_else_is_refused() -> None:
+def test_state_of_something_else_raises() -> None:
     schedule = MAKERS["WarmupLR"](make_optimizer())
     with pytest.raises(ValueError, match="state of a WarmupLR needs last_batch_iteration; it has last_epoch"):
         schedule.load_state_dict({"last_epoch": 3})
@@ -114,7 +114,7 @@ def test_state_of_something_else_is_refused() -> None:
         schedule.load_state_dict({"last_batch_iteration": -2})
 
 
-def test_a_group_added_later_is_refused_with_what_to_do() -> None:
+def test_a_group_added_later_raises_with_what_to_do() -> None:
     optimizer = make_optimizer(0.1)
     schedule = MAKERS["WarmupLR"](optimizer)
     optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True)]})
@@ -122,7 +122,7 @@ def test_a_group_added_later_is_refused_with_what_to_do() -> None:
         schedule.step()
 
 
-def test_anything_but_an_optimizer_is_refused() -> None:
+def test_anything_but_an_optimizer_raises() -> None:
     for make in MAKERS.values():
         with pytest.raises(TypeError, match=r"optimizer is a dict; it must be a torch\.optim\.Optimizer"):
             make({})
@@ -138,7 +138,7 @@ def test_any_torch_optimizer_is_driven(name: str) -> None:
 
 @every
 @pytest.mark.parametrize("junk", [None, "x", -7, 1.5, [], float("nan"), float("inf"), 2**60, 10**400], ids=str)
-def test_a_count_that_cannot_be_is_refused_and_a_good_one_waits(name: str, junk: Any) -> None:
+def test_an_impossible_count_raises_and_a_valid_one_is_prepared(name: str, junk: Any) -> None:
     optimizer = make_optimizer()
     schedule = MAKERS[name](optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]

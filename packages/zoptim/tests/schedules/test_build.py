@@ -45,13 +45,13 @@ def test_our_own_schedules_are_built_by_name(name: str) -> None:
     assert len(schedule.get_last_lr()) == 1
 
 
-def test_the_maximum_that_a_config_leaves_out_is_told() -> None:
+def test_a_missing_maximum_in_a_config_warns() -> None:
     with pytest.warns(UserWarning, match="WarmupDecayLR was given no warmup_max_lr and rises to 0.001"):
         make_schedule("WarmupDecayLR", make_optimizer(), {"total_num_steps": 8, "warmup_num_steps": 4})
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_torch_schedulers_come_back_as_torch_made_them(name: str) -> None:
+def test_torch_schedulers_are_returned_unwrapped(name: str) -> None:
     optimizer = make_optimizer()
     schedule = make_schedule(name, optimizer, TORCH[name])
     assert type(schedule) is getattr(lr_scheduler, name)
@@ -74,7 +74,7 @@ def test_composed_torch_schedulers_take_their_parts() -> None:
     ("name", "nearest"),
     [("WarmupRL", "WarmupLR"), ("onecycle", "OneCycle"), ("CosineAnealingLR", "CosineAnnealingLR")],
 )
-def test_an_unknown_schedule_is_refused_with_the_nearest_one_and_the_list(name: str, nearest: str) -> None:
+def test_an_unknown_schedule_raises_with_the_nearest_one_and_the_list(name: str, nearest: str) -> None:
     with pytest.raises(
         UnknownNameError, match=rf"no schedule '{name}'\. Did you mean '{nearest}'\? Allowed: WarmupLR"
     ):
@@ -100,9 +100,7 @@ def test_base_classes_are_no_schedules(name: str) -> None:
         ("WarmupLR", {"optimizer": 1}, r"WarmupLR has no option 'optimizer'"),
     ],
 )
-def test_an_unknown_parameter_is_refused_with_the_nearest_one(
-    name: str, params: dict[str, Any], message: str
-) -> None:
+def test_an_unknown_parameter_raises_with_the_nearest_one(name: str, params: dict[str, Any], message: str) -> None:
     with pytest.raises(UnknownNameError, match=message):
         make_schedule(name, make_optimizer(), params)
 
@@ -124,6 +122,6 @@ def test_a_missing_parameter_is_named(name: str, params: dict[str, Any], message
         make_schedule(name, make_optimizer(), params)
 
 
-def test_a_name_that_is_no_string_is_refused() -> None:
+def test_a_name_that_is_no_string_raises() -> None:
     with pytest.raises(TypeError, match="schedule's name is 3; it must be a string"):
         make_schedule(3, make_optimizer())  # type: ignore[arg-type]

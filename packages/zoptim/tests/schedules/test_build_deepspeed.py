@@ -1,4 +1,4 @@
-"""Every schedule against DeepSpeed 0.19.8's own, from construction on: a table that deepspeed_tables.py wrote."""
+"""Every schedule against DeepSpeed 0.19.8, from construction on, by the table of deepspeed_tables.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_optimizer(optimizer: torch.optim.Optimizer) -> tuple[list[float], list[fl
 
 
 def wanted(table: dict[str, Any], step: int) -> tuple[Any, Any]:
-    """Each group's lr and betas after so many steps; 0 is after construction."""
+    """Each group's lr and betas after a number of steps; 0 is after construction."""
     firsts = table["beta1"][step if len(table["beta1"]) > 1 else 0]
     flat = [beta for first in firsts for beta in (first, table["beta2"])]
     return pytest.approx(table["lr"][step], **NEAR), pytest.approx(flat, **NEAR)
@@ -56,8 +56,8 @@ def test_every_step_has_deepspeeds_rate_and_momenta(table: dict[str, Any]) -> No
 
 
 @each
-def test_what_is_answered_is_what_deepspeed_answers(table: dict[str, Any]) -> None:
-    """Before the first step get_mom is the law's value, which DeepSpeed does not put into the optimizer."""
+def test_get_lr_and_get_mom_return_deepspeeds_values(table: dict[str, Any]) -> None:
+    """Before the first step get_mom returns the law's value, which DeepSpeed does not set in the optimizer."""
     optimizer, schedule = make(table)
     assert schedule.get_lr() == pytest.approx(table["get_lr"], **NEAR)
     momenta = schedule.get_mom() if isinstance(schedule, OneCycle) else None
@@ -92,7 +92,7 @@ def test_a_jump_a_resume_and_a_start_count_lead_to_the_same_step(table: dict[str
 
 @each
 def test_a_jump_back_to_before_the_first_step_is_as_in_deepspeed(table: dict[str, Any]) -> None:
-    """There DeepSpeed's step(-1) sets what get_lr and get_mom say."""
+    """DeepSpeed's step(-1) sets the results of get_lr and get_mom."""
     optimizer, schedule = make(table)
     schedule.step(5)
     schedule.step(-1)

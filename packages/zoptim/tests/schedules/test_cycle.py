@@ -69,7 +69,7 @@ def test_the_two_halves_may_differ_and_the_decay_may_be_absent() -> None:
     assert curve(OneCycle, 12, **params)[0][6:] == pytest.approx([0.01] * 6)
 
 
-def test_stairs_cut_both_halves_unless_told_apart() -> None:
+def test_stairs_apply_to_both_halves_unless_given_separately() -> None:
     lrs, _ = curve(OneCycle, 9, cycle_min_lr=0, cycle_max_lr=1, cycle_first_step_size=4, cycle_first_stair_count=2)
     assert lrs == pytest.approx([0, 0, 0.5, 0.5, 1, 0.5, 0.5, 0, 0])
 
@@ -79,7 +79,7 @@ def test_momentum_grows_after_the_cycle_with_its_own_rate() -> None:
     assert momenta[6:] == pytest.approx([0.9, 0.9 * 1.01, 0.9 * 1.02])
 
 
-def test_a_momentum_that_grows_to_1_is_refused_and_nothing_is_set() -> None:
+def test_a_momentum_that_grows_to_1_raises_and_nothing_is_set() -> None:
     optimizer = make_optimizer()
     schedule = OneCycle(optimizer, **CYCLE, decay_mom_rate=0.1)
     schedule.step(6)
@@ -91,16 +91,16 @@ def test_a_momentum_that_grows_to_1_is_refused_and_nothing_is_set() -> None:
     OneCycle(make_optimizer(zoptim.SGD), **CYCLE, decay_mom_rate=0.1, cycle_momentum=False).step(7)
 
 
-def test_momentum_is_left_alone_when_told() -> None:
+def test_momentum_is_not_cycled_if_switched_off() -> None:
     assert set(curve(OneCycle, 5, **CYCLE, cycle_momentum=False)[1]) == {0.9}
     optimizer = make_optimizer()
     assert OneCycle(optimizer, **CYCLE, cycle_momentum=False).get_mom() is None
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
-def test_the_second_beta_is_deepspeeds_which_is_said_or_the_optimizers_own() -> None:
+def test_the_second_beta_is_deepspeeds_with_a_warning_or_the_optimizers() -> None:
     optimizer = make_optimizer()
-    told = r"OneCycle sets betas\[1\] to 0\.99, as in DeepSpeed; the optimizer's, 0\.999, has no effect"
+    told = r"OneCycle sets betas\[1\] to 0\.99, as in DeepSpeed; the optimizer's value, 0\.999, has no effect"
     with pytest.warns(UserWarning, match=told):
         schedule = OneCycle(optimizer, **CYCLE)
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
@@ -129,7 +129,7 @@ def test_every_limit_may_differ_by_group() -> None:
     assert [group["betas"][0] for group in optimizer.param_groups] == pytest.approx([0.7, 0.5])
 
 
-def test_what_is_refused_leaves_the_optimizer_as_it_was() -> None:
+def test_an_error_leaves_the_optimizer_unchanged() -> None:
     for bad in ({"cycle_max_lr": [1, 2, 3]}, {"cycle_max_mom": [0.9, 2]}):
         optimizer = make_optimizer(groups=2)
         before = [dict(group) for group in optimizer.param_groups]

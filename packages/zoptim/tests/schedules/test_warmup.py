@@ -76,7 +76,7 @@ def test_the_maximum_is_each_groups_own_rate_unless_given() -> None:
     assert decay.get_lr() == [0.5, 0.25]
 
 
-def test_the_decay_says_that_deepspeeds_maximum_overrides_the_optimizers_lr() -> None:
+def test_decay_warns_that_deepspeeds_maximum_overrides_the_optimizers_lr() -> None:
     told = r"no warmup_max_lr and rises to 0\.001, as in DeepSpeed; the optimizer's lr, 0\.5, 0\.25, has no effect"
     with pytest.warns(UserWarning, match=told):
         decay = WarmupDecayLR(make_optimizer(0.5, 0.001, 0.25), 1000, warmup_num_steps=2)

@@ -1,4 +1,4 @@
-"""Adafactor over ranks: cut tensors step as whole ones, by two sums a step."""
+"""Adafactor over ranks: cut tensors equal whole ones, with two all-reduces per step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_found_inf_sends_nothing_and_changes_nothing(lab: Any, team: Any) -> Non
 
 
 def test_state_moves_to_new_shards_by_segment(lab: Any, team: Any) -> None:
-    """As a checkpoint does it, between two ways to cut."""
+    """As a checkpoint does it, between two partitions."""
     first, second = team(SHAPES, [0, 43]), team(SHAPES, [0, 12, 13, 90, 200])
     shards, optimizers = first.train(make, range(3))
     straight = [torch.cat(first.train(make, range(5))[0])]
@@ -106,7 +106,7 @@ def test_state_moves_to_new_shards_by_segment(lab: Any, team: Any) -> None:
     lab.assert_bitwise([torch.cat(new)], straight)
 
 
-def test_what_is_not_laid_out_has_no_segments_and_a_shard_needs_a_gradient(team: Any) -> None:
+def test_other_parameters_have_no_segments_and_a_shard_needs_a_gradient(team: Any) -> None:
     crew = team([(4, 4)], [0])
     shard, other = torch.zeros(16, requires_grad=True), torch.zeros(4, requires_grad=True)
     optimizer = make([shard, other])
@@ -117,7 +117,7 @@ def test_what_is_not_laid_out_has_no_segments_and_a_shard_needs_a_gradient(team:
         optimizer.step()
     with pytest.raises(ValueError, match=r"the loaded state of parameter 0 of group 0 lacks row_var"):
         optimizer.load_portable_state(shard, {"variance": torch.zeros(16)})
-    with pytest.raises(ValueError, match="is a part of a tensor, whose rest is on other ranks; place_on_ranks"):
+    with pytest.raises(ValueError, match="is a part of a tensor; give the segments of all ranks with place_on_ranks"):
         optimizer.place_segments({shard: [Segment(0, (8, 8), 0, (0, 16))]})
 
 

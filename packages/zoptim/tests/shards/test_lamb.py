@@ -1,4 +1,4 @@
-"""LAMB's halves in torch, and LAMB told of ranks in the words that all shaped optimizers share."""
+"""LAMB's halves in torch, and LAMB over ranks by place_on_ranks."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_found_inf_sends_nothing_and_changes_nothing(more: dict[str, Any], lab: 
     assert len(crew.reduced) == 2
 
 
-def test_8bit_states_and_parts_without_ranks_are_refused(team: Any) -> None:
+def test_8bit_states_and_parts_without_ranks_raise(team: Any) -> None:
     shard: Tensor = torch.zeros(16, requires_grad=True)
     optimizer = zoptim.LAMB([("flat", shard)], state_dtype="8bit")
     with pytest.raises(ValueError, match=r"parameter group 0 of LAMB has state_dtype=\"8bit\", which needs"):
         team([(4, 4)], [0]).place_segments(0, optimizer, shard)
-    with pytest.raises(ValueError, match="is a part of a tensor, whose rest is on other ranks; place_on_ranks"):
+    with pytest.raises(ValueError, match="is a part of a tensor; give the segments of all ranks with place_on_ranks"):
         zoptim.LAMB([shard]).place_segments({shard: [Segment(0, (8, 8), 0, (0, 16))]})

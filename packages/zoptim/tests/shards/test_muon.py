@@ -1,4 +1,4 @@
-"""Muon over ranks: cut matrices step as whole ones, in two messages, in every format."""
+"""Muon over ranks: cut matrices equal whole ones, with two messages, in every format."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_formats(dtype: torch.dtype, more: dict[str, Any], rtol: float, atol: fl
     lab.assert_near([torch.cat(shards)], [whole_of(lab, range(4), dtype, **more)], rtol=rtol, atol=atol)
 
 
-def test_rounds_bound_what_travels_at_once_and_change_nothing(monkeypatch: pytest.MonkeyPatch, team: Any) -> None:
+def test_rounds_bound_the_messages_and_do_not_change_results(monkeypatch: pytest.MonkeyPatch, team: Any) -> None:
     def train(limit: int) -> tuple[list[Tensor], list[int]]:
         monkeypatch.setattr(muon_ranks, "ROUND_NUMEL", limit)
         crew = team([(8, 8)], [0, 30])
@@ -92,8 +92,8 @@ def test_rounds_bound_what_travels_at_once_and_change_nothing(monkeypatch: pytes
         torch.testing.assert_close(a, b)
 
 
-def test_the_other_half_and_signals_are_as_ever(lab: Any, team: Any) -> None:
-    """Vectors in a shard of a group without matrices take AdamW; found_inf sends nothing; grad_scale divides."""
+def test_the_adamw_half_and_signals_work_on_shards(lab: Any, team: Any) -> None:
+    """Vectors in a shard of a group without matrices use AdamW; found_inf sends nothing; grad_scale divides."""
     crew = team(SHAPES, [0, 100])
     vector = [torch.ones(10, requires_grad=True) for _ in range(2)]
 
@@ -120,23 +120,23 @@ def test_the_other_half_and_signals_are_as_ever(lab: Any, team: Any) -> None:
     assert len(crew.exchanged) == messages
 
 
-def test_a_shard_without_gradient_and_one_that_is_no_matrix_are_refused(team: Any) -> None:
+def test_shards_without_gradient_or_without_matrix_raise(team: Any) -> None:
     crew = team([(4, 4)], [0])
     shard = torch.zeros(16, requires_grad=True)
     optimizer = make([shard])
     crew.place_segments(0, optimizer, shard)
     with pytest.raises(ValueError, match=r"1 flat shards of Muon have no gradient \(the first has shape \(16,\)\)"):
         optimizer.step()
-    with pytest.raises(ValueError, match=r"span=\(0, 16\)\) is no matrix; give it to a group with use_muon=False"):
+    with pytest.raises(ValueError, match=r"span=\(0, 16\)\) is no matrix; put it into a group with use_muon=False"):
         team([(16,)], [0]).place_segments(0, optimizer, shard)
     named = zoptim.Muon([("gain", torch.zeros(16, requires_grad=True))], use_muon=lambda name, param: True)
     with pytest.raises(ValueError, match=r"parameter 0 of group 0 \('gain'\) has shape \(16,\), which is no matrix"):
         named.check_cuts()
-    with pytest.raises(ValueError, match="is a part of a tensor, whose rest is on other ranks; place_on_ranks"):
+    with pytest.raises(ValueError, match="is a part of a tensor; give the segments of all ranks with place_on_ranks"):
         optimizer.place_segments({shard: [Segment(0, (8, 8), 0, (0, 16))]})
 
 
-def test_a_layout_survives_loading_and_the_run_goes_on_bit_for_bit(lab: Any, team: Any) -> None:
+def test_segments_survive_loading_and_the_run_continues_bit_for_bit(lab: Any, team: Any) -> None:
     crew = team(SHAPES, [0, 100])
     shards, optimizers = crew.train(make, range(2))
     others, resumed = crew.train(make, range(1))

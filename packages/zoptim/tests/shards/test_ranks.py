@@ -1,4 +1,4 @@
-"""Cut tensors: who owns what, and the way there and back."""
+"""Cut tensors: owners, gather and scatter."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _member(crew: Any, rank: int) -> Any:
     return found[0]
 
 
-def test_whole_tensors_stay_and_the_rest_goes_to_whoever_has_least_to_do(team: Any) -> None:
+def test_whole_tensors_stay_and_others_go_to_the_least_loaded_rank(team: Any) -> None:
     crew = team([(10, 10), (8, 8), (6, 6)], [0, 150])  # the second is cut 50 to 14
     (owned,) = plan_owners([crew.segments()], by_numel, 2)
     assert [tensor.owner for tensor in owned.values()] == [0, 1, 1]
@@ -80,7 +80,7 @@ def test_the_parts_of_a_tensor_are_in_the_order_of_ranks(team: Any) -> None:
     assert not cut_tensors([[Segment(0, (4,), 3)], []])[3].is_cut
 
 
-def test_segments_of_too_few_ranks_are_refused(team: Any) -> None:
+def test_segments_of_too_few_ranks_raise(team: Any) -> None:
     crew = team([(10,)], [0, 5])
     with pytest.raises(ValueError, match="a shard of 7 elements has segments of 1 ranks; there are 2"):
         own_segments({torch.zeros(7): [[]]}, _member(crew, 0))

@@ -40,13 +40,13 @@ def test_disjoint_segments_inside_the_shard_pass_in_any_order(segments: Sequence
         ),
         (
             [Segment(0, (4,)), Segment(0, (4,))],
-            "begins before 4, where the one before it ends; segments are disjoint",
+            "begins before 4, the end of the previous segment; segments must be disjoint",
         ),
-        ([Segment(5, (2, 3))], "segments reach to element 11; the shard has 10 elements"),
+        ([Segment(5, (2, 3))], "segments end at element 11; the shard has 10 elements"),
     ],
     ids=["overlap", "twice", "outside"],
 )
-def test_segments_that_do_not_fit_are_refused(segments: list[Segment], message: str) -> None:
+def test_segments_that_do_not_fit_raise(segments: list[Segment], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Segment.check(segments, torch.zeros(10))
 
@@ -60,6 +60,6 @@ def test_a_shard_is_flat_and_contiguous(shard: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("start", "shape"), [(-1, (2,)), (0, (-2, 3)), (0, (-2, -3))], ids=str)
-def test_negative_starts_and_sizes_are_refused(start: int, shape: tuple[int, ...]) -> None:
+def test_negative_starts_and_sizes_raise(start: int, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"negative start or shape|begins before 0"):
         Segment.check([Segment(start, shape)], torch.zeros(10))

@@ -1,7 +1,7 @@
-/* CUDA's words for a C compiler, so that the tests run zk_gpu.cu on a CPU.  Included before its text.
+/* CUDA keywords for a C compiler, so that the tests run zk_gpu.cu on a CPU.  Included before its text.
  *
- * Blocks run one after the other.  The 256 threads of a block are fibres (shim.c) that change at barriers and
- * shuffles, so what is tested is the text itself: its indices, its reductions, its barriers.
+ * Blocks run one after the other.  The 256 threads of a block are fibers (shim.c) that switch at barriers and
+ * shuffles, so the tests cover the text itself: its indices, its reductions, its barriers.
  * Misaligned vector accesses trap (-fsanitize=alignment), as they would on a GPU.
  */
 #ifndef CUDA_SHIM_H
@@ -12,12 +12,12 @@ typedef struct { uint32_t x[4]; } __attribute__((aligned(16))) shim_16;
 typedef struct { uint32_t x[2]; } __attribute__((aligned(8))) shim_8;
 typedef struct { uint32_t x; } shim_index;
 
-extern shim_index threadIdx, blockIdx; /* of the fibre that runs */
+extern shim_index threadIdx, blockIdx; /* of the running fiber */
 
 void __syncthreads(void);
 uint32_t __shfl_xor_sync(uint32_t mask, uint32_t value, int distance);
 
-/* Runs `body(args)` as every thread of every block.  Returns 0, or 1 if threads wait for others that are gone. */
+/* Runs `body(args)` as every thread of every block.  Returns 0, or 1 if threads wait for others that have ended. */
 int shim_run(void (*body)(const void *), int64_t num_blocks, const void *args);
 
 #define ZK_KERNEL(blocks, name, type)                                                        \
@@ -31,7 +31,7 @@ int shim_run(void (*body)(const void *), int64_t num_blocks, const void *args);
 #define ZK_NO_UNROLL
 #define ZK_FENCE
 
-/* The sanitizer looks at the alignment of these. */
+/* The sanitizer checks the alignment of these. */
 static inline __attribute__((unused)) void zk_load16(uint64_t from, uint32_t *x) {
   shim_16 y = *(const shim_16 *)from;
   for (int k = 0; k < 4; k++) x[k] = y.x[k];

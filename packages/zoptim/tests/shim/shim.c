@@ -1,4 +1,4 @@
-/* Fibres for the threads of a CUDA block; see cuda_shim.h. */
+/* Fibers for the threads of a CUDA block; see cuda_shim.h. */
 #include "cuda_shim.h"
 #include <stdlib.h>
 #include <ucontext.h>
@@ -13,7 +13,7 @@ shim_index threadIdx, blockIdx;
 
 static ucontext_t scheduler, fibre[THREADS];
 static enum state state[THREADS];
-static uint32_t slot[2][THREADS]; /* values on their way through a shuffle; two, so that the next one may begin */
+static uint32_t slot[2][THREADS]; /* values of a shuffle; two, so that the next one may begin */
 static unsigned char turn[THREADS];
 static void (*current_body)(const void *);
 static const void *current_args;
@@ -41,7 +41,7 @@ static void thread_main(void) {
   state[threadIdx.x] = DONE; /* and on to the scheduler, by uc_link */
 }
 
-/* Makes threads from..to ready if all of them wait for the same; returns whether it did. */
+/* Makes threads from..to ready if all wait for the same event; returns whether it did. */
 static int release(enum state why, int from, int to) {
   for (int t = from; t < to; t++)
     if (state[t] != why) return 0;

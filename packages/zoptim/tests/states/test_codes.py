@@ -1,4 +1,4 @@
-"""8-bit codes of tensors: the kernels and torch, to the same bits."""
+"""8-bit codes of tensors: kernels and torch give the same bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_kernels_and_torch_make_the_same_codes(
     assert (found[0][2] - values).abs().max() <= (1 / 8 if seed is None else 1 / 4) * largest
 
 
-def test_what_is_given_is_not_written() -> None:
+def test_arguments_are_not_written() -> None:
     values = torch.rand(300)
     kept = values.clone()
     encode(values, torch.empty(300, dtype=torch.uint8), torch.empty(2), is_square=True)

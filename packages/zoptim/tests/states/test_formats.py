@@ -66,7 +66,7 @@ def test_a_state_format_is_named_by_text_or_dtype_in_any_case(given: object, mem
 
 
 @pytest.mark.parametrize("given", ["fp8", "", 16, 8, torch.float64, True, ["bf16"], ("fp32",)], ids=str)
-def test_an_unknown_state_format_is_refused_with_what_is_allowed(given: object) -> None:
+def test_an_unknown_state_format_raises_with_the_allowed_ones(given: object) -> None:
     with pytest.raises(ValueError, match=r"state_dtype is .*None .*\"fp32\", \"bf16\", \"fp16\", \"8bit\""):
         StateFormat.parse(given)
 
@@ -134,16 +134,16 @@ class C:
     def encode(self, form: int, kind: int, values: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
         codes = torch.zeros(values.numel(), dtype=CODES[form])
         low = torch.zeros(values.numel(), dtype=torch.int16)
-        beside = low if form == SPLIT else torch.zeros(-(-values.numel() // BLOCK))
+        extra = low if form == SPLIT else torch.zeros(-(-values.numel() // BLOCK))
         to, source = self.address(codes), self.ffi.cast("float *", values.data_ptr())
         tail = (values.numel(), seed or 0, seed is not None)
-        self.lib.zk_encode(form, kind, source, to, self.address(beside), *tail)
-        return codes, beside
+        self.lib.zk_encode(form, kind, source, to, self.address(extra), *tail)
+        return codes, extra
 
-    def decode(self, form: int, kind: int, codes: Tensor, beside: Tensor) -> Tensor:
+    def decode(self, form: int, kind: int, codes: Tensor, extra: Tensor) -> Tensor:
         values = torch.zeros(codes.numel())
         to = self.ffi.cast("float *", values.data_ptr())
-        self.lib.zk_decode(form, kind, self.address(codes), self.address(beside), to, codes.numel())
+        self.lib.zk_decode(form, kind, self.address(codes), self.address(extra), to, codes.numel())
         return values
 
 
@@ -187,7 +187,7 @@ def test_8_bit_codes_are_those_of_the_kernels(kind: int, values: Tensor, seed: i
 
 @pytest.mark.parametrize("kind", [SIGNED, SQUARE])
 @pytest.mark.parametrize("scale", [0.0, 1e-37, 3e-5, 1.0, 7.3, 3e38])
-def test_every_8_bit_code_means_what_it_means_to_the_kernels(kind: int, scale: float) -> None:
+def test_every_8_bit_code_decodes_as_in_the_kernels(kind: int, scale: float) -> None:
     codes, scales = torch.arange(256).to(torch.uint8), torch.tensor([scale])
     decode = formats.decode_root if kind == SQUARE else formats.decode_signed
     assert torch.equal(int_bits(decode(codes, scales)), int_bits(C().decode(Q8, kind, codes, scales)))
@@ -246,7 +246,7 @@ def test_stochastic_bf16_is_right_on_average_and_never_skips_a_neighbour() -> No
     assert abs(float(error.mean())) < 5 * 0.5 / (400 * 4000) ** 0.5
 
 
-def test_stochastic_bf16_keeps_what_is_representable_and_what_is_not_finite() -> None:
+def test_stochastic_bf16_keeps_representable_and_non_finite_values() -> None:
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     halves = halves[~halves.isnan()]
     assert torch.equal(int_bits(formats.to_bf16_stochastic(halves.float(), 5)), int_bits(halves))
@@ -284,7 +284,7 @@ def test_a_positive_root_never_becomes_zero_and_zero_stays_zero() -> None:
     assert not formats.decode_signed(*formats.encode_signed(torch.zeros(300))).any()
 
 
-def test_an_8_bit_block_that_holds_what_is_not_finite_says_so_and_others_are_left_alone() -> None:
+def test_a_non_finite_value_affects_only_its_8_bit_block() -> None:
     values = torch.ones(3 * BLOCK)
     for bad in (torch.nan, torch.inf, -torch.inf):
         values[BLOCK + 5] = bad

@@ -1,4 +1,4 @@
-"""What cheaper formats do to training: nothing for a split master, nothing on average for rounded moments."""
+"""Training with cheaper formats: a split master changes nothing, rounded moments nothing on average."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = [(300,), (20, 30), (), (0,)]
 def test_a_split_master_goes_the_way_of_a_float32_master_bit_for_bit(
     row: Any, state_dtype: str | None, lab: Any
 ) -> None:
-    """Both read the same bf16 gradients; the float32 master has a bf16 weight beside it."""
+    """Both read the same bf16 gradients; the float32 master mirrors a bf16 weight."""
     split = lab.make_params(SHAPES, torch.bfloat16)
     masters = [param.detach().float().requires_grad_() for param in split]
     weights = [param.detach().clone().requires_grad_() for param in split]
@@ -59,7 +59,7 @@ def test_a_split_master_sees_steps_that_bf16_alone_would_lose() -> None:
 
 
 def second_moment(state_dtype: str, gradient: Tensor, num_steps: int) -> Tensor:
-    """exp_avg_sq over the square that it approaches, after `num_steps` of one gradient."""
+    """exp_avg_sq over its limit, after `num_steps` with one gradient."""
     param = torch.zeros(gradient.shape, requires_grad=True)
     optimizer = zoptim.AdamW([param], lr=0.0, betas=(0.9, 0.999), state_dtype=state_dtype)
     param.grad = gradient
@@ -82,7 +82,7 @@ def test_a_rounded_running_mean_arrives_where_the_exact_one_does(
 
 
 def test_rounded_to_nearest_it_would_stop_on_the_way() -> None:
-    """Why bf16 states are rounded stochastically: a thousandth of the way is less than half a step of bf16."""
+    """A thousandth of the distance is less than half a step of bf16, so rounding to nearest changes nothing."""
     square = torch.zeros((), dtype=torch.bfloat16)
     for _ in range(4000):
         square = (0.999 * square.float() + 0.001).bfloat16()
@@ -91,7 +91,7 @@ def test_rounded_to_nearest_it_would_stop_on_the_way() -> None:
 
 @pytest.mark.parametrize("numel", [1, 7, 4096])
 def test_rounded_weights_move_on_average_as_far_as_exact_ones(numel: int) -> None:
-    """Steps of a hundredth of the distance between bf16 neighbours."""
+    """Steps of a hundredth of the distance between adjacent bf16 values."""
     param = torch.ones(numel, dtype=torch.bfloat16, requires_grad=True)
     optimizer = zoptim.SGD([param], lr=1.0)
     generator = torch.Generator().manual_seed(0)
@@ -109,7 +109,7 @@ def test_rounded_weights_move_on_average_as_far_as_exact_ones(numel: int) -> Non
 
 
 def regression(make: Any, dtype: torch.dtype = torch.float32, num_steps: int = 400) -> float:
-    """The loss of a two-layer network after training on a noisy teacher: about 0.01 is noise that nobody can fit."""
+    """The loss of a two-layer network after training on a noisy teacher: about 0.01 is irreducible."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 16, generator=generator)
     targets = torch.tanh(inputs @ torch.randn(16, 4, generator=generator) / 4)
@@ -140,7 +140,7 @@ MAKERS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def exact() -> dict[str, float]:
-    """The losses that float32 reaches."""
+    """The losses of float32."""
     return {}
 
 

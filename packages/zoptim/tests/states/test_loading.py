@@ -1,4 +1,4 @@
-"""State moves between torch, zoptim and every format; what does not fit is refused and nothing is adopted."""
+"""State moves between torch, zoptim and every format; state that does not fit raises and changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def untrained(kind: Any, lab: Any, dtype: torch.dtype = torch.float32, **more: A
 
 
 def moments(optimizer: Any, param: Tensor) -> dict[str, Tensor]:
-    """What is remembered of a parameter, as float32."""
+    """The moments of a parameter, as float32."""
     memory = optimizer._state_spec(optimizer.param_groups[0])
     state = optimizer.state[param]
     return {name: memory.read(state, name).clone() for name in memory.names if name in state}
@@ -60,7 +60,7 @@ def test_moments_move_between_all_formats(
 
 @pytest.mark.parametrize("target", FORMATS, ids=str)
 @pytest.mark.parametrize("source", FORMATS, ids=str)
-def test_moved_state_has_what_the_format_asks_for(
+def test_converted_state_has_the_keys_and_dtypes_of_the_format(
     kind: Any, source: dict[str, Any], target: dict[str, Any], lab: Any
 ) -> None:
     (giver, _), (taker, taken), (native, natives) = (
@@ -290,7 +290,7 @@ def forget_a_parameter(state: dict[str, Any]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_does_not_fit_is_refused_by_name_and_nothing_is_adopted(spoil: Any, message: str, lab: Any) -> None:
+def test_state_that_does_not_fit_raises_with_the_name_and_changes_nothing(spoil: Any, message: str, lab: Any) -> None:
     params, others = lab.make_params(SHAPES), lab.make_params(SHAPES)
     source, target = (zoptim.AdamW(p, state_dtype="8bit", lr=lr) for p, lr in ((params, 0.1), (others, 0.2)))
     lab.run(source, params, range(2), SHAPES)
@@ -305,7 +305,7 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_adopted(spoil: Any,
     lab.run(target, others, range(1, 3), SHAPES)
 
 
-def test_8bit_codes_without_their_scales_are_refused(lab: Any) -> None:
+def test_8bit_codes_without_their_scales_raise(lab: Any) -> None:
     params, others = lab.make_params(SHAPES), lab.make_params(SHAPES)
     source, target = zoptim.AdamW(params, state_dtype="8bit"), zoptim.AdamW(others)
     lab.run(source, params, range(2), SHAPES)

@@ -1,4 +1,4 @@
-"""State in numbers: what is exported means what the kernels mean, in parts, and comes back as the same codes."""
+"""Portable state: decoded as by the kernels, part by part, and encoded to the same codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trained(shape: tuple[int, ...], state_dtype: str | None = "8bit") -> tuple[T
 
 
 def read(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Everything decoded, as a checkpoint holds it."""
+    """The state, decoded as in a checkpoint."""
     whole = {key: v.read(0, v.shape.numel()).view(v.shape) for key, v in state.items() if isinstance(v, Coded)}
     return {**state, **whole}
 
@@ -39,7 +39,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.fixture(params=["kernels", "torch"])
 def decoder(request: pytest.FixtureRequest) -> Any:
-    """With whatever kernels run here, and without any."""
+    """With the kernels that run here, and without kernels."""
     if request.param == "kernels":
         yield
     else:
@@ -52,17 +52,17 @@ def decoder(request: pytest.FixtureRequest) -> Any:
 def test_codes_come_back_as_they_were_through_float32(shape: tuple[int, ...]) -> None:
     param, optimizer = trained(shape)
     before = {key: value.clone() for key, value in optimizer.state[param].items()}
-    exported = read(optimizer.portable_state(param))
-    assert {key: exported[key].dtype for key in MOMENTS} == dict.fromkeys(MOMENTS, torch.float32)
-    optimizer.load_portable_state(param, exported)
+    export_state = read(optimizer.portable_state(param))
+    assert {key: export_state[key].dtype for key in MOMENTS} == dict.fromkeys(MOMENTS, torch.float32)
+    optimizer.load_portable_state(param, export_state)
     assert same(optimizer.state[param], before)
 
 
-def test_what_is_exported_is_what_torch_decodes() -> None:
+def test_exported_values_equal_torchs_decoding() -> None:
     param, optimizer = trained((70, 61))
     memory = optimizer._state_spec(optimizer.param_groups[0])
-    exported = read(optimizer.portable_state(param))
-    assert all(torch.equal(exported[name], memory.read(optimizer.state[param], name)) for name in MOMENTS)
+    export_state = read(optimizer.portable_state(param))
+    assert all(torch.equal(export_state[name], memory.read(optimizer.state[param], name)) for name in MOMENTS)
 
 
 @pytest.mark.parametrize("span", [(0, 1), (255, 257), (300, 300), (511, 1000), (0, 1000)], ids=str)
@@ -87,7 +87,7 @@ def test_parts_are_counted_in_the_order_of_the_elements_whatever_the_memory_layo
 
 @pytest.mark.parametrize("source", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("target", ["fp32", "bf16", "8bit"])
-def test_every_format_takes_what_every_other_gives(source: str, target: str) -> None:
+def test_every_format_loads_every_other_format(source: str, target: str) -> None:
     param, optimizer = trained((700,), source)
     given = read(optimizer.portable_state(param))
     other = param.detach().clone().requires_grad_()
@@ -104,10 +104,10 @@ def test_every_format_takes_what_every_other_gives(source: str, target: str) -> 
     assert set(map(id, state.values())).isdisjoint(map(id, given.values()))
 
 
-def test_the_next_step_updates_what_was_taken_over() -> None:
+def test_the_next_step_updates_the_loaded_state() -> None:
     param, optimizer = trained((64,), "fp32")
-    exported = read(optimizer.portable_state(param))
-    optimizer.load_portable_state(param, {**exported, "step": torch.tensor(10.0)})
+    export_state = read(optimizer.portable_state(param))
+    optimizer.load_portable_state(param, {**export_state, "step": torch.tensor(10.0)})
     optimizer.step()
     assert optimizer.state[param]["step"] == 11
 
@@ -117,7 +117,7 @@ def test_before_the_first_update_there_is_nothing_to_export() -> None:
     assert zoptim.AdamW([param]).portable_state(param) == {}
 
 
-def test_state_that_does_not_fit_is_refused_and_nothing_is_adopted() -> None:
+def test_state_that_does_not_fit_raises_and_changes_nothing() -> None:
     param, optimizer = trained((64,), "fp32")
     before = optimizer.state[param]
     with pytest.raises(ValueError, match=r"AdamW cannot load this state: .* lacks exp_avg_sq"):

@@ -1,4 +1,4 @@
-"""State dicts are numbers that torch's optimizers read as they are meant; compact ones are read by zoptim alone."""
+"""State dicts have decoded values for torch's optimizers; compact ones load into zoptim only."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def trained(kind: Any, lab: Any, dtype: torch.dtype = torch.float32, **more: Any
 
 
 def kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's own state in the form of a state dict, as it was before state dicts were numbers."""
+    """The optimizer's own state as a state dict, the form of older versions."""
     return torch.optim.Optimizer.state_dict(optimizer)
 
 
 def moments(optimizer: Any, param: Tensor) -> dict[str, Tensor]:
-    """What is remembered of a parameter, as float32."""
+    """The moments of a parameter, as float32."""
     memory, state = optimizer._state_spec(optimizer.param_groups[0]), optimizer.state[param]
     return {name: memory.read(state, name).clone() for name in memory.names if name in state}
 
@@ -82,7 +82,7 @@ def test_the_values_of_8bit_adam_are_those_of_float32_adam_nearly() -> None:
     assert found["8bit"] == pytest.approx(found[None], rel=0.05)
 
 
-def test_what_is_numbers_already_is_not_copied() -> None:
+def test_uncoded_state_is_not_copied() -> None:
     param = torch.zeros(300, dtype=torch.bfloat16, requires_grad=True)
     for state_dtype in (None, "fp32"):
         optimizer = zoptim.AdamW([param], state_dtype=state_dtype)
@@ -92,7 +92,7 @@ def test_what_is_numbers_already_is_not_copied() -> None:
         assert all(state[key] is value for key, value in optimizer.state[param].items())
 
 
-def test_a_state_dict_leaves_the_optimizer_as_it_is(kind: Any, lab: Any) -> None:
+def test_a_state_dict_does_not_change_the_optimizer(kind: Any, lab: Any) -> None:
     ours, params = trained(kind, lab, state_dtype="8bit")
     before = lab.snapshot(ours, params)
     ours.state_dict()
@@ -133,7 +133,7 @@ def test_muons_matrices_load_into_torchs_muon_from_8_bits() -> None:
 @pytest.mark.parametrize(
     "theirs", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor]
 )
-def test_torch_refuses_a_compact_state_dict(theirs: Any, num_groups: int) -> None:
+def test_torch_rejects_a_compact_state_dict(theirs: Any, num_groups: int) -> None:
     def groups() -> list[dict[str, Any]]:
         return [{"params": [torch.zeros(300, requires_grad=True)]} for _ in range(num_groups)]
 
@@ -157,7 +157,7 @@ def test_no_number_of_groups_makes_torch_take_a_compact_state_dict() -> None:
 
 @pytest.mark.parametrize("more", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_compact_state_dict_is_what_is_kept_and_survives_a_file(
+def test_a_compact_state_dict_has_the_optimizers_tensors_and_survives_a_file(
     kind: Any, dtype: torch.dtype, more: dict[str, Any], lab: Any
 ) -> None:
     ours, params = trained(kind, lab, dtype, **more)
@@ -197,7 +197,7 @@ def test_adafactor_speaks_the_same_two_forms() -> None:
     assert torch.equal(target.state[params[1]]["row_var"], source.state[params[0]]["row_var"])
 
 
-def test_a_compact_state_dict_of_a_later_version_is_refused() -> None:
+def test_a_compact_state_dict_of_a_later_version_raises() -> None:
     written = zoptim.AdamW([torch.zeros(3)]).state_dict(compact=True)
     written["compact"]["version"] = 2
     with pytest.raises(ValueError, match=r"compact state dict of version 2; this zoptim reads version 1"):
@@ -207,19 +207,19 @@ def test_a_compact_state_dict_of_a_later_version_is_refused() -> None:
 # What went through somebody who does not know it --------------------------------------------------------
 
 
-def test_codes_that_torch_took_for_numbers_are_refused_when_they_come_back(lab: Any) -> None:
+def test_codes_that_torch_has_cast_raise_when_loaded(lab: Any) -> None:
     params, others, thirds = (lab.make_params(SHAPES) for _ in range(3))
     source = zoptim.AdamW(params, state_dtype="8bit")
     lab.run(source, params, range(2), SHAPES)
     theirs = torch.optim.AdamW(others)
     theirs.load_state_dict(kept(source))  # what state_dict() used to be
-    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 of group 0 has a scale beside it, but is torch.fl"):
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 of group 0 has a scale, but is torch.fl"):
         zoptim.AdamW(thirds, state_dtype="8bit").load_state_dict(theirs.state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_remainder_that_torch_has_cast_is_none(dtype: torch.dtype, lab: Any) -> None:
-    """The weights have moved since; and its bits are no bits any more."""
+    """The weights were updated since, and the cast destroyed its bits."""
     params = lab.make_params(SHAPES, torch.bfloat16)
     source = zoptim.AdamW(params, split_master=True)
     lab.run(source, params, range(2), SHAPES)
@@ -232,7 +232,7 @@ def test_a_remainder_that_torch_has_cast_is_none(dtype: torch.dtype, lab: Any) -
 
 
 @pytest.mark.parametrize("keys", ["names", "strings"])
-def test_state_under_keys_that_no_group_lists_is_refused(keys: str, lab: Any) -> None:
+def test_state_under_keys_that_no_group_lists_raises(keys: str, lab: Any) -> None:
     params = lab.make_params(SHAPES)
     source = zoptim.AdamW(params)
     lab.run(source, params, range(2), SHAPES)
@@ -258,7 +258,7 @@ NO_STATE_DICTS: list[Any] = [
 
 
 @pytest.mark.parametrize("spoiled", NO_STATE_DICTS)
-def test_what_is_no_state_dict_is_refused_by_name(spoiled: Any) -> None:
+def test_anything_but_a_state_dict_raises_with_the_class(spoiled: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=r"AdamW.load_state_dict"):
         zoptim.AdamW([torch.zeros(3)]).load_state_dict(spoiled)
 

@@ -1,4 +1,4 @@
-"""What is kept of a parameter in each format: keys, dtypes, bytes, and that values survive the way in and out."""
+"""The state of a parameter in each format: keys, dtypes, bytes, and round trips of values."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_keys_of_a_format(state_format: StateFormat | None, master: Master, 
         assert made["m_scale"].shape == (2,)
 
 
-def test_what_the_first_update_makes_is_not_there_before_it() -> None:
+def test_lazy_state_is_created_by_the_first_update() -> None:
     lazy = memory(StateFormat.INT8, lazy=frozenset({"m"}))
     param = torch.ones(300)
     assert set(lazy.first_keys_for(param)) == {"step", "v", "v_scale"}
@@ -123,8 +123,8 @@ def test_a_moment_comes_out_as_it_went_in_to_rounding(
 
 
 @pytest.mark.parametrize("state_format", FORMATS)
-def test_what_was_read_is_written_back_bit_for_bit(state_format: StateFormat | None) -> None:
-    """So state moves to float32 and back, any number of times, without a loss."""
+def test_reading_and_writing_back_is_the_identity(state_format: StateFormat | None) -> None:
+    """State moves to float32 and back any number of times without loss."""
     kept, param = memory(state_format), torch.ones(30, 3001)
     state = kept.make(param)
     for name, value in zip(("m", "v"), values(param)):

@@ -1,7 +1,7 @@
-"""Without a kernel the pure rule gives the same: in every format, to one rounding a step.
+"""The fallback agrees with the kernels in every format, up to one rounding per step.
 
-Stochastic rounding draws its noise from the value, so values that differ in their last bit round apart: the two paths
-are compared over single steps that begin from the same weights and state.
+The noise of stochastic rounding is a hash of the value, so values that differ in their last bit may round apart: the
+two paths are compared over single steps from the same weights and state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import zoptim
 from zoptim.backends import native
-from zoptim.updates.fallback import is_plain
+from zoptim.updates.fallback import fits_foreach
 from zoptim.updates.plan import Entry
 
 SHAPES = [(7,), (3, 200), (), (0,), (257,)]
@@ -108,7 +108,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("cls", "dtype", "options"), EXACT)
-def test_rounding_takes_the_noise_of_the_kernels(
+def test_rounding_uses_the_noise_of_the_kernels(
     cls: Any, dtype: torch.dtype, options: dict[str, Any], lab: Any
 ) -> None:
     params, others = lab.make_params(SHAPES, dtype), lab.make_params(SHAPES, dtype)
@@ -139,7 +139,7 @@ def test_without_the_extension_everything_trains_after_one_warning(kind: Any, la
     optimizer, other = kind.make(params), kind.make(others, foreach=True)
     with (
         native.use_level("none"),
-        pytest.warns(UserWarning, match="by plain torch operations, .* switched off") as seen,
+        pytest.warns(UserWarning, match="with plain torch operations, .* switched off") as seen,
     ):
         lab.run(optimizer, params, range(3), SHAPES)
     lab.run(other, others, range(3), SHAPES)
@@ -173,10 +173,10 @@ def test_torchs_own_path_divides_by_the_scale_without_touching_the_gradient(kind
         (torch.ones(3), torch.ones(3), {"m": torch.ones(3)}, torch.ones(3).bfloat16(), False),
     ],
 )
-def test_plain_is_what_torchs_list_functions_can_update(
+def test_foreach_updates_entries_of_one_wide_dtype(
     param: Tensor, grad: Tensor, state: dict[str, Any], copy_of: Tensor | None, plain: bool
 ) -> None:
-    assert is_plain([Entry(param, grad, state, 0, copy_of)]) is plain
+    assert fits_foreach([Entry(param, grad, state, 0, copy_of)]) is plain
 
 
 def test_a_low_precision_copy_is_written_without_kernels_too() -> None:

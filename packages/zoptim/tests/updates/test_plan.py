@@ -1,4 +1,4 @@
-"""A plan is made once and kept while it tells the truth; no kernel writes to memory that was replaced."""
+"""A plan is made once and reused while it is valid; no kernel writes to memory that was replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = [(4, 4), (3,), (4, 4)]
 
 
 class Forgetful:
-    """An optimizer that makes every plan anew: what a cached plan must not differ from."""
+    """An optimizer that makes a new plan at every step: the oracle of cached plans."""
 
     def __init__(self, optimizer: zoptim.FlatOptimizer) -> None:
         self.optimizer = optimizer
@@ -41,7 +41,7 @@ def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def memory_of(optimizer: Any, params: list[Tensor]) -> list[Tensor]:
-    """Aliases of everything that a step writes, which stay what they are when a tensor is pointed elsewhere."""
+    """Aliases of all memory that a step writes, which remain valid when a tensor gets other memory."""
     state = [value for param in params for value in optimizer.state[param].values()]
     return [tensor.detach() for tensor in [*params, *state]]
 
@@ -183,7 +183,7 @@ CHANGES = [
 def change_midway(
     kind: Any, change: Callable[[Any, list[Tensor]], None], lab: Any, forgetful: bool, **more: Any
 ) -> tuple[Any, list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """Two steps, the change, three steps.  Also what lay in memory before the change: (alias, copy)."""
+    """Two steps, the change, three steps; also the memory before the change: (alias, copy)."""
     params = lab.make_params(SHAPES)
     optimizer = kind.make(params, **more)
     stepper = Forgetful(optimizer) if forgetful else optimizer
@@ -197,7 +197,7 @@ def change_midway(
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_cached_plan_equals_one_made_anew_whatever_changes(kind: Any, change: Any, lab: Any) -> None:
+def test_a_cached_plan_equals_a_new_one_after_every_change(kind: Any, change: Any, lab: Any) -> None:
     optimizer, params, before = change_midway(kind, change, lab, forgetful=False)
     other, others, _ = change_midway(kind, change, lab, forgetful=True)
     lab.assert_bitwise(lab.snapshot(optimizer, params), lab.snapshot(other, others))
@@ -208,7 +208,7 @@ def test_a_cached_plan_equals_one_made_anew_whatever_changes(kind: Any, change: 
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_kernels_and_torch_agree_whatever_changes(kind: Any, change: Any, lab: Any) -> None:
+def test_kernels_and_torch_agree_after_every_change(kind: Any, change: Any, lab: Any) -> None:
     optimizer, params, _ = change_midway(kind, change, lab, forgetful=False)
     other, others, _ = change_midway(kind, change, lab, forgetful=False, foreach=True)
     lab.assert_near(lab.snapshot(optimizer, params), lab.snapshot(other, others), rtol=2e-5, atol=1e-6)
@@ -249,7 +249,7 @@ def test_gradients_in_another_layout_are_read_right_and_left_alone(kind: Any, la
 
 
 def test_a_gradient_that_is_written_in_place_in_another_layout_is_read_at_every_step(kind: Any, lab: Any) -> None:
-    """Its copy in the parameter's layout must not outlive the step."""
+    """The copy in the parameter's layout must not be reused."""
     params, others = lab.make_params([(4, 6)]), lab.make_params([(4, 6)])
     optimizer, other = kind.make(params), kind.make(others)
     params[0].grad = torch.zeros(6, 4).t()
@@ -265,9 +265,7 @@ def test_a_gradient_that_is_written_in_place_in_another_layout_is_read_at_every_
 @pytest.mark.parametrize(
     "grad", [torch.ones(()).expand(4, 6), torch.ones(8, 12)[::2, ::2], torch.ones(1, 6).expand(4, 6)]
 )
-def test_gradients_that_are_expanded_or_have_holes_are_read_as_what_they_show(
-    kind: Any, grad: Tensor, lab: Any
-) -> None:
+def test_expanded_and_strided_gradients_are_read_by_value(kind: Any, grad: Tensor, lab: Any) -> None:
     params, others = lab.make_params([(4, 6)]), lab.make_params([(4, 6)])
     for param, given in ((params[0], grad), (others[0], grad.contiguous())):
         optimizer = kind.make([param])
@@ -277,7 +275,7 @@ def test_gradients_that_are_expanded_or_have_holes_are_read_as_what_they_show(
     lab.assert_bitwise(params, others)
 
 
-@pytest.mark.filterwarnings("ignore:.*elements do not lie densely in memory")
+@pytest.mark.filterwarnings("ignore:.*elements are not dense in memory")
 def test_a_parameter_with_holes_is_updated_and_the_holes_are_not(kind: Any, lab: Any) -> None:
     base = torch.arange(16.0)
     param, dense = base[::2].requires_grad_(), base[::2].clone().requires_grad_()
@@ -301,7 +299,7 @@ def test_a_view_into_a_larger_tensor_leaves_the_rest_alone(kind: Any, lab: Any) 
 def test_tiny_tensors_alone_in_an_optimizer_are_updated(
     kind: Any, path: Any, shape: tuple[int, ...], lab: Any
 ) -> None:
-    params, beside = lab.make_params([shape]), lab.make_params([shape, (40,)])
+    params, others = lab.make_params([shape]), lab.make_params([shape, (40,)])
     lab.run(kind.make(params, **path), params, range(4), [shape])
-    lab.run(kind.make(beside, **path), beside, range(4), [shape, (40,)])
-    lab.assert_near(params, beside[:1], rtol=2e-6, atol=1e-7)
+    lab.run(kind.make(others, **path), others, range(4), [shape, (40,)])
+    lab.assert_near(params, others[:1], rtol=2e-6, atol=1e-7)

@@ -1,4 +1,4 @@
-"""What plans are made of: entries, layouts, reasons for the torch path."""
+"""Parts of plans: entries, layouts, reasons for the torch path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoptim.updates.plan import Entry, UpdatePath, kinds_of, same_objects, sort_entries, why_no_kernel
+from zoptim.updates.plan import Entry, UpdatePath, fallback_reason, kinds_of, same_objects, sort_entries
 
 
 def test_the_batches_of_a_plan_share_path_and_dtypes_and_keep_their_order() -> None:
@@ -37,18 +37,18 @@ def test_the_batches_of_a_plan_share_path_and_dtypes_and_keep_their_order() -> N
         (torch.ones(3), torch.ones(3, dtype=torch.float64), {}, "no kernel for a gradient of torch.float64"),
         (torch.ones(3, dtype=torch.float64), torch.ones(3), {}, "no kernel for a parameter of torch.float64"),
         (torch.ones(3, dtype=torch.uint8), torch.ones(3), {}, "no kernel for a parameter of torch.uint8"),
-        (torch.ones(6)[::2], torch.ones(3), {}, "do not lie densely"),
+        (torch.ones(6)[::2], torch.ones(3), {}, "are not dense"),
         (torch.ones(3), torch.ones(3), {"m": torch.ones(3, device="meta")}, "its state m is on meta"),
     ],
 )
 def test_the_torch_path_has_a_reason(param: Tensor, grad: Tensor, state: Any, reason: str | None) -> None:
-    found = why_no_kernel(Entry(param, grad, state, 0), lambda device: None)
+    found = fallback_reason(Entry(param, grad, state, 0), lambda device: None)
     assert found is None if reason is None else reason in str(found)
 
 
 def test_a_device_without_kernels_is_the_first_reason() -> None:
     entry = Entry(torch.ones(3, device="meta"), torch.ones(3, device="meta"), {}, 0)
-    assert why_no_kernel(entry, lambda device: f"nothing for {device}") == "nothing for meta"
+    assert fallback_reason(entry, lambda device: f"nothing for {device}") == "nothing for meta"
 
 
 def test_a_part_of_an_entry_shows_the_memory_of_the_whole() -> None:
@@ -63,7 +63,7 @@ def test_a_part_of_an_entry_shows_the_memory_of_the_whole() -> None:
     assert state["m"][255:257].tolist() == [255.0, 0.0]
 
 
-def test_kinds_tell_apart_everything_but_the_address() -> None:
+def test_kinds_differ_for_everything_but_the_address() -> None:
     grad = torch.ones(2, 3)
     assert kinds_of([grad, None]) == kinds_of([grad.clone(), None])
     for other in ([None, grad], [grad.double(), None], [torch.ones(3, 2), None], [torch.ones(3, 2).t(), None],

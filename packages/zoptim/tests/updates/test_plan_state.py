@@ -1,4 +1,4 @@
-"""State that somebody else put into the optimizer: read as what it says, or refused; never read past its end."""
+"""State set by other code: read by value or rejected; never read out of bounds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def with_things_of_his_own(state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("tamper", [as_number, as_integers, with_a_dim, in_float64, turned, with_holes,
                                     with_things_of_his_own], ids=lambda tamper: tamper.__name__)  # fmt: skip
-def test_state_that_no_kernel_could_read_as_it_is_means_what_it_says(tamper: Any, lab: Any) -> None:
+def test_state_in_another_layout_keeps_its_values(tamper: Any, lab: Any) -> None:
     params, others = lab.make_params(SHAPES), lab.make_params(SHAPES)
     optimizer, other = zoptim.AdamW(params, lr=0.1), zoptim.AdamW(others, lr=0.1)
     for o, p in ((optimizer, params), (other, others)):

@@ -1,1 +1,1 @@
-"""Backends: the compiled CPU kernels and the GPU kernels, their plans and jobs."""
+"""Backends: the kernels on CPUs and GPUs, and the jobs that call them."""

@@ -1,14 +1,14 @@
-"""The contract of kernels: rules, flags, formats, hyperparameters, tensors, and the job that every backend offers.
+"""The contract of kernels: rules, flags, formats, hyperparameters, streams, and the job.
 
-A job updates a whole list of tensors in one call: addresses are read once, and a step passes the hyperparameters.
-CPUs (`cpu.py`) and CUDA devices (`gpu/job.py`) implement it.  A rule is known by its name, which is that of its
-kernel text, `csrc/rules/<name>.h`; see `sources.py`.
+A job updates a list of tensors in one call: it reads addresses once, and each step passes the hyperparameters.
+`cpu.py` and `gpu/job.py` implement it.  The name of a rule is that of its kernel text, `csrc/rules/<name>.h`; see
+`sources.py`.
 
-Kernels walk raw memory, so everything that reaches a job has been checked: `updates/plan.py` checks devices, dtypes,
-sizes and layouts, `overlap.py` rejects streams that overlap.
+Kernels use raw addresses, so callers check everything first: `updates/plan.py` checks devices, dtypes, sizes and
+layouts, `memory.py` finds streams that overlap.
 
 Rejected: a call per tensor (0.8 us each, more than the arithmetic of a small tensor), and `torch.library` operators
-(5 us and more a call).
+(5 us and more per call).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SPAN_NUMEL = 16384  # elements of one partial sum (ZK_SPAN)
 
 
 class Flag(enum.IntFlag):
-    """Flags of zk_rules.h.  Some select the loop of a rule (`sources.py`), the others only its coefficients."""
+    """The flags of zk_rules.h.  Some select a rule's loop (`sources.py`), others only change its coefficients."""
 
     DECOUPLED = 1
     AMSGRAD = 2
@@ -52,18 +52,18 @@ class Flag(enum.IntFlag):
 
 
 def flags_of(chosen: Mapping[Flag, object]) -> int:
-    """The flags whose value is true."""
+    """Combine the flags whose value is true."""
     return sum(flag for flag, is_on in chosen.items() if is_on)
 
 
-# Formats of zk_math.h, of what has no dtype of its own.
+# Formats of zk_math.h that have no dtype.
 NONE, SPLIT = 0, 4
 FORMAT_OF_DTYPE = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.uint8: 5}
 
 
 @attrs.frozen(kw_only=True)
 class Hyper:
-    """Hyperparameters of one group, as zk_hyper names them."""
+    """Hyperparameters of one group, with the names of zk_hyper."""
 
     lr: float | Tensor  # a tensor of one element may stay on its device
     beta1: float = 0.0  # SGD: momentum; Adagrad: lr_decay
@@ -76,7 +76,7 @@ class Hyper:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Streams:
-    """What a kernel call reads and writes: lists of equal length, one dtype and device a list; empty is absent."""
+    """The tensors of a kernel call: lists of equal length, each of one dtype and device; an empty list is absent."""
 
     weights: list[Tensor]
     grads: list[Tensor]
@@ -84,19 +84,19 @@ class Streams:
     scales: tuple[list[Tensor], ...] = ()  # (ceil(numel / 256),) float32, beside 8-bit codes
     remainders: list[Tensor] = attrs.field(factory=list)  # int16, of split masters
     copies: list[Tensor] = attrs.field(factory=list)  # bf16 or fp16, receive the new weights
-    steps: list[Tensor] = attrs.field(factory=list)  # () float32; rows of one tensor share one
+    steps: list[Tensor] = attrs.field(factory=list)  # () float32; rows of one tensor share a count
 
     def written(self) -> list[list[Tensor]]:
-        """The lists that a step writes, but for the counts."""
+        """Return the lists that a step writes, without the counts."""
         lists = [self.weights, *self.states, *self.scales, self.remainders, self.copies]
         return [tensors for tensors in lists if tensors]
 
 
 class Job(Protocol):
-    """One kernel call, ready to be repeated."""
+    """A kernel call that can be repeated."""
 
-    def point(self, streams: Streams) -> None:
-        """Read all addresses anew; lengths, dtypes and sizes are those that the job was made for."""
+    def bind(self, streams: Streams) -> None:
+        """Read all addresses again; lengths, dtypes and sizes must be those of the constructor."""
 
     def step(self, hyper: Hyper, signals: Signals) -> None:
-        """One update; nothing at all where found_inf is set."""
+        """Update all tensors; change nothing if found_inf is set."""

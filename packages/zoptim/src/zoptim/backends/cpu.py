@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zoptim.backends import native, sources
 from zoptim.backends.contract import FORMAT_OF_DTYPE, NONE, SPLIT, Hyper, Streams
-from zoptim.backends.layouts import addresses
+from zoptim.backends.memory import addresses
 from zoptim.backends.signals import Signals
 
 __all__ = ["CpuJob"]
@@ -20,14 +20,14 @@ __all__ = ["CpuJob"]
 class CpuJob:
     """A job of the C kernels.
 
-    Keeps the arrays that its `zk_job` points to.  The tensors behind the addresses are the caller's to keep alive.
+    Owns the arrays that its `zk_job` points to.  The caller keeps the tensors alive.
     """
 
     def __init__(self, rule: str, flags: int, streams: Streams) -> None:
         library = native.library()
-        assert library is not None, "whoever chooses this path has asked for the library"
+        assert library is not None, "the caller checks reason_without_kernels first"
         self._ffi, self._lib = library.ffi, library.lib
-        self._arrays: dict[Any, Any] = {}  # what the job's pointers point to
+        self._arrays: dict[Any, Any] = {}  # the targets of the job's pointers
         job = self._job = self._ffi.new("zk_job *")
         job.rule, job.flags, job.num_rows = sources.rule_number(rule), flags, len(streams.weights)
         job.weight = SPLIT if streams.remainders else FORMAT_OF_DTYPE[streams.weights[0].dtype]
@@ -41,19 +41,19 @@ class CpuJob:
             job.sums = self._scratch("sums", "double[]", 2 * job.num_rows)
             job.partials = self._scratch("partials", "double[]", 2 * spans)
         job.coefs = self._arrays["coefs"]
-        self.point(streams)
+        self.bind(streams)
 
-    def point(self, streams: Streams) -> None:
+    def bind(self, streams: Streams) -> None:
         """See Job."""
         job = self._job
-        job.weights = self._point("weights", streams.weights)
-        job.grads = self._point("grads", streams.grads)
-        job.remainders = self._point("remainders", streams.remainders)
-        job.copies = self._point("copies", streams.copies)
-        job.steps = self._point("steps", streams.steps)
+        job.weights = self._addresses("weights", streams.weights)
+        job.grads = self._addresses("grads", streams.grads)
+        job.remainders = self._addresses("remainders", streams.remainders)
+        job.copies = self._addresses("copies", streams.copies)
+        job.steps = self._addresses("steps", streams.steps)
         for k, (tensors, scales) in enumerate(zip(streams.states, streams.scales or [[]] * len(streams.states))):
-            job.states[k] = self._point(f"states {k}", tensors)
-            job.scales[k] = self._point(f"scales {k}", scales)
+            job.states[k] = self._addresses(f"states {k}", tensors)
+            job.scales[k] = self._addresses(f"scales {k}", scales)
 
     def step(self, hyper: Hyper, signals: Signals) -> None:
         """See Job."""
@@ -61,9 +61,9 @@ class CpuJob:
         self._lib.zk_step(self._job, native.num_threads())
 
     def sums(self, hyper: Hyper, signals: Signals) -> Tensor | None:
-        """LAMB, first half: moments, and (rows, 2) float64 squares of weights and directions.
+        """LAMB, first half: update moments, return (rows, 2) float64 squares of weights and directions.
 
-        None when found_inf is set.  The result is the memory that `apply` reads: reduce it in place.
+        Returns None if found_inf is set.  `apply` reads the memory of the result: reduce it in place.
         """
         self._set(hyper, signals)
         if not self._lib.zk_lamb_sums(self._job, native.num_threads()):
@@ -72,7 +72,7 @@ class CpuJob:
         return torch.frombuffer(buffer, dtype=torch.float64).view(-1, 2)
 
     def apply(self) -> None:
-        """LAMB, second half: the weights move, by sums that are now those of whole tensors."""
+        """LAMB, second half: update weights, by sums that are now those of whole tensors."""
         self._lib.zk_lamb_apply(self._job, native.num_threads())
 
     def _set(self, hyper: Hyper, signals: Signals) -> None:
@@ -84,11 +84,11 @@ class CpuJob:
         job.found_inf = self._scalar("found_inf", signals.found_inf)
 
     def _scalar(self, name: str, value: Tensor | None) -> Any:
-        """The address of a () tensor as float32, which is kept until the next step."""
+        """Return the address of a () tensor as float32, which is kept alive until the next step."""
         value = self._arrays[name] = None if value is None else value.float()
         return self._ffi.NULL if value is None else self._ffi.cast("float *", value.data_ptr())
 
-    def _point(self, name: str, tensors: Sequence[Tensor]) -> Any:
+    def _addresses(self, name: str, tensors: Sequence[Tensor]) -> Any:
         return self._hold(name, "uint64_t[]", array("Q", addresses(tensors))) if tensors else self._ffi.NULL
 
     def _hold(self, name: str, kind: str, values: array[int]) -> Any:

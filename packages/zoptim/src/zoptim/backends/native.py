@@ -1,19 +1,19 @@
-"""The one place that touches the compiled extension: loads it, lends it torch's threads, chooses the instruction set.
+"""The compiled extension: loading, threads, instruction set.
 
 Problem: importing zoptim must stay cheap, a machine without the extension must still train, and results must not
-depend on which processor or how many threads ran them.  Design:
+depend on the processor or the number of threads.  Design:
 
-* The extension is loaded when a kernel is first asked for.  Where it cannot be, `reason_without` says why, and
-  the optimizers take their torch path.
-* One wheel holds the kernels for every instruction set; the best that this processor runs is used.  All give the
-  same bits, so the environment variable ZOPTIM_KERNELS, which forces one, changes speed alone.
-* Threads are those of torch's OpenMP pool: the address of its `GOMP_parallel` is looked up in the process and
-  handed to C.  A second pool would fight with torch's for the cores.
-* A checkout knows when the extension is older than its sources and refuses to run it: C structs and Python must
-  agree.  An installed wheel is never questioned.
+* The first use of a kernel loads the extension.  If that fails, `reason_without` returns the reason, and the
+  optimizers use their torch path.
+* One wheel has the kernels for all instruction sets; the best one for this processor is used.  All give the same
+  bits, so the environment variable ZOPTIM_KERNELS, which forces one, changes only the speed.
+* The threads are those of torch's OpenMP pool: the address of its `GOMP_parallel` is looked up in the process and
+  passed to C.  A second pool would compete with torch's for the cores.
+* In a checkout, an extension that is older than its sources raises: C structs and Python must match.  Installed
+  wheels are not checked.
 
-Rejected: loading at import (a broken extension would break `import zoptim`), building at first use (needs a
-compiler on every node, and ranks would race), linking OpenMP (which pool one gets then depends on import order).
+Rejected: loading at import (a broken extension would break `import zoptim`), building at first use (needs a compiler
+on every node, and ranks would race), linking OpenMP (the pool would depend on the import order).
 """
 
 from __future__ import annotations
@@ -36,56 +36,56 @@ from zoptim.errors import did_you_mean
 __all__ = ["Library", "library", "num_threads", "reason_without", "use_level"]
 
 VARIABLE = "ZOPTIM_KERNELS"
-LEVELS = ("avx512", "avx2", "sse2", "neon", "portable")  # of all platforms; rt.c names those of its own
-OFF = "none"  # as if there were no extension
+LEVELS = ("avx512", "avx2", "sse2", "neon", "portable")  # of all platforms; rt.c has those of its own
+OFF = "none"  # no extension
 OMP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 POOL, CALLER = "torch's OpenMP pool", "calling thread"
 PACKAGE = Path(__file__).resolve().parents[1]
 
-_switched_off = ""  # why `use_level` hides a loaded extension
+_switched_off = ""  # the reason why `use_level` hides a loaded extension
 
 
 @attrs.frozen(eq=False)
 class Library:
-    """The loaded extension.  The level in use is a fact of the whole process."""
+    """The loaded extension.  The level in use is global to the process."""
 
     ffi: Any
     lib: Any
-    levels: tuple[str, ...]  # the instruction sets that run here, worst first; C numbers them in this order
+    levels: tuple[str, ...]  # the instruction sets that run here, slowest first; C numbers them in this order
     threads: str  # POOL or CALLER
 
     def level(self) -> str:
-        """The instruction set in use."""
+        """Return the instruction set in use."""
         return self.levels[int(self.lib.zk_get_level())]
 
     def set_level(self, name: str) -> None:
-        """Raises `ValueError` for a level that does not run here."""
+        """Use the kernels of a level.  Raises `ValueError` for one that does not run here."""
         if name not in self.levels:
             allowed = ", ".join([*self.levels, OFF])
-            raise ValueError(f"This processor runs no {name} kernels of zoptim. It takes: {allowed}.")
+            raise ValueError(f"This processor does not run zoptim's {name} kernels. Allowed: {allowed}.")
         self.lib.zk_set_level(self.levels.index(name))
 
 
 def library() -> Library | None:
-    """The extension, loaded on the first call; None where there is none to use.  Raises as `kernels` does."""
+    """Return the extension, loaded on the first call; None if it cannot be used.  Raises as `kernels` does."""
     found = _load()
     return None if _switched_off or isinstance(found, str) else found
 
 
 def reason_without() -> str | None:
-    """Why there is no extension to use; None where there is one.  Raises as `kernels` does."""
+    """Return the reason why the extension cannot be used; None if it can.  Raises as `kernels` does."""
     found = _load()
     return found if isinstance(found, str) else _switched_off or None
 
 
 def num_threads() -> int:
-    """How many threads a kernel may use: as many as torch does."""
+    """Return the number of threads of a kernel: torch's."""
     return torch.get_num_threads()
 
 
 @contextlib.contextmanager
 def use_level(name: str) -> Iterator[None]:
-    """Within the block this process uses the kernels of one level, or "none".  For tests: other threads see it too.
+    """Use the kernels of one level, or "none", within the block.  For tests: it affects all threads of the process.
 
     Raises `ValueError` for a level that does not run here.
     """
@@ -93,7 +93,7 @@ def use_level(name: str) -> Iterator[None]:
     _check_name(name)
     found, before = _load(), _switched_off
     if isinstance(found, str) and name != OFF:
-        raise ValueError(f"The {name} kernels of zoptim cannot be used: {found}.")
+        raise ValueError(f"zoptim's {name} kernels cannot be used: {found}.")
     level = "" if isinstance(found, str) else found.level()
     try:
         if name != OFF and not isinstance(found, str):
@@ -108,7 +108,7 @@ def use_level(name: str) -> Iterator[None]:
 
 @functools.cache
 def _load() -> Library | str:
-    """The extension at the level that ZOPTIM_KERNELS asks for, or why there is none."""
+    """Load the extension at the level of ZOPTIM_KERNELS; return it, or the reason why it cannot be used."""
     choice = os.environ.get(VARIABLE, "").strip().lower()
     if choice:
         _check_name(choice, f"{VARIABLE}=")
@@ -119,7 +119,7 @@ def _load() -> Library | str:
     except ImportError as error:
         reason = _explain(error)
         if choice:
-            raise ValueError(f"{VARIABLE}={choice} cannot be had: {reason}.") from error
+            raise ValueError(f"{VARIABLE}={choice} cannot be used: {reason}.") from error
         return reason
     ffi, lib = module.ffi, module.lib
     _check_current(ffi.string(lib.zk_source_hash()).decode())
@@ -135,20 +135,22 @@ def _load() -> Library | str:
 def _check_name(name: str, prefix: str = "") -> None:
     if name not in (*LEVELS, OFF):
         hint = did_you_mean(name, [*LEVELS, OFF])
-        raise ValueError(f"{prefix}{name} names no kernels of zoptim.{hint} It takes: {', '.join([*LEVELS, OFF])}.")
+        raise ValueError(f"{prefix}{name} names no kernels of zoptim.{hint} Allowed: {', '.join([*LEVELS, OFF])}.")
 
 
 def _explain(error: ImportError) -> str:
     if error.name == "zoptim._kernels":
-        remedy = "run python3 tools/dev.py build" if _checkout() else "reinstall zoptim from a wheel of this platform"
+        remedy = (
+            "run python3 tools/dev.py build" if _checkout() else "reinstall zoptim from a wheel for this platform"
+        )
         return f"the extension zoptim._kernels is not built ({remedy})"
     return f"the extension zoptim._kernels does not load ({error})"
 
 
 def _omp_addresses() -> tuple[int, int, int]:
-    """Return where torch's OpenMP runtime has its functions; zeros where it is of another kind."""
+    """Return the addresses of the functions of torch's OpenMP runtime; zeros if it is not GNU's."""
     try:
-        process = ctypes.CDLL(None)  # torch loads its OpenMP runtime for all to see
+        process = ctypes.CDLL(None)  # torch loads its OpenMP runtime with global symbols
         found = [ctypes.cast(getattr(process, name), ctypes.c_void_p).value or 0 for name in OMP_FUNCTIONS]
     except (AttributeError, OSError, TypeError):  # no such function, or no such look-up on this platform
         return 0, 0, 0
@@ -156,7 +158,7 @@ def _omp_addresses() -> tuple[int, int, int]:
 
 
 def _checkout() -> Path | None:
-    """The folder with the sources that the extension is built from, when this is no installed wheel."""
+    """Return the folder of the extension's sources; None for an installed wheel."""
     folder = PACKAGE.parent.parent
     is_checkout = (folder / "hatch_build.py").is_file() and (folder / "pyproject.toml").is_file()
     return folder if is_checkout else None
@@ -166,6 +168,6 @@ def _check_current(built_from: str) -> None:
     folder = _checkout()
     if folder is not None and built_from != source_hash(folder):
         raise ImportError(
-            f"The extension zoptim._kernels was built from other sources than those in {folder}: "
-            "run python3 tools/dev.py build."
+            f"The extension zoptim._kernels was built from other sources than those in {folder}. "
+            "Run python3 tools/dev.py build."
         )

@@ -1,6 +1,6 @@
-"""Which kernels take a device: the C kernels on CPUs, the CuPy kernels on CUDA devices, none elsewhere.
+"""Selection of kernels: the C kernels on CPUs, the CuPy kernels on CUDA devices, none elsewhere.
 
-`zoptim.backends.gpu` is imported when a CUDA tensor is first seen, which keeps `import zoptim` short.
+The first CUDA tensor imports `zoptim.backends.gpu`, so `import zoptim` stays cheap.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MakeJob = Callable[[str, int, Streams], Job]  # rule, flags, streams
 
 
 def job_for(device: torch.device) -> MakeJob:
-    """Return what makes a job for tensors on `device`, where `reason_without_kernels` has no reason against it."""
+    """Return the constructor of jobs on `device`, for which `reason_without_kernels` must be None."""
     if device.type == "cpu":
         return CpuJob
     from zoptim.backends import gpu
@@ -30,13 +30,12 @@ def job_for(device: torch.device) -> MakeJob:
 
 
 def has_kernels(device: torch.device | str) -> bool:
-    """Return whether optimizers and `grad_stats` use kernels for float tensors on `device`; `kernels()` tells
-    more."""
+    """Return whether optimizers and `grad_stats` use kernels for float tensors on `device`; see `kernels()`."""
     return reason_without_kernels(torch.device(device)) is None
 
 
 def reason_without_kernels(device: torch.device) -> str | None:
-    """Why no kernel takes tensors of `device`; None when one does."""
+    """Return the reason why tensors on `device` have no kernels, for messages; None if they have."""
     if device.type == "cpu":
         return native.reason_without()
     if device.type == "cuda":
@@ -48,12 +47,12 @@ def reason_without_kernels(device: torch.device) -> str | None:
 
 @attrs.frozen(kw_only=True)
 class Kernels:
-    """What updates tensors in this process.  Printed, it is a small table."""
+    """The kernels in use in this process.  `str()` is a small table."""
 
-    cpu: str  # the instruction set in use, or why the torch path is taken
-    levels: tuple[str, ...]  # instruction sets to choose from, worst first; () without the extension
-    threads: str  # who runs the CPU kernels
-    gpu: str  # the CuPy in use, or why the torch path is taken
+    cpu: str  # the instruction set in use, or the reason for the torch path
+    levels: tuple[str, ...]  # available instruction sets, slowest first; () without the extension
+    threads: str  # the thread pool of the CPU kernels
+    gpu: str  # the CuPy in use, or the reason for the torch path
 
     def __str__(self) -> str:
         levels = ", ".join(self.levels) or native.OFF
@@ -62,12 +61,12 @@ class Kernels:
 
 
 def kernels() -> Kernels:
-    """Return what runs here, and why nothing faster does.
+    """Return the kernels in use, and the reasons where there are none.
 
-    Raises `ValueError` for a ZOPTIM_KERNELS that names nothing that runs here, and `ImportError` in a checkout
-    whose extension is older than its sources.
+    Raises `ValueError` if ZOPTIM_KERNELS names kernels that do not run here, and `ImportError` in a checkout whose
+    extension is older than its sources.
     """
-    from zoptim.backends import gpu  # imports CuPy to ask it
+    from zoptim.backends import gpu  # imports CuPy
 
     found = native.library()
     no_gpu = gpu.reason_without()

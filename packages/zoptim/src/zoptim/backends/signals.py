@@ -1,6 +1,6 @@
-"""The two scalars that travel with a step: what the gradients are divided by, and whether to do nothing.
+"""The two scalars of a step: `grad_scale`, the divisor of the gradients, and `found_inf`, which skips the step.
 
-torch.amp.GradScaler and torch's fused optimizers speak the same two attributes, `grad_scale` and `found_inf`.
+They are the protocol of torch.amp.GradScaler and torch's fused optimizers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["NO_SCALE", "Signals", "beside", "is_skipped", "read_signals"]
+__all__ = ["NO_SCALE", "Signals", "is_skipped", "read_signals", "signals_on"]
 
-# What a step divides by when nobody set a grad_scale.  Not None: torch.amp.GradScaler multiplies its
-# own scale with the attribute it finds.  Known by identity, so nothing is divided.
+# The default grad_scale.  Not None, because torch.amp.GradScaler multiplies its own scale with the attribute.
+# Recognized by identity: no division happens.
 NO_SCALE = torch.ones(())
 
 _DIVISORS = (torch.float32, torch.float64)  # the latter for float64 gradients; kernels read it as float32
@@ -22,22 +22,25 @@ _DIVISORS = (torch.float32, torch.float64)  # the latter for float64 gradients; 
 
 @attrs.frozen(eq=False)
 class Signals:
-    """The two scalars that travel with a step.  () float32 on the tensors' device, or None."""
+    """grad_scale and found_inf: () float32 on the tensors' device, or None."""
 
     grad_scale: Tensor | None = None  # gradients are divided by it; float64 where parameters are
-    found_inf: Tensor | None = None  # not 0 means: change nothing
+    found_inf: Tensor | None = None  # non-zero: the step changes nothing
 
 
 def read_signals(grad_scale: Any, found_inf: Any) -> Signals:
-    """The optimizer's two attributes: () float32 each, or None; a grad_scale of float64 stays so."""
+    """Convert the optimizer's two attributes to () float32, or None; a float64 grad_scale stays float64.
+
+    Raises TypeError for anything but a tensor of one element or None.
+    """
     return Signals(
         grad_scale=None if grad_scale is NO_SCALE else _scalar("grad_scale", grad_scale, _DIVISORS),
         found_inf=_scalar("found_inf", found_inf),
     )
 
 
-def beside(signals: Signals, device: torch.device) -> Signals:
-    """The same signals on `device`.  Copies only across devices, without waiting on an accelerator."""
+def signals_on(signals: Signals, device: torch.device) -> Signals:
+    """Return the signals on `device`, copied if they are on another one; never waits for an accelerator."""
 
     def move(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.device == device:
@@ -48,7 +51,7 @@ def beside(signals: Signals, device: torch.device) -> Signals:
 
 
 def is_skipped(signals: Signals) -> bool:
-    """found_inf as the host sees it.  Waits for the device."""
+    """Return whether found_inf is set.  Synchronizes with its device."""
     return signals.found_inf is not None and bool(signals.found_inf)
 
 

@@ -1,16 +1,16 @@
-"""The sources of the kernels: the rules that there are, and the digest of what the C extension is compiled from.
+"""The sources of the kernels: the update rules, and the digest of the C extension.
 
-Every header `csrc/rules/<name>.h` is one update rule, for C and for CUDA.  Its place among the sorted names is the
-number of the rule.  `rules_text` numbers the rules and lists them in two macros, from which every dispatch follows
+Every header `csrc/rules/<name>.h` is one update rule, for C and for CUDA.  The number of a rule is its position among
+the sorted names.  `rules_text` writes the numbers and two macros that list the rules; every dispatch uses them
 (kern.c, zk_gpu.cu, zk_prepare).  A header defines
 
     ZK_<NAME>_LOOPS(X)    X(name, number of states, flags) for every loop that is compiled
     ZK_<NAME>_SQUARES     bit k: state k is a second moment
     zk_<name>_prepare     the coefficients that differ from those of zk_prepare
-    zk_<name>             the update of one element; LAMB, which reads twice, has none
+    zk_<name>             the update of one element; absent in LAMB, which has two passes
 
-`hatch_build.py` loads this file by its path, where neither torch nor zoptim is installed, so it imports the standard
-library only.  Rejected: a table in C beside one in Python, which would be two rows for one rule.
+`hatch_build.py` loads this file by path, where neither torch nor zoptim is installed, so it imports the standard
+library only.  Rejected: a table in C and one in Python, which would be two rows per rule.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KernelRule(NamedTuple):
 
 @functools.cache
 def kernel_rules(csrc: Path = CSRC) -> tuple[KernelRule, ...]:
-    """The rules, by number."""
+    """Return the rules, in the order of their numbers."""
     return tuple(_read(path) for path in sorted((csrc / "rules").glob("*.h")))
 
 
@@ -51,12 +51,12 @@ def _read(path: Path) -> KernelRule:
 
 
 def rule_number(name: str) -> int:
-    """The number of a rule in C."""
+    """Return the number of a rule in C."""
     return [rule.name for rule in kernel_rules()].index(name)
 
 
 def rules_text(csrc: Path = CSRC, *, include: bool) -> str:
-    """The numbers of all rules, ZK_RULES(X), ZK_ELEMENTWISE(X), and the headers: as #include lines or in full."""
+    """Return the C text of all rules: numbers, ZK_RULES(X), ZK_ELEMENTWISE(X), headers (as #include or in full)."""
     rules = kernel_rules(csrc)
     lines = [f"#define ZK_{rule.name.upper()} {number}" for number, rule in enumerate(rules)]
     for macro, chosen in (("ZK_RULES", rules), ("ZK_ELEMENTWISE", [rule for rule in rules if rule.is_elementwise])):
@@ -66,7 +66,7 @@ def rules_text(csrc: Path = CSRC, *, include: bool) -> str:
 
 
 def source_hash(project: Path) -> str:
-    """16 hexadecimal digits over what the extension of a checkout is compiled from; the CUDA text is not."""
+    """Return a digest, 16 hexadecimal digits, of the sources of a checkout's extension; without the CUDA text."""
     csrc = project / "src" / "zoptim" / "csrc"
     headers = [path for path in csrc.rglob("*.h") if not path.name.startswith("zk_gpu")]
     total = hashlib.sha256()

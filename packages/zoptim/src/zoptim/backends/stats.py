@@ -1,16 +1,18 @@
-"""The norm of all gradients and whether they are finite, in one read at the speed of memory.
+"""Gradient statistics: norm and finiteness of all gradients in one read.
 
-Clipping needs the norm, loss scaling needs to know about infinities, and both end in one number that the update
-divides by.  So the gradients are read once here and once in the update, and never written:
+Clipping needs the norm, loss scaling needs finiteness, and both give one divisor for the update.  So the gradients
+are read once here and once in the update, and never written:
 
     stats = zoptim.grad_stats(p.grad for p in params)
     optimizer.grad_scale, optimizer.found_inf = stats.divisor(max_norm=1.0, loss_scale=scale), stats.found_inf
     optimizer.step()
 
-The C kernels square and add up in float64, where squares of float32 are exact, in an order that depends on nothing
-but the tensors' sizes: the same bits for any number of threads and any instruction set, and for tensors that are cut
-or packed another way a difference of 1e-15, which a float32 divisor does not show.  torch's norm of a float32 CPU
-tensor of 67M elements adds in float32 and is 0.5% too small; of a bf16 tensor it runs at 1 GB/s.
+The C kernels sum squares in float64, where squares of float32 are exact, in an order that depends only on the
+tensors' sizes: the bits are the same for any number of threads and any instruction set.  Tensors that are cut or
+packed differently differ by 1e-15, which a float32 divisor rounds away.
+
+Rejected: torch's norm.  For a float32 CPU tensor of 67M elements it sums in float32 and is 0.5% too small; for bf16
+it runs at 1 GB/s.
 """
 
 from __future__ import annotations
@@ -26,29 +28,28 @@ from torch import Tensor
 
 from zoptim.backends import native
 from zoptim.backends import select as backends
-from zoptim.backends.contract import FORMAT_OF_DTYPE
-from zoptim.backends.layouts import addresses, dense
+from zoptim.backends.contract import FORMAT_OF_DTYPE, SPAN_NUMEL
+from zoptim.backends.memory import addresses, as_dense
 from zoptim.checks import number
 
 __all__ = ["GradStats", "grad_stats", "sum_of_squares"]
 
-SPAN_NUMEL = 16384  # elements of one partial sum (ZK_SPAN)
+
 _kind = operator.attrgetter("layout", "dtype", "device")
 
 
 @attrs.frozen(eq=False)
 class GradStats:
-    """What one look at the gradients tells.  Both tensors are on the gradients' device."""
+    """Norm and finiteness of gradients.  Both tensors are on the gradients' device."""
 
-    norm: Tensor  # () float64: L2 over all elements; infinite or NaN if one is
+    norm: Tensor  # () float64: L2 norm over all elements; infinite or NaN if one is
     found_inf: Tensor  # () float32: 1 if any element is infinite or NaN, else 0
 
     def divisor(self, *, max_norm: float = 0.0, loss_scale: float | Tensor = 1.0) -> Tensor:
-        """Return what `grad_scale` must be to undo `loss_scale` and to clip to `max_norm` (0: no clipping); ()
-        float32.
+        """Return the `grad_scale`, () float32, that undoes `loss_scale` and clips to `max_norm` (0: no clipping).
 
-        loss_scale * max(1, (norm / loss_scale + 1e-6) / max_norm), as torch.nn.utils.clip_grad_norm_ clips; does not
-        wait for the device.  Raises TypeError or ValueError for a negative max_norm.
+        It is loss_scale * max(1, (norm / loss_scale + 1e-6) / max_norm), as in torch.nn.utils.clip_grad_norm_.  Does
+        not synchronize with the device.  Raises TypeError or ValueError for a negative max_norm.
         """
         number("max_norm", max_norm, 0)
         scale = torch.as_tensor(loss_scale, dtype=torch.float64, device=self.norm.device)
@@ -58,12 +59,12 @@ class GradStats:
 
 
 def grad_stats(grads: Iterable[Tensor | None]) -> GradStats:
-    """The norm and finiteness of `grads`: dense floating tensors on one device, of any shapes; None is skipped.
+    """Measure norm and finiteness of `grads`: dense floating tensors on one device, of any shapes; None is skipped.
 
     Raises TypeError or ValueError with the index of a gradient that does not fit.
     """
     given = [grad for grad in grads if grad is not None]
-    kinds = _checked_kinds(given)
+    kinds = _check_kinds(given)
     if given and given[0].device.type == "cuda" and backends.reason_without_kernels(given[0].device) is None:
         from zoptim.backends import gpu
 
@@ -73,17 +74,17 @@ def grad_stats(grads: Iterable[Tensor | None]) -> GradStats:
 
 
 def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
-    """() float64 on the device of `grads`: the sum of all squared elements, added up as in `grad_stats`.
+    """Return the sum of all squared elements, () float64 on the device of `grads`, computed as in `grad_stats`.
 
-    For ranks that have parts of the gradients and add up their sums.  Raises as `grad_stats` does.
+    For ranks that hold parts of the gradients and all-reduce their sums.  Raises as `grad_stats` does.
     """
     if grads and grads[0].device.type != "cpu":
         return grad_stats(grads).norm.square()
-    return _total(grads, _checked_kinds(grads))
+    return _total(grads, _check_kinds(grads))
 
 
-def _checked_kinds(given: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """(layout, dtype, device) of each, which must be dense, floating and on one device."""
+def _check_kinds(given: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """Return (layout, dtype, device) of each gradient.  Raises unless all are dense, floating and on one device."""
     kinds = list(map(_kind, given))
     for kind in dict.fromkeys(kinds):
         _check_kind(kind, kinds.index(kind), kinds[0])
@@ -91,7 +92,7 @@ def _checked_kinds(given: Sequence[Tensor]) -> list[tuple[Any, ...]]:
 
 
 def _total(given: Sequence[Tensor], kinds: list[tuple[Any, ...]]) -> Tensor:
-    """The sum of squares of gradients of several dtypes."""
+    """Sum the squares of gradients of several dtypes."""
     device = given[0].device if given else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for kind in dict.fromkeys(kinds):
@@ -101,11 +102,11 @@ def _total(given: Sequence[Tensor], kinds: list[tuple[Any, ...]]) -> Tensor:
 
 
 def _squares(grads: Sequence[Tensor]) -> float | Tensor:
-    """The sum of squares of gradients of one dtype."""
+    """Sum the squares of gradients of one dtype."""
     library = native.library() if grads[0].device.type == "cpu" else None
     if library is None or grads[0].dtype not in FORMAT_OF_DTYPE:
         return torch.stack([grad.double().square().sum() for grad in grads]).sum()
-    rows = grads if all(map(Tensor.is_contiguous, grads)) else list(map(dense, grads))
+    rows = grads if all(map(Tensor.is_contiguous, grads)) else list(map(as_dense, grads))
     numel = array("q", map(Tensor.numel, rows))
     partials = library.ffi.new("double[]", len(numel) + sum(numel) // SPAN_NUMEL)
     view = library.ffi.from_buffer

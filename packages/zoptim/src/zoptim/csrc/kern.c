@@ -1,13 +1,13 @@
 /* The loops of one instruction set.  Compiled once per level with other flags and another ZK_SUFFIX.
  *
- * Two ways lead over a range of a row, with the same bits:
+ * A range of a row is updated in one of two ways, with the same bits:
  *
  * - fused: for Adam in the common formats, one loop decodes, updates and encodes an element, so the
  *   conversions hide behind the division and the root.  Not compiled with ZK_ONLY_PIECES.
  * - by pieces: for everything else.  A piece (ZK_PIECE elements: a few KB per stream, so it stays in the
- *   first-level cache) passes three stations: streams that are not float32 are decoded into buffers on the
- *   stack; one loop per rule updates float32 arrays; what was decoded is encoded back.  float32 streams are
- *   updated where they lie.  So every rule takes every format without a loop per combination.
+ *   first-level cache) has three steps: decode streams that are not float32 into buffers on the stack; update
+ *   float32 arrays by one loop per rule; encode the buffers.  float32 streams are updated in place.  So every
+ *   rule supports every format without a loop per combination.
  */
 #include "zk_api.h"
 
@@ -18,7 +18,7 @@
 #if defined(__clang__)
 #define ZK_LOOP _Pragma("clang loop vectorize(assume_safety)")
 #else
-#define ZK_LOOP _Pragma("GCC ivdep") /* streams never overlap: Python refuses those that do */
+#define ZK_LOOP _Pragma("GCC ivdep") /* streams never overlap: memory.py checks that */
 #endif
 
 typedef float *restrict out_f;
@@ -51,7 +51,7 @@ static void store_split(in_f x, uint16_t *restrict h, int16_t *restrict l, int64
   }
 }
 
-/* The largest magnitude; on bit patterns, which order like magnitudes, because that vectorises. */
+/* The largest magnitude, by comparing bit patterns, which order like magnitudes, because that vectorizes. */
 static float largest(in_f x, int64_t n) {
   uint32_t most = 0;
   for (int64_t i = 0; i < n; i++) {
@@ -73,7 +73,7 @@ static void load_q8(const uint8_t *restrict x, const float *restrict scale, out_
   }
 }
 
-/* Noise of `seed`, or half the range: rounding to nearest. */
+/* The noise of `seed`, or half the range for rounding to nearest. */
 ZK_FN uint32_t noise_of(float x, uint32_t seed, const int stochastic, uint32_t bits) {
   return stochastic ? zk_noise(x, seed) >> (32u - bits) : 1u << (bits - 1u);
 }
@@ -120,23 +120,23 @@ static int is_square(int rule, int k) {
   return squares[rule] >> k & 1;
 }
 
-static float *load(int format, void *from, const void *beside, float *buffer, int64_t n, int square) {
+static float *load(int format, void *from, const void *extra, float *buffer, int64_t n, int square) {
   switch (format) {
     case ZK_BF16: load_bf16(from, buffer, n); return buffer;
     case ZK_F16: load_f16(from, buffer, n); return buffer;
-    case ZK_SPLIT: load_split(from, beside, buffer, n); return buffer;
-    case ZK_Q8: load_q8(from, beside, buffer, n, square); return buffer;
-    default: return from; /* float32 where it lies; NULL where it is absent */
+    case ZK_SPLIT: load_split(from, extra, buffer, n); return buffer;
+    case ZK_Q8: load_q8(from, extra, buffer, n, square); return buffer;
+    default: return from; /* float32 in place; NULL if absent */
   }
 }
 
-static void store(int format, const float *from, void *to, void *beside, int64_t n, int square, uint32_t seed) {
+static void store(int format, const float *from, void *to, void *extra, int64_t n, int square, uint32_t seed) {
   switch (format) {
     case ZK_BF16: store_bf16_stochastic(from, to, n, seed); break;
     case ZK_F16: store_f16(from, to, n); break;
-    case ZK_SPLIT: store_split(from, to, beside, n); break;
-    case ZK_Q8: store_q8(from, to, beside, n, square, seed); break;
-    default: break; /* float32 was updated where it lies */
+    case ZK_SPLIT: store_split(from, to, extra, n); break;
+    case ZK_Q8: store_q8(from, to, extra, n, square, seed); break;
+    default: break; /* float32 was updated in place */
   }
 }
 
@@ -147,7 +147,7 @@ typedef struct {
   const float *g;
 } arrays;
 
-/* The loops of a rule, with constant flags and number of states, and the choice among them. */
+/* The loops of a rule, with constant flags and number of states, and their dispatch. */
 #define ZK_DEFINE_RULE(NAME, name)                                                                           \
   ZK_FN void name##_as(arrays a, int64_t n, const zk_coef c, const int flags, const int states) {            \
     out_f p = a.p, x = a.s0, y = a.s1, z = a.s2;                                                             \
@@ -177,7 +177,7 @@ static void apply_rule(const zk_job *job, arrays a, int64_t n, const zk_coef *c)
 #undef ZK_CASE
 }
 
-/* One piece through the three stations; `visit` is what happens to the float32 arrays. */
+/* Decode one piece, call `visit` on the float32 arrays, encode.  writes: bit 0 weights, bit 1 states. */
 typedef void (*visitor)(const zk_job *, arrays, int64_t n, const zk_coef *, void *context);
 
 static void piece(const zk_job *job, int64_t row, int64_t at, int64_t n, visitor visit, void *context, int writes) {
@@ -221,21 +221,21 @@ static void visit_rule(const zk_job *job, arrays a, int64_t n, const zk_coef *c,
 #ifndef ZK_ONLY_PIECES
 /* Adam in one loop ---------------------------------------------------------------------------------- */
 
-ZK_FN float get(const int format, const void *x, const void *beside, int64_t i) {
+ZK_FN float get(const int format, const void *x, const void *extra, int64_t i) {
   switch (format) {
     case ZK_BF16: return zk_from_bf16(((const uint16_t *)x)[i]);
     case ZK_F16: return zk_from_f16(((const uint16_t *)x)[i]);
-    case ZK_SPLIT: return zk_join(((const uint16_t *)x)[i], ((const int16_t *)beside)[i]);
+    case ZK_SPLIT: return zk_join(((const uint16_t *)x)[i], ((const int16_t *)extra)[i]);
     default: return ((const float *)x)[i];
   }
 }
 
-ZK_FN void put(const int format, void *x, void *beside, int64_t i, float y, uint32_t seed) {
+ZK_FN void put(const int format, void *x, void *extra, int64_t i, float y, uint32_t seed) {
   switch (format) {
     case ZK_BF16: ((uint16_t *)x)[i] = zk_to_bf16_stochastic(y, seed); break;
     case ZK_SPLIT:
       ((uint16_t *)x)[i] = zk_split_high(y);
-      ((int16_t *)beside)[i] = zk_split_low(y);
+      ((int16_t *)extra)[i] = zk_split_low(y);
       break;
     default: ((float *)x)[i] = y; break;
   }
@@ -332,7 +332,7 @@ ZK_FUSED_Q8(ZK_DEFINE_Q8)
 #endif
 
 static void update(const zk_job *job, int64_t row, int64_t from, int64_t to) {
-#ifndef ZK_ONLY_PIECES /* SSE2 does without the fused loops: the wheel is a third smaller */
+#ifndef ZK_ONLY_PIECES /* SSE2 has no fused loops: the wheel is a third smaller */
   if (job->rule == ZK_ADAM && !(job->flags & ZK_AMSGRAD)) {
     switch (ZK_KEY(job->weight, job->grad, job->state, job->copy)) { ZK_FUSED(ZK_FUSED_CASE) ZK_FUSED_Q8(ZK_FUSED_CASE_Q8) }
   }
@@ -340,28 +340,28 @@ static void update(const zk_job *job, int64_t row, int64_t from, int64_t to) {
   pieces(job, row, from, to, visit_rule, 0, 3);
 }
 
-/* LAMB: two readings, because the size of the step needs two norms of the whole tensor ---------------- */
+/* LAMB: two passes, because the step size needs two norms of the whole tensor ------------------------- */
 
-/* Squares are added up in double, where those of float32 are exact, in 32 lanes on every instruction set (element i in
- * lane i % 32).  So nothing overflows or vanishes, and another order, as of tensors packed another way, moves the
- * sum by 1e-16 only: too little for a float32 that is made of it to differ. */
+/* Squares are summed in double, where those of float32 are exact, in 32 lanes on every instruction set (element i in
+ * lane i % 32).  So nothing overflows or underflows, and another order, as for tensors packed differently, changes the
+ * sum by 1e-16, which rounding to float32 removes. */
 #define ZK_LANES 32
 typedef float lanes16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef double wides16 __attribute__((vector_size(128)));
 typedef uint16_t halves16 __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint32_t words16 __attribute__((vector_size(64)));
 
-ZK_FN lanes16 take_f32(const void *x, int64_t i) { return *(const lanes16 *)((const float *)x + i); }
-ZK_FN lanes16 take_bf16(const void *x, int64_t i) {
+ZK_FN lanes16 read16_f32(const void *x, int64_t i) { return *(const lanes16 *)((const float *)x + i); }
+ZK_FN lanes16 read16_bf16(const void *x, int64_t i) {
   words16 wide = __builtin_convertvector(*(const halves16 *)((const uint16_t *)x + i), words16) << 16;
   return (lanes16)wide;
 }
 
-#define ZK_ADD_SQUARES(TAKE)                                     \
+#define ZK_ADD_SQUARES(READ)                                     \
   for (; i + ZK_LANES <= n; i += ZK_LANES) {                     \
-    wides16 p = __builtin_convertvector(TAKE(x, i), wides16);    \
+    wides16 p = __builtin_convertvector(READ(x, i), wides16);    \
     a += p * p;                                                  \
-    wides16 q = __builtin_convertvector(TAKE(x, i + 16), wides16); \
+    wides16 q = __builtin_convertvector(READ(x, i + 16), wides16); \
     b += q * q;                                                  \
   }
 
@@ -370,9 +370,9 @@ static double sum_squares(int format, const void *x, int64_t n) {
   wides16 a = {0}, b = {0};
   int64_t i = 0;
   if (format == ZK_BF16) {
-    ZK_ADD_SQUARES(take_bf16)
+    ZK_ADD_SQUARES(read16_bf16)
   } else {
-    ZK_ADD_SQUARES(take_f32)
+    ZK_ADD_SQUARES(read16_f32)
   }
   float rest[ZK_LANES];
   const float *tail = load(format, (char *)(uintptr_t)x + i * width(format), 0, rest, n - i, 0);
@@ -453,22 +453,22 @@ static double squares(int format, const void *row, int64_t from, int64_t to) {
   return sum;
 }
 
-/* Whole rows between formats ------------------------------------------------------------------------ */
+/* Conversion of whole rows -------------------------------------------------------------------------- */
 
-static void decode(int format, int kind, const void *from, const void *beside, float *to, int64_t n) {
-  const float *result = load(format, (void *)(uintptr_t)from, beside, to, n, kind == 2);
+static void decode(int format, int kind, const void *from, const void *extra, float *to, int64_t n) {
+  const float *result = load(format, (void *)(uintptr_t)from, extra, to, n, kind == 2);
   if (result != to) __builtin_memmove(to, result, (uint64_t)n * 4);
 }
 
-static void encode(int format, int kind, const float *from, void *to, void *beside, int64_t n, uint32_t seed, int stochastic) {
+static void encode(int format, int kind, const float *from, void *to, void *extra, int64_t n, uint32_t seed, int stochastic) {
   if (format == ZK_F32)
     __builtin_memmove(to, from, (uint64_t)n * 4);
   else if (format == ZK_BF16 && !(stochastic && kind != 3))
     store_bf16(from, to, n);
   else if (format == ZK_Q8 && !stochastic)
-    store_q8_nearest(from, to, beside, n, kind == 2);
+    store_q8_nearest(from, to, extra, n, kind == 2);
   else
-    store(format, from, to, beside, n, kind == 2, seed);
+    store(format, from, to, extra, n, kind == 2, seed);
 }
 
 extern const zk_kernels ZK_JOIN(zk_kernels, ZK_SUFFIX);

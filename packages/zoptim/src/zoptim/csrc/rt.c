@@ -1,12 +1,12 @@
-/* Dispatch and threads: which instruction set, and which part of the rows each thread updates.
+/* Dispatch to instruction sets and threads.
  *
- * Threads are torch's own: Python finds GOMP_parallel in the process (torch brings it) and hands its
- * address over, so nothing here links an OpenMP runtime and no second team of threads spins beside
- * torch's.  Without it the work runs on the calling thread.
+ * The threads are torch's: Python looks up GOMP_parallel in the process and passes its address, so
+ * nothing links an OpenMP runtime and no second thread pool competes with torch's.  Without
+ * GOMP_parallel the work runs on the calling thread.
  *
- * The rows are one line of elements, cut into equal parts at multiples of ZK_BLOCK (or ZK_SPAN, where
- * sums are kept) inside a row.  Results never depend on the cut: elements are independent, and sums are
- * added up in the order of the rows.
+ * The elements of all rows, in order, are divided into equal parts at multiples of ZK_BLOCK (for sums
+ * ZK_SPAN) inside a row.  Results do not depend on the parts: elements are independent, and sums are
+ * added in the order of the rows.
  */
 #include "zk_api.h"
 
@@ -36,7 +36,7 @@ const char *zk_level_name(int level) { return level >= 0 && level < NUM_LEVELS ?
 int zk_level_runs_here(int level) {
   if (level < 0 || level >= NUM_LEVELS) return 0;
 #if defined(ZK_HAS_X86)
-  __builtin_cpu_init(); /* asks cpuid, and whether the system saves the registers */
+  __builtin_cpu_init(); /* checks cpuid, and whether the system saves the registers */
   if (level >= 1 && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")))
     return 0;
   if (level >= 2 && !(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -70,7 +70,7 @@ const char *zk_source_hash(void) { return ZK_SOURCE_HASH; }
 
 /* Threads ------------------------------------------------------------------------------------------- */
 
-#define SERIAL_NUMEL 32768 /* below it, waking threads costs more than they save */
+#define SERIAL_NUMEL 32768 /* up to this size, waking threads costs more than they save */
 
 typedef struct work {
   void (*row_part)(const struct work *, int64_t row, int64_t first_span, int64_t from, int64_t to);
@@ -82,7 +82,7 @@ typedef struct work {
   double *partials;
 } work;
 
-/* Elements of thread `t` of `n` begin here, in the line of all rows. */
+/* The first element of thread `t` of `n`, counted over all rows. */
 static int64_t border(const work *w, int t, int n) { return (int64_t)((__int128)w->total * t / n); }
 
 static void run_part(const work *w, int t, int n) {
@@ -119,7 +119,7 @@ static work rows_of(const zk_job *job, int64_t align) {
 
 static float *step_of(const zk_job *job, int64_t row) { return job->steps ? (float *)(uintptr_t)job->steps[row] : 0; }
 
-/* Coefficients of every row, for the step after the one counted. */
+/* Compute the coefficients of every row for update number count + 1. */
 static void prepare(zk_job *job) {
   zk_hyper h = {job->lr, job->beta1, job->beta2, job->eps, job->weight_decay, job->min_ratio, job->max_ratio};
   zk_coef *coefs = job->coefs;
@@ -139,7 +139,7 @@ static void count_step(zk_job *job) {
   for (int64_t row = 0; job->steps && row < job->num_rows; row++) {
     float *step = step_of(job, row);
     if (step != previous) *step += 1.0f;
-    previous = step; /* rows of one tensor are neighbours and share its count */
+    previous = step; /* rows of one tensor are adjacent and share its count */
   }
 }
 
@@ -219,12 +219,12 @@ double zk_squares(int format, int64_t num_rows, const uint64_t *rows, const int6
   return sum;
 }
 
-/* Refusals ------------------------------------------------------------------------------------------ */
+/* Overlap ------------------------------------------------------------------------------------------- */
 
 int64_t zk_find_overlap(int64_t num_written, const uint64_t *starts, const uint64_t *ends, int64_t num_read,
                         const uint64_t *read_starts, const int64_t *read_bytes) {
   for (int64_t i = 0; i < num_read; i++) {
-    int64_t low = 0, high = num_written; /* first written range that ends behind the start */
+    int64_t low = 0, high = num_written; /* first written range that ends after the start */
     while (low < high) {
       int64_t middle = (low + high) / 2;
       if (ends[middle] <= read_starts[i])
@@ -237,11 +237,11 @@ int64_t zk_find_overlap(int64_t num_written, const uint64_t *starts, const uint6
   return -1;
 }
 
-void zk_decode(int format, int kind, const void *from, const void *beside, float *to, int64_t numel) {
-  levels[active]->decode(format, kind, from, beside, to, numel);
+void zk_decode(int format, int kind, const void *from, const void *extra, float *to, int64_t numel) {
+  levels[active]->decode(format, kind, from, extra, to, numel);
 }
 
-void zk_encode(int format, int kind, const float *from, void *to, void *beside, int64_t numel, uint32_t seed,
+void zk_encode(int format, int kind, const float *from, void *to, void *extra, int64_t numel, uint32_t seed,
                int stochastic) {
-  levels[active]->encode(format, kind, from, to, beside, numel, seed, stochastic);
+  levels[active]->encode(format, kind, from, to, extra, numel, seed, stochastic);
 }

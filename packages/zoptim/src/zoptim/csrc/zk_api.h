@@ -1,8 +1,8 @@
-/* What Python and the kernels share.  hatch_build.py hands the part between the markers to cffi.
+/* The interface between Python and the kernels.  hatch_build.py passes the part between the markers to cffi.
  *
  * A job updates a list of rows.  A row is a run of elements that are contiguous in every stream: a whole
  * tensor, or one segment of a flat shard.  Streams are arrays of addresses, one per row; an absent stream
- * is NULL.  Python keeps the arrays (and the tensors behind them) alive and refreshes addresses that move.
+ * is NULL.  Python keeps the arrays and the tensors alive, and updates addresses that change.
  */
 #ifndef ZK_API_H
 #define ZK_API_H
@@ -22,14 +22,14 @@ typedef struct {
   const uint64_t *scales[3];     /* float32 per ZK_BLOCK elements, with the 8-bit format */
   const uint64_t *steps;         /* () float32 counts, advanced once; several rows may share one */
   const float *grad_scale;       /* gradients are divided by it; NULL divides nothing */
-  const float *found_inf;        /* not zero: nothing is written; NULL: no question */
+  const float *found_inf;        /* non-zero: nothing is written; NULL: never skips */
   double lr, beta1, beta2, eps, weight_decay, min_ratio, max_ratio;
   void *coefs;                   /* scratch: num_rows * zk_coef_bytes() */
-  double *sums;                  /* LAMB: 2 a row, squares of weights and of directions */
-  double *partials;              /* LAMB, squares: 2 for each ZK_SPAN elements begun by a row */
+  double *sums;                  /* LAMB: 2 per row, squares of weights and of directions */
+  double *partials;              /* LAMB, squares: 2 for each (partial) ZK_SPAN elements of a row */
 } zk_job;
 
-int zk_levels(void);                 /* instruction sets this build has, worst first: 0 .. n-1 */
+int zk_levels(void);                 /* instruction sets of this build, slowest first: 0 .. n-1 */
 const char *zk_level_name(int level);
 int zk_level_runs_here(int level);
 int zk_best_level(void);
@@ -40,34 +40,34 @@ int64_t zk_coef_bytes(void);
 int64_t zk_num_spans(int64_t numel); /* partials of one row */
 const char *zk_source_hash(void);
 
-/* One update of all rows.  Returns 1, or 0 when found_inf was set and nothing was written. */
+/* Update all rows.  Returns 1, or 0 if found_inf is set and nothing was written. */
 int zk_step(zk_job *job, int num_threads);
 
-/* LAMB on shards, in two halves with the caller's reduction of `sums` between them; the second half
- * takes no note of found_inf, so the caller stops after a first half that returned 0. */
+/* LAMB on shards, in two halves; the caller reduces `sums` between them.  The second half ignores
+ * found_inf, so the caller must not call it after a first half that returned 0. */
 int zk_lamb_sums(zk_job *job, int num_threads);
 int zk_lamb_apply(zk_job *job, int num_threads);
 
-/* Sum of squares in double of rows of one format; not finite exactly when an element is not.
+/* Sum of squares, in double, of rows of one format; not finite if and only if an element is not.
  * The same bits for any number of threads and any instruction set. */
 double zk_squares(int format, int64_t num_rows, const uint64_t *rows, const int64_t *numel, double *partials,
                   int num_threads);
 
-/* Index of the first of `num_read` ranges that overlaps one of the written ranges, or -1. Ranges are
- * [start, start + bytes). The written ones must be sorted by start and disjoint. */
+/* Index of the first of `num_read` ranges that overlaps a written range, or -1.  Ranges are
+ * [start, start + bytes).  Written ranges must be sorted by start and disjoint. */
 int64_t zk_find_overlap(int64_t num_written, const uint64_t *starts, const uint64_t *ends, int64_t num_read,
                         const uint64_t *read_starts, const int64_t *read_bytes);
 
-/* One row between a format and float32: what the kernels do to a stream, for export, import and tests.
- * kind: 0 weight, 1 signed state, 2 state that is a second moment, 3 gradient or copy. */
-void zk_decode(int format, int kind, const void *from, const void *beside, float *to, int64_t numel);
-void zk_encode(int format, int kind, const float *from, void *to, void *beside, int64_t numel, uint32_t seed,
+/* Conversion of one row between a format and float32, as in the kernels: for export, import and tests.
+ * kind: 0 weight, 1 signed state, 2 second moment, 3 gradient or copy. */
+void zk_decode(int format, int kind, const void *from, const void *extra, float *to, int64_t numel);
+void zk_encode(int format, int kind, const float *from, void *to, void *extra, int64_t numel, uint32_t seed,
                int stochastic);
 /* cdef end */
 
 #define ZK_SPAN 16384 /* elements of one partial sum; a multiple of ZK_BLOCK */
 
-/* What one instruction set offers; kern.c is compiled once for each. */
+/* The functions of one instruction set; kern.c is compiled once for each. */
 typedef struct {
   void (*update)(const zk_job *, int64_t row, int64_t from, int64_t to);
   void (*lamb_sums)(const zk_job *, int64_t row, int64_t from, int64_t to, double *squares);

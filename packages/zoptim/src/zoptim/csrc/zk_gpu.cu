@@ -1,17 +1,17 @@
-/* The kernels of one update, for a whole list of tensors in one launch.  C that NVRTC reads as CUDA.
+/* The kernels of one update: a launch updates a list of tensors.  C that NVRTC compiles as CUDA.
  *
- * A table of rows lies in device memory: the addresses of every stream of a row, its size, its step count.
- * A list of items cuts the rows into chunks; block i of a launch works on item i.  Two kernels make a step (prepare
- * and update; LAMB has prepare, sums, rows and apply) and none waits for the host: learning rate, gradient scale,
- * found_inf and step counts are read where they lie.  No atomics: the same call gives the same bits.
+ * A table of rows in device memory has the addresses of every stream of a row, its size and its step count.  A list of
+ * items divides the rows into chunks; block i of a launch works on item i.  A step has two kernels (prepare and update;
+ * LAMB has prepare, sums, rows and apply), and none synchronizes with the host: they read learning rate, gradient
+ * scale, found_inf and step counts from device memory.  No atomics: the same call gives the same bits.
  *
- * A warp takes a group of 32 * ZK_EACH elements.  In a row whose streams are all aligned, a thread holds runs
- * of four neighbours (float32: 16 bytes at a time; neighbouring threads read neighbouring memory in every
- * format); elsewhere, and in the last group of a row, it holds every 32nd element and asks about the end.
+ * A warp updates a group of 32 * ZK_EACH elements.  In a row whose streams are all aligned, a thread holds runs of four
+ * adjacent elements (float32: 16 bytes per access; adjacent threads read adjacent memory in every format).  In other
+ * rows, and in the last group of a row, it holds every 32nd element and checks bounds.
  *
- * Formats, rule and flags are constants of the compilation: ZK_RULE with its ZK_UPDATE, ZK_LOOPS and ZK_SQUARES,
- * ZK_FLAGS, ZK_WEIGHT, ZK_GRAD, ZK_STATE, ZK_COPY and ZK_CHUNK.  Without ZK_RULE only the kernels that all rules
- * share are compiled.
+ * Formats, rule and flags are compile-time constants: ZK_RULE with its ZK_UPDATE, ZK_LOOPS and ZK_SQUARES, ZK_FLAGS,
+ * ZK_WEIGHT, ZK_GRAD, ZK_STATE, ZK_COPY and ZK_CHUNK.  Without ZK_RULE only the kernels that all rules share are
+ * compiled.
  */
 #include "zk_gpu.h"
 #include "zk_math.h"
@@ -19,10 +19,10 @@
 
 #define ZK_THREADS 256
 #define ZK_WARPS (ZK_THREADS / 32)
-#define ZK_SPAN 16384 /* elements of one partial sum; source.py knows it too */
-#define ZK_PATCH 480  /* addresses that fit into the arguments of a launch */
+#define ZK_SPAN 16384 /* elements of one partial sum; SPAN_NUMEL in contract.py */
+#define ZK_PATCH 480  /* addresses that fit into the arguments of a launch; PATCH_LENGTH in tables.py */
 
-/* One row; in Python, tables.py. */
+/* One row; columns_of in tables.py. */
 typedef struct {
   uint64_t weight, grad, remainder, copy, state[3], scale[3], step; /* addresses; 0 where absent */
   int64_t numel, first_item;
@@ -41,7 +41,7 @@ typedef struct {
   zk_hyper hyper;
 } zk_step_args;
 
-/* What job.py reserves and packs. */
+/* The sizes that job.py reserves and packs. */
 typedef char zk_coef_takes_48_bytes[sizeof(zk_coef) == 48 ? 1 : -1];
 typedef char zk_step_args_take_152_bytes[sizeof(zk_step_args) == 152 ? 1 : -1];
 
@@ -52,7 +52,7 @@ ZK_FN double learning_rate(uint64_t address, int64_t is_double, double value) {
   return is_double ? *(const double *)address : (double)*(const float *)address;
 }
 
-/* The sum of what all threads of the block have put into `lane`, in lane[0], for thread 0.  Always the same tree. */
+/* Sum `lane` over all threads of the block into lane[0], for thread 0, by a fixed tree. */
 ZK_FN void add_lanes(double *lane) {
   const int thread = (int)threadIdx.x;
   for (int half = ZK_THREADS / 2; half; half /= 2) {
@@ -71,7 +71,7 @@ typedef struct {
   uint64_t value[ZK_PATCH];
 } zk_patch_args;
 
-/* New addresses for a column of a table.  They travel as arguments, which a CUDA graph keeps a copy of. */
+/* Write new addresses into a column of a table.  They are arguments, of which a CUDA graph keeps a copy. */
 ZK_KERNEL(4, zk_patch, zk_patch_args) {
   for (int64_t i = threadIdx.x; i < a.count; i += ZK_THREADS)
     ((uint64_t *)a.table)[a.first + i * a.stride] = a.value[i];
@@ -84,9 +84,9 @@ ZK_FN void prepare_row(zk_coef *c, const zk_step_args *a, float step) {
   zk_prepare(c, &a->hyper, (int)a->rule, (int)a->flags, lr, step, a->grad_scale ? *(const float *)a->grad_scale : 1.0f);
 }
 
-/* Coefficients of every row for the step after the one counted, then the counts.  One block. */
+/* Compute the coefficients of every row for update number count + 1, then advance the counts.  One block. */
 ZK_KERNEL(4, zk_prepare_rows, zk_step_args) {
-  ZK_SHARED zk_coef first; /* nearly always of all: rows rarely differ in their step */
+  ZK_SHARED zk_coef first; /* usually the coefficients of all rows, since steps rarely differ */
   ZK_SHARED float first_step;
   const zk_row *rows = (const zk_row *)a.rows;
   zk_coef *coefs = (zk_coef *)a.coefs;
@@ -103,9 +103,9 @@ ZK_KERNEL(4, zk_prepare_rows, zk_step_args) {
     else
       prepare_row(coefs + row, &a, step);
   }
-  __syncthreads(); /* all counts are read before one moves */
+  __syncthreads(); /* all counts are read before one advances */
   for (int64_t row = threadIdx.x; row < a.num_rows; row += ZK_THREADS) {
-    uint64_t step = rows[row].step; /* rows of one tensor are neighbours and share its count */
+    uint64_t step = rows[row].step; /* rows of one tensor are adjacent and share its count */
     if (step && (row == 0 || step != rows[row - 1].step)) *(float *)step += 1.0f;
   }
 }
@@ -128,7 +128,7 @@ ZK_FN float element(const int format, uint64_t address, int64_t i) {
   return zk_from_f16(((const uint16_t *)address)[i]);
 }
 
-/* Squares of a thread's elements of a span: every 256th. */
+/* Sum the squares of a thread's elements of a span: every 256th. */
 ZK_FN double squares(const int format, uint64_t address, int64_t from, int64_t to) {
   double sum = 0;
   ZK_UNROLL_16
@@ -140,7 +140,7 @@ ZK_FN double squares(const int format, uint64_t address, int64_t from, int64_t t
   return sum;
 }
 
-/* One partial sum for each item.  In double, where no square of a float overflows or vanishes. */
+/* One partial sum for each item, in double, where no square of a float overflows or underflows. */
 ZK_KERNEL(4, zk_squares, zk_squares_args) {
   ZK_SHARED double lane[ZK_THREADS];
   const zk_item item = ((const zk_item *)a.items)[blockIdx.x];
@@ -157,7 +157,7 @@ ZK_KERNEL(4, zk_squares, zk_squares_args) {
   if (thread == 0) ((double *)a.partials)[blockIdx.x] = lane[0];
 }
 
-/* The norm, and whether it is finite.  One block; a thread has every 256th partial. */
+/* The norm and its finiteness.  One block; a thread sums every 256th partial. */
 ZK_KERNEL(4, zk_squares_final, zk_squares_args) {
   ZK_SHARED double lane[ZK_THREADS];
   const int thread = (int)threadIdx.x;
@@ -183,9 +183,9 @@ ZK_KERNEL(4, zk_squares_final, zk_squares_args) {
 
 #if ZK_RULE == ZK_LAMB || ZK_STATE == ZK_Q8
 #define ZK_RUNS 2 /* a whole ZK_BLOCK */
-#define ZK_APART 1 /* one run after the other, which takes fewer registers */
+#define ZK_APART 1 /* one run after the other, which needs fewer registers */
 #elif (ZK_STATE == ZK_BF16 || ZK_STATE == ZK_F16) && ZK_STATES < 3 && ZK_COPY == ZK_NONE
-#define ZK_RUNS 2 /* elements are short: two accesses of each stream on their way */
+#define ZK_RUNS 2 /* short elements: two accesses of each stream in flight */
 #define ZK_APART 0
 #else
 #define ZK_RUNS 1
@@ -209,7 +209,7 @@ ZK_KERNEL(4, zk_squares_final, zk_squares_args) {
 #define ZK_FOUR(j) ZK_UNROLL for (int j = 0; j < 4; j++)
 #define ZK_EVERY_RUN(r) ZK_UNROLL for (int r = 0; r < ZK_RUNS; r++)
 
-/* Where a thread stands: its warp has the `n` elements from `at` on, a whole group in the fast case. */
+/* The position of a thread: its warp has the `n` elements from `at` on, a whole group in the fast case. */
 typedef struct {
   int64_t at;
   int n, lane;
@@ -224,10 +224,10 @@ ZK_FN int is_mine(zk_place w, int r, int j, const int whole) { return whole || o
 
 #define ZK_WIDTH(format) ((format) == ZK_NONE ? 0 : (format) == ZK_F32 ? 4 : (format) == ZK_Q8 ? 1 : 2)
 
-/* An address out of shared memory, read where it is needed: ten of them would fill twenty registers. */
+/* An address, read from shared memory at each use: ten of them would fill twenty registers. */
 ZK_FN uint64_t stream(const uint64_t *address) { return *(const volatile uint64_t *)address; }
 
-/* The bits of run r of a stream; those beyond the end of the row are 0. */
+/* Load the bits of run r of a stream; elements beyond the end of the row are 0. */
 ZK_FN void fetch(const int width, const uint64_t *address, zk_place w, int r, const int whole, uint32_t *raw) {
   const uint64_t from = stream(address) + (uint64_t)(w.at + offset(w, r, 0, whole)) * width;
   uint32_t x[4];
@@ -311,7 +311,7 @@ ZK_FN void store_weight(const zk_row *row, const zk_coef *c, zk_place w, int r, 
   }
 }
 
-/* Is state `k` a second moment: not negative, and stored as its root in 8 bits? */
+/* Whether state `k` is a second moment: not negative, and stored as its root in 8 bits. */
 ZK_FN int is_square(const int k) { return ZK_SQUARES >> k & 1; }
 
 ZK_FN void load_state(const zk_row *row, const int k, zk_place w, int r, const int whole, float *x) {
@@ -328,7 +328,7 @@ ZK_FN void load_state(const zk_row *row, const int k, zk_place w, int r, const i
   }
 }
 
-/* The largest magnitude of a group, in every thread of its warp; on bit patterns, which order alike. */
+/* The largest magnitude of a group, in every thread of its warp, by bit patterns, which order alike. */
 ZK_FN float largest(zk_place w, const int whole, const float *x) {
   uint32_t most = 0;
   ZK_EVERY_RUN(r) ZK_FOUR(j) {
@@ -373,18 +373,19 @@ ZK_FN void store_state(const zk_row *row, const zk_coef *c, const int k, zk_plac
   }
 }
 
-#define ZK_AWRY(address, format) ((address) & (ZK_WIDTH(format) ? 4u * ZK_WIDTH(format) - 1u : 0u))
+#define ZK_MISALIGNED(address, format) ((address) & (ZK_WIDTH(format) ? 4u * ZK_WIDTH(format) - 1u : 0u))
 
-/* Whether runs of four elements of every stream lie at multiples of their size. */
+/* Whether runs of four elements of every stream are aligned to their size. */
 ZK_FN int is_aligned(const zk_row *row) {
-  uint64_t awry = ZK_AWRY(row->weight, ZK_WEIGHT) | ZK_AWRY(row->grad, ZK_GRAD) | ZK_AWRY(row->copy, ZK_COPY);
-  if (ZK_WEIGHT == ZK_SPLIT) awry |= ZK_AWRY(row->remainder, ZK_SPLIT);
+  uint64_t misaligned = ZK_MISALIGNED(row->weight, ZK_WEIGHT) | ZK_MISALIGNED(row->grad, ZK_GRAD);
+  misaligned |= ZK_MISALIGNED(row->copy, ZK_COPY);
+  if (ZK_WEIGHT == ZK_SPLIT) misaligned |= ZK_MISALIGNED(row->remainder, ZK_SPLIT);
   ZK_UNROLL
-  for (int k = 0; k < ZK_STATES; k++) awry |= ZK_AWRY(row->state[k], ZK_STATE);
-  return awry == 0;
+  for (int k = 0; k < ZK_STATES; k++) misaligned |= ZK_MISALIGNED(row->state[k], ZK_STATE);
+  return misaligned == 0;
 }
 
-/* What this block works on.  Row and coefficients go to shared memory. */
+/* Return the item of this block; copy its row and coefficients to shared memory. */
 ZK_FN zk_item begin(const zk_step_args *a, zk_row *row, zk_coef *c) {
   const zk_item item = ((const zk_item *)a->items)[blockIdx.x];
   const int word = (int)threadIdx.x - 32;
@@ -395,7 +396,7 @@ ZK_FN zk_item begin(const zk_step_args *a, zk_row *row, zk_coef *c) {
   return item;
 }
 
-/* The groups of a chunk, warp by warp; DO(whole) is what is done with the one at `w`. */
+/* Loop over the groups of a chunk, warp by warp; DO(whole) processes the one at `w`. */
 #define ZK_EVERY_GROUP(row, chunk, DO)                                                              \
   do {                                                                                              \
     const int aligned = is_aligned(&(row));                                                         \
@@ -449,10 +450,10 @@ ZK_KERNEL(4, zk_update, zk_step_args) {
 #undef ZK_DO
 }
 
-#else /* LAMB: two readings, because the size of the step needs two norms of the whole tensor */
+#else /* LAMB: two passes, because the step size needs two norms of the whole tensor */
 
-/* Moments of a group; the squares of its weights and directions are added to `sums`, in double, where no square of a
- * float overflows.  The order depends on how the row is aligned, which float32 hardly ever sees. */
+/* Update the moments of a group and add the squares of its weights and directions to `sums`, in double, where no square
+ * of a float overflows.  The order depends on the row's alignment, which almost never changes the float32 result. */
 ZK_FN void sum_group(const zk_row *row, const zk_coef *c, zk_place w, const int whole, double *sums) {
   float x[2][ZK_EACH];
   ZK_EVERY_RUN(r) {
@@ -493,7 +494,7 @@ ZK_KERNEL(3, zk_lamb_sums, zk_step_args) {
   }
 }
 
-/* The sums of each row from those of its items.  One block a row; a thread has every 256th item. */
+/* Sum the items of each row.  One block per row; a thread sums every 256th item. */
 ZK_KERNEL(4, zk_lamb_rows, zk_step_args) {
   ZK_SHARED double lane[2][ZK_THREADS];
   if (is_skipped(a.found_inf)) return;

@@ -1,7 +1,7 @@
-/* What zk_gpu.cu needs before zk_math.h: the words of CUDA that it uses, and integer types.
+/* The prelude of zk_gpu.cu, before zk_math.h: integer types, and macros for the CUDA keywords in use.
  *
- * NVRTC has no standard headers, so the types are made here.  The tests compile the same text with a C
- * compiler; their own header (tests/shim) then stands in for CUDA and this one is empty.
+ * NVRTC has no standard headers, so the types are defined here.  The tests compile the same text with a C
+ * compiler; tests/shim then replaces CUDA, and this header is empty.
  */
 #ifndef ZK_GPU_H
 #define ZK_GPU_H
@@ -23,9 +23,9 @@ typedef unsigned long long uint64_t;
 #define ZK_UNROLL _Pragma("unroll")
 #define ZK_UNROLL_16 _Pragma("unroll 16")
 #define ZK_NO_UNROLL _Pragma("unroll 1")
-#define ZK_FENCE asm volatile("" ::: "memory") /* what is read behind it is not read before it */
+#define ZK_FENCE asm volatile("" ::: "memory") /* reads after it are not moved before it */
 
-/* 16, 8 and 4 bytes at once, at a multiple of as many.  Written out, because the compiler splits the stores. */
+/* Aligned accesses of 16, 8 and 4 bytes.  In assembly, because the compiler splits the stores. */
 static __device__ __forceinline__ void zk_load16(uint64_t from, uint32_t *x) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(from));

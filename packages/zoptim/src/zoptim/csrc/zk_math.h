@@ -1,12 +1,12 @@
-/* Number formats of one element, in plain C that gcc, clang and NVRTC read alike.
+/* Number formats of one element, in plain C for gcc, clang and NVRTC.
  *
- * Everything here is exact arithmetic or one IEEE rounding per written operation: the builds forbid FMA
- * contraction (gcc -ffp-contract=off, NVRTC --fmad=false), so every instruction set and the GPU give
- * the same bits.  No _Float16 and no intrinsics: gcc vectorises these integer forms on every target.
+ * Every operation is exact or rounded once (IEEE): the builds forbid FMA contraction (gcc -ffp-contract=off,
+ * NVRTC --fmad=false), so every instruction set and the GPU give the same bits.  No _Float16 and no
+ * intrinsics: gcc vectorizes these integer forms on every target.
  *
- * Stochastic rounding draws its noise from the bits of the value being rounded and the step count.  It is
- * therefore a pure function: the same on any cut of a tensor into shards, on any thread count, after any
- * resume, on CPU and GPU, and no generator state has to be saved.
+ * The noise of stochastic rounding is a hash of the rounded value's bits and the step count.  Rounding is
+ * therefore a pure function: independent of shards, thread count, resumes and device, without a generator
+ * state to save.
  */
 #ifndef ZK_MATH_H
 #define ZK_MATH_H
@@ -36,11 +36,11 @@ ZK_FN float zk_float(uint32_t u) { float x; __builtin_memcpy(&x, &u, 4); return 
 #define ZK_SPLIT 4 /* weights: bf16 plus int16 remainder make one exact float32 */
 #define ZK_Q8 5    /* states: 8-bit codes, one float32 scale per ZK_BLOCK elements */
 
-#define ZK_BLOCK 256 /* elements that share a scale of ZK_Q8; threads and GPU blocks cut at its multiples */
+#define ZK_BLOCK 256 /* elements that share a scale of ZK_Q8; work is divided at its multiples */
 
 /* Noise --------------------------------------------------------------------------------------------- */
 
-/* 32 bits that all depend on all bits of `x`; the upper 20 are the good ones, and the only ones used. */
+/* A hash of 32 bits.  Only the upper 20 bits are well mixed, and only they are used. */
 ZK_FN uint32_t zk_mix(uint32_t x) {
   x *= 0x7feb352du;
   x ^= x >> 15;
@@ -60,8 +60,8 @@ ZK_FN uint32_t zk_noise(float x, uint32_t seed) { return zk_mix(zk_bits(x) ^ see
 
 ZK_FN float zk_from_bf16(uint16_t h) { return zk_float((uint32_t)h << 16); }
 
-/* Adds `noise` (16 bits) below the kept bits and truncates.  Infinities and quiet NaN, the only ones that
- * arithmetic produces, stay what they are. */
+/* Adds `noise` (16 bits) below the kept bits and truncates.  Infinities and quiet NaN, the only NaN that
+ * arithmetic produces, are preserved. */
 ZK_FN uint16_t zk_to_bf16(float x, uint32_t noise) {
   uint32_t u = zk_bits(x);
   uint32_t added = (u << 1) > 0xff000000u ? 0u : noise;
@@ -98,8 +98,8 @@ ZK_FN uint16_t zk_to_f16_nearest(float x) {
 
 /* Split master -------------------------------------------------------------------------------------- */
 
-/* float32 bits = (bf16 << 16) + remainder; the bf16 is the float32 rounded half up, the weight itself.  NaN is cut
- * instead: 0x7fffffff, which GPUs make, would become the bf16 -0. */
+/* float32 bits = (bf16 << 16) + remainder; the bf16, which is the weight, is the float32 rounded half up.  NaN is
+ * truncated instead: 0x7fffffff, the NaN of GPUs, would become the bf16 -0. */
 ZK_FN float zk_join(uint16_t high, int16_t low) {
   return zk_float(((uint32_t)high << 16) + (uint32_t)(int32_t)low);
 }
@@ -115,28 +115,28 @@ ZK_FN int16_t zk_split_low(float x) { return (int16_t)(uint16_t)(zk_bits(x) & 0x
  *
  * A magnitude over the largest of its block, y in [0, 1], becomes the upper bits of the float32
  * t = y * (1 - c) + c with c = 2**-15: MANTISSA bits per binade where y is well above c, evenly spaced
- * near 0.  The top code is exactly 1, so the largest element of a block survives exactly, and
+ * near 0.  The top code is exactly 1, so the largest element of a block is exact, and
  * code -> float32 -> code is the identity.
  *
  *   signed (first moments): sign, 3 mantissa bits, magnitudes 0..120
  *   root (second moments):  4 mantissa bits, 0..240, of the square root: twice the range in decades, and the
- *                           root is what the update divides by
+ *                           update divides by the root
  */
-#define ZK_TINY 1e-37f /* a block whose largest magnitude is below has scale 0 */
+#define ZK_TINY 1e-37f /* a block whose largest magnitude is smaller has scale 0 */
 #define ZK_C 3.0517578125e-05f /* c = 2**-15 */
 #define ZK_C_BITS 112u         /* its exponent field */
 
-/* The factor that takes the largest magnitude to 1 or a hair above; the code clips at 1. */
+/* The factor that maps the largest magnitude to 1 or slightly above; the code clips at 1. */
 ZK_FN float zk_q8_factor(float absmax) {
   return absmax < ZK_TINY ? 0.0f : (1.0f / absmax) * 1.0000002384185791f; /* 1 + 2**-22 */
 }
 
 /* y >= 0; noise holds (23 - mantissa) random bits, or half of their range to round to nearest. */
 ZK_FN uint32_t zk_q8_code(float y, uint32_t noise, uint32_t mantissa) {
-  y = y < 1.0f ? y : 1.0f; /* NaN becomes 1: its block's scale is NaN and says so */
+  y = y < 1.0f ? y : 1.0f; /* NaN becomes 1; the scale of its block is NaN */
   float t = y * (1.0f - ZK_C) + ZK_C;
   uint32_t code = ((zk_bits(t) + noise) >> (23u - mantissa)) - (ZK_C_BITS << mantissa);
-  return code; /* at t = 1 the noise is below the first mantissa bit that is kept: never above the top */
+  return code; /* at t = 1 the noise is below the lowest kept mantissa bit: the code never exceeds the top */
 }
 
 /* The value of a code over the largest of its block, to be multiplied by zk_q8_unit(absmax). */
@@ -144,7 +144,7 @@ ZK_FN float zk_q8_value(uint32_t code, uint32_t mantissa) {
   return zk_float((code + (ZK_C_BITS << mantissa)) << (23u - mantissa)) - ZK_C;
 }
 
-/* 1 + 2**-15 inverts 1 - 2**-15 so well that the top code gives absmax exactly. */
+/* 1 + 2**-15 inverts 1 - 2**-15 in float32, so the top code gives absmax exactly. */
 ZK_FN float zk_q8_unit(float y, float absmax) { return y * 1.000030517578125f * absmax; }
 
 ZK_FN uint8_t zk_to_q8_signed(float x, float factor, uint32_t noise20) {

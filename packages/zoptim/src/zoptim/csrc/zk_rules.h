@@ -1,14 +1,14 @@
-/* What the update rules of csrc/rules share: flags, hyperparameters, coefficients.  For the SIMD and the CUDA build.
+/* Flags, hyperparameters and coefficients of the update rules in csrc/rules, for the SIMD and the CUDA build.
  *
- * zk_prepare turns hyperparameters (double) and a step count into the float32 coefficients of one tensor; the rule
- * functions update one element with them.  zoptim/rules has the same formulas in torch; the tests compare the two.
+ * zk_prepare computes the float32 coefficients of one tensor from hyperparameters (double) and a step count; the rule
+ * functions update one element with them.  zoptim/rules has the same formulas in torch; tests compare the two.
  */
 #ifndef ZK_RULES_H
 #define ZK_RULES_H
 #include "zk_math.h"
 
 /* Flags of a job.  The numbers are part of the ABI with Python (contract.py). */
-#define ZK_DECOUPLED 1       /* weight decay shrinks the weight; else it is added to the gradient */
+#define ZK_DECOUPLED 1       /* weight decay shrinks the weight; without it, decay is added to the gradient */
 #define ZK_AMSGRAD 2         /* state 2 keeps the maximum of state 1 */
 #define ZK_MAXIMIZE 4
 #define ZK_NESTEROV 8
@@ -28,13 +28,13 @@ typedef struct {
   float b1, a1;    /* first moment:  b1 * m + a1 * g */
   float b2, a2;    /* second moment: b2 * v + a2 * g * g */
   float eps;
-  float step_size; /* factor of the direction: lr, over the first bias correction where there is one */
+  float step_size; /* factor of the direction: lr / first bias correction, if any */
   float root_mul;  /* factor of the root: 1 / sqrt(second bias correction) */
   float decay;     /* LAMB: weight decay inside the direction */
   uint32_t seed;   /* of stochastic rounding: the number of this update */
 } zk_coef;
 
-/* base ** exponent by squaring: the same bits from every compiler, unlike pow. */
+/* base ** exponent by squaring: the same bits with every compiler, unlike pow. */
 ZK_TABLE_FN double zk_power(double base, uint32_t exponent) {
   double result = 1.0;
   for (; exponent; exponent >>= 1) {
@@ -57,7 +57,7 @@ ZK_FN float zk_gradient(float g, float p, const zk_coef *c) {
   return c->l2 == 0.0f ? g : g + c->l2 * p;
 }
 
-/* The second moment that a state stands for. */
+/* The second moment of a state, which may be its root. */
 ZK_FN float zk_square_of(float state, int flags) { return flags & ZK_ROOTS ? state * state : state; }
 
 #endif

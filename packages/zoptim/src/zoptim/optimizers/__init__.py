@@ -1,1 +1,1 @@
-"""The optimizers: subclasses of torch.optim.Optimizer over one contract."""
+"""The optimizers: subclasses of torch.optim.Optimizer."""

@@ -1,14 +1,14 @@
-"""Adafactor (Shazeer and Stern 2018): second moments as a row and a column, for when state must be small.
+"""Adafactor (Shazeer and Stern 2018): factored second moments, for small state.
 
-A matrix of rows x cols keeps rows + cols numbers in place of 2 * rows * cols.  The arithmetic is
-torch.optim.Adafactor's, which is a loop of small products where a kernel of ours would gain nothing that its users
-came for; what is added are the grad_scale / found_inf attributes, and checks of the options.
+A matrix of rows x cols keeps rows + cols numbers instead of Adam's 2 * rows * cols.  The update is
+torch.optim.Adafactor's: its users want small state, which a kernel would not improve.  This class adds grad_scale /
+found_inf, checks of the options, and shards.
 
-It looks at whole matrices.  On flat shards `place_segments` says where they lie, and the rows and columns of all of them
-are three flat tensors in the shard's state; those that are cut over ranks add up their rows and columns after
-`place_on_ranks` (adafactor.py).  [Note: the host] a step reads found_inf on the host.
+Adafactor needs whole matrices.  `place_segments` gives their positions in flat shards; the moments of all tensors of
+a shard are then three flat tensors in the shard's state.  After `place_on_ranks` ranks sum the rows and columns of
+matrices that are cut (shards/adafactor.py).  [Note: the host] a step reads found_inf on the host.
 
-Rejected: the pure rule tensor by tensor (`adafactor_rule`), which is right but a few times slower than torch's lists.
+Rejected: the pure rule tensor by tensor (`adafactor_rule`), which is several times slower than torch's foreach code.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from torch import Tensor
 
 from zoptim import _compat
 from zoptim._compat import AdafactorLists
-from zoptim.backends.signals import NO_SCALE, Signals, beside, is_skipped, read_signals
+from zoptim.backends.signals import NO_SCALE, Signals, is_skipped, read_signals, signals_on
 from zoptim.checks import number
 from zoptim.errors import UnsupportedTensorError
-from zoptim.optimizers.base import Params
-from zoptim.optimizers.options import check_lr
+from zoptim.optimizers.base import Params, check_lr
 from zoptim.shards.adafactor import AdafactorShards, ShardPart
 from zoptim.shards.ranks import Layout, Ranks, own_segments
 from zoptim.shards.segments import Segment
@@ -38,14 +37,15 @@ _MOMENTS = ("row_var", "col_var", "variance")
 
 
 class Adafactor(torch.optim.Adafactor):
-    """torch.optim.Adafactor that unscales and skips: same arguments, same state.
+    """torch.optim.Adafactor with grad_scale and found_inf: same arguments, same state.
 
     lr >= 0 bounds the relative step; beta2_decay <= 0; eps (None or number, number); d >= 1; weight_decay >= 0.
     A tensor lr is read on the host.  `grad_scale` and `found_inf` as in FlatOptimizer; `p.grad` is never written.
 
-    State of a parameter: `step` () float32; of a matrix `row_var` (..., rows, 1) and `col_var` (..., 1, cols), of a
-    vector `variance`; of a flat shard all three, those of its tensors behind each other (of a cut matrix all rows and
-    columns, of a cut vector the shard's part), and a `step` of each.  A copy or a pickle has no `place_segments`.
+    State of a parameter: `step` () float32; `row_var` (..., rows, 1) and `col_var` (..., 1, cols) of a matrix;
+    `variance` of a vector.  State of a flat shard: all three, concatenated over its tensors (all rows and columns of
+    a cut matrix, the shard's part of a cut vector), and a `step` for each tensor.  Copies and pickles have no
+    segments.
 
     Raises ValueError or TypeError naming the argument that is out of range, UnsupportedTensorError for complex
     parameters.
@@ -74,19 +74,19 @@ class Adafactor(torch.optim.Adafactor):
         super().__init__(params, lr, beta2_decay, eps, d, weight_decay, foreach=foreach, maximize=maximize)
 
     def place_segments(self, segments: Mapping[Tensor, Sequence[Segment]]) -> None:
-        """Say which tensors lie whole in flat shards, before the first step and before loading.
+        """Set the positions of whole tensors in flat shards.  Call it before the first step and before loading.
 
         Segments of two or more dims are matrices (or stacks of them); elements outside of segments are padding and
-        stay as they are.
+        stay unchanged.
 
-        Raises ValueError for segments that overlap or lie outside, for shards of nobody's, and for state that is not
-        of these segments.
+        Raises ValueError for segments that overlap or lie outside, for shards that are not parameters of this
+        optimizer, and for state that does not fit the segments.
         """
         Segment.check_whole(segments)
         self._place_segments({shard: tuple(parts) for shard, parts in segments.items()})
 
     def place_on_ranks(self, segments: Layout, ranks: Ranks) -> None:
-        """Say how tensors are cut over `ranks`, see [Note: cut tensors] in ranks.py; two sums a step from now on.
+        """Set the cuts of tensors over `ranks`, see [Note: cut tensors] in ranks.py; each step makes two all-reduces.
 
         Raises ValueError as `place_segments` does.
         """
@@ -94,15 +94,13 @@ class Adafactor(torch.optim.Adafactor):
         self._shards = AdafactorShards.make(segments, ranks)
 
     def new_state(self, shard: Tensor) -> dict[str, Tensor] | None:
-        """The state of a shard that is laid out, before its first update: zeros.  None for other parameters."""
+        """Return the state of a shard with segments before its first update, zeros; None for other parameters."""
         return _first_state(shard, self._segments[shard]) if shard in self._segments else None
 
     def segment_states(self, shard: Tensor, state: Mapping[str, Tensor]) -> list[dict[str, Tensor]] | None:
-        """`state` of a laid out shard as that of its segments, in their order: views.
+        """Return views of a shard's `state`, one dict for each segment in order; None for a shard without segments.
 
-        None for other parameters.
-
-        `row_var` and `col_var` of a matrix have their own shapes and are whole, `variance` of a vector is flat and
+        `row_var` and `col_var` of a matrix are whole and have their own shapes; `variance` of a vector is flat and
         covers the segment.
         """
         if shard not in self._segments:
@@ -111,33 +109,39 @@ class Adafactor(torch.optim.Adafactor):
         return [{**part, "variance": part["variance"].view(-1)} if "variance" in part else part for part in found]
 
     def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
-        """torch's; `compact` as in FlatOptimizer, the same numbers in a form that torch refuses."""
+        """Return torch's state dict; with `compact`, the same tensors in a form that only zoptim loads."""
         found = super().state_dict()
-        return portable.compacted(found) if compact else found
+        return portable.as_compact_dict(found) if compact else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` wrote, or torch's.  Raises ValueError, with nothing adopted, if it does not fit."""
-        super().load_state_dict(portable.expanded(state_dict, type(self).__name__))
+        """Load a state dict of zoptim or torch.optim.
+
+        Raises ValueError for state that does not fit; the optimizer is unchanged then.
+        """
+        super().load_state_dict(portable.as_torch_dict(state_dict, type(self).__name__))
 
     def portable_state(self, param: Tensor) -> dict[str, Any]:
-        """Return what is remembered of `param`; {} before the first update."""
+        """Return the state of `param`; {} before the first update."""
         return dict(self.state.get(param, {}))
 
     def check_loaded_options(self, index: int, options: Mapping[str, Any]) -> None:
-        """Raise ValueError or TypeError if group `index` could not go on with `options` in place of its own."""
+        """Raise ValueError or TypeError if group `index` cannot continue with `options` in place of its own."""
         _check_group({**self.param_groups[index], **options}, index, self.defaults)
 
     def check_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Raise the ValueError that `load_portable_state` would, whatever the values are."""
+        """Raise the ValueError that `load_portable_state` would raise; values are not read."""
         names = [self._name(*place) for place, other in self._parameters() if other is param]
         _check_state(state, param, self._segments.get(param), *names)
 
     def load_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Remember `state`, in the parameter's dtype.  Raises ValueError, with nothing adopted, for another's."""
+        """Replace the state of `param` by `state`, in the parameter's dtype.
+
+        Raises ValueError for state that does not fit; the optimizer is unchanged then.
+        """
         self.check_portable_state(param, state)
         kinds = {key: torch.float32 if key == "step" else param.dtype for key in state}
         self.state[param] = {key: torch.as_tensor(value).to(kinds[key]) for key, value in state.items()}
-        _count_apart(self.state[param], self._segments.get(param))
+        _expand_step(self.state[param], self._segments.get(param))
 
     def _place_segments(self, segments: dict[Tensor, tuple[Segment, ...]]) -> None:
         known = {id(param): self._name(*place) for place, param in self._parameters()}
@@ -147,29 +151,29 @@ class Adafactor(torch.optim.Adafactor):
                 raise ValueError(f"a tensor of shape {tuple(shard.shape)} is not a parameter of this Adafactor.")
             _check_state(self.state.get(shard, {}), shard, parts, known[id(shard)])
         for shard, parts in segments.items():
-            _count_apart(self.state.get(shard, {}), parts)
+            _expand_step(self.state.get(shard, {}), parts)
         self._segments, self._shards = segments, None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; its options are checked like the constructor's."""
+        """Add a parameter group; its options are checked like the constructor's."""
         if isinstance(param_group, dict):
             check_adafactor({**self.defaults, **param_group})
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
         for position, param in enumerate(self.param_groups[index]["params"]):
             if param.is_complex():
-                who = self._name(index, position)
+                name = self._name(index, position)
                 self.param_groups.pop()
                 raise UnsupportedTensorError(
-                    f"{who} is complex ({param.dtype}); Adafactor takes real tensors. "
+                    f"{name} is complex ({param.dtype}); Adafactor accepts real tensors. "
                     "Train torch.view_as_real(parameter)."
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Adopt loaded groups and state.  Raises ValueError, with nothing adopted, for what does not fit."""
+        """Adopt loaded groups and state.  Raises ValueError if they do not fit; the optimizer is unchanged then."""
         previous = dict(self.__dict__)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__.setdefault("_segments", {})  # loading keeps them, a copy has none
+        self.__dict__.setdefault("_segments", {})  # kept when state is loaded; a copy has none
         self.__dict__.setdefault("_shards", None)
         try:
             for index, group in enumerate(self.param_groups):
@@ -177,7 +181,7 @@ class Adafactor(torch.optim.Adafactor):
             for place, param in self._parameters():
                 _check_state(self.state.get(param, {}), param, self._segments.get(param), self._name(*place))
             for _, param in self._parameters():
-                _count_apart(self.state.get(param, {}), self._segments.get(param))
+                _expand_step(self.state.get(param, {}), self._segments.get(param))
         except (TypeError, ValueError):
             self.__dict__.update(previous)
             raise
@@ -198,7 +202,7 @@ class Adafactor(torch.optim.Adafactor):
         return loss
 
     def _update(self, index: int, group: Mapping[str, Any], signals: Signals) -> None:
-        """Phases: refuse what cannot be updated, collect whole tensors and those in shards, update."""
+        """Phases: check gradients, collect whole tensors and those in shards, update."""
         lists = AdafactorLists()
         for position, param in enumerate(group["params"]):
             if param.grad is None:
@@ -211,7 +215,7 @@ class Adafactor(torch.optim.Adafactor):
                 continue
             grad = param.grad
             if signals.grad_scale is not None:
-                grad = grad / beside(signals, grad.device).grad_scale
+                grad = grad / signals_on(signals, grad.device).grad_scale
             if segments is None:
                 lists.add(param, grad, state)
                 continue
@@ -221,36 +225,36 @@ class Adafactor(torch.optim.Adafactor):
         _compat.adafactor(group, lists)
 
     def _update_over_ranks(self, shards: AdafactorShards, signals: Signals) -> None:
-        """All segments of all shards at once: they share the messages."""
+        """Update all segments of all shards at once: they share the messages."""
         parts = []
         for index, group in enumerate(self.param_groups):
             for position, shard in enumerate(group["params"]):
                 if shard in self._segments:
                     if shard.grad is None:
                         raise ValueError(
-                            f"{self._name(index, position)} is a shard of cut tensors and has no gradient; its other "
-                            "ranks would wait for it. Give every shard one, zeros if need be."
+                            f"{self._name(index, position)} is a shard of cut tensors and has no gradient; the other "
+                            "ranks would wait for it. Give every shard a gradient, of zeros if necessary."
                         )
                     self.state[shard]["step"] += 1
                     states = _parts(self.state[shard], self._segments[shard])
-                    here = beside(signals, shard.device).grad_scale
+                    here = signals_on(signals, shard.device).grad_scale
                     parts += [ShardPart(s, group, shard, here, of) for s, of in zip(self._segments[shard], states)]
         shards.update(parts)
 
-    def _check(self, param: Tensor, who: str) -> None:
+    def _check(self, param: Tensor, name: str) -> None:
         assert param.grad is not None
         if param.grad.layout is not torch.strided:
             raise UnsupportedTensorError(
-                f"the gradient of {who} is sparse ({param.grad.layout}); Adafactor takes dense gradients. "
+                f"the gradient of {name} is sparse ({param.grad.layout}); Adafactor accepts dense ones. "
                 "Build the embedding with sparse=False, or give its weights to torch.optim.SparseAdam."
             )
         if param not in self._segments and _is_of_shard(self.state.get(param, {})):
             raise ValueError(
-                f"the state of {who} is that of a flat shard; say with place_segments where its tensors lie."
+                f"the state of {name} is that of a flat shard; give the positions of its tensors with place_segments."
             )
 
     def _parameters(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """((group, position), parameter) of all."""
+        """Yield ((group, position), parameter)."""
         for index, group in enumerate(self.param_groups):
             for position, param in enumerate(group["params"]):
                 yield (index, position), param
@@ -261,13 +265,13 @@ class Adafactor(torch.optim.Adafactor):
 
 
 def _first_state(param: Tensor, segments: Sequence[Segment] | None) -> dict[str, Tensor]:
-    """Zeros, as torch makes them: the count on the host."""
+    """Return zeros as torch makes them: the count is on the host."""
     zeros = {key: param.new_zeros(shape) for key, shape in _expected_shapes(param, segments).items()}
     return {"step": torch.zeros(() if segments is None else len(segments)), **zeros}
 
 
 def _parts(state: Mapping[str, Tensor], segments: Sequence[Segment]) -> Iterator[dict[str, Tensor]]:
-    """The state of each tensor of a shard, as views of the shard's."""
+    """Yield the state of each tensor of a shard, as views of the shard's state."""
     ends = dict.fromkeys(_MOMENTS, 0)
     for segment, step in zip(segments, state["step"]):
         part = {"step": step}
@@ -277,14 +281,14 @@ def _parts(state: Mapping[str, Tensor], segments: Sequence[Segment]) -> Iterator
         yield part
 
 
-def _count_apart(state: dict[str, Any], segments: Sequence[Segment] | None) -> None:
-    """A count for each tensor of a shard, in place of the one that older states have."""
+def _expand_step(state: dict[str, Any], segments: Sequence[Segment] | None) -> None:
+    """Replace the one count that states of older versions have by a count for each tensor of a shard."""
     if state and segments is not None and not state["step"].dim():
         state["step"] = state["step"].repeat(len(segments))
 
 
 def _check_group(group: Mapping[str, Any], index: int, defaults: Mapping[str, Any]) -> None:
-    # torch itself adds "differentiable" to the defaults whenever it loads.
+    # torch adds "differentiable" to the defaults when it loads.
     missing = [option for option in defaults if option not in group and option != "differentiable"]
     if missing:
         raise ValueError(
@@ -294,17 +298,17 @@ def _check_group(group: Mapping[str, Any], index: int, defaults: Mapping[str, An
     check_adafactor(group)
 
 
-def _check_state(state: Mapping[str, Any], param: Tensor, segments: Sequence[Segment] | None, who: str) -> None:
-    """ValueError unless `state` is none, or what Adafactor remembers of `param`."""
+def _check_state(state: Mapping[str, Any], param: Tensor, segments: Sequence[Segment] | None, name: str) -> None:
+    """Raise ValueError unless `state` is empty or fits `param`."""
     if segments is None and _is_of_shard(state):
-        return  # of a shard that is not laid out yet
+        return  # of a shard whose segments are not set yet
     for key, shape in _expected_shapes(param, segments).items() if state else ():
         if key not in state:
-            raise ValueError(f"the loaded state of {who} lacks {key}; it has {', '.join(state)}.")
+            raise ValueError(f"the loaded state of {name} lacks {key}; it has {', '.join(state)}.")
         if state[key].shape != shape:
-            belongs = f"the parameter's {tuple(param.shape)}" if segments is None else "its segments"
+            owner = f"the parameter's {tuple(param.shape)}" if segments is None else "its segments"
             raise ValueError(
-                f"{key} of {who} has shape {tuple(state[key].shape)}, where {shape} belongs to {belongs}. "
+                f"{key} of {name} has shape {tuple(state[key].shape)}, but {shape} belongs to {owner}. "
                 "Load the state of this model."
             )
 
@@ -314,7 +318,7 @@ def _is_of_shard(state: Mapping[str, Any]) -> bool:
 
 
 def _expected_shapes(param: Tensor, segments: Sequence[Segment] | None) -> dict[str, tuple[int, ...]]:
-    """Of the moments of `param`."""
+    """Return the shapes of the moments of `param`."""
     if segments is None:
         return _shapes(tuple(param.shape))
     found = list(map(_shapes_in, segments))
@@ -322,7 +326,7 @@ def _expected_shapes(param: Tensor, segments: Sequence[Segment] | None) -> dict[
 
 
 def _shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Of the moments of one tensor."""
+    """Return the shapes of the moments of one tensor."""
     if len(shape) < 2:
         return {"variance": shape}
     *stack, rows, cols = shape
@@ -330,12 +334,12 @@ def _shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_in(segment: Segment) -> dict[str, tuple[int, ...]]:
-    """Of the moments of a segment: of a part of a vector that part alone."""
+    """Return the shapes of the moments of a segment; those of a part of a vector cover the part."""
     return _shapes(segment.shape if segment.is_whole or len(segment.shape) > 1 else (segment.numel,))
 
 
 def check_adafactor(options: Mapping[str, Any]) -> None:
-    """Refuse options of Adafactor that are out of range."""
+    """Check the options of Adafactor."""
     check_lr(options["lr"])
     number("weight_decay", options["weight_decay"], 0)
     if number("beta2_decay", options["beta2_decay"]) > 0:

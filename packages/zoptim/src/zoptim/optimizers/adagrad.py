@@ -10,9 +10,8 @@ from torch import Tensor
 
 from zoptim.backends.contract import Flag, Hyper, flags_of
 from zoptim.checks import number
-from zoptim.optimizers.base import Params
+from zoptim.optimizers.base import Params, check_common
 from zoptim.optimizers.flat import FlatOptimizer
-from zoptim.optimizers.options import check_common
 from zoptim.rules.elementwise import adagrad_rule
 from zoptim.states.spec import StateSpec
 
@@ -24,8 +23,8 @@ _SUM = "sum"
 class Adagrad(FlatOptimizer):
     """Adagrad: lr >= 0, lr_decay >= 0, weight_decay >= 0 (added to the gradient), eps >= 0.
 
-    `initial_accumulator_value` >= 0 is where the sums of squares begin.  For `state_dtype`, `split_master`, `fused`
-    and `foreach` see FlatOptimizer.
+    `initial_accumulator_value` >= 0 is the initial sum of squares.  For `state_dtype`, `split_master`, `fused` and
+    `foreach` see FlatOptimizer.
 
     State of a parameter, by torch's names: `step` () float32, `sum` of the parameter's shape and device.
 
@@ -96,7 +95,7 @@ class Adagrad(FlatOptimizer):
 
 
 def check_adagrad(options: Mapping[str, Any]) -> None:
-    """Refuse options of Adagrad (one merged parameter group) that are out of range."""
+    """Check the options of Adagrad (one merged parameter group)."""
     check_common(options)
     for name in ("lr_decay", "initial_accumulator_value", "eps"):
         number(name, options[name], 0)

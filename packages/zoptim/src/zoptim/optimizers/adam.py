@@ -1,8 +1,8 @@
 """Adam and AdamW, drop-in for torch.optim's: same arguments, same state, same curve.
 
-Both are one algorithm with the decay in two places.  Against torch they add `bias_correction`, state formats and
-`grad_scale` / `found_inf` on every path.  They leave out `differentiable` (no autograd through the step) and
-`capturable` (the GPU kernel keeps its step count on the device and needs no flag).
+They are one algorithm with the decay in two places.  Added to torch's: `bias_correction`, state formats, and
+`grad_scale` / `found_inf` on every path.  Missing: `differentiable` (no autograd through the step) and `capturable`
+(the GPU kernel always keeps the step count on the device).
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from zoptim._compat import AdamLists
 from zoptim.backends.contract import Flag, Hyper, flags_of
 from zoptim.backends.signals import Signals
 from zoptim.checks import flag, number
-from zoptim.optimizers.base import Params
+from zoptim.optimizers.base import Params, check_betas, check_common
 from zoptim.optimizers.flat import FlatOptimizer
-from zoptim.optimizers.options import check_betas, check_common
 from zoptim.rules.elementwise import AdamMoments, adam_rule, adamw_rule
 from zoptim.states.spec import StateSpec
-from zoptim.updates.fallback import is_plain
+from zoptim.updates.fallback import fits_foreach
 from zoptim.updates.plan import Entry
 
 __all__ = ["Adam", "AdamW"]
@@ -35,12 +34,12 @@ class Adam(FlatOptimizer):
     """Adam (Kingma and Ba 2015); with `decoupled_weight_decay`, AdamW.
 
     lr >= 0 (a number, or a tensor of one element); betas in [0, 1); eps >= 0; weight_decay >= 0, added to
-    the gradient unless decoupled.  `bias_correction=False` uses the moments as they are.  For `state_dtype`,
+    the gradient unless decoupled.  `bias_correction=False` uses uncorrected moments.  For `state_dtype`,
     `split_master`, `fused` and `foreach` see FlatOptimizer.
 
     State of a parameter, by torch's names: `step` () float32; `exp_avg`, `exp_avg_sq` and, with amsgrad,
-    `max_exp_avg_sq` of the parameter's shape and device; with state_dtype "8bit" a `..._scale` beside each; with
-    split_master the `remainder`.
+    `max_exp_avg_sq` of the parameter's shape and device; a `..._scale` for each with state_dtype "8bit"; `remainder`
+    with split_master.
 
     Raises ValueError or TypeError naming the argument that is out of range.
     """
@@ -125,7 +124,7 @@ class Adam(FlatOptimizer):
         return new, {name: getattr(after, name) for name in moments}
 
     def _update_in_torch(self, group: Mapping[str, Any], entries: list[Entry], signals: Signals) -> None:
-        if not is_plain(entries) or not group["bias_correction"]:
+        if not fits_foreach(entries) or not group["bias_correction"]:
             super()._update_in_torch(group, entries, signals)
             return
 
@@ -134,7 +133,7 @@ class Adam(FlatOptimizer):
 
         lists = AdamLists(
             params=[entry.param for entry in entries],
-            grads=_compat.divided([entry.grad for entry in entries], signals.grad_scale),
+            grads=_compat.divide([entry.grad for entry in entries], signals.grad_scale),
             exp_avgs=column("exp_avg"),
             exp_avg_sqs=column("exp_avg_sq"),
             max_exp_avg_sqs=column("max_exp_avg_sq") if group["amsgrad"] else [],
@@ -183,12 +182,12 @@ class AdamW(Adam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # as in torch: AdamW stays AdamW, whoever wrote the state
+        for group in self.param_groups:  # as in torch: AdamW stays AdamW if Adam wrote the state
             group["decoupled_weight_decay"] = True
 
 
 def check_adam(options: Mapping[str, Any]) -> None:
-    """Refuse options of Adam and AdamW (one merged parameter group) that are out of range."""
+    """Check the options of Adam and AdamW (one merged parameter group)."""
     check_common(options)
     check_betas(options)
     number("eps", options["eps"], 0)

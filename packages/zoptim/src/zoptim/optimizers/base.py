@@ -1,8 +1,11 @@
-"""torch's contract of an optimizer: groups that are checked when they are given, state that is checked when loaded.
+"""Checks of options, parameters, gradients and loaded state, over torch.optim.Optimizer.
 
-A state dict is numbers (see portable.py).  What is remembered of a parameter, and in which format, is this
-optimizer's decision and not the checkpoint's: `load_state_dict` keeps `state_dtype` and `split_master` as they were
-constructed and converts what it is given, so state moves between torch.optim, fp32, bf16 and 8-bit optimizers.
+Options are checked when a group is added, gradients when a step is planned, state when it is loaded; errors name the
+parameter.  The format of the state belongs to the optimizer, not to the checkpoint: `load_state_dict` keeps
+`state_dtype` and `split_master` as constructed and converts, so state moves between torch.optim, fp32, bf16 and 8-bit
+optimizers.  State dicts hold decoded numbers, see portable.py.
+
+The options that all optimizers share are checked here; each optimizer's file checks its own.
 """
 
 from __future__ import annotations
@@ -15,21 +18,23 @@ import torch
 from torch import Tensor
 
 from zoptim import _compat
+from zoptim.checks import flag, number, optional_flag
 from zoptim.errors import UnsupportedTensorError
 from zoptim.states import loading, portable
+from zoptim.states.formats import StateFormat
 from zoptim.states.spec import ALIKE, STEP, StateSpec
 
-__all__ = ["CheckedOptimizer", "Params"]
+__all__ = ["CheckedOptimizer", "Params", "check_betas", "check_common", "check_lr"]
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
 class CheckedOptimizer(torch.optim.Optimizer):
-    """A torch optimizer that checks options, parameters, gradients and loaded state, with names in the errors."""
+    """A torch optimizer whose options, parameters, gradients and loaded state are checked."""
 
-    # Options about the form of the state: loading leaves them alone.
+    # Options that decide the format of the state: loading keeps this optimizer's own.
     kept_options: ClassVar[tuple[str, ...]] = ("state_dtype", "split_master")
-    # What a state_dict written by torch.optim means by the options that it lacks.
+    # Values of options that a state dict of torch.optim lacks.
     _absent_options: ClassVar[Mapping[str, Any]] = {
         "fused": None,
         "foreach": None,
@@ -43,7 +48,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {name: tuple(v) if isinstance(v, list) else v for name, v in defaults.items()})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; its options are checked like the constructor's.
+        """Add a parameter group; its options are checked like the constructor's.
 
         Raises ValueError or TypeError for options out of range, UnsupportedTensorError for complex parameters.
         """
@@ -57,82 +62,82 @@ class CheckedOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
-        """torch's state dict, in numbers that its optimizers read as they are meant: no codes, no scales.
+        """Return a state dict with decoded moments, which torch.optim can load.
 
-        compact: the state as it is kept, without a copy, in a form that zoptim reads and torch refuses; see
+        compact: return the state in its own format, without a copy.  zoptim loads it; torch.optim raises.  See
         [Note: state dicts] in portable.py.
         """
         if compact:
-            return portable.compacted(super().state_dict())
+            return portable.as_compact_dict(super().state_dict())
         hook = self.register_state_dict_post_hook(
             lambda _, found: self._to_numbers(found), prepend=True
-        )  # before others'
+        )  # before the user's hooks, which see decoded tensors
         try:
             return super().state_dict()
         finally:
             hook.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state of torch.optim or of zoptim, in any state format, as torch does.
+        """Load a state dict of torch.optim or of zoptim, in any state format.
 
-        Raises ValueError, with nothing adopted, for groups or state that do not fit.
+        Raises ValueError for groups or state that do not fit; the optimizer is unchanged then.
         """
-        hook = self.register_load_state_dict_pre_hook(_box)
+        hook = self.register_load_state_dict_pre_hook(_box_state)
         try:
-            super().load_state_dict(portable.expanded(state_dict, type(self).__name__))
+            super().load_state_dict(portable.as_torch_dict(state_dict, type(self).__name__))
         finally:
             hook.remove()
 
     def check_loaded_options(self, index: int, options: Mapping[str, Any]) -> None:
-        """Raise ValueError or TypeError if group `index` could not go on with `options` in place of its own."""
+        """Raise ValueError or TypeError if group `index` cannot continue with `options` in place of its own."""
         group = {**self.param_groups[index], **options}
         for option, value in self._absent_options.items():
             group.setdefault(option, value)
         self._check_loaded_group(index, group)
 
     def portable_state(self, param: Tensor) -> dict[str, Any]:
-        """Return what is remembered of `param`, as whoever saves or reshards it should see it; {} before the first
-        update.
+        """Return the state of `param` for saving and resharding; {} before the first update.
 
-        Tensors are the optimizer's own.  A moment in 8-bit codes is a `Coded`: `read(start, stop)` gives its elements
-        as float32.  The format itself is not state: `kept_options` do not travel.
+        Tensors are the optimizer's own.  A moment in 8-bit codes is a `Coded`: `read(start, stop)` decodes a part to
+        float32.  The format is not part of the state: `kept_options` stay with the optimizer.
         """
-        index, _ = self._place(param)
-        return portable.exported(self.state.get(param, {}), self._state_spec(self.param_groups[index]))
+        index, _ = self._position_of(param)
+        return portable.export_state(self.state.get(param, {}), self._state_spec(self.param_groups[index]))
 
     def load_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Remember `state`, tensors of any float format as `portable_state` names them, in this optimizer's format.
+        """Replace the state of `param` by `state`, converted to this optimizer's format.
 
-        Raises ValueError, with nothing adopted, for state that lacks a moment or is of another size.
+        `state` has the keys of `portable_state` and tensors of any float dtype.  Raises ValueError for state that
+        lacks a moment or has another shape; the optimizer is unchanged then.
         """
-        self.state[param] = self._adopt(*self._place(param), state)
+        self.state[param] = self._adopt(*self._position_of(param), state)
 
     def check_portable_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Raise the ValueError that `load_portable_state` would, whatever the values are."""
-        index, position = self._place(param)
-        with self._naming_loads():
+        """Raise the ValueError that `load_portable_state` would raise; values are not read."""
+        index, position = self._position_of(param)
+        with self._name_in_errors():
             loading.check(state, param, self._state_spec(self.param_groups[index]), self._name(index, position))
 
-    # What a subclass says -------------------------------------------------------------------------
+    # For subclasses -------------------------------------------------------------------------------
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError or TypeError naming the option of one merged group that is out of range."""
+        """Raise ValueError or TypeError that names the option of one merged group that is out of range."""
         raise NotImplementedError
 
     def _state_spec(self, group: Mapping[str, Any]) -> StateSpec:
-        """Return what is remembered of a parameter of this group."""
+        """Return the state spec of the parameters of a group."""
         raise NotImplementedError
 
     def _set_up(self) -> None:
-        """Make what is neither option nor state: at construction, and after loading or unpickling."""
+        """Create attributes that are neither options nor state: at construction, after loading and unpickling."""
 
     def _to_numbers(self, found: dict[str, Any]) -> dict[str, Any]:
-        """`found`, a state dict of this optimizer, with state as torch would keep it."""
+        """Decode the state in `found`, a state dict of this optimizer, and return it."""
         for packed, group in zip(found["param_groups"], self.param_groups):
-            memory = self._state_spec(group)
+            spec = self._state_spec(group)
             for index, param in zip(packed["params"], group["params"]):
                 if index in found["state"]:
-                    found["state"][index] = portable.numbers(found["state"][index], param, memory)
+                    found["state"][index] = portable.numbers(found["state"][index], param, spec)
         return found
 
     # Checking -------------------------------------------------------------------------------------
@@ -143,13 +148,13 @@ class CheckedOptimizer(torch.optim.Optimizer):
             name = self._name(index, position)
             if param.is_complex():
                 raise UnsupportedTensorError(
-                    f"{name} is complex ({param.dtype}); {type(self).__name__} takes real tensors. "
+                    f"{name} is complex ({param.dtype}); {type(self).__name__} accepts real tensors. "
                     "Train torch.view_as_real(parameter)."
                 )
             if group["split_master"] and param.dtype is not torch.bfloat16:
                 raise UnsupportedTensorError(
-                    f"split_master=True, but {name} is {param.dtype}; a split master is the other half of a "
-                    "torch.bfloat16 parameter. Convert the model with model.bfloat16(), or leave split_master out."
+                    f"split_master=True, but {name} is {param.dtype}; a split master keeps the lower 16 bits of a "
+                    "torch.bfloat16 parameter. Convert the model with model.bfloat16(), or remove split_master."
                 )
 
     def _check_gradients(self, index: int, grads: list[Tensor | None]) -> None:
@@ -160,16 +165,16 @@ class CheckedOptimizer(torch.optim.Optimizer):
             name = self._name(index, position)
             if grad.layout is not torch.strided:
                 raise UnsupportedTensorError(
-                    f"the gradient of {name} is sparse ({grad.layout}); {type(self).__name__} takes dense gradients. "
+                    f"the gradient of {name} is sparse ({grad.layout}); {type(self).__name__} accepts dense ones. "
                     "Build the embedding with sparse=False, or give its weights to torch.optim.SparseAdam."
                 )
             if grad.device != param.device:
                 raise ValueError(f"the gradient of {name} is on {grad.device}, the parameter on {param.device}.")
             self._check_shapes(name, param, {"gradient": grad, **self.state.get(param, {})})
 
-    def _check_shapes(self, name: str, param: Tensor, beside: Mapping[str, Any]) -> None:
-        """Kernels read raw memory: tensors of another size than the parameter must never reach one."""
-        for key, value in beside.items():
+    def _check_shapes(self, name: str, param: Tensor, tensors: Mapping[str, Any]) -> None:
+        """Raise ValueError for a shape that differs from the parameter's: kernels read raw memory."""
+        for key, value in tensors.items():
             is_shaped = isinstance(value, Tensor) and self._is_shaped(key)
             if is_shaped and value.shape != param.shape:
                 raise ValueError(
@@ -182,8 +187,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """Return whether state `key` has its parameter's shape."""
         return key not in (STEP, ALIKE) and not key.endswith("_scale")
 
-    def _place(self, param: Tensor) -> tuple[int, int]:
-        """(group, position) of a parameter."""
+    def _position_of(self, param: Tensor) -> tuple[int, int]:
+        """Return (group, position) of a parameter."""
         for index, group in enumerate(self.param_groups):
             for position, other in enumerate(group["params"]):
                 if other is param:
@@ -200,7 +205,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Adopt loaded groups and state (torch calls this when loading and unpickling).
 
-        Raises ValueError, with nothing adopted, for options out of range and state that does not fit.
+        Raises ValueError for options out of range and state that does not fit; the optimizer is unchanged then.
         """
         previous = dict(self.__dict__)
         kept = [
@@ -217,7 +222,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 self._check_loaded_group(index, group)
                 for position, param in enumerate(group["params"]):
                     if self.state.get(param):
-                        loaded = loading.unboxed(self.state[param])
+                        loaded = loading.unbox_tensors(self.state[param])
                         self.state[param] = self._adopt(index, position, loaded)
         except (TypeError, ValueError):
             self.__dict__.update(previous)
@@ -225,19 +230,20 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     def _adopt(self, index: int, position: int, loaded: Mapping[str, Any]) -> dict[str, Any]:
         group = self.param_groups[index]
-        who = self._name(index, position)
-        with self._naming_loads():
-            return loading.adopt(loaded, group["params"][position], self._state_spec(group), who)
+        name = self._name(index, position)
+        with self._name_in_errors():
+            return loading.adopt(loaded, group["params"][position], self._state_spec(group), name)
 
     @contextmanager
-    def _naming_loads(self) -> Iterator[None]:
+    def _name_in_errors(self) -> Iterator[None]:
+        """Prefix ValueErrors about loaded state with the optimizer's class."""
         try:
             yield
         except ValueError as failure:
             raise ValueError(f"{type(self).__name__} cannot load this state: {failure}") from None
 
     def _check_loaded_group(self, index: int, group: Mapping[str, Any]) -> None:
-        # torch itself adds "differentiable" to the defaults whenever it loads.
+        # torch adds "differentiable" to the defaults when it loads.
         missing = [option for option in self.defaults if option not in group and option != "differentiable"]
         if missing:
             raise ValueError(
@@ -246,11 +252,43 @@ class CheckedOptimizer(torch.optim.Optimizer):
             )
         if group.get("differentiable"):
             raise ValueError(
-                f"the loaded group {index} has differentiable=True, and {type(self).__name__}'s steps have no "
-                "gradients of their own. Set it to False in the state dict, or keep torch's optimizer."
+                f"the loaded group {index} has differentiable=True; {type(self).__name__} has no autograd through "
+                "its steps. Set it to False in the state dict, or use torch's optimizer."
             )
         self._check_options(group)
 
 
-def _box(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    return {**state_dict, "state": loading.boxed(state_dict["state"])}
+def check_common(options: Mapping[str, Any]) -> None:
+    """Check the options that every FlatOptimizer has (one merged parameter group)."""
+    check_lr(options["lr"])
+    number("weight_decay", options["weight_decay"], 0)
+    for name in ("maximize", "split_master"):
+        flag(name, options[name])
+    StateFormat.parse(options["state_dtype"])
+    fused = optional_flag("fused", options["fused"])
+    foreach = optional_flag("foreach", options["foreach"])
+    if fused and foreach:
+        raise ValueError("fused=True and foreach=True; choose one, or leave both None.")
+
+
+def check_betas(options: Mapping[str, Any]) -> None:
+    """Check `betas`: two numbers in [0, 1)."""
+    betas = options["betas"]
+    if isinstance(betas, (str, Tensor)) or not hasattr(betas, "__len__") or len(betas) != 2:
+        raise TypeError(f"betas is {betas!r}; it must be two numbers in [0, 1), such as (0.9, 0.999).")
+    for position, beta in enumerate(betas):
+        number(f"betas[{position}]", beta, 0, 1)
+
+
+def check_lr(lr: Any) -> None:
+    """Check `lr`: a number >= 0 (0 freezes the weights but not the moments), or a tensor with one such element."""
+    if not isinstance(lr, Tensor):
+        number("lr", lr, 0)
+    elif lr.numel() != 1:
+        raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have exactly one element.")
+    else:
+        number("lr", float(lr), 0)
+
+
+def _box_state(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {**state_dict, "state": loading.box_tensors(state_dict["state"])}

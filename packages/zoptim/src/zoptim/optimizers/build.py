@@ -1,18 +1,16 @@
-"""Optimizers by name and option dict, as a DeepSpeed JSON config spells them.
+"""Optimizers by name and option dict, as in a DeepSpeed JSON config.
 
-Names: adam, adamw, sgd, adagrad, lamb, lion, muon and adafactor in any case build zoptim's own; every other class of
-torch.optim by its exact name builds torch's.  Names that DeepSpeed knows and zoptim does not have yet
-are refused as such.
+Names: adam, adamw, sgd, adagrad, lamb, lion, muon and adafactor, in any case, build zoptim's classes; the exact name
+of any other class of torch.optim builds torch's.  DeepSpeed optimizers that zoptim lacks raise NotAvailableYetError.
 
-What DeepSpeed's spelling means, and is kept:
+DeepSpeed's semantics:
 
 * "Adam" decouples the weight decay (it is AdamW) unless `adam_w_mode` is false.
-* weight_decay is 0 unless given, also for "AdamW" (torch's AdamW class has 0.01); "Lion" has lr 1e-3, betas (0.9,
-0.999).
-* `torch_adam` takes torch's class instead of ours.
-* `fp32_optimizer_states` (of Adam, AdamW, Lion, Adagrad): true keeps moments in float32 whatever the parameters are,
-false in the parameters' dtype, float32 included.  `state_dtype` says more.
-* `max_grad_norm` never clipped anything here: gradient_clipping does.
+* weight_decay defaults to 0, also for "AdamW" (torch's AdamW: 0.01); "Lion" defaults to lr 1e-3, betas (0.9, 0.999).
+* `torch_adam` selects torch's class instead of ours.
+* `fp32_optimizer_states` (Adam, AdamW, Lion, Adagrad): true keeps moments in float32 for any parameter dtype, false
+  in the parameters' dtype, which may be float32.  `state_dtype` has more choices.
+* `max_grad_norm` raises: optimizers do not clip; gradient_clipping does.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from typing import Any
 
 import torch
 
-from zoptim.checks import flag
-from zoptim.errors import NotAvailableYetError, UnknownNameError, check_option_names, did_you_mean
+from zoptim.checks import check_option_names, flag
+from zoptim.errors import NotAvailableYetError, UnknownNameError, did_you_mean
 from zoptim.optimizers.adam import Adam, AdamW
 from zoptim.optimizers.base import Params
 from zoptim.optimizers.table import ROWS, OptimizerRow
@@ -34,12 +32,12 @@ __all__ = ["make_optimizer"]
 
 _STATES = "fp32_optimizer_states"
 _DEEPSPEED_ADAM_OPTIONS = ("adam_w_mode", "torch_adam", _STATES)
-# Options of a class that its name in a config does not take.
+# Arguments of a class that a config cannot set.
 _NOT_IN_CONFIGS = frozenset({"params", "decoupled_weight_decay", "use_muon"})
 
 _ROWS = {row.name.lower(): row for row in ROWS}
 
-# Folded name -> what to use meanwhile.
+# Name in lower case -> the optimizer to use meanwhile.
 _NOT_YET = {
     "onebitadam": "AdamW",
     "zerooneadam": "AdamW",
@@ -51,20 +49,20 @@ _NOT_YET = {
 
 
 def make_optimizer(name: str, params: Params, options: Mapping[str, Any] | None = None) -> torch.optim.Optimizer:
-    """The optimizer that a config's `{"type": name, "params": options}` asks for.
+    """Build the optimizer of a config's `{"type": name, "params": options}`.
 
-    params: parameters, named parameters or group dicts, as torch.optim takes them.  Lists in `options` (as
-    JSON has them) become tuples.
+    params: parameters, named parameters or group dicts, as for torch.optim.  Lists in `options`, as in JSON, become
+    tuples.
 
     Raises UnknownNameError for an unknown name or option (with the nearest one), NotAvailableYetError for DeepSpeed
-    optimizers that are not here, ValueError or TypeError for values out of range.
+    optimizers that zoptim lacks, ValueError or TypeError for values out of range.
     """
     if not isinstance(name, str):
         raise TypeError(f"the optimizer's name is {name!r}; it must be a string such as 'AdamW'.")
     given = {key: tuple(v) if isinstance(v, list) else v for key, v in (options or {}).items()}
     if "max_grad_norm" in given:
         raise ValueError(
-            f"{name} was given max_grad_norm={given['max_grad_norm']!r}; optimizers do not clip here. "
+            f"{name} was given max_grad_norm={given['max_grad_norm']!r}; optimizers do not clip. "
             "Remove it and set gradient_clipping at the top level of the config."
         )
     row = _ROWS.get(name.lower())
@@ -94,9 +92,9 @@ def _make_adam(name: str, params: Params, options: dict[str, Any]) -> torch.opti
 
 
 def _states(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The format that DeepSpeed's switch asks for, which is taken out of `options`; {} where they have their own.
+    """Translate fp32_optimizer_states, removed from `options`, into a state_dtype; {} if it adds nothing.
 
-    Raises ValueError where both are given and say different things.
+    Raises ValueError if both are given and contradict each other.
     """
     if _STATES not in options:
         return {}
@@ -106,8 +104,8 @@ def _states(name: str, options: dict[str, Any]) -> dict[str, Any]:
         return {"state_dtype": "fp32" if in_fp32 else None}
     if given is not (StateFormat.FP32 if in_fp32 else StateFormat.BF16):
         raise ValueError(
-            f"{name} was given {_STATES}={in_fp32} and state_dtype={options['state_dtype']!r}, which say different "
-            "things. Remove one of the two."
+            f"{name} was given {_STATES}={in_fp32} and state_dtype={options['state_dtype']!r}, which contradict each "
+            "other. Remove one of the two."
         )
     return {}
 
@@ -117,8 +115,8 @@ def _make_torch_adam(name: str, params: Params, options: dict[str, Any], decoupl
     for option, default in ours.items():
         if (given := options.pop(option, default)) != default:
             raise ValueError(
-                f"{name} was given torch_adam=True and {option}={given!r}, which torch's Adam does not have. "
-                f"Remove one of the two; zoptim's own Adam honours {option}."
+                f"{name} was given torch_adam=True and {option}={given!r}, an option that torch's Adam lacks. "
+                f"Remove one of the two; zoptim's Adam supports {option}."
             )
     return torch.optim.AdamW(params, **options) if decoupled else torch.optim.Adam(params, **options)
 
@@ -131,7 +129,7 @@ def _make_own(row: OptimizerRow, name: str, params: Params, options: dict[str, A
 
 
 def _make_torch(name: str, params: Params, options: dict[str, Any]) -> torch.optim.Optimizer:
-    """A class of torch.optim by exact name; options pass through once their names are known."""
+    """Build a class of torch.optim by exact name; option names are checked, values pass through."""
     if name.lower() in _NOT_YET:
         raise NotAvailableYetError(
             f"the optimizer {name!r} is not available yet. Meanwhile use {_NOT_YET[name.lower()]}."
@@ -149,7 +147,7 @@ def _make_torch(name: str, params: Params, options: dict[str, Any]) -> torch.opt
 
 
 def _torch_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """torch.optim's optimizers by name, without the base class and without those that are ours to name."""
+    """Return torch.optim's optimizers by name, without the base class and without names that are ours."""
     return {
         name: value
         for name, value in sorted(vars(torch.optim).items())

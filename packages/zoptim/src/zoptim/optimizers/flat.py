@@ -1,18 +1,16 @@
-"""The base of zoptim's optimizers: torch's contract, plus two attributes that travel with a step.
+"""The base class of optimizers with kernels: torch's contract, plus `grad_scale` and `found_inf`.
 
-A training step has to unscale gradients, clip them and skip non-finite ones.  As passes of their own
-these read all gradients three more times.  Here they are two scalars that the update reads while it
-updates: `grad_scale` (divide by it: the loss scale over the clip coefficient) and `found_inf`
-(non-zero: change nothing).  torch's fused optimizers speak the same protocol, and
-torch.amp.GradScaler uses it when `_step_supports_amp_scaling` is set.  `p.grad` is never written.
+A training step unscales gradients, clips them and skips non-finite ones.  As separate passes these read all gradients
+three more times.  Here the update itself reads two scalars: `grad_scale`, the divisor (loss scale over clip
+coefficient), and `found_inf` (non-zero: the step changes nothing).  torch's fused optimizers have the same protocol,
+and torch.amp.GradScaler uses it if `_step_supports_amp_scaling` is set.  `p.grad` is never written.
 
-Most rules are elementwise: what happens to an element depends on that element alone, so an optimizer
-is correct on whole tensors and on flat shards that cut across tensors alike.  `elementwise` says so
-to whoever cuts.
+Most rules are elementwise: the update of an element depends on that element only, so whole tensors and flat shards
+give the same result wherever shards are cut.  The class attribute `elementwise` declares it.
 
-A step: sort the parameters into batches (`plan.py`, once), and update each batch by one kernel call, or by the pure
-rule in torch where there is no kernel for it.  A subclass says which options are legal, what it remembers of a
-parameter, and its rule twice: as numbers for the kernel (`_rule`, `_flags`, `_hyper`) and as torch (`_evaluate`).
+A step sorts the parameters into batches (`updates/plan.py`, once) and updates each batch by one kernel call, or by
+the pure rule in torch if it has no kernel.  A subclass defines the legal options, the state of a parameter, and its
+rule twice: for the kernel (`_rule`, `_flags`, `_hyper`) and in torch (`_evaluate`).
 """
 
 from __future__ import annotations
@@ -25,10 +23,9 @@ import torch
 from torch import Tensor
 
 from zoptim.backends.contract import BLOCK_NUMEL, Hyper, Streams
-from zoptim.backends.layouts import in_layout_of, is_dense, num_bytes
-from zoptim.backends.overlap import WrittenRanges
+from zoptim.backends.memory import WrittenRanges, byte_sizes, is_dense, match_layout
 from zoptim.backends.select import job_for, reason_without_kernels
-from zoptim.backends.signals import NO_SCALE, Signals, beside, is_skipped, read_signals
+from zoptim.backends.signals import NO_SCALE, Signals, is_skipped, read_signals, signals_on
 from zoptim.optimizers.base import CheckedOptimizer, Params
 from zoptim.shards.segments import Segment
 from zoptim.states.formats import StateFormat
@@ -40,10 +37,10 @@ from zoptim.updates.plan import (
     Entry,
     Plan,
     UpdatePath,
-    counts_apart,
+    fallback_reason,
+    has_part_counts,
     same_objects,
     sort_entries,
-    why_no_kernel,
 )
 
 __all__ = ["FlatOptimizer", "Params"]
@@ -52,21 +49,21 @@ __all__ = ["FlatOptimizer", "Params"]
 class FlatOptimizer(CheckedOptimizer):
     """A torch optimizer with kernels, state formats, and the grad_scale / found_inf protocol.
 
-    Options of every subclass: `state_dtype` (None, "fp32", "bf16", "8bit": what moments are kept as), `split_master`
-    (bf16 parameters with float32 precision), `maximize`, `foreach=True` (force the torch path), `fused=True` (demand
-    a kernel; None takes one wherever there is one).
+    Options of every subclass: `state_dtype` (None, "fp32", "bf16", "8bit": the format of moments), `split_master`
+    (bf16 parameters with float32 precision), `maximize`, `foreach=True` (force the torch path), `fused=True` (require
+    a kernel; None uses one wherever there is one).
     """
 
-    # Gradients are divided by it inside the update.  One element, any device; None or 1 divides nothing.
+    # The update divides gradients by it.  One element, any device; None or 1 divides nothing.
     grad_scale: Tensor | None = NO_SCALE
-    # One element, any device.  Non-zero: weights, state and step counts stay bit for bit as they are.
+    # One element, any device.  Non-zero: weights, state and step counts stay unchanged, bit for bit.
     found_inf: Tensor | None = None
-    # torch.amp.GradScaler hands the two scalars over instead of unscaling by itself.
+    # torch.amp.GradScaler passes the two scalars on instead of unscaling by itself.
     _step_supports_amp_scaling = True
-    # The update of an element reads that element only: shards may cut anywhere.
+    # The update of an element reads that element only: shards may be cut anywhere.
     elementwise: ClassVar[bool] = True
-    counts_on_device: ClassVar[bool] = True  # `step` lives beside the parameter
-    keeps_gradients: ClassVar[bool] = True  # a step only reads `p.grad`: whoever steps ahead need not copy it
+    counts_on_device: ClassVar[bool] = True  # `step` is on the parameter's device
+    keeps_gradients: ClassVar[bool] = True  # a step only reads `p.grad`: a speculative step need not copy it
     _rule: ClassVar[str]  # the name of the kernel text, csrc/rules/<name>.h
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
@@ -75,34 +72,36 @@ class FlatOptimizer(CheckedOptimizer):
 
     @property
     def block_numel(self) -> int:
-        """Elements that share a scale in the state; in a flat shard every tensor is to begin at a multiple of it."""
+        """Elements that share a scale; tensors of a flat shard must begin at multiples of it."""
         formats = (StateFormat.parse(group["state_dtype"]) for group in self.param_groups)
         return BLOCK_NUMEL if StateFormat.INT8 in formats else 1
 
     def mirror(self, master: Tensor, weight: Tensor) -> None:
-        """Tie a low-precision `weight` to its `master`, one of this optimizer's float32 parameters of the same shape.
+        """Tie a low-precision `weight` to its `master`, a float32 parameter of this optimizer with the same shape.
 
-        Each step writes the new master, rounded to nearest, into `weight` (bf16 or fp16) in the same pass; and where
-        `master` has no gradient of its own, `weight.grad` is read instead.
+        Each step writes the new master, rounded to nearest, into `weight` (bf16 or fp16) in the same pass.  If
+        `master.grad` is None, the step reads `weight.grad`.
 
         Raises ValueError for another shape, device or layout, TypeError for dtypes that do not fit.
         """
         if master.dtype is not torch.float32 or weight.dtype not in (torch.bfloat16, torch.float16):
             raise TypeError(
-                f"mirror was given a {master.dtype} master and a {weight.dtype} weight; it takes a torch.float32 "
-                "master, and a weight of torch.bfloat16 or torch.float16."
+                f"mirror was given a {master.dtype} master and a {weight.dtype} weight; it needs a torch.float32 "
+                "master and a torch.bfloat16 or torch.float16 weight."
             )
         here, there = (master.shape, master.device, master.stride()), (weight.shape, weight.device, weight.stride())
         if here != there:
-            raise ValueError(f"the master has shape, device and strides {here}, the weight {there}; they must agree.")
+            raise ValueError(
+                f"the master has shape, device and strides {here}, the weight {there}; they must be equal."
+            )
         self._mirrors[master] = weight
         self.clear_plans()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return the closure's loss, or None.
 
-        Phases: evaluate the closure, read the signals, plan all groups (which refuses what cannot be updated, before
-        the first write), update batch by batch.
+        Phases: evaluate the closure, read the signals, plan all groups (every check precedes the first write), update
+        batch by batch.
 
         Raises UnsupportedTensorError for sparse gradients, ValueError for tensors that do not fit or overlap.
         """
@@ -117,26 +116,26 @@ class FlatOptimizer(CheckedOptimizer):
             self._update_all(work, signals)
         return loss
 
-    # What a subclass says; and, of CheckedOptimizer, _check_options and _state_spec ----------------------------
+    # For subclasses; further _check_options and _state_spec of CheckedOptimizer ---------------------------------
 
     def _flags(self, group: Mapping[str, Any]) -> int:
-        """Flags of the kernel's rule for this group, see contract.Flag."""
+        """Return the flags of the kernel for this group, see contract.Flag."""
         raise NotImplementedError
 
     def _hyper(self, group: Mapping[str, Any]) -> Hyper:
-        """Hyperparameters of the kernel's rule."""
+        """Return the hyperparameters of the kernel for this group."""
         raise NotImplementedError
 
     def _evaluate(
         self, group: Mapping[str, Any], param: Tensor, grad: Tensor, moments: dict[str, Tensor], step: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The pure rule: new weight and moments of one tensor after update number `step` (1 is the first)."""
+        """Evaluate the pure rule: new weight and moments of one tensor after update number `step` (from 1)."""
         raise NotImplementedError
 
     def _update_all(self, work: Sequence[tuple[Mapping[str, Any], Batch]], signals: Signals) -> None:
         """Apply the rule in place to the batches of all groups."""
         for group, batch in work:
-            self._update(group, batch, beside(signals, batch.entries[0].param.device))
+            self._update(group, batch, signals_on(signals, batch.entries[0].param.device))
 
     def _update(self, group: Mapping[str, Any], batch: Batch, signals: Signals) -> None:
         """Apply the rule in place to a batch."""
@@ -147,56 +146,56 @@ class FlatOptimizer(CheckedOptimizer):
             self._update_in_torch(group, batch.entries, signals)
 
     def _update_in_torch(self, group: Mapping[str, Any], entries: list[Entry], signals: Signals) -> None:
-        """Apply the rule in place without a kernel; not called for skipped steps."""
+        """Apply the rule in place without a kernel.  Not called for skipped steps."""
         update_in_torch(self, group, entries, signals)
 
     def _rows(self, index: int, entry: Entry) -> Iterator[Entry]:
-        """The entry as kernels should see it; LAMB cuts flat shards into segments here."""
-        if counts_apart(entry.state):
+        """Yield the entries of a kernel call; LAMB and Muon split flat shards into segments here."""
+        if has_part_counts(entry.state):
             raise ValueError(
-                f"the parts of {self._name(index, entry.index)}, a flat shard, have been updated differently often, "
-                f"and {type(self).__name__} does not know where they lie. Step through the partition that made it."
+                f"the parts of {self._name(index, entry.index)}, a flat shard, have different step counts, and "
+                f"{type(self).__name__} does not know their positions. Step through the partition that made it."
             )
         yield entry
 
     def _cut(self, index: int, entry: Entry, segments: Sequence[Segment], *, flat: bool = True) -> Iterator[Entry]:
-        """The entries of the segments of a shard, flat or in their shapes.
+        """Yield an entry for each segment of a shard, flat or in its shape.
 
-        ValueError where one would share a block of codes, or for counts of another number of segments.
+        Raises ValueError for segments that share a block of 8-bit codes, and for a wrong number of step counts.
         """
         name = self._name(index, entry.index)
-        if counts_apart(entry.state) and len(entry.state[STEP]) != len(segments):
+        if has_part_counts(entry.state) and len(entry.state[STEP]) != len(segments):
             raise ValueError(f"{name} has {len(entry.state[STEP])} step counts for {len(segments)} segments.")
         for position, part in enumerate(segments):
             if part.start % BLOCK_NUMEL and any(key.endswith("_scale") for key in entry.state):
                 raise ValueError(
-                    f"{name} has a segment from {part.start} on and 8-bit states, whose scales belong to "
-                    f"{BLOCK_NUMEL} elements each. Align segments to {BLOCK_NUMEL}, or use bf16 states."
+                    f"{name} has a segment that starts at {part.start} and 8-bit states with one scale per "
+                    f"{BLOCK_NUMEL} elements. Align segments to {BLOCK_NUMEL}, or use bf16 states."
                 )
             yield entry.at(part.row, part.index, (-1,) if flat else part.shape, position)
 
     # Planning -------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: torch's three, and the weights that follow masters."""
+        """Return what copies and pickles contain: torch's three attributes, and the mirrors."""
         return {**super().__getstate__(), "_mirrors": self._mirrors}
 
     def _set_up(self) -> None:
-        # master -> the low-precision weight that follows it; loading state cuts no tie
+        # master -> its low-precision weight; kept when state is loaded
         self._mirrors: dict[Tensor, Tensor] = getattr(self, "_mirrors", {})
-        self._warned: set[str] = set()  # reasons for the torch path that were warned about
+        self._warned: set[str] = set()  # reasons for the torch path that have been warned about
         self.clear_plans()
 
     def clear_plans(self) -> None:
-        """Let go of the tensors of the last step; the next one plans anew.
+        """Release the tensors of the last step; the next step makes new plans.
 
-        For whoever has put views into `param_groups` for a step.
+        For callers that put views into `param_groups` for one step.
         """
         self._plans: dict[int, Plan] = {}
-        self._mirrored: tuple[list[Tensor], list[Tensor]] = ([], [])  # parameters last asked for, and their weights
+        self._mirrored: tuple[list[Tensor], list[Tensor]] = ([], [])  # parameters of the last query, their weights
 
     def _make_state_spec(self, group: Mapping[str, Any], names: tuple[str, ...], **more: Any) -> StateSpec:
-        """The memory of a group with these moments; `more` are further fields of StateSpec."""
+        """The state spec of a group with these moments; `more` are further fields of StateSpec."""
         master = Master.SPLIT if group["split_master"] else Master.WEIGHT
         state_format = StateFormat.parse(group["state_dtype"])
         return StateSpec(names=names, format=state_format, master=master, **{"squares": frozenset(), **more})
@@ -214,21 +213,21 @@ class FlatOptimizer(CheckedOptimizer):
         key = (group["foreach"], group["fused"], self._flags(group), self._state_spec(group))
         plan = self._plans.get(index)
         current = plan is not None and plan.is_current(key, params, self.state.values())
-        if plan is not None and current and plan.accept(grads, self._point(index)):
+        if plan is not None and current and plan.use_grads(grads, self._binder(index)):
             return plan
         plan = self._plans[index] = self._make_plan(index, key, grads)
         return plan
 
-    def _point(self, index: int) -> Callable[[Batch], None]:
-        def point(batch: Batch) -> None:
+    def _binder(self, index: int) -> Callable[[Batch], None]:
+        def bind(batch: Batch) -> None:
             self._check_read_overlap(index, batch)
             assert batch.job is not None
-            batch.job.point(batch.streams)
+            batch.job.bind(batch.streams)
 
-        return point
+        return bind
 
     def _make_plan(self, index: int, key: Any, grads: list[Tensor | None]) -> Plan:
-        """Phases: refuse what cannot be updated, make missing state, sort, lay out the kernel calls."""
+        """Phases: check gradients, create missing state, sort, prepare the kernel calls."""
         group = self.param_groups[index]
         self._check_gradients(index, grads)
         entries = [row for entry in self._entries(index, grads) for row in self._rows(index, entry)]
@@ -237,26 +236,26 @@ class FlatOptimizer(CheckedOptimizer):
             for path, members in sort_entries(entries, lambda entry: self._path_of(index, entry))
         ]
         copied = any(entry.grad is not grads[entry.index] for entry in entries if entry.part is None)
-        # A gradient in another layout is copied at every step: no key ever equals a fresh object.
+        # Gradients in another layout are copied at every step; a plan with the key object() is never reused.
         return Plan.make(object() if copied else key, group["params"], grads, batches, self.state.values())
 
     def _entries(self, index: int, grads: list[Tensor | None]) -> Iterator[Entry]:
-        """The parameters of the group that have gradients, with their state, made where missing."""
+        """Yield an entry for each parameter of the group that has a gradient."""
         for position, (param, grad) in enumerate(zip(self.param_groups[index]["params"], grads)):
             if grad is not None:
                 state = self._ready_state(index, position)
-                yield Entry(param, in_layout_of(grad, param), state, position, self._mirrors.get(param))
+                yield Entry(param, match_layout(grad, param), state, position, self._mirrors.get(param))
 
     def _ready_state(self, index: int, position: int) -> dict[str, Any]:
-        """The state of a parameter: made where missing, converted where a kernel could not read it as it is."""
+        """Return the state of a parameter, created or converted if a kernel could not read it."""
         group = self.param_groups[index]
-        param, memory = group["params"][position], self._state_spec(group)
+        param, spec = group["params"][position], self._state_spec(group)
         state: dict[str, Any] = self.state[param]
-        if not all(key in state for key in memory.first_keys_for(param)):
-            made = memory.make(param)
-            state.update({key: state.get(key, made[key]) for key in memory.first_keys_for(param)})
-        if is_dense(param) and not memory.is_readable(param, state):
-            state.update(adopt(state, param, memory, self._name(index, position)))
+        if not all(key in state for key in spec.first_keys_for(param)):
+            made = spec.make(param)
+            state.update({key: state.get(key, made[key]) for key in spec.first_keys_for(param)})
+        if is_dense(param) and not spec.is_readable(param, state):
+            state.update(adopt(state, param, spec, self._name(index, position)))
         return state
 
     def _path_of(self, index: int, entry: Entry) -> UpdatePath:
@@ -264,17 +263,17 @@ class FlatOptimizer(CheckedOptimizer):
         is_first = any(name not in entry.state for name in self._state_spec(group).lazy)
         if group["foreach"] or is_first:
             return UpdatePath.TORCH
-        reason = why_no_kernel(entry, reason_without_kernels)
+        reason = fallback_reason(entry, reason_without_kernels)
         if reason is None:
             return UpdatePath.KERNEL
         name = self._name(index, entry.index)
         if group["fused"]:
-            raise ValueError(f"fused=True, but {name} cannot take a kernel: {reason}. Leave fused=None.")
+            raise ValueError(f"fused=True, but {name} has no kernel: {reason}. Leave fused=None.")
         if reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(
-                f"{type(self).__name__} updates {name} by plain torch operations, which is slower: {reason}. "
-                "foreach=True chooses them without this warning.",
+                f"{type(self).__name__} updates {name} with plain torch operations, which are slower: {reason}. "
+                "Pass foreach=True to choose them without this warning.",
                 stacklevel=2,
             )
         return UpdatePath.TORCH
@@ -290,14 +289,14 @@ class FlatOptimizer(CheckedOptimizer):
         return batch
 
     def _streams(self, group: Mapping[str, Any], entries: list[Entry]) -> Streams:
-        memory = self._state_spec(group)
-        kept = [memory.streams(entry.state) for entry in entries]
+        spec = self._state_spec(group)
+        kept = [spec.streams(entry.state) for entry in entries]
         return Streams(
             weights=[entry.param for entry in entries],
             grads=[entry.grad for entry in entries],
             states=tuple(list(column) for column in zip(*(states for states, _ in kept))),
             scales=tuple(list(column) for column in zip(*(scales for _, scales in kept))),
-            remainders=[entry.state[REMAINDER] for entry in entries if memory.master is Master.SPLIT],
+            remainders=[entry.state[REMAINDER] for entry in entries if spec.master is Master.SPLIT],
             copies=[entry.copy for entry in entries if entry.copy is not None],
             steps=[entry.state[STEP] for entry in entries if STEP in entry.state],
         )
@@ -307,16 +306,16 @@ class FlatOptimizer(CheckedOptimizer):
         if isinstance(ranges, tuple):
             name = self._name(index, batch.entries[ranges[1]].index)
             raise ValueError(
-                f"the memory of {name} or of its state overlaps that of another tensor which the same step writes. "
-                "Give each parameter memory of its own; one tensor can be in one group, once."
+                f"the memory of {name} or of its state overlaps another tensor that the same step writes. "
+                "Give each parameter its own memory, and list each tensor once, in one group."
             )
-        batch.ranges, batch.grad_bytes = ranges, num_bytes(batch.streams.grads)
+        batch.ranges, batch.grad_bytes = ranges, byte_sizes(batch.streams.grads)
 
     def _check_read_overlap(self, index: int, batch: Batch) -> None:
         found = batch.find_overlap()
         if found is not None:
             name = self._name(index, batch.entries[found].index)
             raise ValueError(
-                f"the gradient of {name} overlaps memory that the step writes (a weight or a state). "
-                "Give the gradient memory of its own."
+                f"the gradient of {name} overlaps a weight or a state that the step writes. "
+                "Give the gradient its own memory."
             )

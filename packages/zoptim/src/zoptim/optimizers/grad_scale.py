@@ -1,8 +1,7 @@
-"""Giving any torch optimizer the grad_scale / found_inf attributes.
+"""Adapter that gives any torch optimizer the grad_scale / found_inf attributes.
 
-Whoever drives training wants one way to say "divide by this, and skip if that".  zoptim's optimizers and
-torch's fused ones read both inside their kernels; for the others the gradients are divided by one
-foreach call before they step.  The caller sees the same four things in all cases.
+A training loop then unscales, clips and skips in one way.  zoptim's optimizers and torch's fused ones read both
+attributes inside their kernels; for others the adapter divides the gradients by one foreach call before the step.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def supports_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def accept_grad_scale(optimizer: torch.optim.Optimizer) -> AcceptsGradScale:
-    """`optimizer` behind the four names of AcceptsGradScale.  Raises TypeError for anything else."""
+    """Return `optimizer` behind the interface AcceptsGradScale.  Raises TypeError unless it is a torch optimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer.")
     return _Forwarded(optimizer) if isinstance(optimizer, FlatOptimizer) else GradScaled(optimizer)
@@ -52,10 +51,10 @@ def accept_grad_scale(optimizer: torch.optim.Optimizer) -> AcceptsGradScale:
 
 @final
 class GradScaled:
-    """Any torch optimizer with grad_scale and found_inf.
+    """Adapter of a torch optimizer to grad_scale and found_inf.
 
-    found_inf is read on the host and a skipped step never reaches the optimizer: torch's fused kernels take
-    only exactly 1.0 for a skip, and its fused SGD leaves uninitialised momentum after a skipped first step.
+    found_inf is read on the host and a skipped step never calls the optimizer: torch's fused kernels skip only for
+    exactly 1.0, and its fused SGD leaves uninitialized momentum after a skipped first step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -64,10 +63,10 @@ class GradScaled:
         self.found_inf: Tensor | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Divide, then step; return what the optimizer returns, or None for a skipped step.
+        """Divide the gradients in place, then step; return the optimizer's result, or None for a skipped step.
 
-        Gradients are left divided.  A closure is called by the optimizer as usual, and each time the
-        gradients that it made are divided before the optimizer reads them.
+        The optimizer calls the closure as usual; after each call the new gradients are divided before the optimizer
+        reads them.
         """
         signals = read_signals(self.grad_scale, self.found_inf)
         if signals.found_inf is not None and bool(signals.found_inf):
@@ -75,7 +74,7 @@ class GradScaled:
         if signals.grad_scale is None:
             return _step(self.optimizer, closure)
         if supports_grad_scale(self.optimizer) and signals.grad_scale.dtype is torch.float32:
-            return self._step_fused(signals, closure)  # which reads float32
+            return self._step_fused(signals, closure)  # the fused kernels read float32
         if closure is not None:
             return _step(self.optimizer, lambda: self._divide_after(closure, signals))
         self._divide(signals)
@@ -110,7 +109,7 @@ class GradScaled:
 
 @final
 class _Forwarded:
-    """A FlatOptimizer under the adapter's names: the attributes are the optimizer's own."""
+    """Adapter of a FlatOptimizer; the attributes are the optimizer's own."""
 
     def __init__(self, optimizer: FlatOptimizer) -> None:
         self.optimizer = optimizer
@@ -136,5 +135,5 @@ class _Forwarded:
 
 
 def _step(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
-    """Optimizers outside torch.optim may take no closure at all: pass one only if there is one."""
+    """Pass a closure only if there is one: optimizers outside torch.optim may not accept it."""
     return optimizer.step() if closure is None else optimizer.step(closure)

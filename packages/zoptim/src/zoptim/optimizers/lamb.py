@@ -1,12 +1,11 @@
 """LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2), on tensors and on flat shards.
 
-LAMB is Adam whose step is scaled, for each tensor, by ||weight|| / ||direction||.  So it has to know what a tensor
-is: `place_segments` tells where the tensors lie in a flat shard, and who adds up the squares of tensors that are cut.
-`place_on_ranks` is the same in the words that all optimizers share.
+LAMB scales Adam's step of each tensor by ||weight|| / ||direction||, so it needs tensor boundaries: `place_segments`
+gives the positions of tensors in flat shards and the all-reduce for tensors that are cut.  `place_on_ranks` is the
+form that all shape-aware optimizers share.
 
-The kernel reads twice: moments and both sums of squares first, then the weights, with the direction computed again
-from the moments.  Rejected: keeping the direction (4 more bytes an element written and read, against one more
-division).
+The kernel makes two passes: moments and both sums of squares, then the weights, with the direction recomputed from
+the moments.  Rejected: storing the direction (4 more bytes per element written and read, against one division).
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ import torch
 from torch import Tensor
 
 from zoptim.backends.contract import BLOCK_NUMEL, Flag, Hyper, flags_of
-from zoptim.backends.signals import Signals, beside, is_skipped
+from zoptim.backends.signals import Signals, is_skipped, signals_on
 from zoptim.checks import flag, number
-from zoptim.optimizers.base import Params
+from zoptim.optimizers.base import Params, check_betas, check_common
 from zoptim.optimizers.flat import FlatOptimizer
-from zoptim.optimizers.options import check_betas, check_common
 from zoptim.rules.elementwise import AdamMoments, lamb_rule
-from zoptim.shards.lamb import HasHalves, LambInTorch
+from zoptim.shards.lamb import LambJob, TorchLambJob
 from zoptim.shards.ranks import Layout, Ranks, own_segments
 from zoptim.shards.segments import Segment
 from zoptim.states.formats import StateFormat
@@ -39,21 +37,21 @@ AllReduce = Callable[[Tensor], object]
 
 @attrs.frozen(eq=False)
 class LambLayout:
-    """Where tensors lie in flat shards, and who adds up the squares of those that are cut."""
+    """Positions of tensors in flat shards, and the reduction over ranks for tensors that are cut."""
 
     segments: Mapping[Tensor, tuple[Segment, ...]] = attrs.field(factory=dict)
     num_tensors: int = 0
-    all_reduce: AllReduce | None = None  # None: every segment is a tensor of its own
+    all_reduce: AllReduce | None = None  # None: every segment is a whole tensor
 
 
 class LAMB(FlatOptimizer):
     """LAMB: lr >= 0; betas in [0, 1); eps >= 0; weight_decay >= 0, part of the direction.
 
-    The trust ratio lies in [min_coeff, max_coeff], and is 1 where a norm is zero.  `eps_inside_sqrt` and
+    The trust ratio lies in [min_coeff, max_coeff], and is 1 if a norm is zero.  `eps_inside_sqrt` and
     `bias_correction` as in DeepSpeed.  For `state_dtype`, `split_master`, `fused` and `foreach` see FlatOptimizer.
 
-    State of a parameter: `step` () float32; `exp_avg`, `exp_avg_sq` of its shape and device, in float32 for float16
-    parameters too unless state_dtype says otherwise ("fp16" is refused: small second moments would become 0).
+    State of a parameter: `step` () float32; `exp_avg`, `exp_avg_sq` of its shape and device, float32 for float16
+    parameters too unless state_dtype is set ("fp16" raises: it would round small second moments to 0).
 
     Raises ValueError or TypeError naming the argument that is out of range.
     """
@@ -103,24 +101,24 @@ class LAMB(FlatOptimizer):
         num_tensors: int = 0,
         all_reduce: AllReduce | None = None,
     ) -> None:
-        """Say which tensors lie in flat shards: `segments[shard]` are the parts of tensors that the shard holds.
+        """Set the positions of tensors in flat shards: `segments[shard]` lists the parts that the shard holds.
 
-        A tensor that is cut has a segment on each rank that holds a part, with the same `index` < num_tensors;
-        `all_reduce` sums a (num_tensors, 2) float64 tensor over those ranks, in place, once a step on every rank
-        (not at all where found_inf, on the CPU, is set).  Without it, every segment is a tensor of its own.
+        A cut tensor has a segment on each rank that holds a part, with the same `index` < num_tensors; `all_reduce`
+        sums a (num_tensors, 2) float64 tensor over these ranks in place, once a step on every rank (no call if
+        found_inf is set and on the CPU).  Without `all_reduce`, every segment is a whole tensor.
 
         Raises ValueError for segments that overlap, lie outside, or do not suit 8-bit states.
         """
         if all_reduce is None:
             Segment.check_whole(segments)
         elif len({shard.device for shard in segments}) > 1:
-            raise ValueError("cut tensors need their shards on one device, where their squares are added up.")
+            raise ValueError("the shards of cut tensors must be on one device, where LAMB sums their squares.")
         for shard, parts in segments.items():
             Segment.check(parts, shard)
             for part in parts:
                 if all_reduce is not None and not 0 <= part.index < num_tensors:
                     raise ValueError(
-                        f"a segment has index {part.index}; num_tensors={num_tensors} allows 0 to one less."
+                        f"a segment has index {part.index}; num_tensors={num_tensors} allows [0, {num_tensors})."
                     )
         self._layout: LambLayout = LambLayout(
             {s: tuple(parts) for s, parts in segments.items()}, num_tensors, all_reduce
@@ -128,9 +126,9 @@ class LAMB(FlatOptimizer):
         self.clear_plans()
 
     def place_on_ranks(self, segments: Layout, ranks: Ranks) -> None:
-        """Say how tensors are cut over `ranks`, see [Note: cut tensors] in ranks.py; one sum a step from now on.
+        """Set the cuts of tensors over `ranks`, see [Note: cut tensors] in ranks.py; each step makes one all-reduce.
 
-        Raises ValueError as `place_segments` does, and for 8-bit states, whose scales cuts of tensors would cross.
+        Raises ValueError as `place_segments` does, and for 8-bit states, whose blocks the cuts would divide.
         """
         self.check_cuts()
         own = own_segments(segments, ranks)
@@ -140,24 +138,24 @@ class LAMB(FlatOptimizer):
         )
 
     def check_cuts(self) -> None:
-        """ValueError if a group has 8-bit states; to be asked before tensors are cut."""
+        """Raise ValueError if a group has 8-bit states.  Callers check before they cut tensors."""
         for index, group in enumerate(self.param_groups):
             if StateFormat.parse(group["state_dtype"]) is StateFormat.INT8:
                 raise ValueError(
                     f'parameter group {index} of LAMB has state_dtype="8bit", which needs a scale for every '
-                    f"{BLOCK_NUMEL} elements of one tensor, and tensors would be cut anywhere. "
+                    f"{BLOCK_NUMEL} elements of one tensor, but ZeRO cuts tensors anywhere. "
                     'Use state_dtype="bf16", or keep tensors whole (ZeRO stage 0 in fp32).'
                 )
 
     def _set_up(self) -> None:
         super()._set_up()
-        self._layout = self.__dict__.get("_layout", LambLayout())  # survives loading
+        self._layout = self.__dict__.get("_layout", LambLayout())  # kept when state is loaded
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         check_lamb(options)
 
     def _state_spec(self, group: Mapping[str, Any]) -> StateSpec:
-        # float16 takes a second moment below 6e-8 for 0, and the second reading would divide by eps alone.
+        # float16 rounds second moments below 6e-8 to 0; the second pass would divide by eps alone.
         narrow = frozenset({torch.float16})
         squares = frozenset({"exp_avg_sq"})
         return self._make_state_spec(
@@ -197,28 +195,28 @@ class LAMB(FlatOptimizer):
         super()._update_all([(group, batch) for group, batch in work if not is_cut(batch)], signals)
 
     def _update_cut(self, work: Sequence[tuple[Mapping[str, Any], Batch]], signals: Signals) -> None:
-        """Phases: moments and sums of squares of every batch; one reduction, even without a batch; weights."""
+        """Phases: moments and sums of squares of every batch; one all-reduce, even without a batch; weights."""
         found_inf = signals.found_inf
-        is_near = found_inf is not None and found_inf.device.type == "cpu"
-        if (is_near or any(batch.path is UpdatePath.TORCH for _, batch in work)) and is_skipped(signals):
+        is_on_host = found_inf is not None and found_inf.device.type == "cpu"
+        if (is_on_host or any(batch.path is UpdatePath.TORCH for _, batch in work)) and is_skipped(signals):
             return  # on every rank: they share found_inf
         device = next(iter(self._layout.segments)).device
-        everyone = torch.zeros(self._layout.num_tensors, 2, dtype=torch.float64, device=device)
-        halves = []
+        totals = torch.zeros(self._layout.num_tensors, 2, dtype=torch.float64, device=device)
+        jobs = []
         for group, batch in work:
             in_torch = batch.path is UpdatePath.TORCH
             job = (
-                LambInTorch(group, self._state_spec(group), batch.entries) if in_torch else cast(HasHalves, batch.job)
+                TorchLambJob(group, self._state_spec(group), batch.entries) if in_torch else cast(LambJob, batch.job)
             )
-            sums = job.sums(self._hyper(group), beside(signals, device))
+            sums = job.sums(self._hyper(group), signals_on(signals, device))
             parts = [(row, entry.part.tensor) for row, entry in enumerate(batch.entries) if entry.part]
             rows, tensors = torch.tensor(parts, device=device).unbind(1)
             assert sums is not None
-            everyone.index_add_(0, tensors, sums[rows])
-            halves.append((job, sums, rows, tensors))
-        cast(AllReduce, self._layout.all_reduce)(everyone)
-        for job, sums, rows, tensors in halves:
-            sums[rows] = everyone[tensors]
+            totals.index_add_(0, tensors, sums[rows])
+            jobs.append((job, sums, rows, tensors))
+        cast(AllReduce, self._layout.all_reduce)(totals)
+        for job, sums, rows, tensors in jobs:
+            sums[rows] = totals[tensors]
             job.apply()
 
     def _evaluate(
@@ -242,7 +240,7 @@ class LAMB(FlatOptimizer):
 
 
 def check_lamb(options: Mapping[str, Any]) -> None:
-    """Refuse options of LAMB (one merged parameter group) that are out of range or contradictory."""
+    """Check the options of LAMB (one merged parameter group)."""
     check_common(options)
     check_betas(options)
     number("eps", options["eps"], 0)
@@ -250,8 +248,8 @@ def check_lamb(options: Mapping[str, Any]) -> None:
         flag(name, options[name])
     if StateFormat.parse(options["state_dtype"]) is StateFormat.FP16:
         raise ValueError(
-            "state_dtype is fp16; LAMB takes fp32, bf16 and 8bit, because float16 rounds small second moments to 0."
+            "state_dtype is fp16; LAMB accepts fp32, bf16 and 8bit, because float16 rounds small second moments to 0."
         )
     low = number("min_coeff", options["min_coeff"], 0)
     if number("max_coeff", options["max_coeff"], 0) < low:
-        raise ValueError(f"max_coeff is {options['max_coeff']!r}, below min_coeff {low:g}; it must not be.")
+        raise ValueError(f"max_coeff is {options['max_coeff']!r}; it must be at least min_coeff, {low:g}.")

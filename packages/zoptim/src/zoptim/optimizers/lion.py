@@ -1,5 +1,4 @@
-"""Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2): one moment, steps of one
-size."""
+"""Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2): sign updates, one moment."""
 
 from __future__ import annotations
 
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 
 from zoptim.backends.contract import Flag, Hyper, flags_of
-from zoptim.optimizers.base import Params
+from zoptim.optimizers.base import Params, check_betas, check_common
 from zoptim.optimizers.flat import FlatOptimizer
-from zoptim.optimizers.options import check_betas, check_common
 from zoptim.rules.elementwise import lion_rule
 from zoptim.states.spec import StateSpec
 
@@ -20,13 +18,13 @@ __all__ = ["Lion"]
 
 
 class Lion(FlatOptimizer):
-    """Lion: every element moves by lr in the direction of the sign of an interpolated gradient.
+    """Lion: every element moves by lr against the sign of an interpolated gradient.
 
-    lr >= 0, a third to a tenth of AdamW's; betas in [0, 1): the interpolation of the step and that of the moment
-    (0.9, 0.99 in the paper, 0.9, 0.999 in DeepSpeed); weight_decay >= 0, decoupled, three to ten times AdamW's.  For
+    lr >= 0, a third to a tenth of AdamW's; betas in [0, 1): the interpolation factors of the step and of the moment
+    (0.9, 0.99 in the paper; 0.9, 0.999 in DeepSpeed); weight_decay >= 0, decoupled, three to ten times AdamW's.  For
     `state_dtype`, `split_master`, `fused` and `foreach` see FlatOptimizer.
 
-    State of a parameter: `exp_avg` of its shape and device; a `step` where rounding is stochastic.
+    State of a parameter: `exp_avg` of its shape and device; a `step` if rounding is stochastic.
 
     Raises ValueError or TypeError naming the argument that is out of range.
     """
@@ -87,6 +85,6 @@ class Lion(FlatOptimizer):
 
 
 def check_lion(options: Mapping[str, Any]) -> None:
-    """Refuse options of Lion (one merged parameter group) that are out of range."""
+    """Check the options of Lion (one merged parameter group)."""
     check_common(options)
     check_betas(options)

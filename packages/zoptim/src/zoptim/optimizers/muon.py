@@ -1,16 +1,15 @@
-"""Muon (Jordan et al. 2024): matrices step along their orthogonalised momentum, everything else takes AdamW.
+"""Muon (Jordan et al. 2024): matrices step along their orthogonalized momentum; other parameters use AdamW.
 
-A momentum matrix is replaced by the nearest (semi-)orthogonal one, found by a few Newton-Schulz iterations: matrix
-products only.  Matrices of one shape go through them together, one batched product for all the equal layers of a
-model.
+Newton-Schulz iterations replace a momentum matrix by approximately the nearest (semi-)orthogonal one, with matrix
+products only.  Matrices of one shape are stacked, so equal layers of a model share one batched product.
 
-Which parameters are matrices is a rule that the user can replace.  The default: two or more dims, unless the name
-says embedding or output head, whose rows are looked up one by one.  Each parameter group is split by the rule when it
-is added, so every option can still be set per half (`group["use_muon"]` tells them apart).
+`use_muon` decides which parameters are matrices.  The default: two or more dims, except embeddings and output heads
+by name, whose rows are independent.  Each parameter group is split when it is added, so that options can be set for
+each half; `group["use_muon"]` tells the halves apart.
 
-Muon looks at whole matrices.  On flat shards `place_segments` says where they lie; those that are cut over ranks are put
-together by `place_on_ranks` (muon.py).  [Note: the host] a Muon step reads found_inf on the host; its AdamW
-half does not.
+Muon needs whole matrices.  `place_segments` gives their positions in flat shards; after `place_on_ranks` ranks
+exchange matrices that are cut (shards/muon.py).  [Note: the host] the Muon half of a step reads found_inf on the
+host; its AdamW half does not.
 """
 
 from __future__ import annotations
@@ -31,32 +30,32 @@ from zoptim.shards.muon import BUFFER, STACK_NUMEL, MuonShards, Shard, matrix_sh
 from zoptim.shards.ranks import Layout, Ranks, own_segments
 from zoptim.shards.segments import Segment
 from zoptim.states.spec import StateSpec
-from zoptim.updates.fallback import count_update, divided_gradient, next_step, write_back
-from zoptim.updates.plan import Batch, Entry, UpdatePath, counts_apart
+from zoptim.updates.fallback import count_update, next_step, unscale_gradient, write_back
+from zoptim.updates.plan import Batch, Entry, UpdatePath, has_part_counts
 
 __all__ = ["Muon", "is_matrix"]
 
-# In the names of embeddings and output heads: "embed_tokens", GPT-2's "wte" and "wpe", "lm_head".
-_LOOKED_UP = ("embed", "wte", "wpe", "lm_head")
+# Parts of the names of embeddings and output heads: "embed_tokens", GPT-2's "wte" and "wpe", "lm_head".
+_EMBEDDING_WORDS = ("embed", "wte", "wpe", "lm_head")
 
 
 def is_matrix(name: str, param: Tensor) -> bool:
-    """The default rule: two or more dims, and no embedding or output head by name."""
-    return param.dim() >= 2 and not any(word in name.lower() for word in _LOOKED_UP)
+    """Return whether Muon takes a parameter by default: two or more dims, no embedding or output head by name."""
+    return param.dim() >= 2 and not any(word in name.lower() for word in _EMBEDDING_WORDS)
 
 
 class Muon(Adam):
-    """Muon for matrices, AdamW for the rest.
+    """Muon for matrices, AdamW for other parameters.
 
-    lr >= 0, for both unless `muon_lr` or `adam_lr` says otherwise; momentum in [0, 1); weight_decay >= 0, decoupled;
+    lr >= 0, for both unless `muon_lr` or `adam_lr` is given; momentum in [0, 1); weight_decay >= 0, decoupled;
     `ns_steps` Newton-Schulz iterations by `ns_method` "standard" or "gram"; `adjust_lr` "original" or
-    "match_rms_adamw"; betas and eps of the AdamW half.  `use_muon(name, parameter)` decides; pass named parameters
-    (`model.named_parameters()`) for names, else they are "".  For `state_dtype` and `split_master` see FlatOptimizer;
-    a group's `maximize` holds for both halves, its `fused` and `foreach` for AdamW.
+    "match_rms_adamw"; betas and eps of the AdamW half.  `use_muon(name, parameter)` decides; names are "" unless the
+    constructor receives named parameters (`model.named_parameters()`).  For `state_dtype` and `split_master` see
+    FlatOptimizer; a group's `maximize` applies to both halves, its `fused` and `foreach` to AdamW.
 
-    State: `momentum_buffer` of a matrix, a `step` where rounding is stochastic; of the others, Adam's.  That of
-    matrices moves to torch.optim.Muon and back.  A copy or a pickle keeps the groups, but neither `use_muon`, which
-    new groups would be split by, nor `place_segments`.
+    State of a matrix: `momentum_buffer`, and a `step` if rounding is stochastic; torch.optim.Muon can load it, and
+    vice versa.  State of other parameters: Adam's.  Copies and pickles keep the groups, but not `use_muon`, which
+    splits new groups, and not the segments.
 
     Raises ValueError or TypeError naming the argument that is out of range.
     """
@@ -83,7 +82,7 @@ class Muon(Adam):
         state_dtype: torch.dtype | str | None = None,
         split_master: bool = False,
     ) -> None:
-        _check_is_function(use_muon)
+        _check_callable(use_muon)
         self._is_matrix = use_muon
         self._rates = {True: muon_lr, False: adam_lr}
         self._muon_options = {
@@ -95,7 +94,7 @@ class Muon(Adam):
             "use_muon": False,
         }
         self._segments: dict[Tensor, tuple[Segment, ...]] = {}
-        self._vectors: dict[Tensor, tuple[Segment, ...]] = {}  # what lies in shards of AdamW
+        self._vectors: dict[Tensor, tuple[Segment, ...]] = {}  # segments in shards of AdamW
         self._shards: MuonShards | None = None
         super().__init__(
             params,
@@ -109,47 +108,49 @@ class Muon(Adam):
         )
 
     def place_segments(self, segments: Mapping[Tensor, Sequence[Segment]]) -> None:
-        """Say which tensors lie whole in flat shards, which are parameters of a group with `use_muon=True`.
+        """Set the positions of whole matrices in flat shards, which are parameters of groups with `use_muon=True`.
 
-        Segments of two or more dims are matrices; elements outside of them are padding and stay as they are.
+        Elements outside of segments are padding and stay unchanged.
 
-        Raises ValueError for segments that overlap, lie outside or are no matrices, and for shards of nobody's.
+        Raises ValueError for segments that overlap, lie outside or have fewer than two dims, and for shards that are
+        not parameters of this optimizer.
         """
         Segment.check_whole(segments)
         for shard, parts in segments.items():
-            self._place(shard)
+            self._position_of(shard)
             Segment.check(parts, shard)
             for part in parts:
                 if len(part.shape) < 2:
-                    raise ValueError(f"{part} is no matrix; give it to a group with use_muon=False.")
+                    raise ValueError(f"{part} is no matrix; put it into a group with use_muon=False.")
         self._segments, self._vectors = {shard: tuple(parts) for shard, parts in segments.items()}, {}
         self.clear_plans()
 
     def place_on_ranks(self, segments: Layout, ranks: Ranks) -> None:
-        """Say how tensors are cut over `ranks`, see [Note: cut tensors] in ranks.py; `step` communicates from now on.
+        """Set the cuts of tensors over `ranks`, see [Note: cut tensors] in ranks.py; `step` communicates afterwards.
 
-        Shards of groups with `use_muon=False` need it where step counts differ.  Raises ValueError as `place_segments` does.
+        Shards of groups with `use_muon=False` need it if step counts differ.  Raises ValueError as `place_segments`
+        does.
         """
-        mine = {s: parts for s, parts in segments.items() if self.param_groups[self._place(s)[0]]["use_muon"]}
+        mine = {s: parts for s, parts in segments.items() if self.param_groups[self._position_of(s)[0]]["use_muon"]}
         self._shards = MuonShards.make(mine, ranks)
         others = {shard: by_rank for shard, by_rank in segments.items() if shard not in mine}
         self._vectors = own_segments(others, ranks)
         self.clear_plans()
 
     def check_cuts(self) -> None:
-        """ValueError if a group of matrices has something else; to be asked before tensors are cut."""
+        """Raise ValueError if a group of matrices has other parameters.  Callers check before they cut tensors."""
         for index, group in enumerate(self.param_groups):
             for position, param in enumerate(group["params"]) if group["use_muon"] else ():
                 if param.dim() < 2 and param.requires_grad:
                     raise ValueError(
                         f"{self._name(index, position)} has shape {tuple(param.shape)}, which is no matrix. Let "
-                        "use_muon(name, parameter) say so, or put it into a group with use_muon=False."
+                        "use_muon(name, parameter) return False for it, or put it into a group with use_muon=False."
                     )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, split by the rule into matrices and the rest unless it says `use_muon` itself.
+        """Add a group; split it by the rule into matrices and others unless it has the key `use_muon`.
 
-        Raises what Adam raises.
+        Raises as Adam does.
         """
         for name, value in self._muon_options.items():
             self.defaults.setdefault(name, value)
@@ -160,7 +161,7 @@ class Muon(Adam):
         items = [given] if isinstance(given, Tensor) else list(given)
         pairs = [item if isinstance(item, tuple) else ("", item) for item in items]
         if isinstance(given, set) or not all(isinstance(param, Tensor) for _, param in pairs):
-            super().add_param_group(param_group)  # torch refuses it
+            super().add_param_group(param_group)  # torch raises
             return
         num_groups = len(self.param_groups)
         try:
@@ -178,7 +179,7 @@ class Muon(Adam):
             super().add_param_group({**rate, **param_group, "params": chosen, "use_muon": wanted})
 
     def _to_numbers(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Groups of matrices have the options of torch.optim.Muon too, which may load them."""
+        """Decode the state; groups of matrices also get the options of torch.optim.Muon, which may load them."""
         for group in found["param_groups"]:
             if group["use_muon"]:
                 group.update(ns_coefficients=COEFFICIENTS, adjust_lr_fn=group["adjust_lr"])
@@ -186,15 +187,17 @@ class Muon(Adam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:
-            self._translate(group, state.get("defaults", self.__dict__.get("defaults", {})))
+            self._translate_options(group, state.get("defaults", self.__dict__.get("defaults", {})))
         super().__setstate__(state)
 
     @staticmethod
-    def _translate(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Options of torch.optim.Muon become ours.  ValueError for other coefficients than ours."""
+    def _translate_options(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Translate options of torch.optim.Muon into ours.  Raises ValueError for other coefficients."""
         given = group.pop("ns_coefficients", COEFFICIENTS)
         if tuple(given) != COEFFICIENTS:
-            raise ValueError(f"the loaded group has ns_coefficients {given}; zoptim.Muon has {COEFFICIENTS} alone.")
+            raise ValueError(
+                f"the loaded group has ns_coefficients {given}; zoptim.Muon supports only {COEFFICIENTS}."
+            )
         if "adjust_lr_fn" in group:
             adjust_lr = group.pop("adjust_lr_fn") or "original"
             if "use_muon" not in group:  # torch wrote it; its eps is that of the iteration
@@ -206,12 +209,12 @@ class Muon(Adam):
         unset: dict[str, Any] = {
             "_is_matrix": is_matrix,
             "_rates": {True: None, False: None},
-            "_muon_options": {},  # the groups of a copy have them
+            "_muon_options": {},  # a copy has them in its groups
             "_segments": {},
             "_vectors": {},
             "_shards": None,
         }
-        for name, value in unset.items():  # loading keeps them, a copy has none
+        for name, value in unset.items():  # kept when state is loaded; a copy has none
             self.__dict__.setdefault(name, value)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
@@ -227,15 +230,15 @@ class Muon(Adam):
         return UpdatePath.TORCH if self.param_groups[index]["use_muon"] else super()._path_of(index, entry)
 
     def _rows(self, index: int, entry: Entry) -> Iterator[Entry]:
-        if entry.param in self._vectors and counts_apart(entry.state):
+        if entry.param in self._vectors and has_part_counts(entry.state):
             yield from self._cut(index, entry, self._vectors[entry.param])
         elif entry.param not in self._segments:
             is_cut = self._shards is not None and entry.param in self._shards.matrices
             if not is_cut and self.param_groups[index]["use_muon"] and entry.param.dim() < 2:
                 raise ValueError(
                     f"{self._name(index, entry.index)} has shape {tuple(entry.param.shape)}, which is no matrix. Put "
-                    "it into a group with use_muon=False; or, if it is a flat shard, say with place_segments where its "
-                    "matrices lie."
+                    "it into a group with use_muon=False; if it is a flat shard, give the positions of its matrices "
+                    "with place_segments."
                 )
             yield from [entry] if is_cut else super()._rows(index, entry)
         else:
@@ -264,36 +267,36 @@ class Muon(Adam):
             super()._update(group, batch, signals)
         elif not is_skipped(signals):
             for shape, entries in _stacks(batch.entries):
-                self._update_alike(group, shape, entries, signals)
+                self._update_stack(group, shape, entries, signals)
             count_update(batch.entries)
 
-    def _update_alike(
+    def _update_stack(
         self, group: Mapping[str, Any], shape: tuple[int, int], entries: list[Entry], signals: Signals
     ) -> None:
-        """Matrices of one shape, stacked."""
-        memory = self._state_spec(group)
+        """Update matrices of one shape, stacked."""
+        spec = self._state_spec(group)
 
         def stack(tensors: Iterable[Tensor]) -> Tensor:
             return torch.stack([tensor.reshape(shape) for tensor in tensors])
 
-        weight = stack(memory.read_weight(entry.param, entry.state) for entry in entries)
-        grad = stack(divided_gradient(entry, weight.dtype, signals) for entry in entries)
+        weight = stack(spec.read_weight(entry.param, entry.state) for entry in entries)
+        grad = stack(unscale_gradient(entry, weight.dtype, signals) for entry in entries)
         options = {name: group[name] for name in ("momentum", "weight_decay", "nesterov", "maximize")}
         options |= {name: group[name] for name in ("ns_steps", "ns_method", "adjust_lr")}
-        buffer = stack(memory.read(entry.state, BUFFER) for entry in entries)
+        buffer = stack(spec.read(entry.state, BUFFER) for entry in entries)
         new, buffer = muon_rule(weight, grad, buffer, lr=float(group["lr"]), **options)
         for entry, weight, moment in zip(entries, new, buffer):
             moments = {BUFFER: moment.view(entry.param.shape)}
-            write_back(memory, entry, weight.view(entry.param.shape), moments, next_step(entry))
+            write_back(spec, entry, weight.view(entry.param.shape), moments, next_step(entry))
 
 
-def _check_is_function(use_muon: object) -> None:
+def _check_callable(use_muon: object) -> None:
     if not callable(use_muon):
-        raise TypeError(f"use_muon is {use_muon!r}; it must be a function of a name and a parameter.")
+        raise TypeError(f"use_muon is {use_muon!r}; it must be a function (name, parameter) -> bool.")
 
 
 def _stacks(entries: Sequence[Entry]) -> Iterator[tuple[tuple[int, int], list[Entry]]]:
-    """Entries by the shape of their matrices, in stacks of bounded size: an update needs several copies of one."""
+    """Group entries by matrix shape, in stacks of bounded size: an update needs several copies of its stack."""
     alike: dict[tuple[int, int], list[Entry]] = {}
     for entry in entries:
         alike.setdefault(matrix_shape(entry.param.shape), []).append(entry)
@@ -304,7 +307,7 @@ def _stacks(entries: Sequence[Entry]) -> Iterator[tuple[tuple[int, int], list[En
 
 
 def check_muon(options: Mapping[str, Any]) -> None:
-    """Refuse options that Muon has beside Adam's (one merged parameter group) and that are out of range."""
+    """Check the options that Muon has beside Adam's (one merged parameter group)."""
     number("momentum", options["momentum"], 0, 1)
     integer("ns_steps", options["ns_steps"], 1)
     for name in ("nesterov", "use_muon"):

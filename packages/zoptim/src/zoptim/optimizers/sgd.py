@@ -1,9 +1,9 @@
 """Stochastic gradient descent with momentum, drop-in for torch.optim.SGD.
 
-[Note: the first momentum] torch starts the buffer as the gradient itself, so "the first update" is
-state: it is told by the absence of the buffer.  torch's fused path creates that buffer before it looks
-at found_inf, and a skipped first step leaves uninitialised memory behind; here a skipped first step
-leaves no buffer.  The price: the first update of a parameter takes the torch path.
+[Note: the first momentum] torch initializes the buffer with the gradient itself, so a missing buffer means "first
+update".  torch's fused path creates the buffer before it reads found_inf, so a skipped first step leaves
+uninitialized memory in it; here a skipped first step creates no buffer.  The cost: the first update of a parameter
+takes the torch path.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from zoptim._compat import SgdLists
 from zoptim.backends.contract import Flag, Hyper, flags_of
 from zoptim.backends.signals import Signals
 from zoptim.checks import flag, number
-from zoptim.optimizers.base import Params
+from zoptim.optimizers.base import Params, check_common
 from zoptim.optimizers.flat import FlatOptimizer
-from zoptim.optimizers.options import check_common
 from zoptim.rules.elementwise import sgd_rule
 from zoptim.states.spec import StateSpec
-from zoptim.updates.fallback import is_plain
+from zoptim.updates.fallback import fits_foreach
 from zoptim.updates.plan import Entry
 
 __all__ = ["SGD"]
@@ -38,8 +37,8 @@ class SGD(FlatOptimizer):
     `nesterov` needs momentum > 0 and dampening 0.  For `state_dtype`, `split_master`, `fused` and `foreach` see
     FlatOptimizer.
 
-    State of a parameter, by torch's name: `momentum_buffer` of the parameter's shape and device, from the first
-    update on and only with momentum; a `step` where rounding is stochastic.
+    State of a parameter: torch's `momentum_buffer` of the parameter's shape and device, created by the first update
+    and only with momentum; a `step` if rounding is stochastic.
 
     Raises ValueError or TypeError naming the argument that is out of range.
     """
@@ -112,13 +111,13 @@ class SGD(FlatOptimizer):
 
     def _update_in_torch(self, group: Mapping[str, Any], entries: list[Entry], signals: Signals) -> None:
         param = entries[0].param
-        if not is_plain(entries) or self._state_spec(group).dtype_for(param) is not param.dtype:
+        if not fits_foreach(entries) or self._state_spec(group).dtype_for(param) is not param.dtype:
             super()._update_in_torch(group, entries, signals)
             return
-        fresh = [entry for entry in entries if _BUFFER not in entry.state]
-        seasoned = [entry for entry in entries if _BUFFER in entry.state]
-        for some, first in ((fresh, True), (seasoned, False)):
-            grads = _compat.divided([entry.grad for entry in some], signals.grad_scale)
+        without_buffer = [entry for entry in entries if _BUFFER not in entry.state]
+        with_buffer = [entry for entry in entries if _BUFFER in entry.state]
+        for some, first in ((without_buffer, True), (with_buffer, False)):
+            grads = _compat.divide([entry.grad for entry in some], signals.grad_scale)
             kept = [entry.state[_BUFFER] for entry in some] if group["momentum"] and not first else []
             if some:
                 buffers = _compat.foreach_sgd(group, SgdLists([entry.param for entry in some], grads, kept, first))
@@ -127,7 +126,7 @@ class SGD(FlatOptimizer):
 
 
 def check_sgd(options: Mapping[str, Any]) -> None:
-    """Refuse options of SGD (one merged parameter group) that are out of range or contradictory."""
+    """Check the options of SGD (one merged parameter group)."""
     check_common(options)
     momentum = number("momentum", options["momentum"], 0)
     dampening = number("dampening", options["dampening"])

@@ -1,8 +1,8 @@
-"""The table of optimizers: one row, from which all but the optimizer's own files follow.
+"""The table of optimizers.
 
 An optimizer is its class (`optimizers/<name>.py`), its pure rule (`rules/`), its kernel text (`csrc/rules/<name>.h`,
-if it has one) and a row here.  `make_optimizer` builds by the rows, and `zoptim` exports their names, which are
-imported on first use: programs rarely name more than one optimizer.
+if it has one) and a row here.  `make_optimizer` and the public names of `zoptim` follow from the rows.  Modules are
+imported on first use: most programs use one optimizer.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:  # the public names of the rows, for type checkers
 class OptimizerRow:
     """One optimizer."""
 
-    name: str  # of the class; a config spells it in any case
+    name: str  # of the class; a config may spell it in any case
     module: str  # below zoptim.optimizers
-    rules: tuple[str, ...]  # public names below zoptim.rules: the pure rule, and what belongs to it
-    fp32_states: bool = False  # a config may give DeepSpeed's fp32_optimizer_states
-    defaults: Mapping[str, Any] = attrs.field(factory=dict)  # DeepSpeed's, where the class has others
+    rules: tuple[str, ...]  # public names below zoptim.rules: the pure rule and its moments
+    fp32_states: bool = False  # a config may have DeepSpeed's fp32_optimizer_states
+    defaults: Mapping[str, Any] = attrs.field(factory=dict)  # DeepSpeed's, if they differ from the class's
 
     def load(self) -> type[torch.optim.Optimizer]:
-        """The class, imported now."""
+        """Import and return the class."""
         cls: type[torch.optim.Optimizer] = getattr(importlib.import_module(self.path), self.name)
         return cls
 
@@ -78,6 +78,8 @@ ROWS = (
     ),
 )
 
-# Public name -> the module that has it.
-HOMES = {row.name: row.path for row in ROWS}
-HOMES |= {rule.rpartition(".")[2]: f"zoptim.rules.{rule.rpartition('.')[0]}" for row in ROWS for rule in row.rules}
+# Public name -> its module.
+MODULE_BY_NAME = {row.name: row.path for row in ROWS}
+MODULE_BY_NAME |= {
+    rule.rpartition(".")[2]: f"zoptim.rules.{rule.rpartition('.')[0]}" for row in ROWS for rule in row.rules
+}

@@ -1,1 +1,1 @@
-"""Update rules: pure functions, the reference for every kernel."""
+"""Update rules: pure functions, the reference of the kernels."""

@@ -1,9 +1,9 @@
-"""Adafactor as a pure function, in the form of elementwise.py: the definition that an Adafactor is measured against.
+"""The rule of Adafactor as a pure function, see elementwise.py.
 
-Shazeer and Stern 2018 keep, in place of the second moment of a matrix, the mean of its rows and the mean of its
-columns; their outer product, over the mean of either, is the best rank-one estimate.  torch's form is followed where
-it departs from the paper: means for sums, eps1 in the denominators instead of in the squares, and lr as the bound of
-the relative step.  Tensors of more than two dims are stacks of matrices in their last two.
+Shazeer and Stern 2018 replace the second moment of a matrix by the means of its rows and columns; their outer
+product, divided by the mean of either, is the best rank-one estimate.  Where torch departs from the paper, the rule
+follows torch: means for sums, eps1 in the denominators instead of in the squares, and lr as the bound of the relative
+step.  Tensors of more than two dims are stacks of matrices in their last two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["AdafactorMoments", "adafactor_rule"]
 
 @attrs.frozen(eq=False, kw_only=True)
 class AdafactorMoments:
-    """What Adafactor remembers of one tensor: a row and a column, or one variance for a vector or a scalar."""
+    """The state of Adafactor for one tensor: a row and a column, or one variance for a vector or a scalar."""
 
     step: int = 0  # updates applied so far
     row_var: Tensor | None = None  # (..., rows, 1), mean squares along each row
@@ -26,7 +26,7 @@ class AdafactorMoments:
 
     @classmethod
     def zeros(cls, param: Tensor) -> AdafactorMoments:
-        """The memory before the first update of `param`."""
+        """Return the state before the first update of `param`."""
         if param.dim() < 2:
             return cls(variance=torch.zeros_like(param))
         *stack, rows, cols = param.shape
@@ -45,10 +45,10 @@ def adafactor_rule(
     weight_decay: float = 0.0,
     maximize: bool = False,
 ) -> tuple[Tensor, AdafactorMoments]:
-    """Adafactor without momentum (Shazeer and Stern 2018, algorithms 4 to 6): the new parameter and moments.
+    """Adafactor without momentum (Shazeer and Stern 2018, algorithms 4 to 6): return the new parameter and moments.
 
-    The step is relative to the weights' root mean square, which counts as at least eps[1]; the update's own root mean
-    square is clipped at `d`.  eps[0] None is the machine epsilon of the parameter's dtype.
+    The step is relative to the root mean square of the weights, at least eps[1]; the root mean square of the update
+    is clipped at `d`.  eps[0] None is the machine epsilon of the parameter's dtype.
     """
     grad = -grad if maximize else grad
     eps1 = torch.finfo(param.dtype).eps if eps[0] is None else eps[0]
@@ -63,7 +63,7 @@ def adafactor_rule(
 def _estimate(
     square: Tensor, moments: AdafactorMoments, step: int, share: float, eps1: float
 ) -> tuple[AdafactorMoments, Tensor]:
-    """The moments after `square`, which weighs `share`, and the variance of every element that they stand for."""
+    """Return the moments after `square`, with weight `share`, and their estimate of each element's variance."""
 
     def mix(old: Tensor, new: Tensor) -> Tensor:
         return (1 - share) * old + share * new
@@ -71,8 +71,8 @@ def _estimate(
     if moments.variance is not None:
         variance = mix(moments.variance, square)
         return AdafactorMoments(step=step, variance=variance), variance
-    assert moments.row_var is not None, "a memory has a row and a column, or a variance"
-    assert moments.col_var is not None, "a memory has a row and a column, or a variance"
+    assert moments.row_var is not None, "moments have a row and a column, or a variance"
+    assert moments.col_var is not None, "moments have a row and a column, or a variance"
     row = mix(moments.row_var, square.mean(dim=-1, keepdim=True))
     column = mix(moments.col_var, square.mean(dim=-2, keepdim=True))
     after = AdafactorMoments(step=step, row_var=row, col_var=column)
@@ -80,5 +80,5 @@ def _estimate(
 
 
 def _root_mean_square(tensor: Tensor) -> float:
-    """In float64; 0 for an empty tensor."""
+    """Return the root mean square, computed in float64; 0 for an empty tensor."""
     return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0

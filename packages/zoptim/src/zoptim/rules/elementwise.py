@@ -1,11 +1,11 @@
-"""The update rules as pure functions: the definition that every kernel is measured against.
+"""The update rules as pure functions, the reference of the kernels.
 
-A rule takes tensors of any floating dtype and returns new tensors of that dtype; nothing is
-written in place and nothing is remembered, so the same call in float64 is the oracle for the
-float32 kernel, and the text of a rule can be read beside its paper.  A rule knows no loss scale:
-the caller divides the gradient first, which is what a kernel's `grad_scale` has to amount to.
+A rule accepts tensors of any floating dtype and returns new tensors of that dtype; it writes nothing in place and
+keeps no state, so the same call in float64 is the oracle of the float32 kernel, and the code can be compared with the
+paper.  A rule has no loss scale: the caller divides the gradient first, and a kernel's `grad_scale` must be
+equivalent.
 
-Rejected: sharing code with the kernels.  An oracle that calls what it judges judges nothing.
+Rejected: sharing code with the kernels; an oracle must be independent of the code under test.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["AdamMoments", "adagrad_rule", "adam_rule", "adamw_rule", "lamb_rule"
 
 @attrs.frozen(eq=False, kw_only=True)
 class AdamMoments:
-    """What Adam remembers of one tensor.  All tensors have the parameter's shape and dtype."""
+    """The state of Adam for one tensor.  All tensors have the parameter's shape and dtype."""
 
     step: int = 0  # updates applied so far
     exp_avg: Tensor  # running mean of the gradient
     exp_avg_sq: Tensor  # running mean of its square
-    max_exp_avg_sq: Tensor | None = None  # running maximum of exp_avg_sq; present means AMSGrad
+    max_exp_avg_sq: Tensor | None = None  # running maximum of exp_avg_sq, with AMSGrad
 
     @classmethod
     def zeros(cls, param: Tensor, *, amsgrad: bool = False) -> AdamMoments:
-        """The memory before the first update of `param`."""
+        """Return the state before the first update of `param`."""
         zero = torch.zeros_like(param)
         return cls(exp_avg=zero, exp_avg_sq=zero, max_exp_avg_sq=zero if amsgrad else None)
 
@@ -48,9 +48,9 @@ def adamw_rule(
     maximize: bool = False,
     bias_correction: bool = True,
 ) -> tuple[Tensor, AdamMoments]:
-    """Adam with the decay taken off the weights directly (Loshchilov and Hutter 2019, algorithm 2).
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2).
 
-    Returns the new parameter and the new moments.  AMSGrad is on when `moments` carries the maximum.
+    Returns the new parameter and the new moments.  AMSGrad applies if `moments` has the maximum.
     """
     direction, after = _adam_direction(-grad if maximize else grad, moments, betas, eps, bias_correction)
     return param * (1 - lr * weight_decay) - lr * direction, after
@@ -86,9 +86,9 @@ def sgd_rule(
     nesterov: bool = False,
     maximize: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Stochastic gradient descent in torch's form: the first buffer is the gradient, undampened.
+    """Stochastic gradient descent as in torch: the first buffer is the undampened gradient.
 
-    `momentum_buffer` is None before the first update, and stays None without momentum.
+    `momentum_buffer` is None before the first update, and always without momentum.
     """
     direction = (-grad if maximize else grad) + weight_decay * param
     if momentum == 0:
@@ -111,7 +111,7 @@ def adagrad_rule(
     eps: float = 1e-10,
     maximize: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Adagrad (Duchi et al. 2011) in torch's form, with L2 decay; `step` updates have been applied so far.
+    """Adagrad (Duchi et al. 2011) as in torch, with L2 decay; `step` updates have been applied before.
 
     Returns the new parameter and the new sum of squares.
     """
@@ -168,7 +168,7 @@ def lamb_rule(
 
 
 def trust_ratio(weight_norm: float, direction_norm: float, min_coeff: float, max_coeff: float) -> float:
-    """Return what LAMB multiplies the step of a tensor by; 1 where a norm is zero."""
+    """Return the factor of LAMB's step of a tensor; 1 if a norm is zero."""
     if weight_norm > 0 and direction_norm > 0:
         return min(max(weight_norm / direction_norm, min_coeff), max_coeff)
     return 1.0
@@ -177,7 +177,7 @@ def trust_ratio(weight_norm: float, direction_norm: float, min_coeff: float, max
 def lamb_direction(
     param: Tensor, grad: Tensor, moments: AdamMoments, options: Mapping[str, Any]
 ) -> tuple[Tensor, AdamMoments]:
-    """LAMB's step before the trust ratio, of any part of a tensor; `options` by the names of `lamb_rule`."""
+    """Return LAMB's direction, before the trust ratio, of any part of a tensor; `options` as for `lamb_rule`."""
     grad = -grad if options["maximize"] else grad
     names = ("betas", "eps", "bias_correction", "eps_inside_sqrt")
     direction, after = _adam_direction(grad, moments, *(options[name] for name in names))
@@ -192,7 +192,7 @@ def _adam_direction(
     bias_correction: bool,
     eps_inside: bool = False,
 ) -> tuple[Tensor, AdamMoments]:
-    """m-hat / (sqrt(v-hat) + eps), or / sqrt(v-hat + eps), and the moments that go with it."""
+    """Return m-hat / (sqrt(v-hat) + eps), or m-hat / sqrt(v-hat + eps), and the new moments."""
     beta1, beta2 = betas
     step = moments.step + 1
     mean = beta1 * moments.exp_avg + (1 - beta1) * grad

@@ -1,6 +1,6 @@
-"""Muon's rule as pure functions, in the form of elementwise.py, and the iteration that it rests on.
+"""The rule of Muon as pure functions, see elementwise.py, and the Newton-Schulz iteration.
 
-Unlike an elementwise rule it takes stacks: matrices of one shape in front of each other, one batched product for all.
+Unlike elementwise rules it accepts stacks of matrices of one shape, which share batched products.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)  # Jordan et al. 2024: the steepest slop
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5, method: str = "standard") -> Tensor:
-    """Matrices (..., rows, cols) with all singular values near 1 (0.7 to 1.2), and the same singular vectors.
+    """Return matrices (..., rows, cols) with the same singular vectors and singular values near 1 (0.7 to 1.2).
 
     Newton-Schulz with the quintic of Jordan et al. 2024.  "gram" iterates on the smaller Gram matrix and multiplies
-    by the matrix once at the end: fewer operations where one side is much longer.  Its factors grow to 3.4**steps in
-    the directions that the matrix lacks, where bf16 noise would come out larger than the signal: it runs in float32.
+    by the matrix once at the end: fewer operations if one side is much longer.  In the matrix's null directions its
+    factors grow to 3.4**steps, where bf16 noise would exceed the signal, so it runs in float32.
     """
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if tall else matrices
@@ -58,31 +58,31 @@ def muon_rule(
     adjust_lr: str = "original",
     maximize: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Muon on one matrix (or several of one shape, stacked in front): the new weight and the new momentum.
+    """Muon on one matrix, or a stack of one shape: return the new weight and the new momentum.
 
     adjust_lr "original" scales by sqrt(max(1, rows / cols)) (Jordan et al. 2024), "match_rms_adamw" by
     0.2 * sqrt(max(rows, cols)) (Liu et al. 2025).
     """
     direction, buffer = momentum_rule(grad, buffer, momentum=momentum, nesterov=nesterov, maximize=maximize)
-    moved = orthogonalize(compute_format(direction), ns_steps, ns_method).to(param.dtype)
+    update = orthogonalize(compute_format(direction), ns_steps, ns_method).to(param.dtype)
     scale = muon_scale(param.shape[-2], param.shape[-1], adjust_lr)
-    return param * (1 - lr * weight_decay) - lr * scale * moved, buffer
+    return param * (1 - lr * weight_decay) - lr * scale * update, buffer
 
 
 def momentum_rule(
     grad: Tensor, buffer: Tensor, *, momentum: float, nesterov: bool, maximize: bool
 ) -> tuple[Tensor, Tensor]:
-    """The elementwise half: the direction before it is orthogonalised, and the new momentum."""
+    """Return the direction before it is orthogonalized, and the new momentum: the elementwise half of the rule."""
     grad = -grad if maximize else grad
     buffer = momentum * buffer + (1 - momentum) * grad
     return (1 - momentum) * grad + momentum * buffer if nesterov else buffer, buffer
 
 
 def muon_scale(rows: int, cols: int, adjust_lr: str) -> float:
-    """Return what lr is multiplied by for a matrix of this shape."""
+    """Return the factor of lr for a matrix of this shape."""
     return math.sqrt(max(1, rows / max(1, cols))) if adjust_lr == "original" else 0.2 * math.sqrt(max(rows, cols))
 
 
 def compute_format(matrices: Tensor) -> Tensor:
-    """bf16 on accelerators, where the products run; float32 (or wider) elsewhere."""
+    """Cast to the dtype of the iteration: bf16 on GPUs, unchanged (float32 or wider) elsewhere."""
     return matrices.bfloat16() if matrices.is_cuda else matrices

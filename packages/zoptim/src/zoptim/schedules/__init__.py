@@ -1,6 +1,6 @@
-"""Learning-rate schedules: DeepSpeed's five laws, usable with any torch optimizer.
+"""Learning-rate schedules: DeepSpeed's five, for any torch optimizer.
 
-`laws` holds the curves as pure functions; the classes add a counter and write to the optimizer.
+`laws` has the curves as pure functions; the classes add a counter and set the optimizer's rates.
 """
 
 from zoptim.schedules.base import Schedule

@@ -1,4 +1,4 @@
-"""Schedules by name and parameter dict: DeepSpeed's five, and every scheduler of torch by exact name."""
+"""Schedules by name and parameter dict: DeepSpeed's five, and torch's schedulers by exact name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim import lr_scheduler as torch_schedulers
 
-from zoptim.errors import UnknownNameError, check_option_names, did_you_mean
+from zoptim.checks import check_option_names
+from zoptim.errors import UnknownNameError, did_you_mean
 from zoptim.schedules.base import Schedule
 from zoptim.schedules.cycle import LRRangeTest, OneCycle
 from zoptim.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -18,7 +19,7 @@ __all__ = ["LRSchedule", "make_schedule"]
 
 
 class LRSchedule(Protocol):
-    """What this package's schedules and torch's have in common."""
+    """The interface that zoptim's schedules and torch's have in common."""
 
     def step(self) -> None: ...
 
@@ -35,10 +36,9 @@ _OWN: dict[str, type[Schedule]] = {
 
 
 def make_schedule(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any] | None = None) -> LRSchedule:
-    """The schedule that a config's `{"type": name, "params": params}` asks for.
+    """Build the schedule of a config's `{"type": name, "params": params}`.
 
-    A torch scheduler is returned as torch made it (ReduceLROnPlateau and SWA-style ones want their own
-    arguments to step()).
+    Schedulers of torch are returned unwrapped: step() of ReduceLROnPlateau and others has arguments of its own.
 
     Raises UnknownNameError for an unknown name or parameter (with the nearest one), ValueError for a missing
     parameter, ValueError or TypeError for values out of range.

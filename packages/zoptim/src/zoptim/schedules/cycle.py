@@ -8,27 +8,27 @@ import torch
 
 from zoptim.checks import flag, integer, number
 from zoptim.schedules import laws
-from zoptim.schedules.base import Rate, Schedule, checked
+from zoptim.schedules.base import Rate, Schedule, check_optimizer
 
 __all__ = ["LRRangeTest", "OneCycle"]
 
-_SECOND = 0.99  # betas[1], where momentum is cycled as in DeepSpeed
+_SECOND_BETA = 0.99  # betas[1] while momentum is cycled, as in DeepSpeed
 
 
 class OneCycle(Schedule):
     """One triangle cycle_min_lr -> cycle_max_lr -> cycle_min_lr, then a decay without end.
 
-    The rise takes cycle_first_step_size updates and the fall cycle_second_step_size (None: as many), each in
-    so many stairs (0: a straight line; second None: as the first).  After the cycle, k updates later, the
-    lr is cycle_min_lr / (1 + decay_lr_rate * k / decay_step_size); a decay_step_size of 0 means no decay.
-    With cycle_momentum, betas[0] of every group that has betas runs the mirrored triangle between
-    cycle_max_mom and cycle_min_mom, and then grows with decay_mom_rate.  Rates and momenta are
-    one number for all groups, or one for each.
+    The rise takes cycle_first_step_size updates, the fall cycle_second_step_size (None: as many).  Each has as many
+    stairs as its stair count (0: a straight line; second None: as the first).  k updates after the cycle the lr is
+    cycle_min_lr / (1 + decay_lr_rate * k / decay_step_size); a decay_step_size of 0 means no decay.  With
+    cycle_momentum, betas[0] of every group that has betas follows the mirrored triangle between cycle_max_mom and
+    cycle_min_mom and then grows with decay_mom_rate.  Rates and momenta are one number for all groups, or one for
+    each.
 
-    As in DeepSpeed betas[0] begins at cycle_min_mom, and betas[1] becomes 0.99, which a warning says where it was
-    something else; `exact_peak=True` begins at cycle_max_mom and leaves betas[1]: see [Note: exact peak] in laws.py.
+    As in DeepSpeed, betas[0] begins at cycle_min_mom and betas[1] becomes 0.99, with a warning if it was another
+    value; `exact_peak=True` begins at cycle_max_mom and keeps betas[1]: see [Note: exact peak] in laws.py.
 
-    Raises ValueError where decay_mom_rate brings a momentum to 1, from which Adam diverges.
+    Raises ValueError if decay_mom_rate lets a momentum reach 1, where Adam diverges.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class OneCycle(Schedule):
         *,
         exact_peak: bool = False,
     ) -> None:
-        checked(optimizer)
+        check_optimizer(optimizer)
         first = integer("cycle_first_step_size", cycle_first_step_size, 1)
         second = first if cycle_second_step_size is None else cycle_second_step_size
         stairs = integer("cycle_first_stair_count", cycle_first_stair_count)
@@ -72,15 +72,15 @@ class OneCycle(Schedule):
         return [(low + (high - low) * height) / decay for low, high in zip(lows, highs)]
 
     def momenta(self, t: int) -> list[float]:
-        """The law of betas[0], one per group.  Pure."""
+        """Evaluate the law of betas[0], one per group.  Pure."""
         height, decay = laws.triangle(t, *self.sizes, self.stairs), self._decay(t, self.decay_rates[1])
         lows, highs = self._momentum_limits()
         return [(high - (high - low) * height) * decay for low, high in zip(lows, highs)]
 
     def get_mom(self) -> list[tuple[float, ...]] | None:
-        """The law's betas of every group; None where momentum is left alone.
+        """Return the law's betas of every group; None if momentum is not cycled.
 
-        Before the first update the optimizer has others, see [Note: exact peak] in laws.py.
+        Before the first update the optimizer's betas differ, see [Note: exact peak] in laws.py.
         """
         return self._betas(self.momenta(self.last_batch_iteration)) if self.cycles_momentum else None
 
@@ -93,10 +93,10 @@ class OneCycle(Schedule):
 
     def _betas(self, momenta: list[float]) -> list[tuple[float, ...]]:
         rest = [tuple(group.get("betas", ())[1:]) for group in self.optimizer.param_groups]
-        return [(first, *(second if self.exact_peak else (_SECOND,))) for first, second in zip(momenta, rest)]
+        return [(first, *(second if self.exact_peak else (_SECOND_BETA,))) for first, second in zip(momenta, rest)]
 
     def _apply(self) -> None:
-        """Decide first, so that what is refused leaves the optimizer as it was."""
+        """Check first, so that an error leaves the optimizer unchanged."""
         t = self.last_batch_iteration
         begins = t < 0 and not self.exact_peak
         momenta = self._momentum_limits()[0] if begins else self.momenta(t)
@@ -110,7 +110,7 @@ class OneCycle(Schedule):
     def _check_growth(self, momenta: list[float]) -> None:
         if self.cycles_momentum and max(momenta, default=0.0) >= 1:
             raise ValueError(
-                f"after {self.last_batch_iteration + 1} updates decay_mom_rate {self.decay_rates[1]:g} has brought "
+                f"after {self.last_batch_iteration + 1} updates decay_mom_rate {self.decay_rates[1]:g} raised "
                 f"betas[0] to {max(momenta):g}; it must stay below 1. Give a smaller decay_mom_rate, or 0."
             )
 
@@ -118,7 +118,7 @@ class OneCycle(Schedule):
 class LRRangeTest(Schedule):
     """lr_range_test_min_lr * (1 + lr_range_test_step_rate * x), x = updates / lr_range_test_step_size.
 
-    The rate grows until training diverges, which tells how large it may be.  lr_range_test_staircase floors x.
+    The rate grows until training diverges, which shows the largest usable rate.  lr_range_test_staircase floors x.
     lr_range_test_min_lr: one number for all groups, or one for each.
     """
 
@@ -146,17 +146,18 @@ def _has_betas(optimizer: torch.optim.Optimizer) -> bool:
     if any("betas" in group for group in optimizer.param_groups):
         return True
     warnings.warn(
-        f"cycle_momentum has nothing to cycle: {type(optimizer).__name__} has no betas. Set cycle_momentum to false.",
+        f"cycle_momentum has no effect: {type(optimizer).__name__} has no betas. Set cycle_momentum to false.",
         stacklevel=3,
     )
     return False
 
 
 def _warn_second_beta(optimizer: torch.optim.Optimizer) -> None:
-    found = {group["betas"][1] for group in optimizer.param_groups if "betas" in group} - {_SECOND}
+    found = {group["betas"][1] for group in optimizer.param_groups if "betas" in group} - {_SECOND_BETA}
     if found:
         warnings.warn(
-            f"OneCycle sets betas[1] to {_SECOND}, as in DeepSpeed; the optimizer's, {', '.join(map(str, found))}, "
-            "has no effect. exact_peak=True leaves it, cycle_momentum=False leaves both betas.",
+            f"OneCycle sets betas[1] to {_SECOND_BETA}, as in DeepSpeed; the optimizer's value, "
+            f"{', '.join(map(str, found))}, has no effect. exact_peak=True keeps it, cycle_momentum=False keeps both "
+            "betas.",
             stacklevel=3,
         )

@@ -1,15 +1,15 @@
 """The learning-rate laws of DeepSpeed's five schedules, as pure functions.
 
-`t` is DeepSpeed's `last_batch_iteration`: -1 before the first applied update, 0 after it.  The update
-that comes next runs with the value at t, so a run is fully described by the number of applied updates
-and the parameters: nothing accumulates, and a resumed run cannot drift.
+`t` is DeepSpeed's `last_batch_iteration`: -1 before the first applied update, 0 after it.  The next update runs with
+the value at t, so the number of applied updates and the parameters describe a run completely: nothing accumulates,
+and a resumed run cannot drift.
 
-[Note: exact peak] The compatible laws have four oddities: the first *two* updates run at the minimum
-(t = -1 and t = 0; with a minimum of 0 two batches are wasted; the cosine's first runs at 0 whatever its minimum);
-the cosine starts one notch below the peak and never touches it; OneCycle's momentum begins at its minimum and then
-jumps up to where the mirrored triangle is; and it sets betas[1] to 0.99.  The functions called `exact_*` are the same
-curves without them, counting the coming update k = t + 1 from zero: update k of an n-update warm-up has the fraction
-(k + 1) / n, so the first one moves and update n - 1 runs at the peak itself; decay and cosine start there.
+[Note: exact peak] The compatible laws have four oddities: the first *two* updates run at the minimum (t = -1 and
+t = 0; with a minimum of 0 two batches are wasted; the cosine's first runs at 0 for any minimum); the cosine starts
+one step below the peak and never reaches it; OneCycle's momentum begins at its minimum and then jumps to the mirrored
+triangle; and it sets betas[1] to 0.99.  The functions `exact_*` are the same curves without these, counting the next
+update k = t + 1 from zero: update k of an n-update warm-up has the fraction (k + 1) / n, so the first one moves and
+update n - 1 runs at the peak; decay and cosine start there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 def warmup_fraction(t: int, num_steps: int, kind: str) -> float:
     """0 at t <= 0, 1 from t = num_steps on (num_steps >= 2).  kind: "log" or "linear".
 
-    The logarithmic form, ln(t + 1) / ln(num_steps), is at 1 one step earlier.
+    The logarithmic form, ln(t + 1) / ln(num_steps), reaches 1 one step earlier.
     """
     if t < 0:
         return 0.0
@@ -86,8 +86,8 @@ def exact_cosine_ratio(t: int, num_steps: int, total: int, kind: str, lows: tupl
 def triangle(t: int, first: int, second: int, stairs: tuple[int, int] = (0, 0)) -> float:
     """0 at t = -1, up to 1 after `first` updates, down to 0 after `second` more, and 0 from there on.
 
-    Where `second` is 0 the peak is not reached: the cycle is over there.  stairs: steps into which the rise and the
-    fall are cut, each at the height of its lower end; 0 is a straight line.
+    If `second` is 0 the peak is not reached: the cycle ends there.  stairs: the numbers of steps of the rise and the
+    fall, each at the height of its lower end; 0 is a straight line.
     """
     k = t + 1
     if k >= first + second:
@@ -107,10 +107,10 @@ def range_test_factor(t: int, size: int, rate: float, staircase: bool) -> float:
 
 
 def _half_cosine(progress: float, low: float) -> float:
-    """From 1 at progress 0 to `low` at progress 1 and beyond."""
+    """Return half a cosine: 1 at progress 0, `low` from progress 1 on."""
     return low + (1 - low) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
 def _stepped(k: int, size: int, stairs: int) -> float:
-    """k / size, cut down to a whole number of equal stairs."""
+    """Return k / size, rounded down to a whole number of equal stairs."""
     return k * stairs // size / stairs if stairs else k / size

@@ -1,4 +1,4 @@
-"""Warm-up schedules: hold, decay in a line, or decay along a cosine afterwards."""
+"""Warm-up schedules, followed by a constant rate, a linear decay or a cosine decay."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 
 
 class _NotGiven(float):
-    """A default that overrides what the optimizer says, which its user hears of."""
+    """A default that overrides the optimizer's value, with a warning."""
 
 
 _MAX_LR = _NotGiven(0.001)  # DeepSpeed's
 
 
 class WarmupLR(Schedule):
-    """From warmup_min_lr to warmup_max_lr over warmup_num_steps updates, then constant.
+    """Warm-up from warmup_min_lr to warmup_max_lr over warmup_num_steps updates, then a constant rate.
 
-    warmup_max_lr: None means each group's own lr.  warmup_type: "log" or "linear".  As in DeepSpeed, fewer
-    than 2 warm-up steps count as 2, and the first two updates run at warmup_min_lr.  `exact_peak=True` drops
-    both: see [Note: exact peak] in laws.py.
+    warmup_max_lr: None means each group's own lr.  warmup_type: "log" or "linear".  As in DeepSpeed, fewer than 2
+    warm-up steps count as 2, and the first two updates run at warmup_min_lr.  `exact_peak=True` changes both: see
+    [Note: exact peak] in laws.py.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class WarmupLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def fraction(self, t: int) -> float:
-        """How far from warmup_min_lr (0) to warmup_max_lr (1).  Pure."""
+        """Return the fraction of the way from warmup_min_lr (0) to warmup_max_lr (1).  Pure."""
         law = laws.exact_warmup_fraction if self.exact_peak else laws.warmup_fraction
         return law(t, self.warmup_num_steps, self.warmup_type)
 
@@ -59,10 +59,10 @@ class WarmupLR(Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """WarmupLR, then a straight line down to warmup_min_lr at total_num_steps.
+    """WarmupLR, then a linear decay to warmup_min_lr at total_num_steps.
 
-    As in DeepSpeed, warmup_max_lr is 0.001 unless given, whatever the optimizer's lr is, which a warning says; None
-    means each group's own lr.
+    As in DeepSpeed, warmup_max_lr defaults to 0.001, with a warning if the optimizer's lr differs; None means each
+    group's own lr.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class WarmupDecayLR(WarmupLR):
         if isinstance(warmup_max_lr, _NotGiven) and (other := [lr for lr in self.base_lrs if lr != _MAX_LR]):
             warnings.warn(
                 f"WarmupDecayLR was given no warmup_max_lr and rises to {_MAX_LR:g}, as in DeepSpeed; the "
-                f"optimizer's lr, {', '.join(f'{lr:g}' for lr in other)}, has no effect. Give warmup_max_lr; "
-                "None takes the optimizer's.",
+                f"optimizer's lr, {', '.join(f'{lr:g}' for lr in other)}, has no effect. Set warmup_max_lr; "
+                "None means the optimizer's lr.",
                 stacklevel=2,
             )
 
@@ -101,9 +101,9 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """Each group's own lr times a ratio: warmup_min_ratio to 1, then along half a cosine to cos_min_ratio.
+    """Each group's own lr times a ratio: from warmup_min_ratio to 1, then along half a cosine to cos_min_ratio.
 
-    As in DeepSpeed the ratio is 0 for the first update and never reaches 1; `exact_peak=True` mends both: see
+    As in DeepSpeed, the ratio is 0 for the first update and never reaches 1; `exact_peak=True` corrects both: see
     [Note: exact peak] in laws.py.
     """
 
@@ -130,7 +130,7 @@ class WarmupCosineLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def ratio(self, t: int) -> float:
-        """Return what every group's own lr is multiplied by.  Pure."""
+        """Return the factor of every group's own lr.  Pure."""
         law = laws.exact_cosine_ratio if self.exact_peak else laws.cosine_ratio
         return law(t, self.warmup_num_steps, self.total_num_steps, self.warmup_type, self.low_ratios)
 

@@ -1,1 +1,1 @@
-"""Optimizers whose update needs a whole tensor (LAMB, Muon, Adafactor), on shards of it."""
+"""Shards of the optimizers that need whole tensors: LAMB, Muon, Adafactor."""

@@ -1,18 +1,18 @@
-"""Adafactor on shards: ranks add up the rows and columns of the matrices that are cut over them.
+"""Adafactor on shards: ranks sum the rows and columns of matrices that are cut over them.
 
-See [Note: cut tensors] in ranks.py.  A step has three passes over the gradients of this rank and two messages:
+See [Note: cut tensors] in ranks.py.  A step has three passes over this rank's gradients and two all-reduces:
 
-    sums    squares by row and by column, and of the weights        -> a message: rows + cols + 1 numbers a cut matrix
-    clip    squares of the update that rows and columns now give    -> a message: a number a cut tensor
+    sums    squares by row and by column, and of the weights     -> all-reduce: rows + cols + 1 numbers per cut matrix
+    clip    squares of the update that rows and columns give     -> all-reduce: one number per cut tensor
     apply   the update again, clipped, into the weights
 
-Both messages are float64, and what is added up in them has been rounded to float32 element by element before: the
-sums are the same wherever a tensor is cut, but for the last bits of float64, so that float32 results do not depend
-on the number of ranks.  Every rank that holds a part of a matrix keeps all its rows and columns, which is little;
-vectors keep their variance where their elements are.
+Both all-reduces are float64, and their terms are rounded to float32 element by element before.  The sums thus do not
+depend on the cuts except in the last bits of float64, and float32 results do not depend on the number of ranks.  Each
+rank that holds a part of a matrix keeps all rows and columns, which are small; vectors keep the variance of their own
+elements.
 
-Rejected: keeping the update between the last two passes (4 bytes an element of the shard, against one more pass of a
-rule that nobody takes for speed).
+Rejected: storing the update between the last two passes (4 bytes per element of the shard, to save one pass of a rule
+that is not chosen for speed).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CHUNK_NUMEL = 1 << 20  # elements that are cast to float64 at once
 
 @attrs.frozen(eq=False)
 class ShardPart:
-    """A segment in a step."""
+    """A segment in a step, with its options and state."""
 
     segment: Segment
     group: Mapping[str, Any]  # options
@@ -45,41 +45,41 @@ class ShardPart:
 
     @property
     def weight(self) -> Tensor:
-        """Flat, in the shard."""
+        """The weights, a flat view of the shard."""
         return self.shard.detach()[self.segment.row]
 
     def gradient(self) -> Tensor:
-        """Flat, unscaled, in float32 at least."""
-        assert self.shard.grad is not None, "whoever collects the parts has seen to it"
-        grad = _wide(self.shard.grad[self.segment.row])
+        """Return the unscaled gradient, flat, in float32 or float64."""
+        assert self.shard.grad is not None, "checked when the parts were collected"
+        grad = _upcast(self.shard.grad[self.segment.row])
         grad = grad if self.divisor is None else grad / self.divisor
         return -grad if self.group["maximize"] else grad
 
     def share(self) -> float:
-        """Return what the newest squares weigh in the moments."""
+        """Return the weight of the newest squares in the moments."""
         return float(float(self.state["step"]) ** self.group["beta2_decay"])
 
     def epsilon(self) -> float:
-        """eps[0], or what stands for it."""
+        """Return eps[0], or the machine epsilon if it is None."""
         given = self.group["eps"][0]
         return torch.finfo(self.shard.dtype).eps if given is None else float(given)
 
 
 @attrs.frozen(eq=False)
 class Frame:
-    """The smallest stack of full rows around a part of a stack of matrices.
+    """The smallest box around a part of a stack of matrices, so that sums by row and by column are plain reductions.
 
-    Rows of the one matrix, or, where there are several, whole matrices: sums by row and by column are plain then.
+    The box has full rows of a single matrix, or whole matrices of a stack.
     """
 
     shape: tuple[int, int, int]  # (matrices, rows, cols)
-    lead: int  # elements of it before the part
+    lead: int  # elements of the box before the part
     rows: slice  # of all rows of the stack, flattened
     matrices: slice  # of the stack
 
     @classmethod
     def around(cls, segment: Segment) -> Frame:
-        """Of a segment that is not empty."""
+        """Return the frame of a segment that is not empty."""
         *stack, rows, cols = segment.shape
         lo, hi = segment.range
         if math.prod(stack) == 1:
@@ -92,7 +92,7 @@ class Frame:
         )
 
     def embed(self, part: Tensor) -> Tensor:
-        """`part`, flat, in a frame of zeros."""
+        """Return `part`, flat, in a box of zeros."""
         if self.lead == 0 and part.numel() == math.prod(self.shape):
             return part.view(self.shape)
         framed = part.new_zeros(math.prod(self.shape))
@@ -100,21 +100,21 @@ class Frame:
         return framed.view(self.shape)
 
     def extract(self, framed: Tensor, numel: int) -> Tensor:
-        """The part, flat."""
+        """Return the part, flat."""
         return framed.reshape(-1)[self.lead : self.lead + numel]
 
 
 @attrs.frozen(eq=False)
 class AdafactorShards:
-    """What is added up over ranks."""
+    """The reductions of Adafactor over ranks."""
 
     ranks: Ranks
     device: torch.device  # of all shards
-    places: dict[int, tuple[int, int]]  # of cut tensors: where their sums lie in the message, and how many there are
+    places: dict[int, tuple[int, int]]  # of cut tensors: (position, number) of their sums in the message
 
     @classmethod
     def make(cls, layout: Layout, ranks: Ranks) -> AdafactorShards:
-        """For tensors that lie like this."""
+        """Plan the message for the tensors of `layout`."""
         tensors = {i: tensor for by_rank in layout.values() for i, tensor in cut_tensors(by_rank).items()}
         places, end = {}, 0
         for index, tensor in sorted(tensors.items()):
@@ -124,21 +124,21 @@ class AdafactorShards:
         return cls(ranks, next((shard.device for shard in layout), torch.device("cpu")), places)
 
     def update(self, parts: Sequence[ShardPart]) -> None:
-        """One step.  Phases: squares, moments; squares of the update; weights."""
+        """Update all parts.  Phases: squares, moments; squares of the update; weights."""
         parts = [part for part in parts if part.segment.numel]
-        sums = self._added([_squares(part) for part in parts], parts, self.places)
+        sums = self._sum_over_ranks([_squares(part) for part in parts], parts, self.places)
         weights = [vector[-1:] for vector in sums]
         for part, vector in zip(parts, sums):
-            _mix(part, vector)
+            _update_moments(part, vector)
         ones = {index: (position, 1) for position, index in enumerate(self.places)}
-        updates = self._added([_sum(_direction(part).square()).view(1) for part in parts], parts, ones)
+        updates = self._sum_over_ranks([_sum(_direction(part).square()).view(1) for part in parts], parts, ones)
         for part, weight, update in zip(parts, weights, updates):
-            _apply(part, _root_mean(weight, part), _root_mean(update, part))
+            _apply(part, _root_mean_square(weight, part), _root_mean_square(update, part))
 
-    def _added(
+    def _sum_over_ranks(
         self, mine: list[Tensor], parts: Sequence[ShardPart], places: Mapping[int, tuple[int, int]]
     ) -> list[Tensor]:
-        """Each part's sums, added to those of the rest of its tensor, in one message of all cut tensors."""
+        """Add the sums of each part to those of its tensor's other parts, in one all-reduce for all cut tensors."""
         if not places or self.ranks.world_size == 1:
             return mine
         message = torch.zeros(sum(numel for _, numel in places.values()), dtype=torch.float64, device=self.device)
@@ -153,7 +153,7 @@ class AdafactorShards:
 
 
 def _num_sums(tensor: CutTensor) -> int:
-    """Numbers that a tensor adds up: its rows, its columns and its weights."""
+    """Return how many sums a tensor has: of its rows, its columns and its weights."""
     if len(tensor.shape) < 2:
         return 1
     *stack, rows, cols = tensor.shape
@@ -161,8 +161,8 @@ def _num_sums(tensor: CutTensor) -> int:
 
 
 def _squares(part: ShardPart) -> Tensor:
-    """float64 sums of squares: of the gradient by row and by column, and of the weights; zeros elsewhere."""
-    weights = _sum(_wide(part.weight).square()).view(1)
+    """Return float64 sums of squares: of the gradient by row and by column, and of the weights."""
+    weights = _sum(_upcast(part.weight).square()).view(1)
     if len(part.segment.shape) < 2:
         return weights
     frame = Frame.around(part.segment)
@@ -175,8 +175,8 @@ def _squares(part: ShardPart) -> Tensor:
     return torch.cat([by_row, by_column.view(-1), weights])
 
 
-def _mix(part: ShardPart, sums: Tensor) -> None:
-    """Let the moments of a part follow its sums, or its squares."""
+def _update_moments(part: ShardPart, sums: Tensor) -> None:
+    """Update the moments of a part in place: of a matrix by `sums`, of a vector by its squares."""
     state, share = part.state, part.share()
     if len(part.segment.shape) < 2:
         variance = state["variance"]
@@ -190,14 +190,14 @@ def _mix(part: ShardPart, sums: Tensor) -> None:
 
 
 def _direction(part: ShardPart) -> Tensor:
-    """The update before it is clipped, flat."""
+    """Return the update before it is clipped, flat."""
     state, grad, eps = part.state, part.gradient(), part.epsilon()
     if len(part.segment.shape) < 2:
-        variance = _wide(state["variance"]).view(-1)
+        variance = _upcast(state["variance"]).view(-1)
     else:
         frame = Frame.around(part.segment)
         cols = part.segment.shape[-1]
-        row_var, col_var = _wide(state["row_var"]), _wide(state["col_var"])
+        row_var, col_var = _upcast(state["row_var"]), _upcast(state["col_var"])
         mean = row_var.mean(dim=-2, keepdim=True).clamp(min=eps).view(-1, 1, 1)[frame.matrices]
         by_row = row_var.view(-1)[frame.rows].view(frame.shape[0], -1, 1)
         estimate = by_row * col_var.view(-1, 1, cols)[frame.matrices] / mean
@@ -206,24 +206,24 @@ def _direction(part: ShardPart) -> Tensor:
 
 
 def _apply(part: ShardPart, weight_size: float, update_size: float) -> None:
-    """Move the weights.  The sizes are root mean squares over the whole tensor."""
+    """Update the weights.  The sizes are root mean squares over the whole tensor."""
     group, weight = part.group, part.weight
     lr, step = float(group["lr"]), float(part.state["step"])
     relative_step = min(lr, step**-0.5) * max(group["eps"][1], weight_size)
-    new = _wide(weight) * (1 - lr * group["weight_decay"])
+    new = _upcast(weight) * (1 - lr * group["weight_decay"])
     weight.copy_(new.add_(_direction(part), alpha=-relative_step / max(1.0, update_size / group["d"])))
 
 
-def _root_mean(total: Tensor, part: ShardPart) -> float:
-    """Waits for the device."""
+def _root_mean_square(total: Tensor, part: ShardPart) -> float:
+    """Return the root mean square, given the sum of squares.  Synchronizes with the device."""
     return math.sqrt(float(total) / math.prod(part.segment.shape))
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """() float64.  By chunks: torch's own sum(dtype=float64) to a scalar is a hundred times slower than a cast."""
+    """Return the sum, () float64, by chunks: sum(dtype=float64) to a scalar is 100 times slower than a cast."""
     return torch.stack([chunk.double().sum() for chunk in torch.split(tensor.reshape(-1), _CHUNK_NUMEL)]).sum()
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """In float32, unless it is wider."""
+def _upcast(tensor: Tensor) -> Tensor:
+    """Return `tensor` in float32, or in float64 if it has that dtype."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

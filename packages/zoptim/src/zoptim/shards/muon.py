@@ -1,17 +1,17 @@
-"""Muon on shards: each cut matrix visits one rank a step, which orthogonalises it and sends it back.
+"""Muon on shards: each cut matrix has an owner rank, which orthogonalizes it and sends it back.
 
-See [Note: cut tensors] in ranks.py.  Momentum is elementwise, so it stays with the shard and is updated there, in
-any format.  What travels is the direction: to the matrix's owner, in the format of the iteration (float32, bf16 on
-GPUs), and back, two messages a round.  With W ranks a rank sends at most its share of the matrices, 1/W of them, each
-way (of a GPT-2 of 124M a tenth of it on 4 ranks, half on 8); ZeRO's own reduction and gathering each move all of
-them.  A round takes whole shards up to `ROUND_NUMEL`
-elements of this rank, and needs about four copies of that many elements at once.
+See [Note: cut tensors] in ranks.py.  Momentum is elementwise, so every rank updates that of its own shard, in any
+format.  Ranks send the direction to the matrix's owner, in the dtype of the iteration (float32; bf16 on GPUs), and
+receive the result: two messages a round.  With W ranks a rank sends at most its share of the matrices, 1/W of them,
+each way (of a GPT-2 with 124M parameters a tenth of the share on 4 ranks, half on 8); ZeRO's reduce-scatter and
+all-gather each move all of them.  A round takes whole shards up to `ROUND_NUMEL` elements of this rank, and needs
+memory for about four copies of these elements.
 
-Owners are chosen among the ranks that hold a part, so that each has the same arithmetic to do; a matrix that one
-rank has whole is its own.
+Owners are chosen among the ranks that hold a part, such that the arithmetic is balanced; a matrix that lies whole on
+one rank stays there.
 
 Rejected: gathering on all ranks and iterating everywhere (W times the traffic and the arithmetic); a layout whose
-cuts avoid matrices (a span could not be equal on all ranks, and bucket, checkpoint and stage would depend on the
+cuts avoid matrices (spans would not be equal on all ranks, and bucket, checkpoint and stage would depend on the
 optimizer).
 """
 
@@ -25,20 +25,20 @@ import attrs
 import torch
 from torch import Tensor
 
-from zoptim.backends.signals import Signals, beside
+from zoptim.backends.signals import Signals, signals_on
 from zoptim.rules.muon import compute_format, momentum_rule, muon_scale, orthogonalize
 from zoptim.shards.ranks import CutTensor, Layout, Ranks, gather_cut, own_segments, plan_owners, scatter_cut
 from zoptim.shards.segments import Segment
 from zoptim.states.formats import seed_of
 from zoptim.states.spec import StateSpec
-from zoptim.updates.fallback import divided_gradient, next_step
+from zoptim.updates.fallback import next_step, unscale_gradient
 from zoptim.updates.plan import Entry
 
 __all__ = ["MuonShards", "Shard", "matrix_shape"]
 
 BUFFER = "momentum_buffer"
-ROUND_NUMEL = 2**26  # elements of this rank's shards that travel at once, unless one shard has more
-STACK_NUMEL = 2**26  # elements that one batched iteration takes at most, unless one matrix has more
+ROUND_NUMEL = 2**26  # most elements of this rank's shards in one round, unless one shard has more
+STACK_NUMEL = 2**26  # most elements in one batched iteration, unless one matrix has more
 
 
 @attrs.frozen(eq=False)
@@ -47,12 +47,12 @@ class Shard:
 
     entry: Entry  # weight, gradient and state of the whole shard
     group: Mapping[str, Any]  # its options
-    memory: StateSpec  # how its state is kept
+    spec: StateSpec  # the format of its state
 
 
 @attrs.frozen(eq=False)
 class MuonShards:
-    """Who holds what, and who owns what."""
+    """Parts and owners of all matrices, and the ranks."""
 
     ranks: Ranks
     segments: dict[Tensor, tuple[Segment, ...]]  # of this rank's shards
@@ -60,25 +60,25 @@ class MuonShards:
 
     @classmethod
     def make(cls, layout: Layout, ranks: Ranks) -> MuonShards:
-        """Raises ValueError for segments that are no matrices, overlap or lie outside."""
+        """Plan the owners.  Raises ValueError for segments that are no matrices, overlap or lie outside."""
         segments = own_segments(layout, ranks)
         for shard, parts in segments.items():
             Segment.check(parts, shard)
         for part in (part for by_rank in layout.values() for parts in by_rank for part in parts):
             if len(part.shape) < 2:
-                raise ValueError(f"{part} is no matrix; give it to a group with use_muon=False.")
+                raise ValueError(f"{part} is no matrix; put it into a group with use_muon=False.")
         owned = plan_owners(layout.values(), _cost, ranks.world_size)
         return cls(ranks, segments, dict(zip(layout, owned)))
 
     def update(self, shards: Mapping[Tensor, Shard], signals: Signals) -> None:
-        """One step of all shards, in rounds that are the same on all ranks.
+        """Update all shards, in rounds that are the same on all ranks.
 
-        Raises ValueError, before anything is sent, for a shard without a gradient.
+        Raises ValueError for a shard without a gradient, before any message.
         """
         if missing := [tuple(param.shape) for param in self.matrices if param not in shards]:
             raise ValueError(
-                f"{len(missing)} flat shards of Muon have no gradient (the first has shape {missing[0]}); the others "
-                "of its ranks would wait for it. Give every shard one, zeros if need be."
+                f"{len(missing)} flat shards of Muon have no gradient (the first has shape {missing[0]}); the other "
+                "ranks would wait for them. Give every shard a gradient, of zeros if necessary."
             )
         for members in self._rounds():
             self._update_round([(param, shards[param]) for param in members], signals)
@@ -100,8 +100,8 @@ class MuonShards:
         """Phases: momentum, matrices to their owners, Newton-Schulz, matrices back, weights."""
         home = {index: (param, shard) for param, shard in members for index in self.matrices[param]}
         matrices = {index: self.matrices[param][index] for index, (param, _) in home.items()}
-        here = beside(signals, members[0][0].device)
-        directions = {param: compute_format(_moved_momentum(shard, here)) for param, shard in members}
+        here = signals_on(signals, members[0][0].device)
+        directions = {param: compute_format(_update_momentum(shard, here)) for param, shard in members}
         like = directions[members[0][0]]
 
         def part_of(segment: Segment) -> Tensor:
@@ -112,44 +112,44 @@ class MuonShards:
             whole, {index: (matrices[index], home[index][1].group) for index in whole}
         ):
             stack = torch.stack([whole.pop(index).view(shape) for index in alike])
-            moved = orthogonalize(stack, group["ns_steps"], group["ns_method"])
-            whole.update(zip(alike, moved.flatten(1).unbind()))
-        weights = {param: shard.memory.read_weight(shard.entry.param, shard.entry.state) for param, shard in members}
+            updates = orthogonalize(stack, group["ns_steps"], group["ns_method"])
+            whole.update(zip(alike, updates.flatten(1).unbind()))
+        weights = {param: shard.spec.read_weight(shard.entry.param, shard.entry.state) for param, shard in members}
         for segment, part in scatter_cut(matrices, self.ranks, whole, like):
             param, shard = home[segment.index]
             _step(weights[param][segment.row], part, shard.group, matrices[segment.index])
         for param, shard in members:
             entry, weight = shard.entry, weights[param]
-            shard.memory.write_weight(entry.param, entry.state, weight, seed_of(next_step(entry), 0))
+            shard.spec.write_weight(entry.param, entry.state, weight, seed_of(next_step(entry), 0))
             if entry.copy is not None:
                 entry.copy.detach().copy_(weight)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, cols) that a tensor of two or more dims is seen as."""
+    """Return (rows, cols) of a tensor of two or more dims as a matrix: the first dim, the product of the others."""
     return shape[0], math.prod(shape) // max(1, shape[0])
 
 
 def _cost(tensor: CutTensor) -> float:
-    """Products of one iteration, in multiplications."""
+    """Return the number of multiplications in one iteration."""
     short, long = sorted(matrix_shape(tensor.shape))
     return short * short * (2 * long + short)
 
 
-def _moved_momentum(shard: Shard, signals: Signals) -> Tensor:
-    """Update the momentum of a shard; returns the direction, flat."""
-    entry, memory, group = shard.entry, shard.memory, shard.group
-    grad = divided_gradient(entry, torch.promote_types(entry.param.dtype, torch.float32), signals)
+def _update_momentum(shard: Shard, signals: Signals) -> Tensor:
+    """Update the momentum of a shard; return the direction, flat."""
+    entry, spec, group = shard.entry, shard.spec, shard.group
+    grad = unscale_gradient(entry, torch.promote_types(entry.param.dtype, torch.float32), signals)
     options = {name: group[name] for name in ("momentum", "nesterov", "maximize")}
-    direction, buffer = momentum_rule(grad, memory.read(entry.state, BUFFER), **options)
-    memory.write(entry.state, BUFFER, buffer, seed_of(next_step(entry), 1))
+    direction, buffer = momentum_rule(grad, spec.read(entry.state, BUFFER), **options)
+    spec.write(entry.state, BUFFER, buffer, seed_of(next_step(entry), 1))
     return direction
 
 
 def _stacks(
     whole: Mapping[int, Tensor], about: Mapping[int, tuple[CutTensor, Mapping[str, Any]]]
 ) -> Iterator[tuple[tuple[int, int], Mapping[str, Any], list[int]]]:
-    """(shape, group, indices) of matrices that are alike, in stacks of bounded size."""
+    """Yield (shape, group, indices) of matrices with one shape and group, in stacks of bounded size."""
     alike: dict[tuple[int, tuple[int, int]], list[int]] = {}
     for index in whole:
         tensor, group = about[index]
@@ -161,7 +161,7 @@ def _stacks(
             yield shape, about[indices[start]][1], indices[start : start + most]
 
 
-def _step(weight: Tensor, moved: Tensor, group: Mapping[str, Any], tensor: CutTensor) -> None:
-    """Move a part of a matrix in place.  weight, moved: flat."""
+def _step(weight: Tensor, update: Tensor, group: Mapping[str, Any], tensor: CutTensor) -> None:
+    """Update a part of a matrix in place.  weight, update: flat."""
     lr, scale = float(group["lr"]), muon_scale(*matrix_shape(tensor.shape), group["adjust_lr"])
-    weight.copy_(weight * (1 - lr * group["weight_decay"]) - lr * scale * moved.to(weight.dtype))
+    weight.copy_(weight * (1 - lr * group["weight_decay"]) - lr * scale * update.to(weight.dtype))

@@ -1,16 +1,16 @@
-"""Tensors that are cut over ranks: who talks for an optimizer, and who looks at which tensor whole.
+"""Tensors that are cut over ranks: owners, gather and scatter, and the protocol of communication.
 
-[Note: cut tensors] A ZeRO rank holds flat shards, whose cuts go through tensors anywhere.  LAMB and Adafactor need
-sums over a tensor, which ranks can add up; Muon needs the tensor itself, on one rank at a time.  Whoever cuts calls
+[Note: cut tensors] A ZeRO rank holds flat shards, whose cuts may lie inside tensors.  LAMB and Adafactor need sums
+over a tensor, which ranks all-reduce; Muon needs the whole tensor, on one rank.  The partition calls
 
     optimizer.place_on_ranks(segments, ranks)
 
-with, for each shard of this rank, the segments that *every* rank has of its counterpart (`segments[shard][rank]`,
-segments.py), so that all ranks know all cuts and decide alike without asking; and with `ranks`, which moves numbers.
-The optimizer then keeps the state of its shards, and communicates inside `step`, the same messages on all ranks: only
-shared values enter its decisions, and a shard without a gradient is an error.
+`segments[shard][rank]` lists the segments (segments.py) that *every* rank has of the bucket of which `shard` is this
+rank's part.  All ranks thus know all cuts and make the same decisions without communication.  `ranks` sums and
+exchanges tensors.  The optimizer keeps the state of its own shards and communicates inside `step`, with the same
+messages on all ranks: decisions use shared values only, and a shard without a gradient raises.
 
-The package knows no process group.  `Ranks` is all that it asks for.
+The package uses no process group; `Ranks` is the whole interface.
 """
 
 from __future__ import annotations
@@ -40,47 +40,48 @@ class Ranks(Protocol):
         """Sum `tensor` over the ranks, in place."""
 
     def exchange(self, outgoing: Tensor, numels: Sequence[Sequence[int]]) -> Tensor:
-        """Send `numels[r][s]` elements from rank r to rank s; returns what this rank receives.
+        """Send `numels[r][s]` elements from rank r to rank s; return the received elements.
 
-        outgoing: flat, what this rank sends, by target.  The result: flat, of its dtype and device, by source.
+        outgoing: flat, the sent elements in the order of targets.  The result: flat, of its dtype and device, in the
+        order of sources.
         """
 
 
-Layout = Mapping[Tensor, Sequence[Sequence[SegmentLike]]]  # [shard][rank]: what the ranks have of its counterparts
+Layout = Mapping[Tensor, Sequence[Sequence[SegmentLike]]]  # [shard][rank]: the segments of that rank's shard
 
 
 @attrs.frozen
 class CutTensor:
-    """A tensor and the parts of it that ranks hold."""
+    """A tensor, its parts on all ranks, and its owner."""
 
     shape: tuple[int, ...]
     parts: tuple[tuple[int, Segment], ...]  # (rank, segment), in the order of the ranks
-    owner: int = 0  # the rank that sees it whole
+    owner: int = 0  # the rank that gathers the whole tensor
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """The number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def is_cut(self) -> bool:
-        """Return whether no rank has all of it."""
+        """Return whether the tensor has several parts."""
         return len(self.parts) > 1
 
 
 def own_segments(layout: Layout, ranks: Ranks) -> dict[Tensor, tuple[Segment, ...]]:
-    """The segments of this rank.  ValueError unless every shard has those of all ranks."""
+    """Return the segments of this rank.  Raises ValueError unless every shard has segments of all ranks."""
     for shard, by_rank in layout.items():
         if len(by_rank) != ranks.world_size:
             raise ValueError(
                 f"a shard of {shard.numel()} elements has segments of {len(by_rank)} ranks; there are "
-                f"{ranks.world_size}. Give those of all, [] for a rank that has none."
+                f"{ranks.world_size}. Give a list for each rank, [] for a rank without segments."
             )
     return {shard: tuple(Segment.of(part) for part in by_rank[ranks.rank]) for shard, by_rank in layout.items()}
 
 
 def cut_tensors(by_rank: Sequence[Sequence[SegmentLike]]) -> dict[int, CutTensor]:
-    """The tensors of one shard and its counterparts, by index."""
+    """Return the tensors of one bucket, by index."""
     parts: dict[int, list[tuple[int, Segment]]] = {}
     for rank, segments in enumerate(by_rank):
         for segment in map(Segment.of, segments):
@@ -91,10 +92,10 @@ def cut_tensors(by_rank: Sequence[Sequence[SegmentLike]]) -> dict[int, CutTensor
 def plan_owners(
     shards: Iterable[Sequence[Sequence[SegmentLike]]], cost: Callable[[CutTensor], float], world_size: int
 ) -> list[dict[int, CutTensor]]:
-    """The tensors of each shard by index, each with an owner.  Pure: all ranks come to the same.
+    """Assign owners: return the tensors of each shard, by index.  Pure, so all ranks get the same result.
 
-    A tensor that a rank has whole stays there.  The others go, the dearest first, to the rank with the least to do
-    among those that have a part of it; of equals to the one that has most.
+    A tensor that is whole on one rank stays there.  The others are assigned greedily, the most expensive first, to
+    the least loaded rank among those that hold a part; of equally loaded ranks to the one with the largest part.
     """
     found = [cut_tensors(by_rank) for by_rank in shards]
     loads = [0.0] * world_size
@@ -110,18 +111,18 @@ def plan_owners(
 def gather_cut(
     tensors: Mapping[int, CutTensor], ranks: Ranks, part_of: Callable[[Segment], Tensor], like: Tensor
 ) -> dict[int, Tensor]:
-    """Flat whole tensors, by index, of those that this rank owns: its own parts, and others' in one message.
+    """Gather the tensors that this rank owns, in one message; return them flat, by index.
 
-    part_of: this rank's part of a tensor, flat, of the dtype and device of `like`.
+    part_of: returns this rank's part of a tensor, flat, of the dtype and device of `like`.
     """
-    outgoing = [part_of(segment) for _, segment in _travelling(tensors, ranks, source=ranks.rank)]
-    received = _send(outgoing, _numels(tensors, ranks.world_size), ranks, like)
+    outgoing = [part_of(segment) for _, segment in _sent_parts(tensors, ranks, source=ranks.rank)]
+    received = _send(outgoing, _sent_numels(tensors, ranks.world_size), ranks, like)
     whole = {i: like.new_empty(t.numel) for i, t in tensors.items() if t.owner == ranks.rank}
     for index, tensor in tensors.items():
         for _, segment in (part for part in tensor.parts if part[0] == tensor.owner == ranks.rank):
             whole[index][slice(*segment.range)] = part_of(segment)
     position = 0
-    for index, segment in _travelling(tensors, ranks, target=ranks.rank):
+    for index, segment in _sent_parts(tensors, ranks, target=ranks.rank):
         whole[index][slice(*segment.range)] = received[position : position + segment.numel]
         position += segment.numel
     return whole
@@ -130,12 +131,12 @@ def gather_cut(
 def scatter_cut(
     tensors: Mapping[int, CutTensor], ranks: Ranks, whole: Mapping[int, Tensor], like: Tensor
 ) -> Iterator[tuple[Segment, Tensor]]:
-    """The way back: (segment, its elements) for every part that this rank holds; `whole` are those that it owns."""
-    there = list(_travelling(tensors, ranks, target=ranks.rank))
+    """Send the tensors `whole`, which this rank owns, back; yield (segment, elements) for every part on this rank."""
+    there = list(_sent_parts(tensors, ranks, target=ranks.rank))
     outgoing = [whole[index][slice(*segment.range)] for index, segment in there]
-    received = _send(outgoing, [list(row) for row in zip(*_numels(tensors, ranks.world_size))], ranks, like)
+    received = _send(outgoing, [list(row) for row in zip(*_sent_numels(tensors, ranks.world_size))], ranks, like)
     position = 0
-    for _, segment in _travelling(tensors, ranks, source=ranks.rank):
+    for _, segment in _sent_parts(tensors, ranks, source=ranks.rank):
         yield segment, received[position : position + segment.numel]
         position += segment.numel
     for index, tensor in tensors.items():
@@ -143,10 +144,10 @@ def scatter_cut(
             yield segment, whole[index][slice(*segment.range)]
 
 
-def _travelling(
+def _sent_parts(
     tensors: Mapping[int, CutTensor], ranks: Ranks, *, source: int | None = None, target: int | None = None
 ) -> Iterator[tuple[int, Segment]]:
-    """(index, segment) of the parts that leave their rank, from `source` or to `target`, as a message has them."""
+    """Yield (index, segment) of the parts that are sent from `source` or to `target`, in the order of the message."""
     for other in range(ranks.world_size):
         for index, tensor in tensors.items():
             for holder, segment in tensor.parts:
@@ -155,8 +156,8 @@ def _travelling(
                     yield index, segment
 
 
-def _numels(tensors: Mapping[int, CutTensor], world_size: int) -> list[list[int]]:
-    """[source][target]: elements that travel to owners."""
+def _sent_numels(tensors: Mapping[int, CutTensor], world_size: int) -> list[list[int]]:
+    """Return [source][target]: the numbers of elements that are sent to owners."""
     numels = [[0] * world_size for _ in range(world_size)]
     for tensor in tensors.values():
         for holder, segment in tensor.parts:
@@ -166,7 +167,7 @@ def _numels(tensors: Mapping[int, CutTensor], world_size: int) -> list[list[int]
 
 
 def _send(outgoing: Sequence[Tensor], numels: Sequence[Sequence[int]], ranks: Ranks, like: Tensor) -> Tensor:
-    """Return what this rank receives; no message where nothing travels."""
+    """Exchange elements; return the received ones.  No message if all numels are 0."""
     if not any(map(any, numels)):
         return like.new_empty(0)
     return ranks.exchange(torch.cat([like.new_empty(0), *outgoing]), numels)

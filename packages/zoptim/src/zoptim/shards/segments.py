@@ -1,4 +1,4 @@
-"""Where tensors lie in a flat shard, for optimizers that have to know what a tensor is (LAMB, Muon, Adafactor)."""
+"""Segments: positions of tensors in flat shards, for optimizers that need whole tensors (LAMB, Muon, Adafactor)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Segment", "SegmentLike"]
 
 
 class SegmentLike(Protocol):
-    """What is read of a segment, whoever made it; the fields are those of `Segment`."""
+    """The interface of a segment; zpartition has its own class.  The fields are those of `Segment`."""
 
     @property
     def start(self) -> int: ...
@@ -31,68 +31,68 @@ def _tuple(sizes: Iterable[int]) -> tuple[int, ...]:
 
 @attrs.frozen
 class Segment:
-    """A tensor, or the part of one, in a flat shard: elements [start, start + numel).
+    """A tensor, or a part of one, in a flat shard: elements [start, start + numel).
 
     Raises ValueError for a negative start or size, and for a span that is not inside the tensor.
     """
 
     start: int
     shape: tuple[int, ...] = attrs.field(converter=_tuple)  # of the whole tensor
-    index: int = 0  # which tensor of the model it is
-    span: tuple[int, int] | None = None  # [lo, hi) of the flattened tensor that lies here; None: all of it
+    index: int = 0  # of the tensor in the model
+    span: tuple[int, int] | None = None  # [lo, hi) of the flattened tensor in this shard; None: all of it
 
     def __attrs_post_init__(self) -> None:
         if self.start < 0 or any(size < 0 for size in self.shape):
-            raise ValueError(f"{self} has a negative start or shape; both count elements, from 0 on.")
+            raise ValueError(f"{self} has a negative start or shape; both must be >= 0.")
         if self.span is not None and not 0 <= self.span[0] <= self.span[1] <= math.prod(self.shape):
             raise ValueError(f"{self} has a span outside of its tensor, which has {math.prod(self.shape)} elements.")
 
     @classmethod
     def of(cls, other: SegmentLike) -> Segment:
-        """The same segment as a value of this class."""
+        """Convert to this class."""
         return cls(other.start, other.shape, other.index, other.span)
 
     @property
     def range(self) -> tuple[int, int]:
-        """[lo, hi) of the flattened tensor that lies here."""
+        """[lo, hi) of the flattened tensor in this shard."""
         return (0, math.prod(self.shape)) if self.span is None else self.span
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all of the tensor lies here."""
+        """Return whether the shard has all of the tensor."""
         return self.range == (0, math.prod(self.shape))
 
     @property
     def numel(self) -> int:
-        """Elements that it covers."""
+        """The number of elements in this shard."""
         lo, hi = self.range
         return hi - lo
 
     @property
     def row(self) -> slice:
-        """The elements that it covers."""
+        """The elements of the shard."""
         return slice(self.start, self.start + self.numel)
 
     @staticmethod
     def check(segments: Sequence[Segment], shard: Tensor) -> None:
-        """ValueError unless `segments` are disjoint parts of `shard`, which is flat and contiguous."""
+        """Raise ValueError unless `shard` is flat and contiguous and `segments` are disjoint parts of it."""
         if shard.dim() != 1 or not shard.is_contiguous():
             raise ValueError(f"a shard has shape {tuple(shard.shape)}; segments need a flat contiguous tensor.")
         end = 0
         for segment in sorted(segments, key=lambda found: found.start):
             if segment.start < end:
                 raise ValueError(
-                    f"{segment} begins before {end}, where the one before it ends; segments are disjoint."
+                    f"{segment} begins before {end}, the end of the previous segment; segments must be disjoint."
                 )
             end = segment.start + segment.numel
         if end > shard.numel():
-            raise ValueError(f"segments reach to element {end}; the shard has {shard.numel()} elements.")
+            raise ValueError(f"segments end at element {end}; the shard has {shard.numel()} elements.")
 
     @staticmethod
     def check_whole(segments: Mapping[Tensor, Sequence[Segment]]) -> None:
-        """ValueError for a part of a tensor, where nobody was told of the ranks that have the rest."""
+        """Raise ValueError for a part of a tensor: cut tensors need the segments of all ranks."""
         for segment in (segment for parts in segments.values() for segment in parts):
             if not segment.is_whole:
                 raise ValueError(
-                    f"{segment} is a part of a tensor, whose rest is on other ranks; place_on_ranks takes such."
+                    f"{segment} is a part of a tensor; give the segments of all ranks with place_on_ranks."
                 )

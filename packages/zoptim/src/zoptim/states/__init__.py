@@ -1,1 +1,1 @@
-"""Optimizer states: their formats and codes, their memory, and how they are saved and loaded."""
+"""Optimizer states: formats, 8-bit codes, memory, saving and loading."""

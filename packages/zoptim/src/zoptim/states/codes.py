@@ -1,7 +1,7 @@
-"""8-bit codes of whole tensors to float32 and back: by a kernel where there is one, else by torch, to the same bits.
+"""8-bit codec of whole tensors: by a kernel if there is one, else by torch, with the same bits.
 
-`formats.py` defines the codes; blocks of 256 elements, counted in memory order, share a scale.  Second moments are
-kept by their square roots, which doubles their range, and `is_square` hides that.
+`formats.py` defines the codes; blocks of 256 elements, in memory order, share a scale.  Second moments are stored as
+square roots, which doubles their range; `is_square` hides that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIGNED, _ROOT = 1, 2  # kinds of zk_decode and zk_encode
 
 
 def decode(codes: Tensor, scales: Tensor, value: Tensor, is_square: bool) -> None:
-    """Flat `codes` of whole blocks into `value`, float32 of the same length."""
+    """Decode flat `codes` of whole blocks into `value`, float32 of the same length."""
     found = _library(codes)
     if found is not None:
         kind = _ROOT if is_square else _SIGNED
@@ -36,7 +36,7 @@ def decode(codes: Tensor, scales: Tensor, value: Tensor, is_square: bool) -> Non
 
 
 def encode(value: Tensor, codes: Tensor, scales: Tensor, is_square: bool, seed: int | None = None) -> None:
-    """Flat float32 `value` into `codes` of whole blocks: to nearest, or stochastically by `seed`."""
+    """Encode flat float32 `value` into `codes` of whole blocks, rounded to nearest, or stochastically with a seed."""
     value = value.sqrt() if is_square else value
     found = _library(codes)
     if found is not None:

@@ -1,17 +1,16 @@
-"""Number formats of weights and moments, in torch: the definition that zk_math.h is held to, bit for bit.
+"""Number formats of weights and moments, in torch: the reference of csrc/zk_math.h, bit for bit.
 
-Used where there is no kernel, and to move state between formats.  Every function takes tensors of any shape on any
+Used where there is no kernel, and to convert state between formats.  Functions accept tensors of any shape on any
 device; integers are int64 because torch has no shifts on uint32.
 
-Stochastic rounding (Gupta et al. 2015) adds noise below the bits that are kept and truncates, so the mean of many
-roundings is the value.  The noise is a hash of the value's own bits and a seed: the same on any cut of a tensor,
-after any resume, on any device, with no generator to save.  Equal values in one step are rounded alike, and
-differently in the next.
+Stochastic rounding (Gupta et al. 2015) adds noise below the kept bits and truncates, so the mean of many roundings is
+the value.  The noise is a hash of the value's bits and a seed: independent of cuts, resumes and devices, without a
+generator state to save.  Equal values are rounded alike within a step and differently in the next.
 
 8-bit codes: a magnitude over the largest of its 256 elements, y, becomes the upper bits of the float32
 t = y * (1 - c) + c, c = 2**-15: MANTISSA bits per binade where y is well above c, evenly spaced near 0.  The top code
-is exactly 1, so code -> float32 -> code is the identity.  Rejected: a lookup table (dynamic tree quantisation,
-Dettmers et al. 2022), which costs a search per element where this costs a shift.
+is exactly 1, so code -> float32 -> code is the identity.  Rejected: a lookup table (dynamic tree quantization,
+Dettmers et al. 2022), which costs a search per element instead of a shift.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _MASK = 0xFFFFFFFF
 _BLOCK = 256  # elements that share a scale
 _C = 2.0**-15
 _C_EXPONENT = 112  # its exponent field
-_TINY = 1e-37  # a block whose largest magnitude is below has scale 0
+_TINY = 1e-37  # a block whose largest magnitude is smaller has scale 0
 _SIGNED_MANTISSA, _ROOT_MANTISSA = 3, 4
 
 
 class StateFormat(enum.Enum):
-    """What moments are kept as; a member's value is how a config spells it."""
+    """The format of moments; values are the spellings in a config."""
 
     FP32 = "fp32"
     BF16 = "bf16"  # stochastically rounded
@@ -56,12 +55,12 @@ class StateFormat(enum.Enum):
 
     @property
     def bytes_per_element(self) -> float:
-        """Return what one element of one moment costs, scales included."""
+        """Bytes of one element of one moment, scales included."""
         return 1 + 4 / _BLOCK if self is StateFormat.INT8 else float(self.dtype.itemsize)
 
     @classmethod
     def parse(cls, value: object) -> StateFormat | None:
-        """The format that a user asked for; None follows the parameter's dtype.  ValueError for anything else."""
+        """Parse a user's value; None follows the parameter's dtype.  Raises ValueError for unknown values."""
         if value is None or isinstance(value, cls):
             return value
         key = value.lower() if isinstance(value, str) else value
@@ -92,13 +91,13 @@ _NAMES: dict[StateFormat, tuple[object, ...]] = {
 
 
 def seed_of(step: int, stream: int) -> int:
-    """The seed of stream `stream` (0: weight, 1 to 3: moments) at update number `step`."""
+    """Return the seed of stream `stream` (0: weight, 1 to 3: moments) at update number `step`."""
     mixed = _mix_int((step * 0x9E3779B9 + stream * 0x85EBCA6B + 1) & _MASK)
     return mixed ^ (mixed >> 16)
 
 
 def to_bf16_stochastic(value: Tensor, seed: int) -> Tensor:
-    """`value` (float32) rounded to bf16, up or down with the chances that make the mean right."""
+    """Round `value` (float32) stochastically to bf16; the expectation is the value."""
     bits = _bits(value)
     is_nan = ((bits << 1) & _MASK) > 0xFF000000
     added = torch.where(is_nan, 0, _noise(bits, seed) >> 16)
@@ -109,7 +108,10 @@ def to_bf16_stochastic(value: Tensor, seed: int) -> Tensor:
 
 
 def split(value: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 as (bf16, int16): the value rounded half up, and the exact rest.  NaN stays NaN, with other bits."""
+    """Split float32 into (bf16, int16): the value rounded half up, and the exact remainder.
+
+    NaN stays NaN, with other bits.
+    """
     bits = _bits(value)
     is_nan = ((bits << 1) & _MASK) > 0xFF000000
     high = ((bits + torch.where(is_nan, 0, 0x8000)) & _MASK) >> 16
@@ -117,7 +119,7 @@ def split(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """The float32 of `split`, bit for bit."""
+    """Invert `split`, bit for bit."""
     bits = (high.view(torch.int16).long() << 16) + low.long()
     return _as_float(bits & _MASK)
 
@@ -126,27 +128,30 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 
 
 def encode_signed(value: Tensor, seed: int | None = None) -> tuple[Tensor, Tensor]:
-    """float32 as (uint8 codes of its shape, (ceil(numel / 256),) float32 scales); a seed rounds stochastically."""
+    """Encode float32 as (uint8 codes of its shape, (ceil(numel / 256),) float32 scales).
+
+    Rounds to nearest, or stochastically with a seed.
+    """
     bits = _bits(value)
     code, scales = _encode(bits & 0x7FFFFFFF, bits, seed, _SIGNED_MANTISSA)
     return (code | ((bits >> 31) << 7)).to(torch.uint8), scales
 
 
 def decode_signed(codes: Tensor, scales: Tensor) -> Tensor:
-    """The float32 of codes made by `encode_signed`."""
+    """Decode the codes of `encode_signed` to float32."""
     magnitude = _decode(codes.long() & 127, scales, _SIGNED_MANTISSA)
     return torch.where(codes > 127, -magnitude, magnitude)
 
 
 def encode_root(root: Tensor, seed: int | None = None) -> tuple[Tensor, Tensor]:
-    """As encode_signed, for square roots of second moments (>= 0).  A positive one never becomes 0."""
+    """Encode square roots of second moments (>= 0), see encode_signed.  A positive root never becomes 0."""
     bits = _bits(root)
     code, scales = _encode(bits, bits, seed, _ROOT_MANTISSA)
     return torch.where((code == 0) & (root > 0), 1, code).to(torch.uint8), scales
 
 
 def decode_root(codes: Tensor, scales: Tensor) -> Tensor:
-    """The float32 roots of codes made by `encode_root`."""
+    """Decode the codes of `encode_root` to float32 roots."""
     return _decode(codes.long(), scales, _ROOT_MANTISSA)
 
 
@@ -187,12 +192,12 @@ def _noise(bits: Tensor, seed: int) -> Tensor:
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
-    """x * factor modulo 2**32, in halves so that int64 does not overflow."""
+    """Return x * factor modulo 2**32, computed in halves so that int64 does not overflow."""
     return (x * (factor & 0xFFFF) + (((x * (factor >> 16)) & 0xFFFF) << 16)) & _MASK
 
 
 def _bits(value: Tensor) -> Tensor:
-    """The bits of float32 values, as int64 in [0, 2**32)."""
+    """Return the bits of float32 values, as int64 in [0, 2**32)."""
     return value.float().contiguous().view(torch.int32).long() & _MASK
 
 
@@ -202,5 +207,5 @@ def _as_float(bits: Tensor) -> Tensor:
 
 
 def _as_int16(bits: Tensor) -> Tensor:
-    """16 bits in [0, 2**16) as the int16 with the same bits."""
+    """Return 16 bits in [0, 2**16) as the int16 with the same bits."""
     return torch.where(bits >= 1 << 15, bits - (1 << 16), bits).to(torch.int16)

@@ -1,1 +1,1 @@
-"""One step of a parameter group: its plan of kernel calls, and the update without kernels."""
+"""The step of a parameter group: plans of kernel calls, and the fallback in torch."""

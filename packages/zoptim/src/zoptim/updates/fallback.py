@@ -1,7 +1,7 @@
-"""An update without a kernel: the pure rule, tensor by tensor, whatever the formats.
+"""The fallback without kernels: the pure rule, tensor by tensor, for any device, layout and format.
 
-The same text is the oracle of the kernels, so what is slow here is at least right: any device, any layout, float64.
-Low-precision weights and moments are read as float32, updated and rounded back with the kernels' own noise.
+The rules are also the oracle of the kernels.  Low-precision weights and moments are read as float32, updated, and
+rounded with the kernels' noise.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from zoptim.updates.plan import Entry
 __all__ = [
     "HasRule",
     "count_update",
-    "divided_gradient",
-    "is_plain",
+    "fits_foreach",
     "next_step",
+    "unscale_gradient",
     "update_in_torch",
     "write_back",
 ]
 
 
 class HasRule(Protocol):
-    """What the fallback asks of an optimizer."""
+    """The methods of an optimizer that the fallback calls."""
 
     def _state_spec(self, group: Mapping[str, Any]) -> StateSpec: ...
 
@@ -39,50 +39,49 @@ class HasRule(Protocol):
 
 
 def update_in_torch(optimizer: HasRule, group: Mapping[str, Any], entries: Sequence[Entry], signals: Signals) -> None:
-    """Update `entries`, none of them skipped."""
-    memory = optimizer._state_spec(group)
+    """Update `entries` in place.  Not called for skipped steps."""
+    spec = optimizer._state_spec(group)
     for entry in entries:
         step = next_step(entry)
-        weight = memory.read_weight(entry.param, entry.state)
-        grad = divided_gradient(entry, weight.dtype, signals)
-        moments = {name: memory.read(entry.state, name) for name in memory.names if name in entry.state}
+        weight = spec.read_weight(entry.param, entry.state)
+        grad = unscale_gradient(entry, weight.dtype, signals)
+        moments = {name: spec.read(entry.state, name) for name in spec.names if name in entry.state}
         new, after = optimizer._evaluate(group, weight, grad, moments, step)
-        write_back(memory, entry, new, after, step)
+        write_back(spec, entry, new, after, step)
     count_update(entries)
 
 
 def next_step(entry: Entry) -> int:
-    """The number of the update that comes, the highest of a shard's parts; 1 where none is counted."""
+    """Return the number of the next update, the highest of a shard's parts; 1 if there is no count."""
     count = entry.state.get(STEP)
     return 1 if count is None else int(count.max()) + 1
 
 
 def count_update(entries: Sequence[Entry]) -> None:
-    """Advance the counts of entries by one update; parts of one shard share theirs."""
+    """Advance the counts of entries by one; a count that parts of a shard share advances once."""
     for count in {id(entry.state[STEP]): entry.state[STEP] for entry in entries if STEP in entry.state}.values():
         count += 1
 
 
-def divided_gradient(entry: Entry, dtype: torch.dtype, signals: Signals) -> Tensor:
-    """The gradient of an entry in `dtype`, unscaled."""
+def unscale_gradient(entry: Entry, dtype: torch.dtype, signals: Signals) -> Tensor:
+    """Return the gradient of an entry in `dtype`, divided by grad_scale."""
     grad = entry.grad.to(dtype)
     return grad if signals.grad_scale is None else grad / signals.grad_scale.to(dtype)
 
 
-def write_back(memory: StateSpec, entry: Entry, weight: Tensor, moments: Mapping[str, Tensor], step: int) -> None:
-    """Round what update number `step` made of an entry into its weight, state and copy."""
-    if memory.lazy:
-        entry.state.update({key: entry.state.get(key, made) for key, made in memory.make(entry.param).items()})
-    for stream, name in enumerate(memory.names, start=1):
-        memory.write(entry.state, name, moments[name], formats.seed_of(step, stream))
-    memory.write_weight(entry.param, entry.state, weight, formats.seed_of(step, 0))
+def write_back(spec: StateSpec, entry: Entry, weight: Tensor, moments: Mapping[str, Tensor], step: int) -> None:
+    """Round the result of update number `step` into the entry's weight, state and copy."""
+    if spec.lazy:
+        entry.state.update({key: entry.state.get(key, made) for key, made in spec.make(entry.param).items()})
+    for stream, name in enumerate(spec.names, start=1):
+        spec.write(entry.state, name, moments[name], formats.seed_of(step, stream))
+    spec.write_weight(entry.param, entry.state, weight, formats.seed_of(step, 0))
     if entry.copy is not None:
         entry.copy.detach().copy_(weight)
 
 
-def is_plain(entries: Sequence[Entry]) -> bool:
-    """Return whether torch's own list functions can update these: one dtype for everything, nothing to round or
-    copy."""
+def fits_foreach(entries: Sequence[Entry]) -> bool:
+    """Return whether torch's foreach functions can update entries: one dtype, nothing to round or copy."""
     first = entries[0]
     plain = (torch.float32, torch.float64)
     moments = (value for value in first.state.values() if isinstance(value, Tensor) and value.dim())

@@ -1,7 +1,7 @@
-"""Running the GPU kernels without a GPU: a launcher of the same protocol, whose device is a C compiler and fibres.
+"""The GPU kernels without a GPU: a launcher of the same protocol, whose device is a C compiler and fibers.
 
 `shim` compiles each program once for all workers of a test run.  A `Case` makes streams of any formats: rows inside
-larger tensors, so that a kernel that writes too far is seen.
+larger tensors, to detect writes out of bounds.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ShimLauncher:
             assert kernel(num_blocks, args) == 0, f"{kernel.__name__}: threads wait for others that are gone"
 
     def names(self) -> list[str]:
-        """What was launched since the last call."""
+        """The kernels launched since the last call."""
         names = [name for name, _ in self.launched]
         self.launched.clear()
         return names
@@ -101,7 +101,7 @@ def shim(shim_folder: Path) -> ShimLauncher:
 
 @attrs.frozen(eq=False)
 class Case:
-    """One rule in one choice of formats, and how its rows lie in memory."""
+    """One rule in one combination of formats, with the memory layout of its rows."""
 
     rule: str
     flags: int
@@ -115,7 +115,7 @@ class Case:
 
     @classmethod
     def of(cls, name: str, **more: Any) -> Case:
-        """From words: rule and flags; weight, gradient, state and perhaps copy, as in "adam amsgrad: f32 bf16 q8"."""
+        """Parse rule and flags; weight, gradient, state and optional copy, as in "adam amsgrad: f32 bf16 q8"."""
         rule, formats = name.split(":")
         what, *flags = rule.split()
         return cls(
@@ -167,7 +167,7 @@ class Case:
 
 
 def memory(streams: Streams) -> list[Tensor]:
-    """Everything that a step might touch, with what lies around the rows; gradients, too."""
+    """All memory that a step might touch, gradients and surroundings of the rows included."""
     lists = [*streams.written(), streams.grads]
     return [tensor if tensor._base is None else tensor._base for tensors in lists for tensor in tensors]
 

@@ -25,7 +25,7 @@ def test_a_device_gets_its_own_code_or_that_of_its_family_or_ptx(capability: tup
     assert compiler.target(capability, (75, 80, 86, 89, 90, 100, 120)) == target
 
 
-def test_a_device_that_is_too_old_is_told_so() -> None:
+def test_a_device_that_is_too_old_raises() -> None:
     with pytest.raises(
         RuntimeError, match=r"compute capability 6\.1; the installed NVRTC compiles for 7\.5 and newer"
     ):
@@ -36,7 +36,7 @@ def test_the_options_keep_the_bits_of_the_cpu() -> None:
     assert {"--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"} <= set(compiler.OPTIONS)
 
 
-def test_the_name_in_the_cache_tells_text_architecture_and_compiler_apart() -> None:
+def test_the_name_in_the_cache_depends_on_text_architecture_and_compiler() -> None:
     names = {
         compiler.cache_name(text, architecture, version)
         for text in ("a", "b")
@@ -47,7 +47,7 @@ def test_the_name_in_the_cache_tells_text_architecture_and_compiler_apart() -> N
     assert all("/" not in name and name.endswith(".bin") for name in names)
 
 
-def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     monkeypatch.delenv("ZOPTIM_CACHE", raising=False)
     assert compiler.cache_folder() == Path("/x/zoptim")
@@ -56,7 +56,7 @@ def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class FakeNvrtc(types.SimpleNamespace):
-    """NVRTC as CuPy offers it, which remembers what it was asked."""
+    """NVRTC's interface in CuPy, which records its calls."""
 
     class NVRTCError(RuntimeError):
         pass

@@ -45,7 +45,7 @@ def text_of(name: str, make_case: Any) -> str:
 
 
 def kernels_in(log: str) -> dict[str, tuple[int, int, int]]:
-    """Kernel -> (bytes of stack, bytes spilled, registers), as ptxas tells."""
+    """Kernel -> (bytes of stack, bytes spilled, registers), as ptxas reports."""
     pattern = r"entry function '(\w+)' for.*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers"
     return {name: (int(a), int(b), int(c)) for name, a, b, c in re.findall(pattern, log, re.DOTALL)}
 

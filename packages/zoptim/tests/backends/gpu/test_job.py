@@ -1,4 +1,4 @@
-"""GpuJob from end to end on CPU tensors: tables, arguments, launches, refusals."""
+"""GpuJob from end to end on CPU tensors: tables, arguments, launches, errors."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_lamb_is_four_launches(shim: Any, make_case: Any) -> None:
 def test_addresses_that_stay_cost_no_launch_and_those_that_move_one_for_480(shim: Any) -> None:
     weights, grads = ([torch.ones(2) for _ in range(1000)] for _ in range(2))
     job = sgd(weights, grads, shim)
-    job.point(Streams(weights=weights, grads=grads))
+    job.bind(Streams(weights=weights, grads=grads))
     assert shim.names() == []
     moved = [torch.full((2,), float(k)) for k in range(1000)]
-    job.point(Streams(weights=weights, grads=moved))
+    job.bind(Streams(weights=weights, grads=moved))
     assert shim.names() == ["zk_patch"] * 3
     job.step(Hyper(lr=1.0), Signals())
     assert [float(weight[1]) for weight in weights] == [1.0 - k for k in range(1000)]
@@ -49,7 +49,7 @@ def test_all_streams_may_move(shim: Any, make_case: Any, assert_same_bits: Any) 
     case = make_case("adam amsgrad: split bf16 q8 f16", numels=(300, 20))
     job = GpuJob(case.rule, case.flags, case.streams(), launcher=shim)
     moved, expected = case.streams(seed=5), case.streams(seed=5)
-    job.point(moved)
+    job.bind(moved)
     job.step(ADAM, Signals())
     GpuJob(case.rule, case.flags, expected, launcher=shim).step(ADAM, Signals())
     assert_same_bits(moved, expected)
@@ -135,7 +135,7 @@ def test_many_rows_with_different_counts_have_their_own_coefficients(shim: Any) 
         assert step.item() == n
 
 
-def test_streams_of_two_devices_are_refused_by_name(shim: Any) -> None:
+def test_streams_of_two_devices_raise_with_their_names(shim: Any) -> None:
     streams = Streams(weights=[torch.ones(2)], grads=[torch.ones(2, device="meta")])
     with pytest.raises(ValueError, match="tensor 0 of the update has a stream on meta and weights on cpu"):
         GpuJob("sgd", 0, streams, launcher=shim)

@@ -94,7 +94,7 @@ def test_rows_of_many_chunks_are_updated_alike(shim: Any, make_case: Any, assert
 def test_both_halves_of_lamb_give_the_bits_of_the_c_kernels(
     name: str, more: dict[str, Any], shim: Any, make_case: Any, assert_same_bits: Any
 ) -> None:
-    """Between them stand sums, which are added up in another order: they agree to float32, and are made equal."""
+    """The sums between them have another order: they agree to float32, and are then made equal."""
     case = make_case(name, **more)
     ours, theirs = case.streams(), case.streams()
     gpu, cpu = GpuJob(case.rule, case.flags, ours, launcher=shim), CpuJob(case.rule, case.flags, theirs)

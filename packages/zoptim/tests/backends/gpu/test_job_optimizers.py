@@ -1,4 +1,4 @@
-"""The optimizers over GpuJob: the seam that a CUDA tensor goes through, on CPU tensors and fibres."""
+"""The optimizers over GpuJob, the path of CUDA tensors, on CPU tensors and fibers."""
 
 from __future__ import annotations
 

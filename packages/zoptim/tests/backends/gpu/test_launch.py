@@ -53,7 +53,7 @@ def test_a_missing_nvrtc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeDevice:
-    """Just enough of torch.cuda and CuPy to see what is launched, where, and on which stream."""
+    """The parts of torch.cuda and CuPy that show the launches, their device and their stream."""
 
     def __init__(self) -> None:
         self.stream, self.capturing, self.launched, self.inside = 11, False, [], []
@@ -112,7 +112,7 @@ def test_buffers_are_kept_for_a_stream_that_did_not_make_them(device: FakeDevice
     assert buffer.recorded == [22], "a graph keeps its memory by itself"
 
 
-def test_loading_during_capture_says_what_to_do(device: FakeDevice) -> None:
+def test_loading_during_capture_raises_with_the_remedy(device: FakeDevice) -> None:
     device.capturing = True
     with pytest.raises(RuntimeError, match="Make one step with the same parameters before"):
         launch.CupyLauncher(torch.device("cuda", 0)).load(COMMON)

@@ -1,4 +1,4 @@
-"""On a GPU: the launches themselves.  Skipped where there is none; needs no extension."""
+"""Launches on a GPU.  Skipped without one; needs no extension."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES = [
 
 
 def on(device: str, streams: Streams) -> Streams:
-    """The same streams elsewhere; rows of one tensor still share their count, and rows keep their alignment."""
+    """Copy streams to a device; rows of one tensor still share their count, and rows keep their alignment."""
     moved: dict[int, torch.Tensor] = {}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def same_bits(ours: Streams, theirs: Streams) -> None:
 @pytest.mark.parametrize("offset", [0, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_a_gpu_gives_the_bits_of_the_same_text_on_a_cpu(name: str, offset: int, shim: Any, make_case: Any) -> None:
-    """Which are those of the C kernels: test_job_kernels.py."""
+    """These are the bits of the C kernels: test_job_kernels.py."""
     case = make_case(name, offset=offset, numels=(1, 255, 256, 1027, 3 * 8192 + 515, 50_000))
     cpu = case.streams()
     gpu = on("cuda", case.streams())
@@ -124,7 +124,7 @@ def test_no_step_waits_for_the_device() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        job.point(Streams(weights=[weight], grads=[grads[1]]))
+        job.bind(Streams(weights=[weight], grads=[grads[1]]))
         job.step(Hyper(lr=lr), Signals())
         grad_stats(grads)
     finally:
@@ -177,7 +177,7 @@ def test_gradients_that_moved_are_pointed_to_inside_a_graph() -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        job.point(Streams(weights=[weight], grads=[second]))
+        job.bind(Streams(weights=[weight], grads=[second]))
         job.step(Hyper(lr=1.0), Signals())
     graph.replay()
     graph.replay()
@@ -219,7 +219,7 @@ def test_300_tensors_are_measured_and_updated_in_four_launches(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_the_norm_finds_what_is_not_finite(bad: float) -> None:
+def test_the_norm_finds_non_finite_elements(bad: float) -> None:
     grads = [
         torch.ones(70_000, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
     ]

@@ -69,7 +69,7 @@ def test_other_floating_dtypes_are_measured_by_torch_beside(shim: Any) -> None:
 
 def test_a_job_follows_gradients_that_move(shim: Any) -> None:
     job = SquaresJob([torch.zeros(4), torch.zeros(2)], shim)
-    job.point([torch.full((4,), 2.0), torch.zeros(2)])
+    job.bind([torch.full((4,), 2.0), torch.zeros(2)])
     assert shim.names() == ["zk_patch"]
     assert float(job.measure()[0]) == 4.0
 
@@ -79,7 +79,7 @@ def test_empty_gradients_have_norm_zero(shim: Any) -> None:
     assert (float(norm), float(found_inf)) == (0.0, 0.0)
 
 
-def test_what_cannot_be_measured_is_refused_by_name() -> None:
+def test_gradients_that_cannot_be_measured_raise_with_their_position() -> None:
     with pytest.raises(ValueError, match="no gradients"):
         grad_stats([])
     with pytest.raises(TypeError, match=r"gradient 1 is torch.int64"):

@@ -1,11 +1,11 @@
-"""From text to machine code: NVRTC, and a cache of what it made.
+"""Compilation by NVRTC, and the cache of compiled kernels.
 
-NVRTC is called directly, because CuPy's own way adds `-ftz=true`: subnormal moments would become zero, on GPUs only.
-Contraction is off, so every product and sum rounds as on a CPU.
+NVRTC is called directly, because CuPy adds `-ftz=true`, which flushes subnormal moments to zero on GPUs only.
+Contraction is off, so every product and sum is rounded as on a CPU.
 
-The cache is a folder of files named by the digest of all that decides their content.  A file appears by a rename, so
-ranks that start together at worst compile the same thing twice.  A folder that cannot be written is no error: then
-each process compiles for itself, half a second a program.
+The cache is a folder of files named by a digest of text, architecture, options and compiler version.  A rename makes
+a file visible, so ranks that start together at worst compile the same program twice.  If the folder is not writable,
+each process compiles for itself, half a second per program.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--p
 
 
 def binary(text: str, capability: tuple[int, int]) -> bytes:
-    """Machine code (or PTX) of `text` for a device of the given compute capability, from the cache or compiled.
+    """Return machine code (or PTX) of `text` for a compute capability, from the cache or compiled.
 
-    Raises RuntimeError with the compiler's words.
+    Raises RuntimeError with the compiler's log.
     """
     nvrtc = _nvrtc()
     architecture = target(capability, nvrtc.getSupportedArchs())
@@ -41,8 +41,7 @@ def binary(text: str, capability: tuple[int, int]) -> bytes:
 
 
 def target(capability: tuple[int, int], supported: Sequence[int]) -> str:
-    """Return what to compile for: the device, an older one of its family, or PTX for one that NVRTC does not know
-    yet.
+    """Return the architecture to compile for: the device's, an older one of its family, or PTX for a newer family.
 
     Raises RuntimeError for a device older than all of `supported`.
     """
@@ -58,9 +57,9 @@ def target(capability: tuple[int, int], supported: Sequence[int]) -> str:
 
 
 def compile_text(text: str, architecture: str, more_options: Sequence[str] = ()) -> tuple[bytes, str]:
-    """(code, compiler's log) for an `architecture` such as sm_90 (machine code) or compute_90 (PTX).
+    """Return (code, compiler's log) for an `architecture` such as sm_90 (machine code) or compute_90 (PTX).
 
-    Needs NVRTC but no device.  Raises RuntimeError with the compiler's words.
+    Needs NVRTC but no device.  Raises RuntimeError with the compiler's log.
     """
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(text, "zk_gpu.cu", [], [])
@@ -70,18 +69,16 @@ def compile_text(text: str, architecture: str, more_options: Sequence[str] = ())
         if architecture.startswith("compute"):
             ptx = nvrtc.getPTX(program)
             return (ptx.encode() if isinstance(ptx, str) else ptx), log
-        return nvrtc.getCUBIN(program) + b"\0", log  # CuPy drops the last byte as if it ended a string
+        return nvrtc.getCUBIN(program) + b"\0", log  # CuPy drops the last byte as a string terminator
     except nvrtc.NVRTCError as error:
-        words = nvrtc.getProgramLog(program)
-        raise RuntimeError(
-            f"NVRTC does not compile zoptim's kernels for {architecture} ({error}):\n{words}"
-        ) from error
+        log = nvrtc.getProgramLog(program)
+        raise RuntimeError(f"NVRTC does not compile zoptim's kernels for {architecture} ({error}):\n{log}") from error
     finally:
         nvrtc.destroyProgram(program)
 
 
 def cache_folder() -> Path:
-    """Return where compiled kernels are kept: $ZOPTIM_CACHE, else zoptim in the user's cache folder."""
+    """Return the folder of compiled kernels: $ZOPTIM_CACHE, else zoptim in the user's cache folder."""
     if given := os.environ.get("ZOPTIM_CACHE"):
         return Path(given)
     with contextlib.suppress(RuntimeError):  # a user without a home
@@ -90,13 +87,13 @@ def cache_folder() -> Path:
 
 
 def cache_name(text: str, architecture: str, version: tuple[int, int]) -> str:
-    """The file that holds `text` compiled by this version of NVRTC."""
+    """Return the file name for `text` compiled by this version of NVRTC."""
     key = "\0".join([text, architecture, *OPTIONS, str(version)])
     return f"{hashlib.sha256(key.encode()).hexdigest()[:32]}-{architecture}.bin"
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Put `content` at `path` at once: a reader sees all of it or no file."""
+    """Write `content` to `path` atomically: a reader sees the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
     try:

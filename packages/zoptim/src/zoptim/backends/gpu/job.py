@@ -1,4 +1,4 @@
-"""A job on a CUDA device: the methods of CpuJob, as launches that wait for nothing."""
+"""A job on a CUDA device: the methods of CpuJob, as asynchronous launches."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _LR_DTYPES = (torch.float32, torch.float64)
 
 
 class GpuJob:
-    """Updates rows on one CUDA device: `step` is two launches, four for LAMB, and one more where addresses moved.
+    """Updates rows on one CUDA device: `step` is two launches, four for LAMB, and one more if addresses moved.
 
-    No method waits for the device.  Everything a step needs is allocated here, so after the first step (which may
-    compile) further ones can be captured in a CUDA graph; learning rate, gradient scale, found_inf and step
-    counts are read from device memory when the graph runs, other hyperparameters are those of the capture.
+    No method synchronizes with the device.  The constructor allocates all buffers, so after the first step (which may
+    compile) further steps can be captured in a CUDA graph.  The graph reads learning rate, gradient scale, found_inf
+    and step counts from device memory when it runs; other hyperparameters are those of the capture.
 
-    Gradients may be float32, bfloat16 or float16 and are never written.  Where found_inf is set, nothing is.
+    Gradients may be float32, bfloat16 or float16 and are never written.  If found_inf is set, a step writes nothing.
     """
 
     def __init__(self, rule: str, flags: int, streams: Streams, launcher: Launcher | None = None) -> None:
-        """`launcher` is CuPy's unless given.
+        """Allocate tables and buffers; `launcher` defaults to CuPy's.
 
-        Raises RuntimeError while a CUDA graph is captured, ValueError for streams of several devices.
+        Raises RuntimeError during capture of a CUDA graph, ValueError for streams on several devices.
         """
         device = _one_device(streams)
-        self._streams = streams  # what the addresses point to stays alive
+        self._streams = streams  # keeps the tensors behind the addresses alive
         self._launcher: Final = launcher or CupyLauncher(device)
         self._rule, self._flags = rule, flags
         program = Program.of(rule, flags, Formats.of(streams))
@@ -54,8 +54,8 @@ class GpuJob:
         self._args = b""  # of the last step
         self._held: tuple[Tensor | None, ...] = ()  # scalars that the last step read
 
-    def point(self, streams: Streams) -> None:
-        """See Job.  Costs a launch for every 480 addresses that moved, and none where none did."""
+    def bind(self, streams: Streams) -> None:
+        """See Job.  Costs a launch for every 480 addresses that moved, none if nothing moved."""
         self._streams = streams
         moved = self._table.move(columns_of(streams))
         self._launch([Call(self._kernels["zk_patch"], 1, args) for args in moved])
@@ -69,9 +69,9 @@ class GpuJob:
             self._launch([self._call("zk_prepare_rows", 1), *self._per_item("zk_update")])
 
     def sums(self, hyper: Hyper, signals: Signals) -> Tensor:
-        """LAMB, first half: moments, step counts, and (rows, 2) float64 squares of weights and directions.
+        """LAMB, first half: update moments and counts, return (rows, 2) float64 squares of weights and directions.
 
-        The result is the memory that `apply` reads: reduce it in place.  Where found_inf is set it means nothing, and
+        `apply` reads the memory of the result: reduce it in place.  If found_inf is set, the result is undefined and
         neither half changes anything.
         """
         self._set(hyper, signals)
@@ -79,7 +79,7 @@ class GpuJob:
         return self._sums
 
     def apply(self) -> None:
-        """LAMB, second half: the weights move, by sums that are now those of whole tensors."""
+        """LAMB, second half: update weights, by sums that are now those of whole tensors."""
         self._launch(self._second_half())
 
     def _first_half(self) -> list[Call]:
@@ -96,7 +96,7 @@ class GpuJob:
         return Call(self._kernels[name], num_blocks, self._args)
 
     def _per_item(self, name: str) -> list[Call]:
-        """A block for every chunk; no launch where all rows are empty."""
+        """Launch a block for every chunk; no launch if all rows are empty."""
         return [self._call(name, len(self._items))] if len(self._items) else []
 
     def _launch(self, calls: list[Call]) -> None:
@@ -106,7 +106,11 @@ class GpuJob:
     def _set(self, hyper: Hyper, signals: Signals) -> None:
         """Pack zk_step_args."""
         lr, value = self._learning_rate(hyper.lr)
-        self._held = (lr, self._here("grad_scale", signals.grad_scale), self._here("found_inf", signals.found_inf))
+        self._held = (
+            lr,
+            self._scalar("grad_scale", signals.grad_scale),
+            self._scalar("found_inf", signals.found_inf),
+        )
         buffers = (self._table.words, self._items, self._coefs, self._partials, self._sums)
         self._args = _ARGS.pack(
             *(0 if tensor is None else tensor.data_ptr() for tensor in (*buffers, *self._held)),
@@ -124,26 +128,26 @@ class GpuJob:
         )
 
     def _learning_rate(self, lr: float | Tensor) -> tuple[Tensor | None, float]:
-        """(where the device reads it, or None; else the number)."""
+        """Return (tensor that the device reads, 0.0), or (None, number)."""
         if isinstance(lr, Tensor) and lr.device == self._items.device:
             return (lr.detach() if lr.dtype in _LR_DTYPES else lr.detach().double()), 0.0
         return None, float(lr)
 
-    def _here(self, name: str, scalar: Tensor | None) -> Tensor | None:
-        """`scalar`, which a kernel is about to read.  Raises ValueError for memory that it cannot."""
+    def _scalar(self, name: str, scalar: Tensor | None) -> Tensor | None:
+        """Return `scalar` as float32.  Raises ValueError if it is on another device."""
         if scalar is not None and scalar.device != self._items.device:
-            raise ValueError(f"{name} is on {scalar.device}, the weights on {self._items.device}; move it there.")
+            raise ValueError(f"{name} is on {scalar.device}, the weights are on {self._items.device}; move it there.")
         return None if scalar is None else scalar.float()
 
 
 def _one_device(streams: Streams) -> torch.device:
-    """The device of all streams: an address of another one would end the process."""
+    """Return the device of all streams.  Raises ValueError for several: a foreign address would kill the process."""
     device = streams.weights[0].device
     for tensors in (streams.grads, *streams.written()):
         for position, tensor in enumerate(tensors):
             if tensor.device != device:
                 raise ValueError(
                     f"tensor {position} of the update has a stream on {tensor.device} and weights on {device}; "
-                    "a kernel reads one device."
+                    "move both to one device."
                 )
     return device

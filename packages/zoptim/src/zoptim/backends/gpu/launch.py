@@ -1,7 +1,7 @@
-"""Launching kernels: the protocol, its CuPy form, and why there may be none.
+"""Kernel launches: the protocol, and its implementation by CuPy.
 
-A kernel takes one struct by value.  The struct is packed by its caller, so a launch is (kernel, number of blocks,
-bytes), whatever the kernel, and the tests launch with the very bytes that a GPU gets.
+A kernel has one parameter, a struct by value.  The caller packs the struct, so every launch is (kernel, number of
+blocks, bytes), and the tests launch with the same bytes as a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Call", "CupyLauncher", "Kernel", "Launcher", "reason_without"]
 
 NUM_THREADS = 256  # of a block (ZK_THREADS)
 
-Kernel = Any  # what a launcher knows a kernel by
+Kernel = Any  # the launcher's own handle
 
 
 class Call(NamedTuple):
@@ -30,36 +30,36 @@ class Call(NamedTuple):
 
     kernel: Kernel
     num_blocks: int  # at least 1
-    args: bytes  # the struct that the kernel takes
+    args: bytes  # the struct, packed
 
 
 class Launcher(Protocol):
     """Runs kernels on the memory of one device."""
 
     def load(self, program: Program) -> Mapping[str, Kernel]:
-        """The kernels of `program` by name, ready: nothing is left to be done at the first launch."""
+        """Compile and load `program`; return its kernels by name, ready to be launched."""
 
     def launch(self, calls: Sequence[Call], buffers: Sequence[Tensor]) -> None:
-        """Launch in order; `buffers` are what the kernels use and the caller may drop before they have run."""
+        """Launch in order; `buffers` are tensors in use that the caller may drop before the kernels have run."""
 
 
 @attrs.frozen
 class _Stream:
-    """All that CuPy asks of a stream."""
+    """A stream as CuPy reads it."""
 
     ptr: int
 
 
 class CupyLauncher:
-    """Launches on torch's current stream, read at every launch: capture of a graph happens on another one."""
+    """Launches on torch's current stream, which changes during capture of a graph and is read at every launch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._home = torch.cuda.current_stream(device)  # where the buffers of the job are made
+        self._home = torch.cuda.current_stream(device)  # the stream on which the job's buffers are allocated
         self._cupy = importlib.import_module("cupy")
 
     def load(self, program: Program) -> Mapping[str, Kernel]:
-        """See Launcher.  Raises RuntimeError during capture of a graph, and if NVRTC refuses the text."""
+        """See Launcher.  Raises RuntimeError during capture of a graph, and if NVRTC rejects the text."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "zoptim has to load kernels and make tables, which a CUDA graph cannot capture. "
@@ -80,7 +80,7 @@ class CupyLauncher:
 
 
 def reason_without() -> str | None:
-    """Why CUDA tensors find no kernels here; None when they do.  Imports CuPy only beside a CUDA device."""
+    """Return the reason why CUDA tensors have no kernels; None if they have.  Imports CuPy if there is a device."""
     if not torch.cuda.is_available():
         return "torch.cuda.is_available() is False: there is no CUDA device, or this torch is built without CUDA"
     if torch.version.cuda is None:
@@ -91,13 +91,13 @@ def reason_without() -> str | None:
         cupy.cuda.nvrtc.getVersion()
     except ImportError as error:
         return f"CuPy cannot be imported ({error}): pip install 'zoptim[cuda{major}]'"
-    except Exception as error:  # whatever the search for a shared library raises
+    except Exception as error:  # the search for a shared library raises many types
         wheel = "nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc"
         return f"CuPy finds no NVRTC ({error}): pip install {wheel}"
     return None
 
 
-# Modules of a device are loaded once a process and never unloaded: jobs come and go.
+# Modules are loaded once per process and device, and never unloaded: other jobs may use them.
 @functools.cache
 def _load(index: int, program: Program) -> Mapping[str, Callable[..., None]]:
     cupy = importlib.import_module("cupy")
@@ -107,6 +107,6 @@ def _load(index: int, program: Program) -> Mapping[str, Callable[..., None]]:
 
 
 def _by_value(args: bytes) -> Any:
-    """Bytes as CuPy passes a struct: an array of one element."""
-    numpy = importlib.import_module("numpy")  # which CuPy has brought
+    """Return bytes as CuPy passes a struct: an array of one element."""
+    numpy = importlib.import_module("numpy")  # a dependency of CuPy
     return numpy.frombuffer(args, dtype=f"V{len(args)}")

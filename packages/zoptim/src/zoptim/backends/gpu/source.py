@@ -1,4 +1,4 @@
-"""The text of the kernels, and which constants it is compiled with."""
+"""The CUDA text of the kernels, and the constants of each compilation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from zoptim.backends.sources import CSRC, kernel_rules, rule_number, rules_text
 
 __all__ = ["COMMON", "Formats", "Program", "kernels_source"]
 
-UPDATE_CHUNK_NUMEL = 8192  # elements that one block updates: small enough to fill a device evenly
-
+UPDATE_CHUNK_NUMEL = 8192  # elements per block: few enough to balance the blocks of a device
 
 _TWO_PASSES = ("sums", "rows", "apply")  # kernels of a rule that is not elementwise: LAMB
 
 
 @functools.cache
 def kernels_source() -> str:
-    """The CUDA text: prelude, formats, rules, kernels, from the package's data, without its own #include lines."""
+    """Return the CUDA text, from the package's data: prelude, formats, rules, kernels, without #include lines."""
     parts = {name: (CSRC / name).read_text() for name in ("zk_gpu.h", "zk_math.h", "zk_rules.h")}
     parts["zk_table.h"] = rules_text(include=False)
     parts |= {name: (CSRC / name).read_text() for name in ("zk_prepare.h", "zk_gpu.cu")}
@@ -31,7 +30,7 @@ def kernels_source() -> str:
 
 @attrs.frozen(kw_only=True)
 class Formats:
-    """Formats of the streams, as zk_math.h numbers them."""
+    """The formats of the streams, by their numbers in zk_math.h."""
 
     weight: int
     grad: int
@@ -40,8 +39,7 @@ class Formats:
 
     @classmethod
     def of(cls, streams: Streams) -> Formats:
-        """Those of the dtypes in `streams`."""
-
+        """Return the formats of `streams`."""
         states = streams.states[0] if streams.states else []
         return cls(
             weight=SPLIT if streams.remainders else _format_of(streams.weights),
@@ -59,13 +57,13 @@ def _format_of(tensors: Sequence[Tensor]) -> int:
 class Program:
     """One compilation of the text."""
 
-    kernels: tuple[str, ...]  # names of the kernels in it that are launched
+    kernels: tuple[str, ...]  # names of its kernels that are launched
     chunk_numel: int  # elements that one block works on
     defines: tuple[tuple[str, int | str], ...] = ()  # constants of the text
 
     @classmethod
     def of(cls, rule: str, flags: int, formats: Formats) -> Program:
-        """The update of one rule in the given formats."""
+        """Return the program that updates by one rule in the given formats."""
         kernel_rule = kernel_rules()[rule_number(rule)]
         chunk_numel = UPDATE_CHUNK_NUMEL if kernel_rule.is_elementwise else SPAN_NUMEL
         name = rule.upper()
@@ -85,10 +83,10 @@ class Program:
         return cls(kernels=names, chunk_numel=chunk_numel, defines=tuple(constants.items()))
 
     def text(self) -> str:
-        """Return what the compiler reads."""
+        """Return the text with its constants."""
         return "".join(f"#define {name} {value}\n" for name, value in self.defines) + kernels_source()
 
 
 COMMON = Program(
     kernels=("zk_patch", "zk_prepare_rows", "zk_squares", "zk_squares_final"), chunk_numel=SPAN_NUMEL
-)  # needed whatever the rule
+)  # needed by every rule

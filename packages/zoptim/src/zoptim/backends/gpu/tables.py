@@ -1,8 +1,8 @@
-"""Tables in device memory: where the rows' streams lie, and how the rows are cut into chunks.
+"""Tables in device memory: addresses of the rows' streams, and the rows' chunks.
 
-Addresses of gradients may move from step to step.  New ones travel as arguments of a small launch: 480 at a time,
-nothing to allocate, nothing to wait for, and a CUDA graph keeps its own copy.  Rejected: copying from pinned host
-memory, which must stay as it is until the device has read it, and for as long as a graph may be replayed.
+Addresses of gradients may change from step to step.  New ones are arguments of a small launch, up to 480 at a time:
+no allocation, no synchronization, and a CUDA graph has its own copy.  Rejected: copying from pinned host memory,
+which must not change until the device has read it, and as long as a graph may be replayed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zoptim.backends.contract import Streams
-from zoptim.backends.layouts import addresses
+from zoptim.backends.memory import addresses
 
 __all__ = ["Columns", "Table", "columns_of", "make_items"]
 
@@ -26,7 +26,7 @@ Columns = list[list[int] | None]  # 64-bit words, one per row; None is a column 
 
 
 def columns_of(streams: Streams) -> Columns:
-    """The addresses of zk_row, in its order."""
+    """Return the columns of addresses of zk_row, in its order."""
     states, scales = [*streams.states], [*streams.scales]
     lists = [streams.weights, streams.grads, streams.remainders, streams.copies]
     lists += states + [[]] * (3 - len(states)) + scales + [[]] * (3 - len(scales)) + [streams.steps]
@@ -34,7 +34,7 @@ def columns_of(streams: Streams) -> Columns:
 
 
 def make_items(numels: Sequence[int], chunk_numel: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    """(items, 2) int32 pairs of row and chunk on `device`, in order; and for each row its first item."""
+    """Return (items, 2) int32 pairs of row and chunk on `device`, in order, and the first item of each row."""
     counts = torch.tensor([-(-numel // chunk_numel) for numel in numels], dtype=torch.int64)
     ends = counts.cumsum(0)
     rows = torch.repeat_interleave(torch.arange(len(numels)), counts)
@@ -44,13 +44,13 @@ def make_items(numels: Sequence[int], chunk_numel: int, device: torch.device) ->
 
 
 def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """`tensor` on `device`, without waiting for it: torch keeps the pinned memory until it has been read."""
+    """Copy to `device` asynchronously: torch keeps the pinned memory until it has been read."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @attrs.define(eq=False)
 class Table:
-    """Rows of 64-bit words on a device, whose first columns are addresses that may move.
+    """Rows of 64-bit words on a device; the first columns are addresses that may change.
 
     Invariant: after the launches of `move`, column k of `words` holds `known[k]`.
     """
@@ -60,13 +60,13 @@ class Table:
 
     @classmethod
     def make(cls, moving: Columns, fixed: Sequence[Sequence[int]], device: torch.device) -> Table:
-        """A table of `moving` and then `fixed` columns."""
+        """Make a table of `moving` columns followed by `fixed` ones."""
         zeros = [0] * len(fixed[0])
         columns = [zeros if column is None else column for column in moving] + [[*column] for column in fixed]
         return cls(_on(device, torch.tensor(columns, dtype=torch.int64).T.contiguous()), moving)
 
     def move(self, columns: Columns) -> list[bytes]:
-        """Adopt new addresses; returns the arguments of the launches of zk_patch that write them."""
+        """Adopt new addresses; return the arguments of the zk_patch launches that write them."""
         patches = []
         for k, (old, new) in enumerate(zip(self.known, columns)):
             if new is not None and new != old:

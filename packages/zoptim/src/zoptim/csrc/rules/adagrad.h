@@ -1,4 +1,4 @@
-/* Adagrad (Duchi et al. 2011) in torch's form: beta1 is lr_decay.
+/* Adagrad (Duchi et al. 2011) as in torch; beta1 is lr_decay.
  *
  * State: the sum of squared gradients. */
 #define ZK_ADAGRAD_LOOPS(X) X(adagrad, 1, 0)

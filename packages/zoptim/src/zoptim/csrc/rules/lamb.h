@@ -1,13 +1,13 @@
-/* LAMB (You et al. 2020, algorithm 2): Adam whose step is scaled for each tensor by its trust ratio.
+/* LAMB (You et al. 2020, algorithm 2): Adam with the step of each tensor scaled by its trust ratio.
  *
- * The ratio needs two norms of the whole tensor, so kern.c and zk_gpu.cu read twice: moments and sums of squares
- * first, then the weights.  States: mean and second moment. */
+ * The ratio needs two norms of the whole tensor, so kern.c and zk_gpu.cu make two passes: moments and sums of
+ * squares, then the weights.  States: mean and second moment. */
 #define ZK_LAMB_LOOPS(X) X(lamb, 2, 0) X(lamb, 2, ZK_EPS_INSIDE)
 #define ZK_LAMB_SQUARES 2
 
 ZK_TABLE_FN void zk_lamb_prepare(zk_coef *c, const zk_hyper *h, int flags, double lr, float step) {
   (void)lr, (void)step;
-  c->l2 = 0.0f; /* the decay joins the direction */
+  c->l2 = 0.0f; /* the decay is part of the direction */
   c->step_size = 1.0f;
   if (!(flags & ZK_NO_CORRECTION)) zk_correct(c, h, flags, 1.0);
 }
@@ -29,7 +29,7 @@ ZK_FN float zk_lamb_direction(float p, float m, float v, const zk_coef *c, int f
   return c->step_size * m / root + c->decay * p;
 }
 
-/* lr times the trust ratio ||weight|| / ||direction||, bounded; 1 where either is zero. */
+/* lr times the bounded trust ratio ||weight|| / ||direction||, which is 1 if either norm is zero. */
 ZK_TABLE_FN float zk_lamb_rate(double weight_squares, double direction_squares, const zk_hyper *h, double lr) {
   double weight = zk_sqrt(weight_squares), direction = zk_sqrt(direction_squares);
   double ratio = 1.0;

@@ -1,4 +1,4 @@
-/* SGD with momentum, in torch's form: beta1 is the momentum, beta2 the dampening.
+/* SGD with momentum as in torch; beta1 is the momentum, beta2 the dampening.
  *
  * State: the momentum buffer, absent without momentum. */
 #define ZK_SGD_LOOPS(X) X(sgd, 0, 0) X(sgd, 1, 0) X(sgd, 1, ZK_NESTEROV)
