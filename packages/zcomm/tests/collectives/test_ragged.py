@@ -1,4 +1,4 @@
-"""Rows in runs of any length, delivered by key, through shared memory and over Gloo."""
+"""Ragged rows delivered by key, through shared memory and over Gloo; sparse rows gathered by every rank."""
 
 from __future__ import annotations
 
@@ -98,3 +98,26 @@ def test_mismatched_arguments_are_rejected_by_name() -> None:
     for trade in (zcomm.all_to_all_ragged_rows, zcomm.return_ragged_rows):
         with pytest.raises(ValueError, match=r"_rows 'rows': a count is -1; counts must be 0 or more"):
             trade(torch.zeros(2, 1), [[[-1, 3]]], label="rows")
+
+
+def rank_gathers_rows(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    rank = zcomm.group_rank()
+    indices = torch.arange(2 * rank)  # none on rank 0
+    return zcomm.gather_rows(indices, torch.full((2 * rank, 3), float(rank), dtype=dtype), label="rows")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_rank_gets_all_rows_in_the_order_of_the_ranks(world_size: int, dtype: torch.dtype) -> None:
+    for found in run_ranks(rank_gathers_rows, world_size, dtype):
+        assert len(found) == world_size
+        for rank, (indices, values) in enumerate(found):
+            assert indices.tolist() == list(range(2 * rank))
+            assert torch.equal(values, torch.full((2 * rank, 3), float(rank), dtype=dtype))
+
+
+def test_rows_that_do_not_fit_together_are_rejected() -> None:
+    with pytest.raises(
+        ValueError, match=r"gather_rows\('x'\): indices are torch.int64 of shape \[2\], values .* \[3, 4\]"
+    ):
+        zcomm.gather_rows(torch.arange(2), torch.zeros(3, 4), label="x")

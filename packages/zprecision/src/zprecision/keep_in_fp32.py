@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zprecision._compat import unsaved_buffers
-from zprecision.buffers import is_castable
+from zprecision.casting import is_castable
 
 __all__ = ["KeepInFp32"]
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zprecision import checks
-from zprecision.buffers import paired_dtypes
-from zprecision.casting import cast, cast_in_place
+from zprecision.casting import cast, cast_in_place, paired_dtypes
 from zprecision.keep_in_fp32 import KeepInFp32, tensors
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from zcomm.shared.host_layout import HostLayout
-from zcomm.shared.names import DTYPES, REDUCTIONS
+from zcomm.shared.native import DTYPES, REDUCTIONS
 from zcomm.shared.network import Network
 from zcomm.shared.task_queue import Step
 from zcomm.shared.transport import Message, Transport

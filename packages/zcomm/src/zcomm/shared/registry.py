@@ -27,8 +27,7 @@ from zcomm.shared import handshake
 from zcomm.shared.hierarchy import HierarchicalTransport
 from zcomm.shared.host_layout import ONE_RANK_PER_HOST
 from zcomm.shared.levels import Levels
-from zcomm.shared.names import is_supported
-from zcomm.shared.native import library
+from zcomm.shared.native import is_supported, library
 from zcomm.shared.task_queue import Step
 from zcomm.shared.transport import Message, Transport
 
