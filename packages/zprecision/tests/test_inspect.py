@@ -347,7 +347,7 @@ def test_the_divisor_never_waits_for_the_host() -> None:
 
 @pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", True])
 def test_an_impossible_max_norm_is_rejected(max_norm: object) -> None:
-    with pytest.raises(ValueError, match=rf"max_norm={max_norm!r}.*>= 0; 0 means no clipping"):
+    with pytest.raises(ValueError, match=rf"max_norm={max_norm!r}.*>= 0; 0 disables clipping"):
         clip_divisor(torch.tensor(1.0, dtype=torch.float64), torch.tensor(1.0), max_norm)
 
 

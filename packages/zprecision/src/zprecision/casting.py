@@ -82,6 +82,6 @@ def paired_dtypes(module: nn.Module, param: torch.dtype, buffer: torch.dtype | N
 
 
 def _of_norm(statistics: torch.dtype, param: torch.dtype) -> torch.dtype:
-    """Dtype of a norm's weights: it takes 16-bit inputs in its own dtype or float32, other inputs in its own."""
+    """Dtype of a norm's weights: a norm takes 16-bit inputs in its own dtype or float32, other inputs in its own."""
     is_narrow = param.itemsize < torch.float32.itemsize
     return torch.float32 if is_narrow and statistics != param else param

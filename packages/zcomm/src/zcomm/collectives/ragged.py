@@ -64,8 +64,7 @@ def all_to_all_v(
 def all_to_all_ragged_rows(
     input: Tensor, counts: Counts, group: ProcessGroup | None = None, *, label: str = ""
 ) -> Tensor:
-    """Send `counts[r][s][k]` rows of key k from rank r to rank s, the key's owner; deliver the rows of a key
-    adjoining.
+    """Send `counts[r][s][k]` rows of key k from rank r to rank s, the key's owner; deliver each key's rows together.
 
     input: (rows, ...), contiguous: this rank's rows, by owner and by key.  counts: ranks x ranks x keys of each
     owner, equal on all ranks.  Returns a new tensor (rows, ...), by key and by source.
@@ -89,10 +88,10 @@ def return_ragged_rows(
 def gather_rows(
     indices: Tensor, values: Tensor, group: ProcessGroup | None = None, *, label: str = ""
 ) -> list[tuple[Tensor, Tensor]]:
-    """Gather every rank's rows, in the order of the ranks.  A collective that waits for the lengths.
+    """Gather every rank's rows as (indices, values), in the order of the ranks.  A collective that waits.
 
-    indices: (n,) int64; values: (n, width) of one dtype and width on all ranks, on the same device; n may differ, and
-    be 0.
+    indices: (n,) int64; values: (n, width) of one dtype and width on all ranks, on the same device; n may differ
+    between ranks, and may be 0.
     Raises ValueError if the two do not match.
     """
     if indices.dim() != 1 or values.dim() != 2 or len(indices) != len(values) or indices.dtype is not torch.int64:
@@ -137,7 +136,7 @@ def _exchange(
         start(call, lambda: registry.issue(group, message), (output, input), async_op=False, group=group)
         return output
     if is_back:
-        input = _reordered(input, there, is_back=True)
+        input = _reorder(input, there, is_back=True)
     lengths = [sum(runs) for runs in received], [sum(runs) for runs in sent]
     start(
         call,
@@ -146,7 +145,7 @@ def _exchange(
         async_op=False,
         group=group,
     )
-    return output if is_back else _reordered(output, there, is_back=False)
+    return output if is_back else _reorder(output, there, is_back=False)
 
 
 def _call(op: str, label: str, input: Tensor, counts: Counts, size: int) -> Call:
@@ -168,7 +167,7 @@ def _uses_shared_memory(input: Tensor, group: ProcessGroup | None) -> bool:
 
 
 def _routes(sent: Runs, received: Runs, counts: Counts, width: int, is_back: bool) -> Routes:
-    """width: elements of a row."""
+    """Build the routes of this rank.  width: elements of a row."""
     others = [sum(runs) for r, row in enumerate(counts) for s, runs in enumerate(row) if r != s]
     table = array("q", (int(is_back), width, *(n for row in counts for runs in row for n in runs)))
     return Routes(
@@ -192,7 +191,7 @@ def _starts(lengths: Tensor) -> Tensor:
     return lengths.reshape(-1).cumsum(0).view(lengths.shape) - lengths
 
 
-def _reordered(rows: Tensor, runs: Runs, *, is_back: bool) -> Tensor:
+def _reorder(rows: Tensor, runs: Runs, *, is_back: bool) -> Tensor:
     """Reorder rows from (rank, key) to (key, rank), or back."""
     if len(runs[0]) == 1:
         return rows
@@ -220,7 +219,7 @@ def _check_numels(label: str, input: Tensor, numels: Sequence[Sequence[int]], si
 def _check_counts(
     op: str, label: str, input: Tensor, counts: Counts, sends: Sequence[Runs], group: ProcessGroup | None
 ) -> None:
-    """sends: [from][to][key]."""
+    """Raise ValueError unless counts and input fit the group.  sends: [from][to][key]."""
     size, rank = group_size(group), group_rank(group)
     checks.dense(op, label, "input", input)
     keys = {len(runs) for row in counts for runs in row}

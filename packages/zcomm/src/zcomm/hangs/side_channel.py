@@ -1,4 +1,4 @@
-"""Side channel: keys in the rendezvous store, by which ranks reach each other when their collectives hang.
+"""Side channel: keys in the rendezvous store, through which ranks communicate when their collectives hang.
 
 The store is independent of the group that hangs.  The channel opens its own connection where torch can clone one,
 because a client answers one request at a time and the main thread may block in one for minutes.

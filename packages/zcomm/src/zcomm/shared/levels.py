@@ -82,9 +82,7 @@ class Levels:
 
 
 def spans(numel: int, parts: int, most: int) -> list[tuple[int, int]]:
-    """Cut [0, numel) into spans divisible by `parts`, of at most `most` elements per part; the rest is a span of its
-    own.
-    """
+    """Cut [0, numel) into spans divisible by `parts`, of at most `most` elements per part; the rest is last."""
     width = max(1, most) * parts
     even = numel - numel % parts
     found = [(start, min(start + width, even)) for start in range(0, even, width)]
