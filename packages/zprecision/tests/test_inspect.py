@@ -285,14 +285,14 @@ def test_a_non_finite_extra_does_not_affect_the_step() -> None:
     assert math.isnan(stats.extra.item())
 
 
-# --- What is refused -------------------------------------------------------------------------------------
+# --- Rejected input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("error", "bad", "message"),
     [
         (TypeError, None, "gradient 1 is a NoneType; leave it out"),
-        (TypeError, torch.ones(2, dtype=torch.int64), "gradient 1 is torch.int64; a real floating"),
+        (TypeError, torch.ones(2, dtype=torch.int64), "gradient 1 is torch.int64; it must have a real floating"),
         (TypeError, torch.ones(2, dtype=torch.complex64), "gradient 1 is torch.complex64"),
         (TypeError, torch.eye(3).to_sparse(), r"gradient 1 is torch.sparse_coo; pass its coalesce\(\).values"),
         (ValueError, torch.ones(2, device="meta"), "gradient 1 is on meta, gradient 0 on cpu"),
