@@ -74,7 +74,7 @@ def row(step: int, **changes) -> dict:
 
 def test_a_file_gets_plain_lines_and_not_one_a_step():
     out = io.StringIO()
-    progress = Progress(steps=100, speaks=True, out=out)
+    progress = Progress(steps=100, prints=True, out=out)
     for step in range(1, 101):
         progress.show(row(step))
     first, last = out.getvalue().splitlines()
@@ -86,10 +86,10 @@ def test_a_file_gets_plain_lines_and_not_one_a_step():
 def test_a_terminal_gets_one_line_that_rewrites_itself(monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True)
-    progress = Progress(steps=3, speaks=True, out=out)
+    progress = Progress(steps=3, prints=True, out=out)
     for step in (1, 2, 3):
         progress.show(row(step))
-    progress.say("done")
+    progress.print_line("done")
     assert out.getvalue().count("\r") == 4
     assert out.getvalue().count("\n") == 1
     assert max(map(len, out.getvalue().split("\r"))) <= 80 + len("\x1b[K")
@@ -97,7 +97,7 @@ def test_a_terminal_gets_one_line_that_rewrites_itself(monkeypatch):
 
 def test_a_skipped_step_is_named_at_once():
     out = io.StringIO()
-    progress = Progress(steps=9, speaks=True, out=out)
+    progress = Progress(steps=9, prints=True, out=out)
     progress.show(row(1))
     progress.show(row(2, skipped="gradients of block.0.weight are not finite"))
     assert "step 2 was skipped: gradients of block.0.weight are not finite" in out.getvalue()
@@ -105,9 +105,9 @@ def test_a_skipped_step_is_named_at_once():
 
 def test_other_ranks_are_silent():
     out = io.StringIO()
-    progress = Progress(steps=1, speaks=False, out=out)
+    progress = Progress(steps=1, prints=False, out=out)
     progress.show(row(1))
-    progress.say("hello")
+    progress.print_line("hello")
     assert out.getvalue() == ""
 
 

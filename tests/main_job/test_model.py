@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from train.model import GPT, Shape, generate, parameter_groups, rotated, rotations
+from train.model import GPT, Shape, apply_rotary, generate, parameter_groups, rotary_tables
 
 SMALL = Shape(depth=2, width=32, heads=2, context=16)
 
@@ -33,8 +33,8 @@ def test_a_future_byte_changes_no_past_score(changed):
 def test_what_a_query_sees_in_a_key_depends_on_their_distance_only():
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 8, dtype=torch.float64, generator=generator).expand(2, 12, 8)
-    cos, sin = rotations(12, 8, like=query)
-    scores = rotated(query, cos, sin) @ rotated(key, cos, sin).T
+    cos, sin = rotary_tables(12, 8, like=query)
+    scores = apply_rotary(query, cos, sin) @ apply_rotary(key, cos, sin).T
     for distance in range(12):
         same = scores.diagonal(-distance)
         torch.testing.assert_close(same, same[:1].expand_as(same), rtol=0, atol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from train.model import GPT, Shape
-from train.pipelined import in_stages, pair_of
+from train.pipelined import inputs_and_targets, make_pipeline
 from zcomm.testing import run_ranks
 from zpartition.pipeline import PipelineModule, PipelineRunner
 
@@ -22,7 +22,7 @@ def some_windows(count: int) -> torch.Tensor:
 
 def test_one_stage_is_the_model_itself():
     model = GPT(SMALL)
-    assert in_stages(model, {}) is model
+    assert make_pipeline(model, {}) is model
 
 
 def staged(shape: Shape) -> dict[str, tuple[float, float, torch.Tensor | None]]:
@@ -31,14 +31,14 @@ def staged(shape: Shape) -> dict[str, tuple[float, float, torch.Tensor | None]]:
     parts = some_windows(8).split((3, 3, 2))
     losses = [whole(part) / 3 for part in parts]
     sum(losses).backward()
-    stages = in_stages(model, {"pipeline": {"stages": 2}})
+    stages = make_pipeline(model, {"pipeline": {"stages": 2}})
     assert isinstance(stages, PipelineModule)
     runner = PipelineRunner.over(stages)
-    trained = runner.train_batch(map(pair_of, parts), 3)
+    trained = runner.train_batch(map(inputs_and_targets, parts), 3)
     with torch.no_grad():
         looked = sum(whole.eval()(part) for part in parts) / 3
     stages.eval()
-    seen = runner.eval_batch(map(pair_of, parts), 3)
+    seen = runner.eval_batch(map(inputs_and_targets, parts), 3)
     found = {"trained": (float(trained), float(sum(losses))), "seen": (float(seen), float(looked))}
     expected = dict(whole.named_parameters())
     for name, param in stages.named_parameters():

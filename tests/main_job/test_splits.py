@@ -19,8 +19,8 @@ import pytest
 
 import train.main
 import zengine
-from train.stopping import Wish
-from train.telling import written
+from train.messages import generate_sample
+from train.stopping import StopReason
 from train.text import read_corpus
 from zcomm.testing import run_ranks
 
@@ -45,8 +45,8 @@ class StopsAfter:
     def __init__(self, *, minutes: float, die_at: int) -> None:
         pass
 
-    def agreed(self, step: int, device: object) -> Wish:
-        return Wish.INTERRUPTED if step == self.last < STEPS else Wish.GO_ON
+    def decide(self, step: int, device: object) -> StopReason:
+        return StopReason.INTERRUPTED if step == self.last < STEPS else StopReason.NONE
 
 
 def run(runs: Path, name: str, legs: tuple[Leg, ...]) -> str:
@@ -54,12 +54,12 @@ def run(runs: Path, name: str, legs: tuple[Leg, ...]) -> str:
     samples, engines = list[str](), list[zengine.Engine]()
     small = {
         "read_corpus": lambda: read_corpus(TEXT, minimum_bytes=1000),
-        "Stopping": StopsAfter,
+        "StopVote": StopsAfter,
         "introduction": lambda run: engines.append(run.engine) or "",
-        "written": lambda run: samples.append(written(run)) or "",
-        "take_stock": lambda *_: "",
+        "generate_sample": lambda run: samples.append(generate_sample(run)) or "",
+        "write_results": lambda *_: "",
     }
-    with mock.patch.multiple(train.main, **small), mock.patch("train.telling.SAMPLE_BYTES", 12):
+    with mock.patch.multiple(train.main, **small), mock.patch("train.messages.SAMPLE_BYTES", 12):
         for number, (last, options) in enumerate(legs):
             given = (
                 ("--resume",) if number else ("--quick", "--steps", f"{STEPS}", "--config", str(runs / "config.json"))

@@ -32,7 +32,7 @@ def test_an_unknown_part_is_refused_with_the_list() -> None:
 )
 def test_a_verdict_quotes_the_line_that_counts(name: str, output: str, quoted: str) -> None:
     (part,) = check.select(name, fast=False)
-    assert check.summarise(part, output) == quoted
+    assert check.summary_line(part, output) == quoted
 
 
 def test_a_passing_part_prints_one_line_and_a_failing_one_its_output(
