@@ -1,4 +1,4 @@
-"""What is measured on held-out files, and by whom."""
+"""Evaluation on held-out windows: each is counted once."""
 
 from __future__ import annotations
 

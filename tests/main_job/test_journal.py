@@ -1,4 +1,4 @@
-"""The record of a run, and the live line made from it."""
+"""The journal of a run, and the progress line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_losses_keep_all_their_digits(tmp_path):
     assert look == {"step": 1, "validation": math.pi}
 
 
-def test_resuming_cuts_what_came_after_the_checkpoint(tmp_path):
+def test_resuming_drops_rows_after_the_checkpoint(tmp_path):
     path = tmp_path / "losses.jsonl"
     first = Journal(path, writes=True, bytes_per_sample=4)
     first.begin(step=0, samples=0)
@@ -72,7 +72,7 @@ def row(step: int, **changes) -> dict:
     return {**base, "memory_bytes": 400 * 2**20, **changes}
 
 
-def test_a_file_gets_plain_lines_and_not_one_a_step():
+def test_a_file_gets_a_plain_line_every_ten_seconds():
     out = io.StringIO()
     progress = Progress(steps=100, prints=True, out=out)
     for step in range(1, 101):
@@ -111,7 +111,7 @@ def test_other_ranks_are_silent():
     assert out.getvalue() == ""
 
 
-def test_durations_and_amounts_read_well():
+def test_durations_and_amounts_are_short():
     assert [duration(s) for s in (0.4, 65, 3725)] == ["0:00", "1:05", "1:02:05"]
     assert [amount(n) for n in (12, 14_812, 11_191_723)] == ["12", "14.8k", "11.2M"]
 

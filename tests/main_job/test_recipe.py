@@ -1,4 +1,4 @@
-"""What a run is made of, and how options and files settle it."""
+"""Recipes of runs, from options and files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_defaults_are_those_of_the_config_file(folder):
     }
 
 
-def test_a_shorter_run_has_its_whole_schedule_and_need_not_win(folder):
+def test_a_shorter_run_has_a_scaled_schedule_and_need_not_beat_the_baseline(folder):
     full = make_recipe(options_of(), folder)
     recipe = make_recipe(options_of("--steps", str(full.steps // 10)), folder)
     schedule, planned = (each.config["scheduler"]["params"] for each in (recipe, full))
@@ -44,7 +44,7 @@ def test_a_shorter_run_has_its_whole_schedule_and_need_not_win(folder):
     assert not recipe.must_win
 
 
-def test_only_a_full_length_run_can_be_defeated(folder):
+def test_only_a_full_length_run_can_be_below_the_baseline(folder):
     full, short = make_recipe(options_of(), folder), make_recipe(options_of("--steps", "10"), folder)
     assert full.is_below_baseline(step=full.steps, beats_baseline=False)
     assert not full.is_below_baseline(step=full.steps, beats_baseline=True)
@@ -66,7 +66,7 @@ def test_a_misspelt_key_is_named_with_its_file_and_the_nearest_name(folder, tmp_
         make_recipe(options_of("--config", str(source), "--steps", "3"), folder)
 
 
-def test_a_config_without_a_length_asks_for_one(folder, tmp_path):
+def test_a_config_without_a_length_raises(folder, tmp_path):
     source = tmp_path / "mine.json"
     source.write_text('{"train_micro_batch_size_per_gpu": 4}')
     with pytest.raises(RecipeError, match="total_num_steps: set the number of steps with --steps N"):
@@ -82,7 +82,7 @@ def test_a_recipe_survives_its_file(folder):
     assert Recipe.read(folder.recipe) == recipe
 
 
-def test_what_was_measured_is_not_measured_again(folder):
+def test_measured_choices_are_pinned(folder):
     recipe = make_recipe(options_of(), folder)
     assert recipe.config["bf16"]["enabled"] == "auto"
     assert pin_measured(recipe, bf16=True, windows=16).config["bf16"]["enabled"] is True
@@ -90,7 +90,7 @@ def test_what_was_measured_is_not_measured_again(folder):
 
 
 @pytest.mark.parametrize("conflict", [["--steps", "99"], ["--seed", "1"], ["--stage", "0"], ["--micro-batch", "9"]])
-def test_a_resumed_run_goes_on_as_it_began(folder, conflict):
+def test_a_resumed_run_keeps_its_recipe(folder, conflict):
     make_recipe(options_of("--quick", "--steps", "12"), folder).write(folder.recipe)
     assert load_recipe(options_of("--resume"), folder).steps == 12
     assert load_recipe(options_of("--resume", "--steps", "12", "--stage", "2"), folder).steps == 12
@@ -122,7 +122,7 @@ def test_names_are_chosen_so_that_nothing_is_overwritten(tmp_path):
 @pytest.mark.parametrize(
     "wrong", [["--ranks", "0"], ["--steps", "many"], ["--name", "a/b"], ["--name", ".."], ["--stage", "4"]]
 )
-def test_impossible_options_are_refused(wrong, capsys):
+def test_impossible_options_are_rejected(wrong, capsys):
     with pytest.raises(SystemExit):
         options_of(*wrong)
     assert wrong[0] in capsys.readouterr().err
@@ -140,11 +140,13 @@ def test_a_split_keeps_the_windows_of_a_step_and_may_change_on_resuming(folder):
     assert (other["tensor_parallel"]["autotp_size"], other["train_batch_size"]) == (1, 16)
 
 
-def test_windows_that_cannot_be_shared_out_are_refused_with_the_numbers(folder):
+def test_windows_that_cannot_be_split_are_rejected_with_the_numbers(folder):
     assert make_recipe(options_of("--quick", "--sequence", "2"), folder).config["sequence_parallel_size"] == 2
     with pytest.raises(RecipeError, match=r"--sequence 3 does not divide the 64 bytes of a window"):
         make_recipe(options_of("--quick", "--sequence", "3"), folder)
-    make_recipe(options_of("--quick", "--sequence", "4", "--tensor", "2"), folder)  # few heads are no obstacle
+    make_recipe(
+        options_of("--quick", "--sequence", "4", "--tensor", "2"), folder
+    )  # more ranks than heads are permitted
     make_recipe(options_of("--quick"), folder).write(folder.recipe)
     with pytest.raises(RecipeError, match="--sequence 5"):
         load_recipe(options_of("--resume", "--sequence", "5"), folder)
@@ -163,15 +165,15 @@ def test_experts_come_with_their_option_and_stay(folder):
         load_recipe(options_of("--resume", "--expert", "2"), folder)
 
 
-def test_there_are_ranks_enough_for_a_split():
+def test_there_are_enough_ranks_for_a_split():
     assert ranks_per_replica(options_of("--tensor", "4")) == 4
     assert ranks_per_replica(options_of("--tensor", "2", "--sequence", "2")) == 4
     assert ranks_per_replica(options_of()) == 1
     assert num_ranks(options_of("--sequence", "2", "--expert", "3"), {}) == 6
-    assert num_ranks(options_of("--ranks", "2", "--tensor", "4"), {}) == 2  # the engine says what is wrong
+    assert num_ranks(options_of("--ranks", "2", "--tensor", "4"), {}) == 2  # the engine raises
 
 
-def test_a_resumed_run_has_ranks_enough_for_the_splits_that_it_was_started_with(folder):
+def test_a_resumed_run_has_enough_ranks_for_its_splits(folder):
     make_recipe(options_of("--quick", "--tensor", "2", "--pipeline", "2"), folder).write(folder.recipe)
     runs = ("--runs", str(folder.path.parent), "--resume")
     again, other = options_of(*runs), options_of(*runs, "--tensor", "4", "--pipeline", "1")
@@ -183,7 +185,7 @@ def test_a_resumed_run_has_ranks_enough_for_the_splits_that_it_was_started_with(
 
 
 @pytest.mark.parametrize("experts", [(), ("--expert", "1")])
-def test_stages_whose_layers_are_split_come_with_names_of_the_layers(folder, experts):
+def test_split_stages_have_explicit_tensor_parallel_specs(folder, experts):
     split = ("--ranks", "4", "--tensor", "2", "--pipeline", "2", "--stage", "3")
     recipe = make_recipe(options_of("--quick", *split, *experts), folder)
     specs = recipe.config["tensor_parallel"]["partition_config"]["layer_specs"]
@@ -191,5 +193,5 @@ def test_stages_whose_layers_are_split_come_with_names_of_the_layers(folder, exp
     split = [name for name in names if any(re.fullmatch(spec["patterns"][0], name) for spec in specs)]
     dense = ["mlp_in", "mlp_out"] * (not experts)  # experts stay whole
     assert [name.split(".")[-2] for name in split] == ["qkv", "attention_out", *dense]
-    assert len(specs) == 2 + len(dense)  # a pattern that fits nothing is refused
+    assert len(specs) == 2 + len(dense)  # a pattern without a match is rejected
     assert recipe.config["zero_optimization"]["stage"] == 3

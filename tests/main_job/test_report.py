@@ -1,4 +1,4 @@
-"""The page and its charts."""
+"""The report page and its charts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
 class Checker(HTMLParser):
-    """Complains about tags that are not closed in order; collects what a browser would fetch."""
+    """Checks that tags close in order; collects the resources that a browser would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_the_page_is_well_formed_and_fetches_nothing():
     assert checker.tags.count("figure") == 7
 
 
-def test_what_the_model_wrote_cannot_become_markup():
+def test_generated_text_is_escaped():
     text = page(make_data())
     assert "alert(1)</script>" not in text
     assert "&lt;/script&gt;" in text
@@ -123,7 +123,7 @@ def test_skipped_steps_are_named():
 def test_every_chart_carries_its_points_for_the_cursor():
     charts = re.findall(r'<script type="application/json">(.*?)</script>', page(make_data()))
     for chart in charts:
-        plot = json.loads(chart, parse_constant=pytest.fail)  # NaN and Infinity, which a browser refuses
+        plot = json.loads(chart, parse_constant=pytest.fail)  # NaN and Infinity, which browsers reject
         assert plot["x"] == [1, 40]
         assert all(series["points"] for series in plot["series"])
 
@@ -132,7 +132,7 @@ def test_a_run_without_a_record_leaves_its_charts_out():
     assert checked(page(make_data(record=RecordedRun(name="", folder=Path("record"))))).tags.count("figure") == 4
 
 
-def test_every_tile_says_what_its_figure_is():
+def test_every_tile_has_a_figure_and_its_name():
     def tiles(data: ReportData) -> dict[str, str]:
         return {
             name: value
