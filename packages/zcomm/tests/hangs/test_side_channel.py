@@ -42,7 +42,7 @@ def test_the_first_to_call_decides_and_all_see_the_call(store: dist.Store) -> No
     assert not second.request_reports()
 
 
-def test_reports_and_the_verdict_arrive(store: dist.Store) -> None:
+def test_reports_and_the_diagnosis_arrive(store: dist.Store) -> None:
     ends = [SideChannel.open(store, rank, 2) for rank in range(2)]
     for end in ends:
         end.publish(report_of(end.rank))

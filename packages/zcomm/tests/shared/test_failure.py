@@ -1,4 +1,4 @@
-"""Failures of shared-memory groups in words."""
+"""Error messages of shared-memory groups."""
 
 from __future__ import annotations
 
