@@ -291,10 +291,10 @@ def _make_ring(group: Any) -> Ring:
     return Ring(group.group_name, ranks, compat.backend_of(group), timeout_s, title)
 
 
-def _within(limit_s: float, ask: Callable[[], str]) -> str:
-    """Result of `ask`, or "" on a time-out: the store of a host that vanished may block for minutes."""
+def _within(limit_s: float, request: Callable[[], str]) -> str:
+    """Return the result of `request`, or "" on a time-out: a store on a lost host may block for minutes."""
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(ask()), daemon=True, name="zcomm-diagnosis")
+    thread = threading.Thread(target=lambda: found.append(request()), daemon=True, name="zcomm-diagnosis")
     thread.start()
     thread.join(limit_s)
     return found[0] if found else ""
