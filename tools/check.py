@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Everything that must hold before a change goes in: one verdict line per part, full output of failing parts only.
+"""Run every check of the repository: one result line per part, and the full output of parts that fail.
 
     python3 tools/dev.py check [--fast] [--only types,lint] [--fix]
 
-Each part is a command that a person can also run alone; `--verbose` shows the commands.
+Each part is a command that also runs alone; `--verbose` shows the commands.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dev import PYTEST
 class Part(NamedTuple):
     name: str
     command: list[str]  # arguments after the interpreter
-    summary: str  # regular expression of the line of the output that the verdict quotes
+    summary: str  # regular expression of the output line that the result quotes
 
 
 QUICK_PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -39,7 +39,7 @@ PARTS = (
     ),
     Part("caps", [*QUICK_PYTEST, "tests/architecture/test_caps.py"], r"\d.* in .*"),
     Part("doctests", [*QUICK_PYTEST, "-n", "2", "tests/docs"], r"\d.* in .*"),
-    # the folders of the parts above are left out: `dev.py test` runs them all
+    # without the folders of the parts above, which `dev.py test` includes
     Part("tests", [*PYTEST, "-q", "--ignore=tests/architecture", "--ignore=tests/docs"], r"\d.* in .*"),
 )
 NAMES = [part.name for part in PARTS]
@@ -60,25 +60,25 @@ def run(part: Part) -> Outcome:
     return Outcome(done.returncode, done.stdout, time.monotonic() - start)
 
 
-def summarise(part: Part, output: str) -> str:
-    """The last line of `output` that says how much was looked at, without decoration; `""` when there is none."""
+def summary_line(part: Part, output: str) -> str:
+    """Return the last line of `output` that matches `part.summary`, without decoration; "" if none does."""
     found = [line.strip("= ") for line in output.splitlines() if re.fullmatch(part.summary, line.strip("= "))]
     return found[-1] if found else ""
 
 
-def verdict(part: Part, outcome: Outcome) -> str:
+def result_line(part: Part, outcome: Outcome) -> str:
     word = "ok" if outcome.code == 0 else "FAIL"
-    return f"{word:4} {outcome.seconds:6.1f} s  {summarise(part, outcome.output)}".rstrip()
+    return f"{word:4} {outcome.seconds:6.1f} s  {summary_line(part, outcome.output)}".rstrip()
 
 
 def fix() -> None:
-    """Lets ruff repair what it can: order of imports, layout, old idioms."""
+    """Let ruff repair import order, format and old idioms."""
     subprocess.run([sys.executable, "-m", "ruff", "check", "--fix", "--quiet", *FOLDERS], cwd=repo.ROOT, check=False)
     subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", *FOLDERS], cwd=repo.ROOT, check=False)
 
 
 def select(only: str, fast: bool) -> list[Part]:
-    """The parts to run.  Raises `ValueError` for an unknown name."""
+    """Return the parts to run.  Raises ValueError for an unknown name."""
     wanted = [name.strip() for name in only.split(",") if name.strip()] or NAMES
     unknown = sorted(set(wanted) - set(NAMES))
     if unknown:
@@ -88,10 +88,10 @@ def select(only: str, fast: bool) -> list[Part]:
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="dev.py check", description=(__doc__ or "").splitlines()[0])
-    result.add_argument("--fast", action="store_true", help="everything but the tests")
-    result.add_argument("--only", default="", metavar="NAMES", help=f"some of: {','.join(NAMES)}")
-    result.add_argument("--fix", action="store_true", help="first let ruff repair format and lint")
-    result.add_argument("--verbose", action="store_true", help="show each part's command, and all output")
+    result.add_argument("--fast", action="store_true", help="all parts but the tests")
+    result.add_argument("--only", default="", metavar="NAMES", help=f"only these parts: {','.join(NAMES)}")
+    result.add_argument("--fix", action="store_true", help="repair format and lint with ruff first")
+    result.add_argument("--verbose", action="store_true", help="show each part's command and all output")
     return result
 
 
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"$ python {' '.join(part.command)}")
         print(f"{part.name:13}", end="", flush=True)
         outcome = run(part)
-        print(verdict(part, outcome), flush=True)
+        print(result_line(part, outcome), flush=True)
         if outcome.code:
             failed.append(part.name)
         if outcome.code or options.verbose:

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The verbs of this repository.  Each does its own set-up first; with nothing to do that takes milliseconds.
+"""Commands of this repository.  Each sets up `.venv` first, which takes milliseconds if it is up to date.
 
     python3 tools/dev.py VERB [ARGUMENTS...]
 
-Arguments after the verb go to what the verb runs: `test -k bucket`, `train --steps 20`, `check --fast`.
-`--here` before the verb skips the set-up and uses the running interpreter with the packages' sources on its
-path: for machines that bring their own torch and have no package index.
+Arguments after the verb go to its program: `test -k bucket`, `train --steps 20`, `check --fast`.  `--here` before the
+verb skips the set-up and uses the running interpreter with the packages' sources on its path, for machines with their
+own torch and no package index.
 
-Standard library only.  What the environment is and how it is made: devenv.py beside this file.
+Standard library only.  devenv.py makes the environment.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import sys
 import time
 
 import devenv
-from devenv import ROOT, SetupError, say, venv_python
+from devenv import ROOT, SetupError, info, venv_python
 
-# Two workers: the suite's tests start ranks of their own, and its time limit is set for two cores.
+# Two workers: tests start ranks of their own, and the time limit is for two cores.
 PYTEST = ("-m", "pytest", "-n", "2", "--dist", "worksteal")
-PYTEST_ALONE = ("-m", "pytest")  # for an interpreter of the user's own without pytest-xdist
+PYTEST_ALONE = ("-m", "pytest")  # for an interpreter without pytest-xdist
 LEFTOVERS = (".cache", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "build", "dist")
 
 
 def pytest_command(python: str, arguments: list[str], here: bool = False) -> list[str]:
-    """Later options win, so `-n 0` after the verb turns the workers off."""
+    """Return the pytest command; later options win, so `-n 0` after the verb disables the workers."""
     from importlib.util import find_spec
 
     has_workers = not here or find_spec("xdist") is not None
@@ -42,14 +42,14 @@ def check_command(python: str, arguments: list[str]) -> list[str]:
 
 
 def here_environment() -> dict[str, str]:
-    """The present environment, with the packages imported from their sources."""
+    """Return the present environment with the packages' sources on PYTHONPATH."""
     sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
     present = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sources + ([present] if present else []))}
 
 
 def prepare(here: bool) -> tuple[str, dict[str, str]]:
-    """The interpreter and the environment variables that a verb runs with."""
+    """Return the interpreter and the environment variables of a verb."""
     if here:
         return sys.executable, here_environment()
     devenv.ensure()
@@ -57,7 +57,7 @@ def prepare(here: bool) -> tuple[str, dict[str, str]]:
 
 
 def run(command: list[str], environ: dict[str, str]) -> int:
-    """Runs to the end, also through Ctrl-C, which the child receives as well and answers in its own way."""
+    """Run a command to its end.  Ctrl-C does not end the wait: the child receives it too and handles it."""
     import subprocess
 
     with subprocess.Popen(command, cwd=ROOT, env=environ) as child:
@@ -69,7 +69,7 @@ def run(command: list[str], environ: dict[str, str]) -> int:
 
 
 def become(command: list[str], environ: dict[str, str]) -> int:
-    """Replaces this process, so that signals and the exit code are the program's own."""
+    """Replace this process, so that the program receives signals and sets the exit code itself."""
     sys.stdout.flush()
     os.chdir(ROOT)
     os.execve(command[0], command, environ)
@@ -88,26 +88,26 @@ def test(arguments: list[str], here: bool) -> int:
     environ.setdefault("OMP_NUM_THREADS", "1")
     start = time.monotonic()
     code = run(pytest_command(python, arguments, here), environ)
-    verdict = "ok" if code == 0 else f"FAILED (pytest exit code {code})"
-    say(f"test {verdict} in {time.monotonic() - start:.0f} s")
+    result = "ok" if code == 0 else f"FAILED (pytest exit code {code})"
+    info(f"test {result} in {time.monotonic() - start:.0f} s")
     return code
 
 
 def check(arguments: list[str], here: bool) -> int:
-    """format, lint, types, architecture, caps, doctests, tests: a verdict line each (--fast, --only, --fix)"""
+    """format, lint, types, architecture, caps, doctests, tests: a result line each (--fast, --only, --fix)"""
     python, environ = prepare(here)
     environ.setdefault("OMP_NUM_THREADS", "1")
     return become(check_command(python, arguments), environ)
 
 
 def build(arguments: list[str], here: bool) -> int:
-    """compile the kernels of the packages that have any, whether or not their sources changed"""
+    """compile the kernels of all packages, even if their sources have not changed"""
     if arguments or here:
         raise SetupError("build takes no arguments and works in .venv only")
     devenv.ensure()
     packages = devenv.kernel_packages()
     if not packages:
-        say("nothing to build: no package has compiled kernels (packages/*/hatch_build.py)")
+        info("nothing to build: no package has compiled kernels (packages/*/hatch_build.py)")
         return 0
     with devenv.exclusive() as lock:
         devenv.build_kernels(packages, lock)
@@ -125,7 +125,7 @@ def clean(arguments: list[str], here: bool) -> int:
         devenv.discard()
         for path in [*(ROOT / name for name in LEFTOVERS), *bytecode]:
             shutil.rmtree(path, ignore_errors=True)
-    say("removed .venv, caches and build outputs")
+    info("removed .venv, caches and build outputs")
     return 0
 
 
@@ -138,9 +138,9 @@ def usage() -> str:
 
 
 def parse(argv: list[str]) -> tuple[str, list[str], bool]:
-    """Splits a command line into verb, its arguments, and whether `--here` was given.  The verb is `help` for a plea.
+    """Split a command line into verb, arguments and True for `--here`; the verb is `help` if help is requested.
 
-    Raises `SetupError` for an unknown verb.
+    Raises SetupError for an unknown verb.
     """
     here = argv[:1] == ["--here"]
     rest = argv[1:] if here else argv

@@ -1,19 +1,19 @@
-"""The development environment: one virtual environment in `.venv`, made and kept up to date without being asked.
+"""Development environment: one virtual environment in `.venv`, created and updated automatically.
 
-Problem: a newcomer types one command on a fresh clone, or interrupts it half-way, or types it in two
-terminals at once; each must end in the same environment.  Design:
+Problem: the first command on a fresh clone, an interrupted set-up, and two set-ups at once must all end in the same
+environment.  Design:
 
-* A stamp inside `.venv` records what it was made from.  When the stamp fits, set-up is three file reads.
-* A marker inside `.venv` exists exactly while it is being changed.  A marker found at the start means that
-  a set-up was killed, and since pip takes a half-copied package for an installed one, the whole
-  environment is made again.  A set-up that *fails* (no index, say) removes its marker: pip has rolled back.
-* An advisory lock on the folder of this file keeps two set-ups apart.  Children inherit the lock on
-  purpose: a pip that outlives a killed parent still holds it.
+* A stamp inside `.venv` records its inputs.  If the stamp matches, set-up is three file reads.
+* A marker inside `.venv` exists exactly while it is being changed.  A marker found at the start means that a set-up
+  was killed.  pip takes a half-copied package for an installed one, so the whole environment is then made again.  A
+  set-up that fails (no index, for example) removes its marker, because pip has rolled back.
+* An advisory lock on the folder of this file serializes set-ups.  Children inherit the lock: a pip that outlives a
+  killed parent still holds it.
 
-Rejected: uv (several times faster, but one more tool to get and to configure), tox and nox (an environment,
-and therefore a torch, for every session).
+Rejected: uv (several times faster, but one more tool to install and configure); tox and nox (an environment, and so a
+torch, for every session).
 
-Standard library only, and cheap to import: every command of `dev.py` passes through here.
+Standard library only, and cheap to import, because every command of `dev.py` imports it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-STAMP = VENV / "dev-stamp"  # line 1: the checkout it belongs to; line 2: digest of what it was made from
+STAMP = VENV / "dev-stamp"  # line 1: path of the checkout; line 2: digest of the inputs
 MARKER = VENV / "dev-unfinished"  # exists while the environment is being changed
 DISCARDED = ROOT / ".venv.old"  # an environment being deleted
 LOG = ROOT / ".cache" / "setup.log"  # the full output of venv, pip and the kernel builds
@@ -42,16 +42,16 @@ FOREIGN_SETTINGS = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP
 
 
 class SetupError(Exception):
-    """The environment could not be made; the message says why and what to do."""
+    """Raised when the environment cannot be made; the message gives the reason and the remedy."""
 
 
-def say(text: str) -> None:
+def info(text: str) -> None:
     print(f"dev: {text}", flush=True)
 
 
 @contextlib.contextmanager
 def step(text: str) -> Iterator[None]:
-    """Prints `dev: text ... 1.2 s`, or `... failed after 1.2 s` when the body raises."""
+    """Print `dev: text ... 1.2 s`, or `... failed after 1.2 s` if the body raises."""
     print(f"dev: {text} ... ", end="", flush=True)
     start = time.monotonic()
     try:
@@ -67,12 +67,12 @@ def venv_python() -> str:
 
 
 def setup_inputs() -> list[Path]:
-    """The files that decide what is installed."""
+    """Return the files that determine the installed packages."""
     return [ROOT / "constraints.txt", ROOT / "requirements-dev.txt", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
 
 
 def digest(paths: Sequence[Path], salt: str = "") -> str:
-    """sha256 over the names and contents of `paths`; every part carries its length, so none can run into the next."""
+    """Return the sha256 of the names and contents of `paths`; each part is preceded by its length."""
     total = hashlib.sha256()
     parts = [salt.encode()]
     for path in paths:
@@ -83,7 +83,7 @@ def digest(paths: Sequence[Path], salt: str = "") -> str:
 
 
 def venv_version() -> str:
-    """The interpreter version that the environment was made with, `""` when there is none."""
+    """Return the interpreter version of the environment; "" without one."""
     with contextlib.suppress(OSError):
         for line in (VENV / "pyvenv.cfg").read_text().splitlines():
             key, _, value = line.partition("=")
@@ -93,7 +93,7 @@ def venv_version() -> str:
 
 
 def stamp_text() -> str:
-    """What the stamp of a current environment says."""
+    """Return the stamp of an up-to-date environment."""
     return f"{ROOT}\n{digest(setup_inputs(), venv_version())}\n"
 
 
@@ -105,14 +105,14 @@ def read_text(path: Path) -> str:
 
 
 def is_current() -> bool:
-    """Whether `.venv` is complete and made from exactly these files."""
+    """True if `.venv` is complete and made from the present inputs."""
     if MARKER.exists() or not os.access(venv_python(), os.X_OK):
         return False
     return read_text(STAMP) == stamp_text()
 
 
 def reason_to_remake() -> str:
-    """Why the existing `.venv` cannot be repaired by pip alone; `""` when it can, or when there is none."""
+    """Return why pip alone cannot repair `.venv`; "" if it can, or if there is no `.venv`."""
     if not VENV.exists():
         return ""
     if MARKER.exists():
@@ -129,7 +129,7 @@ def reason_to_remake() -> str:
 
 
 def child_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables for programs of `.venv`: as if activated, less foreign settings that misplace packages."""
+    """Return the variables for programs of `.venv`: as activated, without settings that install elsewhere."""
     result = {k: v for k, v in (os.environ if environ is None else environ).items() if k not in FOREIGN_SETTINGS}
     result["VIRTUAL_ENV"] = str(VENV)
     result["PATH"] = os.pathsep.join([str(VENV / "bin"), result.get("PATH", os.defpath)])
@@ -140,7 +140,7 @@ def child_environment(environ: Mapping[str, str] | None = None) -> dict[str, str
 
 @contextlib.contextmanager
 def exclusive() -> Iterator[int]:
-    """Holds the set-up lock of this checkout; waits, and says so, while another process holds it.
+    """Hold the set-up lock of this checkout; wait, with a message, while another process holds it.
 
     Yields the descriptor, for children to inherit.  The kernel frees the lock when the last holder ends.
     """
@@ -157,7 +157,7 @@ def exclusive() -> Iterator[int]:
 
 
 def call(command: Sequence[str], what: str, lock: int, cwd: Path = ROOT) -> None:
-    """Runs one step of the set-up, its output into the log; a failure raises `SetupError` with the last lines."""
+    """Run one step of the set-up, output to the log.  Raises SetupError with the last lines if it fails."""
     LOG.parent.mkdir(exist_ok=True)
     with step(what), LOG.open("ab") as log:
         start = log.tell()
@@ -173,7 +173,7 @@ def call(command: Sequence[str], what: str, lock: int, cwd: Path = ROOT) -> None
 
 
 def explain(what: str, returncode: int, output: str) -> str:
-    """The message for a failed step: what failed, the likely cause, the last lines of its output."""
+    """Format the error of a failed step: step, likely cause, last lines of its output."""
     causes = {
         "no package index in reach has it: check the network and `python3 -m pip config list`": (
             "No matching distribution", "Could not find a version", "NewConnectionError", "Name or service not known",
@@ -189,15 +189,15 @@ def explain(what: str, returncode: int, output: str) -> str:
 
 
 def ensure() -> None:
-    """Makes `.venv` what the files of this checkout ask for.  Does nothing, in milliseconds, when it already is.
+    """Bring `.venv` up to date with this checkout; takes milliseconds if it is.
 
-    Raises `SetupError`.
+    Raises SetupError.
     """
     if is_current() and not stale_kernels():
         return
     check_python()
     with exclusive() as lock:
-        if not is_current():  # the set-up that was waited for may have done it all
+        if not is_current():  # the other process may have finished the set-up
             install(lock)
         build_kernels(stale_kernels(), lock)
 
@@ -206,13 +206,13 @@ def check_python() -> None:
     if sys.version_info < OLDEST_PYTHON:
         given = ".".join(map(str, sys.version_info[:3]))
         raise SetupError(
-            f"this is Python {given} ({sys.executable}); the project needs Python 3.11 or newer and is "
-            "developed on 3.11: run the same command with `python3.11`"
+            f"this is Python {given} ({sys.executable}); the project needs Python 3.11 or newer: "
+            "run the same command with `python3.11`"
         )
 
 
 def install(lock: int) -> None:
-    """Phases: remove a broken environment, create, install with pip, stamp."""
+    """Remove a broken environment, create, install with pip, stamp."""
     start = time.monotonic()
     reason = reason_to_remake()
     if reason:
@@ -228,18 +228,18 @@ def install(lock: int) -> None:
         call([*pip, "-c", "constraints.txt", *BUILD_TOOLS], "installing the build tools", lock)
         call(
             [*pip, "--no-build-isolation", "-r", "requirements-dev.txt"],
-            "installing the six packages and what they need (about a minute when torch is at hand)", lock,
+            "installing the six packages and what they need (about a minute if torch is cached)", lock,
         )  # fmt: skip
     except SetupError:
-        MARKER.unlink()  # pip failed by itself and rolled back: what is there is whole
+        MARKER.unlink()  # pip failed and rolled back: the environment is intact
         raise
     write_stamp(STAMP, stamp_text())
     MARKER.unlink()
-    say(f"environment ready in {time.monotonic() - start:.0f} s")
+    info(f"environment ready in {time.monotonic() - start:.0f} s")
 
 
 def discard() -> None:
-    """Deletes `.venv`, renamed first: a deletion that is interrupted must not leave half of it in place."""
+    """Rename and delete `.venv`, so that an interrupted deletion does not leave half of it in place."""
     shutil.rmtree(DISCARDED, ignore_errors=True)
     if VENV.exists():
         VENV.rename(DISCARDED)
@@ -253,7 +253,7 @@ def write_stamp(path: Path, text: str) -> None:
 
 
 def kernel_packages() -> list[Path]:
-    """Packages with compiled kernels: their `hatch_build.py`, run as a script, builds them in place."""
+    """Return the packages with compiled kernels; `hatch_build.py`, run as a script, builds them in place."""
     return [path.parent for path in sorted(ROOT.glob("packages/*/hatch_build.py"))]
 
 
@@ -263,7 +263,7 @@ def kernel_digest(package: Path) -> str:
 
 
 def stale_kernels() -> list[Path]:
-    """Packages whose kernels were not yet built from their present sources."""
+    """Return the packages whose kernels are older than their sources."""
     packages = kernel_packages()
     return [p for p in packages if read_text(VENV / f"dev-built-{p.name}") != kernel_digest(p)]
 

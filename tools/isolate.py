@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Proves that a package works as what is published: its wheel, alone, in a fresh environment, outside this tree.
+"""Test a package as it is published: its wheel, alone, in a fresh environment, outside this tree.
 
     python3 tools/isolate.py zoptim [zckpt ...]
     python3 tools/isolate.py --all
 
-For each package: build its wheel and those of the siblings it depends on; make an environment; install torch, the
-wheels and pytest with the pins of constraints.txt; leave the tree; see that no other sibling can be imported and
-that every present one comes from its wheel; run a copy of the package's tests, and its README as a doctest.
+For each package: build its wheel and those of the siblings it depends on; create an environment; install torch, the
+wheels and pytest with the pins of constraints.txt; outside the tree, check that no other sibling can be imported and
+that present ones come from their wheels; run a copy of the package's tests, and its README as a doctest.
 
-The wheels are given to pip as files, all in one command, so no sibling is ever looked up on the package index,
-where strangers hold two of the names.  A test that needs an absent sibling skips itself
-(`pytest.importorskip`); the verdict counts such skips and `--verbose` names them.
+pip gets all wheels as files in one command, so it looks up no sibling on the package index, where two of the names
+belong to unrelated projects.  A test that needs an absent sibling skips itself (`pytest.importorskip`); the result
+line counts these and `--verbose` gives the reasons.
 
-About a minute and 1 GB of temporary disk a package, one after the other.  Standard library only.
+Takes about a minute and 1 GB of temporary disk per package.  Standard library only.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ import repo
 
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
-# Run in the fresh environment: argv[1] names the siblings that must be absent, argv[2] those that must be there.
+# Run in the fresh environment: argv[1] names the siblings that must be absent, argv[2] those that must be present.
 PROBE = """
 import importlib.metadata, importlib.util, json, sys
 absent, present = sys.argv[1].split(), sys.argv[2].split()
 for name in absent:
-    assert importlib.util.find_spec(name) is None, f"{name} is importable, and is no dependency"
+    assert importlib.util.find_spec(name) is None, f"{name} is importable but not a dependency"
 for pair in present:
     name, distribution = pair.split("=")
     origin = importlib.util.find_spec(name).origin
@@ -49,12 +49,13 @@ for pair in present:
     url = importlib.metadata.distribution(distribution).read_text("direct_url.json") or "{}"
     assert json.loads(url).get("url", "").startswith("file:"), f"{distribution} does not come from its wheel"
 for name in ("zcomm", "zengine"):
-    assert name not in {d.metadata["Name"] for d in importlib.metadata.distributions()}, f"{name}: a stranger's"
+    assert name not in {d.metadata["Name"] for d in importlib.metadata.distributions()}, f"{name}: the unrelated
+    project from PyPI"
 """
 
 
 class IsolationError(Exception):
-    """A package does not stand alone; the message says at which step, with its last lines."""
+    """Raised when a package fails alone; the message names the step and has its last lines."""
 
 
 class Counts(NamedTuple):
@@ -64,7 +65,7 @@ class Counts(NamedTuple):
 
 
 def run(command: Sequence[str], what: str, cwd: Path, environ: dict[str, str]) -> str:
-    """The output of `command`.  Raises `IsolationError` when it fails."""
+    """Run `command` and return its output.  Raises IsolationError if it fails."""
     done = subprocess.run(
         command, cwd=cwd, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace", check=False,
@@ -76,7 +77,7 @@ def run(command: Sequence[str], what: str, cwd: Path, environ: dict[str, str]) -
 
 
 def environment(venv: Path) -> dict[str, str]:
-    """The variables for programs of the fresh environment: nothing of this tree or of .venv is in them."""
+    """Return the variables for programs of the fresh environment, without this tree and .venv."""
     result = devenv.child_environment()
     search = [part for part in result["PATH"].split(os.pathsep) if not part.startswith(str(devenv.VENV))]
     result |= {"VIRTUAL_ENV": str(venv), "PATH": os.pathsep.join([str(venv / "bin"), *search])}
@@ -85,7 +86,7 @@ def environment(venv: Path) -> dict[str, str]:
 
 
 def build_wheels(names: Sequence[str], target: Path) -> dict[str, Path]:
-    """Package name -> its wheel, built with the build tools of .venv."""
+    """Build the wheels with the build tools of .venv; return them by package name."""
     wheels = {}
     for name in names:
         command = [devenv.venv_python(), "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
@@ -97,7 +98,7 @@ def build_wheels(names: Sequence[str], target: Path) -> dict[str, Path]:
 
 
 def check_wheel(name: str, wheel: Path) -> None:
-    """The wheel carries the package, its type marker and its kernels, and nothing beside the package."""
+    """Raise IsolationError unless the wheel has the package, its type marker and its kernels, and nothing else."""
     with zipfile.ZipFile(wheel) as archive:
         files = archive.namelist()
     if f"{name}/py.typed" not in files:
@@ -112,7 +113,7 @@ def check_wheel(name: str, wheel: Path) -> None:
 
 
 def install(venv: Path, wheels: Sequence[Path], cwd: Path) -> str:
-    """Makes the environment and installs the wheels into it; returns its interpreter."""
+    """Create the environment and install the wheels; return its interpreter."""
     python = str(venv / "bin" / "python")
     run([devenv.venv_python(), "-m", "venv", str(venv)], "making the environment", cwd, devenv.child_environment())
     constraints = ["-c", str(repo.ROOT / "constraints.txt")]
@@ -122,7 +123,7 @@ def install(venv: Path, wheels: Sequence[Path], cwd: Path) -> str:
 
 
 def copy_tests(name: str, target: Path) -> None:
-    """The tests, the README and the settings of pytest: all that the tests may need beside the wheel."""
+    """Copy the tests, the README and the pytest settings, all that the tests need beside the wheel."""
     target.mkdir()
     folder = repo.package_folder(name)
     shutil.copytree(folder / "tests", target / "tests", ignore=shutil.ignore_patterns("__pycache__"))
@@ -131,7 +132,7 @@ def copy_tests(name: str, target: Path) -> None:
 
 
 def read_counts(report: Path) -> Counts:
-    """Numbers of a junit file."""
+    """Read the counts of a junit file."""
     cases = list(ElementTree.parse(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skips = [found.get("message", "") for case in cases if (found := case.find("skipped")) is not None]
@@ -139,7 +140,7 @@ def read_counts(report: Path) -> Counts:
 
 
 def isolate(name: str, folder: Path) -> Counts:
-    """All phases for one package, inside the empty `folder`.  Raises `IsolationError`."""
+    """Run all phases for one package, inside the empty `folder`.  Raises IsolationError."""
     needed = repo.closure([name])
     wheels = build_wheels(needed, folder / "wheels")
     check_wheel(name, wheels[name])
@@ -169,8 +170,8 @@ def working_folder(name: str, keep: bool) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def judge(name: str, keep: bool, verbose: bool) -> bool:
-    """Isolates one package and prints its verdict line; whether it stands alone."""
+def report(name: str, keep: bool, verbose: bool) -> bool:
+    """Isolate one package and print its result line; return True if it passes."""
     print(f"{name:12}", end="", flush=True)
     start = time.monotonic()
     with working_folder(name, keep) as folder:
@@ -180,7 +181,7 @@ def judge(name: str, keep: bool, verbose: bool) -> bool:
             print(f"FAIL {time.monotonic() - start:6.1f} s  {error}", flush=True)
             return False
     siblings = ", ".join(repo.closure([name])[:-1]) or "no sibling"
-    word = "ok" if counts.passed else "FAIL"  # a wheel whose tests all skip proves nothing
+    word = "ok" if counts.passed else "FAIL"  # a wheel whose tests all skip has not been tested
     numbers = f"{counts.passed} passed, {len(counts.skipped)} skipped; README ok; with {siblings}"
     print(f"{word:4} {time.monotonic() - start:6.1f} s  {numbers}", flush=True)
     for reason in sorted(set(counts.skipped)) if verbose else ():
@@ -192,8 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", nargs="*", metavar="PKG", help=", ".join(repo.PACKAGES))
     parser.add_argument("--all", action="store_true", help="every package, one after the other")
-    parser.add_argument("--keep", action="store_true", help="keep the temporary folders, to look into them")
-    parser.add_argument("--verbose", action="store_true", help="say why tests were skipped")
+    parser.add_argument("--keep", action="store_true", help="keep the temporary folders")
+    parser.add_argument("--verbose", action="store_true", help="print why tests were skipped")
     options = parser.parse_args(argv)
     names = list(repo.PACKAGES) if options.all else options.packages
     unknown = [name for name in names if name not in repo.PACKAGES]
@@ -204,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except devenv.SetupError as error:
         print(f"isolate: {error}", file=sys.stderr)
         return 2
-    failed = [name for name in names if not judge(name, options.keep, options.verbose)]
+    failed = [name for name in names if not report(name, options.keep, options.verbose)]
     print(f"isolate: {'FAIL: ' + ', '.join(failed) if failed else 'ok'}")
     return 1 if failed else 0
 

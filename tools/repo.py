@@ -1,6 +1,6 @@
-"""Where things are in this repository: what the checks, the tests and the release tools share.
+"""Layout of this repository: paths, packages and dependencies, for the checks, the tests and the release tools.
 
-Standard library only; every function reads the tree anew and changes nothing.
+Standard library only.  Functions read the tree on every call and change nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("zcomm", "zprecision", "zpartition", "zoptim", "zckpt", "zengine")  # leaves first
-# Distribution names.  On the package index strangers hold "zcomm" and "zengine".
+# Distribution names: "zcomm" and "zengine" on PyPI are unrelated projects.
 DISTRIBUTIONS = {name: f"{name}-torch" if name in ("zcomm", "zengine") else name for name in PACKAGES}
 _IGNORED = {".git", ".venv", ".cache", "__pycache__", "runs"}
 _OUTPUTS = {"build", "dist"}  # at the top of the repository or of a package; deeper ones are sources
@@ -27,7 +27,7 @@ def source_folder(name: str) -> Path:
 
 
 def files(*suffixes: str, under: Path = ROOT) -> list[Path]:
-    """Every file that git tracks or would track, with one of `suffixes` (all when none is given), sorted."""
+    """Return every file that git tracks or would track, sorted, with one of `suffixes` (default: all)."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", str(under)],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -45,25 +45,25 @@ def _is_ignored(parts: tuple[str, ...]) -> bool:
 
 
 def source_modules(name: str) -> list[Path]:
-    """The Python files of one package's `src`."""
+    """Return the Python files of a package's `src`."""
     return files(".py", under=source_folder(name))
 
 
 def module_name(path: Path) -> str:
-    """`packages/zcomm/src/zcomm/testing/__init__.py` -> `zcomm.testing`."""
+    """Convert a path: `packages/zcomm/src/zcomm/testing/__init__.py` -> `zcomm.testing`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts[parts.index("src") + 1 :]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def sibling_dependencies(name: str) -> list[str]:
-    """The packages of this repository that `name` declares as dependencies, in the order of `PACKAGES`."""
+    """Return the packages of this repository that `name` declares as dependencies, in the order of `PACKAGES`."""
     declared = {re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0] for line in declared_dependencies(name)}
     return [other for other in PACKAGES if DISTRIBUTIONS[other] in declared]
 
 
 def closure(names: Sequence[str]) -> list[str]:
-    """`names` with everything of this repository that they need, leaves first."""
+    """Return `names` and their dependencies in this repository, leaves first."""
     wanted = set(names)
     for name in reversed(PACKAGES):  # a package only depends on earlier ones
         if name in wanted:
@@ -72,7 +72,7 @@ def closure(names: Sequence[str]) -> list[str]:
 
 
 def declared_dependencies(name: str) -> list[str]:
-    """The strings of `[project] dependencies`, read without a TOML parser, which Python 3.10 lacks."""
+    """Return the strings of `[project] dependencies`, read without a TOML parser, which Python 3.10 lacks."""
     text = (package_folder(name) / "pyproject.toml").read_text()
     block = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
     return re.findall(r'"([^"]+)"', block.group(1)) if block else []

@@ -1,6 +1,6 @@
-"""Facts about Python files, read from their syntax trees and never by importing them.
+"""Facts about Python files for the architecture tests: imports, functions and their sizes, public names.
 
-What the architecture tests count: imports, functions with their size and parameters, public names.
+They are read from syntax trees; no file is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 class Import(NamedTuple):
     """One imported name: `from a.b import c` is ("a.b", "c"), `import a.b` is ("a.b", "").
 
-    Relative imports in a package's `src` are given by their absolute name.
+    Relative imports in a package's `src` have their absolute name.
     """
 
     module: str
@@ -33,7 +33,7 @@ class Import(NamedTuple):
 
 
 class Function(NamedTuple):
-    name: str  # with its classes: "Engine.step"
+    name: str  # qualified: "Engine.step"
     line: int
     num_lines: int  # from `def` to the end, less the docstring
     num_parameters: int  # without self and cls; *args and **kwargs count one each
@@ -46,12 +46,12 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> list[Import]:
-    """Every import statement of a file, and every `import_module("literal")`."""
+    """Return every import statement of a file, and every `import_module("literal")`."""
     return [found._replace(module=absolute(found.module, path)) for found in _imports(tree(path), True, False)]
 
 
 def absolute(module: str, path: Path) -> str:
-    """The module that `module`, perhaps with leading dots, means in the file at `path` below a `src` folder."""
+    """Resolve `module`, perhaps with leading dots, in the file at `path` below a `src` folder."""
     level = len(module) - len(module.lstrip("."))
     if level == 0:
         return module
@@ -88,10 +88,10 @@ def _is_dynamic_import(call: ast.Call) -> bool:
 
 
 def uses(path: Path, package: str, with_types: bool = True) -> set[str]:
-    """The names of `package` that a file uses, as dotted paths below it: {"init", "testing.run_ranks"}.
+    """Return the names of `package` that a file uses, as dotted paths below it: {"init", "testing.run_ranks"}.
 
-    Sees `from package.part import name`, and `package.name` after `import package`.  Without types, what only
-    annotates does not count: imports under TYPE_CHECKING, and `package.name` in an annotation.
+    Finds `from package.part import name`, and `package.name` after `import package`.  `with_types=False` excludes
+    annotations: imports under TYPE_CHECKING, and `package.name` in an annotation.
     """
     found: set[str] = set()
     for item in imports(path):
@@ -108,14 +108,14 @@ def uses(path: Path, package: str, with_types: bool = True) -> set[str]:
 
 
 def _annotation_nodes(path: Path) -> set[int]:
-    """`id` of every node inside an annotation of a file."""
+    """Return the `id` of every node inside an annotation of a file."""
     fields = ("annotation", "returns")
     roots = [getattr(node, field, None) for node in ast.walk(tree(path)) for field in fields]
     return {id(inner) for root in roots if isinstance(root, ast.AST) for inner in ast.walk(root)}
 
 
 def dotted_names(path: Path) -> Iterator[tuple[str, int]]:
-    """Every dotted expression of a file, such as ("torch.distributed.barrier", 12), longest forms only."""
+    """Yield the dotted expressions of a file, longest forms only: ("torch.distributed.barrier", line 12)."""
     inner: set[int] = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Attribute):
@@ -169,10 +169,10 @@ def classes(path: Path) -> list[ast.ClassDef]:
 
 
 def public_names(path: Path) -> list[str] | None:
-    """The literal names of `__all__` of a file; None when it has none.
+    """Return the literal names in `__all__` of a file; None without `__all__`.
 
-    A starred part (`*table.HOMES`) is left out: only an import tells what is in it.  Raises `ValueError` when the
-    rest is computed, too.
+    Starred parts (`*table.NAMES`) are skipped, since only an import could expand them.  Raises ValueError if another
+    part is computed.
     """
     for statement in tree(path).body:
         targets = statement.targets if isinstance(statement, ast.Assign) else []

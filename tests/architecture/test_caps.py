@@ -1,7 +1,7 @@
-"""Sizes that may only shrink.  A change that needs more room makes a new room.
+"""Limits on sizes, which may only shrink.
 
-The numbers for functions and booleans are ratchets: `test_the_ratchets_are_tight` says when the tree allows a
-lower one; none is ever raised.
+The limits for functions and booleans are ratchets: `test_the_ratchets_are_tight` fails when the tree allows a lower
+one; none is raised.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import zengine
 from zengine.engine.engine import Engine
 
 MAX_FILE_LINES = 600
-MAX_FUNCTION_LINES = 45  # in packages, without the docstring: initialize(), whose signature is given
+MAX_FUNCTION_LINES = 45  # in packages, without the docstring: initialize(), whose signature is DeepSpeed's
 MAX_OTHER_FUNCTION_LINES = 60  # in tests and tools
 MAX_P90_FUNCTION_LINES = 20  # in packages
-MAX_PUBLIC_PARAMETERS = 15  # OneCycle: its signature is given
+MAX_PUBLIC_PARAMETERS = 15  # OneCycle, whose signature is DeepSpeed's
 MAX_PARAMETERS = 6
-MAX_ENGINE_MEMBERS = 25  # names of nn.Module that it redefines included
+MAX_ENGINE_MEMBERS = 25  # including redefined names of nn.Module
 
 # Classes with more than one boolean attribute, and how many: this table may only shrink.
 BOOLEANS = {
@@ -31,11 +31,11 @@ BOOLEANS = {
     "zengine.checkpoint.restore.What": 3,
 }
 
-# The engine never asks what an object is or has: features and policies are objects, or absent.
+# The engine contains no type tests: features and policies are objects, or absent.
 ENGINE = repo.source_folder("zengine") / "engine/engine.py"
 FORBIDDEN_IN_ENGINE = {"isinstance", "hasattr", "getattr", "type", "issubclass"}
 
-# Classes whose booleans are keys of the user's JSON, not states of ours.
+# Classes whose booleans are keys of the user's JSON, not states.
 MIRRORS_THE_CONFIG = ("packages/zengine/src/zengine/config/",)
 
 PYTHON_FILES = [
@@ -62,7 +62,7 @@ def num_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def test_no_file_is_longer_than_the_wall() -> None:
+def test_no_file_is_longer_than_the_limit() -> None:
     bad = [f"{place(path)}: {num_lines(path)}" for path in PYTHON_FILES if num_lines(path) > MAX_FILE_LINES]
     assert not bad, "\n".join(["split these by subject:", *bad])
 
@@ -91,7 +91,7 @@ def test_public_functions_take_at_most_15_parameters_and_others_at_most_6() -> N
 
 
 def test_the_ratchets_are_tight() -> None:
-    """Fails when the tree has become better than the caps say: then lower the caps."""
+    """Fails when the tree is better than the caps: lower them."""
     lengths = [found.num_lines for _, found in all_functions(SOURCES)]
     assert max(lengths) > MAX_FUNCTION_LINES - 10, f"the longest has {max(lengths)} lines: lower MAX_FUNCTION_LINES"
     p90 = percentile_90(lengths)
@@ -102,7 +102,7 @@ def test_the_ratchets_are_tight() -> None:
     assert not stale, f"fewer booleans now, lower or remove in BOOLEANS: {stale}"
 
 
-def test_the_engine_is_a_module_and_nothing_else() -> None:
+def test_the_engine_has_no_base_but_module() -> None:
     assert Engine.__bases__ == (nn.Module,)
 
 
@@ -113,7 +113,7 @@ def test_the_engine_has_few_public_members() -> None:
     assert len(members) <= MAX_ENGINE_MEMBERS, sorted(members)
 
 
-def test_below_the_engine_nothing_names_it() -> None:
+def test_no_module_below_the_engine_imports_it() -> None:
     folders = ("engine", "features", "flops", "telemetry", "checkpoint", "build", "data", "config")
     paths = [path for name in folders for path in repo.files(".py", under=repo.source_folder("zengine") / name)]
     bad = [
@@ -122,10 +122,10 @@ def test_below_the_engine_nothing_names_it() -> None:
         for item in sources.imports(path)
         if f"{item.module}.{item.name}" in ("zengine.engine.engine", "zengine.engine.engine.Engine", "zengine.Engine")
     ]
-    assert not bad, "\n".join(["these get a Run:", *bad])
+    assert not bad, "\n".join(["take a Run instead of the engine:", *bad])
 
 
-def test_the_engine_never_asks_what_an_object_is() -> None:
+def test_the_engine_contains_no_type_tests() -> None:
     calls = [node for node in ast.walk(sources.tree(ENGINE)) if isinstance(node, ast.Call)]
     asked = [f"line {c.lineno}: {ast.unparse(c)}" for c in calls if ast.unparse(c.func) in FORBIDDEN_IN_ENGINE]
     assert not asked, asked
@@ -137,7 +137,7 @@ def test_a_class_has_at_most_one_boolean_attribute() -> None:
 
 
 def num_booleans() -> dict[str, int]:
-    """Boolean attributes of every class, settings of the user's config left out."""
+    """Return the number of boolean attributes of every class, without the user's config sections."""
     return {
         f"{repo.module_name(path)}.{node.name}": sum(map(is_boolean, node.body))
         for path in SOURCES

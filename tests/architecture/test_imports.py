@@ -1,6 +1,6 @@
-"""Who may import whom.  The tables are the architecture (ARCHITECTURE.md); the tests only read them.
+"""Tables of permitted imports (see ARCHITECTURE.md), and the tests that enforce them.
 
-To let a package use something new: one line in a table, and the reason in the change that does it.
+To permit a new import, add a line to a table and give the reason in the change.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 
-# Heavy or optional: only inside functions, so that `import zengine` neither pays for them nor needs them.
+# Heavy or optional: only inside functions, so `import zengine` does not need them.
 ONLY_LAZILY = {"cffi", "comet_ml", "cupy", "fsspec", "rich", "shtab", "tensorboard", "transformers", "wandb"}
 
 # Imported if the user installed them; never a declared dependency.
 OPTIONAL = {"comet_ml", "cupy", "fsspec", "rich", "shtab", "transformers", "wandb"}
 
-# Inside zengine one file composes the five packages: only there are classes with behaviour made or chosen.  The
-# others use the names listed here: frozen policy values in the config, functions and errors where they are a file's
-# own subject.  A key is a file or, with a slash, a folder.  Names in annotations are free: they decide nothing.
+# Inside zengine one file composes the five packages and chooses classes with behaviour.  Other files may use only the
+# names listed here: frozen policy values in the config, and functions and errors of a file's own subject.  A key is a
+# file or, with a slash, a folder.  Names in annotations are not restricted.
 ASSEMBLER = "build/assemble.py"
 ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "config/": {
@@ -47,7 +47,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zckpt": {"Best", "CheckpointInputError", "KEEP_ALL", "Retention"},
         "zcomm": {"Degrees"},
     },
-    # asks zoptim whether it knows a name and its options, on a dummy parameter, so that the config never lists them
+    # checks names and options with zoptim, on a dummy parameter, so the config has no list of them
     "config/reading/choices.py": {
         "zoptim": {"make_optimizer", "make_schedule", "UnknownNameError", "NotAvailableYetError"}
     },
@@ -59,34 +59,34 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
     },
     "telemetry/": {"zcomm": {"traced", "Record"}},
-    # plans a run without one: asks for sizes, and tries optimizers and schedules on dummy parameters
+    # plans a run without starting it: sizes, and optimizers and schedules on dummy parameters
     "planning/": {
         "zpartition": {"plan", "plan_traffic", "ReduceAt", "Tier"},
         "zoptim": {"make_optimizer", "make_schedule"},
         "zprecision": {"DynamicScaling"},
         "zcomm": {"init", "Degrees", "Groups"},
     },
-    # sizes of what is split over ranks, and whole tensors of it
+    # sizes and whole tensors of split parameters
     "features/measuring.py": {"zpartition": {"FullTensors", "experts.active_fractions"}},
     "checkpoint/weights.py": {
         "zpartition": {"FullTensors", "load_slices", "own_parts", "whole_state_dict"},
         "zckpt": {"interchange.read_weights"},
     },
-    # parts of files in the place of tensors, for conversions that Transformers knows
+    # slices of files instead of tensors, for Transformers' conversions
     "checkpoint/huggingface.py": {"zckpt": {"CheckpointInputError", "interchange.Patchwork"}},
     # one number a layer, summed over the ranks
     "features/layer_norms.py": {"zcomm": {"all_reduce", "all_gather_object"}, "zpartition": {"pipeline_stages_of"}},
-    # the stages of a pipeline tell each other which of the layers they have
+    # pipeline stages exchange the layers that they hold
     "features/random_ltd.py": {"zcomm": {"all_gather_object"}, "zpartition": {"pipeline_stages_of"}},
-    # ranks compare what they waited for
+    # ranks compare their waits
     "telemetry/stragglers.py": {"zcomm": {"all_gather_object", "group_rank"}},
     "features/comms_summary.py": {"zcomm": {"traced"}},
-    # stands between an engine's passes and their runner
+    # wraps the runner of an engine's passes
     "flops/stage_feature.py": {
         "zcomm": {"all_gather_object"},
         "zpartition": {"pipeline.Passes", "pipeline_stages_of"},
     },
-    # other people's names for objects of the packages: handing those over is all that is done here
+    # DeepSpeed's names for objects of the packages
     "deepspeed/": {
         "zoptim": {
             *("Adam", "Adagrad", "LAMB", "Lion"),
@@ -94,10 +94,10 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         },
         "zpartition": {
             *("Init", "model_parallel_group_of", "gathered", "tensor", "sequence", "tensor.TensorPlan"),
-            # a model that several ranks answer with
+            # inference on several ranks
             *("ModelParallelGroup", "FullTensors", "expert_shards_of", "experts", "load_own_slices", "check_slices"),
             *("experts.ExpertParameter", "experts.MoE"),
-            *("is_gathered", "local_weight"),  # what marks on parameters tell
+            *("is_gathered", "local_weight"),  # attributes of parameters
             *(f"pipeline.{name}" for name in ("LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec")),
             *(
                 f"safe_{verb}_full_{what}"
@@ -128,23 +128,23 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
         "zckpt": {"CheckpointError", "find", "interchange", "interchange.read_weights", "interchange.read_deepspeed"},
     },
     "checkpoint/export.py": {"zpartition": {"gathered", "FullTensors", "pipeline_stages_of"}},
-    # stages tell the first what they have, or that nothing will come, and are given as a value
+    # stages send rank 0 their layers, or an error, and are passed as a value
     "checkpoint/export_stages.py": {"zcomm": {"close_on_failure", "all_gather_object", "abort"}},
-    # tells which kernels run here, and what carries messages between two ranks that it starts
+    # reports the kernels in use, and the transport between two ranks that it starts
     "commands/env.py": {
         "zoptim": {"kernels"},
         "zcomm": {"all_reduce", "transport", "transport_reason", "testing", "testing.run_ranks"},
     },
-    # says if the loss scale moves
+    # True for a dynamic loss scale
     "deepspeed_engine.py": {"zprecision": {"DynamicScaling"}},
-    # a stage under the engine's runner, scaler and partition; recognized without an import
+    # a pipeline stage, recognized without an import
     "engine/pipeline_passes.py": {"zpartition": {"gathered", "pipeline.Passes"}},
     "engine/stages.py": {"zpartition": {"pipeline.PipelineModule"}},
-    # the world comes before the parts
+    # the world precedes the parts
     "initialize.py": {"zcomm": {"init", "detect", "group_size"}},
     # from degrees, a mesh, an mpu or a split model to groups
     "build/groups.py": {"zcomm": {"Groups", "group_size"}, "zpartition": {"model_parallel_group_of", "replicas_of"}},
-    # activation checkpoints, from what the config says of them
+    # activation checkpoints, from the config
     "build/activation_checkpointing.py": {
         "zcomm": {"all_gather_object"},
         "zpartition": {
@@ -168,20 +168,20 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
             "activations.Variant",
         },
     },
-    # shares its experts out, and moves biases of routers
+    # shards experts, and updates router biases
     "build/expert_parallel.py": {
         "zpartition": {"expert_shards_of", "experts", "pipeline_stages_of"},
         "zcomm": {"all_gather_object"},
     },
     "features/builtin.py": {"zpartition": {"experts.balance", "experts.balanced_routers"}},
-    # the stages of a pipeline tell each other their dtypes
+    # pipeline stages exchange their dtypes
     "build/trainable.py": {"zcomm": {"all_gather_object"}, "zpartition": {"pipeline_stages_of"}},
     # splits the module before it is partitioned
     "build/tensor_parallel.py": {
         "zcomm": {"all_gather_object", "group_rank", "group_size"},
         "zpartition": {"model_parallel_group_of", "is_deferred", "pipeline_stages_of", "tensor"},
     },
-    # so does a pipeline, which is compared with the config, and whose engine is its own
+    # so does a pipeline, which has an engine of its own
     "build/pipeline.py": {
         "zpartition": {
             "ReduceAt",
@@ -192,7 +192,7 @@ ZENGINE_MAY_USE: dict[str, dict[str, set[str]]] = {
     "pipeline_engine.py": {
         "zpartition": {"gathered", "pipeline.Passes", "pipeline.PipelineError", "pipeline.Recorder"}
     },
-    # ranks tell each other what they have and decide alike
+    # ranks exchange their state and decide together
     "build/agreement.py": {"zcomm": {"all_gather_object"}},
     "engine/nonfinite.py": {"zcomm": {"all_gather_object"}, "zprecision": {"first_nonfinite"}},
     "build/measure.py": {"zcomm": {"all_gather_object", "group_rank"}, "zprecision": {"measure_bf16_speedup"}},
@@ -248,7 +248,7 @@ def test_a_package_uses_only_the_public_names_of_the_others(package: str) -> Non
 
 
 def public_names(package: str) -> set[str]:
-    """Names of `__all__`, plainly and below public sub-packages: {"init", "testing", "testing.run_ranks"}."""
+    """Return the names of `__all__`, with those of public sub-packages: {"init", "testing", "testing.run_ranks"}."""
     root = repo.source_folder(package)
     found = set(importlib.import_module(package).__all__)
     for path in root.glob("*/__init__.py"):
@@ -270,7 +270,7 @@ def test_only_the_assembler_composes_the_five_packages() -> None:
 
 
 def may_use(place: str, package: str) -> set[str]:
-    """The names of `package` that the file of zengine at `place` may use at run time."""
+    """Return the names of `package` that the file of zengine at `place` may use at run time."""
     tables = [
         table for key, table in ZENGINE_MAY_USE.items() if place == key or place.startswith(key.rstrip("/") + "/")
     ]
@@ -295,9 +295,9 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-# What an optional dependency brings, imported only beside it.
+# Dependencies of an optional dependency, imported only with it.
 COMES_WITH_OPTIONAL = {"zoptim": {"numpy"}}  # CuPy's
-# What a compiled module imports and no source file shows.
+# Imports of compiled modules.
 NEEDED_BY_EXTENSIONS = {"zcomm": {"cffi"}, "zoptim": {"cffi"}}
 
 
@@ -312,7 +312,7 @@ def test_the_declared_dependencies_are_the_imported_ones(package: str) -> None:
     assert declared == imported, f"only declared: {declared - imported}; only imported: {imported - declared}"
 
 
-def test_every_package_stands_on_earlier_ones_and_the_leaves_on_none() -> None:
+def test_packages_depend_on_earlier_ones_only_and_leaves_on_none() -> None:
     for position, package in enumerate(repo.PACKAGES):
         assert not MAY_IMPORT[package] & set(repo.PACKAGES[position:])
     leaves = [name for name in repo.PACKAGES if not MAY_IMPORT[name] & set(repo.PACKAGES)]

@@ -1,4 +1,4 @@
-"""Names and files that every package has, and the mirror between folders of sources and of tests."""
+"""Required names and files of every package, and the mirror between source and test folders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import repo
 
-# Folders of names that DeepSpeed has; one file above them goes through all names.
+# Folders that mirror DeepSpeed's paths; one test file above them covers all names.
 MIRRORED_ABOVE = {
     ("deepspeed", "launcher"),
     ("deepspeed", "profiling"),
@@ -47,7 +47,7 @@ def test_the_version_is_static_and_the_same_in_the_code_and_the_changelog(packag
 def test_siblings_are_required_by_distribution_name_with_a_range_that_holds_now(package: str) -> None:
     for line in repo.declared_dependencies(package):
         name = re.split(r"[<>=!~;\[ ]", line, maxsplit=1)[0]
-        assert name not in ("zcomm", "zengine"), f"{package} requires {line!r}, which a stranger publishes"
+        assert name not in ("zcomm", "zengine"), f"{package} requires {line!r}, which is an unrelated project on PyPI"
         if name in repo.DISTRIBUTIONS.values():
             sibling = next(key for key, dist in repo.DISTRIBUTIONS.items() if dist == name)
             bounds = re.fullmatch(rf"{name}>=(\d+)\.(\d+),<(\d+)\.(\d+)", line)
@@ -78,7 +78,7 @@ def test_a_package_has_its_files(package: str) -> None:
 
 
 @each_package
-def test_the_changelog_says_something_about_the_present_version(package: str) -> None:
+def test_the_changelog_has_a_line_for_the_present_version(package: str) -> None:
     text = (repo.package_folder(package) / "CHANGELOG.md").read_text()
     entry = text.partition(f"## {value(package, 'version')}")[2].partition("\n## ")[0]
     assert re.search(r"^- \S", entry, re.MULTILINE), f"packages/{package}/CHANGELOG.md: no line for this version"
@@ -91,7 +91,7 @@ def test_test_folders_are_no_packages_and_share_no_conftest(package: str) -> Non
 
 
 def mirror_of(package: str, folder: Path) -> Path:
-    """The folder of tests that mirrors a folder of sources."""
+    """Return the test folder that mirrors a source folder."""
     return repo.package_folder(package) / "tests" / folder.relative_to(repo.source_folder(package))
 
 

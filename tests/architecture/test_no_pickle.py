@@ -1,6 +1,6 @@
-"""Nothing that ships reads or writes pickles: loading one runs whatever its author wrote.
+"""No package reads or writes pickles, because loading a pickle executes code.
 
-The rank harness for tests is the exception: it talks over a pipe to processes that it started itself.
+Exception: the rank harness for tests, which pickles over a pipe to processes that it has started itself.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FILES = [p for name in repo.PACKAGES for p in repo.source_modules(name) if not p
 
 
 def is_of_others(name: str) -> bool:
-    """True if a dotted name ends in a function that pickles; ours of the same name (zcomm, zengine) send JSON."""
+    """True if a dotted name is a function that pickles; functions of that name in zcomm and zengine send JSON."""
     return name.rpartition(".")[2] in FUNCTIONS and not name.startswith(("zcomm.", "zengine."))
 
 
 def pickling(path: Path) -> list[str]:
-    """Every import and use of something that pickles, with its line."""
+    """Return every import and use of a function that pickles, with its line."""
     named = [(f"{item.module}.{item.name}".rstrip("."), item.line) for item in sources.imports(path)]
     return [
         f"{path.relative_to(repo.ROOT)}:{line} {name}"
@@ -42,7 +42,7 @@ def test_no_source_file_pickles() -> None:
     assert not found, "\n".join(["use JSON and safetensors:", *found])
 
 
-def test_the_search_sees_what_it_looks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_finds_known_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repo, "ROOT", tmp_path)
     path = tmp_path / "example.py"
     path.write_text("import torch\nfrom pickle import dumps\ntorch.save(1, 'x')\nimport torch.distributed as dist\n")

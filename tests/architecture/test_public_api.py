@@ -1,6 +1,6 @@
 """The public API of every package, frozen in public_api.txt beside this file.
 
-A name that appears or disappears is a decision, so it shows in a diff of that list:
+A new or removed name must appear in a diff of that list:
 
     python tests/architecture/test_public_api.py --write
 """
@@ -25,7 +25,7 @@ HEADER = (
 
 
 def public_modules(package: str) -> list[Path]:
-    """Each `__init__.py` with an `__all__`, but not in folders whose name begins with `_`."""
+    """Return each `__init__.py` with an `__all__`, except in folders whose names begin with `_`."""
     found = [path for path in repo.source_modules(package) if path.name == "__init__.py"]
     visible = [path for path in found if not any(part.startswith("_") for part in repo.module_name(path).split("."))]
     return [path for path in visible if sources.public_names(path) is not None]

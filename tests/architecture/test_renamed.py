@@ -12,7 +12,7 @@ PACKAGES = ("zcomm", "zprecision", "zpartition", "zoptim", "zckpt", "zengine")
 
 
 def _renames() -> list[tuple[str, str, str]]:
-    """(module, old name, dotted path of the new one) of every table RENAMED."""
+    """Yield (module, old name, dotted path of the new name) of every table RENAMED."""
     found = []
     for package in map(importlib.import_module, PACKAGES):
         modules = [

@@ -1,7 +1,7 @@
-"""The structure inside each package: no circles, small folders in a fixed order, one class per name.
+"""Structure inside each package: no import cycles, small folders in a fixed order, one class per name.
 
-The graph of imports is drawn here from the syntax trees.  Imports under TYPE_CHECKING and inside functions count:
-they do not run early, but a reader follows them all the same.
+The import graph comes from syntax trees.  Imports under TYPE_CHECKING and inside functions count, because a reader
+follows them too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MAX_MODULES = 20  # in one folder
 MAX_QUESTIONS = 0.02  # of all docstrings: see QUESTIONS
 QUESTIONS = ("What", "Who", "Which", "Where", "Whether", "From")
 
-# The folders of a package, lowest first: a module imports from its own folder and from earlier ones.  Modules beside
-# the folders are named here, too.  `zengine/deepspeed` has the paths of DeepSpeed.
+# The folders of a package, lowest first: a module imports from its own folder and from earlier ones.  The list
+# includes modules beside the folders.  `zengine/deepspeed` mirrors DeepSpeed's paths.
 ORDER = {
     "zcomm": ["compat", "hosts", "gloo", "hangs", "shared", "collectives", "groups", "testing"],
     "zprecision": [
-        *("_compat", "casting", "checks", "buffers", "inspect", "rules", "keep_in_fp32", "scaling"),
+        *("_compat", "casting", "checks", "inspect", "rules", "keep_in_fp32", "scaling"),
         *("float8", "fp32_modules", "policy", "wide_buffers"),
     ],
     "zpartition": [
@@ -60,12 +60,12 @@ each_package = pytest.mark.parametrize("package", repo.PACKAGES)
 
 
 def modules(package: str) -> dict[str, Path]:
-    """The modules of a package by dotted name; a package's `__init__` has the package's name."""
+    """Return the modules of a package by dotted name; an `__init__` has its package's name."""
     return {repo.module_name(path): path for path in repo.source_modules(package)}
 
 
 def graph(package: str) -> dict[str, set[str]]:
-    """The modules that each module imports, within one package."""
+    """Return the imports of each module within one package."""
     known = modules(package)
     found: dict[str, set[str]] = {}
     for name, path in known.items():
@@ -78,15 +78,15 @@ def graph(package: str) -> dict[str, set[str]]:
 
 
 @each_package
-def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+def test_there_are_no_import_cycles(package: str) -> None:
     try:
         graphlib.TopologicalSorter(graph(package)).prepare()
     except graphlib.CycleError as error:
-        pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
+        pytest.fail("an import cycle: " + " <- ".join(error.args[1]))
 
 
 def place_of(module: str, package: str) -> str:
-    """The folder of a module below its package, or the module itself if it lies beside the folders."""
+    """Return the folder of a module below its package, or the module itself beside the folders."""
     below = module.removeprefix(package).lstrip(".").split(".")
     return below[0]
 
@@ -100,7 +100,7 @@ def test_folders_import_only_from_lower_folders(package: str) -> None:
             here, there = place_of(module, package), place_of(target, package)
             if here and there and here != there and order.index(there) >= order.index(here):
                 bad.append(f"{module} -> {target}")
-    assert not bad, "\n".join([f"these arrows go up; the order is {order}:", *sorted(bad)])
+    assert not bad, "\n".join([f"these imports contradict the order {order}:", *sorted(bad)])
 
 
 @each_package
@@ -128,8 +128,8 @@ def test_imports_of_our_own_packages_are_absolute(package: str) -> None:
 
 
 @each_package
-def test_a_class_name_means_one_class(package: str) -> None:
-    apart = {"deepspeed", "testing"}  # DeepSpeed has some names twice; models of tests are called alike
+def test_class_names_are_unique(package: str) -> None:
+    apart = {"deepspeed", "testing"}  # DeepSpeed has some names twice; test models share names
     counts = Counter(
         node.name
         for path in repo.source_modules(package)
@@ -141,7 +141,7 @@ def test_a_class_name_means_one_class(package: str) -> None:
 
 
 def docstrings() -> list[tuple[str, str]]:
-    """Every docstring of the packages, with its place."""
+    """Return every docstring of the packages, with its place."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [
         (f"{path.relative_to(repo.ROOT)}:{getattr(node, 'lineno', 1)}", text)

@@ -1,7 +1,7 @@
-"""No file names the machine that it was written on: such a path works there and nowhere else.
+"""No file contains a path of the machine that it was written on.
 
-Machine facts are taken from where the test runs, so they cannot be listed here: the folder of this checkout and
-the one above it, the interpreter's prefix, pip's local indexes.  What is always wrong is a home folder.
+The paths come from the machine that runs the test: the folder of the checkout and its parent, the interpreter's
+prefix, pip's local indexes.  Home folders are rejected everywhere.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import pytest
 import repo
 
 HOMES = re.compile(r"(?<![\w.~-])/(?:home|root|Users)/(?!\.\.\.)\w")
-# Folders that text may name although a checkout can lie in them.
+# Folders that may be named although a checkout can be in them.
 COMMON = {"/", "/tmp", "/var/tmp", "/usr", "/usr/local", "/opt", "/srv", "/home", "/root", "/mnt", "/data"}
 PIP_SETTINGS = ("PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT")
 BINARY = (".png", ".safetensors", ".bin", ".pt")
-FOREIGN = {"latest"}  # of the checkpoint fixtures, as others write it
+FOREIGN = {"latest"}  # of checkpoint fixtures written by DeepSpeed
 FILES = [
     path for path in repo.files() if path.suffix not in BINARY and path.name not in FOREIGN and not path.is_symlink()
 ]
 
 
 def machine_paths() -> list[str]:
-    """Folders of this machine that no file may name."""
+    """Return folders of this machine that no file may name."""
     settings = " ".join(os.environ.get(name, "") for name in PIP_SETTINGS).split()
     folders = [str(repo.ROOT), str(repo.ROOT.parent), sys.base_prefix, *settings]
     return [folder.rstrip("/") for folder in folders if folder.rstrip("/") not in COMMON and len(folder) > 3]
@@ -58,7 +58,7 @@ def is_plain(content: bytes) -> bool:
 
 
 def test_git_ignores_no_source() -> None:
-    """An ignored folder of sources is in no clone and in no wheel, while everything works where it was written."""
+    """Ignored sources would be missing in clones and wheels."""
     if not (repo.ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     listing = ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "--", "packages", "tests", "tools"]

@@ -1,4 +1,4 @@
-"""Makes contract_table importable, here and in the processes of the ranks."""
+"""Make contract_table importable, here and in the rank processes."""
 
 from __future__ import annotations
 

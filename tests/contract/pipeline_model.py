@@ -1,4 +1,4 @@
-"""A small model in layers, whole or in stages, with or without weights that two stages share."""
+"""A small model as a list of layers, whole or in pipeline stages, with or without tied weights."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def layers(*, tied: bool) -> list[Any]:
 
 
 def names() -> list[str]:
-    """Of the tied model, as `Plain` has them."""
+    """Parameter names of the tied model, equal to those of `Plain`."""
     return ["embedding", *(f"blocks.{index}" for index in range(9)), "embedding"]
 
 
 class Plain(nn.Module):
-    """The tied model as one writes it."""
+    """The tied model as a plain module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,14 +55,14 @@ class Plain(nn.Module):
 
 
 def data(step: int, count: int) -> list[Pair]:
-    """All micro-batches of a step; each replica takes a run of them."""
+    """All micro-batches of a step; replicas take consecutive ones."""
     generator = torch.Generator().manual_seed(step)
     draw = lambda: torch.randint(TOKENS, (MICRO_BATCH, 5), generator=generator)  # noqa: E731
     return [(draw(), draw()) for _ in range(count)]
 
 
 def mine(step: int, count: int, engine: zengine.Engine) -> list[Pair]:
-    """This replica's."""
+    """Micro-batches of this replica."""
     groups = engine.parts.groups
     each = count // groups.get_data_parallel_world_size()
     first = groups.get_data_parallel_rank() * each
@@ -80,7 +80,7 @@ def config(stage: int, accumulation: int, **others: Any) -> dict[str, Any]:
     }
 
 
-UNITS = {  # small ones, gathered again for backward
+UNITS = {  # small, gathered again for backward
     "stage3_param_persistence_threshold": 0,
     "stage3_unit_size": 300,
     "stage3_max_live_parameters": 0,
@@ -90,7 +90,7 @@ UNITS = {  # small ones, gathered again for backward
 def pipelined(
     num_stages: int, stage: int, count: int, *, tied: bool = True, seed: int = 0, per_rank: int = 1, **others: Any
 ) -> PipelineEngine:
-    """An engine over all ranks; `count` micro-batches a step over all replicas."""
+    """Make an engine over all ranks, with `count` micro-batches per step over all replicas."""
     torch.manual_seed(seed)
     options: dict[str, Any] = {"names": names()} if tied else {}
     options["stages_per_rank"] = per_rank

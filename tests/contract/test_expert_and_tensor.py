@@ -1,4 +1,4 @@
-"""Experts that are shared out and split over tensor ranks too (`enable_expert_tensor_parallelism`), 2 x 2 ranks."""
+"""Expert and tensor parallelism of the same experts (`enable_expert_tensor_parallelism`), on 2 x 2 ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """A gated MLP, then experts, of each of which tensor ranks have parts."""
+    """A gated MLP, then experts that tensor ranks split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ def _trained() -> list[list[float]]:
     return found
 
 
-def test_tensor_ranks_with_parts_of_each_expert_are_one_process() -> None:
-    """Where each of them has whole experts: test_tensor_pairs.py."""
+def test_split_experts_have_the_curves_of_one_process() -> None:
+    """For whole experts on each tensor rank see test_tensor_pairs.py."""
     expected = alone()
     for rank in run_ranks(_trained, 4, timeout_s=240):
         for losses in rank:

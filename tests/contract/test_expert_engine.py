@@ -1,5 +1,6 @@
-"""zengine over models with experts: losses and norms are those of one process with all experts, at every stage and
-accumulation; checkpoints go between numbers of expert ranks bit for bit, and training goes on from them.
+"""Expert parallelism through zengine: losses and norms equal those of one process, at every stage and accumulation.
+
+Checkpoints load at other numbers of expert ranks bit for bit, and training continues from them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def engine_of(stage: int, expert: int, accumulation: int) -> zengine.Engine:
-    """float32; the config shares the experts out."""
+    """Make a float32 engine; the config shards the experts."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -39,16 +40,16 @@ def engine_of(stage: int, expert: int, accumulation: int) -> zengine.Engine:
         "expert_parallel": {"enabled": expert > 1, "autoep_size": expert},
     }
     engine = zengine.initialize(model=MoELanguageModel().float(), config=config)[0]
-    assert are_shared_out(engine) == (expert > 1)
+    assert are_sharded(engine) == (expert > 1)
     return engine
 
 
-def are_shared_out(engine: zengine.Engine) -> bool:
+def are_sharded(engine: zengine.Engine) -> bool:
     return bool(expert_shards_of(engine.module))
 
 
 def train(engine: zengine.Engine, accumulation: int) -> tuple[list[float], list[float]]:
-    """Losses, as means over all ranks, and norms."""
+    """Return losses, as means over all ranks, and norms."""
     replicas, replica = zcomm.group_size(), zcomm.group_rank()
     losses, norms = [], []
     for step in batches(replicas, accumulation):
@@ -85,7 +86,7 @@ def test_curves_are_those_of_one_process_with_all_experts(
 
 
 def _around(root: Path) -> tuple[list[list[float]], list[str], int]:
-    """Losses that follow 2 expert ranks' checkpoint, at 2, at 1, then at 4; what differs in what was saved again."""
+    """Resume a checkpoint of 2 expert ranks at 2, at 1, then at 4; return losses and differences."""
     first = engine_of(2, 2, 1)
     train(first, 1)
     first.save_checkpoint(str(root), "2")
@@ -111,7 +112,7 @@ def _around(root: Path) -> tuple[list[list[float]], list[str], int]:
 
 
 def _beside(root: Path) -> list[Any]:
-    """What else an engine gives: whole weights, norms by layer, and steps in bf16 with states on the host."""
+    """Return whole weights, norms by layer, and losses in bf16 with states on the host."""
     found: list[Any] = []
     for stage, expert in ((0, 1), (0, 2), (2, 2), (3, 2)):
         engine = engine_of(stage, expert, 1)
@@ -140,7 +141,7 @@ def test_whole_weights_and_norms_by_layer_are_those_of_all_experts(tmp_path: Pat
 
 
 def _narrow() -> list[list[float]]:
-    """bf16 at stages 1 and 3, with states on the host at one of them; the loss falls, alike on all ranks."""
+    """Train in bf16 at stages 1 and 3, one with states on the host; return the losses."""
     found = []
     for stage, offload in ((1, {}), (3, {}), (2, {"offload_optimizer": {"device": "cpu"}})):
         config = {
@@ -151,7 +152,7 @@ def _narrow() -> list[list[float]]:
             "expert_parallel": {"enabled": True, "autoep_size": 2},
         }
         engine = zengine.initialize(model=MoELanguageModel().float(), config=config)[0]
-        assert are_shared_out(engine)
+        assert are_sharded(engine)
         losses = []
         for _ in range(8):
             engine.backward(engine(batches(2, 1)[0, 0, zcomm.group_rank()]))

@@ -1,4 +1,4 @@
-"""torch's own ways, DDP and FSDP2, as oracles: the same model, seed and data, on the same number of ranks."""
+"""DDP and FSDP2 as oracles: the same model, seed and data, on the same number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ours() -> list[Outcome]:
 
 
 def loop(module: nn.Module) -> list[float]:
-    """What a person writes around DDP or FSDP2; the losses of this rank, as `Outcome` has them."""
+    """Train with a plain loop around DDP or FSDP2; return this rank's losses, as in `Outcome`."""
     optimizer = make_optimizer(SCENARIOS["plain"], list(module.parameters()))
     losses = []
     for data in batches(zcomm.group_size(), 1):
@@ -56,7 +56,7 @@ def test_each_ranks_losses_are_those_of_a_peer(peer) -> None:
     try:
         expected = run_ranks(peer, 2)
     finally:
-        end_ranks()  # torch's global state of meshes and reducers goes with the processes
+        end_ranks()  # torch's global state of meshes and reducers ends with the processes
     for outcomes, losses in zip(run_ranks(ours, 2), expected):
         for row, outcome in zip(STAGES, outcomes):
             assert outcome.losses == pytest.approx(losses, rel=2e-6), row.name

@@ -1,8 +1,8 @@
-"""Pipelines of 2 and 4 stages, with replicas and without, at every ZeRO stage: curves are those of one process.
+"""Pipelines of 2 and 4 stages, with and without replicas, at every ZeRO stage: curves equal those of one process.
 
-Losses, gradient norms and what eval_batch says differ from a plain loop's by rounding alone: float32 sums in another
-order, 1e-5 of numbers of a few units.  Without shared weights and clipping nothing is summed in another order, and
-then weights are equal bit for bit.
+Losses, gradient norms and the result of eval_batch differ from a plain loop's by rounding only: float32 sums in
+another order, 1e-5 of values of a few units.  Without tied weights and clipping no sum has another order, and weights
+are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BOUND = 1e-5
 
 
 def train(num_stages: int, stages: tuple[int, ...], count: int, options: dict[str, Any]) -> dict[int, list[float]]:
-    """By ZeRO stage: loss and norm of each step, and the loss of an evaluation."""
+    """Return loss and norm of each step, and the loss of an evaluation, by ZeRO stage."""
     found: dict[int, list[float]] = {}
     for stage in stages:
         with pipelined(num_stages, stage, count, **options) as engine:
@@ -39,7 +39,7 @@ def train(num_stages: int, stages: tuple[int, ...], count: int, options: dict[st
 
 
 def alone(count: int, clip: float = 0.5) -> list[float]:
-    """A plain loop in one process."""
+    """Train with a plain loop in one process."""
     torch.manual_seed(0)
     model = PipelineModule(layers(tied=True), num_stages=1, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
@@ -81,7 +81,7 @@ def weights(num_stages: int, stage: int) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
-def test_where_nothing_is_summed_in_another_order_weights_are_equal_bit_for_bit() -> None:
+def test_weights_are_equal_bit_for_bit_if_no_sum_has_another_order() -> None:
     (expected,) = run_ranks(weights, 1, 1, 0)
     for num_stages, stage in ((2, 2), (4, 3)):
         together: dict[str, torch.Tensor] = {}
@@ -92,7 +92,7 @@ def test_where_nothing_is_summed_in_another_order_weights_are_equal_bit_for_bit(
 
 
 def _torchs() -> tuple[list[float], list[float]]:
-    """Losses of torch's 1F1B and of ours, over the same layers and batches, with plain SGD."""
+    """Return the losses of torch's 1F1B and of ours, over the same layers and batches, with plain SGD."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, count = torch.distributed.get_rank(), 4
@@ -121,7 +121,7 @@ def _torchs() -> tuple[list[float], list[float]]:
 
 
 class Function(nn.Module):
-    """A layer that is a function."""
+    """A layer without parameters."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -131,14 +131,14 @@ class Function(nn.Module):
         return self.function(value)  # type: ignore[no-any-return]
 
 
-def test_torch_s_own_1f1b_trains_alike() -> None:
+def test_torchs_1f1b_has_the_same_losses() -> None:
     first, last = run_ranks(_torchs, 2)
     assert last[0] == pytest.approx(first[1], rel=1e-6)
     assert first[1] == last[1]
 
 
 def _failing(stage: int) -> tuple[str, str, str]:
-    """What a rank is told if the loss function of rank 3 raises: of four with two stages, in two copies."""
+    """Return this rank's error when the loss function of rank 3 raises, in two replicas of two stages."""
     with pipelined(2, stage, 4) as engine:
         engine.train_batch(iter(mine(0, 4, engine)))
 
@@ -158,7 +158,7 @@ def _failing(stage: int) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_loss_that_raises_is_told_to_all_stages_and_copies(stage: int) -> None:
+def test_a_loss_that_raises_is_reported_on_all_stages_and_replicas(stage: int) -> None:
     words = "rank 3 (stage 1 of 2) failed in the forward of micro-batch 0 at stage 1 (1F0): ArithmeticError: no loss"
     *others, failing = run_ranks(_failing, 4, stage)
     assert failing[0] == "no loss today"

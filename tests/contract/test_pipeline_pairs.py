@@ -1,10 +1,10 @@
-"""Two stages, and in each two ranks that share layers, sequences or experts, or two of these: curves are those of one
-process, at every ZeRO stage, with one micro-batch a step and several.
+"""Two pipeline stages combined with tensor, sequence or expert parallelism, or two of these.
 
-Layers with experts hand on two tensors: what they compute, and their loss of balance on top of those before.  The
-last stage's loss adds it.  (Where experts see parts of a sequence that loss is of each part, so it is left out.)
+Curves equal those of one process, at every ZeRO stage, with one and several micro-batches per step.  Layers with
+experts pass on two tensors: activations, and the sum of load-balancing losses so far, which the last stage adds to
+the loss.  (Under sequence parallelism that loss is computed per part of a sequence, so it is left out.)
 
-The embedding's gradients travel as rows in runs of several micro-batches.  The bound: float32 sums in another order.
+With several micro-batches the embedding's gradients are sparse rows.  The bound: float32 sums in another order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTH, TIME, STEPS, CLIP, BOUND = 16, 8, 3, 0.3, 1e-5
 CELLS = [(stage, accumulation) for stage in range(4) for accumulation in (1, 4)]
 
 
-Handed = tuple[Tensor, ...]  # (batch, time, width) and () the loss of balance so far
+Handed = tuple[Tensor, ...]  # (batch, time, width), and () the load-balancing loss so far
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Over whole sequences, whoever has which part of them."""
+    """Attention over whole sequences, split or not."""
 
     def __init__(self, group: Any, *, shared: bool) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Mixture(nn.Module):
 
 
 class Words(nn.Embedding):
-    """The first layer: vectors, and no loss of balance yet."""
+    """First layer: embeddings, and a load-balancing loss of 0."""
 
     def forward(self, tokens: Tensor) -> Handed:
         return super().forward(tokens), torch.zeros(())
@@ -87,14 +87,14 @@ class Scores(nn.Linear):
 
 @attrs.frozen
 class Pair:
-    """What ranks of a stage share, and how the config says it."""
+    """A way to split a stage, and its config."""
 
-    section: dict[str, Any]  # with two ranks; {} for one
+    section: dict[str, Any]  # for two ranks; {} for one
     sequence: int = 1
     has_experts: bool = False
     replicas: int = 1  # of four ranks
-    balance: float = 0.0  # what a unit of the loss of balance adds to the loss
-    partition: str = "uniform"  # with which both stages have experts, if any has
+    balance: float = 0.0  # weight of the load-balancing loss
+    partition: str = "uniform"  # number of layers at which both stages have experts
 
 
 SPECS = [
@@ -140,7 +140,7 @@ def model_of(pair: Pair, num_stages: int, groups: zcomm.Groups, *, sparse: bool)
 
 
 def mine(step: int, engine: zengine.PipelineEngine, own: Split) -> Any:
-    """Micro-batches of this replica, of each what its rank works on."""
+    """This rank's part of its replica's micro-batches."""
     groups, generator = engine.parts.groups, torch.Generator().manual_seed(step)
     each, size = engine.micro_batches, (MICRO_BATCH, TIME)
     draw = lambda: [torch.randint(TOKENS, size, generator=generator) for _ in "xy"]  # noqa: E731
@@ -150,7 +150,7 @@ def mine(step: int, engine: zengine.PipelineEngine, own: Split) -> Any:
 
 
 def train(pair: Pair, num_stages: int, cells: list[tuple[int, int]]) -> dict[tuple[int, int], list[float]]:
-    """Loss and norm of each step, and of an evaluation, by ZeRO stage and accumulation."""
+    """Return loss and norm of each step, and of an evaluation, by ZeRO stage and accumulation."""
     found = {}
     for stage, accumulation in cells:
         groups = zcomm.Groups.of(zcomm.Degrees(pipeline=num_stages, sequence=pair.sequence))
@@ -174,10 +174,10 @@ def train(pair: Pair, num_stages: int, cells: list[tuple[int, int]]) -> dict[tup
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_two_ranks_of_each_stage_share_it(name: str) -> None:
+def test_split_stages_have_the_curves_of_one_process(name: str) -> None:
     pair = PAIRS[name]
     (expected,) = run_ranks(train, 1, attrs.evolve(pair, sequence=1), 1, [(0, pair.replicas), (0, 4 * pair.replicas)])
-    assert min(norm for numbers in expected.values() for norm in numbers[1:-1:2]) > CLIP  # clipping is exercised
+    assert min(norm for numbers in expected.values() for norm in numbers[1:-1:2]) > CLIP  # clips
     for found in run_ranks(train, 4, pair, 2, CELLS, timeout_s=100):
         for (stage, accumulation), numbers in found.items():
             alone = expected[0, pair.replicas * accumulation]
@@ -185,7 +185,7 @@ def test_two_ranks_of_each_stage_share_it(name: str) -> None:
 
 
 def exported(pair: Pair, num_stages: int, stage: int, accumulation: int) -> dict[str, Tensor] | None:
-    """Rank 0's whole weights after a step."""
+    """Return rank 0's whole weights after a step."""
     groups = zcomm.Groups.of(zcomm.Degrees(pipeline=num_stages, sequence=pair.sequence))
     torch.manual_seed(0)
     model = model_of(pair, num_stages, groups, sparse=False)
@@ -197,7 +197,7 @@ def exported(pair: Pair, num_stages: int, stage: int, accumulation: int) -> dict
 
 
 @pytest.mark.parametrize("name", ["tensor", "expert"])
-def test_weights_of_split_stages_come_together_on_rank_0(name: str) -> None:
+def test_rank_0_exports_whole_weights_of_split_stages(name: str) -> None:
     pair = PAIRS[name]
     (expected,) = run_ranks(exported, 1, pair, 1, 0, 2 * pair.replicas)
     for stage in (0, 3):
@@ -208,6 +208,6 @@ def test_weights_of_split_stages_come_together_on_rank_0(name: str) -> None:
             torch.testing.assert_close(found[key], value, rtol=BOUND, atol=BOUND)
 
 
-def test_how_a_part_of_a_model_is_split_has_to_be_written() -> None:
+def test_a_split_stage_needs_explicit_tensor_parallel_specs() -> None:
     with pytest.raises(RankFailed, match="tensor_parallel of a PipelineModule: how its layers are split"):
         run_ranks(train, 4, INFERRED, 2, [(0, 1)])

@@ -1,11 +1,11 @@
-"""Sequences shared out beside experts, at every ZeRO stage, with accumulation and without: curves are those of one
-process.  With accumulation the gradients of embeddings travel as rows.
+"""Sequence and expert parallelism together, at every ZeRO stage, with and without accumulation.
 
-The other pairs are in test_tensor_pairs.py and test_pipeline_pairs.py.
+Curves equal those of one process.  With accumulation the gradients of embeddings are sparse rows.  The other pairs
+are in test_tensor_pairs.py and test_pipeline_pairs.py.
 
-[Note: the bound]  Losses near 3 in float32, where sums over tokens, heads and experts are taken in other orders; 3
-clipped steps of AdamW make 1e-6 of that (see test_tensor_engine.py), and 2e-5 is allowed.  A part that is missing,
-counted twice or in the wrong place shows from 1e-3 on.
+[Note: the bound]  Losses are near 3 in float32; sums over tokens, heads and experts have other orders.  Three clipped
+steps of AdamW turn this into 1e-6 (see test_tensor_engine.py); 2e-5 is allowed.  A part that is missing, counted
+twice or misplaced differs by 1e-3 or more.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cross_entropy_of_tokens(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class First(nn.Module):
-    """Tokens to vectors; `begin` is where in the sequence this rank's tokens begin."""
+    """Embed tokens; `begin` is the position of this rank's first token."""
 
     def __init__(self, begin: int = 0, *, sparse: bool = False) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class First(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, and four experts."""
+    """Attention and four experts."""
 
     def __init__(self, attend: Any) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Layer(nn.Module):
 
 
 def model_of(group: ProcessGroup | None = None, *, sparse: bool = False) -> nn.Sequential:
-    """group: ranks that have parts of each sequence; None for one that has all."""
+    """Make the model.  group: sequence ranks; None for one process."""
     torch.manual_seed(3)
     size, rank = (zcomm.group_size(group), zcomm.group_rank(group)) if group else (1, 0)
     attend = DistributedAttention(causal, group, scatter_idx=1, gather_idx=2) if size > 1 else causal
@@ -80,14 +80,14 @@ def model_of(group: ProcessGroup | None = None, *, sparse: bool = False) -> nn.S
 
 
 def samples(step: int, replica: int, accumulation: int) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and what each token should say next, of each micro-step."""
+    """Inputs and targets of each micro-step."""
     generator = torch.Generator().manual_seed(10 * step + replica)
     drawn = [torch.randint(TOKENS, (2, LENGTH + 1), generator=generator) for _ in range(accumulation)]
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
 
 
 def alone(replicas: int, accumulation: int) -> list[float]:
-    """Losses and norms of a plain loop."""
+    """Return losses and norms of a plain loop."""
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
     found = []
@@ -122,7 +122,7 @@ def train(stage: int, accumulation: int) -> list[float]:
     group, piece = groups.sequence(), groups.ranks("sequence").index(groups.rank)
     model, found = model_of(group, sparse=accumulation > 1), []
     with zengine.initialize(model=model, config=config(stage, accumulation))[0] as engine:
-        assert expert_shards_of(model)  # shared out
+        assert expert_shards_of(model)  # sharded
         assert sum(bucket.is_sparse for bucket in engine.parts.partition.layout.buckets) == 2 * (accumulation > 1)
         for step in range(STEPS):
             for tokens, labels in samples(step, engine.parts.groups.get_data_parallel_rank(), accumulation):
@@ -137,9 +137,9 @@ def _curves() -> dict[tuple[int, int], list[float]]:
     return {cell: train(*cell) for cell in CELLS}
 
 
-def test_two_splits_at_once_are_one_process() -> None:
+def test_both_splits_together_have_the_curves_of_one_process() -> None:
     expected = {accumulation: alone(replicas=2, accumulation=accumulation) for _, accumulation in CELLS}
-    assert min(norm for curve in expected.values() for norm in curve[1::2]) > CLIP  # clipping is exercised
+    assert min(norm for curve in expected.values() for norm in curve[1::2]) > CLIP  # clips
     for found in run_ranks(_curves, 4, timeout_s=240):
         for cell, curve in found.items():
             assert curve == pytest.approx(expected[cell[1]], rel=BOUND), cell

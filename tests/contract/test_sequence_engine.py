@@ -1,4 +1,4 @@
-"""zengine with sequences that ranks share out: curves are those of one process, for every stage and accumulation."""
+"""Sequence parallelism through zengine: curves equal those of one process, at every stage and accumulation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config(stage: int, accumulation: int, sequence: int) -> dict[str, Any]:
 
 
 def batches(replicas: int, accumulation: int, first: int = 0) -> list[list[list[dict[str, Tensor]]]]:
-    """By step, micro-step and replica."""
+    """Batches by step, micro-step and replica."""
     count = STEPS * accumulation * replicas
     found = iter(samples((first + 1) * count, seed=5))
     every = [
@@ -41,7 +41,7 @@ def batches(replicas: int, accumulation: int, first: int = 0) -> list[list[list[
 
 
 def oracle(replicas: int, accumulation: int, rounds: int = 1) -> list[float]:
-    """Losses and gradient norms that one process has of everything."""
+    """Return losses and gradient norms of one process on all data."""
     model, whole = Reader(), SequenceBatches([], Split())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     found = []
@@ -106,7 +106,7 @@ def test_curves_are_those_of_one_process(ranks: int, cases: list[tuple[int, int,
 
 
 def _weighted(size: int) -> list[float]:
-    """A loop that knows nothing of sums over ranks: the mean of its own tokens, and how many they are."""
+    """Train with per-rank means and `weight=`, the number of this rank's tokens, instead of sums over ranks."""
     group = zcomm.Groups.of(zcomm.Degrees(sequence=size)).sequence()
     attention = ulysses(group) if size > 1 else causal
     engine = zengine.initialize(model=Reader(attention), config=config(2 * (size > 1), 3, size))[0]
@@ -121,7 +121,7 @@ def _weighted(size: int) -> list[float]:
     return found
 
 
-def test_weights_do_what_sums_over_ranks_do() -> None:
+def test_loss_weights_equal_sums_over_ranks() -> None:
     expected = run_ranks(_weighted, 1, 1)[0]
     for found in run_ranks(_weighted, 2, 2):
         assert found == pytest.approx(expected, rel=2e-5)
@@ -136,7 +136,7 @@ class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def _loaded() -> list[Any]:
-    """What the engine's own loader gives each of two replicas of two ranks."""
+    """Return the samples that the engine's loader yields on two replicas of two ranks."""
     groups = zcomm.Groups.of(zcomm.Degrees(sequence=2))
     engine, _, loader, _ = zengine.initialize(model=Reader(), config=config(1, 1, 2), training_data=Texts())
     found = [piece["input_ids"].tolist() for piece in SequenceBatches.over(loader, groups.sequence())]
@@ -144,7 +144,7 @@ def _loaded() -> list[Any]:
     return found
 
 
-def test_sequence_ranks_get_pieces_of_the_same_samples_and_replicas_others() -> None:
+def test_sequence_ranks_get_parts_of_the_same_samples() -> None:
     ranks = run_ranks(_loaded, 4)
     wholes = [
         [torch.cat([torch.tensor(each) for each in pair], 1) for pair in zip(*ranks[i : i + 2])] for i in (0, 2)
@@ -164,7 +164,7 @@ def _saves(root: Path) -> None:
 
 
 def _resumes(root: Path, sequence: int) -> list[float]:
-    """Two replicas that see the same, or two ranks of one, or one alone, go on."""
+    """Resume with two replicas on equal data, with two sequence ranks, and with one rank."""
     engine, cut = engine_of(1, 1, sequence)
     engine.load_checkpoint(str(root), "shared")
     found = []
@@ -176,7 +176,7 @@ def _resumes(root: Path, sequence: int) -> list[float]:
     return found
 
 
-def test_a_checkpoint_goes_on_under_any_degree(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_at_any_degree(tmp_path: Path) -> None:
     run_ranks(_saves, 2, tmp_path)
     expected = oracle(1, 1, rounds=2)[2 * STEPS :]
     for ranks, sequence in ((1, 1), (2, 1), (4, 4), (2, 2)):
@@ -190,7 +190,7 @@ def _mistaken() -> str:
     return str(caught.value)
 
 
-def test_degrees_that_do_not_divide_are_told_with_the_numbers() -> None:
+def test_degrees_that_do_not_divide_raise_with_the_numbers() -> None:
     assert (
         "sequence_parallel_size = 3: one copy of the model takes pipeline 1 x sequence 3 x tensor 1 = 3 ranks"
         in (run_ranks(_mistaken, 2)[0])

@@ -1,14 +1,15 @@
-"""Every row of the table trains like one process, sends what the theory says, and holds what the plan says.
+"""Contract: every row of the table trains like one process, sends the predicted messages and holds the planned bytes.
 
 Tolerances, relative, on the mean loss of each step and on one evaluation at the end:
-- fp64: 1e-12, as fp32.
-- fp32: 2e-6. The sums over ranks and micro-steps have another order than those over one batch, and losses are sums
-  of a few dozen float32 logarithms: some 8 units of 2^-23 = 1e-6.
-- bf16 and fp16: the oracle imitates what is rounded to the model's dtype and where: masters differ by fp32 rounding
-  only. Where that moves a weight across a boundary of its dtype, it changes by a whole unit (2^-8, 2^-11), and a
-  gradient of nearly nothing that changes its sign moves Adam by twice its step: few of two thousand weights.
-  Four steps of Adam cannot tell a wrong factor (the scenarios with momentum do: 0.12 for a doubled mean), nor that
-  masters are fp32 (their bytes do, which are held against the plan).
+- fp64: 1e-12, for the reasons of fp32.
+- fp32: 2e-6. Sums over ranks and micro-steps have another order than those over one batch, and losses are sums of a
+  few dozen float32 logarithms: about 8 units of 2^-23 = 1e-6.
+- bf16 and fp16: the oracle rounds to the model's dtype where the engine does, so masters differ by fp32 rounding
+only.
+  If that moves a weight across a boundary of its dtype, the weight changes by a whole unit (2^-8, 2^-11); a gradient
+  near 0 that changes its sign moves Adam by twice its step. Few of two thousand weights do.
+  Four steps of Adam do not detect a wrong factor (the scenarios with momentum do: 0.12 for a doubled mean), nor that
+  masters are fp32 (the comparison of bytes with the plan does).
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from zcomm.testing import run_ranks
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 ACCUMULATIONS = (1, 3)
-AT_MOST = ("buckets", "gathered units")  # owners of which the plan gives the most; the others are exact
-OF_WHAT_IS_USED = ("states", "rollback")  # and those that hold nothing of what nobody uses
+AT_MOST = ("buckets", "gathered units")  # owners for which the plan gives an upper bound; the others are exact
+OF_WHAT_IS_USED = ("states", "rollback")  # and those that hold nothing for unused parameters
 
-# Which of all combinations.  The policy decides in these scenarios: they go through the rows that differ by policy.
+# Selected combinations.  These scenarios depend on the policy alone: they run on the rows that differ by policy.
 OF_POLICIES = ("unused, momentum", "torch style", "refused load", "buffers")
 POLICIES = ("replicated", "stage 1", "stage 2", "stage 3, strict", "stage 1, states on disk")
-# float32 goes through everything, bfloat16 through everything on two ranks.  Other dtypes go through the scenarios in
-# which a dtype could be lost or a loss scale applied twice; so does bfloat16 on one rank and on four.
+# float32 runs everything, bfloat16 everything on two ranks.  Other dtypes, and bfloat16 on one rank and on four, run
+# the scenarios in which a dtype could be lost or a loss scale applied twice.
 OF_DTYPES = ("plain", "unused", "unfrozen later", "buffers", "exceptions", "torch style")
 
 
-def is_asked(row: Row, scenario: str, accumulation: int, dtype: torch.dtype, world_size: int) -> bool:
+def is_selected(row: Row, scenario: str, accumulation: int, dtype: torch.dtype, world_size: int) -> bool:
     if scenario in OF_POLICIES and row.name not in POLICIES:
         return False
     if dtype == torch.float32:
@@ -58,7 +59,7 @@ def test_every_row_keeps_the_contract(world_size: int, dtype: torch.dtype) -> No
         for row in ROWS
         if world_size in row.worlds
         for scenario, accumulation in itertools.product(SCENARIOS, ACCUMULATIONS)
-        if is_asked(row, scenario, accumulation, dtype, world_size)
+        if is_selected(row, scenario, accumulation, dtype, world_size)
     ]
     by_rank = run_ranks(run_cases, world_size, cases, timeout_s=580)
     reference: dict[object, list[Outcome]] = {}
@@ -85,7 +86,7 @@ def check_curve(case: Case, found: list[Outcome]) -> list[str]:
 
 
 def check_buffers(case: Case, found: list[Outcome]) -> list[str]:
-    """A buffer that training moves has the value of a float32 sum, or of a float64 one, to the bit."""
+    """Check that a buffer updated by training equals a float32 or float64 sum bit for bit."""
     dtype = torch.promote_types(case.dtype, torch.float32)
     level = torch.zeros((), dtype=dtype)
     for _ in range(NUM_STEPS if case.scenario == "buffers" else 0):
@@ -94,7 +95,7 @@ def check_buffers(case: Case, found: list[Outcome]) -> list[str]:
 
 
 def check_bits(case: Case, found: list[Outcome], first: list[Outcome]) -> list[str]:
-    """Ranks agree with each other, and with the first row."""
+    """Check that ranks agree with each other and with the first row."""
     faults = [] if len({outcome.weights for outcome in found}) == 1 else ["ranks have different weights"]
     if case.row.same_bits:
         same = all(a.losses == b.losses and a.weights == b.weights for a, b in zip(found, first))
@@ -110,7 +111,7 @@ def check_memory(case: Case, found: list[Outcome]) -> list[str]:
         for owner, planned in outcome.planned.items():
             held = outcome.ledger[owner]
             if owner == "buckets" and not is_complete:
-                continue  # what was awaited in vain kept the buckets after it: beyond what a plan can know
+                continue  # an unused parameter keeps later buckets waiting, which a plan cannot predict
             if held > planned if owner.endswith(at_most) else held != planned:
                 faults.append(f"{owner}: {held} bytes, planned {planned}")
         if outcome.peak_bytes > outcome.planned["gathered units"]:
@@ -119,7 +120,7 @@ def check_memory(case: Case, found: list[Outcome]) -> list[str]:
 
 
 def check_messages(case: Case, found: list[Outcome]) -> list[str]:
-    """The last step's messages: how many, which, in which order."""
+    """Check the last step's messages: number, kind, order."""
     messages = case.row.messages
     if messages is None or case.scenario != "plain":
         return []

@@ -1,10 +1,10 @@
-"""zengine over tensor ranks: stages x accumulation x data ranks against one process, checkpoints across splits, loss
-scaling, and random numbers.
+"""Tensor parallelism through zengine: curves, checkpoints across splits, loss scaling, random numbers.
 
-[Note: the bound]  Losses are near 3 and computed in float32, where a sum that is taken in another order differs by an
-ulp (2e-7) or two, and three steps of AdamW, whose division is sensitive where gradients are small, make ten to
-fifty of that: 2e-5.  A part that is missing, doubled or in the wrong place shows from 1e-2 on.  In float64 the same
-comparison holds to 1e-11.
+Stages x accumulation x data ranks are compared with one process.
+
+[Note: the bound]  Losses are near 3 in float32, where a sum in another order differs by an ulp (2e-7) or two.  Three
+steps of AdamW, whose division is sensitive for small gradients, multiply that by ten to fifty: 2e-5.  A part that is
+missing, doubled or misplaced differs by 1e-2 or more.  In float64 the same comparison holds to 1e-11.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tokens(step: int, micro: int, replica: int) -> Tensor:
 
 
 def train(engine: zengine.Engine, replica: int, first: int = 0, accumulation: int = 2) -> list[float]:
-    """The loss of each step, over all replicas, and the last gradient norm."""
+    """Return the loss of each step, over all replicas, and the last gradient norm."""
     losses = []
     for step in range(first, first + STEPS):
         for micro in range(accumulation):
@@ -60,7 +60,7 @@ def train(engine: zengine.Engine, replica: int, first: int = 0, accumulation: in
 def train_alone(
     replicas: int, accumulation: int, steps: int = STEPS, dtype: torch.dtype = torch.float32
 ) -> list[float]:
-    """The same by plain PyTorch in one process."""
+    """Return the same from plain PyTorch in one process."""
     model = Language().to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     losses, norm = [], 0.0
@@ -79,7 +79,7 @@ def train_alone(
 
 
 class Data(torch.utils.data.Dataset[Tensor]):
-    """What the plan is inferred with."""
+    """Samples from which the plan is inferred."""
 
     def __len__(self) -> int:
         return 8
@@ -109,7 +109,7 @@ CELLS = [(stage, accumulation) for accumulation in (1, 3) for stage in range(4)]
 @pytest.mark.parametrize(("world_size", "cases"), [(2, CELLS), (4, [(0, 1), (3, 1), *CELLS[4:]])])
 def test_curves_and_norms_are_those_of_one_process(world_size: int, cases: list[tuple[int, int]]) -> None:
     expected = {accumulation: train_alone(world_size // 2, accumulation) for accumulation in (1, 3)}
-    assert min(each[-1] for each in expected.values()) > CLIP  # clipping is exercised
+    assert min(each[-1] for each in expected.values()) > CLIP  # clips
     for rank in run_ranks(_curves, world_size, cases, timeout_s=240):
         for (stage, accumulation), curve in zip(cases, rank):
             assert curve == pytest.approx(expected[accumulation], abs=BOUND), (stage, accumulation)
@@ -121,12 +121,12 @@ def test_in_float64_they_are_those_of_float64() -> None:
         assert curve == pytest.approx(expected, rel=1e-11)
 
 
-# -- laid out by the caller, and checkpoints -------------------------------------------------------
+# -- a mesh from the caller, and checkpoints -------------------------------------------------------
 
 
 def engine_of(stage: int, mesh: DeviceMesh, *, is_split: bool) -> zengine.Engine:
-    """Over the replicas of `mesh`; each of two tensor ranks, or a rank alone."""
-    if stage and is_split:  # the model says which ranks are replicas
+    """Make an engine on `mesh`, with replicas of two tensor ranks or of one."""
+    if stage and is_split:  # the split model determines the replicas
         model = tp_model_init(Language().float(), 2, config=PLAN)
         return zengine.initialize(model=model, config=config(stage))[0]
     model = Language().float()
@@ -136,7 +136,7 @@ def engine_of(stage: int, mesh: DeviceMesh, *, is_split: bool) -> zengine.Engine
 
 
 def _run(root: Path) -> dict[str, list[list[float]]]:
-    """[split, whole] of a few stages; the whole ones go on from the checkpoint of the split ones."""
+    """Return losses [split, whole] at some stages; whole runs resume the checkpoints of split ones."""
     mesh = zcomm.make_mesh(shard=2, tensor=2)
     replica = zcomm.axis_rank(mesh, "shard")
     found = {}
@@ -160,11 +160,11 @@ def test_an_engine_trains_and_saves_a_split_model(tmp_path: Path) -> None:
             for what, (ours, expected) in found.items():
                 assert ours == pytest.approx(expected, abs=BOUND), what
     finally:
-        end_ranks()  # torch keeps meshes for ever
+        end_ranks()  # torch never frees meshes
 
 
 def _there_and_back(root: Path) -> list[list[float]]:
-    """Steps 0-2 split at stage 3, 3-5 whole at stage 1 on two replicas without accumulation, 6-8 split at stage 2."""
+    """Train steps 0-2 split at stage 3, 3-5 whole at stage 1 on two replicas, 6-8 split at stage 2."""
 
     def go(engine: zengine.Engine, first: int, *, split: bool) -> list[float]:
         losses = []
@@ -192,13 +192,13 @@ def _there_and_back(root: Path) -> list[list[float]]:
     return found
 
 
-def test_a_run_goes_on_without_a_split_and_with_one_again(tmp_path: Path) -> None:
+def test_a_run_resumes_whole_and_then_split_again(tmp_path: Path) -> None:
     expected = train_alone(1, 2, 3 * STEPS)[:-1]
     for found in run_ranks(_there_and_back, 2, tmp_path, timeout_s=240):
         assert [loss for part in found for loss in part] == pytest.approx(expected, abs=10 * BOUND)
 
 
-# -- weighted losses, states on disk, saves behind the loop's back ---------------------------------
+# -- weighted losses, states on disk, background saves ---------------------------------
 
 
 def _variants(root: Path, ranks: int) -> dict[str, list[float]]:
@@ -219,7 +219,7 @@ def _variants(root: Path, ranks: int) -> dict[str, list[float]]:
             losses += [report.loss, report.grad_norm]
             if name == "behind" and step == 0:
                 engine.save_checkpoint(str(root / str(ranks)))
-                engine.backward(engine(tokens(9, 9, 0)))  # of a step that is thrown away
+                engine.backward(engine(tokens(9, 9, 0)))  # of a discarded step
                 engine.restart_step()
                 engine.restore_from_memory()
         engine.close()
@@ -227,7 +227,7 @@ def _variants(root: Path, ranks: int) -> dict[str, list[float]]:
     return found
 
 
-def test_weights_tiers_and_background_saves_are_as_on_one_rank(tmp_path: Path) -> None:
+def test_loss_weights_tiers_and_background_saves_equal_one_rank(tmp_path: Path) -> None:
     expected = run_ranks(_variants, 1, tmp_path, 1)[0]
     for found in run_ranks(_variants, 2, tmp_path, 2):
         for name, losses in found.items():
@@ -238,7 +238,7 @@ def test_weights_tiers_and_background_saves_are_as_on_one_rank(tmp_path: Path) -
 
 
 class Explosive(nn.Module):
-    """The weights of the last rank alone get a gradient that float16 cannot hold."""
+    """The weights of the last rank alone get a gradient beyond float16's range."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def _scaled() -> list[Any]:
     return found
 
 
-def test_an_overflow_of_one_part_leaves_the_update_out_on_all_ranks() -> None:
+def test_an_overflow_on_one_rank_skips_the_update_on_all() -> None:
     one, other = run_ranks(_scaled, 2)
     assert one == other
     assert (one[0], one[3]) == (False, True)
@@ -274,7 +274,7 @@ def test_an_overflow_of_one_part_leaves_the_update_out_on_all_ranks() -> None:
 
 
 class Noisy(nn.Module):
-    """Dropout where activations are whole, and where they are in parts."""
+    """Dropout on whole and on split activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,17 +309,17 @@ def _drawn(root: Path) -> tuple[list[float], list[float]]:
     return after, resumed
 
 
-def test_a_resumed_run_draws_what_the_uninterrupted_one_does(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_random_numbers_of_the_uninterrupted_one(tmp_path: Path) -> None:
     (after, resumed), (other, _) = run_ranks(_drawn, 2, tmp_path)
     assert after == resumed  # bit for bit
     assert after == other
 
 
-# -- out of the engine -----------------------------------------------------------------------------
+# -- exports -----------------------------------------------------------------------------
 
 
 class Layers(Feature):
-    """Keeps the norms by layer."""
+    """Records the norms by layer."""
 
     def gradients_ready(self, partition: Partition) -> None:
         self.norms = norms_by_layer(partition)
@@ -349,7 +349,7 @@ def _exported(root: Path) -> dict[str, Any]:
     return found
 
 
-def test_weights_leave_whole_and_come_back_whole(tmp_path: Path) -> None:
+def test_exported_weights_are_whole_and_load_again(tmp_path: Path) -> None:
     one, other = run_ranks(_exported, 2, tmp_path)
     shapes = {name: value.shape for name, value in Language().state_dict().items()}
     assert one["stage 0"]["state"] == other["stage 0"]["state"]

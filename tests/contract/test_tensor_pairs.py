@@ -1,6 +1,6 @@
-"""Tensor ranks beside each other split, two by two on four ranks, at every ZeRO stage, with accumulation and without:
-curves are those of one process.  With accumulation the gradients of embeddings travel as rows.
+"""Tensor parallelism combined with each other split, 2 x 2 on four ranks, at every ZeRO stage.
 
+Curves equal those of one process, with and without accumulation; with it the gradients of embeddings are sparse rows.
 The bound is that of float32 sums in another order, as in test_tensor_engine.py: losses and norms are near 3.
 """
 
@@ -56,7 +56,7 @@ class Mlp(nn.Module):
 
 
 class Words(nn.Module):
-    """Tokens, labels and positions to the mean of the losses."""
+    """Mean loss from tokens, labels and positions."""
 
     def __init__(
         self, attend: Any = causal, mean: Any = own_mean, *, experts: bool = False, sparse: bool = False
@@ -87,7 +87,7 @@ def batch(step: int, micro: int, replica: int) -> dict[str, Tensor]:
 
 
 def alone(replicas: int, accumulation: int, *, experts: bool) -> list[float]:
-    """Losses and norms of one process on everything."""
+    """Return losses and norms of one process on all data."""
     model, whole, found = Words(experts=experts), SequenceBatches([], Split()), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     for step in range(STEPS):
@@ -146,9 +146,9 @@ def _curves(kind: str) -> dict[tuple[int, int], list[float]]:
 
 
 @pytest.mark.parametrize(("kind", "replicas"), [("sequence", 1), ("experts", 2)])
-def test_tensor_ranks_go_with_sequence_ranks_and_with_experts(kind: str, replicas: int) -> None:
+def test_tensor_with_sequence_or_expert_ranks_has_the_curves_of_one_process(kind: str, replicas: int) -> None:
     expected = {each: alone(replicas, each, experts=kind == "experts") for each in (1, 3)}
-    assert min(norm for curve in expected.values() for norm in curve[1::2]) > CLIP  # clipping is exercised
+    assert min(norm for curve in expected.values() for norm in curve[1::2]) > CLIP  # clips
     for found in run_ranks(_curves, 4, kind, timeout_s=240):
         for cell, curve in found.items():
             assert curve == pytest.approx(expected[cell[1]], abs=BOUND), cell
@@ -195,7 +195,7 @@ def steps(engine: zengine.Engine, first: int, last: int) -> list[float]:
 
 
 def _staged(root: Path) -> list[list[float]]:
-    """Each ZeRO stage; at the last a checkpoint, and the run goes on without stages on twice as many replicas."""
+    """Train at each ZeRO stage; resume the last without pipeline stages on twice as many replicas."""
     found = []
     for stage in (0, 1, 2, 3):
         engine = staged(2, stage, 4)
@@ -216,7 +216,7 @@ def _staged(root: Path) -> list[list[float]]:
 
 
 def _staged_alone() -> list[float]:
-    """One process, two steps longer."""
+    """Train in one process, two steps longer."""
     torch.manual_seed(0)
     model = PipelineModule(Plain.layers(), num_stages=1, loss_fn=loss_of)
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0), []
@@ -230,7 +230,7 @@ def _staged_alone() -> list[float]:
     return found
 
 
-def test_tensor_ranks_go_with_stages(tmp_path: Path) -> None:
+def test_tensor_with_pipeline_ranks_has_the_curves_of_one_process(tmp_path: Path) -> None:
     expected = _staged_alone()
     for rank in run_ranks(_staged, 4, tmp_path, timeout_s=240):
         *curves, resumed = rank

@@ -1,4 +1,4 @@
-"""Checkpoints of tensor-parallel models load into any other split, bit for bit: addresses meet files."""
+"""Checkpoints of tensor-parallel models load under any other split, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zpartition.testing.tensor_models import PLAN, Language
 
 
 class World:
-    """All ranks, as zckpt wants to know them."""
+    """All ranks, as zckpt's Protocol requires."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = zcomm.group_rank(), zcomm.group_size()
@@ -29,7 +29,7 @@ class World:
 
 
 def make(stage: int, *, tensor: int, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Partition]:
-    """A model over runs of `tensor` ranks; other ranks are replicas."""
+    """Make a model over `tensor` consecutive ranks; other ranks are replicas."""
     model = Language()
     with torch.no_grad():
         for param in model.parameters():

@@ -1,4 +1,4 @@
-"""The pages name files that exist, keep their size, and the first example of the README runs as typed."""
+"""Pages name files that exist and keep their size; the first example of the README runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGES = [repo.ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBU
 DESIGNS = [repo.package_folder(package) / "DESIGN.md" for package in repo.PACKAGES]
 MAX_ARCHITECTURE_BYTES = 20_000
 MAX_README_LINES = 120
-MAX_LINE = 120  # characters, but for tables and lines that cannot be broken
+MAX_LINE = 120  # characters, except tables and lines that cannot be broken
 PATH = re.compile(r"`([\w./-]+\.(?:py|h|c|cu))`")
 
 
@@ -23,7 +23,7 @@ def place(path: Path) -> str:
 
 
 def roots(page: Path) -> list[Path]:
-    """The folders from which a page may name a file."""
+    """Return the folders below which a page may name a file."""
     if page.parent != repo.ROOT:
         sources = repo.source_folder(page.parent.name)
         return [page.parent, sources, *(path for path in sources.iterdir() if path.is_dir()), *roots(PAGES[0])]
@@ -51,7 +51,7 @@ def test_lines_of_pages_are_short(page: Path) -> None:
     assert not [line for line in lines if len(line) > MAX_LINE and " " in line.strip() and line[0] != "|"]
 
 
-def test_the_architecture_is_one_sitting_and_the_readme_one_look() -> None:
+def test_the_architecture_and_the_readme_are_short() -> None:
     assert len(PAGES[1].read_bytes()) <= MAX_ARCHITECTURE_BYTES
     assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
 

@@ -21,7 +21,7 @@ SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--max_length", "32",
 
 
 def run_example(*options: str) -> tuple[int, str]:
-    """On each rank: the steps that were made, and what was printed."""
+    """Run the example on each rank; return the steps and the output."""
     spec = importlib.util.spec_from_file_location("train_text", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -35,7 +35,7 @@ def run_example(*options: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A bench of 9 steps with recomputation; the folder and what rank 0 printed."""
+    """Run a benchmark of 9 steps with recomputation; return the folder and rank 0's output."""
     folder = tmp_path_factory.mktemp("example")
     (steps, printed), (other_steps, silence) = run_ranks(
         run_example, 2, "--output", str(folder), "--bench_steps", "9", "--log_interval", "4",
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, printed
 
 
-def test_every_promised_tag_is_in_tensorboard_on_its_axis(run: tuple[Path, str]) -> None:
+def test_every_documented_tag_is_in_tensorboard_on_its_axis(run: tuple[Path, str]) -> None:
     events = EventAccumulator(str(run[0] / "tensorboard"), size_guidance={"histograms": 0})
     events.Reload()
     points = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}

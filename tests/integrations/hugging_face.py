@@ -1,9 +1,9 @@
-"""What two ranks do with Transformers and Accelerate, unedited, where `import deepspeed` is ours.
+"""Runs of unmodified Transformers and Accelerate on two ranks, with zengine as their `deepspeed`.
 
     python -m zengine.as_deepspeed hugging_face.py FOLDER        (by test_hugging_face.py, once for each rank)
 
-All runs share one process: importing transformers takes longer than they do.  What they find goes into
-FOLDER/rank<N>.json, one entry a check; the test file says what must be in it.
+All runs share one process, because importing transformers takes longer than they do.  Each writes its results to an
+entry of FOLDER/rank<N>.json, which the test file checks.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def with_deepspeed(folder: Path, stage: int) -> dict[str, Any]:
 
 
 def from_pretrained(folder: Path) -> dict[str, Any]:
-    """At stage 3 Transformers builds models inside zero.Init, and fills them inside zero.GatheredParameters."""
+    """Build models inside zero.Init and fill them inside zero.GatheredParameters, as Transformers does at stage 3."""
     path, source = (str(folder.parent / "trainer-3" / name) for name in ("ds.json", "final"))
     saved = safetensors.torch.load_file(Path(source) / "model.safetensors")
     seen: dict[str, Any] = {}
@@ -109,7 +109,7 @@ def from_pretrained(folder: Path) -> dict[str, Any]:
         return model
 
     def drawn() -> Any:
-        """A Llama: it has buffers that nothing but its construction fills."""
+        """Return a Llama, which has buffers that only its constructor fills."""
         set_seed(11)
         size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32, max_position_embeddings=8, **size))
@@ -132,7 +132,7 @@ def from_pretrained(folder: Path) -> dict[str, Any]:
 
 
 def across_stages(folder: Path) -> dict[str, Any]:
-    """A run of stage 1 resumed at stage 3."""
+    """Resume a run of stage 1 at stage 3."""
     checkpoint = folder.parent / "trainer-1" / f"checkpoint-{SAVED_AT}"
     trainer = trainer_of(folder, fresh, str(folder.parent / "trainer-3" / "ds.json"))
     trainer.train(resume_from_checkpoint=str(checkpoint))
@@ -142,7 +142,7 @@ def across_stages(folder: Path) -> dict[str, Any]:
 
 
 def exported(folder: Path) -> dict[str, Any]:
-    """save_model's file against the masters of the last checkpoint."""
+    """Compare save_model's file with the masters of the last checkpoint."""
     whole = safetensors.torch.load_file(folder / "final" / "model.safetensors")
     masters = get_fp32_state_dict_from_zero_checkpoint(folder / f"checkpoint-{STEPS}")
     plain = safetensors.torch.load_file(folder.parent / "plain" / "final" / "model.safetensors")
@@ -154,7 +154,7 @@ def exported(folder: Path) -> dict[str, Any]:
 
 
 def with_accelerate(folder: Path, stage: int) -> dict[str, Any]:
-    """Accelerator(deepspeed_plugin=...): a loop of one's own, save_state, load_state, get_state_dict."""
+    """Accelerator(deepspeed_plugin=...): a custom loop, save_state, load_state, get_state_dict."""
     warmup = ("warmup_num_steps", "warmup_max_lr", "warmup_min_lr")
     config = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -210,7 +210,7 @@ def with_accelerate(folder: Path, stage: int) -> dict[str, Any]:
 
 
 def kept_in_float32(section: str, stage: int) -> dict[str, Any]:
-    """A T5, which lists layers that stay, and a Llama, whose rotary frequencies are a buffer that is not saved."""
+    """Train a T5, which lists float32 layers, and a Llama, whose rotary frequencies are a non-persistent buffer."""
     size = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
     set_seed(3)
     models = {
@@ -242,7 +242,7 @@ def kept_in_float32(section: str, stage: int) -> dict[str, Any]:
 
 
 def with_sequences_shared() -> dict[str, Any]:
-    """Accelerator(parallelism_config=ParallelismConfig(sp_size=2)), against one process with every batch in turn."""
+    """Compare Accelerator(parallelism_config=ParallelismConfig(sp_size=2)) with one process on every batch."""
 
     def llama() -> Any:
         set_seed(11)
@@ -285,7 +285,7 @@ def with_sequences_shared() -> dict[str, Any]:
 
 
 def with_layers_split(folder: Path) -> dict[str, Any]:
-    """Trainer with two ranks that share the layers of one model, against two replicas of half the micro-batch."""
+    """Compare Trainer with two tensor ranks with two replicas of half the micro-batch."""
 
     def quiet() -> GPT2LMHeadModel:
         set_seed(11)
@@ -320,7 +320,7 @@ def with_layers_split(folder: Path) -> dict[str, Any]:
 
 
 def with_experts(folder: Path) -> dict[str, Any]:
-    """Trainer at stage 3, which builds without memory, with experts shared out; drawn, and from a folder."""
+    """Run Trainer at stage 3 with sharded experts, from random weights and from a folder."""
     size = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes = MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=4, **size)
     given = folder / "given"
@@ -368,7 +368,7 @@ def main(folder: Path) -> None:
         **{f"accelerate-{s}": lambda s=s: with_accelerate(folder / f"accelerate-{s}", s) for s in (1, 2, 3)},
         "shared": with_sequences_shared,
         "experts": lambda: with_experts(folder / "experts"),
-        "split": lambda: with_layers_split(folder / "split"),  # last: Accelerate keeps its mesh
+        "split": lambda: with_layers_split(folder / "split"),  # last, because Accelerate keeps its mesh
     }
     found: dict[str, Any] = {"deepspeed": deepspeed.__name__}
     rank = int(os.environ["RANK"])

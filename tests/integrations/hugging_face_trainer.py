@@ -1,4 +1,4 @@
-"""What the runs of hugging_face.py have in common: a tiny model, its data, a config, and Trainer around them."""
+"""Shared parts of hugging_face.py: a tiny model, its data, a config, and a Trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sentences() -> list[dict[str, torch.Tensor]]:
 
 
 def settings(stage: int) -> dict[str, Any]:
-    """A config as people write it for Trainer; stage 2 leaves the optimizer to Trainer."""
+    """Return a typical config for Trainer; at stage 2 Trainer makes the optimizer."""
     auto = dict.fromkeys(
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
     )
@@ -60,7 +60,7 @@ def arguments_of(folder: Path, config: str | None, micro_batch: int = 2) -> Trai
 
 
 def trainer_of(folder: Path, model: Callable[[], Any], config: str | None) -> Trainer:
-    arguments = arguments_of(folder, config)  # before the model: at stage 3 it tells Transformers so
+    arguments = arguments_of(folder, config)  # before the model: at stage 3 it configures Transformers
     return Trainer(model=model(), args=arguments, train_dataset=sentences())
 
 

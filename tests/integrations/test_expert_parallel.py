@@ -1,4 +1,4 @@
-"""Transformers' own MoE models, whose experts are shared out over two ranks by a line of the config."""
+"""Transformers' MoE models with experts sharded over two ranks by one config key."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tokens(step: int, replica: int) -> torch.Tensor:
 
 
 def alone(name: str) -> list[float]:
-    """Mean losses of plain PyTorch on both replicas' tokens."""
+    """Return mean losses of plain PyTorch on both replicas' tokens."""
     model = make(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
@@ -65,7 +65,7 @@ def alone(name: str) -> list[float]:
 
 
 def _trained(runs: list[tuple[str, int, bool]]) -> list[tuple[list[float], int]]:
-    """runs: (model, stage, whether it is built without memory)."""
+    """Return the results of runs: (model, stage, True to build it inside zero.Init)."""
     found = []
     for name, stage, is_deferred in runs:
         config: dict[str, Any] = {
@@ -90,8 +90,8 @@ def _trained(runs: list[tuple[str, int, bool]]) -> list[tuple[list[float], int]]
     return found
 
 
-def test_models_of_three_makes_train_with_their_experts_shared_out() -> None:
-    """At stages 1, 2 and 3, built as ever and without memory.  Their own forward, biases and auxiliary loss."""
+def test_three_model_families_train_with_sharded_experts() -> None:
+    """Train at stages 1 to 3, with and without zero.Init, with the models' forward, biases and auxiliary loss."""
     runs = [
         ("mixtral", 1, False),
         ("qwen3", 2, False),

@@ -1,6 +1,6 @@
 """Transformers' Trainer and Accelerate's Accelerator, as released, train with zengine as their deepspeed.
 
-Two CPU ranks, one launch for all checks (hugging_face.py says what they do); tiny models with random weights, no hub.
+Two CPU ranks, one launch for all checks (see hugging_face.py); tiny models with random weights, no hub.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 def start(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
-    """As torchrun would, without its own seconds."""
+    """Start ranks as torchrun does, without its start-up time."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment = {**os.environ, **{name: str(value) for name, value in {**place, **meeting}.items()}}
@@ -38,7 +38,7 @@ def start(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank has found."""
+    """Results of each rank."""
     folder = tmp_path_factory.mktemp("hugging_face")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -55,14 +55,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def of(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """One check, on rank 0, when it went well on both."""
+    """Return one check's result on rank 0; fail if it raised on either rank."""
     for rank, results in enumerate(found):
         assert "error" not in results[name], f"rank {rank}: {results[name]['error']}"
     return found[0][name]
 
 
 @STAGES
-def test_trainer_has_the_losses_and_norms_that_it_has_without_deepspeed(found: list[dict[str, Any]], stage: int):
+def test_trainer_has_the_losses_and_norms_of_a_run_without_deepspeed(found: list[dict[str, Any]], stage: int):
     plain, ours = of(found, "plain"), of(found, f"trainer-{stage}")
     assert plain["type"] == "DistributedDataParallel"
     assert (ours["type"], ours["stage"], ours["zero3"]) == ("DeepSpeedEngine", stage, stage == 3)
@@ -82,9 +82,7 @@ def test_trainer_resumes_from_the_middle_with_the_losses_of_the_uninterrupted_ru
 
 
 @STAGES
-def test_what_trainer_exports_is_the_checkpoints_masters_and_what_plain_training_gives(
-    found: list[dict[str, Any]], stage: int
-):
+def test_trainer_exports_the_checkpoints_masters_equal_to_plain_training(found: list[dict[str, Any]], stage: int):
     exported = of(found, f"export-{stage}")
     assert exported["names"]
     assert exported["masters"]
@@ -96,7 +94,7 @@ def test_states_are_split_over_the_ranks(found: list[dict[str, Any]]):
     assert 0 < parts[0] < 2 * 18432
 
 
-def test_models_are_loaded_and_drawn_without_their_memory_at_stage_3(found: list[dict[str, Any]]):
+def test_models_are_loaded_and_initialized_without_full_memory_at_stage_3(found: list[dict[str, Any]]):
     ours = of(found, "pretrained")
     assert (ours["nbytes"], ours["llama"]) == (4, 4)
     assert ours["same"]
@@ -105,8 +103,8 @@ def test_models_are_loaded_and_drawn_without_their_memory_at_stage_3(found: list
     assert len(ours["drawn"]) == len(ours["resized"]) == 4
 
 
-def test_experts_are_shared_out_of_models_that_are_loaded_and_drawn_without_their_memory(found: list[dict[str, Any]]):
-    """What is drawn there are other numbers, by Transformers' own doing."""
+def test_experts_are_sharded_in_models_loaded_and_initialized_without_full_memory(found: list[dict[str, Any]]):
+    """Randomly initialized weights differ, because of Transformers."""
     ours = of(found, "experts")
     assert ours["loaded"] == pytest.approx(ours["plain"], abs=1e-4)
     assert len(ours["drawn"]) == 4
@@ -122,7 +120,7 @@ def test_a_run_of_stage_1_is_resumed_at_stage_3_with_the_same_losses(found: list
 
 
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
-def test_what_a_model_lists_stays_in_float32_and_its_code_copes(found: list[dict[str, Any]], half: str):
+def test_listed_layers_stay_in_float32_and_the_model_runs(found: list[dict[str, Any]], half: str):
     ours = of(found, f"kept-{half}")
     assert {name.rpartition("DenseReluDense.")[2] for name in ours["t5"]["wide"]} == (
         {"wo.weight"} if half == "fp16" else set()
@@ -134,7 +132,7 @@ def test_what_a_model_lists_stays_in_float32_and_its_code_copes(found: list[dict
 
 
 @STAGES
-def test_accelerator_trains_saves_and_loads_alike_at_every_stage(found: list[dict[str, Any]], stage: int):
+def test_accelerator_trains_saves_and_loads_equally_at_every_stage(found: list[dict[str, Any]], stage: int):
     ours, first = of(found, f"accelerate-{stage}"), of(found, "accelerate-1")
     assert (ours["ranks"], ours["type"], ours["unwrapped"]) == (2, "DistributedType.DEEPSPEED", "GPT2LMHeadModel")
     assert ours["losses"] == pytest.approx(first["losses"], abs=1e-6)
@@ -142,13 +140,13 @@ def test_accelerator_trains_saves_and_loads_alike_at_every_stage(found: list[dic
     assert (ours["samples"], ours["skipped"], ours["names"]) == (32, False, 29)
 
 
-def test_accelerator_shares_sequences_out_and_has_the_losses_of_one_process(found: list[dict[str, Any]]):
+def test_accelerator_with_sequence_parallelism_has_the_losses_of_one_process(found: list[dict[str, Any]]):
     ours = of(found, "shared")
     assert len(ours["losses"]) == 8
     assert ours["losses"] == pytest.approx(ours["plain"], rel=2e-4)
 
 
-def test_trainer_splits_layers_over_ranks_and_trains_saves_resumes_and_exports_alike(found: list[dict[str, Any]]):
+def test_trainer_with_tensor_parallelism_trains_saves_resumes_and_exports_equally(found: list[dict[str, Any]]):
     ours = of(found, "split")
     assert (ours["tensor"], ours["samples"]) == (2, 16)
     assert ours["losses"] == pytest.approx(ours["plain"], abs=1e-4)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder in several files fills models that are split in every way, each rank reading its parts."""
+"""Sharded Hugging Face folders load into models under every split; each rank reads its parts only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IDS = torch.arange(12).view(2, 6) % 31
 
 
 def llama() -> nn.Module:
-    """With weights that no folder has."""
+    """Make a Llama with weights that no folder has."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -37,7 +37,7 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
 
 
 def losses(engine: zengine.Engine) -> list[float]:
-    """Before and after a step, in which masters show."""
+    """Return the losses before and after a step, which depends on the masters."""
     found = []
     for _ in range(2):
         loss = engine(input_ids=IDS, labels=IDS).loss
@@ -66,7 +66,7 @@ def _filled(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_folder_fills_models_that_are_split(tmp_path: Path) -> None:
+def test_a_folder_loads_into_split_models(tmp_path: Path) -> None:
     torch.manual_seed(1)
     whole = type(llama())(llama().config)
     whole.save_pretrained(tmp_path / "llama", max_shard_size="4KB")
@@ -103,7 +103,7 @@ RUNS: list[tuple[str, str, int, dict[str, Any]]] = [
 
 
 def routed(name: str) -> nn.Module:
-    """A model whose folder has each expert in tensors of its own, and which has them stacked itself."""
+    """Make a model with stacked experts; its folder has each expert in separate tensors."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     experts = {"num_local_experts": 4} if name == "mixtral" else {"num_experts": 4, "moe_intermediate_size": 12}
@@ -113,7 +113,7 @@ def routed(name: str) -> nn.Module:
 
 
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Elements of each part of a file that is read from now on."""
+    """Count the elements of each later read."""
     from zckpt.interchange import weights
 
     read: list[int] = []
@@ -129,7 +129,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _trained(model: nn.Module, settings: dict[str, Any], folder: Path | None = None) -> dict[str, Any]:
-    """Filled from `folder`, if there is one; exported before training and after it."""
+    """Load from `folder`, if given; return exports before and after training."""
     found: dict[str, Any] = {}
     with zengine.initialize(model=model, config=settings)[0] as engine, pytest.MonkeyPatch.context() as patch:
         read = _counted(patch)
@@ -162,8 +162,8 @@ def _routed(folder: Path) -> list[dict[str, Any]]:
     return answers
 
 
-def test_experts_that_a_folder_has_one_by_one_fill_stacks_that_are_split(tmp_path: Path) -> None:
-    """As `from_pretrained` before the split does, bit for bit; and the way back."""
+def test_separate_experts_of_a_folder_load_into_split_stacks(tmp_path: Path) -> None:
+    """Compare with `from_pretrained` before the split, bit for bit, and export again."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
@@ -181,7 +181,7 @@ def test_experts_that_a_folder_has_one_by_one_fill_stacks_that_are_split(tmp_pat
 
 
 def _staged(folder: Path) -> list[str]:
-    """Two stages, whose layers are a Transformers model's by name."""
+    """Make two stages whose layers have the names of a Transformers model."""
     from torch.nn import functional
     from transformers import AutoModelForCausalLM
     from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer, MixtralRMSNorm
@@ -207,7 +207,7 @@ def _staged(folder: Path) -> list[str]:
     return list(state)
 
 
-def test_a_model_tells_the_stages_of_a_pipeline_what_its_folder_has(tmp_path: Path) -> None:
+def test_pipeline_stages_load_from_the_folder_of_a_whole_model(tmp_path: Path) -> None:
     torch.manual_seed(4)
     whole = routed("mixtral")
     whole.save_pretrained(tmp_path / "mixtral")  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Transformers' models that two ranks answer with, by the calls that people write for DeepSpeed."""
+"""Inference with Transformers' models on two ranks, through DeepSpeed's calls."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SIZES = {
     "hidden_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
-    "num_key_value_heads": 3,  # which two ranks cannot share evenly
+    "num_key_value_heads": 3,  # odd, so two ranks cannot split it evenly
     "intermediate_size": 48,
     "max_position_embeddings": 32,
     **WORDS,
 }
 SMALL = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, **WORDS}
 MIXED = {**SIZES, "num_local_experts": 4}
-BOUND = 1e-6  # of logits, which are about 0.1
+BOUND = 1e-6  # bound on logits, which are about 0.1
 
 
 def make(kind: str, sizes: dict[str, Any]) -> nn.Module:
@@ -45,7 +45,7 @@ def numel_of(model: nn.Module) -> int:
 
 
 def planned_numel(model: nn.Module) -> int:
-    """What a plan leaves on this rank."""
+    """Return the elements that the plan keeps on this rank."""
     plan = tensor.read_tp_plan(model.tp_plan, model)  # type: ignore[arg-type]
     cuts = tensor.resolve(plan, model, zcomm.group_size(), zcomm.group_rank())
     own = {f"{cut.module}.{name}": address for cut in cuts for name, address in cut.addresses.items()}
@@ -54,7 +54,7 @@ def planned_numel(model: nn.Module) -> int:
 
 
 def compared(engine: Any, whole: Any) -> tuple[bool, float]:
-    """Whether greedy tokens are those of one process, and by how much logits differ."""
+    """Return True if greedy tokens equal those of one process, and the difference of logits."""
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(TOKENS)}
     logits = engine(TOKENS).logits - whole(TOKENS).logits
     same = torch.equal(engine.generate(TOKENS, **options), whole.generate(TOKENS, **options))
@@ -62,7 +62,7 @@ def compared(engine: Any, whole: Any) -> tuple[bool, float]:
 
 
 def _llama(folder: str) -> dict[str, Any]:
-    """Without memory at first, from a folder; reads are counted."""
+    """Load a Llama from a folder without full memory, counting reads."""
     import zengine.deepspeed as deepspeed
     from zckpt.interchange.weights import Slice
 
@@ -70,7 +70,7 @@ def _llama(folder: str) -> dict[str, Any]:
     with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     plan = planned_numel(model)
-    torch.manual_seed(zcomm.group_rank())  # what is drawn afterwards is alike all the same
+    torch.manual_seed(zcomm.group_rank())  # later random numbers are equal nevertheless
     read, plain = [], Slice.__getitem__
 
     def counted(self: Any, rows: Any) -> Tensor:
@@ -104,7 +104,7 @@ def test_a_llama_is_read_from_a_folder_and_answers_as_in_one_process(tmp_path: P
 
 
 def _mixtral(folder: str) -> dict[str, Any]:
-    """The experts of the folder lie one by one; those of the model are stacked, and shared out."""
+    """Load separate experts of a folder into stacked, sharded experts."""
     import zengine.deepspeed as deepspeed
 
     whole = transformers.MixtralForCausalLM.from_pretrained(folder).eval()
@@ -126,7 +126,7 @@ def test_experts_are_read_from_a_folder_each_rank_its_own(tmp_path: Path) -> Non
 
 
 def _others() -> dict[str, tuple[bool, float, float]]:
-    """Whether tokens are the same, the difference of logits, and the share of the weights that is held."""
+    """Return True if tokens are equal, the difference of logits, and the fraction of weights on this rank."""
     import zengine.deepspeed as deepspeed
 
     block = transformers.models.gpt2.modeling_gpt2.GPT2Block

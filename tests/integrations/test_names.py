@@ -1,6 +1,6 @@
-"""Every name that the installed Transformers and Accelerate take from `deepspeed` is one that zengine.deepspeed has.
+"""Every name that the installed Transformers and Accelerate use from `deepspeed` exists in zengine.deepspeed.
 
-The names are read out of their sources, without importing them: a new release that wants another fails here by name.
+The names are read from their sources without importing them; a new release that needs another name fails here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 LIBRARIES = ("transformers", "accelerate")
-# Called on what deepspeed.initialize returns; the sources call it engine, model or self.deepspeed, so it is a list.
+# Members used on the engine; a list, because the sources call it engine, model or self.deepspeed.
 ENGINE = (
     *("backward", "step", "set_gradient_accumulation_boundary", "get_global_grad_norm", "destroy", "config"),
     *("save_checkpoint", "load_checkpoint", "zero_gather_16bit_weights_on_model_save", "module", "compile"),
@@ -24,7 +24,7 @@ ENGINE = (
 
 
 def sources(library: str) -> Iterator[Path]:
-    """Files that import deepspeed, the library's own tests left out."""
+    """Return the files that import deepspeed, without the library's tests."""
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
         pytest.skip(f"{library} is not installed (requirements-dev.txt has it)")
@@ -37,7 +37,7 @@ def sources(library: str) -> Iterator[Path]:
 
 
 def names_in(text: str) -> set[str]:
-    """Dotted names below `deepspeed` that a source uses, through its imports and their aliases."""
+    """Return the dotted names below `deepspeed` that a source uses, through imports and aliases."""
     tree = ast.parse(text)
     found: set[str] = set()
     aliases = {"deepspeed": "deepspeed"}
@@ -57,7 +57,7 @@ def names_in(text: str) -> set[str]:
 
 
 def dotted(node: ast.expr) -> str:
-    """`a.b.c` of an attribute chain; "" for one that begins with anything but a name."""
+    """Return `a.b.c` of an attribute chain; "" if it does not begin with a name."""
     if isinstance(node, ast.Name):
         return node.id
     inner = dotted(node.value) if isinstance(node, ast.Attribute) else ""
@@ -65,7 +65,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def is_shadowed(tree: ast.Module, name: str) -> bool:
-    """Whether the source imports the same name from elsewhere too (`torch.distributed as dist`)."""
+    """True if the source also imports the name from elsewhere (`torch.distributed as dist`)."""
     return any(
         (alias.asname or alias.name) == name
         and not str(getattr(node, "module", None) or alias.name).startswith("deep")
@@ -77,7 +77,7 @@ def is_shadowed(tree: ast.Module, name: str) -> bool:
 
 @functools.cache
 def resolve(name: str) -> object:
-    """The object of a dotted name below zengine.deepspeed, by import and attribute."""
+    """Find the object of a dotted name below zengine.deepspeed, by import and attribute."""
     parts = ["zengine", *name.split(".")]
     for cut in range(len(parts), 1, -1):
         try:
@@ -91,7 +91,7 @@ def resolve(name: str) -> object:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_every_name_that_a_library_takes_from_deepspeed_is_there(library: str):
+def test_every_name_that_a_library_uses_from_deepspeed_exists(library: str):
     places: dict[str, str] = {}
     for path in sources(library):
         for name in names_in(path.read_text(encoding="utf-8")):

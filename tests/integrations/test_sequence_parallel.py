@@ -1,4 +1,4 @@
-"""Transformers' models on sequences that two ranks share out, by the calls that people write for DeepSpeed."""
+"""Sequence parallelism of Transformers' models on two ranks, through DeepSpeed's calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make(kind: str, attention: str = "sdpa", **more: Any) -> nn.Module:
 
 
 def batches(rank: int) -> list[dict[str, Tensor]]:
-    """Of one rank's loader; a third of the labels is ignored, all of them late."""
+    """Return one rank's batches; the last third of the labels is ignored."""
     generator = torch.Generator().manual_seed(rank)
     found = []
     for index in range(STEPS):
@@ -49,7 +49,7 @@ def batches(rank: int) -> list[dict[str, Tensor]]:
 
 
 def alone() -> list[float]:
-    """One process that has the batches of both ranks in turn."""
+    """Train in one process on the batches of both ranks in turn."""
     model = make("Llama")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     found = []
@@ -65,7 +65,7 @@ def alone() -> list[float]:
 
 
 def weighted(loss: Tensor, labels: Tensor, group: Any) -> Tensor:
-    """As Transformers' Trainer adds up the losses of sequence ranks."""
+    """Combine the losses of sequence ranks as Transformers' Trainer does."""
     losses = torch.stack(torch.distributed.nn.functional.all_gather(loss, group=group))
     counts = torch.stack(torch.distributed.nn.functional.all_gather((labels != -100).sum(), group=group))
     losses = torch.where(counts > 0, losses, torch.zeros_like(losses))
@@ -113,7 +113,7 @@ def test_a_llama_with_shared_keys_trains_as_in_one_process(stage: int) -> None:
 
 
 def _windowed(attention: str) -> float:
-    """The largest difference of logits and gradients: a model with windows, and a batch with padding in front."""
+    """Return the largest difference of logits and gradients, with sliding windows and left padding."""
     from zengine.deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from zpartition.sequence import SequenceBatches
 
@@ -142,14 +142,14 @@ def _windowed(attention: str) -> float:
 
 
 def _gradients(model: nn.Module, logits: Tensor, mask: Tensor) -> list[Tensor]:
-    """Of the weights, for a sum over the logits of all tokens that are no padding."""
+    """Return the gradients of the sum of logits over all tokens except padding."""
     weights = list(model.parameters())
     return list(torch.autograd.grad((logits.sin() * mask.unsqueeze(2)).sum(), weights))
 
 
 @contextmanager
 def flexible() -> Iterator[None]:
-    """Inside, Transformers' FlexAttention and masks are not compiled, and can be differentiated on a CPU."""
+    """Run Transformers' FlexAttention and masks uncompiled, so that they differentiate on a CPU."""
 
     def uncompiled(*args: Any, training: bool = False, **kwargs: Any) -> Any:
         return flex_attention(*args, **kwargs)

@@ -1,7 +1,8 @@
-"""Code that other projects carry about for stage 3, in our words: saving, averaging, adapters, generation.
+"""Patterns of client code for stage 3: saving, averaging, adapters, generation.
 
-Each asks parameters what DeepSpeed puts on them (`ds_id`, `ds_status`, ...).  What comes out is compared with the
-masters, bit for bit in float32, on one rank and on two, with weights cut as small as they can be and kept whole.
+Each reads the attributes that DeepSpeed sets on parameters (`ds_id`, `ds_status`, ...).  The results are compared
+with the masters, bit for bit in float32, on one rank and on two, with all weights sharded and with small weights
+whole.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CASES = pytest.mark.parametrize(
 
 
 class Actor(nn.Module):
-    """A base layer that rests, an adapter that is trained, a head."""
+    """A frozen base layer, a trained adapter, a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ def trained(persist: int, half: bool, *, inside_init: bool = False) -> Any:
 
 
 def truth(engine: Any) -> State:
-    """Masters as modules see them, and what is not trained as a plain build has it."""
+    """Return the masters by module name, and frozen weights as a plain build has them."""
     plain = dict(Actor().named_parameters())
     return {
         name: (safe_get_full_fp32_param(param) if param.requires_grad else plain[name].detach()).to(param.dtype)
@@ -83,7 +84,7 @@ def resting(params: Iterable[Any]) -> list[Any]:
 
 
 def collected(module: nn.Module) -> State:
-    """One parameter after the other, without a copy where it is on the CPU already."""
+    """Gather one parameter after the other, without a copy if it is on the CPU."""
     found = {}
     for name, param in module.named_parameters():
         if hasattr(param, "ds_id"):
@@ -107,7 +108,7 @@ def check_chat(persist: int, half: bool) -> None:
     expected = truth(engine)
     found = collected(engine.module)
     assert same(found, expected)
-    assert same(collected(engine.module), expected)  # what was kept shares no memory with what comes later
+    assert same(collected(engine.module), expected)  # collected weights share no memory with later ones
     assert same(found, expected)
     kept = deepspeed.initialize(model=Actor(), config=config(persist, half))[0]
     means = truth(kept)
@@ -150,23 +151,23 @@ def check_adapters(persist: int, half: bool) -> None:
     assert total == sum(tensor.numel() for tensor in expected.values())
     engine.close()
     found = {name: maybe_whole(param, insists=True) for name, param in engine.module.named_parameters()}
-    assert same(found, expected)  # without marks: whole again, in memory of its own
+    assert same(found, expected)  # without marks: whole again, in separate memory
 
 
 @CASES
-def test_scripts_ask_parameter_by_parameter_whether_it_is_whole(world: int, persist: int, half: bool) -> None:
+def test_scripts_gather_single_parameters_if_needed(world: int, persist: int, half: bool) -> None:
     run_ranks(check_adapters, world, persist, half)
 
 
 def check_unfinished() -> None:
-    """Evaluation leaves nothing gathered, ahead of time or behind, that a save takes for whole."""
+    """Evaluation leaves no gathered unit, prefetched or late, that a save mistakes for whole."""
     engine = trained(0, False)
     expected = truth(engine)
     for _ in range(3):
         with torch.no_grad():
             engine(torch.ones(2, 6))
         assert same({n: maybe_whole(p, insists=True) for n, p in engine.module.named_parameters()}, expected)
-    engine(torch.ones(2, 6))  # a forward pass that no backward follows yet
+    engine(torch.ones(2, 6))  # a forward before its backward
     assert same(collected(engine.module), expected)
     engine.destroy()
 
@@ -176,7 +177,7 @@ def test_a_save_after_an_evaluation_is_whole(world: int) -> None:
     run_ranks(check_unfinished, world)
 
 
-# -- generation with weights that stay whole, hooks taken off meanwhile --------------------------
+# -- generation with whole weights, hooks removed meanwhile --------------------------
 
 
 def every_parameter(module: Any, recurse: bool) -> Iterator[Any]:
@@ -205,7 +206,7 @@ def check_generation(persist: int, half: bool) -> None:
     plain = Actor().to(x.dtype)
     plain.load_state_dict(expected)
     with unwrapped(engine) as module, torch.no_grad():
-        for times in range(1 + zcomm.group_rank(), 3):  # ranks generate as many tokens as they like
+        for times in range(1 + zcomm.group_rank(), 3):  # ranks generate different numbers of tokens
             torch.testing.assert_close(module(x * times), plain(x * times))
         assert same(dict(module.state_dict()), expected)
     assert same(truth(engine), expected)
@@ -219,7 +220,7 @@ def test_generation_with_all_weights_whole(world: int, persist: int, half: bool)
     run_ranks(check_generation, world, persist, half)
 
 
-# -- adapters that are made from weights that rest -----------------------------------------------
+# -- adapters initialized from sharded weights -----------------------------------------------
 
 
 @contextlib.contextmanager
@@ -229,7 +230,7 @@ def gathered_for_adapters(params: Any) -> Iterator[None]:
 
 
 def check_making() -> None:
-    """An adapter begins with a decomposition of the weight, which is changed by it; masters keep their digits."""
+    """Initialize an adapter by a decomposition that changes the weight; masters keep their precision."""
     engine = trained(0, True)
     masters = {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters() if p.requires_grad}
     with gathered_for_adapters(engine.module.head.weight):
@@ -246,5 +247,5 @@ def check_making() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_adapters_are_made_from_weights_at_rest(world: int) -> None:
+def test_adapters_are_initialized_from_sharded_weights(world: int) -> None:
     run_ranks(check_making, world)

@@ -1,4 +1,4 @@
-"""Transformers' own models, split over two ranks without a word about them: inferred plans and their own."""
+"""Tensor parallelism of Transformers' models on two ranks, with inferred plans and with the models' own."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def _all(names: list[str]) -> dict[str, tuple[list[float], dict[str, str]]]:
     return {name: _split(name) for name in names}
 
 
-def test_models_of_six_makes_train_in_parts_as_they_do_whole() -> None:
+def test_six_model_families_train_split_as_they_do_whole() -> None:
     names = ["llama", "qwen3", "phi3", "neox", "gpt2", "bert"]
     found, _ = run_ranks(_all, 2, names, timeout_s=240)
     for name, (ours, kinds) in found.items():
         assert ours == pytest.approx(losses(make(name).double().eval()), abs=1e-9), name
-        assert VocabularyEmbedding.__name__ in kinds.values()  # of positions alone in BERT: its head shares a bias
+        assert VocabularyEmbedding.__name__ in kinds.values()  # only positions in BERT, whose head shares a bias
         assert (RowLinear if name != "gpt2" else ColumnConv1D).__name__ in kinds.values()
     assert found["phi3"][1]["model.layers.0.mlp.gate_up_proj"] == ColumnLinear.__name__
     assert found["bert"][1]["bert.encoder.layer.0.attention.self.query"] == ColumnLinear.__name__
@@ -103,7 +103,7 @@ def test_a_split_model_generates_with_its_own_cache() -> None:
 
 
 def _without_memory() -> list[list[float]]:
-    """By the model's own plan at stage 3; built as ever, and inside zero.Init."""
+    """Train by the model's plan at stage 3, built with and without zero.Init."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
@@ -126,7 +126,7 @@ def _without_memory() -> list[list[float]]:
     return found
 
 
-def test_a_model_that_is_built_without_memory_is_split_and_trains_as_any() -> None:
+def test_a_model_built_inside_init_is_split_and_trains_equally() -> None:
     expected = losses(make("llama"))
     for plain, deferred in run_ranks(_without_memory, 2, timeout_s=240):
         assert deferred == plain

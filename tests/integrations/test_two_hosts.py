@@ -1,9 +1,8 @@
-"""torchrun on two hosts of two ranks each: the ranks of a host meet in memory, hosts over sockets, and nothing else
-is different from one process.
+"""torchrun on two hosts of two ranks: shared memory inside a host, sockets between hosts, results of one process.
 
-The hosts are this machine twice.  Where it is allowed to, each has a network, a name, a list of names, processes and
-shared memory of its own (Linux namespaces, without privileges), and a cable between them; nothing tells the ranks
-that they are near.  Elsewhere they are two loopback addresses, and are told that they are apart (ZCOMM_HOST).
+Both hosts are simulated on this machine.  Where permitted, each has Linux namespaces (network, host name, hosts file,
+processes, shared memory; without privileges) and a virtual cable connects them, so the ranks cannot detect that they
+share a machine.  Elsewhere they are two loopback addresses, and ZCOMM_HOST declares them separate.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import zcomm
 
 SCRIPT = Path(__file__).with_name("two_hosts.py")
 ISOLATED = ["unshare", "--user", "--map-root-user", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc"]
-# The first host; the second is a child in namespaces of its own, whose end of the cable the first plugs in.
+# The first host; the second is a child in other namespaces, to which the first connects the cable.
 HOSTS = r"""
 set -e
 ip link set lo up; hostname alpha
@@ -54,7 +53,7 @@ exit $status
 
 
 def can_isolate() -> bool:
-    """Whether this machine lets us make hosts out of namespaces, with a cable."""
+    """True if this machine permits simulated hosts in namespaces."""
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         return False
     tried = [
@@ -79,7 +78,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def in_namespaces(folder: Path) -> dict[str, int]:
-    """The exit status of all."""
+    """Run on hosts in namespaces; return the exit status."""
     first, second = (shlex.join(torchrun(node, "10.77.0.1", 29400, folder)) for node in (0, 1))
     text = HOSTS.replace("{first}", first).replace("{second}", second)
     command = [*ISOLATED, "--kill-child", "bash", "-c", text]
@@ -87,7 +86,7 @@ def in_namespaces(folder: Path) -> dict[str, int]:
 
 
 def on_loopback(folder: Path) -> dict[str, int]:
-    """The exit status of each host."""
+    """Run on loopback addresses; return the exit status of each host."""
     with socket.socket() as free:
         free.bind(("127.0.0.2", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What each rank of test_two_hosts.py runs, and the one process that it is compared with.
+"""Program of each rank of test_two_hosts.py, and of the one process that it is compared with.
 
 two_hosts.py FOLDER      under torchrun, or alone; writes FOLDER/rank<N>-of-<W>.json
 """
@@ -40,12 +40,14 @@ def engine_of(run: str) -> zengine.Engine:
     given = config if zcomm.group_size() == 1 else {**config, **RUNS[run]}
     engine = zengine.initialize(model=model(), config=given)[0]
     split = given.get("tensor_parallel", {}).get("autotp_size", 1)
-    assert engine.dp_world_size * split == zcomm.group_size()  # else a split that did nothing would have these curves
+    assert (
+        engine.dp_world_size * split == zcomm.group_size()
+    )  # otherwise a split without effect would have the same curves
     return engine
 
 
 def trained(run: str, folder: Path) -> list[float]:
-    """Losses and norms; half of the way a checkpoint is saved, and a new engine goes on from it."""
+    """Train, resume a checkpoint in a new engine half-way, and return losses and norms."""
     told: list[float] = []
     engine = engine_of(run)
     for step in range(STEPS):
@@ -65,7 +67,7 @@ def trained(run: str, folder: Path) -> list[float]:
 
 
 def weights(run: str, folder: Path) -> list[torch.Tensor]:
-    """At the end, of a checkpoint that any number of ranks has saved."""
+    """Return the final weights, from a checkpoint of any number of ranks."""
     engine = engine_of(run)
     engine.load_checkpoint(folder / run, "end")
     return list(engine.state_dict().values())

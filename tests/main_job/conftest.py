@@ -1,4 +1,4 @@
-"""Makes tools/train importable as `train`, as launch.py does for the ranks."""
+"""Make tools/train importable as `train`, as launch.py does for the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a run, and the live line made from it."""
+"""The journal of a run, and the progress line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_losses_keep_all_their_digits(tmp_path):
     assert look == {"step": 1, "validation": math.pi}
 
 
-def test_resuming_cuts_what_came_after_the_checkpoint(tmp_path):
+def test_resuming_drops_rows_after_the_checkpoint(tmp_path):
     path = tmp_path / "losses.jsonl"
     first = Journal(path, writes=True, bytes_per_sample=4)
     first.begin(step=0, samples=0)
@@ -72,9 +72,9 @@ def row(step: int, **changes) -> dict:
     return {**base, "memory_bytes": 400 * 2**20, **changes}
 
 
-def test_a_file_gets_plain_lines_and_not_one_a_step():
+def test_a_file_gets_a_plain_line_every_ten_seconds():
     out = io.StringIO()
-    progress = Progress(steps=100, speaks=True, out=out)
+    progress = Progress(steps=100, prints=True, out=out)
     for step in range(1, 101):
         progress.show(row(step))
     first, last = out.getvalue().splitlines()
@@ -86,10 +86,10 @@ def test_a_file_gets_plain_lines_and_not_one_a_step():
 def test_a_terminal_gets_one_line_that_rewrites_itself(monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True)
-    progress = Progress(steps=3, speaks=True, out=out)
+    progress = Progress(steps=3, prints=True, out=out)
     for step in (1, 2, 3):
         progress.show(row(step))
-    progress.say("done")
+    progress.print_line("done")
     assert out.getvalue().count("\r") == 4
     assert out.getvalue().count("\n") == 1
     assert max(map(len, out.getvalue().split("\r"))) <= 80 + len("\x1b[K")
@@ -97,7 +97,7 @@ def test_a_terminal_gets_one_line_that_rewrites_itself(monkeypatch):
 
 def test_a_skipped_step_is_named_at_once():
     out = io.StringIO()
-    progress = Progress(steps=9, speaks=True, out=out)
+    progress = Progress(steps=9, prints=True, out=out)
     progress.show(row(1))
     progress.show(row(2, skipped="gradients of block.0.weight are not finite"))
     assert "step 2 was skipped: gradients of block.0.weight are not finite" in out.getvalue()
@@ -105,13 +105,13 @@ def test_a_skipped_step_is_named_at_once():
 
 def test_other_ranks_are_silent():
     out = io.StringIO()
-    progress = Progress(steps=1, speaks=False, out=out)
+    progress = Progress(steps=1, prints=False, out=out)
     progress.show(row(1))
-    progress.say("hello")
+    progress.print_line("hello")
     assert out.getvalue() == ""
 
 
-def test_durations_and_amounts_read_well():
+def test_durations_and_amounts_are_short():
     assert [duration(s) for s in (0.4, 65, 3725)] == ["0:00", "1:05", "1:02:05"]
     assert [amount(n) for n in (12, 14_812, 11_191_723)] == ["12", "14.8k", "11.2M"]
 

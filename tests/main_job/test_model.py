@@ -1,4 +1,4 @@
-"""The model: what it may see, where it starts, what a seed decides."""
+"""The model: causality, initialization, seeds, experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from train.model import GPT, Shape, generate, parameter_groups, rotated, rotations
+from train.model import GPT, Shape, apply_rotary, generate, parameter_groups, rotary_tables
 
 SMALL = Shape(depth=2, width=32, heads=2, context=16)
 
@@ -30,24 +30,24 @@ def test_a_future_byte_changes_no_past_score(changed):
     assert not torch.equal(before[:, changed], after[:, changed])
 
 
-def test_what_a_query_sees_in_a_key_depends_on_their_distance_only():
+def test_attention_scores_depend_on_the_distance_only():
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 8, dtype=torch.float64, generator=generator).expand(2, 12, 8)
-    cos, sin = rotations(12, 8, like=query)
-    scores = rotated(query, cos, sin) @ rotated(key, cos, sin).T
+    cos, sin = rotary_tables(12, 8, like=query)
+    scores = apply_rotary(query, cos, sin) @ apply_rotary(key, cos, sin).T
     for distance in range(12):
         same = scores.diagonal(-distance)
         torch.testing.assert_close(same, same[:1].expand_as(same), rtol=0, atol=1e-5)
     assert not torch.isclose(scores[5, 4], scores[5, 3])
 
 
-def test_an_untrained_model_knows_nothing():
+def test_an_untrained_model_predicts_evenly():
     loss = GPT(SMALL)(some_windows())
     assert loss.shape == ()
     assert loss.item() == pytest.approx(math.log(256), rel=0.02)
 
 
-def test_the_loss_is_the_mean_over_all_guesses():
+def test_the_loss_is_the_mean_over_all_targets():
     model, windows = GPT(SMALL), some_windows(3)
     scores = model.logits(windows[:, :-1].long()).log_softmax(-1)
     by_hand = [-scores[i, t, windows[i, t + 1].long()].item() for i in range(3) for t in range(SMALL.context)]
@@ -63,7 +63,7 @@ def test_weights_depend_on_the_seed_and_not_on_the_global_random_state():
     assert not torch.equal(first["token_embedding.weight"], other["token_embedding.weight"])
 
 
-def test_layers_that_write_into_the_stream_start_smaller():
+def test_residual_outputs_start_smaller():
     model = GPT(Shape(depth=8, width=64, heads=2, context=16))
     block = model.blocks[0]
     assert block.mlp_in.weight.std().item() == pytest.approx(0.02, rel=0.1)
@@ -107,7 +107,7 @@ def test_the_likeliest_byte_is_taken_at_temperature_zero():
     assert text[-1] == scores.argmax().item()
 
 
-def test_experts_cost_a_byte_what_one_mlp_does_and_balance_in_training_alone():
+def test_experts_cost_as_much_as_one_mlp_and_are_balanced_in_training_only():
     shape = attrs.evolve(SMALL, experts=4)
     model, plain = GPT(shape, seed=3), GPT(SMALL, seed=3)
     torch.manual_seed(9)
@@ -118,18 +118,18 @@ def test_experts_cost_a_byte_what_one_mlp_does_and_balance_in_training_alone():
     assert 2 * sizes["blocks.0.moe.experts.stacked.up.weight"][1:].numel() == dense  # two experts a byte
     windows = some_windows(4)
     added = model(windows).item() - model.eval()(windows).item()
-    assert added > 0.005  # 0.01 x the loss of balance, which is 1 at best; capacity is another in evaluation
+    assert added > 0.005  # 0.01 x the load-balancing loss, at least 1; capacity differs in evaluation
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [({"width": 30, "heads": 4}, "width 30 is not an even multiple of heads 4"), ({"depth": 0}, "depth is 0")],
 )
-def test_impossible_shapes_are_refused(sizes, message):
+def test_impossible_shapes_are_rejected(sizes, message):
     with pytest.raises(ValueError, match=message):
         Shape(**sizes)
 
 
-def test_a_window_longer_than_the_context_is_refused():
+def test_a_window_longer_than_the_context_is_rejected():
     with pytest.raises(ValueError, match="17 bytes is longer than the model's context of 16"):
         GPT(SMALL).logits(torch.zeros(1, 17, dtype=torch.long))

@@ -1,4 +1,4 @@
-"""The page and its charts."""
+"""The report page and its charts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from train.evaluate import Result
 from train.model import Shape
 from train.recipe import Recipe
-from train.report import Story, page
+from train.report import ReportData, page
 from zengine.reporting.runs import Event, RecordedRun
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
 class Checker(HTMLParser):
-    """Complains about tags that are not closed in order; collects what a browser would fetch."""
+    """Checks that tags close in order; collects the resources that a browser would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Checker(HTMLParser):
         self.text.append(data)
 
 
-def make_story(**changes) -> Story:
+def make_data(**changes) -> ReportData:
     rows = []
     for step in range(1, 41):
         loss = math.nan if step == 9 else 5.5 - step / 20
@@ -70,7 +70,7 @@ def make_story(**changes) -> Story:
     values = {**timers, "memory/parameters_bytes": 2.0**20, "memory/process_bytes": 2.0**28}
     events = tuple(Event(step, 4 * step, 0.1 * step, values) for step in range(1, 41))
     result = Result(unigram=4.6, bigram=3.5, model=2.5, step=40, guesses=512, fingerprint="0123456789abcdef")
-    story = {
+    data = {
         "name": "a <run>",
         "recipe": recipe,
         "rows": rows,
@@ -80,7 +80,7 @@ def make_story(**changes) -> Story:
         "environment": {"device": "<cpu>"},
         "corpus": {"source": "/usr/lib"},
     }
-    return Story(**{**story, **changes})
+    return ReportData(**{**data, **changes})
 
 
 def checked(text: str) -> Checker:
@@ -92,15 +92,15 @@ def checked(text: str) -> Checker:
 
 
 def test_the_page_is_well_formed_and_fetches_nothing():
-    text = page(make_story())
+    text = page(make_data())
     checker = checked(text)
     assert checker.fetched == []
     assert not re.search(r"https?://|@import|url\((?!#)", text)
     assert checker.tags.count("figure") == 7
 
 
-def test_what_the_model_wrote_cannot_become_markup():
-    text = page(make_story())
+def test_generated_text_is_escaped():
+    text = page(make_data())
     assert "alert(1)</script>" not in text
     assert "&lt;/script&gt;" in text
     assert "a &lt;run&gt;" in text
@@ -108,42 +108,42 @@ def test_what_the_model_wrote_cannot_become_markup():
 
 
 def test_the_figures_are_on_the_page():
-    text = "".join(checked(page(make_story())).text)
+    text = "".join(checked(page(make_data())).text)
     for figure in ("2.500", "4.600", "3.500", "29%", "1k", "0:04", "it beats", "/usr/lib", "40 of 40"):
         assert figure in text, figure
     beaten = Result(unigram=4.6, bigram=3.5, model=3.6, step=40, guesses=512, fingerprint="")
-    assert "does not beat" in page(make_story(result=beaten))
+    assert "does not beat" in page(make_data(result=beaten))
 
 
 def test_skipped_steps_are_named():
-    text = "".join(checked(page(make_story())).text)
+    text = "".join(checked(page(make_data())).text)
     assert "skipped steps9" in text
 
 
 def test_every_chart_carries_its_points_for_the_cursor():
-    charts = re.findall(r'<script type="application/json">(.*?)</script>', page(make_story()))
+    charts = re.findall(r'<script type="application/json">(.*?)</script>', page(make_data()))
     for chart in charts:
-        plot = json.loads(chart, parse_constant=pytest.fail)  # NaN and Infinity, which a browser refuses
+        plot = json.loads(chart, parse_constant=pytest.fail)  # NaN and Infinity, which browsers reject
         assert plot["x"] == [1, 40]
         assert all(series["points"] for series in plot["series"])
 
 
 def test_a_run_without_a_record_leaves_its_charts_out():
-    assert checked(page(make_story(record=RecordedRun(name="", folder=Path("record"))))).tags.count("figure") == 4
+    assert checked(page(make_data(record=RecordedRun(name="", folder=Path("record"))))).tags.count("figure") == 4
 
 
-def test_every_tile_says_what_its_figure_is():
-    def tiles(story: Story) -> dict[str, str]:
+def test_every_tile_has_a_figure_and_its_name():
+    def tiles(data: ReportData) -> dict[str, str]:
         return {
             name: value
-            for value, name in re.findall(r"<div class=tile><b>([^<]*)</b><span>([^<]*)</span>", page(story))
+            for value, name in re.findall(r"<div class=tile><b>([^<]*)</b><span>([^<]*)</span>", page(data))
         }
 
-    assert tiles(make_story()) == {
+    assert tiles(make_data()) == {
         "bits per byte, held out": "2.500",
         "better than byte pairs by": "29%",
         "tokens per second, mean of all steps": "1k",
         "training time": "0:04",
     }
     beaten = Result(unigram=4.6, bigram=3.5, model=4.2, step=40, guesses=512, fingerprint="")
-    assert tiles(make_story(result=beaten))["worse than byte pairs by"] == "20%"
+    assert tiles(make_data(result=beaten))["worse than byte pairs by"] == "20%"

@@ -1,4 +1,4 @@
-"""The main job as a person runs it: real processes, real text, a tiny model."""
+"""The main job end to end: real processes, real text, a tiny model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 LAUNCH = Path(__file__).parents[2] / "tools" / "train" / "launch.py"
 QUICK = ("--quick", "--steps", "16", "--threads", "1")  # saves after steps 10 and 16
-PATIENCE_S = 100
+LIMIT_S = 100
 
 
 def start(runs: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -22,13 +22,13 @@ def start(runs: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def finish(started: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and output; ends politely, so that no rank outlives a test that failed."""
+    """Return exit code and output; on a time-out terminate the launcher, so that no rank outlives the test."""
     try:
-        output, _ = started.communicate(timeout=PATIENCE_S)
+        output, _ = started.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         started.terminate()
         output, _ = started.communicate()
-        pytest.fail(f"did not end within {PATIENCE_S} s:\n{output}")
+        pytest.fail(f"did not end within {LIMIT_S} s:\n{output}")
     return started.returncode, output
 
 
@@ -43,20 +43,20 @@ def rows_of(run: Path) -> list[dict]:
 
 
 def figures(run: Path) -> list[tuple]:
-    """All that must repeat: step, loss, gradient norm, learning rate, validation loss; not the times."""
+    """Return the reproducible values: step, loss, gradient norm, learning rate, validation loss."""
     keys = ("step", "loss", "grad_norm", "lr", "validation")
     return [tuple(row.get(key) for key in keys) for row in rows_of(run)]
 
 
 def wait_for(condition, started: subprocess.Popen[str] | None = None) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert started is None or started.poll() is None, finish(started)
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.05)
 
 
-def test_one_rank_trains_and_leaves_everything_that_was_promised(tmp_path):
+def test_one_rank_trains_and_writes_all_outputs(tmp_path):
     code, output = train(tmp_path, *QUICK, "--ranks", "1", "--name", "one")
     run = tmp_path / "one"
     assert code == 0, output
@@ -77,7 +77,7 @@ def test_one_rank_trains_and_leaves_everything_that_was_promised(tmp_path):
 
 
 def without_measuring(folder: Path) -> Path:
-    """The default config with the precision settled: on a busy machine two measurements may disagree."""
+    """Write the default config without measured precision: two measurements on a busy machine may disagree."""
     config = json.loads((LAUNCH.parent / "config.json").read_text())
     config["bf16"]["enabled"] = False
     path = folder / "config.json"
@@ -104,7 +104,7 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path):
 
 
 @pytest.mark.timeout(400)
-def test_a_run_goes_on_with_its_model_split_in_another_way(tmp_path):
+def test_a_run_resumes_under_another_split(tmp_path):
     same = (*QUICK, "--config", str(without_measuring(tmp_path)))
     code, output = train(tmp_path, *same, "--ranks", "2", "--name", "whole")
     assert code == 0, output
@@ -123,8 +123,8 @@ def test_a_run_goes_on_with_its_model_split_in_another_way(tmp_path):
 
 
 @pytest.mark.timeout(400)
-def test_a_run_goes_on_with_its_experts_shared_out_in_another_way(tmp_path):
-    """With which losses: test_splits.py."""
+def test_a_run_resumes_with_other_expert_ranks(tmp_path):
+    """For the losses see test_splits.py."""
     same = (*QUICK, "--config", str(without_measuring(tmp_path)))
     code, output = train(tmp_path, *same, "--pipeline", "2", "--expert", "2", "--name", "split", "--die-at", "13")
     assert code == 128 + signal.SIGKILL, output
@@ -138,7 +138,7 @@ def test_a_run_goes_on_with_its_experts_shared_out_in_another_way(tmp_path):
     assert [row["step"] for row in rows_of(tmp_path / "split") if "loss" in row] == list(range(1, 17))
 
 
-def test_an_interrupted_run_saves_and_says_how_to_go_on(tmp_path):
+def test_an_interrupted_run_saves_and_prints_the_resume_command(tmp_path):
     started = start(tmp_path, "--quick", "--steps", "1000000", "--threads", "1", "--ranks", "2", "--name", "endless")
     run = tmp_path / "endless"
     wait_for(lambda: len(rows_of(run)) >= 3, started)
@@ -165,7 +165,7 @@ def test_no_rank_outlives_its_launcher(tmp_path):
 
 
 def state_and_parent(pid: str) -> list[str]:
-    """The state letter and the parent of a process, from /proc; ["Z", "0"] when it is gone."""
+    """Return state and parent of a process, from /proc; ["Z", "0"] if it has ended."""
     try:
         return Path("/proc", pid, "stat").read_text().rpartition(") ")[2].split()[:2]
     except OSError:
@@ -181,7 +181,7 @@ def is_alive(pid: str) -> bool:
     return state_and_parent(pid)[0] != "Z"
 
 
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
+def test_a_usage_error_is_one_line_and_exit_code_2(tmp_path):
     code, output = train(tmp_path, "--resume")
     assert code == 2
     assert output.splitlines() == [f"train: nothing to resume: no run in {tmp_path} has a checkpoint yet"]

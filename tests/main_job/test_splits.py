@@ -1,11 +1,11 @@
-"""The main job under every pair of splits, and from one into another: its figures are those of one process.
+"""The main job under pairs of splits, and resumed from one under another, equals one process.
 
-Ranks are warm ones, the text is a few of this repository's files, and a run stops where a test says; else all of it
-is what `dev.py train` runs: options, recipe, loop, validation, checkpoints, the sample.
+The tests use warm ranks, a few files of this repository as text, and stop runs at chosen steps; the rest is the code
+of `dev.py train`: options, recipe, loop, validation, checkpoints, the sample.
 
-[Note: the bound]  Losses near 5, norms near 1, in float32, where sums are taken in another order: an ulp or two of a
-step, which ten steps of AdamW make 1e-6 of.  1e-5 is allowed; an unevenness of experts that one stage leaves out
-of the loss is 5e-3 of it.
+[Note: the bound]  Losses are near 5 and norms near 1 in float32.  Sums in another order differ by an ulp or two per
+step, which ten steps of AdamW turn into 1e-6.  1e-5 is allowed; a missing load-balancing loss of one stage would be
+5e-3.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import pytest
 
 import train.main
 import zengine
-from train.stopping import Wish
-from train.telling import written
+from train.messages import generate_sample
+from train.stopping import StopReason
 from train.text import read_corpus
 from zcomm.testing import run_ranks
 
 TEXT = Path(__file__).parents[2] / "packages" / "zcomm" / "src"
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
-    "train_batch_size": 16,  # windows, on however many replicas
+    "train_batch_size": 16,  # windows, on any number of replicas
     "gradient_clipping": 0.5,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}},
     "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}},
@@ -38,28 +38,28 @@ Cases = dict[str, tuple[Leg, ...]]  # by name of the run
 
 
 class StopsAfter:
-    """In place of Stopping: nobody is asked, and no signal is listened to."""
+    """Replaces StopVote: stops after step `last`, without signals and communication."""
 
     last = STEPS
 
     def __init__(self, *, minutes: float, die_at: int) -> None:
         pass
 
-    def agreed(self, step: int, device: object) -> Wish:
-        return Wish.INTERRUPTED if step == self.last < STEPS else Wish.GO_ON
+    def decide(self, step: int, device: object) -> StopReason:
+        return StopReason.INTERRUPTED if step == self.last < STEPS else StopReason.NONE
 
 
 def run(runs: Path, name: str, legs: tuple[Leg, ...]) -> str:
-    """A run in several legs; the sample of text at its end."""
+    """Train in several legs; return the sample of text at the end."""
     samples, engines = list[str](), list[zengine.Engine]()
     small = {
         "read_corpus": lambda: read_corpus(TEXT, minimum_bytes=1000),
-        "Stopping": StopsAfter,
+        "StopVote": StopsAfter,
         "introduction": lambda run: engines.append(run.engine) or "",
-        "written": lambda run: samples.append(written(run)) or "",
-        "take_stock": lambda *_: "",
+        "generate_sample": lambda run: samples.append(generate_sample(run)) or "",
+        "write_results": lambda *_: "",
     }
-    with mock.patch.multiple(train.main, **small), mock.patch("train.telling.SAMPLE_BYTES", 12):
+    with mock.patch.multiple(train.main, **small), mock.patch("train.messages.SAMPLE_BYTES", 12):
         for number, (last, options) in enumerate(legs):
             given = (
                 ("--resume",) if number else ("--quick", "--steps", f"{STEPS}", "--config", str(runs / "config.json"))
@@ -73,12 +73,12 @@ def run(runs: Path, name: str, legs: tuple[Leg, ...]) -> str:
 
 
 def runs_of(runs: Path, cases: Cases) -> set[str]:
-    """The samples of all these runs."""
+    """Return the samples of all these runs."""
     return {run(runs, name, legs) for name, legs in cases.items()}
 
 
 def figures(run: Path) -> list[float]:
-    """Of every step its loss and norm, and a look at held-out text."""
+    """Return loss and norm of every step, and the validation loss."""
     rows = [json.loads(line) for line in (run / "losses.jsonl").read_text().splitlines()]
     found = [row[key] for row in rows for key in ("loss", "grad_norm", "validation") if key in row]
     assert len(found) == 2 * STEPS + 1
@@ -104,7 +104,9 @@ EXPERTS: Cases = {
 
 
 @pytest.mark.parametrize(("alone", "cases"), [("--ranks 1", PLAIN), ("--ranks 1 --expert 1", EXPERTS)])
-def test_pairs_of_splits_train_as_one_process_and_go_on_as_others(alone: str, cases: Cases, tmp_path: Path) -> None:
+def test_pairs_of_splits_train_as_one_process_and_resume_under_others(
+    alone: str, cases: Cases, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (expected,) = run_ranks(runs_of, 1, tmp_path, {"alone": ((STEPS, alone),)})
     assert run_ranks(runs_of, 4, tmp_path, cases, timeout_s=100) == [expected] * 4
@@ -112,8 +114,8 @@ def test_pairs_of_splits_train_as_one_process_and_go_on_as_others(alone: str, ca
         assert figures(tmp_path / name) == pytest.approx(figures(tmp_path / "alone"), abs=BOUND), name
 
 
-def test_stages_whose_ranks_share_sequences_and_experts_train_as_such_ranks_do(tmp_path: Path) -> None:
-    """Not as one process: each rank routes its own bytes, so that capacity and balance are those of a part."""
+def test_stages_with_sequence_and_expert_ranks_train_as_such_ranks_without_stages(tmp_path: Path) -> None:
+    """Compared with such ranks, not with one process: each routes its own bytes with its own capacity."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     cases = {
         "pieces": ((STEPS, "--ranks 4 --sequence 2 --expert 1"),),

@@ -1,4 +1,4 @@
-"""The corpus, and the byte tables that the model is measured against."""
+"""The corpus, and the byte tables, which are the baselines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from train.text import (
 
 @pytest.fixture
 def library(tmp_path):
-    """A small stand-in for a standard library: 60 modules, and things that must be left out."""
+    """A small fake standard library: 60 modules, and files that must be excluded."""
     rng = random.Random(0)
     for i in range(60):
         folder = tmp_path / ("package" if i % 3 else ".")
@@ -43,7 +43,7 @@ def read(library) -> Corpus:
     return read_corpus(library, minimum_bytes=1000)
 
 
-def test_no_file_is_on_both_sides_and_none_is_lost(library):
+def test_every_file_is_in_exactly_one_split(library):
     corpus = read(library)
     both = [*corpus.train_files, *corpus.validation_files]
     assert sorted(both) == python_sources(library)
@@ -53,13 +53,13 @@ def test_no_file_is_on_both_sides_and_none_is_lost(library):
     assert not any(map(is_validation, corpus.train_files))
 
 
-def test_the_halves_are_the_bytes_of_their_files(library):
+def test_the_splits_are_the_bytes_of_their_files(library):
     corpus = read(library)
     for half, names in ((corpus.train, corpus.train_files), (corpus.validation, corpus.validation_files)):
         assert bytes(half.tolist()).split(SEPARATOR) == [(library / name).read_bytes() for name in names]
 
 
-def test_adding_a_file_moves_no_other_file_to_the_other_side(library):
+def test_adding_a_file_moves_no_other_file_to_another_split(library):
     before = read(library)
     (library / "a_new_module.py").write_text("x = 1\n")
     after = read(library)
@@ -83,20 +83,20 @@ def test_the_fingerprint_sees_every_byte_and_every_name(library):
         first.check_same_as(changed)
 
 
-def test_a_stripped_library_is_refused_with_its_size_and_place(tmp_path):
+def test_a_stripped_library_is_rejected_with_its_size_and_place(tmp_path):
     (tmp_path / "lonely.py").write_text("pass\n")
     with pytest.raises(CorpusError, match=rf"{tmp_path} are 5 bytes in 1 files; at least 1,000,000"):
         read_corpus(tmp_path)
 
 
-def test_this_python_comes_with_a_text_in_two_halves():
+def test_this_python_has_a_text_in_two_splits():
     corpus = read_corpus()
     share = corpus.validation.numel() / corpus.train.numel()
     assert corpus.train.numel() > 1_000_000
     assert 0.01 < share < 0.2
 
 
-def test_windows_guess_every_byte_once_and_overlap_by_one():
+def test_windows_predict_every_byte_once_and_overlap_by_one():
     data = torch.arange(23, dtype=torch.uint8)
     windows = Windows(data, 5)
     assert len(windows) == 4
@@ -109,7 +109,7 @@ def test_windows_guess_every_byte_once_and_overlap_by_one():
     assert windows.stacked(100).shape == (4, 6)
 
 
-def test_a_text_shorter_than_a_window_is_refused():
+def test_a_text_shorter_than_a_window_is_rejected():
     with pytest.raises(ValueError, match="5 bytes has no window of context 5"):
         Windows(torch.zeros(5, dtype=torch.uint8), 5)
 

@@ -1,4 +1,4 @@
-"""Makes the differential programs importable, here and in the processes of the ranks."""
+"""Make the differential programs importable, here and in the rank processes."""
 
 from __future__ import annotations
 

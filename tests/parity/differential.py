@@ -1,7 +1,7 @@
-"""Random training programs, carried out by plain torch in one process and by engines on ranks.
+"""Random training programs, executed by plain torch in one process and by engines on ranks.
 
-A `Program` is drawn from a seed: dtype, optimizer and its groups, which blocks of the model are used when and on
-which rank, accumulation, clipping, ZeRO stage, the style of the loop, a checkpoint in the middle that another stage
+A `Program` is sampled from a seed: dtype, optimizer and its groups, the steps and ranks that use each block, frozen
+blocks, accumulation, clipping, ZeRO stage, style of the loop, and a checkpoint in the middle that another stage
 loads.  `torch_weights` is the oracle and knows neither stages nor ranks; `engine_weights` runs on each rank.
 """
 
@@ -34,13 +34,13 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {  # by name: (class of torc
     "radam": ("RAdam", {"lr": 0.02}),
     "adadelta": ("Adadelta", {"lr": 0.5}),
 }
-FROM_CONFIG = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad"}  # what zoptim makes of the name
+FROM_CONFIG = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad"}  # zoptim's options for the name
 STYLES = ("engine", "every", "last", "closure", "scaled", "plain")
 
 
 @attrs.frozen(kw_only=True)
 class Program:
-    """What is drawn; equal on all ranks."""
+    """One sampled program; equal on all ranks."""
 
     seed: int
     world_size: int
@@ -48,7 +48,7 @@ class Program:
     optimizer: str
     made_by: str  # "torch" | "callable" | "config"
     stage: int
-    later_stage: int  # that loads the checkpoint in the middle; -1: there is none
+    later_stage: int  # stage that loads the checkpoint in the middle; -1: none
     style: str
     accumulation: int
     clip_norm: float
@@ -89,7 +89,7 @@ class Program:
         )
 
     def uses(self, block: int, step: int, micro: int, rank: int) -> bool:
-        """Whether a micro-batch passes through a block."""
+        """True if a micro-batch passes through a block."""
         how = self.usage[block]
         if how == "late":
             return step >= 2
@@ -100,13 +100,13 @@ class Program:
         return how != "never"
 
     def batch(self, step: int, micro: int, rank: int) -> Tensor:
-        """(ROWS, WIDTH) of `dtype`."""
+        """Return a batch (ROWS, WIDTH) of `dtype`."""
         generator = torch.Generator().manual_seed(((self.seed * 31 + step) * 31 + micro) * 31 + rank)
         return torch.randn(ROWS, WIDTH, generator=generator, dtype=self.dtype)
 
 
 class Blocks(nn.Module):
-    """A row of blocks of which some are passed over, between two layers that may share their weight."""
+    """Blocks, some of them skipped, between two layers that may share their weight."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Blocks(nn.Module):
 
 
 def groups_of(program: Program, model: nn.Module) -> list[dict[str, Any]]:
-    """Parameter groups of what is trained: one, or matrices and the rest with a smaller learning rate."""
+    """Return the parameter groups: one, or matrices and the rest with a smaller learning rate."""
     trained = [param for param in model.parameters() if param.requires_grad]
     if not program.has_groups:
         return [{"params": trained}]
@@ -153,7 +153,7 @@ def micro_batches(program: Program, step: int, rank: int) -> Iterator[tuple[Tens
 
 
 def torch_weights(program: Program) -> dict[str, Tensor]:
-    """After a loop in one process over the micro-batches of all ranks."""
+    """Return the weights after a loop in one process over the micro-batches of all ranks."""
     model = Blocks(program)
     optimizer = torch_optimizer(program, groups_of(program, model))
     count = program.accumulation * program.world_size
@@ -169,7 +169,7 @@ def torch_weights(program: Program) -> dict[str, Tensor]:
 
 
 def make_engine(program: Program, stage: int) -> Any:
-    """(engine, optimizer) of this rank."""
+    """Make (engine, optimizer) of this rank."""
     model = Blocks(program)
     groups = groups_of(program, model)
     options = OPTIMIZERS[program.optimizer][1]
@@ -182,7 +182,7 @@ def make_engine(program: Program, stage: int) -> Any:
     }
     given: dict[str, Any] = {"model_parameters": groups}
     if program.made_by == "config":
-        coupled = {"adam_w_mode": False} if program.optimizer == "adam" else {}  # a config's "Adam" decays as AdamW
+        coupled = {"adam_w_mode": False} if program.optimizer == "adam" else {}  # "Adam" in a config decays as AdamW
         config["optimizer"] = {"type": FROM_CONFIG[program.optimizer], "params": {**options, **coupled}}
     elif program.made_by == "callable":
         given["optimizer"] = lambda params: torch_optimizer(program, params)
@@ -192,8 +192,8 @@ def make_engine(program: Program, stage: int) -> Any:
     return engine, optimizer
 
 
-def carry_out(program: Program, engine: Any, optimizer: Any, step: int) -> None:
-    """One step of this rank in the program's style."""
+def run_step(program: Program, engine: Any, optimizer: Any, step: int) -> None:
+    """Run one step of this rank in the program's style."""
     batches = list(micro_batches(program, step, zcomm.group_rank()))
     for index, (batch, used) in enumerate(batches):
         if program.evaluates:
@@ -227,7 +227,7 @@ def carry_out(program: Program, engine: Any, optimizer: Any, step: int) -> None:
 
 
 def engine_weights(program: Program) -> dict[str, Tensor]:
-    """Of this rank, whole."""
+    """Return the whole weights after the program, on this rank."""
     engine, optimizer = make_engine(program, program.stage)
     half = program.num_steps // 2 if program.later_stage >= 0 else -1
     with tempfile.TemporaryDirectory() as own:
@@ -238,7 +238,7 @@ def engine_weights(program: Program) -> dict[str, Tensor]:
                 engine.close()
                 engine, optimizer = make_engine(program, program.later_stage)
                 engine.load_checkpoint(folder)
-            carry_out(program, engine, optimizer, step)
+            run_step(program, engine, optimizer, step)
         zcomm.barrier()
     assert engine.global_steps == program.num_steps
     found = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
@@ -247,7 +247,7 @@ def engine_weights(program: Program) -> dict[str, Tensor]:
 
 
 def difference(program: Program, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
-    """Where weights differ beyond rounding, or ""."""
+    """Describe weights that differ beyond rounding; "" if none does."""
     relative = {torch.float32: 2e-4, torch.float64: 1e-9}[program.dtype]
     if set(found) != set(wanted):
         return f"other names: {sorted(set(found) ^ set(wanted))}"
@@ -261,12 +261,12 @@ def difference(program: Program, found: dict[str, Tensor], wanted: dict[str, Ten
 
 
 def run_programs(programs: list[Program]) -> list[str]:
-    """What is different, or raised, in each program; stops at the first that raises."""
+    """Return the difference or error of each program; stop at the first that raises."""
     told: list[str] = []
     for program in programs:
         try:
             told.append(difference(program, engine_weights(program), torch_weights(program)))
-        except Exception as error:  # the text belongs to the program that raised it
+        except Exception as error:  # the error text belongs to this program
             told.append(f"{type(error).__name__}: {error}")
             break
     return told

@@ -1,4 +1,4 @@
-"""Programs drawn from seeds have the weights of plain torch; see differential.py."""
+"""Random programs have the weights of plain torch; see differential.py."""
 
 from __future__ import annotations
 

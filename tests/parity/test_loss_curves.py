@@ -1,7 +1,7 @@
-"""The promise of the engine: any stage, world size and accumulation trains like a plain PyTorch loop.
+"""Any stage, world size and accumulation trains like a plain PyTorch loop.
 
-20 clipped AdamW steps of a small GPT-like model with tied weights and two parameter groups; every rank's data
-goes to the one process of the oracle, in the same order.
+20 clipped AdamW steps of a small GPT-like model with tied weights and two parameter groups.  The oracle, one process,
+receives the data of all ranks in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zcomm.testing import run_ranks
 
 NUM_STEPS = 20
 STAGES = (0, 1, 2, 3)
-# Every parameter is sharded, and nothing stays whole between forward and backward.
+# Shards every parameter and reshards between forward and backward.
 STRICT = {"stage3_unit_size": 2500, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
 CLIP = 0.5
 
@@ -62,7 +62,7 @@ def batches(world_size: int, accumulation: int) -> torch.Tensor:
 
 
 def plain_loop(world_size: int, accumulation: int) -> list[float]:
-    """The oracle: what a person would write for one process."""
+    """Oracle: a plain loop in one process."""
     model = Tiny()
     optimizer = torch.optim.AdamW(groups(model), lr=2e-2)
     losses = []
@@ -80,7 +80,7 @@ def plain_loop(world_size: int, accumulation: int) -> list[float]:
 
 
 def engine_loop(stage: int, accumulation: int, extra: dict[str, object]) -> tuple[list[float], list[float]]:
-    """(losses, gradient norms) of one rank of the engine."""
+    """Return (losses, gradient norms) of one rank of the engine."""
     model = Tiny()
     config = {
         "train_micro_batch_size_per_gpu": 4,

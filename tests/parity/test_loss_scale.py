@@ -1,9 +1,9 @@
-"""Two defects that were found in DeepSpeed 0.19.8 by running it, and are absent here, with the numbers of both.
+"""Regression tests for two defects observed in DeepSpeed 0.19.8.
 
 1. fp16 at stage 0: `backward` did not multiply the loss by the scale, and `step` divided by it.  SGD at rate 0.1 with
-   a scale of 2^10 and a gradient of 2 has to move a weight by -0.2; it moved by -0.000225 (at stage 2 by -0.20002).
+   a scale of 2^10 and a gradient of 2 must move a weight by -0.2; it moved by -0.000225 (at stage 2 by -0.20002).
 2. At the step after which a dynamic scale doubles, gradients were divided by the new scale: the update was half
-   as large (2.0 in place of 4.0), and stage 3 reported half the norm (0.5 in place of 1.0).
+   as large (2.0 instead of 4.0), and stage 3 reported half the norm (0.5 instead of 1.0).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def made(stage: int, lr: float, **config: Any) -> zengine.Engine:
 
 
 def moved(engine: zengine.Engine, factor: float) -> tuple[float, zengine.StepReport]:
-    """(change of the master in one step, its report)."""
+    """Return (change of the master in one step, its report)."""
     before = zpartition.safe_get_full_fp32_param(engine.module.w).item()
     engine.backward(engine(factor))
     report = engine.step()
@@ -57,7 +57,7 @@ def moved(engine: zengine.Engine, factor: float) -> tuple[float, zengine.StepRep
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", SECTIONS)
-def test_defect_1_a_scaled_loss_moves_the_weight_as_far_as_the_rate_says(name: str, stage: int) -> None:
+def test_defect_1_a_scaled_loss_moves_the_weight_by_the_learning_rate(name: str, stage: int) -> None:
     engine = made(stage, 0.1, **SECTIONS[name])
     change, report = moved(engine, 2.0)
     assert change == pytest.approx(-0.2, rel=1e-6)
@@ -66,7 +66,7 @@ def test_defect_1_a_scaled_loss_moves_the_weight_as_far_as_the_rate_says(name: s
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_defect_2_the_update_at_which_the_scale_doubles_is_a_whole_one(stage: int) -> None:
+def test_defect_2_the_update_at_which_the_scale_doubles_is_complete(stage: int) -> None:
     engine = made(stage, 4.0, **SECTIONS["fp16 dynamic"])
     steps = [moved(engine, 1.0) for _ in range(8)]
     assert [report.loss_scale for _, report in steps] == [16, 16, 16, 32, 32, 64, 64, 128]
@@ -76,7 +76,7 @@ def test_defect_2_the_update_at_which_the_scale_doubles_is_a_whole_one(stage: in
 
 
 # Overflows at steps 2, 3, 4 and 9, a hysteresis of 2, a window of 3: the scale that each step's gradients carried,
-# as DeepSpeed's law gives it (growth when the clean steps since the last overflow, less one, fill a window).
+# by DeepSpeed's rule (growth when the clean steps since the last overflow, less one, fill a window).
 GOLDEN = [16, 16, 16, 8, 4, 4, 4, 4, 8, 8, 8, 8]
 
 

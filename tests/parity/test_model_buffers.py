@@ -1,6 +1,6 @@
-"""Buffers of models that are trained in 16 bits: running statistics are those of float32, and models run as before.
+"""Buffers of models trained in 16 bits: running statistics equal those of float32, and models still run.
 
-The oracle is torch: a norm in float32 that sees the same numbers, and a model cast by hand.
+Oracles: a float32 norm on the same inputs, and a model cast by hand.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def made(model: nn.Module, dtype: torch.dtype, stage: int, **more: Any) -> zengi
 
 
 class Normed(nn.Module):
-    """Keeps what its norm was given."""
+    """Records the inputs of its norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Normed(nn.Module):
 
 
 def statistics_of(dtype: torch.dtype, stage: int, num_steps: int) -> dict[str, Tensor]:
-    """The engine's buffers after so many steps, and those of a float32 norm that sees rank 0's data."""
+    """Return the engine's buffers, and those of a float32 norm on rank 0's data."""
     engine, oracle = made(Normed(), dtype, stage), nn.BatchNorm1d(8)
     for step in range(num_steps):
         generators = [torch.Generator().manual_seed(10 * step + rank) for rank in (0, zcomm.group_rank())]
@@ -76,7 +76,7 @@ def test_running_statistics_are_those_of_float32(
 
 
 class Encoder(nn.Module):
-    """torch's own layers behind a table of positions that is a buffer, as in its tutorial."""
+    """torch's layers after a buffer of positions, as in its tutorial."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def losses_of(stage: int, dtype: torch.dtype) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", SECTIONS, ids=str)
-def test_a_transformer_with_positions_in_a_buffer_trains_alike_at_every_stage(dtype: torch.dtype) -> None:
+def test_a_transformer_with_positions_in_a_buffer_trains_equally_at_every_stage(dtype: torch.dtype) -> None:
     first, *others = [run_ranks(losses_of, 2, stage, dtype)[0] for stage in range(4)]
     assert first[-1] < 0.9 * first[0]
     assert all(losses == first for losses in others)
@@ -121,7 +121,7 @@ def test_a_transformer_with_positions_in_a_buffer_trains_alike_at_every_stage(dt
 
 
 class Masked(nn.Module):
-    """A mask in float32 is added to scores in bf16, and the sum multiplied by values in bf16."""
+    """Adds a float32 mask to bf16 scores, and multiplies the sum by bf16 values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Masked(nn.Module):
         return (x @ x.T + self.mask).softmax(-1) @ x
 
 
-def test_what_torch_refuses_beside_a_wide_buffer_is_explained_and_the_cure_works() -> None:
+def test_dtype_errors_beside_a_wide_buffer_are_explained_and_the_fix_works() -> None:
     engine = made(Masked(), BF16, 0)
     with pytest.raises(RuntimeError, match=r'mask.*"data_types": \{"buffer_dtype": "bfloat16"\}'):
         engine(torch.ones(8, 4))

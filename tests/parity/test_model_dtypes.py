@@ -1,8 +1,8 @@
-"""A model that comes in its own dtype, and a config that says nothing of it: as in plain torch, at every stage.
+"""Models with a dtype of their own and a config without dtypes train as in plain torch, at every stage.
 
-The oracle is the loop that a person would write in torch.  float64 has the numbers of float64 at every stage.
-Weights of 16 bits are what DeepSpeed makes of them: at stage 0 they are trained as they are, as torch does; from
-stage 1 on they have float32 masters, and float16 gradients carry a dynamic loss scale.
+The oracle is a plain torch loop.  float64 models compute in float64 at every stage.  16-bit models are trained as in
+DeepSpeed: at stage 0 without masters, as in torch; from stage 1 on with float32 masters and, for float16, a dynamic
+loss scale.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from zengine.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_c
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 STAGES, ACCUMULATIONS, NUM_STEPS = (0, 1, 2, 3), (1, 3), 4
 STRICT = {"stage3_unit_size": 300, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
-SCALE = 2.0**16  # where DeepSpeed's dynamic loss scale begins
+SCALE = 2.0**16  # initial dynamic loss scale of DeepSpeed
 NARROW = {"bfloat16": BF16, "float16": F16}
 
 
 class Net(nn.Module):
-    """Two layers and a norm, which may have a dtype of its own."""
+    """Two layers and a norm that may have another dtype."""
 
     def __init__(self, dtype: torch.dtype, part: torch.dtype | None = None) -> None:
         super().__init__()
         torch.manual_seed(7)
-        # multiples of 64 elements: torch rounds 16 bits otherwise in the rest of a tensor than in whole registers
+        # multiples of 64 elements: torch rounds 16-bit tails differently from whole registers
         self.first, self.norm, self.last = nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 4, bias=False)
         self.to(dtype)
         self.norm.to(part or dtype)
@@ -65,8 +65,8 @@ class Case:
 
     dtype: torch.dtype
     part: torch.dtype | None = None  # of the norm
-    optimizer: Any = None  # (parameters) -> torch optimizer, for the engine and the oracle alike
-    section: dict[str, Any] | None = None  # in place of `optimizer`, of the config; `optimizer` is its oracle
+    optimizer: Any = None  # (parameters) -> torch optimizer, for engine and oracle
+    section: dict[str, Any] | None = None  # section of the config that replaces `optimizer`, its oracle
     clip: float = 0.0
     tolerance: float = 1e-12  # relative, of losses and weights
 
@@ -103,7 +103,7 @@ CASES = {
 
 
 def oracle(case: Case, world_size: int, accumulation: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of plain torch, the batches of all ranks in one process."""
+    """Return losses and weights of plain torch in one process, on the batches of all ranks."""
     model = Net(case.dtype, case.part)
     optimizer, losses = case.optimizer(model.parameters()), []
     for step in range(NUM_STEPS):
@@ -193,7 +193,7 @@ def test_stages_agree_to_the_bit(name: str, accumulation: int, world: dict[Any, 
 
 
 def small_loss_of(model: Callable[[Tensor], Tensor], micro_step: int) -> Tensor:
-    """Whose gradients are finite in float16 under DeepSpeed's first loss scale."""
+    """Loss with gradients that are finite in float16 under DeepSpeed's initial loss scale."""
     return loss_of(model, micro_step, 0).float() / 64
 
 
@@ -202,7 +202,7 @@ def fast_sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def narrow_oracle(dtype: torch.dtype, accumulation: int, *, masters: bool) -> tuple[list[float], list[Tensor]]:
-    """Plain torch in 16 bits: as it is, or with float32 masters and DeepSpeed's loss scale."""
+    """Train with plain torch in 16 bits, without masters, or with float32 masters and DeepSpeed's loss scale."""
     model = Net(dtype)
     params = list(model.parameters())
     held = [nn.Parameter(param.detach().float()) for param in params] if masters else params
@@ -241,7 +241,7 @@ def narrow_losses(engine: zengine.Engine, accumulation: int) -> list[float]:
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", NARROW)
-def test_weights_of_16_bits_are_trained_as_they_are_at_stage_0_and_have_masters_from_stage_1_on(
+def test_16_bit_weights_have_no_masters_at_stage_0_and_masters_from_stage_1_on(
     name: str, stage: int, accumulation: int
 ) -> None:
     losses, weights = narrow_oracle(NARROW[name], accumulation, masters=stage > 0)
@@ -267,7 +267,7 @@ OF_DEEPSPEED = {
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", NARROW)
-def test_weights_of_16_bits_give_the_losses_of_deepspeed(name: str, stage: int) -> None:
+def test_16_bit_weights_have_the_losses_of_deepspeed(name: str, stage: int) -> None:
     if (name, stage > 0) not in OF_DEEPSPEED:
         pytest.skip("DeepSpeed reduces no float16 gradients on a CPU at stage 0")
     engine = made(Case(dtype=NARROW[name], optimizer=fast_sgd), stage, 1)
@@ -279,7 +279,7 @@ CONFIGURED = CASES["float64 config AdamW"]
 
 
 def saved_and_loaded(folder: str) -> dict[str, Any]:
-    """A float64 run that is saved at stage 2, goes on, and goes on again from the checkpoint at stage 3."""
+    """Save a float64 run at stage 2, continue it, and resume the checkpoint at stage 3."""
     engine = made(CONFIGURED, 2, 1)
     trained(engine, 1)
     engine.save_checkpoint(folder, tag="wide")
@@ -369,7 +369,7 @@ def test_a_float64_model_that_is_built_inside_init_keeps_its_dtype(stage: int) -
     engine.close()
 
 
-def test_torch_optimizers_with_kernels_of_their_own_divide_in_float64() -> None:
+def test_fused_torch_optimizers_divide_in_float64() -> None:
     case = Case(dtype=F64, optimizer=lambda params: torch.optim.AdamW(params, lr=0.02, fused=True), clip=0.05)
     engine = made(case, 2, 1)
     assert trained(engine, 1) == pytest.approx(oracle(case, 1, 1)[0], rel=1e-12)

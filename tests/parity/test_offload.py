@@ -1,4 +1,4 @@
-"""Engines whose optimizer is elsewhere, or runs ahead, train as one whose is not: same bits, clipped and skipped."""
+"""Offloaded and speculative optimizer steps give the same bits, with clipping and skipped steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIMIZERS = [
 
 
 class Net(nn.Module):
-    """Four layers; `loud` makes gradients that float16 cannot hold."""
+    """Four layers; `loud` makes gradients beyond float16's range."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,12 +102,12 @@ def _shaped(directory: str) -> list[str]:
     return wrong
 
 
-def test_optimizers_that_look_at_shapes_work_on_the_host_and_are_refused_on_disk(tmp_path: Path) -> None:
+def test_optimizers_that_need_shapes_work_on_the_host_and_are_rejected_on_disk(tmp_path: Path) -> None:
     for wrong in run_ranks(_shaped, 2, str(tmp_path)):
         assert not wrong
 
 
 @pytest.mark.parametrize(("precision", "clip"), [("fp16", 0.0), ("bf16", 1e-3)])
-def test_engines_with_offload_are_engines(precision: str, clip: float, tmp_path: Path) -> None:
+def test_engines_with_offload_equal_engines_without(precision: str, clip: float, tmp_path: Path) -> None:
     for wrong in run_ranks(_differing, 2, str(tmp_path), precision, clip):
         assert not wrong

@@ -1,4 +1,4 @@
-"""Every elementwise optimizer that a config can name trains through the engine as it trains alone, at every stage."""
+"""Every elementwise optimizer of a config trains through the engine as without it, at every stage."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Tiny(nn.Module):
 
 
 def batches(world_size: int) -> torch.Tensor:
-    """(step, rank, sample, 2): a token and the one to be guessed."""
+    """Tokens and targets (step, rank, sample, 2)."""
     generator = torch.Generator().manual_seed(11)
     tokens = torch.randint(0, 13, (NUM_STEPS, world_size, 8), generator=generator)
     return torch.stack((tokens, (3 * tokens + 1) % 13), dim=-1)
 
 
 def alone(name: str, params: dict[str, Any], world_size: int) -> list[float]:
-    """The oracle: the optimizer by itself, on the parameters, all ranks' data in one batch."""
+    """Oracle: the optimizer without the engine, on all ranks' data in one batch."""
     model = Tiny()
     optimizer = zoptim.make_optimizer(name, list(model.named_parameters()), params)
     losses = []
@@ -86,7 +86,7 @@ def all_stages(name: str, options: list[dict[str, Any]]) -> list[list[float]]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_optimizers_have_the_curve_that_they_have_alone(name, world_size):
+def test_elementwise_optimizers_have_the_curve_of_the_optimizer_without_the_engine(name, world_size):
     expected = alone(name, ELEMENTWISE[name], world_size)
     assert expected[-1] < 0.97 * expected[0]
     for by_stage in run_ranks(all_stages, world_size, name, [ELEMENTWISE[name]]):
@@ -102,6 +102,6 @@ def test_stages_agree_bit_for_bit_in_every_state_format_and_learn_as_well(name):
     fp32, *others = [ours[0][start : start + 4] for start in (0, 4, 8)]
     assert all(by_stage == [by_stage[0]] * 4 for by_stage in (fp32, *others))
     for by_stage in others:
-        assert by_stage[0] != fp32[0]  # the format is really another one
+        assert by_stage[0] != fp32[0]  # the formats do differ
         assert by_stage[0] == pytest.approx(fp32[0], rel=0.03)
     assert all(losses == other for losses, other in itertools.pairwise(ours))

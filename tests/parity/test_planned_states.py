@@ -1,4 +1,4 @@
-"""The plan of memory says to the byte what each of our optimizers keeps of its shards."""
+"""The memory plan predicts the optimizer state of each optimizer to the byte."""
 
 from __future__ import annotations
 

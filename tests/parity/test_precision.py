@@ -1,8 +1,8 @@
-"""Every mode of precision x stage x world: as one process in plain torch, stages alike, saved and loaded to the bit.
+"""Precision modes x stages x worlds: as one process in plain torch, equal stages, checkpoints bit for bit.
 
-The oracle of a mode is what a person would write: weights cast, masters beside them, the loss scaled by hand,
-torch.autocast around forward.  Masters are updated by zoptim itself, whose stochastic rounding is a function of the
-value alone and so does not see that they are cut; its arithmetic has tests of its own.
+The oracle of a mode is a plain loop: weights cast, masters beside them, the loss scaled by hand, torch.autocast
+around forward.  zoptim updates the masters; its stochastic rounding depends on the value alone, so sharding does not
+change it, and its arithmetic has tests of its own.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 @attrs.frozen(kw_only=True)
 class Mode:
-    """A row of the table."""
+    """One row of the table."""
 
     config: dict[str, Any]
     weights: torch.dtype = F32
     masters: torch.dtype = F32
-    states: str | None = None  # None: as the masters
+    states: str | None = None  # None: like the masters
     autocast: torch.dtype | None = None
     scale: float = 1.0
     keeps_norm: bool = False
-    tolerance: float = 1e-3  # of losses, relative, where two ranks add up narrow gradients; one has the same bits
+    tolerance: float = 1e-3  # of losses, relative, where two ranks sum narrow gradients; one rank has the same bits
 
     @property
     def bytes_per_param(self) -> int:
-        """Weights, masters and AdamW's two moments at stage 0."""
+        """Bytes of weights, masters and AdamW's two moments at stage 0."""
         apart = 0 if self.masters == self.weights else self.masters.itemsize
         moment = 2 if self.states == "bf16" else 4
         return self.weights.itemsize + apart + 2 * moment
@@ -89,7 +89,7 @@ MODES: dict[str, Mode] = {
 
 
 class Net(nn.Module):
-    """A norm between two layers, and a buffer that moves."""
+    """A norm between two layers, and a buffer that training changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def loss_of(model: Callable[[Tensor], Tensor], step: int, rank: int) -> Tensor:
 
 
 def oracle(mode: Mode, world_size: int, num_steps: int) -> list[float]:
-    """Losses of plain torch, all ranks' batches in one process."""
+    """Return losses of plain torch in one process, on all ranks' batches."""
     model = Net().to(mode.weights)
     if mode.keeps_norm:
         model.norm.float()
@@ -171,13 +171,13 @@ def trained(engine: zengine.Engine, steps: range) -> list[float]:
 
 
 def weights_of(engine: zengine.Engine) -> dict[str, Tensor]:
-    """Everything that is trained, as the optimizer has it."""
+    """Return all trained values, as the optimizer holds them."""
     params = engine.module.named_parameters()
     return {name: zpartition.safe_get_full_fp32_param(param).clone() for name, param in params}
 
 
 def sizes(engine: zengine.Engine) -> tuple[dict[str, int], dict[str, int]]:
-    """(live, planned) bytes by owner."""
+    """Return (live, planned) bytes by owner."""
     plan = engine.plan
     with torch.device("meta"):
         model = Net()
@@ -193,11 +193,11 @@ def sizes(engine: zengine.Engine) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def all_of_one_world(folder: str) -> dict[str, dict[str, Any]]:
-    """What every mode and stage gives on this rank."""
+    """Return the results of every mode and stage on this rank."""
     found: dict[str, dict[str, Any]] = {}
     for name, mode in MODES.items():
         row: dict[str, Any] = {"losses": [], "weights": [], "sizes": []}
-        row["expected"] = oracle(mode, zcomm.group_size(), NUM_STEPS)  # here: as many threads
+        row["expected"] = oracle(mode, zcomm.group_size(), NUM_STEPS)  # the same number of threads
         for stage in STAGES:
             engine = made(mode, stage)
             row["losses"].append(trained(engine, range(NUM_STEPS)))
@@ -227,7 +227,7 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_every_mode_trains_as_one_process_of_plain_torch(name: str, world: tuple[int, dict[str, Any]]) -> None:
+def test_every_mode_trains_as_plain_torch_in_one_process(name: str, world: tuple[int, dict[str, Any]]) -> None:
     world_size, found = world
     expected = found[name]["expected"]
     assert expected[-1] < 0.9 * expected[0]
@@ -244,9 +244,7 @@ def test_every_stage_has_the_same_bits(name: str, world: tuple[int, dict[str, An
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_a_run_that_was_saved_and_loaded_at_another_stage_goes_on_to_the_bit(
-    name: str, world: tuple[int, dict[str, Any]]
-) -> None:
+def test_a_run_resumed_at_another_stage_continues_bit_for_bit(name: str, world: tuple[int, dict[str, Any]]) -> None:
     row = world[1][name]
     assert row["resumed"][0] == row["on"][0]
     assert same(row["resumed"][1], row["on"][1])
@@ -254,9 +252,7 @@ def test_a_run_that_was_saved_and_loaded_at_another_stage_goes_on_to_the_bit(
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_memory_is_what_the_plan_says_and_narrow_masters_cost_nothing(
-    name: str, world: tuple[int, dict[str, Any]]
-) -> None:
+def test_memory_is_as_planned_and_narrow_masters_cost_nothing(name: str, world: tuple[int, dict[str, Any]]) -> None:
     found, mode = world[1], MODES[name]
     for live, planned in found[name]["sizes"]:
         assert live == planned
@@ -268,7 +264,7 @@ def test_memory_is_what_the_plan_says_and_narrow_masters_cost_nothing(
 
 
 class Ones(nn.Module):
-    """Weights of one, each with a gradient of one."""
+    """Weights of 1, each with a gradient of 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +276,7 @@ class Ones(nn.Module):
 
 @pytest.mark.parametrize("name", ["SGD", "torch"])
 def test_narrow_masters_learn_from_updates_far_below_their_precision(name: str) -> None:
-    """40 updates of 1/1000: the mean moves by 0.04 where rounding is stochastic, and not at all to nearest."""
+    """40 updates of 1/1000: stochastic rounding moves the mean by 0.04, rounding to nearest by 0."""
     model = Ones()
     own = torch.optim.SGD(model.parameters(), lr=1e-3) if name == "torch" else None
     config = {"train_batch_size": 1, "gradient_clipping": 0, "bf16": LOW}
@@ -298,7 +294,7 @@ def test_narrow_masters_learn_from_updates_far_below_their_precision(name: str) 
 
 
 class OnCpu(zprecision.Float8Linear):
-    """8-bit floats by torch's product, which a CPU carries out without matrix units."""
+    """8-bit float products by torch on a CPU, without matrix units."""
 
 
 class Square(nn.Module):
@@ -334,7 +330,7 @@ def in_eight_bits() -> list[tuple[list[float], list[Tensor]]]:
     return found
 
 
-def test_8_bit_layers_train_alike_at_every_stage() -> None:
+def test_8_bit_layers_train_equally_at_every_stage() -> None:
     (losses, weights), *others = run_ranks(in_eight_bits, 2)[0]
     assert losses[-1] < 0.9 * losses[0]
     for other_losses, other_weights in others:

@@ -1,7 +1,7 @@
-"""LAMB, Muon and Adafactor on shards that cut their tensors train as they do on whole tensors in one process.
+"""LAMB, Muon and Adafactor train on sharded tensors as on whole tensors in one process.
 
-The oracle is the optimizer by itself, on the module's parameters, over the whole batch, with torch's clipping.  Sums
-over ranks round otherwise than one sum, so the curves agree to rounding (2e-7 was measured).
+The oracle is the optimizer on the module's parameters, over the whole batch, with torch's clipping.  Sums over ranks
+round differently from one sum, so the curves agree to rounding (measured: 2e-7).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ each_shaped = pytest.mark.parametrize("name", SHAPED)
 
 
 class Tiny(nn.Module):
-    """Tied embedding and head, matrices wide and tall, a stack of matrices, vectors; spans of 1024 cut most."""
+    """Tied embedding and head, wide and tall matrices, stacked matrices, vectors; spans of 1024 cut most of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ class Tiny(nn.Module):
 
 
 def batches() -> torch.Tensor:
-    """(step, sample, 8): four tokens and the four to be guessed."""
+    """Four tokens and four targets (step, sample, 8)."""
     tokens = torch.randint(0, 61, (NUM_STEPS, BATCH, 4), generator=torch.Generator().manual_seed(11))
     return torch.cat((tokens, (3 * tokens + 1) % 61), dim=-1)
 
 
 def alone(name: str, *, half: bool = False) -> list[float]:
-    """The oracle; with `half` the model computes in bf16, and the optimizer has fp32 copies of its weights."""
+    """Oracle; with `half` the model computes in bf16, and the optimizer has fp32 copies of its weights."""
     model = Tiny()
     working = copy.deepcopy(model).bfloat16() if half else model
     optimizer = zoptim.make_optimizer(name, list(model.named_parameters()), SHAPED[name])
@@ -121,7 +121,7 @@ def test_every_stage_world_and_accumulation_has_the_curve_of_one_process(name):
 
 
 @each_shaped
-def test_masters_beside_half_precision_weights_are_updated_as_whole_tensors_are(name):
+def test_masters_of_half_precision_weights_are_updated_like_whole_tensors(name):
     halves = [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}]
     cases = [(stage, 1, extra) for extra in halves for stage in (0, 1, 2, 3)]
     expected = alone(name, half=True)
@@ -137,7 +137,7 @@ def test_masters_beside_half_precision_weights_are_updated_as_whole_tensors_are(
 
 
 class LookedUp(nn.Module):
-    """An embedding of which a batch needs few rows, and a frozen matrix."""
+    """An embedding with few rows used per batch, and a frozen matrix."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -169,13 +169,13 @@ def rows_and_dense(name: str, stages: list[int]) -> list[list[list[float]]]:
 
 
 @each_shaped
-def test_gradients_that_travel_as_rows_are_cut_like_others(name):
+def test_sparse_row_gradients_are_sharded_like_others(name):
     for rows, dense in run_ranks(rows_and_dense, 2, name, [2, 3])[0]:
         assert rows == pytest.approx(dense, rel=1e-5)
         assert rows[-1] < rows[0]
 
 
-def refusal(name: str, stage: int) -> str:
+def rejection(name: str, stage: int) -> str:
     make_optimizer = {"Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon}[name]
     model = nn.Linear(40, 40, bias=False)
     try:
@@ -190,8 +190,8 @@ def refusal(name: str, stage: int) -> str:
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_optimizers_of_torch_that_look_at_shapes_are_refused_with_the_name_of_ours(name):
+def test_torch_optimizers_that_need_shapes_are_rejected_with_the_name_of_ours(name):
     for stage in (1, 3):
-        for text in run_ranks(refusal, 2, name, stage):
+        for text in run_ranks(rejection, 2, name, stage):
             assert text.startswith(f"{name} needs whole tensors of full precision")
             assert f"Use zoptim.{name}, which works on shards" in text

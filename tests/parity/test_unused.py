@@ -1,7 +1,7 @@
-"""Every parameter counts its own updates: one that rests moves, when its turn comes, as it does in plain torch.
+"""Unused parameters: every parameter counts its own updates, as in plain torch.
 
-The oracle is a plain loop over the whole batch, in which the gradient of what nobody used is None.  A wrong count
-shows at once: Adam's bias correction of a branch that is first used in step 6 is off by a factor of two and more.
+The oracle is a plain loop over the whole batch, in which the gradient of an unused parameter is None.  A wrong count
+changes Adam's bias correction of a branch that is first used in step 6 by a factor of two or more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zcomm.testing import run_ranks
 
 WIDTH, BATCH, NUM_STEPS = 24, 12, 12
 STRICT = {"stage3_unit_size": 400, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
-# Branches that each step's data goes through: one that comes late, one that comes and goes, one that nobody uses.
+# Branches used in each step: one from a later step on, one in some steps, one never.
 USED = [(0, 3)] + [(0,)] * 2 + [(0, 3)] * 2 + [(0,), (0, 1), (0, 1, 3), (1,), (0, 1), (1, 3), (0, 1, 3)]
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Branches(nn.Module):
-    """Four branches between an embedding and a head; each step's data goes through some of them."""
+    """Four branches between an embedding and a head; each step uses some of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,18 +70,18 @@ class Branches(nn.Module):
 
 
 def batches() -> torch.Tensor:
-    """(step, sample, 2): a token and the one to be guessed."""
+    """Tokens and targets (step, sample, 2)."""
     tokens = torch.randint(0, 13, (NUM_STEPS, BATCH), generator=torch.Generator().manual_seed(11))
     return torch.stack((tokens, (3 * tokens + 1) % 13), dim=-1)
 
 
 def used_by(step: int, rank: int, differ: bool) -> tuple[int, ...]:
-    """Where ranks differ, rank 0 leaves out branch 3: what one rank uses is used.  (Units are gathered by all.)"""
+    """Return the branches of a step.  If ranks differ, rank 0 skips branch 3, which still counts as used."""
     return tuple(index for index in USED[step] if index != 3 or rank == 1 or not differ)
 
 
 def alone(make: Make, num_ranks: int, accumulation: int, differ: bool) -> dict[str, torch.Tensor]:
-    """The weights after all steps."""
+    """Return the weights after all steps of plain torch."""
     model = Branches()
     optimizer = make(list(model.named_parameters()))
     for step, data in enumerate(batches()):
@@ -94,7 +94,7 @@ def alone(make: Make, num_ranks: int, accumulation: int, differ: bool) -> dict[s
 
 
 def engine_of(stage: int, accumulation: int, optimizer: Any, **zero: Any) -> zengine.Engine:
-    """optimizer: a section of the config, or what makes one."""
+    """Make an engine.  optimizer: a section of the config, or a factory."""
     model = Branches()
     is_config = isinstance(optimizer, dict)
     config = {
@@ -117,7 +117,7 @@ def train(engine: zengine.Engine, accumulation: int, steps: range, differ: bool 
 
 
 def difference(engine: zengine.Engine, expected: dict[str, torch.Tensor]) -> float:
-    """The largest of any weight."""
+    """Return the largest difference of any weight."""
     found = engine.state_dict()
     return max(float((found[name] - value).abs().max()) for name, value in expected.items())
 
@@ -126,7 +126,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def all_stages(name: str, accumulation: int, expected: tuple[Weights, Weights]) -> list[float]:
-    """How far each stage ends from plain torch; expected: where ranks use the same, and where they differ."""
+    """Return the distance of each stage from plain torch, for equal and for different use on the ranks."""
     found = []
     for stage in range(4):
         differ = zcomm.group_size() > 1 and stage < 3
@@ -139,7 +139,7 @@ def all_stages(name: str, accumulation: int, expected: tuple[Weights, Weights]) 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_rests_counts_its_own_updates_at_every_stage(name: str, world_size: int) -> None:
+def test_unused_parameters_count_their_own_updates_at_every_stage(name: str, world_size: int) -> None:
     for accumulation in (1, 3) if name in ("torch.AdamW", "zoptim.AdamW") else (1,):
         expected = tuple(alone(OPTIMIZERS[name], world_size, accumulation, differ) for differ in (False, True))
         for found in run_ranks(all_stages, world_size, name, accumulation, expected):
@@ -164,8 +164,8 @@ def weights_of_stages(name: str) -> list[Weights]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_state_in_few_bits_rests_and_counts_as_on_whole_tensors(name: str) -> None:
-    """A block of codes is of one parameter, wherever it is cut."""
+def test_quantized_state_of_unused_parameters_counts_as_on_whole_tensors(name: str) -> None:
+    """A block of codes belongs to one parameter, wherever shards cut it."""
     expected = alone(FORMATS[name], 1, 1, False)
     for found in run_ranks(weights_of_stages, 1, name)[0]:
         for key, value in expected.items():
@@ -188,8 +188,8 @@ def save_all(root: str) -> None:
         engine.close()
 
 
-def go_on_from_all(root: str, stage: int, tags: list[str], expected: Weights) -> dict[str, float]:
-    """The tags from which this stage ends elsewhere than plain torch does, with the difference."""
+def resume_all(root: str, stage: int, tags: list[str], expected: Weights) -> dict[str, float]:
+    """Return the tags whose resumed run differs from plain torch at this stage, with the difference."""
     found: dict[str, float] = {}
     for tag in tags:
         engine = engine_of(stage, 1, SAVERS[tag.split("-")[0]])
@@ -206,11 +206,11 @@ def test_counts_that_differ_are_saved_and_loaded_at_any_stage_and_world(tmp_path
         run_ranks(save_all, world_size, str(tmp_path))
     tags = [f"{name}-{world_size}-{stage}" for name in SAVERS for world_size in (1, 2) for stage in range(4)]
     for world_size, stage in itertools.product((1, 2), range(4)):
-        assert run_ranks(go_on_from_all, world_size, str(tmp_path), stage, tags, expected) == [{}] * world_size
+        assert run_ranks(resume_all, world_size, str(tmp_path), stage, tags, expected) == [{}] * world_size
 
 
-def hand_on(stage: int, optimizer: Any, expected: Weights) -> float:
-    """Through the optimizer's own state dict."""
+def through_state_dict(stage: int, optimizer: Any, expected: Weights) -> float:
+    """Move the state through the optimizer's state dict."""
     first = engine_of(stage, 1, optimizer)
     train(first, 1, range(BEFORE))
     weights, state = first.state_dict(), first.optimizer.state_dict()
@@ -230,4 +230,4 @@ def hand_on(stage: int, optimizer: Any, expected: Weights) -> float:
 def test_counts_that_differ_are_part_of_the_state_dict(name: str) -> None:
     expected = alone(OPTIMIZERS[name], 1, 1, False)
     for stage in (0, 2):
-        assert max(run_ranks(hand_on, 2, stage, OPTIMIZERS[name], expected)) < 2e-6
+        assert max(run_ranks(through_state_dict, 2, stage, OPTIMIZERS[name], expected)) < 2e-6

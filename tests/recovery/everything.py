@@ -1,4 +1,4 @@
-"""Engines that have all small state there is, and a look at all that they hold."""
+"""Engines with every kind of small state, and a digest of all their state."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def train(engine: Any, batches: Any, count: int) -> list[Any]:
 
 
 def digest(engine: Any) -> dict[str, str]:
-    """All that this rank's engine holds, thing by thing."""
+    """Return a digest of each part of this rank's state."""
     parts, partition = engine.parts, engine.parts.partition
     tensors = [(shard.name, shard) for shard in partition.shards()]
     tensors += [

@@ -1,4 +1,4 @@
-"""Checkpoints with one wrong value beside the tensors, and checksums made again: only the content is wrong."""
+"""Forged checkpoints: one wrong value beside the tensors, with correct checksums."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 import attrs
 import xxhash
 
-GONE = object()  # in the place of a value: the key goes too
+GONE = object()  # instead of a value: removes the key
 NAN = {"$float": "nan"}
 JUNK: tuple[Any, ...] = (
     *(GONE, None, True, "x", "", -7, 0, 3, 10**30, -1.5, 1e300, NAN, {"$float": "inf"}, [], [[]], [1, 2, 3, 4]),
     *({}, {"a": {"b": []}}, {"$tuple": 5}, {"$pairs": [[[], 1]]}, {"$tensor": [1]}, {"$tensor": [1, "junk", []]}),
     *({"$tensor": ["x", "float32", [1]]}, {"$float": []}, {"$float": "much"}, {"$tuple": []}, {"$pairs": {"a": 1}}),
 )
-IGNORED = ("plan", "metrics", "client_state", "imported")  # of these a load wants nothing
+IGNORED = ("plan", "metrics", "client_state", "imported")  # a load does not read these
 
 
 @attrs.frozen
 class Forgery:
-    """One value of a manifest, at `path`, is `value` instead."""
+    """Replacement of the value at `path` of a manifest by `value`."""
 
     path: tuple[Any, ...]
     value: Any
@@ -39,7 +39,7 @@ class Forgery:
         shown = "no value" if self.value is GONE else json.dumps(self.value)
         return f"{'.'.join(map(str, self.path))} = {shown[:60]}"
 
-    def carried_out(self, manifest: dict[str, Any]) -> dict[str, Any]:
+    def applied(self, manifest: dict[str, Any]) -> dict[str, Any]:
         forged = copy.deepcopy(manifest)
         place = forged
         for part in self.path[:-1]:
@@ -54,7 +54,7 @@ class Forgery:
 
 
 def all_forgeries(manifest: dict[str, Any]) -> list[Forgery]:
-    """Every value of the small state, each replaced by each piece of junk."""
+    """Return forgeries of every value of the small state by every invalid value."""
     found = []
     for path in [*_paths(manifest["objects"], ("objects",)), *_paths(manifest["rank_objects"], ("rank_objects",))]:
         if len(path) < 2 or path[1] in IGNORED:
@@ -69,7 +69,7 @@ def all_forgeries(manifest: dict[str, Any]) -> list[Forgery]:
 
 
 def some_forgeries(manifest: dict[str, Any], count: int, seed: int) -> list[Forgery]:
-    """A part of them, drawn so that every path has its turn."""
+    """Return a sample of them that contains every path."""
     by_path: dict[tuple[Any, ...], list[Forgery]] = {}
     for forgery in all_forgeries(manifest):
         by_path.setdefault(forgery.path, []).append(forgery)
@@ -84,7 +84,7 @@ def _paths(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     yield path
     members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in members:
-        if not (isinstance(key, int) and key > 2):  # of a long list (random words) the beginning
+        if not (isinstance(key, int) and key > 2):  # the beginning of a long list (random words)
             yield from _paths(item, (*path, key))
 
 
@@ -93,7 +93,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_forged(good: Path, tag: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """A checkpoint `tag` beside `good`: its files, and its manifest with a change and a checksum that is right."""
+    """Write a checkpoint `tag` with the files of `good`, a changed manifest and a correct checksum."""
     folder = good.with_name(tag)
     folder.mkdir()
     for file in good.glob("*.safetensors"):

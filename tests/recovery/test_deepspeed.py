@@ -1,10 +1,11 @@
-"""A run of the real DeepSpeed goes on here, from the checkpoint that it wrote, with the losses that it had.
+"""Checkpoints written by DeepSpeed resume with the losses that DeepSpeed had.
 
-The fixtures are checkpoints of two ranks after three steps (packages/zckpt/tests/fixtures), with the losses of
-DeepSpeed's own next three.  Each is imported, loaded at several stages on one and two ranks, and trained on.
+The fixtures are checkpoints of two ranks after three steps (packages/zckpt/tests/fixtures), with DeepSpeed's losses
+of the next three.  Each is imported, loaded at several stages on one and two ranks, and trained on.
 
-Tolerances, relative, on the loss of each step: fp32 1e-6 (other kernels and orders of summation; seen: 1e-7); halves
-1e-3, since a weight that rounds the other way moves a loss by as much (seen: 3e-4), and DeepSpeed's buffers are fp32.
+Tolerances, relative, on the loss of each step: fp32 1e-6 (other kernels and orders of summation; measured: 1e-7); 16
+bits 1e-3, since a weight that rounds the other way changes a loss by as much (measured: 3e-4), and DeepSpeed's
+buffers are fp32.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ sys.path.insert(0, str(FIXTURES))
 import tiny  # noqa: E402 - the model and data that the fixtures were made with
 
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
-STAGES = {1: (0, 3), 2: (1, 2, 3)}  # world size -> stages that go on
+STAGES = {1: (0, 3), 2: (1, 2, 3)}  # world size -> stages that resume
 
 
 def make(case: str, stage: int, world_size: int) -> Any:
-    """Our engine, as the case's configuration says, at another stage; the global batch stays."""
+    """Make our engine from the case's config at another stage, with the same global batch."""
     config = {key: value for key, value in tiny.config(case).items() if key != "data_types"}
     config["zero_optimization"] = {"stage": stage, "stage3_unit_size": 50, "stage3_param_persistence_threshold": 0}
     config["train_micro_batch_size_per_gpu"] = tiny.ROWS * tiny.WORLD_SIZE // world_size
     model = tiny.Tiny()
     for param in model.parameters():
-        param.data.add_(1.0)  # whatever is not loaded shows
+        param.data.add_(1.0)  # a value that is not loaded changes the losses
     return zengine.initialize(model=model, model_parameters=tiny.groups(model), config=config)[0]
 
 
-def go_on(root: str, case: str, stage: int) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
-    """The next losses, the client state, and the counters, rates and scales around them."""
+def resume(root: str, case: str, stage: int) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    """Return the next losses, the client state, counters, learning rates and scales."""
     rank, world_size = zcomm.group_rank(), zcomm.group_size()
     engine = make(case, stage, world_size)
     _, client_state = engine.load_checkpoint(root)
@@ -64,8 +65,8 @@ def go_on(root: str, case: str, stage: int) -> tuple[list[float], dict[str, Any]
     return losses, client_state, counters
 
 
-def go_on_at_every_stage(root: str, case: str) -> list[Any]:
-    return [go_on(root, case, stage) for stage in STAGES[zcomm.group_size()]]
+def resume_at_every_stage(root: str, case: str) -> list[Any]:
+    return [resume(root, case, stage) for stage in STAGES[zcomm.group_size()]]
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +79,10 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("case", list(tiny.CASES))
-def test_a_deepspeed_run_goes_on_with_its_own_losses_at_any_stage(roots, case, world_size):
+def test_a_deepspeed_run_resumes_with_its_losses_at_any_stage(roots, case, world_size):
     trace = json.loads((FIXTURES / case / "trace.json").read_text())
     count = tiny.config(case).get("gradient_accumulation_steps", 1)
-    for results in run_ranks(go_on_at_every_stage, world_size, roots[case], case):
+    for results in run_ranks(resume_at_every_stage, world_size, roots[case], case):
         for stage, (losses, client_state, counters) in zip(STAGES[world_size], results):
             wanted = pytest.approx(trace["losses_after"], rel=TOLERANCE[case[-4:]])
             assert losses == wanted, f"stage {stage}"
@@ -98,14 +99,14 @@ def test_a_deepspeed_run_goes_on_with_its_own_losses_at_any_stage(roots, case, w
 
 
 def test_without_the_optimizer_state_the_losses_would_differ(roots):
-    """The tolerance can tell: the same weights with fresh moments leave the path at once."""
+    """Check the tolerance: the same weights with fresh moments exceed it at once."""
     trace = json.loads((FIXTURES / "zero3_fp32" / "trace.json").read_text())
-    (losses,) = run_ranks(_go_on_afresh, 1, roots["zero3_fp32"])
+    (losses,) = run_ranks(_resume_without_optimizer, 1, roots["zero3_fp32"])
     assert losses[0] == pytest.approx(trace["losses_after"][0], rel=1e-5)
     assert abs(losses[1] - trace["losses_after"][1]) > 0.01
 
 
-def _go_on_afresh(root: str) -> list[float]:
+def _resume_without_optimizer(root: str) -> list[float]:
     engine = make("zero3_fp32", 2, 1)
     engine.load_checkpoint(root, load_optimizer_states=False)
     losses = []
@@ -117,7 +118,7 @@ def _go_on_afresh(root: str) -> list[float]:
 
 
 def test_weights_of_every_tied_and_frozen_kind_arrive(roots, caplog):
-    """Bit by bit against what DeepSpeed's model states hold (a stage whose model states are whole)."""
+    """Compare bit by bit with DeepSpeed's model states (of a stage that saves them whole)."""
     with read_deepspeed(FIXTURES / "zero1_fp32") as found:
         module = {name: tensor.clone() for name, tensor in found.files.tp_ranks[0].model["module"].items()}
     engine = make("zero1_fp32", 1, 1)
@@ -130,7 +131,7 @@ def test_weights_of_every_tied_and_frozen_kind_arrive(roots, caplog):
 
 
 def test_weights_alone_start_a_run(tmp_path):
-    """`pytorch_model.bin` as a checkpoint of ours, and read row by row into the shards of two ranks."""
+    """Import `pytorch_model.bin`, and read it row by row into the shards of two ranks."""
     path = FIXTURES / "zero3_bf16" / "pytorch_model.bin"
     import_weights(path, tmp_path / "start")
     for found in run_ranks(_start, 2, str(tmp_path / "start"), str(path)):
@@ -153,7 +154,7 @@ def _start(root: str, path: str) -> dict[str, torch.Tensor]:
     return loaded
 
 
-def test_values_are_spelt_as_our_engine_spells_them():
-    """Both sides keep a table of marks; packages do not import each other."""
+def test_markers_of_values_equal_those_of_the_engine():
+    """Two packages have a table of markers each, because they do not import each other."""
     values = {"a": (1, 2.5, None), "b": {1: [True]}, "c": float("nan"), "d": torch.tensor([3]), "e": {"$tuple": 1}}
     assert to_json(values) == encode(values)

@@ -1,7 +1,7 @@
-"""A load succeeds with values that make sense, or is refused by one named error and has changed nothing, on any rank.
+"""A load of forged values either succeeds or raises one named error and changes nothing, on every rank.
 
-Each value beside the tensors of a real checkpoint is forged in turn (forging.py); a part of the forgeries, drawn with
-a seed, is enough for a run of the suite, and ZENGINE_FORGERIES=all tries every one.
+Each value beside the tensors of a real checkpoint is forged in turn (forging.py).  The suite runs a random sample
+with a fixed seed; ZENGINE_FORGERIES=all runs all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNT, LIMIT_S = (10**6, 7000) if os.environ.get("ZENGINE_FORGERIES") == "all" e
 
 
 def forge_and_load(root: str, kind: str, stage: int, count: int, seed: int) -> list[str]:
-    """What is wrong: for each forgery that is neither taken well nor refused well."""
+    """Return the problem of each forgery that is neither loaded nor rejected correctly."""
     seed_all(1)
     engine = KINDS[kind](stage)
     batches = iter(engine.training_dataloader)
@@ -38,7 +38,7 @@ def forge_and_load(root: str, kind: str, stage: int, count: int, seed: int) -> l
     for number, forgery in enumerate(some_forgeries(read_manifest(good), count, seed)):
         tag = f"forged{number}"
         if zcomm.group_rank() == 0:
-            write_forged(good, tag, forgery.carried_out)
+            write_forged(good, tag, forgery.applied)
         zcomm.barrier()
         try:
             engine.load_checkpoint(root, tag)
@@ -47,7 +47,7 @@ def forge_and_load(root: str, kind: str, stage: int, count: int, seed: int) -> l
             batches = iter(engine.training_dataloader)
             taken += 1
         except Exception as error:
-            problem = judged(error, forgery)
+            problem = problem_of(error, forgery)
             refused += 1
         now = digest(engine)
         problem += "".join(f"; {name} changed" for name in before if now[name] != before[name])
@@ -69,20 +69,20 @@ def forge_and_load(root: str, kind: str, stage: int, count: int, seed: int) -> l
     return wrong
 
 
-def judged(error: Exception, forgery: Forgery) -> str:
-    """What is wrong with the refusal."""
+def problem_of(error: Exception, forgery: Forgery) -> str:
+    """Return the problem with the rejection; "" if it is correct."""
     text = str(error)
     if isinstance(error, zckpt.CheckpointMismatch):  # another optimizer, schedule or model
         return "" if "checkpoint" in text else text
     if not isinstance(error, (zckpt.CheckpointStateError, zckpt.CheckpointCorrupt)):
         return f"{type(error).__name__}: {text}"
-    key = "['scheduler']['state']" if "_schedule_phases" in forgery.path else forgery.key  # torch trips over it
+    key = "['scheduler']['state']" if "_schedule_phases" in forgery.path else forgery.key  # torch raises
     lacks = [word for word in ("manifest.json", key) if word not in text]
     return f"{text} does not say {', '.join(lacks)}" if lacks else ""
 
 
 def after_success(engine: Any) -> str:
-    """What is wrong with an engine that took a forgery: rates, counters, and that it goes on."""
+    """Return the problem of an engine that loaded a forgery: rates, counters, or the next step."""
     rates = [float(rate) for rate in engine.get_lr()]
     if not all(0 <= rate < 1e301 for rate in rates):
         return f"rates {rates}"
@@ -98,9 +98,7 @@ def after_success(engine: Any) -> str:
 
 @pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.parametrize(("kind", "world_size", "stage"), [("ours", 1, 1), ("torch", 1, 3), ("ours", 2, 3)])
-def test_a_forged_value_is_taken_well_or_refused_by_name(
-    tmp_path: Path, kind: str, world_size: int, stage: int
-) -> None:
+def test_a_forged_value_is_loaded_or_rejected_by_name(tmp_path: Path, kind: str, world_size: int, stage: int) -> None:
     count = COUNT // (world_size * 2 - 1)
     for problems in run_ranks(forge_and_load, world_size, str(tmp_path), kind, stage, count, 7, timeout_s=LIMIT_S):
         assert not problems, "\n".join([f"{len(problems)} forgeries:", *problems])

@@ -1,6 +1,6 @@
-"""Every world size and stage loads what every other has saved: masters, weights and optimizer state, bit for bit.
+"""Every world size and stage loads every other's checkpoint: masters, weights and optimizer state, bit for bit.
 
-Bytes are counted where they are read, in zckpt's own tests.
+zckpt's tests count the bytes read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORLDS, STAGES = (1, 2, 4), (0, 1, 2, 3)
 
 
 class Net(nn.Module):
-    """Sizes that no number of ranks divides; a frozen layer, and a buffer."""
+    """Sizes that no world size divides; a frozen layer, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def train(engine: Any) -> None:
 
 
 def held(engine: Any) -> list[tuple[str, Any]]:
-    """Everything that this rank holds, with the names that a checkpoint gives it."""
+    """Return all of this rank's values by their names in a checkpoint."""
     partition = engine.parts.partition
     found = [(f"model.{shard.name}", shard) for shard in partition.shards()]
     states = zpartition.state_shards(engine.optimizer, partition.holders)
@@ -71,7 +71,7 @@ def save_all(root: str) -> None:
 
 
 def load_all(root: str) -> list[str]:
-    """What does not hold: saved by, loaded at, name."""
+    """Return the values that differ: saved by, loaded at, name."""
     wrong = []
     sources = {}
     for world_size, stage in itertools.product(WORLDS, STAGES):

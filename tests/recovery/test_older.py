@@ -1,4 +1,4 @@
-"""Checkpoints of an earlier commit (5b8e09b), kept in fixtures/, go on as they did then."""
+"""Checkpoints of an earlier commit (5b8e09b), in fixtures/, resume with the losses of that commit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WENT_ON = {
 
 
 @pytest.mark.parametrize(("kind", "stage"), WENT_ON)
-def test_a_checkpoint_of_before_goes_on(tmp_path: Path, kind: str, stage: int) -> None:
+def test_an_older_checkpoint_resumes(tmp_path: Path, kind: str, stage: int) -> None:
     shutil.copytree(FIXTURES / f"{kind}-{stage}", tmp_path / f"{kind}-{stage}")
     seed_all(5)
     engine = KINDS[kind](stage)
     _, client_state = engine.load_checkpoint(tmp_path, f"{kind}-{stage}")
     assert (client_state, engine.global_steps) == ({"epoch": 3}, 2)
     for report, (loss, rates) in zip(train(engine, iter(engine.training_dataloader), 2), WENT_ON[kind, stage]):
-        bound = 5e-2 if kind == "torch" else 1e-2  # in bf16, where norms with statistics had weights of bf16
+        bound = 5e-2 if kind == "torch" else 1e-2  # in bf16; norms with running statistics had bf16 weights
         assert report.loss == pytest.approx(loss, rel=bound)
         assert report.lr == pytest.approx(rates)
     engine.close()

@@ -1,4 +1,4 @@
-"""What one cut of a model has saved, any other cut goes on with: stages, replicas, ZeRO stages, the plain module."""
+"""Checkpoints of a pipeline resume at other numbers of stages, replicas and ZeRO stages, and as a plain module."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import zengine
 from zcomm.testing import run_ranks
 from zengine.pipeline_engine import PipelineEngine
 
-CONTRACT = str(Path(__file__).parents[1] / "contract")  # whose model this is
+CONTRACT = str(Path(__file__).parents[1] / "contract")  # the model of these tests
 if CONTRACT not in sys.path:
     sys.path.insert(0, CONTRACT)
 
 COUNT = 4  # micro-batches of a step, over all replicas
-HOPS = ((2, 2), (1, 3), (4, 1), (2, 3))  # (pipeline stages, ZeRO stage), one after the other
+HOPS = ((2, 2), (1, 3), (4, 1), (2, 3))  # (pipeline stages, ZeRO stage), in this order
 
 
 def engine_of(num_stages: int, stage: int, seed: int) -> zengine.Engine:
@@ -33,7 +33,7 @@ def engine_of(num_stages: int, stage: int, seed: int) -> zengine.Engine:
 
 
 def steps(engine: zengine.Engine, first: int) -> list[tuple[float, float]]:
-    """Loss and gradient norm of two steps."""
+    """Return loss and gradient norm of two steps."""
     from pipeline_model import loss_of, mine
 
     found = []
@@ -50,7 +50,7 @@ def steps(engine: zengine.Engine, first: int) -> list[tuple[float, float]]:
 
 
 def chain(root: Path) -> list[tuple[float, float]]:
-    """Train two steps on each hop, from what the one before has saved."""
+    """Train two steps per hop, from the checkpoint of the hop before."""
     found: list[tuple[float, float]] = []
     for number, (num_stages, stage) in enumerate(HOPS):
         with engine_of(num_stages, stage, seed=number) as engine:
@@ -62,7 +62,7 @@ def chain(root: Path) -> list[tuple[float, float]]:
     return found
 
 
-def test_any_cut_continues_any_other(tmp_path: Path) -> None:
+def test_any_split_resumes_any_other(tmp_path: Path) -> None:
     everywhere = run_ranks(chain, 4, tmp_path, timeout_s=120)
     assert all(found == everywhere[0] for found in everywhere)
     for ours, expected in zip(everywhere[0], run_ranks(uninterrupted, 1)[0], strict=True):
@@ -93,7 +93,7 @@ def test_shared_weights_are_saved_once_under_the_names_of_the_whole(tmp_path: Pa
 
 
 def exports(num_stages: int, stage: int, root: Path, filename: str, per_rank: int = 1) -> tuple[Any, Any, float]:
-    """What rank 0 gets as a state dict, the trained names of it, and the loss of an evaluation."""
+    """Return rank 0's state dict, the names of trained values, and the loss of an evaluation."""
     from pipeline_model import mine, pipelined
 
     with pipelined(num_stages, stage, COUNT, per_rank=per_rank) as engine:

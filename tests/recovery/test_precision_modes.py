@@ -1,6 +1,6 @@
-"""A run that resumes in another precision: what is loaded takes the dtypes of the engine that loads.
+"""Resuming in another precision: loaded values take the dtypes of the engine that loads.
 
-Narrower is widened exactly, wider is rounded to nearest, and said.
+Narrower values are widened exactly; wider ones are rounded to nearest, with a message.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ WAYS = [
     ("low", "bf16"), ("low", "fp32"), ("bf16", "low"), ("low, wide states", "low"), ("low", "low, wide states"),
     ("bf16", "autocast"), ("autocast", "low"),
 ]  # fmt: skip
-OTHERS = [("AdamW", "fp16 low", "fp32"), ("AdamW", "fp32", "fp16 low")]  # torch's states are refused in float16
+OTHERS = [("AdamW", "fp16 low", "fp32"), ("AdamW", "fp32", "fp16 low")]  # torch's states are rejected in float16
 
 
-# NAdam is torch's: its states follow the masters.
+# NAdam is torch's: its states have the masters' dtype.
 @pytest.mark.parametrize(
     ("optimizer", "saved", "loaded"), [*((name, *way) for name in ("AdamW", "NAdam") for way in WAYS), *OTHERS]
 )

@@ -1,7 +1,7 @@
-"""A run that is killed between any two steps and resumed is the run that was not.
+"""A run killed between any two steps and resumed equals the uninterrupted run bit for bit.
 
-The model has dropout, the data is shuffled over several epochs, the schedule moves, fp16 moves its scale; losses,
-norms, rates, scales and weights must be equal bit for bit, at any step, for every stage.
+The model has dropout, the data is shuffled over several epochs, the learning rate and the fp16 loss scale change.
+Losses, norms, rates, scales and weights are compared, at every step, for every stage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_STEPS = 7
 
 
 class Net(nn.Module):
-    """Dropout, batch statistics, a frozen layer: everything that has state."""
+    """Dropout, batch statistics, a frozen layer: every kind of state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def dataset() -> list[torch.Tensor]:
     return list(torch.randn(26, 7, generator=generator))
 
 
-# At stage 3 every parameter is sharded, and nothing stays whole between forward and backward.
+# Shards every parameter at stage 3 and reshards between forward and backward.
 STRICT = {"stage3_unit_size": 100, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
 
 
@@ -72,7 +72,7 @@ def make(stage: int, section: str = "", accumulation: int = 2, shard_group_size:
 
 
 def run(engine: Any, loader: Any, until: int, root: str | None = None) -> list[tuple[Any, ...]]:
-    """Train to step `until`; what each step reported. With `root`, save after each."""
+    """Train to step `until`; return each step's report. With `root`, save after each."""
     trace = []
     for batch in forever(loader):
         if engine.global_steps >= until:
@@ -97,7 +97,7 @@ def _resume_everywhere(root: str, stage: int, section: str) -> str:
     final = weights(whole_engine)
     whole_engine.close()
     for done in range(1, NUM_STEPS):
-        torch.manual_seed(77)  # a new process has other random numbers until the checkpoint is loaded
+        torch.manual_seed(77)  # random numbers differ until the checkpoint is loaded
         engine, loader = make(stage, section)
         _, client_state = engine.load_checkpoint(root, tag=f"global_step{done}")
         assert client_state == {"step": done}
@@ -130,7 +130,7 @@ def _load(root: str, stage: int, shard_group_size: int = 0) -> tuple[dict[str, t
     engine, loader = make(stage, accumulation=4 // zcomm.group_size(), shard_group_size=shard_group_size)
     path, _ = engine.load_checkpoint(root)
     loaded = weights(engine)
-    # what was loaded is what is saved again: weights and optimizer state, byte for byte
+    # saving again writes the same weights and optimizer state, byte for byte
     engine.save_checkpoint(f"{root}-again-{stage}-{zcomm.group_size()}", tag="again")
     if zcomm.group_rank() == 0:
         first = zckpt.find(root)
@@ -144,7 +144,7 @@ def _load(root: str, stage: int, shard_group_size: int = 0) -> tuple[dict[str, t
 
 
 @pytest.mark.parametrize("saved", [(1, 0), (2, 2), (4, 1), (2, 3)], ids=str)
-def test_any_world_size_and_stage_loads_what_any_other_saved(tmp_path, saved):
+def test_any_world_size_and_stage_loads_the_checkpoint_of_any_other(tmp_path, saved):
     world_size, stage = saved
     root = str(tmp_path / "runs")
     expected = run_ranks(_save, world_size, root, stage)[0]

@@ -1,7 +1,7 @@
-"""LAMB, Muon and Adafactor resume at any world size and stage: the state of cut tensors has no trace of the cuts.
+"""LAMB, Muon and Adafactor resume at any world size and stage: saved state does not depend on the sharding.
 
-At the same world size and stage a resumed run is the uninterrupted one bit for bit.  At another one it has the same
-bits to begin with, and its curve differs by what sums over ranks round otherwise.
+At the same world size and stage a resumed run equals the uninterrupted one bit for bit.  At another it starts from
+the same bits, and its curve differs by the rounding of sums over ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ each_shaped = pytest.mark.parametrize(("name", "params"), SHAPED, ids=["Lamb", "
 
 
 class Net(nn.Module):
-    """Matrices that spans of 1024 elements cut, a stack of them, and a frozen one."""
+    """Matrices that spans of 1024 elements cut, stacked matrices, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def make(name: str, params: dict[str, Any], stage: int, **extra: Any) -> zengine
 
 
 def train(engine: zengine.Engine, until: int) -> list[float]:
-    """To step `until`; the same samples whatever the world."""
+    """Train to step `until`, on the same samples at any world size."""
     losses = []
     for step in range(engine.global_steps, until):
         everyone = torch.randn(BATCH, 31, generator=torch.Generator().manual_seed(step))
@@ -74,7 +74,7 @@ def saved(root: str, tag: str) -> dict[str, torch.Tensor]:
 
 
 def save(root: str, name: str, params: dict[str, Any], stage: int, extra: dict[str, Any]) -> list[float]:
-    """Save after three steps; resume that at once, bit for bit; the losses of the next three."""
+    """Save after three steps, resume bit for bit, and return the losses of the next three."""
     engine = make(name, params, stage, **extra)
     train(engine, SAVED_AT)
     engine.save_checkpoint(root, tag="first")
@@ -101,7 +101,7 @@ def load(root: str, name: str, params: dict[str, Any], stages: list[int], extra:
 
 
 @each_shaped
-def test_any_world_and_stage_continues_what_another_saved(tmp_path, name, params):
+def test_any_world_and_stage_resumes_any_other(tmp_path, name, params):
     for (world_size, stage), others in [((2, 2), {1: [0], 4: [3]}), ((4, 3), {2: [0, 1, 3]}), ((1, 0), {2: [2]})]:
         root = str(tmp_path / f"{world_size}-{stage}")
         expected = run_ranks(save, world_size, root, name, params, stage, {})[0]
@@ -111,26 +111,28 @@ def test_any_world_and_stage_continues_what_another_saved(tmp_path, name, params
                 again = saved(root, f"again-{world}-{other_stage}")
                 assert again.keys() == first.keys()
                 for key, value in first.items():
-                    if key.startswith("optimizer.") and params.get("state_dtype") == "8bit":  # blocks lie elsewhere
+                    if (
+                        key.startswith("optimizer.") and params.get("state_dtype") == "8bit"
+                    ):  # blocks have other positions
                         floor = float(value.abs().max()) * 2**-7
                         torch.testing.assert_close(again[key], value, rtol=2**-4, atol=floor)
                     else:
                         assert torch.equal(again[key], value), key
-                # coarse states round with noise that is a hash of the value, so the last bit of a sum may show
+                # quantized states round by a hash of the value, so the last bit of a sum may change them
                 tolerance = 0.02 if "state_dtype" in params else 1e-3
                 assert losses == pytest.approx(expected, rel=tolerance), (world_size, stage, world, other_stage)
 
 
 @each_shaped
-def test_masters_apart_resume_too(tmp_path, name, params):
+def test_separate_masters_resume_too(tmp_path, name, params):
     half = {"bf16": {"enabled": True}}
     expected = run_ranks(save, 2, str(tmp_path), name, params, 1, half)[0]
     (losses,) = load(str(tmp_path), name, params, [0], half)
     assert losses == pytest.approx(expected, rel=0.02)
 
 
-def refused(stage: int) -> str:
-    """What is said to the caller's 8-bit LAMB; module and optimizer are as they were, and train at stage 0."""
+def rejected(stage: int) -> str:
+    """Return the error for the caller's 8-bit LAMB; module and optimizer are unchanged, and train at stage 0."""
     model = Net()
     optimizer = zoptim.LAMB(model.parameters(), state_dtype="8bit")
     before = [param.detach().clone() for param in model.parameters()]
@@ -146,8 +148,8 @@ def refused(stage: int) -> str:
     return str(found.value)
 
 
-def test_8bit_states_of_lamb_are_refused_where_tensors_are_cut_before_anything_is_moved():
-    for text in run_ranks(refused, 2, 3):
+def test_8bit_states_of_lamb_on_cut_tensors_are_rejected_before_any_change():
+    for text in run_ranks(rejected, 2, 3):
         assert re.search(r'has state_dtype="8bit", which needs a scale for every 256 .* Use state_dtype="bf16"', text)
     half = {"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}}
     optimizer = {"type": "Lamb", "params": {"state_dtype": "8bit"}}

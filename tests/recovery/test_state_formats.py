@@ -1,7 +1,7 @@
 """Optimizer state in every format survives a checkpoint: bit for bit in its own format, as numbers in another.
 
-Moments in 8-bit codes are saved as the float32 numbers they stand for.  So a run resumes exactly, at the world size
-it had or another, and a run in one format continues in another.
+Moments in 8-bit codes are saved as the float32 numbers that they encode.  So a run resumes exactly, at any world
+size, and a run in one format continues in another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHAPED = [
 
 
 class Net(nn.Module):
-    """Sizes that are no multiples of a block: parameters share scales."""
+    """Sizes that are no multiples of a block, so parameters share scales."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def make(name: str, params: dict[str, Any], stage: int, **extra: Any) -> zengine
 
 
 def train(engine: zengine.Engine, until: int) -> list[float]:
-    """To step `until`; 8 samples a step whatever the world."""
+    """Train to step `until`, with 8 samples a step at any world size."""
     losses = []
     for step in range(engine.global_steps, until):
         everyone = torch.randn(8, 10, generator=torch.Generator().manual_seed(step))
@@ -78,7 +78,7 @@ def _resume(root: str, name: str, params: dict[str, Any], stage: int, extra: dic
     engine.save_checkpoint(root)
     expected, final = train(engine, NUM_STEPS), engine.state_dict()
     resumed = make(name, params, stage, **extra)
-    train(resumed, 1)  # what it learnt, and what it prepared for its first steps, is forgotten
+    train(resumed, 1)  # drop the weights and the state of its first steps
     resumed.load_checkpoint(root)
     assert train(resumed, NUM_STEPS) == expected
     assert all(torch.equal(final[key], value) for key, value in resumed.state_dict().items())
@@ -114,7 +114,7 @@ def _save(root: str, state_dtype: str, stage: int) -> list[float]:
 
 
 def _load(root: str, state_dtype: str, stage: int) -> tuple[list[float], set[torch.dtype]]:
-    """Load into another run and save at once; the losses after, and what the moments are kept as."""
+    """Load into another run and save at once; return later losses and the format of the moments."""
     engine = make("AdamW", {**ADAMW[1], "state_dtype": state_dtype}, stage)
     engine.load_checkpoint(root, tag="first")
     engine.save_checkpoint(root, tag="again")
@@ -142,7 +142,7 @@ def test_a_run_in_one_format_continues_in_another(tmp_path, saved, loaded, dtype
     before, after = saved_state(root, "first"), saved_state(root, "again")
     assert before.keys() == after.keys()
     for name, value in before.items():
-        floor = float(value.float().abs().max()) * tolerance / 8  # what one block cannot tell from zero
+        floor = float(value.float().abs().max()) * tolerance / 8  # below the resolution of a block
         torch.testing.assert_close(after[name].float(), value.float(), rtol=tolerance, atol=floor)
 
 
@@ -152,7 +152,9 @@ def test_codes_of_two_ranks_are_those_of_one(tmp_path, stage, other_stage):
     expected = run_ranks(_save, 2, root, "8bit", stage)[0]
     losses, kept = _load(root, "8bit", other_stage)
     assert kept == {torch.uint8}
-    assert losses == pytest.approx(expected, rel=1e-2)  # sums over ranks round otherwise, and so does the noise
+    assert losses == pytest.approx(
+        expected, rel=1e-2
+    )  # sums over ranks round differently, and so does stochastic rounding
     before, after = saved_state(root, "first"), saved_state(root, "again")
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert all(not name.endswith("_scale") for name in before)

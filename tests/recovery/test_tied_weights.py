@@ -1,4 +1,4 @@
-"""A tied weight by each of its names in all that comes out, at every stage: a plain model takes it strictly."""
+"""Exports contain a tied weight under each of its names, so that a plain model loads them with strict=True."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ State = dict[str, torch.Tensor]
 
 
 class Tied(nn.Module):
-    """A head that is the embedding, and a layer that is there twice."""
+    """A head tied to the embedding, and a layer used under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def config(stage: int) -> dict[str, Any]:
 
 
 def train(stage: int, folder: str) -> State | None:
-    """Saves a run and both kinds of 16-bit files (float32 here); the whole state dict on rank 0."""
+    """Save a run and both kinds of 16-bit files (float32 here); return the whole state dict of rank 0."""
     engine = deepspeed.initialize(model=Tied(), config=config(stage))[0]
     x = torch.arange(4) + 4 * zcomm.group_rank()
     engine.backward(engine(x).square().mean())
@@ -65,8 +65,8 @@ def train(stage: int, folder: str) -> State | None:
     return state
 
 
-def takes(given: State, expected: State) -> bool:
-    """Strictly; and every name has its values."""
+def load_strict(given: State, expected: State) -> bool:
+    """Load with strict=True and compare the values of every name."""
     model = Tied()
     model.load_state_dict(given, strict=True)
     found = model.state_dict()
@@ -75,7 +75,7 @@ def takes(given: State, expected: State) -> bool:
 
 
 def converted(folder: str, target: Path, *options: str) -> State:
-    """What the command line writes, all files together."""
+    """Return the values in all files that the command line writes."""
     assert zero_to_fp32.main([folder, str(target), *options]) == 0
     found: State = {}
     for path in (each for each in target.iterdir() if each.suffix in (".bin", ".safetensors")):
@@ -86,26 +86,26 @@ def converted(folder: str, target: Path, *options: str) -> State:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_export_is_taken_strictly(stage: int, world: int, tmp_path: Path) -> None:
+def test_every_export_loads_with_strict(stage: int, world: int, tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     state = run_ranks(train, world, stage, run)[0]
     assert state is not None
     assert {"head.weight", "again.weight", "again.bias", "norm.running_mean"} <= state.keys()
-    assert takes(state, state)
+    assert load_strict(state, state)
     found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(run)
-    assert takes(found, state)
+    assert load_strict(found, state)
     assert found["head.weight"] is found["embed.weight"]
     loaded = zero_to_fp32.load_state_dict_from_zero_checkpoint(Tied(), run)
     assert torch.equal(loaded.head.weight, state["embed.weight"])
     for number, options in enumerate(([], ["--max_shard_size", "0.1KB"])):
-        assert takes(converted(run, tmp_path / f"bin{number}", *options), state)
-        assert takes(converted(run, tmp_path / f"safe{number}", *options, "--safe_serialization"), state)
-    assert takes(torch.load(tmp_path / "run/16bit/pytorch_model.bin", weights_only=True), state)
+        assert load_strict(converted(run, tmp_path / f"bin{number}", *options), state)
+        assert load_strict(converted(run, tmp_path / f"safe{number}", *options, "--safe_serialization"), state)
+    assert load_strict(torch.load(tmp_path / "run/16bit/pytorch_model.bin", weights_only=True), state)
     exported = export_huggingface(zckpt.find(run), tmp_path / "hf") / "model.safetensors"
     for file in (tmp_path / "run/16bit/model.safetensors", exported):
         model = Tied()
         assert safetensors.torch.load_model(model, file, strict=True) == (set(), [])
-        assert takes(model.state_dict(), state)
+        assert load_strict(model.state_dict(), state)
 
 
 def load(root: str) -> State:
@@ -117,14 +117,14 @@ def load(root: str) -> State:
 
 
 @pytest.mark.parametrize("file", ["safe/model.safetensors", "run/16bit/model.safetensors", "bin/pytorch_model.bin"])
-def test_what_was_exported_is_imported_again_with_its_ties(file: str, tmp_path: Path) -> None:
+def test_exports_are_imported_with_their_ties(file: str, tmp_path: Path) -> None:
     state = run_ranks(train, 1, 2, str(tmp_path / "run"))[0]
     assert state is not None
     converted(str(tmp_path / "run"), tmp_path / "safe", "--safe_serialization")
     converted(str(tmp_path / "run"), tmp_path / "bin")
     import_weights(tmp_path / file, tmp_path / "ours")
-    assert takes(run_ranks(load, 2, str(tmp_path / "ours"))[0], state)
-    assert takes(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours"), state)
+    assert load_strict(run_ranks(load, 2, str(tmp_path / "ours"))[0], state)
+    assert load_strict(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ours"), state)
 
 
 @pytest.mark.parametrize("case", sorted(path.name for path in FIXTURES.iterdir() if (path / "latest").exists()))
@@ -144,7 +144,7 @@ def test_checkpoints_of_deepspeed_have_every_name(case: str, tmp_path: Path) -> 
 
 
 class Pair(nn.Module):
-    """A layer with a tie of its own, which only the rank of its stage knows."""
+    """A layer with an internal tie, known only on the rank of its stage."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run whose optimizer is on disk is the run that is not, saved and loaded between tiers and world sizes."""
+"""Checkpoints resume between tiers (device, host, disk) and world sizes with equal results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 
 
 class Net(nn.Module):
-    """12,521 parameters: four ranks have some each."""
+    """12,521 parameters, so that four ranks have shards of different sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def _load_and_train(root: str, folder: str) -> list[dict[str, Tensor]]:
     found = []
     for index, kind in enumerate(KINDS):
         engine = make(kind, 3 - index, folder)
-        train(engine, range(10, 11))  # something to be replaced
+        train(engine, range(10, 11))  # values that the load replaces
         engine.load_checkpoint(f"{root}/{index}")
         found.append(values(engine))
         train(engine, range(3, 5))
@@ -98,9 +98,7 @@ def _load_and_train(root: str, folder: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("saved_on_disk", [True, False])
-def test_a_checkpoint_goes_from_tier_to_tier_and_the_run_goes_on_as_it_would_have(
-    saved_on_disk: bool, tmp_path: Path
-) -> None:
+def test_a_run_resumes_on_another_tier_with_the_same_results(saved_on_disk: bool, tmp_path: Path) -> None:
     root, nvme = str(tmp_path / "checkpoint"), str(tmp_path / "nvme")
     before, after = (nvme, "") if saved_on_disk else ("", nvme)
     saved = run_ranks(_train_and_save, 2, root, before)[0]
@@ -108,6 +106,6 @@ def test_a_checkpoint_goes_from_tier_to_tier_and_the_run_goes_on_as_it_would_hav
         for was, now in zip(saved[::2], loaded[::2]):
             assert was.keys() == now.keys()
             assert all(torch.equal(was[name], now[name]) for name in was)
-    for same in run_ranks(_load_and_train, 2, root, after):  # at the same world size the run goes on bit for bit
+    for same in run_ranks(_load_and_train, 2, root, after):  # at the same world size the run resumes bit for bit
         for was, now in zip(saved, same):
             assert [name for name in was if not torch.equal(was[name], now[name])] == []

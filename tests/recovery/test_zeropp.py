@@ -19,7 +19,7 @@ ZEROPP = {**HPZ, "zero_quantized_weights": True, "zero_quantized_gradients": Tru
 
 
 class Net(nn.Module):
-    """A regression whose target it can reach."""
+    """A regression that it can solve."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def make(stage: int, **zero: Any) -> zengine.Engine:
 
 
 def train(engine: zengine.Engine, until: int, spoilt: int = -1) -> list[float]:
-    """To step `until`; in step `spoilt` one rank's data has a NaN."""
+    """Train to step `until`; in step `spoilt` one rank's data has a NaN."""
     losses = []
     for step in range(engine.global_steps, until):
         everyone = torch.randn(32, 9, generator=torch.Generator().manual_seed(step))

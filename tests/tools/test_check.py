@@ -16,7 +16,7 @@ def test_only_picks_parts_in_their_own_order() -> None:
     assert [part.name for part in check.select("types, lint", fast=False)] == ["lint", "types"]
 
 
-def test_an_unknown_part_is_refused_with_the_list() -> None:
+def test_an_unknown_part_is_rejected_with_the_list() -> None:
     with pytest.raises(ValueError, match=r"--only typos: no such part; choose from format, lint, types"):
         check.select("typos,lint", fast=False)
 
@@ -30,9 +30,9 @@ def test_an_unknown_part_is_refused_with_the_list() -> None:
         ("tests", "nothing of the kind", ""),
     ],
 )
-def test_a_verdict_quotes_the_line_that_counts(name: str, output: str, quoted: str) -> None:
+def test_a_result_quotes_the_summary_line(name: str, output: str, quoted: str) -> None:
     (part,) = check.select(name, fast=False)
-    assert check.summarise(part, output) == quoted
+    assert check.summary_line(part, output) == quoted
 
 
 def test_a_passing_part_prints_one_line_and_a_failing_one_its_output(

@@ -1,4 +1,4 @@
-"""The page of keys is the one that the table makes."""
+"""CONFIG.md is the page generated from the table."""
 
 from __future__ import annotations
 

@@ -30,17 +30,17 @@ def run_dev(*arguments: str) -> subprocess.CompletedProcess[str]:
         ([], ("help", [], False)),
     ],
 )
-def test_what_follows_the_verb_belongs_to_the_verb(argv: list[str], parsed: tuple[str, list[str], bool]) -> None:
+def test_arguments_after_the_verb_go_to_the_verb(argv: list[str], parsed: tuple[str, list[str], bool]) -> None:
     assert dev.parse(argv) == parsed
 
 
-def test_a_misspelt_verb_is_answered_with_the_nearest_one() -> None:
+def test_a_misspelt_verb_suggests_the_nearest_one() -> None:
     done = run_dev("tset")
     assert done.returncode == 2
     assert done.stderr == "dev: unknown verb 'tset': did you mean 'test'?\n"
 
 
-def test_a_verb_unlike_any_is_answered_with_all_of_them() -> None:
+def test_an_unknown_verb_lists_all_verbs() -> None:
     with pytest.raises(SetupError, match="choose one of train, test, check, build, clean"):
         dev.parse(["frobnicate"])
 
@@ -52,7 +52,7 @@ def test_the_usage_lists_every_verb_with_its_line() -> None:
         assert f"  {name:7}{verb.__doc__}" in done.stdout
 
 
-def test_the_tests_run_with_two_workers_unless_told_otherwise() -> None:
+def test_the_tests_run_with_two_workers_by_default() -> None:
     command = dev.pytest_command("python", ["packages/zoptim", "-n", "0"])
     assert command[:5] == ["python", "-m", "pytest", "-n", "2"]
     assert command[-3:] == ["packages/zoptim", "-n", "0"]
@@ -64,7 +64,7 @@ def test_training_goes_to_the_launcher_of_the_main_job() -> None:
     assert (devenv.ROOT / command[1]).is_file()
 
 
-def test_here_means_this_interpreter_with_the_sources_on_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_here_runs_this_interpreter_with_the_sources_on_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
     python, environ = dev.prepare(here=True)
     assert python == sys.executable
@@ -75,7 +75,7 @@ def test_here_means_this_interpreter_with_the_sources_on_its_path(monkeypatch: p
 
 
 @pytest.mark.parametrize("verb", [dev.build, dev.clean])
-def test_verbs_without_arguments_refuse_them_before_doing_anything(verb: object) -> None:
+def test_verbs_without_arguments_reject_them_before_doing_anything(verb: object) -> None:
     assert callable(verb)
     with pytest.raises(SetupError, match="takes no arguments"):
         verb(["everything"], False)

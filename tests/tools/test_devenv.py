@@ -17,12 +17,12 @@ PYPROJECT = "packages/zx/pyproject.toml"
 
 
 class FakeSetup:
-    """A checkout in a temporary folder, whose `venv` and `pip` are replaced by notes of how they were called."""
+    """A checkout in a temporary folder; records calls of `venv` and `pip` instead of running them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.calls: list[str] = []  # the words that tell what each set-up step ran
-        self.failing = ""  # a step whose command holds this word fails
+        self.calls: list[str] = []  # one word for each set-up step that ran
+        self.failing = ""  # a step whose command contains this word fails
         (root / "packages/zx").mkdir(parents=True)
         (root / "tools").mkdir()
         for name in ("constraints.txt", "requirements-dev.txt", PYPROJECT):
@@ -43,7 +43,7 @@ class FakeSetup:
             (devenv.VENV / "pyvenv.cfg").write_text("home = somewhere\nversion = 3.11.7\n")
 
     def ensure(self) -> list[str]:
-        """The steps that one set-up took."""
+        """Run a set-up; return its steps."""
         self.calls.clear()
         devenv.ensure()
         return [call.strip() for call in self.calls]
@@ -83,7 +83,7 @@ def test_a_changed_input_runs_pip_again_in_the_same_environment(fake: FakeSetup,
     assert fake.ensure() == []
 
 
-def test_a_set_up_that_was_killed_is_made_again_from_nothing(fake: FakeSetup) -> None:
+def test_a_killed_set_up_is_repeated_from_scratch(fake: FakeSetup) -> None:
     fake.ensure()
     devenv.MARKER.touch()  # what a kill leaves behind
     (devenv.VENV / "half-copied").touch()
@@ -91,7 +91,7 @@ def test_a_set_up_that_was_killed_is_made_again_from_nothing(fake: FakeSetup) ->
     assert not (devenv.VENV / "half-copied").exists()
 
 
-def test_a_deletion_that_was_killed_is_not_taken_for_an_environment(fake: FakeSetup) -> None:
+def test_a_killed_deletion_leaves_no_environment(fake: FakeSetup) -> None:
     fake.ensure()
     devenv.VENV.rename(devenv.DISCARDED)  # what the kill of a deletion leaves behind
     assert fake.ensure() == FULL
@@ -109,7 +109,7 @@ def test_a_set_up_that_failed_is_continued(fake: FakeSetup) -> None:
     assert fake.ensure() == UPDATE
 
 
-def test_an_environment_that_could_not_even_be_made_is_not_taken_for_one(fake: FakeSetup) -> None:
+def test_an_environment_that_could_not_be_made_is_made_again(fake: FakeSetup) -> None:
     fake.failing = "-m venv"
     with pytest.raises(SetupError):
         devenv.ensure()
@@ -164,9 +164,7 @@ def test_a_second_set_up_waits_for_the_first(fake: FakeSetup, capsys: pytest.Cap
     assert "another set-up of this checkout is running" in capsys.readouterr().out
 
 
-def test_the_digest_tells_names_contents_and_boundaries_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_digest_depends_on_names_contents_and_boundaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devenv, "ROOT", tmp_path)
 
     def digest(**contents: str) -> str:
@@ -223,14 +221,14 @@ def test_a_failed_step_without_a_known_cause_guesses_none() -> None:
     assert "likely" not in devenv.explain("installing", 1, "something odd")
 
 
-def test_an_old_python_is_told_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_python_raises_with_the_command_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 8, 18))
     with pytest.raises(SetupError, match=r"Python 3\.8\.18.*needs Python 3\.11.*`python3\.11`"):
         devenv.check_python()
 
 
 def test_set_up_imports_nothing_heavy() -> None:
-    """Every command passes through here: what it imports is paid before each verb."""
+    """Every command imports devenv, so its imports delay each verb."""
     code = "import sys; before = set(sys.modules); import dev; print(*sorted(set(sys.modules) - before))"
     folder = str(Path(__file__).parents[2] / "tools")
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)

@@ -65,7 +65,7 @@ def test_a_step_that_fails_is_reported_with_its_last_lines(tmp_path: Path) -> No
         isolate.run(["sh", "-c", "echo the reason; exit 3"], "installing", tmp_path, {"PATH": "/usr/bin:/bin"})
 
 
-def test_an_unknown_package_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_package_is_rejected_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         isolate.main(["zoptimm"])
     assert "choose from zcomm, zprecision" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_functions_are_measured_without_docstring_self_and_cls(path: Path) -> No
     assert found["Shown.made"].num_lines == 3
 
 
-def test_public_is_what_a_user_can_name(path: Path) -> None:
+def test_public_functions_are_those_without_a_leading_underscore(path: Path) -> None:
     assert {f.name for f in sources.functions(path) if f.is_public} == {"public", "Shown.__init__", "Shown.made"}
 
 

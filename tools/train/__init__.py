@@ -1,1 +1,1 @@
-"""The main job: a small GPT learns the Python standard library.  Start reading in main.py."""
+"""Main job: train a small GPT on the Python standard library.  Entry point: main.py."""

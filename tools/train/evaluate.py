@@ -1,8 +1,8 @@
-"""How good the model is on files it never saw, next to what plain counting achieves.
+"""Evaluation on held-out files, against two baselines without a network.
 
-All figures are bits per byte over the same guesses, so they compare directly.  The yardsticks: a table of how often
-each byte occurs (unigram) and a table of which byte follows which (bigram).  A model that does not beat the second
-has learnt nothing that needs a network.
+All figures are bits per byte over the same predictions, so they compare directly.  Baselines: the frequency of each
+byte (unigram) and of each pair of bytes (bigram).  A model that does not beat the bigram table has learnt nothing
+that needs a network.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 import zcomm
 import zengine
 
-from .pipelined import losses_of
+from .pipelined import batch_losses
 from .text import Corpus, bigram, bits_per_byte, unigram
 
 LN2 = math.log(2)
@@ -26,32 +26,36 @@ BATCH = 16  # windows of one forward
 
 @torch.no_grad()
 def validation_loss(engine: zengine.Engine, windows: Tensor) -> float:
-    """Mean loss in nats per byte over windows (n, context + 1) uint8; every rank computes its share.
+    """Return the mean loss in nats per byte over windows (n, context + 1) uint8.  A collective of all ranks.
 
-    Collective.  Goes past the engine to the module, so that the timers see training only.
+    Each rank evaluates a part of the windows, on the module itself, so that the engine's timers see training only.
     """
-    groups = engine.parts.groups  # ranks that share a model look at the same windows
+    groups = engine.parts.groups  # ranks of one model replica evaluate the same windows
     rank, world_size = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
-    batches, counts = shares(windows, rank, world_size)
-    losses = losses_of(engine, batches) if isinstance(engine, zengine.PipelineEngine) else _each(engine, batches)
+    batches, counts = rank_batches(windows, rank, world_size)
+    losses = (
+        batch_losses(engine, batches)
+        if isinstance(engine, zengine.PipelineEngine)
+        else _module_losses(engine, batches)
+    )
     own = sum(loss * count for loss, count in zip(losses, counts, strict=True))
     total = torch.tensor(own, dtype=torch.float64, device=engine.device)
     zcomm.all_reduce(total, groups.data(), label="validation")
     return total.item() / len(windows)
 
 
-def shares(windows: Tensor, rank: int, world_size: int) -> tuple[list[Tensor], list[int]]:
-    """The batches of a rank, and how many windows of each count.
+def rank_batches(windows: Tensor, rank: int, world_size: int) -> tuple[list[Tensor], list[int]]:
+    """Return the batches of a rank, and the number of windows that count in each.
 
-    There are as many on every rank, since they gather weights and ask others' experts together: one that has no
-    windows left takes one that does not count.
+    All ranks have the same number of batches, because a forward all-gathers weights and dispatches tokens to the
+    experts of other ranks.  A rank without windows left evaluates one that does not count.
     """
     mine = windows[rank::world_size]
     batches = [mine[start : start + BATCH] for start in range(0, -(-len(windows) // world_size), BATCH)]
     return [batch if len(batch) else windows[:1] for batch in batches], [len(batch) for batch in batches]
 
 
-def _each(engine: zengine.Engine, batches: Sequence[Tensor]) -> list[float]:
+def _module_losses(engine: zengine.Engine, batches: Sequence[Tensor]) -> list[float]:
     engine.eval()
     losses = torch.stack([engine.module(batch.to(engine.device)).double() for batch in batches])
     engine.train()
@@ -67,11 +71,11 @@ class Result:
     bigram: float
     model: float
     step: int  # optimizer steps that the model has had
-    guesses: int  # bytes that each of the three had to predict
+    guesses: int  # bytes predicted by each of the three
     fingerprint: str  # of the text: results compare only for equal ones
 
     @property
-    def wins(self) -> bool:
+    def beats_baseline(self) -> bool:
         return self.model < min(self.unigram, self.bigram)
 
     def table(self) -> str:
@@ -84,7 +88,7 @@ class Result:
 
 
 def final_result(engine: zengine.Engine, corpus: Corpus, windows: Tensor) -> Result:
-    """Collective: the model and both tables over the same windows (n, context + 1) uint8 of held-out text."""
+    """Evaluate the model and both tables over the same held-out windows (n, context + 1) uint8.  A collective."""
     return Result(
         unigram=bits_per_byte(unigram(corpus.train), windows),
         bigram=bits_per_byte(bigram(corpus.train), windows),

@@ -1,10 +1,10 @@
-"""losses.jsonl: what happened at every step, one JSON object a line.
+"""Journal: losses.jsonl, one JSON object per step or validation.
 
     {"step": 7, "loss": 4.61..., "lr": ..., "grad_norm": ..., "ms": ..., ...}      a step
-    {"step": 50, "validation": 2.31...}                                            a look at held-out text
+    {"step": 50, "validation": 2.31...}                                            a validation
 
-Losses are nats per byte with all their digits, so two runs can be compared bit for bit.  A resumed run first cuts
-the lines after its checkpoint: those steps will be done again, and the file reads as if nothing had happened.
+Losses are nats per byte with all digits, so two runs can be compared bit for bit.  A resumed run first drops the
+lines after its checkpoint, because it repeats those steps.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Row = dict[str, Any]
 
 
 class Journal:
-    """Appends to the file on rank 0; the same calls on other ranks do nothing to it."""
+    """Appends to the file on rank 0; on other ranks it only keeps time."""
 
     def __init__(self, path: Path, *, writes: bool, bytes_per_sample: int) -> None:
         self._path = path
         self._writes = writes
         self._bytes_per_sample = bytes_per_sample
         self._samples = 0  # seen by all ranks at the last boundary
-        self._since = time.perf_counter()  # end of the last boundary, moved on by pauses
+        self._since = time.perf_counter()  # end of the last boundary, later by the pauses since
         self._file: TextIO | None = None
 
     def begin(self, *, step: int, samples: int) -> None:
-        """Forget what came after `step`, and start the clock."""
+        """Drop the rows after `step` and start the clock."""
         if self._writes:
             kept = [row for row in self.rows() if row["step"] <= step]
             self._path.write_text("".join(json.dumps(row) + "\n" for row in kept))
@@ -41,12 +41,12 @@ class Journal:
         self._samples, self._since = samples, time.perf_counter()
 
     def rows(self) -> list[Row]:
-        """All lines so far; a last line that a kill cut short is left out."""
+        """Return all complete rows; a kill may have truncated the last line."""
         lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def add(self, report: StepReport, *, memory_bytes: int) -> Row:
-        """A step is done; its time is what has passed since the one before, pauses left out."""
+        """Add the row of a finished step and return it; its time runs from the last step, without pauses."""
         now = time.perf_counter()
         seconds = now - self._since
         row: Row = {
@@ -68,12 +68,12 @@ class Journal:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Around what is not training: validation, saving."""
-        begun = time.perf_counter()
+        """Exclude validation or saving from the time of the next step."""
+        began = time.perf_counter()
         try:
             yield
         finally:
-            self._since += time.perf_counter() - begun
+            self._since += time.perf_counter() - began
 
     def close(self) -> None:
         if self._file is not None:

@@ -1,17 +1,17 @@
-"""The main job: a small GPT learns the Python standard library, byte by byte.
+"""Main job: train a small GPT on the Python standard library, byte by byte.
 
-This is the canonical program around zengine; launch.py starts it on every rank.  `train` holds the loop: the five
-lines that train, and around them what a real job needs: validation, checkpoints that a run continues from bit for
-bit, and an answer to Ctrl-C.  What is said before and after the loop is in telling.py.
+The reference program for zengine; launch.py starts it on every rank.  `train` contains the loop: five lines that
+train, and around them validation, checkpoints from which a run continues bit for bit, and a clean stop on Ctrl-C.
+messages.py prints the text before and after the loop.
 
     python3 tools/dev.py train              two ranks, about six minutes
     python3 tools/dev.py train --resume     after Ctrl-C, a crash or a power cut
-    python3 tools/dev.py train --tensor 2   its layers split over two ranks; --resume --tensor 1 goes on without
-    python3 tools/dev.py train --sequence 2 half of the bytes of each window on each of two ranks
-    python3 tools/dev.py train --expert 2   a model with experts, shared out over two ranks
-    python3 tools/dev.py train --pipeline 2 half of the layers on each of two ranks
-    python3 tools/dev.py train --pipeline 2 --expert 2     two of these together: four ranks
-    python3 tools/dev.py train --help       everything else
+    python3 tools/dev.py train --tensor 2   layers split over two ranks; --resume --tensor 1 continues without
+    python3 tools/dev.py train --sequence 2 each window split over two ranks
+    python3 tools/dev.py train --expert 2   a mixture of experts, sharded over two ranks
+    python3 tools/dev.py train --pipeline 2 two pipeline stages
+    python3 tools/dev.py train --pipeline 2 --expert 2     two splits together: four ranks
+    python3 tools/dev.py train --help       all options
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from zengine.data import forever
 
 from .evaluate import final_result, validation_loss
 from .journal import Journal
-from .launch import DEFEAT, MISTAKE, parser
+from .launch import BELOW_BASELINE, USAGE_ERROR, parser
+from .messages import Run, generate_sample, interruption_message, introduction, write_results
 from .model import GPT, parameter_groups
-from .pipelined import in_stages, whole_batch, writer_of
+from .pipelined import make_pipeline, make_scorer, pipeline_step
 from .progress import Progress, memory_bytes
-from .recipe import Folder, Recipe, RecipeError, pinned, settle, settled
-from .shared import share_windows
-from .stopping import Stopping, Wish
-from .telling import Run, interrupted, introduction, take_stock, written
+from .recipe import Folder, Recipe, RecipeError, load_recipe, make_recipe, pin_measured
+from .sequence import split_sequences
+from .stopping import StopReason, StopVote
 from .text import CorpusError, Windows, read_corpus
 
 
 def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
-    """Train from the start or from the newest checkpoint; the exit code."""
+    """Train from the start or from the newest checkpoint; return the exit code."""
     corpus = read_corpus()
     held_out = Windows(corpus.validation, recipe.shape.context)
     torch.manual_seed(recipe.seed)
     model = GPT(recipe.shape, seed=recipe.seed)
-    trained = in_stages(model, recipe.config)
+    trained = make_pipeline(model, recipe.config)
 
     engine, _optimizer, loader, _scheduler = zengine.initialize(
         model=trained,
@@ -56,10 +56,10 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
     )
 
     is_first = engine.parts.world.rank == 0
-    progress = Progress(steps=recipe.steps, speaks=is_first)
+    progress = Progress(steps=recipe.steps, prints=is_first)
     journal = Journal(folder.journal, writes=is_first, bytes_per_sample=recipe.shape.context)
-    stopping = Stopping(minutes=options.minutes, die_at=options.die_at)
-    scorer = writer_of(engine, share_windows(model, engine))
+    stop_vote = StopVote(minutes=options.minutes, die_at=options.die_at)
+    scorer = make_scorer(engine, split_sequences(model, engine))
     run = Run(folder=folder, recipe=recipe, corpus=corpus, model=scorer, engine=engine)
 
     def save() -> None:
@@ -69,40 +69,40 @@ def train(options: argparse.Namespace, folder: Folder, recipe: Recipe) -> int:
         _path, state = engine.load_checkpoint(str(folder.checkpoints))
         corpus.check_same_as(state["fingerprint"])
     elif is_first:
-        pinned(recipe, bf16=engine.bfloat16_enabled(), windows=engine.train_batch_size()).write(folder.recipe)
-    progress.say(introduction(run))
+        pin_measured(recipe, bf16=engine.bfloat16_enabled(), windows=engine.train_batch_size()).write(folder.recipe)
+    progress.print_line(introduction(run))
     journal.begin(step=engine.global_steps, samples=engine.global_samples)
 
-    glance, wish = held_out.stacked(recipe.glance_windows), Wish.GO_ON
+    validation_sample, reason = held_out.stacked(recipe.glance_windows), StopReason.NONE
     batches = forever(loader)
-    while engine.global_steps < recipe.steps and wish is Wish.GO_ON:
+    while engine.global_steps < recipe.steps and reason is StopReason.NONE:
         report = one_step(engine, batches)
         progress.show(journal.add(report, memory_bytes=memory_bytes(engine.device)))
-        wish = stopping.agreed(report.step, engine.device)
+        reason = stop_vote.decide(report.step, engine.device)
         with journal.pause():
             if report.step % recipe.validate_every == 0:
-                journal.add_validation(report.step, validation_loss(engine, glance))
-            if report.step % recipe.save_every == 0 or report.step == recipe.steps or wish is not Wish.GO_ON:
+                journal.add_validation(report.step, validation_loss(engine, validation_sample))
+            if report.step % recipe.save_every == 0 or report.step == recipe.steps or reason is not StopReason.NONE:
                 save()
 
     journal.close()
-    if wish is Wish.INTERRUPTED:
-        progress.say(interrupted(run))
+    if reason is StopReason.INTERRUPTED:
+        progress.print_line(interruption_message(run))
         engine.close()
         return 0
-    progress.say("measuring on the held-out files ...")
+    progress.print_line("measuring on the held-out files ...")
     result = final_result(engine, corpus, held_out.stacked(recipe.final_windows))
-    sample = written(run)
+    sample = generate_sample(run)
     engine.close()
     if is_first:
-        progress.say(take_stock(run, result, sample, journal.rows()))
-    return DEFEAT if recipe.is_defeat(step=result.step, wins=result.wins) else 0
+        progress.print_line(write_results(run, result, sample, journal.rows()))
+    return BELOW_BASELINE if recipe.is_below_baseline(step=result.step, beats_baseline=result.beats_baseline) else 0
 
 
 def one_step(engine: zengine.Engine, batches: Iterator[Tensor]) -> zengine.StepReport:
-    """Micro-steps until the optimizer has had its turn; a pipeline takes them all at once."""
+    """Run micro-steps until the optimizer steps; a pipeline runs all of them in one call."""
     if isinstance(engine, zengine.PipelineEngine):
-        return whole_batch(engine, batches)
+        return pipeline_step(engine, batches)
     report = None
     while report is None:  # gradients are still being accumulated
         loss = engine(next(batches).to(engine.device))
@@ -112,16 +112,16 @@ def one_step(engine: zengine.Engine, batches: Iterator[Tensor]) -> zengine.StepR
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """One rank: settle what to do, do it; a mistake of the user becomes one line, from rank 0."""
+    """Run one rank; return its exit code.  Rank 0 prints a user's mistake as one line."""
     options = parser().parse_args(arguments)
     folder = Folder(path=options.runs.resolve() / (options.name or "unnamed"))
     try:
-        recipe = settled(options, folder) if options.resume else settle(options, folder)
+        recipe = load_recipe(options, folder) if options.resume else make_recipe(options, folder)
         return train(options, folder, recipe)
-    except (RecipeError, CorpusError, zengine.ConfigError) as mistake:
+    except (RecipeError, CorpusError, zengine.ConfigError) as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"train: {mistake}", file=sys.stderr)
-        return MISTAKE
+            print(f"train: {error}", file=sys.stderr)
+        return USAGE_ERROR
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The live line of rank 0: where we are, how fast, how long still.
+"""Progress line of rank 0: step, loss, speed, memory, remaining time.
 
-On a terminal it is one line that rewrites itself; into a file or a pipe it is a plain line every ten seconds.
+On a terminal one line is rewritten; into a file or a pipe a plain line is printed every ten seconds.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ LN2 = math.log(2)
 
 
 def duration(seconds: float) -> str:
-    """325.0 -> "5:25"."""
+    """Format seconds: 325.0 -> "5:25"."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def amount(number: float) -> str:
-    """14812 -> "14.8k"."""
+    """Format a number: 14812 -> "14.8k"."""
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{suffix}"
@@ -38,7 +38,7 @@ def amount(number: float) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """What this rank holds now: allocated on a GPU, else resident memory (its peak where there is no /proc)."""
+    """Return this rank's memory: allocated on a GPU, else resident (the peak where there is no /proc)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:
@@ -48,23 +48,23 @@ def memory_bytes(device: torch.device) -> int:
 
 
 class Progress:
-    """Shows rows of the journal as they come; silent on ranks other than 0."""
+    """Prints rows of the journal as they come, on rank 0 only."""
 
-    def __init__(self, *, steps: int, speaks: bool, out: TextIO | None = None) -> None:
+    def __init__(self, *, steps: int, prints: bool, out: TextIO | None = None) -> None:
         self._steps = steps
-        self._speaks = speaks
+        self._prints = prints
         self._out = sys.stdout if out is None else out
         self._live = self._out.isatty()
-        self._recent: deque[Row] = deque(maxlen=20)  # what the rates are averaged over
+        self._recent: deque[Row] = deque(maxlen=20)  # rates are averaged over these
         self._last_shown = -math.inf
 
     def show(self, row: Row) -> None:
-        """One more step."""
-        if not self._speaks:
+        """Show one more step."""
+        if not self._prints:
             return
         self._recent.append(row)
         if row["skipped"]:
-            self.say(f"step {row['step']} was skipped: {row['skipped']}")
+            self.print_line(f"step {row['step']} was skipped: {row['skipped']}")
         now = time.monotonic()
         is_last = row["step"] == self._steps
         if self._live:
@@ -75,7 +75,7 @@ class Progress:
             print(f"step {self.line(row)}", file=self._out, flush=True)
 
     def line(self, row: Row) -> str:
-        """The figures of one step in less than 80 columns; rates and ETA are means over the recent ones."""
+        """Format one step in less than 80 columns; rates and ETA are means over the recent steps."""
         recent = [*self._recent] or [row]
         ms = sum(each["ms"] for each in recent) / len(recent)
         rate = sum(each["bytes_per_s"] * each["ms"] for each in recent) / (ms * len(recent))
@@ -85,7 +85,7 @@ class Progress:
         speed = f"{amount(rate)} tokens/s  {ms:.0f} ms"
         return f"{place}  {loss}  {speed}  {row['memory_bytes'] / 2**20:.0f} MiB  ETA {eta}"
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        if self._speaks:
+    def print_line(self, text: str) -> None:
+        """Print a line that is not rewritten."""
+        if self._prints:
             print(f"\r\x1b[K{text}" if self._live else text, file=self._out, flush=True)

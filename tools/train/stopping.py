@@ -1,8 +1,8 @@
-"""When to stop before the last step, agreed among the ranks.
+"""Early stop: the ranks decide together whether to stop before the last step.
 
-A rank that stopped alone would leave the others waiting in a collective.  So every rank only *wishes* to stop
-(a signal came, the control line closed, the time is up), and at each step boundary one all-reduce of a single
-number tells all of them the same: the strongest wish of any.
+A rank that stopped alone would leave the others waiting in a collective.  So each rank has a reason to stop or none
+(a signal, a closed control pipe, the time limit), and an all-reduce of one number at each step boundary gives all of
+them the strongest reason.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ import zcomm
 from .launch import CONTROL
 
 
-class Wish(enum.IntEnum):
-    """In order of strength."""
+class StopReason(enum.IntEnum):
+    """Reason of a rank to stop, in order of strength."""
 
-    GO_ON = 0
-    TIME_IS_UP = 1  # finish as usual: validate, report
-    INTERRUPTED = 2  # save and leave
+    NONE = 0
+    TIME_LIMIT = 1  # --minutes have passed: validate and report
+    INTERRUPTED = 2  # save and exit
 
 
-class Stopping:
-    """Listens for reasons to stop on this rank; `agreed` is collective."""
+class StopVote:
+    """Collects this rank's reason to stop; `decide` combines those of all ranks."""
 
     def __init__(self, *, minutes: float, die_at: int = 0) -> None:
         self._deadline = time.monotonic() + minutes * 60
-        self._die_at = die_at  # the step after which to die at once; 0 never: stands for a power cut
+        self._die_at = die_at  # SIGKILL after this step, to simulate a power cut; 0: never
         self._signalled = False
         self._listens = os.environ.get(CONTROL) == "1"
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
-    def agreed(self, step: int, device: torch.device) -> Wish:
-        """What all ranks do after `step`; every rank must call it."""
+    def decide(self, step: int, device: torch.device) -> StopReason:
+        """Return the strongest reason of any rank after `step`.  A collective of all ranks."""
         if step == self._die_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        wish = torch.tensor(float(self._wish()), device=device)
-        zcomm.all_reduce(wish, op="max", label="stop")
-        return Wish(int(wish.item()))
+        reason = torch.tensor(float(self._own_reason()), device=device)
+        zcomm.all_reduce(reason, op="max", label="stop")
+        return StopReason(int(reason.item()))
 
-    def _wish(self) -> Wish:
-        if self._signalled or self._line_closed():
-            return Wish.INTERRUPTED
-        return Wish.TIME_IS_UP if time.monotonic() > self._deadline else Wish.GO_ON
+    def _own_reason(self) -> StopReason:
+        if self._signalled or self._is_pipe_closed():
+            return StopReason.INTERRUPTED
+        return StopReason.TIME_LIMIT if time.monotonic() > self._deadline else StopReason.NONE
 
-    def _line_closed(self) -> bool:
-        """Whether the launcher let go of our standard input; nothing is ever written to it."""
+    def _is_pipe_closed(self) -> bool:
+        """True if the launcher has closed our standard input; it writes nothing to it."""
         return self._listens and bool(select.select([0], [], [], 0)[0])
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:

@@ -1,20 +1,19 @@
-"""Real text that every machine with Python already has: the sources of its standard library.
+"""Training text: the sources of Python's standard library, which every machine with Python has.
 
-Problem: a training job that a newcomer can run needs text, and a fresh machine may have no network, no
-data set and no tokenizer.  The standard library is about 12 MB of human writing (code, comments and
-documentation), lies on every disk, and is read in place: nothing is copied or redistributed.
+Problem: a training job for newcomers needs text, and a fresh machine may have no network, no data set and no
+tokenizer.  The standard library is about 12 MB of code, comments and documentation, present on every machine, and is
+read in place: nothing is copied or redistributed.
 
-Design: one byte is one token (256 of them), so a loss divided by ln 2 is *bits per byte*, and a language
-model, a table of byte pairs and a compressor can be compared without any conversion.  Files, not windows,
-are dealt to the training and validation halves: neighbouring windows of one file share names and idioms, and
-a split by window would measure memory.  A file's side depends only on a hash of its path, so it does not
-change when other files come or go.
+Design: one byte is one token (256 of them), so a loss divided by ln 2 is *bits per byte*, and a language model, a
+table of byte pairs and a compressor compare without conversion.  Files, not windows, are split into training and
+validation: neighbouring windows of a file share names and idioms, so a split by window would measure memorization.  A
+hash of its path decides the split of a file, so it does not change when other files are added or removed.
 
-Curves are comparable only for equal text, and the library differs between Python versions; hence the
-`fingerprint`, which travels in every checkpoint and report.
+Curves compare only for equal text, and the library differs between Python versions; hence the `fingerprint`, which
+every checkpoint and report contains.
 
-Rejected: a trained BPE (shorter sequences, but one more dependency, and a loss nobody can compare by eye);
-tests/ of the library (three times the bytes, mostly tables of expected output).
+Rejected: a trained BPE (shorter sequences, but one more dependency, and a loss that depends on the tokenizer); tests/
+of the library (three times the bytes, mostly tables of expected output).
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from torch.utils.data import Dataset
 VOCABULARY = 256  # one token per byte value
 SEPARATOR = b"\0"  # between files; no Python source may contain it
 MINIMUM_BYTES = 1_000_000  # below this the standard library has been stripped
-VALIDATION_SHARE = 20  # one file in so many is held out
-LEFT_OUT = frozenset({"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
+VALIDATION_SHARE = 20  # one file in 20 is held out
+EXCLUDED = frozenset({"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
 
 
 class CorpusError(ValueError):
-    """This machine's standard library cannot serve as a text."""
+    """Raised when this machine's standard library cannot serve as text."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Corpus:
-    """The text in two halves that share no file."""
+    """Training and validation text, from disjoint files."""
 
     train: Tensor  # (n,) uint8, the training files in path order, separated by a zero byte
     validation: Tensor  # (m,) uint8, the held-out files
@@ -52,25 +51,25 @@ class Corpus:
     fingerprint: str  # 16 hex digits over every path, every byte and the split
 
     def check_same_as(self, fingerprint: str) -> None:
-        """Raise CorpusError unless this is the text with that fingerprint: a run cannot change its text midway."""
+        """Raise CorpusError unless this text has the fingerprint of the run to resume."""
         if self.fingerprint != fingerprint:
             raise CorpusError(
-                f"this run's text has the fingerprint {fingerprint}, that of {self.root} is {self.fingerprint}: "
-                f"another text, so the losses would not continue the curve. Resume with the Python that began the "
-                f"run, or start a new run"
+                f"the run was trained on text with fingerprint {fingerprint}, but {self.root} has "
+                f"{self.fingerprint}: the loss curve would not continue. Resume with the Python that started the "
+                "run, or start a new run"
             )
 
 
 def is_validation(relative_path: str) -> bool:
-    """Which half a file belongs to: a function of its path alone, the same on every machine."""
+    """True if a file is held out; depends on its path only, so it is the same on every machine."""
     return hashlib.sha256(relative_path.encode()).digest()[0] % VALIDATION_SHARE == 0
 
 
 def python_sources(root: Path) -> list[str]:
-    """Paths of the .py files below root, relative and sorted; tests and installed packages left out."""
+    """Return relative, sorted paths of the .py files below root, without tests and installed packages."""
     found = []
     for folder, below, files in os.walk(root):
-        below[:] = set(below) - LEFT_OUT  # pruned, not filtered: site-packages may hold 100,000 files
+        below[:] = set(below) - EXCLUDED  # pruned, not filtered: site-packages may hold 100,000 files
         found += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
     return sorted(found)
 
@@ -78,7 +77,7 @@ def python_sources(root: Path) -> list[str]:
 def read_corpus(root: Path | None = None, *, minimum_bytes: int = MINIMUM_BYTES) -> Corpus:
     """Read and split the text below `root` (default: this Python's standard library).
 
-    Raises CorpusError when there is less than `minimum_bytes` of it, or when one half would be empty.
+    Raises CorpusError if it has less than `minimum_bytes`, or if a split would be empty.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     names = python_sources(root)
@@ -87,37 +86,37 @@ def read_corpus(root: Path | None = None, *, minimum_bytes: int = MINIMUM_BYTES)
     if total_bytes < minimum_bytes:
         raise CorpusError(
             f"the Python sources below {root} are {total_bytes:,} bytes in {len(names)} files; at least "
-            f"{minimum_bytes:,} are needed. This Python seems to come without its library's sources (a minimal or "
-            f"zipped build): install the full one (Debian: python3 with libpython3-stdlib, or python.org, pyenv, uv)"
+            f"{minimum_bytes:,} are needed. This Python seems to lack its library's sources (a minimal or zipped "
+            f"build): install a full one (Debian: python3 with libpython3-stdlib, or python.org, pyenv, uv)"
         )
     digest = hashlib.sha256(f"1/{VALIDATION_SHARE}".encode())
     for name in names:
         digest.update(f"\0{name}\0{len(contents[name])}\0".encode() + contents[name])
-    halves: dict[bool, list[str]] = {False: [], True: []}
+    splits: dict[bool, list[str]] = {False: [], True: []}
     for name in names:
-        halves[is_validation(name)].append(name)
-    for side, members in halves.items():
+        splits[is_validation(name)].append(name)
+    for is_held_out, members in splits.items():
         if not members:
-            raise CorpusError(f"no file of {root} falls into the {'validation' if side else 'training'} half")
+            raise CorpusError(f"no file of {root} falls into the {'validation' if is_held_out else 'training'} split")
 
     def joined(members: list[str]) -> Tensor:
         return torch.frombuffer(bytearray(SEPARATOR.join(contents[name] for name in members)), dtype=torch.uint8)
 
     return Corpus(
-        train=joined(halves[False]),
-        validation=joined(halves[True]),
-        train_files=tuple(halves[False]),
-        validation_files=tuple(halves[True]),
+        train=joined(splits[False]),
+        validation=joined(splits[True]),
+        train_files=tuple(splits[False]),
+        validation_files=tuple(splits[True]),
         root=str(root),
         fingerprint=digest.hexdigest()[:16],
     )
 
 
 class Windows(Dataset[Tensor]):
-    """Fixed windows over a text: item i is (context + 1,) uint8, the last byte being the next item's first.
+    """Fixed windows over a text: item i is (context + 1,) uint8; its last byte is the first of item i + 1.
 
-    A window holds both sides of the prediction: bytes [:-1] are read, bytes [1:] are to be guessed.  Every byte
-    of the text but the first is guessed exactly once per epoch; a tail shorter than a window is dropped.
+    Bytes [:-1] are the inputs, bytes [1:] the targets.  Every byte of the text except the first is a target once per
+    epoch; a tail shorter than a window is dropped.
     """
 
     def __init__(self, data: Tensor, context: int) -> None:
@@ -136,24 +135,24 @@ class Windows(Dataset[Tensor]):
         return self.data[start : start + self.context + 1]
 
     def stacked(self, at_most: int) -> Tensor:
-        """Up to `at_most` windows, evenly spread over the text: (n, context + 1) uint8."""
+        """Return up to `at_most` windows, evenly spaced over the text: (n, context + 1) uint8."""
         count = min(at_most, len(self))
         return torch.stack([self[i * len(self) // count] for i in range(count)])
 
 
 def unigram(data: Tensor, *, smoothing: float = 0.1) -> Tensor:
-    """log2 p(next): (256, 256) float64, every row alike.  Counts of `data` (n,) uint8, plus `smoothing` each."""
+    """Return log2 p(next): (256, 256) float64, equal rows, from counts of `data` (n,) uint8 plus `smoothing`."""
     counts = torch.bincount(data.long(), minlength=VOCABULARY).double() + smoothing
     return (counts / counts.sum()).log2().expand(VOCABULARY, VOCABULARY)
 
 
 def bigram(data: Tensor, *, smoothing: float = 0.1) -> Tensor:
-    """log2 p(next | previous): (256, 256) float64, row = previous byte.  A byte never seen predicts evenly."""
+    """Return log2 p(next | previous): (256, 256) float64, row = previous byte.  Rows of unseen bytes are uniform."""
     pairs = data[:-1].long() * VOCABULARY + data[1:].long()
     counts = torch.bincount(pairs, minlength=VOCABULARY**2).view(VOCABULARY, VOCABULARY).double() + smoothing
     return (counts / counts.sum(dim=1, keepdim=True)).log2()
 
 
 def bits_per_byte(log2_table: Tensor, windows: Tensor) -> float:
-    """What a byte table pays for the same guesses as the model: windows (n, context + 1) uint8."""
+    """Return the bits per byte of a byte table on windows (n, context + 1) uint8, the model's own task."""
     return -log2_table[windows[:, :-1].long(), windows[:, 1:].long()].mean().item()

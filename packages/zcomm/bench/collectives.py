@@ -30,7 +30,7 @@ import torch.distributed as dist
 import zcomm
 from zcomm import compat
 from zcomm.shared import native
-from zcomm.shared.names import DTYPES
+from zcomm.shared.native import DTYPES
 from zcomm.testing import run_ranks
 
 CONTENDERS = ("zero copy", "staged", "gloo", "torch", "floor")

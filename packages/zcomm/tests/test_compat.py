@@ -72,7 +72,7 @@ def test_without_a_default_group_or_a_clone_there_is_a_plain_answer(monkeypatch:
 
 
 def rank_makes_a_link(key: str) -> tuple[list[float], str]:
-    """A link moves bytes, knows a barrier, and breaks on both ends when one breaks it."""
+    """Move bytes over a link, wait at a barrier, and break it from one end."""
     rank = dist.get_rank()
     link = compat.open_gloo_link(key, rank, 2, connect_s=20.0, timeout_s=60.0)
     tensor = torch.full((2,), float(rank))
@@ -113,7 +113,7 @@ def test_a_link_without_a_default_group_raises() -> None:
 
 
 def rank_waits_for_a_link(key: str) -> tuple[bool, float]:
-    """A peer that does not come costs `connect_s`; one that does, and then is late, `timeout_s`."""
+    """Time out after `connect_s` without a peer, and after `timeout_s` with a late one."""
     began_s, rank = time.monotonic(), dist.get_rank()
     with pytest.raises(RuntimeError):
         compat.open_gloo_link(f"{key} {rank}", rank, 2, connect_s=0.2, timeout_s=300.0)
@@ -127,7 +127,7 @@ def test_connecting_times_out_before_a_message_does() -> None:
 
 
 def links_dropped_at_once(key: str) -> int:
-    """Number of links made, of many that each rank drops as soon as it has them."""
+    """Make many links and drop each at once; return their number."""
     rank = dist.get_rank()
     return len(
         [str(compat.open_gloo_link(f"{key} {n}", rank, 2, connect_s=20.0, timeout_s=20.0)) for n in range(100)]
@@ -139,7 +139,7 @@ def test_a_link_dropped_at_once_does_not_close_on_a_peer_that_is_still_connectin
 
 
 def groups_after_uneven_numbers_of_others() -> list[float]:
-    """Ranks 0 and 1 have made two groups of their own, 2 and 3 none; pairs across; then the same pairs again."""
+    """Make two groups on ranks 0 and 1 only, then pairs across, twice."""
     rank, sums = dist.get_rank(), []
     if rank < 2:
         compat.new_group([0, 1])
@@ -151,5 +151,5 @@ def groups_after_uneven_numbers_of_others() -> list[float]:
     return sums
 
 
-def test_ranks_that_have_made_different_groups_before_come_together() -> None:
+def test_ranks_with_different_earlier_groups_form_a_group() -> None:
     assert run_ranks(groups_after_uneven_numbers_of_others, 4, timeout_s=20) == [[2.0, 2.0], [4.0, 4.0]] * 2

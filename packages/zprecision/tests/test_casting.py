@@ -11,7 +11,7 @@ from zprecision.casting import cast, cast_in_place
 
 
 class Output(OrderedDict[str, Any]):
-    """As the outputs of Transformers are: update() is refused."""
+    """A dict like the outputs of Transformers, which reject update()."""
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("use __setitem__")

@@ -29,7 +29,7 @@ def test_a_bool_is_not_a_number() -> None:
 
 
 def test_a_message_offers_the_default_only_where_there_is_a_plain_one() -> None:
-    with pytest.raises(ValueError, match=r"got a int; leave it out for 1000$"):
+    with pytest.raises(ValueError, match=r"got a int; the default is 1000$"):
         DynamicScaling(window=-4)
     with pytest.raises(ValueError, match=r"got a dtype$"):
         Precision(master=torch.int8)

@@ -285,14 +285,14 @@ def test_a_non_finite_extra_does_not_affect_the_step() -> None:
     assert math.isnan(stats.extra.item())
 
 
-# --- What is refused -------------------------------------------------------------------------------------
+# --- Rejected input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("error", "bad", "message"),
     [
         (TypeError, None, "gradient 1 is a NoneType; leave it out"),
-        (TypeError, torch.ones(2, dtype=torch.int64), "gradient 1 is torch.int64; a real floating"),
+        (TypeError, torch.ones(2, dtype=torch.int64), "gradient 1 is torch.int64; it must have a real floating"),
         (TypeError, torch.ones(2, dtype=torch.complex64), "gradient 1 is torch.complex64"),
         (TypeError, torch.eye(3).to_sparse(), r"gradient 1 is torch.sparse_coo; pass its coalesce\(\).values"),
         (ValueError, torch.ones(2, device="meta"), "gradient 1 is on meta, gradient 0 on cpu"),
@@ -347,7 +347,7 @@ def test_the_divisor_never_waits_for_the_host() -> None:
 
 @pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", True])
 def test_an_impossible_max_norm_is_rejected(max_norm: object) -> None:
-    with pytest.raises(ValueError, match=rf"max_norm={max_norm!r}.*>= 0; 0 means no clipping"):
+    with pytest.raises(ValueError, match=rf"max_norm={max_norm!r}.*>= 0; 0 disables clipping"):
         clip_divisor(torch.tensor(1.0, dtype=torch.float64), torch.tensor(1.0), max_norm)
 
 

@@ -91,7 +91,7 @@ def test_buffers_have_a_dtype_of_their_own_when_asked() -> None:
 
 @pytest.mark.parametrize("patterns", ["norm", [1], [""]])
 def test_patterns_are_names(patterns: object) -> None:
-    with pytest.raises(TypeError, match=r"KeepInFp32\(patterns=.*give a list of names"):
+    with pytest.raises(TypeError, match=r"KeepInFp32\(patterns=.*pass a list of names"):
         KeepInFp32(patterns=patterns)  # type: ignore[arg-type]
 
 

@@ -1,8 +1,8 @@
-"""The contract of partitions as data: rows x scenarios x worlds x accumulation x dtypes, and one process as oracle.
+"""Contract of partitions as data: rows x scenarios x worlds x accumulation x dtypes, and an oracle.
 
-rows.py       what is under test: a name, a config fragment, what it sends.  A new tier is one line there.
-scenarios.py  what a training run may do: models, losses, incidents.
+rows.py       configurations under test: name, config fragment, predicted messages.  A new tier is one line.
+scenarios.py  training runs: models, losses, incidents.
 oracle.py     the same runs in one process, in plain torch.
-run.py        the same runs on the engine, on one rank.
+run.py        the same runs on the engine, as one rank sees them.
 theory.py     the messages that a row sends in a step.
 """

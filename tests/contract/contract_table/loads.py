@@ -1,4 +1,4 @@
-"""Loads that are refused: the engine saves, the files are damaged, and it is asked to go back."""
+"""Rejected loads: the engine saves, the files are damaged, and loading them raises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import zcomm
 
 
 def try_to_load(engine: Any) -> None:
-    """One with a counter that cannot be, one with a byte that was flipped; each is refused on every rank."""
+    """Load a checkpoint with an impossible counter and one with a flipped byte; both raise on every rank."""
     root = zcomm.all_gather_object(tempfile.mkdtemp())[0]
     folder = Path(engine.save_checkpoint(root, "damaged"))
     alone = zcomm.group_rank() == 0
@@ -36,7 +36,7 @@ def _count_backwards(folder: Path) -> None:
 
 
 def _flip(folder: Path) -> None:
-    """The counter is right again, and a tensor of each file is not."""
+    """Restore the counter and flip a byte of a tensor in each file."""
     _rewrite(folder / "manifest.json", b'"steps":-2,', b'"steps":2,')
     for file in folder.glob("*.safetensors"):
         data = bytearray(file.read_bytes())
@@ -45,7 +45,7 @@ def _flip(folder: Path) -> None:
 
 
 def _rewrite(manifest: Path, old: bytes, new: bytes) -> None:
-    """With a checksum that is right."""
+    """Write the manifest with a correct checksum."""
     content = manifest.read_bytes()
     body = content[: content.rindex(b',"checksum"')].replace(old, new)
     manifest.write_bytes(body + b',"checksum":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode())

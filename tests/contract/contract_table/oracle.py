@@ -1,11 +1,11 @@
-"""One process that sees the data of all ranks: what a person would write in plain torch.
+"""Oracle: a plain PyTorch loop in one process, on the data of all ranks.
 
-fp32 and fp64 are the plainest of loops, over batches that are the ranks' batches in one.  For bf16 and fp16 it keeps
-fp32 masters, and imitates what has to be decided somewhere: each rank's gradient is of the model's dtype; their sum,
-made in fp32, travels in the model's dtype; micro-steps, mean and update are fp32.
+In fp32 and fp64 it joins the batches of the ranks into one.  For bf16 and fp16 it keeps fp32 masters and the engine's
+precision choices: each rank's gradient has the model's dtype; their sum is computed in fp32 and communicated in the
+model's dtype; micro-steps, mean and update are fp32.
 
-Gradients are clipped, to a norm that most steps exceed.  A norm is added up in an order that depends on the layout,
-but in float64 (zoptim.sum_of_squares), so that stages divide by the same float32, or the same 40 bits of a float64.
+Gradients are clipped to a norm that most steps exceed.  The order of a norm's sum depends on the layout, but the sum
+is float64 (zoptim.sum_of_squares), so all stages divide by the same float32, or the same 40 bits of a float64.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LOSS_SCALE = {torch.bfloat16: 1.0, torch.float16: 256.0}
 
 @functools.cache
 def curve(scenario: str, dtype: torch.dtype, world_size: int, accumulation: int) -> tuple[float, ...]:
-    """The mean loss of each step, and the loss of the last batch afterwards."""
+    """Return the mean loss of each step, and the loss of the last batch afterwards."""
     chosen = SCENARIOS[scenario]
     model = chosen.cast(chosen.model(), dtype)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks have
+    torch.set_num_threads(1)  # as on the ranks
     try:
         losses = (with_masters if dtype in LOSS_SCALE else plain)(chosen, model, world_size, accumulation)
         with torch.no_grad():
@@ -44,7 +44,7 @@ def make_optimizer(scenario: Scenario, params: list[nn.Parameter]) -> torch.opti
 
 
 def plain(scenario: Scenario, model: nn.Module, world_size: int, accumulation: int) -> list[float]:
-    """fp32 or fp64, every rank's batch joined into one."""
+    """Train in fp32 or fp64, every rank's batch joined into one."""
     params = list(model.parameters())
     optimizer = make_optimizer(scenario, params)
     curve = []
@@ -63,7 +63,7 @@ def plain(scenario: Scenario, model: nn.Module, world_size: int, accumulation: i
 
 
 def with_masters(scenario: Scenario, model: nn.Module, world_size: int, accumulation: int) -> list[float]:
-    """bf16 or fp16, with masters, accumulators and updates in fp32."""
+    """Train in bf16 or fp16, with masters, accumulators and updates in fp32."""
     params = list(model.parameters())
     masters = [nn.Parameter(param.detach().float()) for param in params]
     optimizer = make_optimizer(scenario, masters)
@@ -100,7 +100,7 @@ def _collect(params: list[nn.Parameter], summed: list[torch.Tensor | None]) -> N
 def _accumulate(
     params: list[nn.Parameter], masters: list[nn.Parameter], summed: list[torch.Tensor | None], factor: float
 ) -> None:
-    """Add what arrives of a message to the masters' gradients."""
+    """Add a received message to the masters' gradients."""
     for param, master, total in zip(params, masters, summed):
         if total is not None:
             arrived = total.to(param.dtype).float() * factor

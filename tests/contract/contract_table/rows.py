@@ -1,8 +1,8 @@
-"""The rows of the table: every way in which weights, gradients and optimizer state may be spread.
+"""Rows of the table: every placement of weights, gradients and optimizer state.
 
-To add a tier (offload to a host or a disk, shard groups, secondary shards, quantised messages), add one line to
-`ROWS`.  Everything else follows: it is trained in every scenario, world, accumulation and dtype, and held against the
-oracle, against the first row bit by bit, against the theory of messages, and against `zpartition.plan`.
+To add a tier (offload to a host or a disk, shard groups, secondary shards, quantized messages), add one line to
+`ROWS`. The tests train it in every scenario, world, accumulation and dtype, and compare it with the oracle, with the
+first row bit by bit, with the predicted messages, and with `zpartition.plan`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _ALL_SHARDED = {"stage3_unit_size": UNIT_NUMEL, "stage3_param_persistence_thresh
 
 @attrs.frozen(kw_only=True)
 class Messages:
-    """What a row sends for each bucket, labels left out."""
+    """Messages of a row for each bucket, without labels."""
 
     gradients: str = "reduce_scatter"  # the collective of each micro-step
     weights_per_step: int = 1  # gathers of each bucket after an update
-    weights_per_forward: int = 0  # gathers of each unit per micro-step, on the way to the loss
-    weights_per_backward: int = 0  # and on the way back, where autograd needs weights
+    weights_per_forward: int = 0  # gathers of each unit per micro-step, in forward
+    weights_per_backward: int = 0  # and in backward, for weights that autograd needs
     share: float = 1.0  # bytes of a step with one micro-step, in units of an all-reduce of all weights
 
 
@@ -44,14 +44,14 @@ class Row:
     name: str
     zero: Mapping[str, Any]  # the "zero_optimization" section of the config
     messages: Messages | None = None  # None: not checked
-    same_bits: bool = True  # whether results equal the first row's bit by bit (quantised messages: False)
+    same_bits: bool = True  # True: results equal the first row's bit by bit (quantized messages: False)
     tolerance: float = 0.0  # relative, on losses, beyond what the dtype allows (0 for everything exact)
-    worlds: tuple[int, ...] = (1, 2, 4)  # where it makes sense (shard groups of two: (2, 4), say)
+    worlds: tuple[int, ...] = (1, 2, 4)  # supported world sizes (shard groups of two: (2, 4), for example)
     config: Mapping[str, Any] = attrs.field(factory=dict)  # other sections of the config
-    offload: Offload | None = None  # in place of the config's, which has no host tier where the device is a CPU
+    offload: Offload | None = None  # replaces the config's, which has no host tier on a CPU
 
     def writing_to(self, folder: str) -> Row:
-        """The same row, where what belongs on a disk goes to `folder`."""
+        """Return the same row with its disk tier in `folder`."""
         moved = {
             key: {**value, "nvme_path": folder} if isinstance(value, dict) and "nvme_path" in value else value
             for key, value in self.zero.items()
@@ -64,10 +64,12 @@ def _nvme(section: str) -> dict[str, Any]:
 
 
 ROWS = (
-    Row("replicated", {"stage": 0}, REPLICATED),  # the first: what others are compared with
+    Row("replicated", {"stage": 0}, REPLICATED),  # the first: others are compared with it
     Row("stage 1", {"stage": 1}, SHARDED),
     Row("stage 2", {"stage": 2}, SHARDED),
-    Row("stage 3, defaults", {"stage": 3}, SHARDED, worlds=(1, 2)),  # models as small as these stay whole: as stage 2
+    Row(
+        "stage 3, defaults", {"stage": 3}, SHARDED, worlds=(1, 2)
+    ),  # models as small as these stay whole, as at stage 2
     Row("stage 3, kept", {"stage": 3, **_ALL_SHARDED}, KEPT, worlds=(2,)),
     Row("stage 3, strict", {"stage": 3, **_ALL_SHARDED, "stage3_max_live_parameters": 0}, REGATHERED),
     Row("hybrid", {"stage": 3, **_ALL_SHARDED, "shard_group_size": 2}, same_bits=False, worlds=(4,)),

@@ -24,7 +24,7 @@ from contract_table.rows import BUCKET_NUMEL, Row
 from contract_table.scenarios import NUM_STEPS, SCENARIOS, Incident, Scenario, batches, last_batch
 
 DTYPES = {
-    torch.float64: {},  # the model's, of which the config says nothing
+    torch.float64: {},  # the model's own; the config sets none
     torch.float32: {},
     torch.bfloat16: {"bf16": {"enabled": True}},
     torch.float16: {"fp16": {"enabled": True, "loss_scale": 256.0}},
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def combination(self) -> tuple[str, torch.dtype, int]:
-        """What rows are compared under."""
+        """Settings under which rows are compared."""
         return self.scenario, self.dtype, self.accumulation
 
     def __str__(self) -> str:
@@ -51,9 +51,9 @@ class Case:
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """What one rank saw of a case."""
+    """Results of a case on one rank."""
 
-    losses: tuple[float, ...]  # this rank's of each step, and of the last batch
+    losses: tuple[float, ...]  # this rank's losses of each step, and of the last batch
     weights: str  # digest of the final state dict
     sent: tuple[tuple[str, str, int], ...]  # (collective, label, bytes) of the last step, in order
     buckets: tuple[tuple[int, int, str], ...]  # (index, bytes of the weights, unit or "") of each bucket
@@ -64,26 +64,26 @@ class Outcome:
 
 
 def run_cases(cases: list[Case]) -> list[Outcome | str]:
-    """The outcome of each case; for one that fails its error, and nothing for those that come after."""
+    """Return the outcome of each case up to the first that fails, and the error of that one."""
     outcomes: list[Outcome | str] = []
     for case in cases:
         try:
             outcomes.append(run_case(case))
         except (Exception, pytest.fail.Exception) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
-            break  # what a failed run leaves behind is another test's subject
+            break  # recovery from a failed run has tests of its own
     return outcomes
 
 
 def run_case(case: Case) -> Outcome:
-    """Train, evaluate, look; what goes to a disk goes to a folder that is gone afterwards."""
+    """Train and evaluate, with the disk tier in a temporary folder; return the outcome."""
     with tempfile.TemporaryDirectory() as own:
         folder = zcomm.all_gather_object(own)[0]
         outcome = _run_case(attrs.evolve(case, row=case.row.writing_to(folder)))
         zcomm.barrier()
         left = sorted(path.name for path in Path(folder).iterdir())
         assert not left, f"left on disk: {left}"
-        zcomm.barrier()  # the folder may go
+        zcomm.barrier()  # the folder can be removed
         return outcome
 
 
@@ -130,7 +130,7 @@ def _run_case(case: Case) -> Outcome:
 
 
 def _offloading(offload: zpartition.Offload | None) -> AbstractContextManager[object]:
-    """Inside, engines are made with `offload` in the place of what their configs say."""
+    """Make engines with `offload` instead of their configs' offload, inside the block."""
     if offload is None:
         return nullcontext()
     place = importlib.import_module("zengine.initialize")
@@ -157,7 +157,7 @@ def _config(case: Case, scenario: Scenario) -> dict[str, Any]:
 
 
 def _step(engine: zengine.Engine, scenario: Scenario, data: torch.Tensor, step: int) -> float:
-    """One step of this rank, with what goes wrong on the way; its mean loss."""
+    """Run one step of this rank, with its incidents; return its mean loss."""
     incident = scenario.incident(step)
     total = 0.0
     done = 0

@@ -1,7 +1,7 @@
-"""What a run may do: a model, the losses of a micro-step, and incidents on the way.
+"""Scenarios of training: a model, the losses of a micro-step, and incidents.
 
-A scenario is used twice: by the oracle with a plain module and by a rank with the engine.  Both call `prepare` before
-each step and `losses` for each micro-step; only ranks meet `Incident`s, which must leave no trace.
+The oracle uses a scenario with a plain module, the ranks use it with the engine.  Both call `prepare` before each
+step and `losses` for each micro-step; only ranks have `Incident`s, which must leave no trace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_STEPS = 4
 VOCABULARY, WIDTH, BATCH, LENGTH = 13, 16, 4, 7
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-# Four steps of Adam cannot tell a wrong factor of the gradient; momentum can.
+# Four steps of Adam do not detect a wrong factor of the gradient; momentum does.
 MOMENTUM = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}}
 
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A small language model; `forward` gives the mean loss of a batch of tokens (batch, length + 1)."""
+    """A small language model; `forward` returns the mean loss of tokens (batch, length + 1)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Net(nn.Module):
 
 
 class Checkpointed(Net):
-    """Blocks are run again in backward."""
+    """Recomputes blocks in backward."""
 
     use_reentrant = False
 
@@ -73,7 +73,7 @@ class CheckpointedReentrantly(Checkpointed):
 
 
 class Skipping(Net):
-    """The second block is left out on demand; a module is never used."""
+    """Skips the second block on demand, and never uses one module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,11 +84,11 @@ class Skipping(Net):
 
 
 class Buffered(Net):
-    """A norm with statistics, which rest, and a sum that bf16 cannot make: each step adds its share of 100.3."""
+    """Frozen running statistics, and a sum that bf16 cannot represent: each step adds its share of 100.3."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.statistics = nn.BatchNorm1d(WIDTH).eval()  # one process sees other batches than ranks do
+        self.statistics = nn.BatchNorm1d(WIDTH).eval()  # one process has other batches than the ranks
         self.statistics.running_mean.fill_(0.1003)
         self.register_buffer("level", torch.zeros(()))
         self.last = -1  # step that was added
@@ -103,55 +103,55 @@ class Buffered(Net):
 
 
 class Scenario:
-    """The plain one; others override what they do differently."""
+    """The plain scenario; subclasses override single methods."""
 
     name = "plain"
     optimizer: dict[str, Any] = ADAMW
     num_losses = 1  # of a micro-step
-    is_complete = True  # whether every parameter that is trained gets a gradient in every step
-    is_planned = True  # whether what is trained was known before the first step
+    is_complete = True  # True: every trained parameter gets a gradient in every step
+    is_planned = True  # True: the trained parameters are known before the first step
 
     def model(self) -> nn.Module:
         return Net()
 
     def cast(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
-        """As an engine casts the model."""
+        """Cast the model as the engine does."""
         return model.to(dtype)
 
     def prepare(self, model: nn.Module, step: int) -> None:
-        """Before the first micro-step of `step`."""
+        """Run before the first micro-step of `step`."""
 
     def losses(self, run: nn.Module, tokens: torch.Tensor, step: int) -> Iterator[tuple[torch.Tensor, bool]]:
-        """The losses of one micro-step, each with whether its graph is needed again.  `run`: module or engine."""
+        """Yield (loss, True if its graph is needed again) of one micro-step.  `run`: module or engine."""
         yield run(tokens), False
 
     def end_micro_step(self, engine: zengine.Engine) -> None:
-        """After the backwards of a micro-step, on ranks only."""
+        """Run after the backwards of a micro-step, on ranks only."""
         engine.step()
 
     def incident(self, step: int) -> Incident:
-        """What goes wrong in `step`, on ranks only."""
+        """Return the failure of `step`, on ranks only."""
         return Incident()
 
     def before(self, engine: Any, step: int) -> None:
-        """What ranks try before `step`, which must leave no trace."""
+        """Run on ranks before `step`; must leave no trace."""
 
 
 @attrs.frozen
 class Incident:
-    """Nothing goes wrong.  Others raise during the last micro-step of a step."""
+    """No failure.  Subclasses raise during the last micro-step of a step."""
 
     error: type[Exception] | None = None
     match: str = ""
-    restarts: bool = True  # whether the step has to begin again, or only the micro-step
+    restarts: bool = True  # True: the step is repeated; False: the micro-step
 
     def armed(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Inside, the failure happens."""
+        """Raise the failure inside the block."""
         return nullcontext()
 
 
 class Unused(Scenario):
-    """A block that rests in every other step, and a module that nobody uses: both stay as they are meanwhile."""
+    """A block unused in every other step, and a module never used; unused weights do not change."""
 
     name = "unused"
     is_complete = False
@@ -179,7 +179,7 @@ class Tied(Scenario):
 
 
 class Frozen(Scenario):
-    """A whole block, and a part of another."""
+    """A frozen block, and a frozen part of another."""
 
     name = "frozen"
 
@@ -191,7 +191,7 @@ class Frozen(Scenario):
 
 
 class Toggled(Scenario):
-    """A block is frozen for two steps and goes on afterwards."""
+    """A block is frozen for two steps and trained afterwards."""
 
     name = "toggled"
     is_complete = False
@@ -214,7 +214,7 @@ class Several(Scenario):
 
 
 class TorchStyle(Scenario):
-    """The optimizer's own methods in place of the engine's step."""
+    """The optimizer's own methods instead of the engine's step."""
 
     name = "torch style"
 
@@ -239,7 +239,7 @@ class WithReentrantCheckpoints(Scenario):
 
 
 class Exceptions(Scenario):
-    """A forward that fails is tried again; after a backward that fails the step is."""
+    """Repeats the forward after a failed forward, and the step after a failed backward."""
 
     name = "exceptions"
 
@@ -248,7 +248,7 @@ class Exceptions(Scenario):
 
 
 class UnfrozenLater(Frozen):
-    """Two parts of the model are trained from a later step on; masters and states for them are made then."""
+    """Two parts of the model are unfrozen later; masters and states are made then."""
 
     name = "unfrozen later"
     is_planned = False
@@ -261,10 +261,10 @@ class UnfrozenLater(Frozen):
 
 
 class RefusedLoad(Scenario):
-    """Loads of a checkpoint that is damaged, and of one that says what cannot be."""
+    """Rejected loads of a damaged checkpoint, and of one with an impossible counter."""
 
     name = "refused load"
-    is_planned = False  # to be saved, states that are on disk pass through a buffer more
+    is_planned = False  # saving states from disk needs one more buffer
 
     def before(self, engine: Any, step: int) -> None:
         if step == 2:
@@ -272,7 +272,7 @@ class RefusedLoad(Scenario):
 
 
 class Buffers(Scenario):
-    """Buffers stay wide where weights become narrow, and the weights of a norm with statistics beside them."""
+    """Buffers, and weights of norms with running statistics, stay float32 in narrow models."""
 
     name = "buffers"
 
@@ -360,5 +360,5 @@ def batches(world_size: int, accumulation: int) -> torch.Tensor:
 
 
 def last_batch() -> torch.Tensor:
-    """What is evaluated after the last step, so that its update counts too."""
+    """Return the batch evaluated after the last step, which shows its update."""
     return (torch.arange(BATCH).unsqueeze(1) + 3 * torch.arange(LENGTH)) % VOCABULARY

@@ -27,12 +27,12 @@ def of_weights(sent: Iterable[Sent]) -> list[Sent]:
 
 
 def expected_gradients(outcome: Outcome, messages: Messages) -> Counter[Sent]:
-    """What one micro-step sends."""
+    """Return the messages of one micro-step."""
     return Counter((messages.gradients, f"gradients[{index}]", size) for index, size, _ in outcome.buckets)
 
 
 def expected_weights(outcome: Outcome, messages: Messages, accumulation: int) -> Counter[Sent]:
-    """What a step gathers."""
+    """Return the all-gathers of a step."""
     found: Counter[Sent] = Counter()
     for index, size, unit in outcome.buckets:
         if not unit:
@@ -45,7 +45,7 @@ def expected_weights(outcome: Outcome, messages: Messages, accumulation: int) ->
 
 
 def of_an_all_reduce(outcome: Outcome) -> tuple[float, float]:
-    """Bytes through a rank in a step, in units of one all-reduce of all weights; and what backward does not need."""
+    """Return a rank's bytes per step, in units of one all-reduce of all weights, and those that backward saves."""
     total = 2 * sum(size for _, size, _ in outcome.buckets)
     sent = [*of_gradients(outcome.sent), *of_weights(outcome.sent)]
     moved = sum((2 if op == "all_reduce" else 1) * size for op, _, size in sent)

@@ -17,9 +17,8 @@ from zcomm.collectives.block_codes import BlockCode
 from zcomm.collectives.handles import DONE, CollectiveFailed, Handle, after
 from zcomm.collectives.objects import all_gather_object
 from zcomm.collectives.quantized import all_gather_quantized, reduce_scatter_quantized
-from zcomm.collectives.ragged import all_to_all_ragged_rows, all_to_all_v, return_ragged_rows
+from zcomm.collectives.ragged import all_to_all_ragged_rows, all_to_all_v, gather_rows, return_ragged_rows
 from zcomm.collectives.shared_tensors import shared_empty
-from zcomm.collectives.sparse import gather_rows
 from zcomm.collectives.trace import Record, traced
 from zcomm.collectives.verbs import (
     all_gather,

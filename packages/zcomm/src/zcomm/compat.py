@@ -7,9 +7,9 @@ and a test fails when a new torch moves it.
 
 [Note: group names]  The members of a group that not all ranks make find each other by its name.  torch makes the name
 from the ranks and the number of groups that the process has made before, so members that differ in the latter wait
-forever: a stage with two groups of its own, say, and one with three.  Here the name is made from the ranks and the
-number of earlier groups of the same ranks, counted in the store; no rank begins the next such group before all have
-joined this one.
+forever, for example a pipeline stage with two groups of its own and one with three.  Here the name is made from the
+ranks and the number of earlier groups of the same ranks, counted in the store; no rank begins the next such group
+before all have joined this one.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def close_group(group: Any, rank: int) -> None:
             group.abort()
 
 
-_UNUSED_TAG = 1_000_003  # of no message
+_UNUSED_TAG = 1_000_003  # no message has it
 
 
 def _options(name: str) -> Any:

@@ -39,7 +39,7 @@ def test_every_rank_receives_its_slices_by_source(
 
 
 def rank_sends_one_slice(hosts: str) -> tuple[str, int, list[int]]:
-    """Rank 0 sends much to rank 1 and nobody anything else: what this rank gets, and the bytes that Gloo is given."""
+    """Send a long slice from rank 0 to rank 1 only; return this rank's slice and the bytes passed to Gloo."""
     os.environ["ZCOMM_HOST"] = hosts[dist.get_rank()]
     numels = [[0, 1000, 0, 0]] + [[0] * 4] * 3
     sent, real = [], dist.all_to_all_single

@@ -1,4 +1,4 @@
-"""Blocks of 8 and 4 bits: how far a decoded element may be from what was encoded."""
+"""Block codes of 8 and 4 bits: the error of decoded elements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _decoded(code: BlockCode, values: torch.Tensor, dtype: torch.dtype = torch.f
 
 
 def _bound(code: BlockCode, values: torch.Tensor) -> torch.Tensor:
-    """The most that each element may be off: a share of its block's largest magnitude, and float32 rounding."""
+    """Return each element's error bound: a fraction of its block's largest magnitude, and float32 rounding."""
     numel = values.numel()
     padded = torch.nn.functional.pad(values.double(), (0, -numel % code.block)).view(-1, code.block)
     largest = padded.abs().amax(dim=1, keepdim=True).expand_as(padded).reshape(-1)[:numel]

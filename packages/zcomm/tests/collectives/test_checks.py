@@ -1,4 +1,4 @@
-"""checks: what fits and what does not, without any group."""
+"""Argument checks, without a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handles: lives of tensors, times, errors."""
+"""Handles: lifetime of tensors, times, errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zcomm.hangs.fingerprint import Call
 
 
 class FakeWork:
-    """A Work whose wait does what the test says."""
+    """A Work with a wait given by the test."""
 
     def __init__(self, on_wait: Callable[[], None] = lambda: None) -> None:
         self.on_wait = on_wait
@@ -89,7 +89,7 @@ def test_a_stream_that_waits_leaves_an_event_on_each_side_of_the_wait(monkeypatc
     monkeypatch.setattr(handles.trace, "stream_event", stream_event)
     work = FakeWork(lambda: done.append("wait"))
     start(call_on(torch.zeros(1)), lambda: work, (), async_op=False)
-    assert done == ["wait"]  # nobody traces, so nothing is recorded
+    assert done == ["wait"]  # no trace is open, so nothing is recorded
     with zcomm.traced([]) as log:
         start(call_on(torch.zeros(1)), lambda: work, (), async_op=False)
     assert done[1:] == ["event 1", "wait", "event 3"]
@@ -176,7 +176,7 @@ def test_what_comes_after_may_be_another_message() -> None:
 
 
 class Helped(FakeWork):
-    """A work that is over at the third time it is helped; says for how long that was asked each time."""
+    """A work that ends at the third call of `help_for`; records the requested times."""
 
     def __init__(self) -> None:
         super().__init__()

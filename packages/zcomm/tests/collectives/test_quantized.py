@@ -1,4 +1,4 @@
-"""Gathering and reducing in few bits, against the exact collectives."""
+"""Quantized collectives, against the exact ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_gather_decodes_what_every_rank_has_encoded(world_size: int) -> None:
 
 
 def _bound(parts: list[torch.Tensor], code: BlockCode) -> torch.Tensor:
-    """Of a sum of contributions that were encoded once: the sum of the bounds of their blocks."""
+    """Return the error bound of a sum of encoded addends: the sum of their blocks' bounds."""
     total = torch.zeros(parts[0].numel())
     for part in parts:
         padded = torch.nn.functional.pad(part, (0, -part.numel() % code.block)).view(-1, code.block)

@@ -1,4 +1,4 @@
-"""Rows in runs of any length, delivered by key, through shared memory and over Gloo."""
+"""Ragged rows delivered by key, through shared memory and over Gloo; sparse rows gathered by every rank."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def named_rows(counts: Sequence[Sequence[Sequence[int]]], width: int, dtype: tor
     return [[[rows(count).to(dtype) for count in runs] for runs in row] for row in counts]
 
 
-def rank_trades(transport: str) -> None:
-    """The rows of COUNTS, and of random tables with rows that take many chunks, there and back."""
+def rank_exchanges_rows(transport: str) -> None:
+    """Send the rows of COUNTS, and of random tables with many chunks, and return them."""
     rank, size = zcomm.group_rank(), zcomm.group_size()
     draw = random.Random(7)
     tables = [(COUNTS, 1), (COUNTS, 5)]
@@ -60,7 +60,7 @@ def test_rows_arrive_by_key_and_go_back_where_they_were(
     if choice == "shared" and native.unavailable_reason():
         pytest.skip(native.unavailable_reason())
     monkeypatch.setenv("ZCOMM_TRANSPORT", choice)
-    run_ranks(rank_trades, 3, transport)
+    run_ranks(rank_exchanges_rows, 3, transport)
 
 
 def rank_has_another_table() -> None:
@@ -78,8 +78,8 @@ def test_ranks_with_different_tables_raise() -> None:
 
 def test_alone_rows_are_a_copy_of_their_own() -> None:
     given = torch.arange(6.0).view(3, 2)
-    for trade in (zcomm.all_to_all_ragged_rows, zcomm.return_ragged_rows):
-        found = trade(given, [[[1, 2]]])
+    for collective in (zcomm.all_to_all_ragged_rows, zcomm.return_ragged_rows):
+        found = collective(given, [[[1, 2]]])
         assert found.equal(given)
         assert found.data_ptr() != given.data_ptr()
 
@@ -95,6 +95,29 @@ def test_mismatched_arguments_are_rejected_by_name() -> None:
         ValueError, match=r"return_ragged_rows: input has shape \[3, 1\]; rank 0 sends \[\[4\]\] rows, so it "
     ):
         zcomm.return_ragged_rows(torch.zeros(3, 1), [[[4]]])
-    for trade in (zcomm.all_to_all_ragged_rows, zcomm.return_ragged_rows):
+    for collective in (zcomm.all_to_all_ragged_rows, zcomm.return_ragged_rows):
         with pytest.raises(ValueError, match=r"_rows 'rows': a count is -1; counts must be 0 or more"):
-            trade(torch.zeros(2, 1), [[[-1, 3]]], label="rows")
+            collective(torch.zeros(2, 1), [[[-1, 3]]], label="rows")
+
+
+def rank_gathers_rows(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    rank = zcomm.group_rank()
+    indices = torch.arange(2 * rank)  # none on rank 0
+    return zcomm.gather_rows(indices, torch.full((2 * rank, 3), float(rank), dtype=dtype), label="rows")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_rank_gets_all_rows_in_the_order_of_the_ranks(world_size: int, dtype: torch.dtype) -> None:
+    for found in run_ranks(rank_gathers_rows, world_size, dtype):
+        assert len(found) == world_size
+        for rank, (indices, values) in enumerate(found):
+            assert indices.tolist() == list(range(2 * rank))
+            assert torch.equal(values, torch.full((2 * rank, 3), float(rank), dtype=dtype))
+
+
+def test_rows_that_do_not_fit_together_are_rejected() -> None:
+    with pytest.raises(
+        ValueError, match=r"gather_rows\('x'\): indices are torch.int64 of shape \[2\], values .* \[3, 4\]"
+    ):
+        zcomm.gather_rows(torch.arange(2), torch.zeros(3, 4), label="x")

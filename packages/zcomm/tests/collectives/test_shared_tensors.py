@@ -117,7 +117,7 @@ def test_over_gloo_it_is_an_ordinary_tensor() -> None:
 
 
 def rank_loses_one_of_two() -> None:
-    """A tensor that is dead on one rank is no longer used in place on the other; the sum is right all the same."""
+    """Free a shared tensor on one rank; the other's is still summed correctly, with copies."""
     first, second = zcomm.shared_empty(100_000), zcomm.shared_empty(100_000)
     if zcomm.group_rank() == 1:
         del first

@@ -1,4 +1,4 @@
-"""Traces: who receives what, in which order, on which thread."""
+"""Traces: records, their order, and threads."""
 
 from __future__ import annotations
 

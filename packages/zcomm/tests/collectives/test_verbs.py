@@ -1,4 +1,4 @@
-"""The verbs on one, two and four ranks against what they mean."""
+"""Collectives on one, two and four ranks against their definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Degrees, who is where, and groups on real ranks."""
+"""Degrees, layouts of ranks, and groups on real ranks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_groups_come_from_degrees_a_mesh_or_an_mpu() -> None:
             tensor, data = (1.0 if rank < 2 else 5.0), (2.0 if rank % 2 == 0 else 4.0)
             assert found == {way: [tensor, data, data] for way in ("degrees", "mesh", "mpu")}
     finally:
-        end_ranks()  # torch keeps meshes for ever
+        end_ranks()  # torch never frees meshes
 
 
 def test_alone_there_are_no_groups() -> None:

@@ -1,4 +1,4 @@
-"""Groups made of the ranks of another: twins, runs and their mates."""
+"""Derived groups: duplicate, consecutive and strided ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_consecutive_and_strided_groups_cut_a_group_both_ways() -> None:
 
 
 def _orders() -> list[list[int]]:
-    """The ranks of twins, runs and mates of groups whose ranks do not ascend."""
+    """Return the ranks of derived groups of groups whose ranks do not ascend."""
     rank = dist.get_rank()
     everyone = dist.new_group([3, 1, 0, 2], sort_ranks=False)
     made = [zcomm.duplicate_group(everyone), zcomm.consecutive_group(2, everyone), zcomm.strided_group(2, everyone)]

@@ -15,15 +15,15 @@ from zcomm.groups.launch import Launch
 
 
 @pytest.fixture
-def stranger() -> Iterator[int]:
-    """The port of somebody who accepts connections and never says a word."""
+def mute_server() -> Iterator[int]:
+    """Port of a server that accepts connections and sends nothing."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         yield int(listener.getsockname()[1])
     for thread in threading.enumerate():
         if thread.name == "zcomm-rendezvous":
-            thread.join(20)  # the client ends now that the stranger is gone
+            thread.join(20)  # the client ends with the server
 
 
 @pytest.fixture
@@ -46,17 +46,17 @@ def test_a_rank_whose_peer_never_comes_names_address_port_world_size_and_timeout
     assert not dist.is_initialized()
 
 
-def test_a_port_that_is_taken_is_reported_on_rank_0(stranger: int) -> None:
-    with pytest.raises(zcomm.RendezvousFailed, match=rf"127\.0\.0\.1:{stranger} .*address already in use"):
-        join(0, stranger)
+def test_a_port_that_is_taken_is_reported_on_rank_0(mute_server: int) -> None:
+    with pytest.raises(zcomm.RendezvousFailed, match=rf"127\.0\.0\.1:{mute_server} .*address already in use"):
+        join(0, mute_server)
 
 
-def test_a_mute_stranger_on_the_port_does_not_hold_a_rank_for_ever(
-    stranger: int, monkeypatch: pytest.MonkeyPatch
+def test_a_mute_server_on_the_port_does_not_block_a_rank_forever(
+    mute_server: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_MUTE_PEER_GRACE_S", 0.3)
     with pytest.raises(zcomm.RendezvousFailed, match="accepts connections there, but it is not a torch store"):
-        join(1, stranger)
+        join(1, mute_server)
 
 
 def test_slurm_users_are_pointed_to_srun() -> None:

@@ -52,9 +52,9 @@ def test_all_ranks_raise_the_first_reason_however_they_wait() -> None:
 
 
 def aborts_with_other_groups() -> tuple[str, str, str]:
-    """Errors on a rank that waits in a group whose back end nobody named; two others have been destroyed.
+    """Return errors of waits in groups made in several ways.
 
-    And one that says only afterwards that it wants its messages ended.
+    One has no named back end, two have been destroyed, and one is registered only after the abort.
     """
     groups = [dist.new_group(backend="undefined") for _ in range(4)]
     for group in groups[:3]:

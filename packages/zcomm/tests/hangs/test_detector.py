@@ -32,8 +32,8 @@ WORLDS = pytest.mark.parametrize("world_size", [2, 4])
 TRANSPORTS = pytest.mark.parametrize("transport", ["gloo", "auto"])
 
 
-def impatient_group(limit_s: float = 2.0) -> dist.ProcessGroup:
-    """A group of all ranks that gives up soon, used once so that set-up is behind it."""
+def short_limit_group(limit_s: float = 2.0) -> dist.ProcessGroup:
+    """Make a group of all ranks with a short time limit, and use it once to set it up."""
     group = dist.new_group(timeout=timedelta(seconds=limit_s))
     zcomm.all_reduce(torch.zeros(4), group, label="first")
     return group
@@ -46,7 +46,7 @@ def failure_of(collective: Callable[[], Any]) -> str:
 
 
 def fetch_data() -> None:
-    """Stay in the program until the others have given up."""
+    """Stay in the program until the others have timed out."""
     deadline_s = time.monotonic() + 20
     while not detector.is_aborted() and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -62,7 +62,7 @@ def findings(message: str) -> list[str]:
 
 
 def rank_skips() -> str:
-    group = impatient_group()
+    group = short_limit_group()
     with zcomm.context("step 12"):
         if dist.get_rank() == 1:
             fetch_data()
@@ -90,7 +90,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_line_on_every_rank(
 
 
 def rank_calls_another() -> str:
-    group, rank, size = impatient_group(), dist.get_rank(), dist.get_world_size()
+    group, rank, size = short_limit_group(), dist.get_rank(), dist.get_world_size()
     if rank == 1:
         whole = torch.zeros(2 * size)
         return failure_of(lambda: zcomm.all_gather(whole, torch.zeros(2), group, label="unit blocks.4"))
@@ -114,7 +114,7 @@ def test_a_rank_that_calls_another_collective_is_named_with_both(
 
 
 def rank_dies() -> None:
-    group = impatient_group()
+    group = short_limit_group()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     zcomm.all_reduce(torch.zeros(4), group, label="x")
@@ -134,7 +134,7 @@ def test_a_rank_that_died_is_reported_as_gone(
 
 
 def rank_stops() -> str:
-    group = impatient_group()
+    group = short_limit_group()
     pids = zcomm.all_gather_object(os.getpid())
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -163,7 +163,7 @@ def rank_is_stuck_elsewhere() -> str:
 
 
 @TRANSPORTS
-def test_the_chain_is_followed_and_ranks_that_wait_elsewhere_are_set_free(
+def test_the_chain_of_waits_is_followed_and_ranks_in_other_groups_fail_too(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZCOMM_TRANSPORT", transport)
@@ -181,7 +181,7 @@ def test_the_chain_is_followed_and_ranks_that_wait_elsewhere_are_set_free(
 def rank_has_no_store() -> str:
     original, compat.default_store = compat.default_store, lambda: None
     try:
-        group = impatient_group()
+        group = short_limit_group()
         if dist.get_rank() == 1:
             time.sleep(3)
             return ""
@@ -226,14 +226,14 @@ import os, sys, torch, zcomm
 with zcomm.init(device="cpu", timeout_s=3) as world:
     zcomm.barrier()
     with zcomm.context("step 7"):
-        if world.rank == 0 or sys.argv[1] == "nobody skips":
+        if world.rank == 0 or sys.argv[1] == "no rank skips":
             zcomm.all_reduce(torch.ones(3), label="loss")
         zcomm.broadcast(torch.ones(3), label="weights")
 """
 
 
 @TRANSPORTS
-@pytest.mark.parametrize(("argument", "codes"), [("rank 1 skips", [1, 1]), ("nobody skips", [0, 0])])
+@pytest.mark.parametrize(("argument", "codes"), [("rank 1 skips", [1, 1]), ("no rank skips", [0, 0])])
 def test_all_processes_of_a_job_end_with_the_same_error(
     argument: str, codes: list[int], transport: str, tmp_path: Path
 ) -> None:
@@ -357,7 +357,7 @@ def test_a_failure_does_not_change() -> None:
 
 
 def leaves_while_its_program_runs_on() -> bool:
-    """True if a rank that leaves in peace reads the frames of its main thread, which runs on."""
+    """Return True if a rank that closes its world reads the frames of its running main thread."""
     looked = []
     real = detector.position
     detector.position = lambda frame: looked.append(frame) or real(frame)
@@ -369,5 +369,5 @@ def leaves_while_its_program_runs_on() -> bool:
     return bool(looked)
 
 
-def test_a_rank_that_leaves_in_peace_reads_no_frames_of_a_running_thread() -> None:
+def test_a_rank_that_closes_its_world_reads_no_frames_of_a_running_thread() -> None:
     assert run_ranks(leaves_while_its_program_runs_on, 2) == [False, False]

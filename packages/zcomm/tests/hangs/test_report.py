@@ -1,4 +1,4 @@
-"""Reports: what travels, and what comes back."""
+"""Reports as JSON."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from zcomm.hangs import side_channel
 from zcomm.hangs.report import Answer, Report
 from zcomm.hangs.side_channel import SideChannel
+from zcomm.hosts import has_ended, process_identity, start_time
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -42,7 +42,7 @@ def test_the_first_to_call_decides_and_all_see_the_call(store: dist.Store) -> No
     assert not second.request_reports()
 
 
-def test_reports_and_the_verdict_arrive(store: dist.Store) -> None:
+def test_reports_and_the_diagnosis_arrive(store: dist.Store) -> None:
     ends = [SideChannel.open(store, rank, 2) for rank in range(2)]
     for end in ends:
         end.publish(report_of(end.rank))
@@ -66,7 +66,7 @@ def test_rank_0_stays_until_all_ranks_that_reported_have_the_diagnosis(store: di
     ends[1].drain(60.0)  # only rank 0 stays
 
 
-def test_a_verdict_that_does_not_come_is_empty(store: dist.Store) -> None:
+def test_a_diagnosis_that_does_not_come_is_empty(store: dist.Store) -> None:
     assert SideChannel.open(store, 0, 2).await_diagnosis(0.0) == ""
 
 
@@ -82,19 +82,12 @@ def test_a_rank_that_does_not_answer_differs_from_one_that_never_came(store: dis
 def test_a_process_that_ended_is_not_waited_for(store: dist.Store, sleeper: subprocess.Popen[bytes]) -> None:
     asking, other = SideChannel.open(store, 0, 2), SideChannel.open(store, 1, 2)
     asking.publish(report_of(0))
-    presence = side_channel._presence() | {"pid": sleeper.pid, "started": side_channel._started(sleeper.pid)}
-    other.store.set(other._key("here/1"), json.dumps(presence))
-    assert not side_channel._is_gone(presence)
+    identity = process_identity() | {"pid": sleeper.pid, "started": start_time(sleeper.pid)}
+    other.store.set(other._key("here/1"), json.dumps(identity))
+    assert not has_ended(identity)
     sleeper.kill()
     found = asking.collect(60.0)  # the test's own limit is shorter
     assert (found[1].answer, found[1].note) == (Answer.GONE, f"process {sleeper.pid} of this host")
-
-
-def test_a_process_of_another_host_or_another_life_is_judged_by_what_can_be_known() -> None:
-    mine = side_channel._presence()
-    assert not side_channel._is_gone(mine)
-    assert not side_channel._is_gone(mine | {"host": "elsewhere", "started": "0"}), "it cannot be seen from here"
-    assert side_channel._is_gone(mine | {"started": "1"}), "the number belongs to a later process"
 
 
 def test_a_store_that_outlives_a_world_does_not_mix_the_calls_of_two(store: dist.Store) -> None:

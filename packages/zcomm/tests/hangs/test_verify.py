@@ -1,4 +1,4 @@
-"""Verify mode: mistakes that the back end does not see raise before data moves."""
+"""Verify mode: mistakes that the back end does not detect raise before data moves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def verify_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failure_of_a_sum(value: float, op: str, label: str) -> str:
-    """The message and, after it, what became of the tensor."""
+    """Return the error message and the tensor afterwards."""
     tensor = torch.tensor([value])
     with pytest.raises(zcomm.CollectiveFailed) as caught:
         zcomm.all_reduce(tensor, op=op, label=label)

@@ -1,4 +1,4 @@
-"""Failures of shared-memory groups in words."""
+"""Error messages of shared-memory groups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import attrs
 import pytest
 
 from zcomm.shared.failure import CallSignature, FailureKind, FailureReport, describe
-from zcomm.shared.names import OPS
+from zcomm.shared.native import OPS
 
 DIED = FailureReport(FailureKind.DIED, rank=1, reporter=0, ticket=7, seconds=0.1, label="grad_bucket[3]")
 REDUCE = CallSignature(OPS.index("all_reduce"), 0, 0, 0, 100, "grad_bucket[3]")

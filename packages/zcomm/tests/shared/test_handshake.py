@@ -1,4 +1,4 @@
-"""The ranks find out together whether shared memory will do."""
+"""Handshake: the ranks decide together whether to use shared memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FINE = Presence("auto", "host", 100, "", Offer(100, 3, "00", 4096))
         (attrs.evolve(FINE, host="other"), "each of its 2 ranks is on a host of its own"),
     ],
 )
-def test_the_verdict_names_the_rank_that_speaks_against_it(second: Presence, reason: str) -> None:
+def test_the_decision_names_the_rank_that_prevents_it(second: Presence, reason: str) -> None:
     assert obstacle_of([FINE, second]) == reason
 
 
@@ -81,7 +81,7 @@ def rank_one_fails(how: str) -> tuple[str, str, float, list[str]]:
 
 
 def break_here(how: str) -> None:
-    """Let this rank alone be unable to share memory."""
+    """Make this rank alone unable to share memory."""
 
     def reject(*_: object, **__: object) -> None:
         raise OSError(f"no {how} today")
@@ -134,7 +134,7 @@ def rank_insists() -> str:
     os.environ["ZCOMM_HOST"] = str(zcomm.group_rank())
     with pytest.raises(zcomm.CollectiveFailed) as caught:
         zcomm.all_reduce(torch.ones(1), label="first")
-    with pytest.raises(handshake.TransportRefused):
+    with pytest.raises(handshake.TransportUnavailable):
         registry.transport_of(None)
     assert zcomm.transport() == "none"
     return str(caught.value)

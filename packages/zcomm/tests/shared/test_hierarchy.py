@@ -1,4 +1,4 @@
-"""A group in two levels: handles, lives, and failures that reach every rank of every host."""
+"""Two-level groups: handles, lifetimes, and failures on every rank of every host."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_fifty_groups_leave_no_descriptor_no_thread_and_no_mapping() -> None:
 
 
 def rank_closes_in_the_middle() -> str:
-    """Rank 0 leaves while its collective is under way; nobody waits for the time limit."""
+    """Close rank 0 during a collective; no rank waits for the time limit."""
     on_hosts()
     group = dist.new_group(timeout=LONG)
     zcomm.barrier(group)
@@ -289,7 +289,7 @@ def rank_does_not_come() -> str:
 
 def test_a_rank_that_does_not_come_in_time_ends_the_waits_of_all() -> None:
     texts = run_ranks(rank_does_not_come, 4)
-    first = ("for rank 3 (process ", "between hosts, with rank 3")  # which level is first to lose patience
+    first = ("for rank 3 (process ", "between hosts, with rank 3")  # either level may time out first
     assert any(sign in text for text in texts[1:3] for sign in first)
 
 
@@ -350,7 +350,7 @@ def test_a_wait_can_be_interrupted_and_a_forked_child_is_rejected() -> None:
 
 
 def rank_0_cannot_join(how: str) -> tuple[str, str, float]:
-    """One rank alone: its peers, on this host and on the other, do not wait for the time limit of the group."""
+    """Make one rank unable to join; its peers on both hosts do not wait for the group's time limit."""
     from zcomm.shared.network import Network
     from zcomm.shared.segment import Offer
 

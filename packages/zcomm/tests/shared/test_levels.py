@@ -1,4 +1,4 @@
-"""Every collective in two levels, on simulated hosts, against an oracle that adds in the order that is documented."""
+"""Two-level collectives on simulated hosts, against an oracle that adds in the documented order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Loading the extension of the shared-memory transport."""
+"""The extension of the shared-memory transport: its loader, its numbers, its arithmetic."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from zcomm.shared import native
-from zcomm.shared.names import DTYPES, REDUCTIONS
+from zcomm.shared.native import DTYPES, REDUCTIONS
 
 needs_extension = pytest.mark.skipif(bool(native.unavailable_reason()), reason=native.unavailable_reason())
 
@@ -53,6 +54,40 @@ def test_an_extension_that_does_not_load_is_a_reason_too(reloaded: None, monkeyp
 def test_other_systems_get_a_reason(reloaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.sys, "platform", "darwin")
     assert native.unavailable_reason() == "it requires Linux, and this is darwin"
+
+
+HEADER = Path(native.__file__).parent.parent / "csrc" / "zs_api.h"
+
+
+def enumerated(first: str) -> list[str]:
+    """The names of the C enumeration that begins with `first`, in its order."""
+    found = re.search(rf"enum {{ ({first}[^}}]*) }}", HEADER.read_text())
+    assert found is not None
+    return found.group(1).replace("ZS_", "").lower().split(", ")
+
+
+def test_operations_and_reductions_are_numbered_as_in_c() -> None:
+    assert enumerated("ZS_ALL_REDUCE") == list(native.OPS)
+    assert enumerated("ZS_SUM")[:-1] == list(native.REDUCTIONS)
+
+
+def test_dtypes_that_can_be_reduced_are_numbered_as_in_c() -> None:
+    codes = enumerated("ZS_FLOAT32")
+    assert codes.pop() == "reducible"
+    assert [native.dtype_name(code) for code in range(native.NUM_REDUCIBLE)] == codes
+
+
+@needs_extension
+def test_c_counts_as_many_reducible_dtypes() -> None:
+    assert native.library().lib.zs_num_reducible() == native.NUM_REDUCIBLE
+
+
+def test_a_dtype_can_be_moved_but_not_reduced_or_neither() -> None:
+    assert native.is_supported(torch.float32, reduced=True)
+    assert native.is_supported(torch.int16, reduced=False)
+    assert not native.is_supported(torch.int16, reduced=True)
+    assert not native.is_supported(torch.quint8, reduced=False)
+    assert native.dtype_name(-1) == "nothing"
 
 
 def reduced(dtype: torch.dtype, op: str, sources: list[torch.Tensor], level: int, is_fresh: int = 0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The connection between hosts: what moves, and how it ends."""
+"""The connection between hosts: messages, and failures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_bytes_of_every_dtype_arrive(world_size: int) -> None:
 
 
 def rank_hangs_up() -> list[str]:
-    """Host 0 breaks off what it has begun; the others hear of it, too, before the time limit."""
+    """Abort on host 0; the other hosts fail before the time limit."""
     found = network("breaks")
     begun = found.barrier() if dist.get_rank() == 0 else None
     if begun is not None:

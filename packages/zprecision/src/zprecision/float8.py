@@ -46,8 +46,9 @@ def has_float8(device: torch.device | str) -> bool:
 
 
 def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (codes, scale) with tensor ~ codes * scale: codes of `dtype`, same shape, contiguous rows; () float32
-    scale.
+    """Quantize: return (codes, scale) with tensor ~ codes * scale.
+
+    codes: `dtype`, same shape, contiguous rows; scale: () float32.
 
     The largest magnitude becomes the largest code.  A tensor that is not finite becomes NaN, at least where it was
     not finite, so that an overflow remains visible behind the product.
@@ -81,7 +82,7 @@ class _Product(torch.autograd.Function):
             w8, w_scale = quantized(weight, FORWARD)
             to_x = matmul(g8, _column_major(w8), (g_scale, w_scale), ctx.dtype)
         if ctx.needs_input_grad[1]:
-            g8, x8 = _padded(g8), _padded(x8)
+            g8, x8 = _pad(g8), _pad(x8)
             to_weight = matmul(g8.t().contiguous(), _column_major(x8), (g_scale, x_scale), weight.dtype)
         return to_x, to_weight, None, None
 
@@ -175,7 +176,7 @@ def _column_major(matrix: Tensor) -> Tensor:
     return matrix.t().contiguous().t()
 
 
-def _padded(codes: Tensor) -> Tensor:
+def _pad(codes: Tensor) -> Tensor:
     """Pad (M, N) with rows of zeros to a multiple of 16."""
     missing = -codes.size(0) % _MULTIPLE
     if not missing:

@@ -37,8 +37,7 @@ class Fp32Modules:
 
     @classmethod
     def install(cls, module: nn.Module, keep: KeepInFp32, outside: torch.dtype) -> Fp32Modules:
-        """Install hooks around the fp32 modules selected by the patterns of `keep`, in a model with weights in
-        `outside`.
+        """Install hooks around the modules that `keep` selects, in a model with weights in `outside`.
 
         Floating tensors among a module's arguments, at any depth of tuples, lists and dicts, become float32; those in
         its output become `outside`.

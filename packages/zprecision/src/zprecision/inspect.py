@@ -71,9 +71,8 @@ def inspect(
     """Compute norm and finiteness of `grads` over all ranks; modifies nothing.
 
     grads: dense float16, bf16, float32 or float64 tensors of any shape on one device. Their union over the ranks is
-    the
-        gradient, each element once. A rank without gradients passes [], or [torch.empty(0, device=...)] if all_reduce
-        needs its device. A non-contiguous tensor is copied first.
+        the gradient, each element once. A rank without gradients passes [], or [torch.empty(0, device=...)] if
+        all_reduce needs its device. A non-contiguous tensor is copied first.
     all_reduce: sums a 1-D float64 tensor over the ranks in place; called once, and once more if the first sum is not
         finite.
     extra: (k,) or () real; summed over the ranks in the same call. Does not affect found_inf.
@@ -119,7 +118,7 @@ def clip_divisor(norm: Tensor, factor: Tensor, max_norm: float) -> Tensor:
     Raises ValueError for a negative or NaN max_norm.
     """
     if not checks.is_number(max_norm) or not max_norm >= 0:
-        raise ValueError(f"clip_divisor(max_norm={max_norm!r}): give a number >= 0; 0 means no clipping")
+        raise ValueError(f"clip_divisor(max_norm={max_norm!r}): pass a number >= 0; 0 disables clipping")
     if max_norm == 0:
         return factor.float()
     scale = factor.double()
@@ -164,7 +163,7 @@ def _flat(grads: Sequence[Tensor]) -> list[Tensor]:
         if grad.layout != torch.strided:
             raise TypeError(f"inspect: gradient {index} is {grad.layout}; pass its coalesce().values()")
         if grad.dtype not in checks.FLOATING:
-            raise TypeError(f"inspect: gradient {index} is {grad.dtype}; a real floating dtype is needed")
+            raise TypeError(f"inspect: gradient {index} is {grad.dtype}; it must have a real floating dtype")
         if grad.device != grads[0].device:
             raise ValueError(
                 f"inspect: gradient {index} is on {grad.device}, gradient 0 on {grads[0].device};"
@@ -174,7 +173,7 @@ def _flat(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _first_read(shards: list[Tensor]) -> list[Tensor]:
-    """1-D float64 tensors that add up to the sum of squares: by rows for whole rows, exact for the rest."""
+    """Return 1-D float64 tensors that add up to the sum of squares: by rows for whole rows, exact for the rest."""
     parts, rests = [], []
     for shard in shards:
         bulk_numel = shard.numel() // _ROW * _ROW
@@ -184,23 +183,22 @@ def _first_read(shards: list[Tensor]) -> list[Tensor]:
 
 
 def _row_squares(bulk: Tensor) -> list[Tensor]:
-    """1-D float64 tensors with an element for each short row of `bulk`, whose length is a multiple of a row."""
+    """Return 1-D float64 tensors with an element per short row of `bulk`, whose length is a multiple of a row."""
     narrow = bulk.dtype in (torch.float16, torch.bfloat16)  # these would round the norm to their few bits
-    pieces = _widened([bulk], torch.float32, _chunk_numel(bulk, 2**18)) if narrow else (bulk,)
+    pieces = _widen([bulk], torch.float32, _chunk_numel(bulk, 2**18)) if narrow else (bulk,)
     return [torch.linalg.vector_norm(piece.view(-1, _NORM_ROW), dim=1).double().square_() for piece in pieces]
 
 
 def _exact_squares(shards: list[Tensor], scale: float = 1.0) -> list[Tensor]:
-    """1-D float64 tensors that add up to the sum of (scale * element)**2, every operation in float64."""
+    """Return 1-D float64 tensors that add up to the sum of (scale * element)**2, every operation in float64."""
     if not shards:
         return []
-    chunks = _widened(shards, torch.float64, _chunk_numel(shards[0], 2**15))
+    chunks = _widen(shards, torch.float64, _chunk_numel(shards[0], 2**15))
     return [chunk.mul_(scale).square_().view(-1, _ROW).sum(dim=1) for chunk in chunks]
 
 
-def _widened(shards: list[Tensor], dtype: torch.dtype, limit: int) -> Iterator[Tensor]:
-    """Yield the elements of all shards in order, cast to `dtype`, in chunks of `limit`; the last one is zero-padded
-    to whole rows.
+def _widen(shards: list[Tensor], dtype: torch.dtype, limit: int) -> Iterator[Tensor]:
+    """Yield the elements of all shards in order, cast to `dtype`, in chunks of `limit`; pad the last to whole rows.
 
     All chunks share one scratch buffer, which the caller may overwrite and must not use after the next chunk: fresh
     pages cost more than the arithmetic. Many small gradients share a chunk and its few kernels.
@@ -236,7 +234,7 @@ def _total(parts: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _whole_rows(numel: int) -> int:
-    """`numel` rounded up to a multiple of a row."""
+    """Round up to a multiple of a row."""
     return -(-numel // _ROW) * _ROW
 
 

@@ -2,7 +2,7 @@
 
 Some values do not survive 8 significant bits: the routing bias of a mixture of experts, whose values differ by less
 than a bf16 step; rotary frequencies, whose error grows with the position; a layer whose sums leave float16's range.
-They are known to the user (name patterns) or to the model itself: Hugging Face Transformers models list them in two
+The user names them by patterns, or the model lists them: Hugging Face Transformers models do in two
 attributes, `_keep_in_fp32_modules_strict` for every narrow dtype and `_keep_in_fp32_modules` for float16.  The code
 of these models also expects non-persistent buffers to keep their dtype, so those of such a model do.
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zprecision._compat import unsaved_buffers
-from zprecision.buffers import is_castable
+from zprecision.casting import is_castable
 
 __all__ = ["KeepInFp32"]
 
@@ -34,7 +34,9 @@ _EVERY_NARROW, _FLOAT16 = "_keep_in_fp32_modules_strict", "_keep_in_fp32_modules
 def _as_tuple(patterns: Iterable[str]) -> tuple[str, ...]:
     names = () if isinstance(patterns, str) else tuple(patterns)
     if isinstance(patterns, str) or not all(isinstance(name, str) and name for name in names):
-        raise TypeError(f"KeepInFp32(patterns={patterns!r}): give a list of names, e.g. ['norm', 'blocks.*.router']")
+        raise TypeError(
+            f"KeepInFp32(patterns={patterns!r}): pass a list of names, such as ['norm', 'blocks.*.router']"
+        )
     return names
 
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zprecision import checks
-from zprecision.buffers import paired_dtypes
-from zprecision.casting import cast, cast_in_place
+from zprecision.casting import cast, cast_in_place, paired_dtypes
 from zprecision.keep_in_fp32 import KeepInFp32, tensors
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -70,7 +69,7 @@ class Precision:
             if dtype and self.param and torch.promote_types(dtype, self.param) != dtype:
                 raise ValueError(
                     f"Precision(param={self.param}, {name}={dtype}): {name} cannot hold every value of param;"
-                    f" use {torch.promote_types(dtype, self.param)} or leave {name} out"
+                    f" use {torch.promote_types(dtype, self.param)} or omit {name}"
                 )
 
     def cast_module(self, module: ModuleT) -> ModuleT:
@@ -119,7 +118,7 @@ def measure_bf16_speedup(device: torch.device | str) -> float:
 
     A CPU without bf16 instructions accepts bf16 but is several times slower in it, so a table is no substitute.
     Takes the best time of each over interleaved runs: other programs can only slow a run down, so on a busy machine
-    the best time is the hardware's, while a median of ratios is noise.  About 50 ms on an idle machine.  Uses no
+    the best time is the hardware's and a median of ratios is noise.  About 50 ms on an idle machine.  Uses no
     random generator.
     """
     device = torch.device(device)

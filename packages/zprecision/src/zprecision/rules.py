@@ -55,7 +55,7 @@ Scaling = Unscaled | StaticScaling | DynamicScaling
 def advance(
     rule: DynamicScaling, factor: Tensor, clean_steps: Tensor, hysteresis_left: Tensor, overflow: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One update of the dynamic scale; returns the new (factor, clean_steps, hysteresis_left).
+    """Update the dynamic scale; return the new (factor, clean_steps, hysteresis_left).
 
     factor () float32, clean_steps and hysteresis_left () int32, overflow () bool, on one device; results likewise.
 

@@ -1,6 +1,6 @@
 """Loss scaling: multiplies the loss before backward, so that small fp16 gradients do not underflow.
 
-The order of a step matters most.  The scale enters the gradients when backward runs, so the gradients must be divided
+The order of a step matters.  The scale enters the gradients when backward runs, so the gradients must be divided
 by that same scale, and only then may it change:
 
     scaler.scale(loss).backward()                     # the factor goes in
@@ -11,7 +11,7 @@ by that same scale, and only then may it change:
     scaler.update(stats.found_inf)                    # the factor moves, last
 
 Updating before dividing halves the one update at which the scale doubles; dividing without having multiplied shrinks
-every update by the scale.  Both bugs have shipped in widely used systems.  `update` binds a new `factor` tensor and
+every update by the scale.  Both bugs have shipped in widely used libraries.  `update` binds a new `factor` tensor and
 never writes into the old one, so whatever holds the old factor stays correct.
 
 [Note: no host sync]  Factor and counters are () tensors on the training device, and `advance` in zprecision.rules is
@@ -62,8 +62,9 @@ class Scaler(Protocol):
         """Restore `state_dict()`. Raises for a state of another scaler or out of range, before any change."""
 
     def prepare_load(self, state: Mapping[str, float | int]) -> Callable[[], None]:
-        """Check a state as `load_state_dict` does, without any change; return a function that restores it and cannot
-        fail.
+        """Check a state as `load_state_dict` does and change nothing; return a function that restores it.
+
+        The function cannot fail.
         """
 
 
@@ -158,9 +159,7 @@ class DynamicScaler:
 
     @property
     def at_floor(self) -> bool:
-        """True with the factor at its floor and the counter used up: read before `update`, the next overflow cannot
-        lower it.
-        """
+        """True with the factor at its floor and the counter used up; read it before `update`."""
         return bool((self.factor <= self.rule.floor) & (self.hysteresis_left <= 1))
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -207,7 +206,7 @@ def make_scaler(rule: Scaling, device: torch.device | str) -> Scaler:
         return StaticScaler(rule, device)
     if isinstance(rule, Unscaled):
         return NoScaling(device)
-    raise TypeError(f"make_scaler got {rule!r}; give Unscaled(), StaticScaling(factor) or DynamicScaling(...)")
+    raise TypeError(f"make_scaler got {rule!r}; pass Unscaled(), StaticScaling(factor) or DynamicScaling(...)")
 
 
 def _no_op() -> None: ...
@@ -215,7 +214,7 @@ def _no_op() -> None: ...
 
 def _scaled(loss: Tensor, factor: Tensor) -> Tensor:
     if not loss.is_floating_point():
-        raise TypeError(f"the loss to scale is {loss.dtype}; a floating-point tensor is needed")
+        raise TypeError(f"the loss is {loss.dtype}; it must be a floating-point tensor")
     # In float16 the product itself would overflow: 2**16 is infinite there.
     return loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
 
@@ -228,9 +227,9 @@ def _overflow(found_inf: Tensor, device: torch.device) -> Tensor:
 
 def _check_found_inf(found_inf: object) -> None:
     if not isinstance(found_inf, Tensor):
-        raise TypeError(f"update(found_inf) got a {type(found_inf).__name__}; give inspect(...).found_inf")
+        raise TypeError(f"update(found_inf) got a {type(found_inf).__name__}; pass inspect(...).found_inf")
     if found_inf.numel() != 1:
         raise ValueError(
-            f"update(found_inf) got shape {tuple(found_inf.shape)}; one element is needed, 0 or not 0,"
-            " such as inspect(...).found_inf"
+            f"update(found_inf) got shape {tuple(found_inf.shape)}; it must have one element:"
+            " pass inspect(...).found_inf"
         )

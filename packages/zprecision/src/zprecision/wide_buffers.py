@@ -1,6 +1,6 @@
 """16-bit models with wider buffers: casts the inputs of torch's layers, and explains dtype errors elsewhere.
 
-A buffer keeps its dtype when weights are cast ([Note: buffers are not rounded] in buffers.py), and an operation on it
+A buffer keeps its dtype when weights are cast ([Note: buffers are not rounded] in casting.py), and an operation on it
 and a narrow activation returns a wide tensor: `x + self.positions` is float32.  torch's layers with narrow weights
 reject such inputs.  In a model with wide buffers, hooks cast these inputs exactly where torch would raise; results
 that torch can compute stay unchanged.  Errors of functions (a product of float32 scores and bf16 values) remain, with
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zprecision.buffers import is_castable, paired_dtypes
-from zprecision.casting import cast
+from zprecision.casting import cast, is_castable, paired_dtypes
 from zprecision.keep_in_fp32 import KeepInFp32
 
 __all__ = ["WideBuffers"]

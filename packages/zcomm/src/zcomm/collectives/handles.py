@@ -179,7 +179,7 @@ class Pending:
         try:
             _await(self.work, self.fingerprint)
         except RuntimeError as error:
-            raise _failure(self.fingerprint, error, time.perf_counter() - self.issued_s) from error
+            raise _make_error(self.fingerprint, error, time.perf_counter() - self.issued_s) from error
         self.fingerprint.state = CallState.DONE
         sinks = self.sinks
         self.work, self.tensors, self.sinks = None, (), ()
@@ -223,7 +223,7 @@ def start(
         observer().check(fingerprint)
         work = issue()
     except RuntimeError as error:
-        raise _failure(fingerprint, error, time.perf_counter() - issued_s) from error
+        raise _make_error(fingerprint, error, time.perf_counter() - issued_s) from error
     fingerprint.state = CallState.ISSUED
     handle = Pending(call, work, tensors, sinks, index, issued_s, fingerprint)
     if async_op:
@@ -237,7 +237,7 @@ _HELP_S = 0.1  # at most, between two checks for an abort
 
 
 def _wait_until(until_s: float, part: Any) -> bool:
-    """Wait until then at most.  Helps with collectives through shared memory; polls the others."""
+    """Wait until `until_s` at most; help with collectives through shared memory, poll the others."""
     helps = getattr(part, "help_for", None)
     while not (part.is_completed() if helps is None else helps(min(_HELP_S, until_s - time.monotonic()))):
         if observer().is_aborted():
@@ -269,8 +269,8 @@ _UNSUPPORTED = {
 }
 
 
-def _failure(fingerprint: Fingerprint, error: RuntimeError, after_s: float) -> Exception:
-    """Build the error that replaces torch's.  Asks the other ranks, for a few seconds at most."""
+def _make_error(fingerprint: Fingerprint, error: RuntimeError, after_s: float) -> Exception:
+    """Build the error that replaces torch's; ask the other ranks for their reports, for a few seconds at most."""
     for sign, advice in _UNSUPPORTED.items():
         if sign in str(error):
             fingerprint.state = CallState.DONE

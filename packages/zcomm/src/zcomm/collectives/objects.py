@@ -26,14 +26,13 @@ JSON = Any  # None, bool, int, float, str, and lists and string-keyed dicts of t
 
 
 def all_gather_object(value: JSON, group: ProcessGroup | None = None) -> list[JSON]:
-    """Gather every rank's `value`, in the order of the group's ranks.  A collective: every rank of the group must
-    call.
+    """Gather every rank's `value`, in the order of the group's ranks.
 
-    Raises TypeError on every rank if one rank's value is not JSON, and ValueError if this process is not a member of
-    the group.
+    A collective: every rank of the group must call.  Raises TypeError on every rank if one rank's value is not
+    JSON, and ValueError if this process is not a member of the group.
     """
     size, rank = group_size(group), group_rank(group)
-    data, problem = _encoded(value)
+    data, problem = _encode(value)
     if size == 1:
         if problem:
             raise TypeError(f"all_gather_object: {problem}")
@@ -42,16 +41,16 @@ def all_gather_object(value: JSON, group: ProcessGroup | None = None) -> list[JS
     rejected = [number for number, length in enumerate(lengths) if length < 0]
     if rejected:
         reason = problem or "another rank's value is not JSON; see its own error"
-        culprits = ", ".join(map(str, rejected))
-        raise TypeError(f"all_gather_object: {reason} (rejected: rank {culprits} of {size}; this is rank {rank})")
+        failed = ", ".join(map(str, rejected))
+        raise TypeError(f"all_gather_object: {reason} (rejected: rank {failed} of {size}; this is rank {rank})")
     padded = np.zeros(max(lengths), dtype=np.uint8)
     padded[: len(data)] = np.frombuffer(data, dtype=np.uint8)
     rows = _all_gather(torch.from_numpy(padded), size, group, "exchange values").view(size, -1).numpy()
     return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
 
 
-def _encoded(value: JSON) -> tuple[bytes, str]:
-    """Return the bytes of `value`, never empty, or the reason for which there are none."""
+def _encode(value: JSON) -> tuple[bytes, str]:
+    """Return (bytes of `value`, ""), or (b"", error text) if it is not JSON."""
     try:
         return json.dumps(value).encode(), ""
     except (TypeError, ValueError, RecursionError) as error:

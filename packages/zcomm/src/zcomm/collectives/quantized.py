@@ -87,9 +87,8 @@ def reduce_scatter_quantized(
 
     input: (size * n,) contiguous, of a floating-point dtype; it may be changed once this returns.
     output: (n,) contiguous, same dtype and device, or this rank's slice of input.
-    groups: (inside a host, between hosts) for two hops, instead of `group`: the second holds the ranks of equal index
-    in
-        their hosts, and slices go to rank `host * ranks of a host + index in the host`.
+    groups: (inside a host, between hosts) for two hops, instead of `group`.  The second group holds the ranks of
+        equal index in their hosts; slices go to rank `host * ranks of a host + index in the host`.
     Another rank's element arrives within `code.relative_error` of its block's largest magnitude (two hops: and the
     sum over a host once more within that of its own block).  Sums are float32, in the order of the ranks.
     Raises ValueError naming the call if the tensors do not match.

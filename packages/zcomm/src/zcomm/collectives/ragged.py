@@ -1,4 +1,4 @@
-"""Ragged all-to-alls: messages of any size between ranks that all know the table of sizes.
+"""Ragged collectives: ranks send different numbers of elements or rows.
 
 Problem.  Expert parallelism, like every sort by owner, has rows sorted by a key of which each rank owns some values.
 The message to a rank has one run of rows for each of the owner's keys.  Messages arrive by source, but the owner
@@ -9,9 +9,14 @@ Design.  `all_to_all_ragged_rows` sends rows to the owners of their keys and del
 `return_ragged_rows` with the same counts is its inverse, and each is the gradient of the other.  Through shared
 memory every run is copied from the sender's staging buffer straight to its place: nothing is padded to the longest,
 nothing is moved twice.  NCCL and Gloo deliver by source; rows are reordered afterwards.  `all_to_all_v` is the case
-of one run of elements per rank.
+of one run of elements per rank.  All three take the table of sizes from the caller.
 
-Rejected: counts known to the sender only (one more collective, which callers that know the table would pay for).
+`gather_rows` sends the rows of a sparse gradient, such as an embedding's, to every rank; a dense all_reduce would
+move the whole vocabulary for a batch that touches a thousandth of it.  The ranks exchange the lengths first, then
+indices and values padded to the longest.
+
+Rejected: counts known to the sender only, for the all-to-alls (one more collective, which callers that know the table
+would pay for).
 """
 
 from __future__ import annotations
@@ -29,13 +34,13 @@ from torch.distributed import ProcessGroup
 
 from zcomm.collectives import checks
 from zcomm.collectives.handles import start
-from zcomm.collectives.verbs import group_rank, group_size
+from zcomm.collectives.verbs import all_gather, group_rank, group_size
 from zcomm.hangs.fingerprint import Call, call_name
 from zcomm.shared import registry
-from zcomm.shared.names import is_supported
+from zcomm.shared.native import is_supported
 from zcomm.shared.transport import Message, Routes, Transport
 
-__all__ = ["all_to_all_ragged_rows", "all_to_all_v", "return_ragged_rows"]
+__all__ = ["all_to_all_ragged_rows", "all_to_all_v", "gather_rows", "return_ragged_rows"]
 
 Runs = Sequence[Sequence[int]]  # [rank][key]: rows
 Counts = Sequence[Runs]  # [from][to][key]
@@ -59,8 +64,7 @@ def all_to_all_v(
 def all_to_all_ragged_rows(
     input: Tensor, counts: Counts, group: ProcessGroup | None = None, *, label: str = ""
 ) -> Tensor:
-    """Send `counts[r][s][k]` rows of key k from rank r to rank s, the key's owner; deliver the rows of a key
-    adjoining.
+    """Send `counts[r][s][k]` rows of key k from rank r to rank s, the key's owner; deliver each key's rows together.
 
     input: (rows, ...), contiguous: this rank's rows, by owner and by key.  counts: ranks x ranks x keys of each
     owner, equal on all ranks.  Returns a new tensor (rows, ...), by key and by source.
@@ -79,6 +83,35 @@ def return_ragged_rows(
     """
     _check_counts("return_ragged_rows", label, input, counts, list(zip(*counts)), group)
     return _exchange("return_ragged_rows", label, input, counts, group, is_back=True)
+
+
+def gather_rows(
+    indices: Tensor, values: Tensor, group: ProcessGroup | None = None, *, label: str = ""
+) -> list[tuple[Tensor, Tensor]]:
+    """Gather every rank's rows as (indices, values), in the order of the ranks.  A collective that waits.
+
+    indices: (n,) int64; values: (n, width) of one dtype and width on all ranks, on the same device; n may differ
+    between ranks, and may be 0.
+    Raises ValueError if the two do not match.
+    """
+    if indices.dim() != 1 or values.dim() != 2 or len(indices) != len(values) or indices.dtype is not torch.int64:
+        raise ValueError(
+            f"gather_rows({label!r}): indices are {indices.dtype} of shape {list(indices.shape)}, values have shape "
+            f"{list(values.shape)}; they must be (n,) torch.int64 and (n, width)."
+        )
+    size = group_size(group)
+    if size == 1:
+        return [(indices, values)]
+    lengths = torch.empty(size, dtype=torch.int64, device=values.device)
+    all_gather(lengths, torch.tensor([len(indices)], device=values.device), group, label=f"{label} lengths")
+    counts = lengths.tolist()
+    most, width = max(counts), values.size(1)
+    all_indices = torch.empty(size * most, dtype=torch.int64, device=values.device)
+    all_gather(all_indices, _padded(indices, most), group, label=f"{label} indices")
+    rows = torch.empty(size * most * width, dtype=values.dtype, device=values.device)
+    all_gather(rows, _padded(values, most).view(-1), group, label=f"{label} values")
+    shaped = rows.view(size, most, width)
+    return [(all_indices[rank * most :][:count], shaped[rank, :count]) for rank, count in enumerate(counts)]
 
 
 def _exchange(
@@ -103,7 +136,7 @@ def _exchange(
         start(call, lambda: registry.issue(group, message), (output, input), async_op=False, group=group)
         return output
     if is_back:
-        input = _reordered(input, there, is_back=True)
+        input = _reorder(input, there, is_back=True)
     lengths = [sum(runs) for runs in received], [sum(runs) for runs in sent]
     start(
         call,
@@ -112,7 +145,7 @@ def _exchange(
         async_op=False,
         group=group,
     )
-    return output if is_back else _reordered(output, there, is_back=False)
+    return output if is_back else _reorder(output, there, is_back=False)
 
 
 def _call(op: str, label: str, input: Tensor, counts: Counts, size: int) -> Call:
@@ -134,7 +167,7 @@ def _uses_shared_memory(input: Tensor, group: ProcessGroup | None) -> bool:
 
 
 def _routes(sent: Runs, received: Runs, counts: Counts, width: int, is_back: bool) -> Routes:
-    """width: elements of a row."""
+    """Build the routes of this rank.  width: elements of a row."""
     others = [sum(runs) for r, row in enumerate(counts) for s, runs in enumerate(row) if r != s]
     table = array("q", (int(is_back), width, *(n for row in counts for runs in row for n in runs)))
     return Routes(
@@ -158,7 +191,7 @@ def _starts(lengths: Tensor) -> Tensor:
     return lengths.reshape(-1).cumsum(0).view(lengths.shape) - lengths
 
 
-def _reordered(rows: Tensor, runs: Runs, *, is_back: bool) -> Tensor:
+def _reorder(rows: Tensor, runs: Runs, *, is_back: bool) -> Tensor:
     """Reorder rows from (rank, key) to (key, rank), or back."""
     if len(runs[0]) == 1:
         return rows
@@ -186,7 +219,7 @@ def _check_numels(label: str, input: Tensor, numels: Sequence[Sequence[int]], si
 def _check_counts(
     op: str, label: str, input: Tensor, counts: Counts, sends: Sequence[Runs], group: ProcessGroup | None
 ) -> None:
-    """sends: [from][to][key]."""
+    """Raise ValueError unless counts and input fit the group.  sends: [from][to][key]."""
     size, rank = group_size(group), group_rank(group)
     checks.dense(op, label, "input", input)
     keys = {len(runs) for row in counts for runs in row}
@@ -201,3 +234,10 @@ def _check_counts(
             f"{call_name(op, label)}: input has shape {list(input.shape)}; rank {rank} sends "
             f"{[list(runs) for runs in sends[rank]]} rows, so it must have {total}."
         )
+
+
+def _padded(tensor: Tensor, length: int) -> Tensor:
+    """Contiguous copy, padded with rows of zeros to `length`."""
+    made = tensor.new_zeros(length, *tensor.shape[1:])
+    made[: len(tensor)] = tensor
+    return made

@@ -33,7 +33,7 @@ class Record:
     """One finished collective, as this rank saw it."""
 
     op: str  # "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"
-    label: str  # the caller's own name for it, "" if none
+    label: str  # the caller's name for it, "" if none
     nbytes: int  # bytes of this rank's payload: the larger of input and output
     ms: float  # host time from issue to the return of wait(), so work done in between is inside
     group_size: int  # ranks that took part, at least 2
@@ -60,7 +60,7 @@ def traced(sink: SinkT) -> Iterator[SinkT]:
     at a time.  Nested traces all receive.  Yields `sink`; raises TypeError for anything else.
     """
     global _open
-    deliver = _delivery(sink)
+    deliver = _make_delivery(sink)
     with _lock:
         _open = (*_open, deliver)
     try:
@@ -80,7 +80,7 @@ def stream_event(device: torch.device | None) -> tuple[Any, ...]:
     return (event,)
 
 
-def _delivery(sink: object) -> Sink:
+def _make_delivery(sink: object) -> Sink:
     """Make a new function that passes a record to `sink`; new, so that one sink may be open twice."""
     if isinstance(sink, list):
         return lambda record: sink.append(record)

@@ -5,8 +5,8 @@ At world size 1 it issues and traces nothing and only copies.  A synchronous cal
 wait; there is no second path.
 
 A label names one call in errors and traces.  It must be equal on all ranks, as size and dtype are.  Inside a host
-that shares memory, and everywhere with ZCOMM_VERIFY=1, ranks with different labels raise: so a collective that one
-rank skipped is found before its numbers mix with the next one's.
+that shares memory, and everywhere with ZCOMM_VERIFY=1, ranks with different labels raise, so a collective that one
+rank skipped is found before its data mixes with that of the next.
 
 `group=None` is the default group if torch.distributed is initialized, else a world of one, so a script without a
 launcher runs the same code.
@@ -239,7 +239,7 @@ def _reduction(call: str, label: str, op: str) -> dist.ReduceOp.RedOpType:
 
 
 def _all_reduce_in_place(input: Tensor, reduction: dist.ReduceOp.RedOpType, group: ProcessGroup | None) -> Any:
-    """Scatter in place over Gloo: see zcomm/gloo.py."""
+    """Reduce-scatter in place over Gloo: see zcomm/gloo.py."""
     return dist.all_reduce(input, op=reduction, group=group, async_op=True)
 
 

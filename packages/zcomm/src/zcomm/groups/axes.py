@@ -142,18 +142,18 @@ class Groups:
 
         Raises ValueError if other tensor ranks, or ranks of further axes, were given.
         """
-        cells = tuple(dist.get_process_group_ranks(tensor))
-        if (named := self.ranks("tensor")) == cells:
-            self.given[cells] = tensor
+        tensor_ranks = tuple(dist.get_process_group_ranks(tensor))
+        if (named := self.ranks("tensor")) == tensor_ranks:
+            self.given[tensor_ranks] = tensor
             return self
         if "tensor" in self.axes or math.prod(self.table.shape) != len(self.ranks(*_DATA)):
             raise ValueError(
-                f"the model is split over ranks {list(cells)}, but its tensor ranks were given as {list(named)}: "
-                "split it over the group of that axis."
+                f"the model is split over ranks {list(tensor_ranks)}, but its tensor ranks were given as "
+                f"{list(named)}: split it over the group of that axis."
             )
         columns = all_gather_object(self.table.reshape(-1).tolist(), tensor)
         found = Groups(("shard", "tensor"), torch.tensor(columns).t(), self.rank, self.expert, dict(self.given))
-        found.given[cells] = tensor
+        found.given[tensor_ranks] = tensor
         return found
 
     # -- ranks -----------------------------------------------------------------------------------
@@ -185,10 +185,10 @@ class Groups:
             return self.given[ranks]
         if ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
-        kin = registry.derived_groups(None)
-        if (name := f"ranks {ranks}") not in kin:
-            kin[name] = compat.new_group(ranks)
-        return kin[name]
+        known = registry.derived_groups(None)
+        if (name := f"ranks {ranks}") not in known:
+            known[name] = compat.new_group(ranks)
+        return known[name]
 
     def world(self) -> ProcessGroup | None:
         """All ranks of the table."""

@@ -10,7 +10,7 @@ replica; `strided_group` takes one rank of each part.
 All derived groups keep the order of the ranks of the original group, since slices are numbered by it.
 
 Each is made on first use and kept with the original group: torch names groups by their ranks, and a group made again
-under the same name would read what the first has left in the store.
+under the same name would read keys that the first left in the store.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def duplicate_group(group: ProcessGroup | None = None) -> ProcessGroup | None:
         known["duplicate"] = second
         # the first collective of a group waits for all, so it comes before orders may differ
         for each in (group, second):
-            barrier(each, label="twins")
+            barrier(each, label="duplicate_group")
     return known["duplicate"]
 
 
@@ -72,10 +72,10 @@ def consecutive_group(size: int, group: ProcessGroup | None = None) -> ProcessGr
 
 
 def strided_group(size: int, group: ProcessGroup | None = None) -> ProcessGroup | None:
-    """Return every `size`-th rank of `group`: one of each part of `size` consecutive ranks, at this rank's index in
-    it.
+    """Return the group of every `size`-th rank of `group`, including this one.
 
-    Returns `group` itself for size 1.  Collective and errors as for `consecutive_group`.
+    It has one rank of each part of `size` consecutive ranks, at this rank's index in its part.  Returns `group`
+    itself for size 1.  Collective and errors as for `consecutive_group`.
     """
     _check_divides(size, group)
     if size == 1:

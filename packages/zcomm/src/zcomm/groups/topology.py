@@ -27,8 +27,8 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(size < 1 for size in dims):
             raise ValueError(
-                f"a topology has a size of at least 1 for each of its axes, which differ; got axes {list(axes)} and "
-                f"sizes {list(dims)}"
+                f"a topology needs distinct axes with a size of at least 1 each; got axes {list(axes)} and sizes "
+                f"{list(dims)}"
             )
         self.axes, self.dims = list(axes), list(dims)
         coord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]  # its fields are an argument
@@ -41,7 +41,7 @@ class ProcessTopology:
         if sorted(coord_kwargs) != sorted(self.axes):
             raise ValueError(
                 f"get_rank() takes one number for each of {', '.join(self.axes)}, got "
-                f"{', '.join(coord_kwargs) or 'none'}; filter_match() finds all ranks of some"
+                f"{', '.join(coord_kwargs) or 'none'}; filter_match() accepts some of them"
             )
         point = self.ProcessCoord(**coord_kwargs)
         if point not in self.mapping:

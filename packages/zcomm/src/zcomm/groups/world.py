@@ -96,8 +96,7 @@ def init(
     device: device of this rank; by default the GPU number local_rank, or the CPU.  A GPU becomes the current CUDA
         device.
     timeout_s: for the rendezvous and for every collective; by default ZCOMM_TIMEOUT_S (seconds), else
-    DEEPSPEED_TIMEOUT
-        (minutes), else 600.
+        DEEPSPEED_TIMEOUT (minutes), else 600.
     environ: read instead of os.environ.
 
     Raises RendezvousFailed if the ranks do not meet in time, ValueError for an environment or an argument that

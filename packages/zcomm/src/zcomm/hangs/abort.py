@@ -1,9 +1,9 @@
 """Abort: a failing rank publishes its error, and peers blocked on it raise within two seconds.
 
-A rank that raises between two messages of a pipeline leaves its peers in receives that nobody will answer; without
-help they fail only at the time-out, minutes later.  The failing rank calls `abort`.  Its reason becomes the failure
-of the world (`detector.py`), and every collective, pending or later, raises it.  Messages that zcomm does not wait
-for (torch's own sends and receives) are ended from the detector's thread, which closes the connections of their
+A rank that raises between two messages of a pipeline leaves its peers in receives that are never answered, and they
+fail only at the time-out, minutes later.  So the failing rank calls `abort`.  Its reason becomes the
+failure of the world (`detector.py`), and every collective, pending or later, raises it.  Messages that zcomm does not
+wait for (torch's own sends and receives) are ended from the detector's thread, which closes the connections of their
 group; this costs nothing until then:
 
     zcomm.close_on_failure(group)          # once
@@ -27,7 +27,7 @@ from zcomm.hangs import detector
 
 __all__ = ["abort", "close_on_failure", "diagnose_failure", "failure"]
 
-_ALONE = "the other ranks could not be asked"
+_NO_WORLD = "the other ranks could not be asked"
 
 
 def abort(reason: str) -> None:
@@ -56,7 +56,7 @@ def diagnose_failure() -> str:
     `CollectiveFailed` carries, equal on all ranks.
     """
     present = detector.start()
-    return _ALONE if present is None else present.explain()
+    return _NO_WORLD if present is None else present.explain()
 
 
 def close_on_failure(group: Any) -> None:

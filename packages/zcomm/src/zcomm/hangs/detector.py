@@ -1,16 +1,16 @@
 """Hang detector: when a collective fails on one rank, all ranks report their position and raise the same diagnosis.
 
-Gloo and NCCL report that a peer did not come, after the time-out, and nothing else.  Here the first rank whose
-collective fails requests reports (`side_channel.py`), collects them for a few seconds, and publishes one diagnosis
-(`diagnosis.py`), which every rank puts into its CollectiveFailed.  A rank outside of any collective answers from a
-thread that polls for requests once a second.  That thread also aborts the world: the pending and the next collective
-of its rank fail with the same diagnosis, so no rank trains on alone and all exit non-zero.  Afterwards the world can
-only be closed.
+Gloo and NCCL report only, after the time-out, that a peer did not come.  Here the first rank
+whose collective fails requests reports (`side_channel.py`), collects them for a few seconds, and publishes one
+diagnosis (`diagnosis.py`), which every rank puts into its CollectiveFailed.  A rank outside of any collective answers
+from a thread that polls for requests once a second.  That thread also aborts the world: the pending and the next
+collective of its rank fail with the same diagnosis, so no rank trains on alone and all exit non-zero.  Afterwards the
+world can only be closed.
 
 One detector per world, made at the first collective (or by `init`) and held by this module.  Its thread ends with
 `World.close()`, or within a second of a default group destroyed otherwise.  The module holds the group weakly.  A
-ProcessGroup has no place for state of ours, and callers of a collective have nothing but a group, so this is the one
-place of the package that knows "the present world", as torch's default group is one per process.
+ProcessGroup has no place for state of ours, and callers of a collective have nothing but a group, so this module
+alone knows the present world, one per process as torch's default group is.
 
 Rejected: signals to the other ranks (they may be on another host, and a signal handler cannot use a store); separate
 diagnoses on every rank (W ranks read W reports, and each draws another conclusion).
@@ -72,7 +72,7 @@ class HangDetector:
         key = self.world() if group is None else group
         found = self.rings.get(key)
         if found is None:
-            found = self.rings.setdefault(key, _ring_of(key))
+            found = self.rings.setdefault(key, _make_ring(key))
         return found
 
     def is_present(self) -> bool:
@@ -84,7 +84,7 @@ class HangDetector:
         """Ask all ranks, once per world, and return the diagnosis.  Takes at most `_LIMIT_S` seconds."""
         with self.lock:
             if not self.failure:
-                self.failure = _within(_LIMIT_S, self._diagnosis) or self._local_diagnosis(
+                self.failure = _within(_LIMIT_S, self._request_diagnosis) or self._local_diagnosis(
                     "the store does not answer"
                 )
         return self.failure
@@ -93,7 +93,7 @@ class HangDetector:
         """Set `reason` as the failure, unless there is one.  Takes at most `_LIMIT_S` seconds."""
         with self.lock:
             if not self.failure:
-                self.failure = _within(_LIMIT_S, lambda: self._published(reason)) or reason
+                self.failure = _within(_LIMIT_S, lambda: self._publish(reason)) or reason
 
     def close_on_failure(self, group: Any) -> None:
         """Close the connections of `group` on failure; at once if the world has failed."""
@@ -111,7 +111,7 @@ class HangDetector:
         )
 
     def _final_report(self) -> Report:
-        """Report of a rank that leaves in peace.  No stack: reading frames of a running thread is unsafe (3.11)."""
+        """Report of a rank that closes its world.  No stack: reading frames of a running thread is unsafe (3.11)."""
         alive = [group for key in self.rings.keyrefs() if (group := key()) is not None]  # others may add meanwhile
         groups = tuple(GroupReport.of(self.rings[group]) for group in alive)
         size = self.world_size
@@ -139,7 +139,7 @@ class HangDetector:
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join(limit_s)
 
-    def _diagnosis(self) -> str:
+    def _request_diagnosis(self) -> str:
         """Request reports; the first rank to do so decides, the others wait for its diagnosis."""
         if self.channel is None:
             return self._local_diagnosis("this world has no store that they share")
@@ -157,7 +157,7 @@ class HangDetector:
             reason = (str(error).splitlines() or [""])[0]
             return self._local_diagnosis(f"the store is gone, and perhaps rank 0 with it ({reason})")
 
-    def _published(self, reason: str) -> str:
+    def _publish(self, reason: str) -> str:
         """Publish the reason and wait until all ranks have it: a store in this process ends with the process."""
         if self.channel is None:
             return reason
@@ -239,7 +239,7 @@ def start() -> HangDetector | None:
     if world is None:
         return None
     found = _current
-    return found if found is not None and found.world() is world else _started(world)
+    return found if found is not None and found.world() is world else _start(world)
 
 
 def stop() -> None:
@@ -251,7 +251,7 @@ def stop() -> None:
         found.stop()
 
 
-def _started(world: Any) -> HangDetector | None:
+def _start(world: Any) -> HangDetector | None:
     global _current
     size = dist.get_world_size()
     if size == 1:
@@ -261,11 +261,11 @@ def _started(world: Any) -> HangDetector | None:
             return _current  # another thread was faster
         if _current is not None:
             _current.stopping.set()  # of a group that is gone; its thread need not be joined
-        _current = _detector_of(world, dist.get_rank(), size)
+        _current = _make_detector(world, dist.get_rank(), size)
         return _current
 
 
-def _detector_of(world: Any, rank: int, size: int, environ: Mapping[str, str] = os.environ) -> HangDetector:
+def _make_detector(world: Any, rank: int, size: int, environ: Mapping[str, str] = os.environ) -> HangDetector:
     channel = _open_channel(rank, size)
     wanted = channel is not None and environ.get("ZCOMM_VERIFY", "0") not in ("", "0")
     verify = Verifier(channel, is_aborted).verify if channel is not None and wanted else no_verification
@@ -284,17 +284,17 @@ def _open_channel(rank: int, size: int) -> SideChannel | None:
         return None
 
 
-def _ring_of(group: Any) -> Ring:
+def _make_ring(group: Any) -> Ring:
     timeout_s = compat.group_timeout_s(group, torch.device("cpu"), default=600.0)
     ranks = tuple(dist.get_process_group_ranks(group))
     title = "the default group" if group is dist.group.WORLD else f"the group of ranks {ranges(ranks)}"
     return Ring(group.group_name, ranks, compat.backend_of(group), timeout_s, title)
 
 
-def _within(limit_s: float, ask: Callable[[], str]) -> str:
-    """Result of `ask`, or "" on a time-out: the store of a host that vanished may block for minutes."""
+def _within(limit_s: float, request: Callable[[], str]) -> str:
+    """Return the result of `request`, or "" on a time-out: a store on a lost host may block for minutes."""
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(ask()), daemon=True, name="zcomm-diagnosis")
+    thread = threading.Thread(target=lambda: found.append(request()), daemon=True, name="zcomm-diagnosis")
     thread.start()
     thread.join(limit_s)
     return found[0] if found else ""

@@ -31,11 +31,15 @@ def diagnose(reports: Mapping[int, Report]) -> str:
 
     reports: by global rank, one for every rank, including those that could not answer.
     """
-    lines = [_ended(report) for _, report in sorted(reports.items()) if report.answer in (Answer.GONE, Answer.LEFT)]
+    lines = [
+        _describe_ended(report)
+        for _, report in sorted(reports.items())
+        if report.answer in (Answer.GONE, Answer.LEFT)
+    ]
     names = {group.name: group for report in reports.values() for group in report.groups if group.waiting}
     for name in sorted(names):
-        lines += _about_group(names[name], _members(reports, name), reports)
-    silent = [_silent(report) for _, report in sorted(reports.items()) if report.answer is Answer.SILENT]
+        lines += _describe_group(names[name], _members(reports, name), reports)
+    silent = [_describe_silent(report) for _, report in sorted(reports.items()) if report.answer is Answer.SILENT]
     lines += [*silent, "Some did not answer: look at the other ranks first."] if silent else []
     return "\n".join(lines) or "No rank waits for a collective."
 
@@ -61,27 +65,27 @@ def _members(reports: Mapping[int, Report], name: str) -> _Members:
     return {rank: group for rank, group in found.items() if group is not None}
 
 
-def _about_group(group: GroupReport, members: _Members, reports: Mapping[int, Report]) -> list[str]:
+def _describe_group(group: GroupReport, members: _Members, reports: Mapping[int, Report]) -> list[str]:
     """Lines of one group with a waiting rank."""
     title, ranks = group.title, group.ranks
     waiting = {rank: group.waiting for rank, group in members.items()}
     mismatch = first_mismatch(members)
-    differing = _differing(mismatch, members)
+    differing = _describe_mismatch(mismatch, members)
     target = max(entry.sequence for entry in waiting.values() if entry)
     absent = [
-        _behind(reports[rank], members.get(rank), title)
+        _describe_absent(reports[rank], members.get(rank), title)
         for rank in ranks
         if rank in reports and reports[rank].answer is Answer.REPORTED and not waiting.get(rank)
         if rank not in members or members[rank].issued < target
     ]
     other_waits = {rank: entry for rank, entry in waiting.items() if entry and entry != mismatch.get(rank)}
-    lines = [*differing, *absent, *_waits(other_waits, title)]
+    lines = [*differing, *absent, *_describe_waits(other_waits, title)]
     if not differing and not absent and all(waiting.get(rank) for rank in ranks):
-        lines.append(_in_step(waiting, title))
-    return lines + _label_hint(first_mismatch(members, by_label=True), title)
+        lines.append(_describe_agreement(waiting, title))
+    return lines + _describe_labels(first_mismatch(members, by_label=True), title)
 
 
-def _differing(present: Mapping[int, CallSummary], members: _Members) -> list[str]:
+def _describe_mismatch(present: Mapping[int, CallSummary], members: _Members) -> list[str]:
     """One line for each rank whose call differs from that of most ranks."""
     if not present:
         return []
@@ -91,13 +95,13 @@ def _differing(present: Mapping[int, CallSummary], members: _Members) -> list[st
     there = f"on rank{'s' if len(usual_ranks) > 1 else ''} {ranges(usual_ranks)}"
     return [
         f"Rank {rank}'s collective {entry.sequence} is {entry}{entry.origin}; {there} it is {usual}{usual.origin}."
-        + _shift(entry, usual, members[rank], members[model_rank])
+        + _describe_shift(entry, usual, members[rank], members[model_rank])
         for rank, entry in present.items()
         if entry.arguments != usual_call
     ]
 
 
-def _shift(entry: CallSummary, usual: CallSummary, odd: GroupReport, model: GroupReport) -> str:
+def _describe_shift(entry: CallSummary, usual: CallSummary, odd: GroupReport, model: GroupReport) -> str:
     """Describe the shift of a rank that skipped a collective or issued one more, if its next call shows it."""
     after, usual_after = odd.entry(entry.sequence + 1), model.entry(entry.sequence + 1)
     if usual_after and _same(usual_after, entry) and not (after and _same(after, usual)):
@@ -111,7 +115,7 @@ def _same(one: CallSummary, other: CallSummary) -> bool:
     return (one.arguments, one.label) == (other.arguments, other.label)
 
 
-def _behind(report: Report, group: GroupReport | None, title: str) -> str:
+def _describe_absent(report: Report, group: GroupReport | None, title: str) -> str:
     """Line of a rank that has not reached the collective that others wait for."""
     issued = group.issued if group else 0
     others = [other for other in report.groups if other.waiting and other is not group]
@@ -121,7 +125,7 @@ def _behind(report: Report, group: GroupReport | None, title: str) -> str:
     return f"Rank {report.rank} has issued {_count(issued)} of {title}, and {doing}."
 
 
-def _waits(waiting: Mapping[int, CallSummary], title: str) -> list[str]:
+def _describe_waits(waiting: Mapping[int, CallSummary], title: str) -> list[str]:
     """Lines of waiting ranks; ranks that wait for the same, at the same source line, share a line."""
     alike: dict[str, list[int]] = {}
     for rank, entry in waiting.items():
@@ -129,7 +133,7 @@ def _waits(waiting: Mapping[int, CallSummary], title: str) -> list[str]:
     return [f"{_ranks(ranks)} for {what}." for what, ranks in alike.items()]
 
 
-def _in_step(waiting: Mapping[int, CallSummary | None], title: str) -> str:
+def _describe_agreement(waiting: Mapping[int, CallSummary | None], title: str) -> str:
     if len({entry.sequence for entry in waiting.values() if entry}) > 1:
         return f"The ranks of {title} wait at different points of the same sequence: a rank came late, or left early."
     return (
@@ -138,7 +142,7 @@ def _in_step(waiting: Mapping[int, CallSummary | None], title: str) -> str:
     )
 
 
-def _label_hint(present: Mapping[int, CallSummary], title: str) -> list[str]:
+def _describe_labels(present: Mapping[int, CallSummary], title: str) -> list[str]:
     if not present:
         return []
     labels = "; ".join(f"rank {rank} {entry.label!r}" for rank, entry in present.items())
@@ -146,7 +150,7 @@ def _label_hint(present: Mapping[int, CallSummary], title: str) -> list[str]:
     return [f"The labels of collective {sequence} of {title} differ ({labels}): did a rank skip or swap one?"]
 
 
-def _ended(report: Report) -> str:
+def _describe_ended(report: Report) -> str:
     note = f" ({report.note})" if report.note else ""
     if report.answer is Answer.GONE:
         return f"Rank {report.rank} is gone: its process has ended{note}."
@@ -154,7 +158,7 @@ def _ended(report: Report) -> str:
     return f"Rank {report.rank} has left the world after {' and '.join(counts) or 'no collective'}{note}."
 
 
-def _silent(report: Report) -> str:
+def _describe_silent(report: Report) -> str:
     note = f" ({report.note})" if report.note else ""
     return f"Rank {report.rank} does not answer{note}: it died, is stopped, or is in code that holds the GIL."
 

@@ -91,7 +91,7 @@ class Fingerprint:
 
     @property
     def detail_text(self) -> str:
-        """ "sum", "max", "from rank 3", or ""."""
+        """Text of `detail`: "sum", "max", "from rank 3", or ""."""
         if self.detail is None:
             return ""
         return f"from rank {self.detail}" if isinstance(self.detail, int) else _enum_name(self.detail)
@@ -179,7 +179,7 @@ def position(frame: FrameType | None) -> list[str]:
 
 
 def source_line(code: CodeType, offset: int) -> str:
-    """`file.py:88 in function`."""
+    """Format an instruction as `file.py:88 in function`."""
     line = code.co_firstlineno
     for start, end, number in code.co_lines():
         if start <= offset < end and number is not None:
@@ -211,7 +211,7 @@ def _user_frame(frame: FrameType | None) -> tuple[CodeType | None, int]:
     return None, 0
 
 
-_LIBRARIES = ("zcomm", "zpartition", "zengine", "torch")  # their lines tell a user nothing
+_LIBRARIES = ("zcomm", "zpartition", "zengine", "torch")  # their lines do not help a user
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _libraries: dict[str, bool] = {}  # by file name: a process has few
 

@@ -1,7 +1,8 @@
 """Observer of collectives: the interface between handles and transports and the hang detector.
 
 Handles and transports report every collective to the installed observer and ask it whether the world has been
-aborted. They know nothing else of hang detection, so `zcomm.hangs` is below `zcomm.collectives` and `zcomm.shared`.
+aborted.  They depend on nothing else of hang detection, so `zcomm.hangs` is below `zcomm.collectives` and
+`zcomm.shared`.
 
 The null object is `NullObserver`.  Importing zcomm installs the hang detector's observer (`detector.py`) in its
 place: groups that torch made without `zcomm.init` are observed from their first collective.
@@ -37,7 +38,7 @@ class Observer(Protocol):
 
 @final
 class NullObserver:
-    """Compares nothing; records fingerprints, which handles need, in a ring of no group."""
+    """Compares nothing; records the fingerprints that handles need in a ring without a group."""
 
     def record(self, call: Call, group: Any, detail: Any) -> Fingerprint:
         return UNOBSERVED.add(call, detail)
@@ -56,7 +57,7 @@ _observer: Observer = NullObserver()
 
 
 def observer() -> Observer:
-    """The installed observer."""
+    """Return the installed observer."""
     return _observer
 
 

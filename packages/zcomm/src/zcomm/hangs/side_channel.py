@@ -1,4 +1,4 @@
-"""Side channel: keys in the rendezvous store, by which ranks reach each other when their collectives hang.
+"""Side channel: keys in the rendezvous store, through which ranks communicate when their collectives hang.
 
 The store is independent of the group that hangs.  The channel opens its own connection where torch can clone one,
 because a client answers one request at a time and the main thread may block in one for minutes.
@@ -14,8 +14,6 @@ others do when a peer is gone).
 from __future__ import annotations
 
 import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from typing import Any, final
@@ -24,7 +22,7 @@ import attrs
 
 from zcomm import compat
 from zcomm.hangs.report import Answer, Report
-from zcomm.hosts import this_host
+from zcomm.hosts import has_ended, process_identity
 
 _POLL_S = 0.05  # between two polls of the store
 _UNKNOWN_LIMIT_S = 1.0  # for a rank that never opened the channel: it has no thread that could answer
@@ -48,7 +46,7 @@ class SideChannel:
         """Open the channel and publish this rank's process."""
         found = cls(compat.PrefixStore("zcomm-doctor", compat.clone_store(store)), rank, world_size)
         found.number = found.store.add(f"worlds/{rank}", 1)
-        found.store.set(found._key(f"here/{rank}"), json.dumps(_presence()))
+        found.store.set(found._key(f"here/{rank}"), json.dumps(process_identity()))
         return found
 
     def request_reports(self) -> bool:
@@ -110,15 +108,15 @@ class SideChannel:
         if self._has(f"report/{rank}"):
             return Report.from_json(self.store.get(self._key(f"report/{rank}")))
         is_known = self._has(f"here/{rank}")
-        presence = json.loads(self.store.get(self._key(f"here/{rank}"))) if is_known else {}
-        if is_known and _is_gone(presence):
+        identity = json.loads(self.store.get(self._key(f"here/{rank}"))) if is_known else {}
+        if is_known and has_ended(identity):
             if self._has(f"report/{rank}"):  # written between the two polls
                 return None
-            note = f"process {presence['pid']} of this host"
+            note = f"process {identity['pid']} of this host"
             return Report(rank=rank, world_size=self.world_size, answer=Answer.GONE, note=note)
         if waited_s < (limit_s if is_known else min(limit_s, _UNKNOWN_LIMIT_S)):
             return None
-        note = f"process {presence['pid']} of host {presence['node']}" if is_known else "it has issued no collective"
+        note = f"process {identity['pid']} of host {identity['node']}" if is_known else "it has issued no collective"
         return Report(rank=rank, world_size=self.world_size, answer=Answer.SILENT, note=note)
 
     def _await(self, condition: Callable[[], bool], limit_s: float) -> bool:
@@ -137,24 +135,3 @@ class SideChannel:
 
     def _key(self, key: str) -> str:
         return f"{self.number}/{key}"
-
-
-def _presence() -> dict[str, Any]:
-    pid = os.getpid()
-    return {"pid": pid, "node": platform.node(), "host": this_host(), "started": _started(pid)}
-
-
-def _started(pid: int) -> str:
-    """Start time of a process of this host, in clock ticks; "" if it has ended, as a zombie too."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            fields = stat.read().rpartition(")")[2].split()  # the name before may hold anything
-    except OSError:
-        return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]
-
-
-def _is_gone(presence: dict[str, Any]) -> bool:
-    """True if the process is known to have ended; False if it cannot be seen from here."""
-    host = this_host()
-    return bool(host) and presence["host"] == host and _started(presence["pid"]) != presence["started"]

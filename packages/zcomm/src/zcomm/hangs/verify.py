@@ -7,8 +7,8 @@ the group, and raises before any data moves.  The price: one round trip through 
 (milliseconds), an asynchronous issue that waits for the slowest rank, and two stricter rules: all ranks issue the
 collectives of *different* groups in one order too, and with equal labels.
 
-Rejected: a hash of the last N collectives now and then (cheaper, but reports the first difference N collectives too
-late); a Gloo gather (it mixes with the collectives that it guards).
+Rejected: a hash of every N collectives (cheaper, but reports the first difference up to N collectives too late);
+a Gloo gather (it mixes with the collectives that it guards).
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 `zcomm`'s collectives use it automatically: `registry.issue` returns None where it is not available, and Gloo does the
 work.  ZCOMM_TRANSPORT=auto|shared|gloo selects; `zcomm.shared_empty` makes tensors that need no copies.
 
-    names        numbers of operations and dtypes            segment      anonymous shared memory
-    native       loads the C extension                       handshake    the ranks negotiate
-    transport    calls into C, waits, errors                 failure      error messages
-    registry     process group -> transport
+    native       the C extension and its numbers             segment      anonymous shared memory
+    transport    calls into C, waits, errors                 handshake    the ranks negotiate
+    registry     process group -> transport                  failure      error messages
 
 Groups with ranks on several hosts use two levels, shared memory inside a host and Gloo between hosts:
 

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from zcomm.hangs.fingerprint import call_name
-from zcomm.shared.names import OPS, REDUCTIONS, dtype_name
+from zcomm.shared.native import OPS, REDUCTIONS, dtype_name
 
 __all__ = ["CallSignature", "FailureKind", "FailureReport", "SharedMemoryFailed", "describe", "forked_message"]
 

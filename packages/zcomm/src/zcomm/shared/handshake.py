@@ -1,6 +1,6 @@
 """Handshake: the ranks of a group decide together whether to use shared memory.
 
-A rank that decided alone would leave the others waiting, so every rank always takes part.  In the first round each
+A rank that decided alone would leave the others waiting, so every rank takes part.  In the first round each
 rank sends its process, its host and an offer of its control segment; in the second, whether it could map all offers.
 The decision is a pure function of what all ranks sent, so it is the same on all.  The rounds use the group's own Gloo
 back end and fixed-length JSON.
@@ -59,9 +59,9 @@ class Presence:
     offer: Offer | None  # its control segment; None exactly if there is an obstacle
 
     @classmethod
-    def from_json(cls, presences: dict[str, Any]) -> Presence:
-        offer = presences.pop("offer")
-        return cls(**presences, offer=None if offer is None else Offer(**offer))
+    def from_json(cls, fields: dict[str, Any]) -> Presence:
+        offer = fields.pop("offer")
+        return cls(**fields, offer=None if offer is None else Offer(**offer))
 
 
 @final
@@ -97,19 +97,18 @@ class TwoLevelMembers:
         self.network.close()
 
 
-_Held = TypeVar("_Held", Members, TwoLevelMembers)
+_Connections = TypeVar("_Connections", Members, TwoLevelMembers)
 
 
-class TransportRefused(RuntimeError):
+class TransportUnavailable(RuntimeError):
     """Raised when a rank requires shared memory (ZCOMM_TRANSPORT=shared) and the group cannot have it."""
 
 
 def negotiate(group: ProcessGroup, rank: int, size: int, timeout_s: float) -> Members | TwoLevelMembers | str:
-    """Return the members of a group that shares memory, or the reason for which it uses Gloo.  A collective over
-    Gloo.
+    """Return the members of a group that shares memory, or the reason for which it uses Gloo.
 
-    timeout_s: time limit of a message between hosts.
-    Raises TransportRefused on every rank if one has ZCOMM_TRANSPORT=shared and the group cannot share memory.
+    A collective over Gloo.  timeout_s: time limit of a message between hosts.
+    Raises TransportUnavailable on every rank if one has ZCOMM_TRANSPORT=shared and the group cannot share memory.
     """
     segment, obstacle = _control_segment()
     try:
@@ -124,7 +123,7 @@ def negotiate(group: ProcessGroup, rank: int, size: int, timeout_s: float) -> Me
         if segment is not None:
             segment.seal()
     if isinstance(outcome, str) and any(each.choice == "shared" for each in presences):
-        raise TransportRefused(f"{VARIABLE}=shared, but the group cannot use shared memory: {outcome}")
+        raise TransportUnavailable(f"{VARIABLE}=shared, but the group cannot use shared memory: {outcome}")
     return outcome
 
 
@@ -187,16 +186,16 @@ class _FirstRound:
     own: Segment
 
 
-def _further_rounds(group: ProcessGroup, meeting: _FirstRound, timeout_s: float) -> Members | TwoLevelMembers | str:
+def _further_rounds(group: ProcessGroup, first: _FirstRound, timeout_s: float) -> Members | TwoLevelMembers | str:
     """Run the further rounds; return this rank's connections if every rank has all of its own, else the reason."""
-    size = len(meeting.presences)
-    members = _confirm(group, size, *_map_members(library(), meeting))
-    if isinstance(members, str) or meeting.layout.num_hosts == 1:
+    size = len(first.presences)
+    members = _confirm(group, size, *_map_members(library(), first))
+    if isinstance(members, str) or first.layout.num_hosts == 1:
         return members
-    return _confirm(group, size, *_connect_hosts(group, meeting, members, timeout_s))
+    return _confirm(group, size, *_connect_hosts(group, first, members, timeout_s))
 
 
-def _confirm(group: ProcessGroup, size: int, own: _Held | None, problem: str) -> _Held | str:
+def _confirm(group: ProcessGroup, size: int, own: _Connections | None, problem: str) -> _Connections | str:
     """Run one round: return `own` if every rank succeeded; else close it and return the reason."""
     reason = "a round failed"  # replaced if it succeeds
     try:
@@ -208,17 +207,17 @@ def _confirm(group: ProcessGroup, size: int, own: _Held | None, problem: str) ->
     return reason if own is None or reason else own
 
 
-def _map_members(found: Library, meeting: _FirstRound) -> tuple[Members | None, str]:
+def _map_members(found: Library, first: _FirstRound) -> tuple[Members | None, str]:
     """Map the members' memory on this host; return them, or the problem."""
-    host, index = meeting.layout.locate(meeting.rank)
-    here = meeting.layout.hosts[host]
-    members = Members(index, [meeting.presences[number].pid for number in here], [], [])
+    host, index = first.layout.locate(first.rank)
+    here = first.layout.hosts[host]
+    members = Members(index, [first.presences[number].pid for number in here], [], [])
     try:
         for number in here:
-            offer, is_own = meeting.presences[number].offer, number == meeting.rank
-            members.pidfds.append(-1 if is_own else _pidfd(meeting.presences[number].pid))
+            offer, is_own = first.presences[number].offer, number == first.rank
+            members.pidfds.append(-1 if is_own else _pidfd(first.presences[number].pid))
             assert offer is not None
-            members.controls.append(meeting.own.memory if is_own else offer.accept(found))
+            members.controls.append(first.own.memory if is_own else offer.accept(found))
     except OSError as error:
         missed = here[len(members.controls)]
         members.close()
@@ -227,19 +226,19 @@ def _map_members(found: Library, meeting: _FirstRound) -> tuple[Members | None, 
 
 
 def _connect_hosts(
-    group: ProcessGroup, meeting: _FirstRound, members: Members, timeout_s: float
+    group: ProcessGroup, first: _FirstRound, members: Members, timeout_s: float
 ) -> tuple[TwoLevelMembers | None, str]:
     """Connect the two levels; return them, or the reason for which this rank cannot reach the other hosts."""
-    host, index = meeting.layout.locate(meeting.rank)
-    peers, ranks = meeting.layout.peers(index), dist.get_process_group_ranks(group)
-    offer = meeting.presences[peers[0]].offer
+    host, index = first.layout.locate(first.rank)
+    peers, ranks = first.layout.peers(index), dist.get_process_group_ranks(group)
+    offer = first.presences[peers[0]].offer
     assert offer is not None
     try:
         network = Network.open(offer.token, tuple(ranks[peer] for peer in peers), host, timeout_s)
     except RuntimeError as error:
         members.close()
         return None, f"cannot reach its peers on other hosts ({(str(error).splitlines() or [''])[0]})"[:300]
-    return TwoLevelMembers(members, network, meeting.layout), ""
+    return TwoLevelMembers(members, network, first.layout), ""
 
 
 def _pidfd(pid: int) -> int:

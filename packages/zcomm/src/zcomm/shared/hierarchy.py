@@ -47,7 +47,7 @@ class HierarchicalTransport:
         return self.levels.memory
 
     def issue(self, message: Message) -> Task | None:
-        """Queue a collective; return None if it is Gloo's to do.  Raises SharedMemoryFailed."""
+        """Queue a collective; return None if Gloo carries it.  Raises SharedMemoryFailed."""
         verb = COLLECTIVES.get(message.op)
         if verb is None:
             return None

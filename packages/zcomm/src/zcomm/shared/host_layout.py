@@ -1,4 +1,4 @@
-"""Host layout: the ranks of a group by host, and whether two-level collectives support it.
+"""Host layout: the ranks of a group by host, and the placements that two-level collectives support.
 
 Two levels require the same number of ranks on every host, because the ranks of equal index (first, second, ... of
 their host) communicate between hosts, each with its share of the bytes.  On each host the ranks must be evenly spaced
@@ -19,7 +19,7 @@ __all__ = ["ONE_RANK_PER_HOST", "HostLayout"]
 
 ONE_RANK_PER_HOST = "is on a host of its own"  # ends the obstacle of a group with one rank on each host
 
-_TOLD = 4  # hosts listed in an obstacle
+_MAX_LISTED = 4  # hosts in an obstacle's text
 
 
 @attrs.frozen
@@ -69,8 +69,8 @@ class HostLayout:
         if all(len(ranks) == 1 for ranks in self.hosts):
             return f"each of its {self.num_hosts} ranks {ONE_RANK_PER_HOST}"
         if len({len(ranks) for ranks in self.hosts}) > 1:
-            counts = [f"{len(ranks)} on that of rank {ranks[0]}" for ranks in self.hosts[:_TOLD]]
-            more = f" and {self.num_hosts - _TOLD} hosts more" if self.num_hosts > _TOLD else ""
+            counts = [f"{len(ranks)} on that of rank {ranks[0]}" for ranks in self.hosts[:_MAX_LISTED]]
+            more = f" and {self.num_hosts - _MAX_LISTED} hosts more" if self.num_hosts > _MAX_LISTED else ""
             return f"its hosts have different numbers of ranks: {', '.join(counts)}{more}"
         for host, ranks in enumerate(self.hosts):
             if ranks != tuple(range(ranks[0], ranks[-1] + 1, self.stride(host))):

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from zcomm.shared.host_layout import HostLayout
-from zcomm.shared.names import DTYPES, REDUCTIONS
+from zcomm.shared.native import DTYPES, REDUCTIONS
 from zcomm.shared.network import Network
 from zcomm.shared.task_queue import Step
 from zcomm.shared.transport import Message, Transport
@@ -82,9 +82,7 @@ class Levels:
 
 
 def spans(numel: int, parts: int, most: int) -> list[tuple[int, int]]:
-    """Cut [0, numel) into spans divisible by `parts`, of at most `most` elements per part; the rest is a span of its
-    own.
-    """
+    """Cut [0, numel) into spans divisible by `parts`, of at most `most` elements per part; the rest is last."""
     width = max(1, most) * parts
     even = numel - numel % parts
     found = [(start, min(start + width, even)) for start in range(0, even, width)]

@@ -1,8 +1,12 @@
-"""Loader of the compiled extension; no other module touches it.
+"""Native extension: its loader, and the numbers that Python, C and the ranks share.
 
-The extension is loaded on the first use of a group of several CPU ranks, never at import.  Without it (no compiler at
-installation, not Linux) `unavailable_reason` says why, and groups use Gloo.  A checkout rejects an extension older
-than its sources, because C structs and Python must match.  An installed wheel is not checked.
+Operations, dtypes and reductions travel as numbers in the order of the enumerations in `csrc/zs_api.h`, and the ranks
+compare them.  A dtype with a number can be moved; the first `NUM_REDUCIBLE` can be reduced.
+
+The extension is loaded on the first use of a group of several CPU ranks, never at import; no other module touches it.
+Without it (no compiler at installation, not Linux) `unavailable_reason` gives the reason, and groups use Gloo.  A
+checkout rejects an extension older than its sources, because C structs and Python must match.  An installed wheel is
+not checked.
 """
 
 from __future__ import annotations
@@ -15,8 +19,34 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 __all__ = ["Library", "library", "unavailable_reason"]
+
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "all_to_all_v", "barrier")
+REDUCTIONS = ("sum", "max", "min")
+NUM_REDUCIBLE = 9
+_DTYPE_NAMES = (
+    *("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8", "int8", "bool"),
+    *("int16", "uint16", "uint32", "uint64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+)
+# An old torch lacks the last ones; the numbers of the others stay.
+DTYPES: dict[torch.dtype, int] = {
+    getattr(torch, name): code for code, name in enumerate(_DTYPE_NAMES) if hasattr(torch, name)
+}
+
+
+def dtype_name(code: int) -> str:
+    """Name of a dtype by its number; "nothing" for -1, a barrier's."""
+    return _DTYPE_NAMES[code] if code >= 0 else "nothing"
+
+
+def is_supported(dtype: torch.dtype, *, reduced: bool) -> bool:
+    """True if tensors of `dtype` can be moved, or reduced, through shared memory."""
+    code = DTYPES.get(dtype)
+    return code is not None and (code < NUM_REDUCIBLE or not reduced)
+
 
 PACKAGE = Path(__file__).resolve().parent.parent
 

@@ -27,8 +27,7 @@ from zcomm.shared import handshake
 from zcomm.shared.hierarchy import HierarchicalTransport
 from zcomm.shared.host_layout import ONE_RANK_PER_HOST
 from zcomm.shared.levels import Levels
-from zcomm.shared.names import is_supported
-from zcomm.shared.native import library
+from zcomm.shared.native import is_supported, library
 from zcomm.shared.task_queue import Step
 from zcomm.shared.transport import Message, Transport
 
@@ -46,7 +45,7 @@ class GroupTransport(Protocol):
         """Transport of the ranks on this host."""
 
     def issue(self, message: Message) -> Step | None:
-        """Issue a collective; return None if it is Gloo's to do.  Raises SharedMemoryFailed."""
+        """Issue a collective; return None if Gloo carries it.  Raises SharedMemoryFailed."""
 
     def issue_on_host(self, message: Message) -> Step:
         """Issue a collective of this host's ranks, in order with those of the group.  Raises SharedMemoryFailed."""
@@ -69,7 +68,7 @@ class GroupEntry:
     lock: threading.Lock = attrs.field(factory=threading.Lock)  # held during the set-up
     transport: GroupTransport | None = None
     reason: str = ""  # for which Gloo carries this group
-    error: handshake.TransportRefused | None = None  # raised where nothing does
+    error: handshake.TransportUnavailable | None = None  # raised by every use of the group
     derived_groups: dict[str, ProcessGroup] = attrs.field(factory=dict)  # groups of its ranks, by kind
 
 
@@ -78,9 +77,9 @@ _lock = threading.Lock()  # guards changes of _entries
 
 
 def issue(group: ProcessGroup | None, message: Message) -> Step | None:
-    """Issue through shared memory; return None if it is Gloo's or NCCL's to do.
+    """Issue through shared memory; return None if Gloo or NCCL carries it.
 
-    The first call of a group is a collective over Gloo.  Raises TransportRefused, SharedMemoryFailed.
+    The first call of a group is a collective over Gloo.  Raises TransportUnavailable, SharedMemoryFailed.
     """
     payload = message.payload
     if payload is not None and not is_supported(payload.dtype, reduced=message.reduction is not None):
@@ -92,10 +91,10 @@ def issue(group: ProcessGroup | None, message: Message) -> Step | None:
 
 
 def transport_of(group: ProcessGroup | None) -> GroupTransport | None:
-    """Return the transport of a group that shares memory, wholly or in part; None for others.  Sets it up on first
-    use.
+    """Return the transport of a group that shares memory, wholly or in part; None for others.
 
-    A collective on the group's first use.  Raises TransportRefused if a rank requires shared memory in vain.
+    The first use sets it up: a collective.  Raises TransportUnavailable if a rank requires shared memory and the
+    group cannot have it.
     """
     group = _resolved(group)
     entry = _entry(group)
@@ -164,7 +163,7 @@ def _set_up(group: ProcessGroup, entry: GroupEntry) -> None:
     timeout_s = compat.group_timeout_s(group, torch.device("cpu"), default=_DEFAULT_TIMEOUT_S)
     try:
         outcome = handshake.negotiate(group, rank, size, timeout_s)
-    except handshake.TransportRefused as error:
+    except handshake.TransportUnavailable as error:
         entry.reason, entry.error = str(error), error
         return
     if isinstance(outcome, str):

@@ -25,7 +25,7 @@ from zcomm.shared.failure import SharedMemoryFailed, forked_message
 
 __all__ = ["Step", "Task", "TaskQueue"]
 
-_NAP_S = 0.1  # pause of a caller whose task another thread runs
+_PAUSE_S = 0.1  # pause of a caller whose task another thread runs
 
 
 class Step(Protocol):
@@ -174,7 +174,7 @@ class TaskQueue:
                     if not is_wanted():
                         return True
                     if self.turn is not None:
-                        self.changed.wait(_NAP_S)
+                        self.changed.wait(_PAUSE_S)
                         return False
                     turn = _Turn(self.tasks[0])
                     self.turn = turn

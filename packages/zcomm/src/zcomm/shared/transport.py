@@ -21,8 +21,7 @@ from torch import Tensor
 from zcomm.hangs.observer import ABORTED, observer
 from zcomm.shared.failure import FailureReport, SharedMemoryFailed, describe, forked_message
 from zcomm.shared.handshake import Members
-from zcomm.shared.names import DTYPES, OPS, REDUCTIONS
-from zcomm.shared.native import Library
+from zcomm.shared.native import DTYPES, OPS, REDUCTIONS, Library
 from zcomm.shared.segment import Memory
 
 __all__ = ["Message", "Routes", "SharedMemoryFailed", "Transport", "Work"]

@@ -88,7 +88,7 @@ class ResultCollector:
         try:
             message = self.ranks[number].connection.recv_bytes()
         except (EOFError, ConnectionResetError):
-            self._failed(RankReport(number, Ending.DIED, self.ranks[number].exit_report()))
+            self._add_report(RankReport(number, Ending.DIED, self.ranks[number].exit_report()))
             return
         if message == READY:
             self.ready += 1
@@ -99,12 +99,12 @@ class ResultCollector:
             ending, value = pickle.loads(message)
         except Exception as error:
             text = f"its result cannot be unpickled in this process: {error!r}"
-            self._failed(RankReport(number, Ending.RAISED, text, type(error).__name__))
+            self._add_report(RankReport(number, Ending.RAISED, text, type(error).__name__))
             return
         if ending is Ending.RETURNED:
             self.values[number] = value
         else:
-            self._failed(value)
+            self._add_report(value)
 
     def _release(self) -> None:
         """Let all ranks call the function; their time starts."""
@@ -112,7 +112,7 @@ class ResultCollector:
         for rank in self.ranks:
             rank.send(GO)
 
-    def _failed(self, report: RankReport) -> None:
+    def _add_report(self, report: RankReport) -> None:
         self.reports[report.rank] = report
         self.deadline_s = min(self.deadline_s, time.monotonic() + _GRACE_S)
 

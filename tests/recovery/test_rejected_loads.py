@@ -1,4 +1,4 @@
-"""A load that cannot succeed changes nothing on any rank; after one whose medium failed half-way nothing goes on."""
+"""A rejected load changes nothing on any rank; after a load that fails half-way the engine does not continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import zpartition
 from zcomm.testing import run_ranks
 from zengine.engine.clock import HalfLoaded
 
-NUM_MORE = 2  # steps after what was tried
+NUM_MORE = 2  # steps after the attempt
 
 
 def flip(file: Path) -> None:
@@ -50,15 +50,15 @@ def steps_after(engine: Any, randomness: dict[str, Any], batches: Any) -> list[A
     return train(engine, batches, NUM_MORE)
 
 
-def twin_of(kind: str, stage: int, root: str) -> Any:
-    """An engine in the state of `victim` that never tried anything."""
+def fresh_copy(kind: str, stage: int, root: str) -> Any:
+    """Make an engine in the state of `victim` without a failed attempt."""
     engine = KINDS[kind](stage)
     engine.load_checkpoint(root, "victim")
     return engine
 
 
 def prepared(root: str, kind: str, stage: int) -> tuple[Any, Any]:
-    """An engine that was loaded from its own checkpoint `victim`, and batches; beside it a later one, `good`."""
+    """Make an engine loaded from its checkpoint `victim`, and batches; write a later checkpoint `good`."""
     seed_all(1)
     engine = KINDS[kind](stage)
     batches = iter(engine.training_dataloader)
@@ -71,7 +71,7 @@ def prepared(root: str, kind: str, stage: int) -> tuple[Any, Any]:
 
 
 def damaged_on_one_rank(root: str, kind: str, stage: int) -> list[str]:
-    """The last rank alone sees the damage; what is wrong afterwards."""
+    """Damage files on the last rank only; return the problems afterwards."""
     engine, batches = prepared(root, kind, stage)
     before, randomness, wrong = digest(engine), zckpt.rng.capture(), []
     is_last = zcomm.group_rank() == zcomm.group_size() - 1
@@ -87,19 +87,19 @@ def damaged_on_one_rank(root: str, kind: str, stage: int) -> list[str]:
             after = digest(engine)
             wrong += [f"{name}: {thing} changed" for thing in before if after[thing] != before[thing]]
     mine = steps_after(engine, randomness, batches)
-    twin = twin_of(kind, stage, root)
+    twin = fresh_copy(kind, stage, root)
     if mine != steps_after(twin, randomness, iter(twin.training_dataloader)):
         wrong.append("the steps that follow are not those of a run that never tried")
     return wrong
 
 
 @pytest.mark.parametrize(("kind", "world_size", "stage"), [("ours", 1, 1), ("torch", 2, 1), ("ours", 2, 3)])
-def test_damage_that_one_rank_sees_is_refused_by_all(tmp_path: Path, kind: str, world_size: int, stage: int) -> None:
+def test_damage_on_one_rank_is_rejected_by_all(tmp_path: Path, kind: str, world_size: int, stage: int) -> None:
     assert run_ranks(damaged_on_one_rank, world_size, str(tmp_path), kind, stage) == [[]] * world_size
 
 
-def refused_half_way_through_a_step(root: str) -> list[str]:
-    """The gradients of the first micro-step still count."""
+def rejected_in_the_middle_of_a_step(root: str) -> list[str]:
+    """Reject a load between micro-steps; the gradients of the first still count."""
     engine, batches = prepared(root, "torch", 1)
     randomness, good = zckpt.rng.capture(), Path(root, "good")
     if zcomm.group_rank() == 0:
@@ -133,16 +133,16 @@ def with_steps(count: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_refused_load_in_the_middle_of_a_step_keeps_its_gradients(tmp_path: Path, world_size: int) -> None:
-    assert run_ranks(refused_half_way_through_a_step, world_size, str(tmp_path)) == [[]] * world_size
+def test_a_rejected_load_in_the_middle_of_a_step_keeps_its_gradients(tmp_path: Path, world_size: int) -> None:
+    assert run_ranks(rejected_in_the_middle_of_a_step, world_size, str(tmp_path)) == [[]] * world_size
 
 
-# -- the medium fails after everything was proven ------------------------------------------------
+# -- the disk fails after all checks have passed ------------------------------------------------
 
 
 @contextlib.contextmanager
 def failing_copies() -> Iterator[None]:
-    """The disk of the first rank gives up after two stretches that were copied."""
+    """Make the first rank's disk fail after two copied ranges."""
     copy, seen = zckpt.loading.run_reads.fill, []
 
     def fill(*args: Any) -> int:
@@ -157,7 +157,7 @@ def failing_copies() -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_commit() -> Iterator[None]:
-    """The optimizer of the last rank cannot keep what was read."""
+    """Make the last rank's optimizer fail to store the loaded state."""
     hand_over = zpartition.state.addressing.StagedState.hand_over
 
     def fail(staged: Any) -> None:
@@ -176,7 +176,7 @@ FAILURES = {
 
 
 def half_loaded(root: str, failure: str, kind: str, stage: int) -> list[str]:
-    """What an engine lets happen that holds parts of two states, and whether a load mends it."""
+    """Return the calls that a half-loaded engine accepts, and True if another load repairs it."""
     engine, batches = prepared(root, kind, stage)
     batch = next(batches)
     loss = engine(batch)
@@ -197,7 +197,7 @@ def half_loaded(root: str, failure: str, kind: str, stage: int) -> list[str]:
             call()
     with pytest.raises(zckpt.CheckpointNotFound):
         engine.load_checkpoint(root, "absent")
-    with pytest.raises(HalfLoaded, match=expected):  # a load that is refused mends nothing
+    with pytest.raises(HalfLoaded, match=expected):  # a rejected load repairs nothing
         engine(batch)
     engine.load_checkpoint(root, "good")
     twin = KINDS[kind](stage)
@@ -212,16 +212,16 @@ def half_loaded(root: str, failure: str, kind: str, stage: int) -> list[str]:
 
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize(("kind", "world_size", "stage"), [("ours", 1, 1), ("torch", 2, 3)])
-def test_an_engine_that_is_half_loaded_refuses_to_go_on(
+def test_a_half_loaded_engine_raises_until_another_load(
     tmp_path: Path, failure: str, kind: str, world_size: int, stage: int
 ) -> None:
     assert run_ranks(half_loaded, world_size, str(tmp_path), failure, kind, stage) == [[]] * world_size
 
 
-# -- what is not asked for is not looked at ------------------------------------------------------
+# -- values that are not requested are not checked ------------------------------------------------------
 
 
-def ruined(*keys: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def damaged(*keys: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     def change(manifest: dict[str, Any]) -> dict[str, Any]:
         return manifest | {"objects": manifest["objects"] | dict.fromkeys(keys, 5) | {"of a later version": 1}}
 
@@ -236,16 +236,18 @@ def ruined(*keys: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (("scheduler",), {"load_lr_scheduler_states": False}),
     ],
 )
-def test_what_is_not_asked_for_may_be_ruined(tmp_path: Path, keys: tuple[str, ...], flags: dict[str, bool]) -> None:
+def test_values_that_are_not_requested_may_be_damaged(
+    tmp_path: Path, keys: tuple[str, ...], flags: dict[str, bool]
+) -> None:
     engine, _ = prepared(str(tmp_path), "ours", 1)
-    write_forged(tmp_path / "good", "ruined", ruined(*keys))
-    with pytest.raises(zckpt.CheckpointStateError, match=r"ruined/manifest\.json: objects\['"):
-        engine.load_checkpoint(tmp_path, "ruined")
-    engine.load_checkpoint(tmp_path, "ruined", **flags)
+    write_forged(tmp_path / "good", "damaged", damaged(*keys))
+    with pytest.raises(zckpt.CheckpointStateError, match=r"damaged/manifest\.json: objects\['"):
+        engine.load_checkpoint(tmp_path, "damaged")
+    engine.load_checkpoint(tmp_path, "damaged", **flags)
     engine.close()
 
 
-def test_the_copy_in_memory_is_looked_at_in_the_same_way(tmp_path: Path) -> None:
+def test_the_copy_in_memory_is_checked_in_the_same_way(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 1)
     config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "checkpoint": {"async_save": True}}
     engine = zengine.initialize(model=model, config=config)[0]

@@ -1,4 +1,4 @@
-"""What rank 0 tells about a run: what is about to happen, what came of it, and where everything lies."""
+"""Messages of rank 0: the introduction of a run, its results, and the paths of its files."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from .journal import Row
 from .model import Scorer, generate
 from .progress import amount
 from .recipe import Folder, Recipe
-from .report import Story, write_report
+from .report import ReportData, write_report
 from .text import Corpus
 
-PROMPT = b"def "  # what the sample of generated text begins with
+PROMPT = b"def "  # beginning of the generated sample
 SAMPLE_BYTES = 500
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Run:
-    """The things of a run that stay the same while it trains."""
+    """Objects of a run that stay the same during training."""
 
     folder: Folder
     recipe: Recipe
     corpus: Corpus
-    model: Scorer  # in training: its weights change
+    model: Scorer  # its weights change
     engine: zengine.Engine
 
     @property
     def resuming(self) -> str:
-        """The command that continues it."""
+        """Command that resumes the run."""
         return f"python3 tools/dev.py train --resume --name {self.folder.name}"
 
     @property
@@ -48,14 +48,14 @@ class Run:
 
 
 def introduction(run: Run) -> str:
-    """What is about to happen, in three lines."""
+    """Describe the run in three lines: model, text, ranks."""
     engine, corpus = run.engine, run.corpus
-    parameters, shared = amount(run.model.numel), ranks_of_a_model(run)
-    how = f", a model over {counted(shared, 'rank')}" if shared > 1 else ""
+    parameters, shared = amount(run.model.numel), ranks_per_model(run)
+    how = f", a model over {pluralize(shared, 'rank')}" if shared > 1 else ""
     if run.recipe.shape.experts:
-        over = counted(engine.plan.parallel.degrees.expert, "rank")
+        over = pluralize(engine.plan.parallel.degrees.expert, "rank")
         how += f", {run.recipe.shape.experts} experts a block over {over}"
-    copies = counted(engine.dp_world_size, "replica" if shared > 1 else "rank")
+    copies = pluralize(engine.dp_world_size, "replica" if shared > 1 else "rank")
     begins = f"resumes after step {engine.global_steps}" if engine.global_steps else "starts"
     stage, ranks = engine.zero_optimization_stage(), engine.parts.world.world_size
     micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
@@ -63,95 +63,97 @@ def introduction(run: Run) -> str:
         f"run {run.folder.name} {begins}: GPT of {parameters} parameters, {run.precision}, ZeRO stage {stage}\n"
         f"text: {amount(corpus.train.numel())} bytes in {len(corpus.train_files)} files of {corpus.root}, "
         f"and {len(corpus.validation_files)} files held out\n"
-        f"{counted(ranks, 'rank')} x {counted(torch.get_num_threads(), 'thread')} on {engine.device.type}{how}; a "
-        f"step is {copies} x {counted(accumulation, 'micro-step')} x {counted(micro, 'window')} of "
+        f"{pluralize(ranks, 'rank')} x {pluralize(torch.get_num_threads(), 'thread')} on {engine.device.type}{how}; "
+        f"a step is {copies} x {pluralize(accumulation, 'micro-step')} x {pluralize(micro, 'window')} of "
         f"{run.recipe.shape.context} bytes"
     )
 
 
-def ranks_of_a_model(run: Run) -> int:
-    """Ranks that work on the same windows."""
+def ranks_per_model(run: Run) -> int:
+    """Return the number of ranks that share one model replica, and so its windows."""
     shared: int = run.engine.parts.world.world_size // run.engine.dp_world_size
     return shared
 
 
-def counted(number: int, noun: str) -> str:
-    """1 rank, 2 ranks."""
+def pluralize(number: int, noun: str) -> str:
+    """Format a count: "1 rank", "2 ranks"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def interrupted(run: Run) -> str:
-    return f"stopped and saved after step {run.engine.global_steps}. To go on: {run.resuming}"
+def interruption_message(run: Run) -> str:
+    return f"stopped and saved after step {run.engine.global_steps}. To continue: {run.resuming}"
 
 
-def written(run: Run) -> str:
-    """A sample of what the model writes.  Every rank calls it: each may have a part of the model."""
-    return readable(generate(run.model, PROMPT, num_bytes=SAMPLE_BYTES, seed=run.recipe.seed))
+def generate_sample(run: Run) -> str:
+    """Generate a sample of text.  Every rank must call: each may hold a part of the model."""
+    return printable(generate(run.model, PROMPT, num_bytes=SAMPLE_BYTES, seed=run.recipe.seed))
 
 
-def take_stock(run: Run, result: Result, sample: str, rows: list[Row]) -> str:
-    """Write the report and the figures to the run's folder; the last words of a run.
+def write_results(run: Run, result: Result, sample: str, rows: list[Row]) -> str:
+    """Write the report and result.json to the run's folder; return the final message.
 
-    sample: what the model writes.
+    sample: text generated by the model.
     """
     folder = run.folder
-    story = Story(
+    data = ReportData(
         name=folder.name,
         recipe=run.recipe,
         rows=rows,
-        record=record_of(folder),
+        record=read_record(folder),
         result=result,
         sample=sample,
         environment=environment_facts(run),
         corpus=corpus_facts(run.corpus),
     )
-    write_report(story, folder.report)
+    write_report(data, folder.report)
     folder.result.write_text(json.dumps(attrs.asdict(result), indent=2) + "\n")
     lines = [f"\n{sample.rstrip()}\n", f"{result.table()}\n"]
-    if not result.wins:
-        is_defeat = run.recipe.is_defeat(step=result.step, wins=result.wins)
-        lines.append("The model did not beat the byte tables" + (": it should have." if is_defeat else " yet."))
+    if not result.beats_baseline:
+        is_below_baseline = run.recipe.is_below_baseline(step=result.step, beats_baseline=result.beats_baseline)
+        lines.append(
+            "The model did not beat the byte tables" + (": it should have." if is_below_baseline else " yet.")
+        )
     if result.step < run.recipe.steps:
-        lines.append(f"{run.recipe.steps - result.step} steps are left. To go on: {run.resuming}")
+        lines.append(f"{run.recipe.steps - result.step} steps are left. To continue: {run.resuming}")
     lines.append(f"checkpoints  {folder.checkpoints}")
     lines.append(f"TensorBoard  {sys.executable} -m tensorboard.main --logdir {folder.path.parent}")
     lines.append(f"report       {folder.report}")
     return "\n".join(lines)
 
 
-def record_of(folder: Folder) -> Record:
-    """What the engine kept; nothing where it could not write, which must not end a run at its end."""
+def read_record(folder: Folder) -> Record:
+    """Return the engine's record; an empty one if the engine could not write it, so that the run still ends well."""
     try:
         return read_run(folder.record)
     except NoRunError:
         return Record(name=folder.name, folder=folder.record)
 
 
-def readable(text: bytes) -> str:
-    """Text that is safe to print: bytes that are not text, or would command a terminal, become question marks."""
+def printable(text: bytes) -> str:
+    """Decode for printing: undecodable bytes and control characters become replacement characters."""
     characters = text.decode(errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters)
 
 
 def environment_facts(run: Run) -> dict[str, object]:
-    """The machine and the way it was used, for the report."""
+    """Return facts about machine, ranks and versions, for the report."""
     engine = run.engine
     on_gpu = engine.device.type == "cuda"
-    threads = counted(torch.get_num_threads(), "thread")
+    threads = pluralize(torch.get_num_threads(), "thread")
     return {
-        "device": torch.cuda.get_device_name(engine.device) if on_gpu else f"{processor()}, {os.cpu_count()} cores",
+        "device": torch.cuda.get_device_name(engine.device) if on_gpu else f"{cpu_name()}, {os.cpu_count()} cores",
         "ranks": f"{engine.parts.world.world_size}, {threads} each, {engine.parts.world.backend}",
         "precision": run.precision,
         "ZeRO stage": engine.zero_optimization_stage(),
-        "ranks that share a model": ranks_of_a_model(run),
+        "ranks that share a model": ranks_per_model(run),
         "windows per step": engine.train_batch_size(),
         "zengine, torch": f"{zengine.__version__}, {torch.__version__}",
         "Python, system": f"{platform.python_version()}, {platform.system()} {platform.release()}",
     }
 
 
-def processor() -> str:
-    """The CPU's own name for itself."""
+def cpu_name() -> str:
+    """Return the CPU's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -161,7 +163,7 @@ def processor() -> str:
 
 
 def corpus_facts(corpus: Corpus) -> dict[str, object]:
-    """The text, for the report."""
+    """Return facts about the text, for the report."""
     return {
         "source": corpus.root,
         "training": f"{amount(corpus.train.numel())} bytes in {len(corpus.train_files)} files",

@@ -1,8 +1,8 @@
-"""--sequence: ranks share the bytes of each window, and exchange heads for bytes around each attention, or send keys
-round where there are fewer heads than ranks.
+"""Sequence parallelism of the main job (--sequence): each rank holds a part of every window.
 
-The loader gives all of them the same windows.  Each takes its run of the bytes to read and of those to guess, which
-were told apart before, so no byte is guessed by nobody.
+Attention exchanges heads for positions (Ulysses), or passes keys around a ring if there are fewer heads than ranks.
+The loader gives all these ranks the same windows.  Each takes its part of the inputs and of the targets, which are
+shifted by one byte before the cut, so every byte is predicted once.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 import zengine
 from zpartition.sequence import DistributedAttention, Order, Split, ring_attention, sequence_cross_entropy
 
-from .model import GPT, Part, causal
+from .model import GPT, SequencePart, causal
 
 
-class Share(Part):
-    """The run of this rank's bytes, of each window."""
+class RankPart(SequencePart):
+    """This rank's part of each window."""
 
     def __init__(self, engine: zengine.Engine) -> None:
         self._group = engine.seq_parallel_group
@@ -24,10 +24,10 @@ class Share(Part):
         groups = engine.parts.groups
         self._split = Split(engine.sequence_parallel_size, groups.get_sequence_parallel_rank())
 
-    def of(self, tokens: Tensor) -> Tensor:
+    def select(self, tokens: Tensor) -> Tensor:
         return self._split.take(tokens, what="a window")
 
-    def begin(self, time: int) -> int:
+    def offset(self, time: int) -> int:
         return self._split.rank * time
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -40,8 +40,8 @@ class Share(Part):
         return sequence_cross_entropy(scores, targets, self._group)
 
 
-def share_windows(model: GPT, engine: zengine.Engine) -> GPT:
-    """Let `model` train on this rank's share of each window, if the engine shares them out; returns it."""
+def split_sequences(model: GPT, engine: zengine.Engine) -> GPT:
+    """Let `model` train on this rank's part of each window under sequence parallelism; return `model`."""
     if engine.sequence_parallel_size > 1:
-        model.part = Share(engine)
+        model.part = RankPart(engine)
     return model
