@@ -1,8 +1,8 @@
 """Command line: `zengine COMMAND ...` or `python -m zengine COMMAND ...`.
 
 All arguments are declared here, so that `--help`, `--version` and shell completion import neither torch nor the
-commands.  A new command is a module of `zengine.commands`, a function below that declares its arguments, and a row of
-`COMMANDS`.  Exit status: 0 success, 1 failure with the reason on standard error, 2 wrong usage.
+commands.  A new command is a function of `zengine.commands`, a function below that declares its arguments, and a row
+of `COMMANDS`.  Exit status: 0 success, 1 failure with the reason on standard error, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from zengine.config import ConfigError  # imports torch, which parsing does not need
 
     try:
-        status: int = importlib.import_module(COMMANDS[arguments.command].module).run(arguments)
+        command = COMMANDS[arguments.command]
+        status: int = getattr(importlib.import_module(command.module), command.function)(arguments)
         sys.stdout.flush()  # a closed pipe (`zengine explain ... | head`) raises here
         return status
     except BrokenPipeError:
@@ -191,9 +192,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 @attrs.frozen
 class Command:
-    """One command: the module whose `run` executes it, its line in `--help`, and its arguments."""
+    """One command: the function that executes it, its line in `--help`, and its arguments."""
 
-    module: str
+    module: str  # imported when the command runs
+    function: str  # receives the parsed arguments and returns the exit status
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
@@ -203,26 +205,38 @@ def _add_nothing(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "check": Command("zengine.commands.check", "Report every problem of a config, and its notices.", _add_check),
+    "check": Command(
+        "zengine.commands.config", "run_check", "Report every problem of a config, and its notices.", _add_check
+    ),
     "explain": Command(
-        "zengine.commands.explain",
+        "zengine.commands.plan",
+        "run_explain",
         "Explain a config at a world size: values with origins, memory, traffic, advice.",
         _add_explain,
     ),
     "plan": Command(
         "zengine.commands.plan",
+        "run_plan",
         "Estimate the peak of a rank, the largest micro-batch that fits and the best stage, without a GPU.",
         _add_plan,
     ),
-    "run": Command("zengine.commands.run", "Start a script on all devices of one or several hosts.", _add_run),
+    "run": Command("zengine.commands.run", "run", "Start a script on all devices of one or several hosts.", _add_run),
     "report": Command(
-        "zengine.commands.report", "Write the page of a run: curves, time, memory, config.", _add_report
+        "zengine.commands.report", "run", "Write the page of a run: curves, time, memory, config.", _add_report
     ),
     "env": Command(
-        "zengine.commands.env", "Print versions, kernels, memory, GPUs and known problems of this machine.", _add_env
+        "zengine.commands.env",
+        "run",
+        "Print versions, kernels, memory, GPUs and known problems of this machine.",
+        _add_env,
     ),
     "convert-config": Command(
-        "zengine.commands.convert_config", "Rewrite an old DeepSpeed config with current keys.", _add_convert_config
+        "zengine.commands.config",
+        "run_convert",
+        "Rewrite an old DeepSpeed config with current keys.",
+        _add_convert_config,
     ),
-    "schema": Command("zengine.commands.schema", "Print the JSON Schema of a config, for editors.", _add_nothing),
+    "schema": Command(
+        "zengine.commands.config", "run_schema", "Print the JSON Schema of a config, for editors.", _add_nothing
+    ),
 }

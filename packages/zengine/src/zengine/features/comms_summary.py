@@ -19,7 +19,7 @@ from zengine.telemetry.sinks import training_goes_on
 from zengine.telemetry.stragglers import open_log, to_json
 
 if TYPE_CHECKING:
-    from zengine.config.plan.profiling import CommsPlan
+    from zengine.config.plan.telemetry import CommsPlan
     from zengine.engine.parts import Run
     from zengine.step_report import StepReport
 

@@ -24,7 +24,7 @@ from zengine.engine.feature import Feature
 from zengine.telemetry.sinks import training_goes_on
 
 if TYPE_CHECKING:
-    from zengine.config.plan.profiling import WindowPlan
+    from zengine.config.plan.telemetry import WindowPlan
     from zengine.engine.parts import Run
     from zengine.step_report import StepReport
 

@@ -23,7 +23,7 @@ from zengine.telemetry.sinks import training_goes_on
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from zengine.config.plan.profiling import FlopsPlan
+    from zengine.config.plan.telemetry import FlopsPlan
     from zengine.engine.clock import MicroStep
     from zengine.engine.parts import Run
 

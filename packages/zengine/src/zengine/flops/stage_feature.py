@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from zengine.config.plan.profiling import FlopsPlan
+    from zengine.config.plan.telemetry import FlopsPlan
     from zengine.engine.parts import Run
     from zengine.step_report import StepReport
     from zpartition.pipeline import PipelineModule, PipelineRunner

@@ -6,7 +6,9 @@
     comms.rank0.json    the collectives of a rank, and so on for the others
     profile/            traces; listed, not read
 
-A folder of TensorBoard's event files alone is a run too.
+A folder of TensorBoard's event files alone is a run too, including DeepSpeed's own.  DeepSpeed's tags lie over
+samples, the others over steps.  Every boundary writes both, so the n-th samples belong to the n-th step; without
+steps, boundaries are counted from one.
 
 Only a folder with none of these is an error.  Other missing, damaged or malformed files are left out and listed in
 `Run.remarks`, because the most interesting runs are those that ended badly.
@@ -23,20 +25,23 @@ from typing import Any
 import attrs
 
 from zengine.flops.profile import FlopsProfile
-from zengine.reporting.events_files import PATTERN, read_event_files
 from zengine.telemetry.comms import Messages
 from zengine.telemetry.json_values import read_count
 from zengine.telemetry.stragglers import from_json
 
-__all__ = ["Event", "NoRunError", "PlanRow", "Points", "RecordedRun", "read_run"]
+__all__ = ["EVENT_FILES", "Event", "NoRunError", "PlanRow", "Points", "RecordedRun", "read_event_files", "read_run"]
 
 RECORD, EVENTS, FLOPS, COMMS, TRACES = "run.json", "events.jsonl", "flops.json", "comms.rank*.json", "profile/*"
+
+EVENT_FILES = "events.out.tfevents.*"
+OVER_SAMPLES = "Train/Samples/"  # the family of tags over samples
 
 NAMELESS = ("record", "run", "DeepSpeedJobName")  # folders that a job has inside of its own
 
 MAX_STEP = 2**53  # beyond it a float cannot tell steps apart
 
 Points = list[tuple[float, float]]  # (step, value), by step
+Series = Mapping[int, tuple[float, float]]  # x -> (wall time in seconds, value); the last one written counts
 
 
 class NoRunError(ValueError):
@@ -139,7 +144,7 @@ def _name(folder: Path) -> str:
 
 def _inside(folder: Path) -> Path:
     """Return the folder itself, or the single run in it.  Raises NoRunError if there are several."""
-    if (folder / EVENTS).exists() or any(folder.glob(PATTERN)):
+    if (folder / EVENTS).exists() or any(folder.glob(EVENT_FILES)):
         return folder
     runs = sorted(path.parent for path in folder.glob(f"*/{EVENTS}"))
     if len(runs) > 1:
@@ -176,7 +181,7 @@ class _Reader:
 
     def events(self) -> tuple[tuple[Event, ...], float]:
         """Return the steps, and the seconds they took."""
-        if not (self.folder / EVENTS).exists() and any(self.folder.glob(PATTERN)):
+        if not (self.folder / EVENTS).exists() and any(self.folder.glob(EVENT_FILES)):
             self.remarks.append(f"there is no {EVENTS}: the curves are those of TensorBoard's event files")
             return _as_done_last(filter(None, map(_event, read_event_files(self.folder))))
         try:
@@ -255,3 +260,39 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def read_event_files(folder: Path) -> list[dict[str, Any]]:
+    """Return rows as in events.jsonl, in the order of the steps.  Raises ImportError without tensorboard."""
+    scalars = _scalars(folder)
+    families: list[dict[str, Series]] = [
+        {tag: series for tag, series in scalars.items() if tag.startswith(OVER_SAMPLES) is over_samples}
+        for over_samples in (False, True)
+    ]
+    steps, samples = (sorted({x for series in family.values() for x in series}) for family in families)
+    by_samples = dict(zip(steps if len(steps) == len(samples) else range(1, len(samples) + 1), samples))
+    axis = by_samples if samples and (not steps or len(steps) == len(samples)) else dict.fromkeys(steps, 0)
+    begin = min((when for series in scalars.values() for when, _ in series.values()), default=0.0)
+    lines = []
+    for step, at in axis.items():
+        found = {tag: series[x] for family, x in zip(families, (step, at)) for tag, series in _at(family, x)}
+        time_s = max((when for when, _ in found.values()), default=begin) - begin
+        values = {tag: value for tag, (_, value) in found.items()}
+        lines.append({"step": step, "samples": at, "time_s": time_s, "values": values})
+    return lines
+
+
+def _at(family: Mapping[str, Series], x: int) -> Iterable[tuple[str, Series]]:
+    """Return the series that have a point there."""
+    return ((tag, series) for tag, series in family.items() if x in series)
+
+
+def _scalars(folder: Path) -> dict[str, Series]:
+    from tensorboard.backend.event_processing import event_accumulator  # late: it loads half of TensorBoard
+
+    reader: Any = event_accumulator.EventAccumulator(str(folder), size_guidance={event_accumulator.SCALARS: 0})
+    reader.Reload()
+    return {
+        tag: {point.step: (point.wall_time, point.value) for point in reader.Scalars(tag)}
+        for tag in reader.Tags()[event_accumulator.SCALARS]
+    }

@@ -29,9 +29,9 @@ import attrs
 
 from zengine.step_report import StepReport
 from zengine.telemetry.comms import Tally
-from zengine.telemetry.devices import Fleet
 from zengine.telemetry.spans import MICRO
 from zengine.telemetry.throughput import Rate
+from zengine.telemetry.work import Fleet
 
 SAMPLES = "Train/Samples/"  # the family whose x axis is samples
 TIME = "Train/Samples/elapsed_time_ms_"

@@ -19,7 +19,6 @@ import torch
 
 import zcomm
 from zengine.telemetry.comms import CommsLog, NoCommsLog
-from zengine.telemetry.devices import Fleet, peak_of
 from zengine.telemetry.instants import DeviceInstants
 from zengine.telemetry.memory import MemoryMarks, NoMemoryMarks, Owners, read_memory
 from zengine.telemetry.sinks import Events, Sinks
@@ -29,7 +28,7 @@ from zengine.telemetry.sinks.table import open_sinks
 from zengine.telemetry.snapshot import RecentLoss, Snapshot
 from zengine.telemetry.spans import NoStopwatch, Stopwatch, make_spans
 from zengine.telemetry.throughput import NoThroughput, Rate, Throughput
-from zengine.telemetry.work import Meter
+from zengine.telemetry.work import Fleet, Meter, peak_of
 
 if TYPE_CHECKING:
     from zengine.config.plan.telemetry import TelemetryPlan

@@ -10,7 +10,7 @@ import torch
 
 from zengine.config.keys.root import Settings
 from zengine.config.keys.training import Optimizer, Scheduler
-from zengine.config.plan.parts import PlanRow, rows
+from zengine.config.plan.rows import PlanRow, rows
 from zengine.config.reading.choices import takes
 from zengine.config.reading.load import Config
 from zprecision import Precision

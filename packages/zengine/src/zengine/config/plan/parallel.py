@@ -25,7 +25,7 @@ from zengine.config.keys.parallel import (
 )
 from zengine.config.keys.root import Settings
 from zengine.config.plan.facts import Facts
-from zengine.config.plan.parts import PlanRow, planned, rows
+from zengine.config.plan.rows import PlanRow, planned, rows
 from zengine.config.reading.load import Config, at
 
 __all__ = [

@@ -20,13 +20,11 @@ from zengine.config.keys.parallel import ActivationCheckpointing, Pipeline
 from zengine.config.keys.training import RunKeys, TrainingKeys
 from zengine.config.plan.batch import BatchPlan
 from zengine.config.plan.data import DataPlan
-from zengine.config.plan.describe import looked_up, table, value_of
 from zengine.config.plan.optimizer import OptimizerPlan, SchedulerPlan, optimizer_rows
 from zengine.config.plan.parallel import ParallelPlan, parallel_rows
-from zengine.config.plan.parts import PlanRow, rows
 from zengine.config.plan.precision import PLAIN, NumericsPlan, Scaling, precision_rows
-from zengine.config.plan.profiling import ProfilingPlan, profiling_rows
-from zengine.config.plan.telemetry import TelemetryPlan, telemetry_rows
+from zengine.config.plan.rows import PlanRow, looked_up, rows, table, value_of
+from zengine.config.plan.telemetry import ProfilingPlan, TelemetryPlan, profiling_rows, telemetry_rows
 from zengine.config.plan.zero import zero_rows
 from zpartition import SparseGradients, ZeroPolicy
 from zprecision import Precision, Unscaled

@@ -18,7 +18,7 @@ from zengine.config.keys.precision import Amp, Autocast, Bf16, DataTypes, Float8
 from zengine.config.keys.root import Settings
 from zengine.config.plan.facts import Facts
 from zengine.config.plan.optimizer import is_narrow, optimizer_plan
-from zengine.config.plan.parts import PlanRow, planned, rows
+from zengine.config.plan.rows import PlanRow, planned, rows
 from zengine.config.reading.load import Config
 from zprecision import DynamicScaling, KeepInFp32, Precision, StaticScaling, Unscaled
 

@@ -17,13 +17,18 @@ from zengine.config.plan.data_rules import sequences_are_whole
 from zengine.config.plan.facts import Facts
 from zengine.config.plan.optimizer import SchedulerPlan, optimizer_notices, optimizer_plan
 from zengine.config.plan.parallel import ParallelPlan, activation_notices, parallel_notices, parallel_plan
-from zengine.config.plan.parts import planned
 from zengine.config.plan.plan import Plan
 from zengine.config.plan.precision import derived_dtypes, numerics, precision, precision_notices, scaling
 from zengine.config.plan.precision_rules import float8_has_a_device
-from zengine.config.plan.profiling import idle_profiling, profiler_ranks_exist, profiling
+from zengine.config.plan.rows import planned
 from zengine.config.plan.rules import violations
-from zengine.config.plan.telemetry import idle_rates, telemetry_plan
+from zengine.config.plan.telemetry import (
+    idle_profiling,
+    idle_rates,
+    profiler_ranks_exist,
+    profiling,
+    telemetry_plan,
+)
 from zengine.config.plan.zero import (
     leaf_modules,
     offload_devices,

@@ -1,4 +1,7 @@
-"""Telemetry of the plan: what is measured and where it is written."""
+"""Telemetry and profiling of the plan: measurements, where they are written, and the profilers.
+
+The sections of the profilers need no resolving: each is its own part of the plan.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,38 @@ from collections.abc import Iterator
 
 import attrs
 
+from zengine.config.grammar.errors import NOWHERE, Problem
 from zengine.config.keys.root import Settings
-from zengine.config.keys.telemetry import MonitorKeys, ThroughputSection
-from zengine.config.plan.parts import PlanRow, planned, rows
+from zengine.config.keys.telemetry import (
+    CommsLogger,
+    FlopsProfilerSection,
+    MonitorKeys,
+    Profiler,
+    ThroughputSection,
+)
+from zengine.config.plan.facts import Facts
+from zengine.config.plan.rows import PlanRow, planned, rows
 from zengine.config.reading.load import Config
 
-__all__ = ["RatePlan", "TelemetryPlan", "idle_rates", "telemetry_plan", "telemetry_rows"]
+__all__ = [
+    "CommsPlan",
+    "FlopsPlan",
+    "ProfilingPlan",
+    "RatePlan",
+    "TelemetryPlan",
+    "WindowPlan",
+    "idle_profiling",
+    "idle_rates",
+    "profiler_ranks_exist",
+    "profiling",
+    "profiling_rows",
+    "telemetry_plan",
+    "telemetry_rows",
+]
+
+FlopsPlan = FlopsProfilerSection
+WindowPlan = Profiler
+CommsPlan = CommsLogger
 
 
 @attrs.frozen(kw_only=True)
@@ -38,6 +67,15 @@ class TelemetryPlan(MonitorKeys):
         return self.comms_log or any(getattr(value, "enabled", bool(value)) for value in keys.values())
 
 
+@attrs.frozen(kw_only=True)
+class ProfilingPlan:
+    """All three."""
+
+    flops: FlopsProfilerSection = attrs.field(factory=FlopsProfilerSection)
+    window: Profiler = attrs.field(factory=Profiler)
+    comms: CommsLogger = attrs.field(factory=CommsLogger)
+
+
 def telemetry_plan(settings: Settings) -> TelemetryPlan:
     """The sections about telemetry, resolved."""
     comms, section = settings.comms_logger, settings.timers.throughput
@@ -52,6 +90,29 @@ def telemetry_plan(settings: Settings) -> TelemetryPlan:
     )
 
 
+def profiling(settings: Settings) -> ProfilingPlan:
+    """The sections; a log that counts nothing is off."""
+    comms = settings.comms_logger
+    return ProfilingPlan(
+        flops=settings.flops_profiler,
+        window=settings.profiler,
+        comms=attrs.evolve(comms, enabled=comms.counts_anything),
+    )
+
+
+def telemetry_rows(telemetry: TelemetryPlan) -> Iterator[PlanRow]:
+    """Rows of the keys about telemetry."""
+    yield from rows("", telemetry, MonitorKeys)
+    yield from rows("timers.throughput.", telemetry.rates, ThroughputSection, enabled=telemetry.throughput)
+
+
+def profiling_rows(plan: ProfilingPlan) -> Iterator[PlanRow]:
+    """Rows of the three sections."""
+    yield from rows("comms_logger.", plan.comms, CommsLogger)
+    yield from rows("flops_profiler.", plan.flops, FlopsProfilerSection)
+    yield from rows("profiler.", plan.window, Profiler)
+
+
 def idle_rates(config: Config) -> list[str]:
     """Notices of keys about speed that nothing shows."""
     if telemetry_plan(config.settings).is_wanted:
@@ -64,7 +125,40 @@ def idle_rates(config: Config) -> list[str]:
     ]
 
 
-def telemetry_rows(telemetry: TelemetryPlan) -> Iterator[PlanRow]:
-    """Rows of the keys about telemetry."""
-    yield from rows("", telemetry, MonitorKeys)
-    yield from rows("timers.throughput.", telemetry.rates, ThroughputSection, enabled=telemetry.throughput)
+def profiler_ranks_exist(config: Config, facts: Facts) -> list[Problem]:
+    """A rank that records has to be one of the run's."""
+    window, key = config.settings.profiler, "profiler.ranks"
+    strangers = [rank for rank in window.ranks if rank >= facts.world_size]
+    if not window.enabled or not strangers:
+        return []
+    return [
+        Problem(
+            place=config.given.get(key, NOWHERE),
+            key=key,
+            given=list(window.ranks),
+            reason=f"this run has ranks 0 to {facts.world_size - 1}",
+            suggestion="Name ranks of the run, or write [] for all of them.",
+        )
+    ]
+
+
+def idle_profiling(config: Config, facts: Facts) -> list[str]:
+    """Notices of keys without effect on this machine, or beside the other keys."""
+    settings, notices = config.settings, []
+    if settings.profiler.enabled and settings.profiler.memory_snapshot and facts.device_type != "cuda":
+        key = "profiler.memory_snapshot"
+        notices.append(
+            f"{config.origin(key)}: {key} is a record of CUDA's allocator, and this run has none: the trace holds "
+            "every allocation of the CPU instead, as with profiler.profile_memory"
+        )
+    comms = settings.comms_logger
+    if comms.enabled and comms.prof_all and comms.prof_ops:
+        key = "comms_logger.prof_ops"
+        notices.append(f"{config.origin(key)}: {key} has no effect here: prof_all is true, so all are counted")
+    if comms.enabled and not comms.counts_anything:
+        key = "comms_logger.enabled"
+        notices.append(f"{config.origin(key)}: comms_logger counts nothing: prof_all is false and prof_ops is empty")
+    if comms.enabled and comms.debug and not comms.verbose:
+        key = "comms_logger.debug"
+        notices.append(f"{config.origin(key)}: {key} has no effect here: verbose is false, so there are no lines")
+    return notices

@@ -18,8 +18,8 @@ from zengine.config.keys.root import Settings
 from zengine.config.keys.zero import Aio, LeafModule, OffloadOptimizer, OffloadParam, Zero
 from zengine.config.plan.facts import Facts
 from zengine.config.plan.parallel import ParallelPlan
-from zengine.config.plan.parts import PlanRow, planned, rows
 from zengine.config.plan.precision import wire_dtypes
+from zengine.config.plan.rows import PlanRow, planned, rows
 from zengine.config.reading.load import Config
 from zpartition import Averaging, Offload, ReduceAt, SparseGradients, Speculation, Tier, ZeroPolicy
 from zprecision import Precision

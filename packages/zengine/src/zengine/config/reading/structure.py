@@ -1,27 +1,31 @@
-"""Settings of a document: one walk that meets every key once.
+"""Settings of a document: one walk that visits every key once.
 
-The walk never stops at a mistake: a bad leaf keeps its default and is reported, so that the report holds all
-of them.  Old names are moved to their new place before their section is read; `moved` remembers from where, so
-that every message points at what the person wrote.
+The walk does not stop at a mistake: a bad leaf keeps its default and is reported, so the report contains all of them.
+Old names are moved to their new place before their section is read; `moved` maps them back, so every message points
+at the key as it was written.  An unknown key is reported with the key that was probably meant and the section where
+it belongs; option names of optimizers and schedules are searched as well.
 """
 
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import attrs
 
+import zoptim
 from zengine.config.grammar.errors import NOTHING, Place, Problem, shown
 from zengine.config.grammar.kinds import MAPPING, TRUTH, Mismatch
 from zengine.config.grammar.scan import Document, Path, dotted
-from zengine.config.grammar.suggest import nearest
-from zengine.config.grammar.table import Key, Section, Support
+from zengine.config.grammar.suggest import look_alike, nearest, one_of
+from zengine.config.grammar.table import Key, Section, Support, walk
 from zengine.config.keys.root import ROOT, Settings
-from zengine.config.reading.unknown_keys import meant
 
 SWITCHED_OFF = "the section is switched off"
+_LISTED = 12  # a section with at most so many keys lists them for an unknown key without a near one
 
 
 class Mode(enum.Enum):
@@ -93,7 +97,7 @@ class _Walk:
         if isinstance(entry, Key):
             return self.key(entry, value, path, mode)
         if not section.is_open or nearest(name, section.keys, tolerance=1):
-            self.report(path, "unknown key", meant(name, section), given=value)
+            self.report(path, "unknown key", _suggestion(name, section), given=value)
         elif mode is Mode.OFF:
             self.ignore(path, SWITCHED_OFF)
         return NOTHING
@@ -241,3 +245,59 @@ def _accepted(entry: Key) -> str:
     if not entry.matching:
         return "Leave it out."
     return f"Set it to {' or '.join(shown(value) for value in entry.matching)}, or leave it out."
+
+
+def _suggestion(name: str, section: Section) -> str:
+    """Return a sentence for a key that `section` does not know."""
+    elsewhere = _belongs(name)
+    close = nearest(name, section.keys, tolerance=1)
+    if not close and not elsewhere:
+        close = nearest(name, section.keys, tolerance=2 if len(name) > 5 else 1)
+        close = close or look_alike(name, section.keys) or nearest(name, section.keys)
+    if close or elsewhere:
+        question = f"Did you mean {one_of(close[:3])}?" if close else ""
+        return " ".join(part for part in (question, elsewhere) if part)
+    far = nearest(name, _homes(), tolerance=max(1, len(name) // 5))
+    if len(far) == 1 and _belongs(far[0]):
+        return f'Did you mean "{far[0]}"? {_belongs(far[0])}'
+    if len(section.keys) <= _LISTED:
+        return f"Known keys here: {', '.join(section.keys)}."
+    return "No known key is near: remove it."
+
+
+def _belongs(name: str) -> str:
+    """Return a sentence with the section where a key belongs; "" if no section has it, or too many do."""
+    homes = _homes().get(name, ())
+    if not homes or len(homes) > 3:
+        return ""
+    where = "at the top level" if homes == ("",) else f"under {one_of(home or 'the top level' for home in homes)}"
+    return f'"{name}" belongs {where}.'
+
+
+@lru_cache(maxsize=1)
+def _homes() -> dict[str, tuple[str, ...]]:
+    """Return key name -> the sections that have it; "" is the top level."""
+    homes: dict[str, list[str]] = {}
+    for path, _ in walk(ROOT):
+        if "*" not in path:
+            homes.setdefault(path[-1], []).append(".".join(path[:-1]))
+    for home, known in _classes().items():
+        for name in {name for made in known for name in inspect.signature(made).parameters}:
+            homes.setdefault(name, []).append(home)
+    return {name: tuple(sections) for name, sections in homes.items()}
+
+
+def _classes() -> dict[str, tuple[type, ...]]:
+    """Return the classes whose arguments are options; only an unknown key imports them."""
+    return {
+        "optimizer.params": (
+            zoptim.AdamW,
+            zoptim.SGD,
+            zoptim.Adagrad,
+            zoptim.LAMB,
+            zoptim.Lion,
+            zoptim.Muon,
+            zoptim.Adafactor,
+        ),
+        "scheduler.params": (zoptim.WarmupDecayLR, zoptim.WarmupCosineLR, zoptim.OneCycle, zoptim.LRRangeTest),
+    }

@@ -13,12 +13,12 @@ from typing import final
 
 import attrs
 
-from zengine.telemetry.devices import Fleet
 from zengine.telemetry.sinks.base import Sink
 from zengine.telemetry.sinks.live import LiveLine, make_line
 from zengine.telemetry.snapshot import RecentLoss, Snapshot, speed
 from zengine.telemetry.spans import COMMUNICATION, INNER
 from zengine.telemetry.throughput import Rate
+from zengine.telemetry.work import Fleet
 
 _LABELS = {COMMUNICATION: "communication"}  # timers whose name is not plain words
 
