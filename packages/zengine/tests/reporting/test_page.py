@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from zengine.reporting import NoRunError, write_report
-from zengine.reporting.page import distinct, duration
+from zengine.reporting.page import duration, number_names
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 VOID = {"meta", "link", "br", "img", "input", "hr", "wbr"}
@@ -252,7 +252,7 @@ def test_a_folder_without_a_run_leaves_no_page(tmp_path: Path) -> None:
 
 
 def test_names_that_are_equal_get_a_number() -> None:
-    assert distinct(["a", "b", "a"]) == ["a (1)", "b", "a (3)"]
+    assert number_names(["a", "b", "a"]) == ["a (1)", "b", "a (3)"]
 
 
 def test_durations_are_hours_minutes_and_seconds() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zengine.flops.profile import FlopsProfile, ModuleCost
 from zengine.reporting.runs import Event, PlanRow, RecordedRun
-from zengine.reporting.tables import alike, comms_section, config_sections, flops_section, skipped_section
+from zengine.reporting.tables import comms_section, config_sections, flops_section, group_modules, skipped_section
 from zengine.telemetry.comms import Messages, Tally
 
 
@@ -37,7 +37,7 @@ def words(text: str) -> list[str]:
 
 
 def test_blocks_that_are_alike_are_one_row() -> None:
-    groups = {group.pattern: (group.count, group.cost.flops, group.cost.params) for group in alike(PROFILE)}
+    groups = {group.pattern: (group.count, group.cost.flops, group.cost.params) for group in group_modules(PROFILE)}
     assert groups == {
         "blocks": (1, 300, 10),
         "blocks.*": (3, 300, 30),

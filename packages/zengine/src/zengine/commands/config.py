@@ -20,7 +20,7 @@ from zengine.build.measure import bf16_is_faster
 from zengine.commands import CommandError
 from zengine.config import Config, ConfigError, Facts, Problem, load, resolve, violations
 from zengine.config.grammar.source import read
-from zengine.config.reading.auto import settle
+from zengine.config.reading.auto import fill_autos
 from zengine.config.reading.convert import convert
 from zengine.config.reading.json_schema import json_schema
 from zengine.config.reading.versions import KEY
@@ -59,8 +59,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
     drop = frozenset(_rejected_keys(arguments.config, auto)) if arguments.drop_refused else frozenset()
     data: Mapping[str, Any] = document.data
     if arguments.fill_auto or auto:
-        settled = settle(document, auto).document.data
-        data = settled if isinstance(settled, Mapping) else data
+        filled = fill_autos(document, auto).document.data
+        data = filled if isinstance(filled, Mapping) else data
     converted = convert(data, drop=drop)
     result = {**({KEY: arguments.release} if arguments.release else {}), **converted.data}
     load(result, auto=auto)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, final
 import zcomm
 from zengine.engine.feature import Feature
 from zengine.telemetry.comms import CommsLog, log_collective
-from zengine.telemetry.sinks import training_goes_on
+from zengine.telemetry.sinks import log_os_errors
 from zengine.telemetry.stragglers import open_log, to_json
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class CommsSummary(Feature):
         folder, self._folder = self._folder, None  # there again once it has worked
         if folder is None:
             return
-        with training_goes_on(f"the collectives of this rank in {folder}"):
+        with log_os_errors(f"the collectives of this rank in {folder}"):
             self._write_into(folder)
             self._folder = folder
 

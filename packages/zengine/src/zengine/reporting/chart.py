@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-__all__ = ["CLIP", "Line", "label", "line_chart", "smoothed", "stacked_chart", "thinned", "ticks"]
+__all__ = ["CLIP", "Line", "label", "line_chart", "moving_average", "stacked_chart", "thin", "ticks"]
 
 WIDTH, HEIGHT = 560, 262  # of the drawing, in user units; it scales with the page
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 40  # margins around the plot
@@ -44,7 +44,7 @@ class Line:
     colour: int = 0  # of an area, from 1; 0: the next one
 
 
-def thinned(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
+def thin(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
     """Average neighbours, so that a long run draws as fast as a short one."""
     group = math.ceil(len(points) / at_most) or 1
     points = [(x, y if abs(y) < LIMIT else math.nan) for x, y in points]
@@ -52,7 +52,7 @@ def thinned(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
     return [(sum(x for x, _ in each) / len(each), _mean([y for _, y in each])) for each in groups]
 
 
-def smoothed(points: Sequence[Point], span: int) -> list[Point]:
+def moving_average(points: Sequence[Point], span: int) -> list[Point]:
     """Average over about `span` points, centred, so that the curve does not lag behind the data."""
     result = []
     for i, (x, _) in enumerate(points):
@@ -189,7 +189,7 @@ def line_chart(
     marks: dashed horizontal lines, by name; events: marked steps; low: start of the vertical axis, NaN for a little
     below the lowest point.
     """
-    lines = [attrs.evolve(line, points=thinned(line.points)) for line in lines if line.points]
+    lines = [attrs.evolve(line, points=thin(line.points)) for line in lines if line.points]
     finite = [y for line in lines for _, y in line.points if math.isfinite(y)]
     if not finite:
         return ""
@@ -240,7 +240,7 @@ def _events(axes: Axes, steps: Sequence[float]) -> str:
 
 def stacked_chart(title: str, unit: str, lines: Sequence[Line]) -> str:
     """Draw stacked values, the first at the bottom; "" if there is nothing to draw."""
-    lines = [attrs.evolve(line, points=thinned(line.points, MAX_AREA_POINTS)) for line in lines if line.points]
+    lines = [attrs.evolve(line, points=thin(line.points, MAX_AREA_POINTS)) for line in lines if line.points]
     if not lines:
         return ""
     steps = [x for x, _ in lines[0].points]

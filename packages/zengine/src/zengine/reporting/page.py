@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zengine.reporting import curves
 from zengine.reporting.chart import Line, label, line_chart
-from zengine.reporting.document import document, facts, section, shortened, table, tiles
+from zengine.reporting.document import document, facts, section, shorten, table, tiles
 from zengine.reporting.runs import RecordedRun, read_run
 from zengine.reporting.tables import comms_section, config_sections, flops_section, skipped_section
 
@@ -59,7 +59,7 @@ def run_page(run: RecordedRun) -> str:
     traces = {name: "open in chrome://tracing or ui.perfetto.dev" for name in run.traces if name.startswith("trace")}
     sections = [
         f"<h1>{html.escape(run.name)}</h1><p class='lead'>{html.escape(verdict(run))}</p>{tiles(figures(run))}"
-        f"{measured(run)}",
+        f"{median_note(run)}",
         remarks(run),
         f"<section class='charts'>{drawn}</section>" if drawn else "",
         skipped_section(run),
@@ -97,7 +97,7 @@ def _count(number: int) -> str:
     return f"{number:,}" if number else "none"
 
 
-def measured(run: RecordedRun) -> str:
+def median_note(run: RecordedRun) -> str:
     """Return a note about the steps of the medians; "" if there are none."""
     steps = [step for tags in _RATES.values() for step, value in run.points(*tags) if math.isfinite(value)]
     if not steps:
@@ -144,7 +144,7 @@ def duration(seconds: float) -> str:
 
 def compare_page(runs: Sequence[RecordedRun]) -> str:
     """Return the page of several overlaid runs."""
-    names = distinct([run.name for run in runs])
+    names = number_names([run.name for run in runs])
     title = " / ".join(names)
     drawn = "".join(_overlays(dict(zip(names, runs))))
     sections = [
@@ -161,7 +161,7 @@ def compare_page(runs: Sequence[RecordedRun]) -> str:
     return document(f"{title}: run comparison", sections)
 
 
-def distinct(names: Sequence[str]) -> list[str]:
+def number_names(names: Sequence[str]) -> list[str]:
     """Number equal names."""
     return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
@@ -179,7 +179,7 @@ def _overlays(runs: Mapping[str, RecordedRun]) -> list[str]:
     ]
     drawn = []
     for title, measure, tags, scale, low in wanted:
-        series = {name: curves.scaled(curves.smooth(run.points(*tags)), scale) for name, run in runs.items()}
+        series = {name: curves.scale_points(curves.smooth(run.points(*tags)), scale) for name, run in runs.items()}
         drawn.append(line_chart(title, measure, [Line(name, points) for name, points in series.items()], low=low))
     return drawn
 
@@ -187,7 +187,7 @@ def _overlays(runs: Mapping[str, RecordedRun]) -> list[str]:
 def _columns(names: Sequence[str], values: Sequence[Mapping[str, str]]) -> str:
     """Return a row per value that any run has, a column per run; "" without rows."""
     keys = list(dict.fromkeys(key for each in values for key in each))
-    rows = [("", [html.escape(key), *(shortened(each.get(key, "-")) for each in values)]) for key in keys]
+    rows = [("", [html.escape(key), *(shorten(each.get(key, "-")) for each in values)]) for key in keys]
     return table(["", *names], rows) if rows else ""
 
 

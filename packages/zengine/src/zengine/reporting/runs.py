@@ -111,7 +111,7 @@ def read_run(folder: Path) -> RecordedRun:
     """Read `folder`, or the single run inside it.  Raises NoRunError if there is none, or more than one."""
     if not folder.is_dir():
         raise NoRunError(f"{folder}: there is no such folder. Give the folder of a run, the one with {EVENTS} in it")
-    name, folder = _name(folder.resolve()), _inside(folder)
+    name, folder = _name(folder.resolve()), _find_run(folder)
     reader = _Reader(folder)
     events, seconds = reader.events()
     record = reader.object(RECORD, "config and environment are unknown")
@@ -142,7 +142,7 @@ def _name(folder: Path) -> str:
     return folder.parent.name if folder.name in NAMELESS and folder.parent.name else folder.name
 
 
-def _inside(folder: Path) -> Path:
+def _find_run(folder: Path) -> Path:
     """Return the folder itself, or the single run in it.  Raises NoRunError if there are several."""
     if (folder / EVENTS).exists() or any(folder.glob(EVENT_FILES)):
         return folder
@@ -183,7 +183,7 @@ class _Reader:
         """Return the steps, and the seconds they took."""
         if not (self.folder / EVENTS).exists() and any(self.folder.glob(EVENT_FILES)):
             self.remarks.append(f"there is no {EVENTS}: the curves are those of TensorBoard's event files")
-            return _as_done_last(filter(None, map(_event, read_event_files(self.folder))))
+            return _deduplicate(filter(None, map(_event, read_event_files(self.folder))))
         try:
             lines = self.text(EVENTS).splitlines(keepends=True)
         except OSError as error:
@@ -199,7 +199,7 @@ class _Reader:
         if damaged:
             those = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
             self.remarks.append(f"{EVENTS} has lines that cannot be read and are left out: {those} of {len(lines)}")
-        return _as_done_last([event for event in found if event is not None])
+        return _deduplicate([event for event in found if event is not None])
 
     def flops(self) -> tuple[FlopsProfile, ...]:
         if not (self.folder / FLOPS).exists():
@@ -234,7 +234,7 @@ def _event(line: str | dict[str, Any]) -> Event | None:
         return None
 
 
-def _as_done_last(events: Iterable[Event]) -> tuple[tuple[Event, ...], float]:
+def _deduplicate(events: Iterable[Event]) -> tuple[tuple[Event, ...], float]:
     """Deduplicate steps: a repeated step replaces itself and all later ones.  Also return the total time."""
     kept: list[Event] = []
     seconds = before = 0.0

@@ -13,7 +13,7 @@ import attrs
 from zengine.flops.profile import FlopsProfile, ModuleCost
 from zengine.flops.table import shown
 from zengine.reporting.curves import LOSS, NORM, SCALE, skipped_steps
-from zengine.reporting.document import bar, bars, breakable, details, section, shortened, table
+from zengine.reporting.document import allow_breaks, bar, bars, details, section, shorten, table
 from zengine.reporting.runs import PlanRow, RecordedRun
 from zengine.telemetry.comms import Messages, size_text
 from zengine.telemetry.stragglers import RankWait, rank_waits, verdict
@@ -29,7 +29,7 @@ def flops_section(run: RecordedRun) -> str:
         return ""
     profile = run.flops[0]
     total = profile.total
-    groups = alike(profile)
+    groups = group_modules(profile)
     rows = [_flops_row(group, total) for group in groups[:MAX_ROWS]]
     header = ("module", "class", "parameters", "FLOPs forward", "", "share", "ms forward", "share")
     sentence = (
@@ -52,7 +52,7 @@ class Group:
     cost: ModuleCost  # all of them added up
 
 
-def alike(profile: FlopsProfile) -> list[Group]:
+def group_modules(profile: FlopsProfile) -> list[Group]:
     """Group the modules of a profile, in the order of their first members, without the model itself."""
     groups: dict[tuple[str, str], Group] = {}
     for cost in profile.modules[1:]:
@@ -171,4 +171,4 @@ def _row_kind(row: PlanRow) -> str:
 
 
 def _plan_row(row: PlanRow) -> list[str]:
-    return [f"<code>{breakable(row.key[:200])}</code>", shortened(row.value), f"<i>{shortened(row.origin, 80)}</i>"]
+    return [f"<code>{allow_breaks(row.key[:200])}</code>", shorten(row.value), f"<i>{shorten(row.origin, 80)}</i>"]

@@ -161,12 +161,12 @@ class Stopwatch:
         At a boundary the calls that end the micro-step and the step may come in either order: the current micro-step
         counts as the last one as soon as it has measured anything.
         """
-        self._device.settle()
+        self._device.synchronize()
         return (self._micro or self._last_micro).read()
 
     def total_ms(self) -> dict[str, float]:
         """Return the global family, by timer name."""
-        self._device.settle()
+        self._device.synchronize()
         return self._total.read()
 
     def _open(self) -> list[str]:

@@ -65,7 +65,7 @@ def _number(config: object, names: tuple[str, ...]) -> int:
     return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), 0)
 
 
-def says_it_recomputes(module: nn.Module) -> bool:
+def has_gradient_checkpointing(module: nn.Module) -> bool:
     """Return True if a flag of the model, as in Hugging Face, enables activation checkpointing."""
     flags = ("is_gradient_checkpointing", "gradient_checkpointing")
     return any(getattr(each, flag, False) is True for each in module.modules() for flag in flags)

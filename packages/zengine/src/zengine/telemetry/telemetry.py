@@ -133,7 +133,7 @@ class Telemetry:
             micro_ms=self.stopwatch.micro_ms(),
             memory={**read_memory(self.device), **self.marks.read(), **self.owners.step_end()},
             comms=self.comms.step_end(),
-            layer_norms=in_units_of(report.grad_norm, self.layer_norms),
+            layer_norms=scale_norms(report.grad_norm, self.layer_norms),
             mean_loss=self.recent_loss.add(report),
         )
         self.stopwatch.step_end()
@@ -239,7 +239,7 @@ def _mean_rate(plan: TelemetryPlan, total: Rate, batch: str) -> str:
     )
 
 
-def in_units_of(whole: float, parts: Mapping[str, float]) -> dict[str, float]:
+def scale_norms(whole: float, parts: Mapping[str, float]) -> dict[str, float]:
     """Scale `parts` so that their squares add up to that of `whole`; unchanged where that is impossible."""
     total = math.hypot(*parts.values())
     factor = whole / total if total and math.isfinite(total) and math.isfinite(whole) else 1.0

@@ -14,11 +14,11 @@ from zengine.config.grammar.table import ignored, section, setting
 from zengine.config.keys.training import INTERVAL
 
 
-def _hidden(secret: str) -> str:
+def _secret_text(secret: str) -> str:
     return "(hidden)" if secret else "(default)"
 
 
-def _seen_later(recomputation: Any) -> Any:
+def _recomputation_text(recomputation: Any) -> Any:
     return "(seen in the first step)" if recomputation == "auto" else recomputation
 
 
@@ -76,7 +76,11 @@ class Comet:
         null_or(TEXT, ""), "", "workspace of the project; empty: the package's own setting", empty="(default)"
     )
     api_key: str = setting(
-        null_or(TEXT, ""), "", "better left to COMET_API_KEY; never written to run.json", show=_hidden, secret=True
+        null_or(TEXT, ""),
+        "",
+        "better left to COMET_API_KEY; never written to run.json",
+        show=_secret_text,
+        secret=True,
     )
     experiment_name: str = setting(
         null_or(TEXT, ""), "", "name of the experiment; empty: one is made up", empty="(default)"
@@ -110,7 +114,7 @@ class ThroughputSection:
         literal(TRUTH, "auto"),
         "auto",
         "whether backward computes activations again; auto: look in the first step",
-        show=_seen_later,
+        show=_recomputation_text,
     )
     peak_tflops: float = setting(
         number(0), 0.0, "of one device, for the MFU; 0: from a table of GPUs, in bf16", empty="(from the device)"

@@ -131,7 +131,7 @@ def ltd_schedule_of(section: LtdSchedule) -> Schedule:
 
 def data_violations(config: Config) -> list[Problem]:
     """Every rule that the data sections break."""
-    return [*_of_lengths(config), *_of_samples(config), *_of_batches(config), *_of_layers(config)]
+    return [*_check_seqlen(config), *_check_samples(config), *_check_batches(config), *_check_layers(config)]
 
 
 def _problem(config: Config, key: str, reason: str, suggestion: str) -> Problem:
@@ -140,7 +140,7 @@ def _problem(config: Config, key: str, reason: str, suggestion: str) -> Problem:
     return Problem(place=place, key=key, reason=reason, suggestion=suggestion)
 
 
-def _refused(make: Callable[[Any], object], section: Any) -> str:
+def _rejection(make: Callable[[Any], object], section: Any) -> str:
     """The reason why `make` rejects a section; "" if it does not."""
     try:
         make(section)
@@ -149,12 +149,12 @@ def _refused(make: Callable[[Any], object], section: Any) -> str:
     return ""
 
 
-def _of_lengths(config: Config) -> Iterator[Problem]:
+def _check_seqlen(config: Config) -> Iterator[Problem]:
     for section in curriculum(config):
-        if reason := _refused(schedule_of, section):
+        if reason := _rejection(schedule_of, section):
             yield _problem(config, SEQLEN, reason, "Complete the section, or switch it off.")
         elif (least := _least(schedule_of(section))) < 1:
-            yield _problem(config, SEQLEN, _says_nothing(least, "difficulty_step"), "Raise min_difficulty.")
+            yield _problem(config, SEQLEN, _too_short(least, "difficulty_step"), "Raise min_difficulty.")
 
 
 def _least(schedule: Schedule) -> int:
@@ -162,17 +162,17 @@ def _least(schedule: Schedule) -> int:
     return 1 if isinstance(schedule, Custom) else schedule.at(1)
 
 
-def _says_nothing(least: int, multiple: str) -> str:
+def _too_short(least: int, multiple: str) -> str:
     return f"the first step would have sequences of {least} tokens (rounded down to a multiple of {multiple})"
 
 
-def _of_samples(config: Config) -> Iterator[Problem]:
+def _check_samples(config: Config) -> Iterator[Problem]:
     for section in sample_curriculum(config):
         if not section.curriculum_metrics:
             yield _problem(config, METRICS, "curriculum_metrics names no metric", 'Add one: {"seqlen": {...}}.')
         for name, metric in section.curriculum_metrics.items():
             key = f"{METRICS}.curriculum_metrics.{name}"
-            if reason := _refused(schedule_of, metric):
+            if reason := _rejection(schedule_of, metric):
                 yield _problem(config, key, reason, "Complete the metric, or leave it out.")
             if missing := _missing_files(name, metric):
                 yield _problem(
@@ -201,13 +201,13 @@ def _missing_files(name: str, metric: CurriculumMetric) -> str:
     return "index_to_metric_path" if needs_values and not metric.index_to_metric_path else ""
 
 
-def _of_batches(config: Config) -> Iterator[Problem]:
+def _check_batches(config: Config) -> Iterator[Problem]:
     for section in dynamic_batching(config):
-        if reason := _refused(packing_of, section):
+        if reason := _rejection(packing_of, section):
             yield _problem(config, PACKING, reason, "Set max_tokens to what a micro-batch can hold.")
 
 
-def _of_layers(config: Config) -> Iterator[Problem]:
+def _check_layers(config: Config) -> Iterator[Problem]:
     for section in random_ltd(config):
         ids, total, named = section.random_ltd_layer_id, section.total_layer_num, section.random_ltd_layer_num
         if not ids or not total:
@@ -219,10 +219,10 @@ def _of_layers(config: Config) -> Iterator[Problem]:
             reason = f"random_ltd_layer_num = {named}, and random_ltd_layer_id names {len(ids)}"
             yield _problem(config, LTD, reason, "Leave random_ltd_layer_num out.")
         schedule = f"{LTD}.random_ltd_schedule"
-        if reason := _refused(ltd_schedule_of, section.random_ltd_schedule):
+        if reason := _rejection(ltd_schedule_of, section.random_ltd_schedule):
             yield _problem(config, schedule, reason, "Complete the schedule.")
         elif (least := ltd_schedule_of(section.random_ltd_schedule).at(0)) < 1:
-            yield _problem(config, schedule, _says_nothing(least, "seq_per_step"), "Raise min_value.")
+            yield _problem(config, schedule, _too_short(least, "seq_per_step"), "Raise min_value.")
 
 
 def unused_keys(section: CurriculumLearning | CurriculumMetric, prefix: str, config: Config) -> list[str]:
@@ -235,7 +235,7 @@ def unused_keys(section: CurriculumLearning | CurriculumMetric, prefix: str, con
 # -- sequence parallelism: each rank would cut its own piece of a sequence ---------------------------
 
 
-def sequences_are_whole(config: Config, parallel: ParallelPlan) -> list[Problem]:
+def check_whole_sequences(config: Config, parallel: ParallelPlan) -> list[Problem]:
     """The sections that are on and need whole sequences, where ranks have pieces."""
     size = parallel.degrees.sequence
     if size == 1:

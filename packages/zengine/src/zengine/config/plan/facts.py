@@ -23,7 +23,7 @@ class Facts:
     ranks_per_host: int = 0  # processes on each machine; 0: unknown, or irrelevant
     bf16_is_faster: bool = False  # measured: a bf16 matmul beats an fp32 one here
     axes: Mapping[str, int] = attrs.field(factory=dict)  # degrees that the caller has laid out, by zcomm's axes
-    laid_out_by: str = ""  # "mesh=", "mpu=", "the model"; for errors
+    axes_source: str = ""  # "mesh=", "mpu=", "the model"; for errors
 
     def __attrs_post_init__(self) -> None:
         if self.world_size < 1 or self.replicas < 1 or self.world_size % self.replicas:

@@ -18,12 +18,12 @@ from zengine.config.grammar.errors import ConfigError, Problem
 from zengine.config.plan.plan import Plan
 from zprecision import DynamicScaling, Unscaled
 
-__all__ = ["follow_model", "unfit_for_pipelines"]
+__all__ = ["adapt_to_model", "check_pipeline_keys"]
 
 _SECTIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def follow_model(plan: Plan, dtypes: Mapping[torch.dtype, str]) -> tuple[Plan, str]:
+def adapt_to_model(plan: Plan, dtypes: Mapping[torch.dtype, str]) -> tuple[Plan, str]:
     """Adapt the plan to a model with trainable parameters of `dtypes` (dtype -> name of one); with a notice, or "".
 
     The same plan and "" if the config says what weights are, or if there is nothing to be said.  Raises ConfigError
@@ -39,7 +39,7 @@ def follow_model(plan: Plan, dtypes: Mapping[torch.dtype, str]) -> tuple[Plan, s
     return plan, _notice(plan, narrow)
 
 
-def unfit_for_pipelines(plan: Plan) -> list[Problem]:
+def check_pipeline_keys(plan: Plan) -> list[Problem]:
     """Problems of keys that look at the layers of one rank only, while a pipeline has several ranks."""
     if not plan.telemetry.rates.count_flops_at:
         return []

@@ -11,7 +11,7 @@ import torch
 from zengine.config.keys.root import Settings
 from zengine.config.keys.training import Optimizer, Scheduler
 from zengine.config.plan.rows import PlanRow, rows
-from zengine.config.reading.choices import takes
+from zengine.config.reading.choices import accepts_option
 from zengine.config.reading.load import Config
 from zprecision import Precision
 
@@ -41,9 +41,9 @@ def optimizer_plan(settings: Settings, dtypes: Precision) -> OptimizerPlan:
     bf16_optimizer_states is on.
     """
     name, params = settings.optimizer.type, dict(settings.optimizer.params)
-    if name and not _says_states(params) and is_narrow(dtypes.master):
+    if name and not _sets_state_dtype(params) and is_narrow(dtypes.master):
         wanted = "bf16" if settings.bf16.bf16_optimizer_states else "fp32"
-        if takes(name, params, "state_dtype", wanted):
+        if accepts_option(name, params, "state_dtype", wanted):
             params["state_dtype"] = wanted
     return OptimizerPlan(type=name, params=params)
 
@@ -59,7 +59,7 @@ def is_narrow(dtype: torch.dtype | None) -> bool:
     return dtype is not None and dtype.itemsize < torch.float32.itemsize
 
 
-def _says_states(params: Mapping[str, Any]) -> bool:
+def _sets_state_dtype(params: Mapping[str, Any]) -> bool:
     return params.get("state_dtype") is not None or "fp32_optimizer_states" in params
 
 
@@ -80,9 +80,9 @@ def optimizer_notices(config: Config, dtypes: Precision) -> list[str]:
     notices = []
     chosen = optimizer_plan(settings, dtypes).params
     dtype = str(dtypes.master).removeprefix("torch.")
-    if not _says_states(chosen):
+    if not _sets_state_dtype(chosen):
         notices.append(f"{name} keeps its states in the dtype of the masters, {dtype}: it has no state_dtype")
-    if dtypes.master == torch.float16 or not takes(name, settings.optimizer.params, "state_dtype", "bf16"):
+    if dtypes.master == torch.float16 or not accepts_option(name, settings.optimizer.params, "state_dtype", "bf16"):
         share = 2**8 if dtype == "bfloat16" else 2**11
         notices.append(
             f"masters in {dtype} are rounded to nearest by {name}: an update below 1/{share} of its weight is lost. "

@@ -89,14 +89,14 @@ class ParallelPlan:
         return self.data_ranks * self.degrees.sequence
 
     @property
-    def cells(self) -> int:
+    def model_parallel_size(self) -> int:
         """Ranks that hold different parts of one copy of the model, ZeRO aside."""
         return self.degrees.pipeline * self.degrees.tensor
 
 
 def parallel_plan(config: Config, facts: Facts) -> ParallelPlan | list[Problem]:
     """The degrees, or all that is wrong with them."""
-    problems: list[Problem] = _patterns_compile(config)
+    problems: list[Problem] = _check_patterns(config)
     sizes = {axis: _size(config, axis, facts, problems) for axis in _KEYS}
     if problems:
         return problems
@@ -148,7 +148,7 @@ def _tensor(settings: Settings) -> TensorPlan:
     return TensorPlan(**own, **sizes, **planned(section.partition_config, TensorPlan, layer_specs=specs))
 
 
-def _patterns_compile(config: Config) -> list[Problem]:
+def _check_patterns(config: Config) -> list[Problem]:
     key, pattern = "expert_parallel.moe_layer_pattern", config.settings.expert_parallel.moe_layer_pattern
     try:
         re.compile(pattern or "")
@@ -174,8 +174,8 @@ def _size(config: Config, axis: str, facts: Facts, problems: list[Problem]) -> i
     if laid_out is None:
         return size
     if asked and size != laid_out:
-        reason = f"{facts.laid_out_by} has {laid_out} {axis} rank{'s' * (laid_out != 1)} for each copy"
-        hint = f"Make it {laid_out}, or leave the key out: {facts.laid_out_by} decides."
+        reason = f"{facts.axes_source} has {laid_out} {axis} rank{'s' * (laid_out != 1)} for each copy"
+        hint = f"Make it {laid_out}, or leave the key out: {facts.axes_source} decides."
         problems.append(_problem(config, axis, size, reason, hint))
     return laid_out
 

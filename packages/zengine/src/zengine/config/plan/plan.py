@@ -23,7 +23,7 @@ from zengine.config.plan.data import DataPlan
 from zengine.config.plan.optimizer import OptimizerPlan, SchedulerPlan, optimizer_rows
 from zengine.config.plan.parallel import ParallelPlan, parallel_rows
 from zengine.config.plan.precision import PLAIN, NumericsPlan, Scaling, precision_rows
-from zengine.config.plan.rows import PlanRow, looked_up, rows, table, value_of
+from zengine.config.plan.rows import PlanRow, lookup, rows, table, value_of
 from zengine.config.plan.telemetry import ProfilingPlan, TelemetryPlan, profiling_rows, telemetry_rows
 from zengine.config.plan.zero import zero_rows
 from zpartition import SparseGradients, ZeroPolicy
@@ -107,7 +107,7 @@ class Plan(RunKeys):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Like a dict's: `plan.get("zero_optimization")["stage"]`, as integrations ask of DeepSpeed's config."""
-        return looked_up(self.rows(), key, default)
+        return lookup(self.rows(), key, default)
 
     def origin(self, key: str) -> str:
         """Origin of the value of `key`: "file:line", "dict", "default", "derived" or "auto"."""

@@ -28,10 +28,10 @@ __all__ = [
     "NumericsPlan",
     "Scaling",
     "autocast_of",
+    "default_master_dtype",
     "derived_dtypes",
     "keeps_model_dtype",
     "numerics",
-    "own_masters",
     "param_dtypes",
     "precision",
     "precision_notices",
@@ -71,7 +71,7 @@ def keeps_model_dtype(settings: Settings) -> bool:
     return not (settings.fp16.enabled or settings.bf16.enabled or settings.data_types.param_dtype)
 
 
-def own_masters(stage: int) -> torch.dtype | None:
+def default_master_dtype(stage: int) -> torch.dtype | None:
     """Dtype of masters where parameters keep the model's dtype: as in DeepSpeed, the parameters themselves
     at stage 0, which is plain torch, and at least float32 from stage 1 on.
     """
@@ -102,7 +102,7 @@ def precision(settings: Settings, facts: Facts) -> Precision:
     narrowest = sorted(param_dtypes(settings))[0]  # "bfloat16" before "float32"
     is_auto = settings.bf16.enabled == "auto"
     param: torch.dtype | None = None
-    master = own_masters(settings.zero_optimization.stage)
+    master = default_master_dtype(settings.zero_optimization.stage)
     if not keeps_model_dtype(settings):
         param = torch.float32 if is_auto and not facts.bf16_is_faster else _DTYPES[narrowest]
         master = param if _has_narrow_masters(settings) else torch.promote_types(param, torch.float32)

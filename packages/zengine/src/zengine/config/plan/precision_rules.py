@@ -5,13 +5,13 @@ from __future__ import annotations
 from zengine.config.grammar.errors import NOWHERE, Problem, shown
 from zengine.config.plan.facts import Facts
 from zengine.config.plan.precision import autocast_of, param_dtypes
-from zengine.config.reading.choices import takes
+from zengine.config.reading.choices import accepts_option
 from zengine.config.reading.load import Config, at, violation
 
-__all__ = ["PRECISION_RULES", "float8_has_a_device"]
+__all__ = ["PRECISION_RULES", "check_fp8_device"]
 
 
-def one_half_precision(config: Config) -> Problem | None:
+def check_one_half_precision(config: Config) -> Problem | None:
     """fp16 and bf16 exclude each other, whatever "auto" would turn out to be."""
     if not (config.settings.fp16.enabled and config.settings.bf16.enabled):
         return None
@@ -19,7 +19,7 @@ def one_half_precision(config: Config) -> Problem | None:
     return violation(config, "fp16.enabled", f"{fp16} and {bf16} are both on", "Keep one of them.")
 
 
-def accumulator_holds_gradients(config: Config) -> Problem | None:
+def check_grad_accum_dtype(config: Config) -> Problem | None:
     """A sum is kept in the dtype of the gradients themselves, or in a wider one."""
     settings = config.settings
     chosen = settings.data_types.grad_accum_dtype
@@ -36,7 +36,7 @@ def accumulator_holds_gradients(config: Config) -> Problem | None:
     )
 
 
-def amp_is_autocast(config: Config) -> Problem | None:
+def check_amp(config: Config) -> Problem | None:
     """amp is read as torch_autocast in float16, beside which the other sections have no room."""
     settings = config.settings
     others = {
@@ -55,7 +55,7 @@ def amp_is_autocast(config: Config) -> Problem | None:
     )
 
 
-def autocast_widens_nothing(config: Config) -> Problem | None:
+def check_autocast_weights(config: Config) -> Problem | None:
     """Under autocast, weights are float32, or already of its own dtype and not float16."""
     settings = config.settings
     autocast, model = autocast_of(settings), param_dtypes(settings)
@@ -64,7 +64,7 @@ def autocast_widens_nothing(config: Config) -> Problem | None:
     halves = [name for name in ("fp16", "bf16") if getattr(settings, name).enabled]
     is_amp = autocast is not settings.torch_autocast
     if is_amp and halves:
-        return None  # told by amp_is_autocast
+        return None  # told by check_amp
     switch = "amp.enabled" if is_amp else "torch_autocast.enabled"
     key = f"{halves[0]}.enabled" if halves else "data_types.param_dtype"
     narrow = sorted(model - {"float32"})[0]
@@ -82,7 +82,7 @@ def autocast_widens_nothing(config: Config) -> Problem | None:
     )
 
 
-def param_dtype_is_the_sections(config: Config) -> Problem | None:
+def check_param_dtype(config: Config) -> Problem | None:
     """data_types.param_dtype says what fp16 and bf16 say, or stands alone."""
     settings = config.settings
     chosen = settings.data_types.param_dtype
@@ -99,7 +99,7 @@ def param_dtype_is_the_sections(config: Config) -> Problem | None:
     )
 
 
-def narrow_states_need_narrow_masters(config: Config) -> Problem | None:
+def check_bf16_states(config: Config) -> Problem | None:
     """bf16 optimizer states are those of bf16 masters."""
     bf16, key = config.settings.bf16, "bf16.bf16_optimizer_states"
     if not bf16.enabled or not bf16.bf16_optimizer_states or bf16.bf16_master_weights_and_grads:
@@ -112,7 +112,7 @@ def narrow_states_need_narrow_masters(config: Config) -> Problem | None:
     )
 
 
-def one_format_of_states(config: Config) -> Problem | None:
+def check_state_dtype(config: Config) -> Problem | None:
     """The optimizer's own option and bf16_optimizer_states say the same, or only one of them is given."""
     settings, key = config.settings, "bf16.bf16_optimizer_states"
     params = settings.optimizer.params
@@ -130,7 +130,7 @@ def one_format_of_states(config: Config) -> Problem | None:
     )
 
 
-def float16_masters_have_float16_gradients(config: Config) -> Problem | None:
+def check_fp16_accumulation(config: Config) -> Problem | None:
     """A sum in float32 may be finite where the float16 gradient that the optimizer is given is not."""
     settings, key = config.settings, "fp16.fp16_master_weights_and_grads"
     chosen = settings.data_types.grad_accum_dtype
@@ -145,12 +145,12 @@ def float16_masters_have_float16_gradients(config: Config) -> Problem | None:
     )
 
 
-def float16_masters_have_wide_states(config: Config) -> Problem | None:
+def check_fp16_states(config: Config) -> Problem | None:
     """Second moments of float16 gradients become 0 in float16, and the weights NaN."""
     settings, key = config.settings, "fp16.fp16_master_weights_and_grads"
     name, params = settings.optimizer.type, settings.optimizer.params
     narrow = settings.fp16.enabled and settings.fp16.fp16_master_weights_and_grads
-    if not narrow or not name or takes(name, {**params, "state_dtype": None}, "state_dtype", "fp32"):
+    if not narrow or not name or accepts_option(name, {**params, "state_dtype": None}, "state_dtype", "fp32"):
         return None
     return violation(
         config,
@@ -161,7 +161,7 @@ def float16_masters_have_wide_states(config: Config) -> Problem | None:
     )
 
 
-def float8_has_a_device(config: Config, facts: Facts) -> list[Problem]:
+def check_fp8_device(config: Config, facts: Facts) -> list[Problem]:
     """8-bit products are refused where no device has them; which GPU it is, `Float8.convert` looks up."""
     if not config.settings.fp8.enabled or facts.device_type == "cuda":
         return []
@@ -177,13 +177,13 @@ def float8_has_a_device(config: Config, facts: Facts) -> list[Problem]:
 
 
 PRECISION_RULES = (
-    one_half_precision,
-    accumulator_holds_gradients,
-    amp_is_autocast,
-    autocast_widens_nothing,
-    param_dtype_is_the_sections,
-    narrow_states_need_narrow_masters,
-    one_format_of_states,
-    float16_masters_have_float16_gradients,
-    float16_masters_have_wide_states,
+    check_one_half_precision,
+    check_grad_accum_dtype,
+    check_amp,
+    check_autocast_weights,
+    check_param_dtype,
+    check_bf16_states,
+    check_state_dtype,
+    check_fp16_accumulation,
+    check_fp16_states,
 )

@@ -19,7 +19,7 @@ import torch
 from zengine.config.grammar.errors import shown
 from zengine.config.grammar.table import Key
 
-__all__ = ["PlanRow", "looked_up", "planned", "rows", "table", "text_of", "value_of"]
+__all__ = ["PlanRow", "lookup", "planned", "rows", "table", "text_of", "value_of"]
 
 PlanRow = tuple[str, Any]  # the key of the config, the value of the plan as the table shows it
 
@@ -72,7 +72,7 @@ def value_of(rows: Iterable[PlanRow], key: str) -> Any:
     raise KeyError(f"the plan has no value for {key!r}{hint}")
 
 
-def looked_up(rows: Iterable[PlanRow], key: str, default: Any = None) -> Any:
+def lookup(rows: Iterable[PlanRow], key: str, default: Any = None) -> Any:
     """The value that `key` sets; for the name of a section the dict of its values; `default` for anything else."""
     found = dict(rows)
     if key in found:

@@ -18,7 +18,7 @@ from zengine.config.reading.load import violation as _violation
 Rule = Callable[[Config], Problem | None]
 
 
-def prescale_leaves_nothing_to_predivide(config: Config) -> Problem | None:
+def check_predivide_factor(config: Config) -> Problem | None:
     """prescale_gradients divides by all replicas before the sum, so no part is left for the factor."""
     settings = config.settings
     if not settings.prescale_gradients or settings.gradient_predivide_factor == 1.0:
@@ -32,7 +32,7 @@ def prescale_leaves_nothing_to_predivide(config: Config) -> Problem | None:
     )
 
 
-def a_sum_is_not_divided(config: Config) -> Problem | None:
+def check_allreduce_op(config: Config) -> Problem | None:
     """gradient_allreduce_op "sum" asks for no division at all."""
     settings = config.settings
     if settings.gradient_allreduce_op != "sum":
@@ -50,7 +50,7 @@ def a_sum_is_not_divided(config: Config) -> Problem | None:
     )
 
 
-def stage_2_keeps_no_full_gradient(config: Config) -> Problem | None:
+def check_reduce_at(config: Config) -> Problem | None:
     """Reducing once a step needs a full local gradient, which stage 2 exists to avoid."""
     zero = config.settings.zero_optimization
     if zero.stage < 2 or zero.reduce_at == "micro_step":
@@ -64,7 +64,7 @@ def stage_2_keeps_no_full_gradient(config: Config) -> Problem | None:
     )
 
 
-def scale_starts_above_its_floor(config: Config) -> Problem | None:
+def check_scale_floor(config: Config) -> Problem | None:
     """A dynamic loss scale starts at or above min_loss_scale."""
     fp16 = config.settings.fp16
     start = 2.0**fp16.initial_scale_power
@@ -79,7 +79,7 @@ def scale_starts_above_its_floor(config: Config) -> Problem | None:
     )
 
 
-def stage_0_shards_nothing(config: Config) -> Problem | None:
+def check_shard_group_stage(config: Config) -> Problem | None:
     """Groups that hold one copy each mean nothing where every rank holds one."""
     zero, key = config.settings.zero_optimization, "zero_optimization.shard_group_size"
     if zero.stage or not zero.shard_group_size:
@@ -92,7 +92,7 @@ def stage_0_shards_nothing(config: Config) -> Problem | None:
     )
 
 
-def files_have_a_folder(config: Config) -> Problem | None:
+def check_nvme_path(config: Config) -> Problem | None:
     """Offload to nvme needs a path, and there is one for both sections."""
     zero = config.settings.zero_optimization
     states, weights = zero.offload_optimizer, zero.offload_param
@@ -121,7 +121,7 @@ def files_have_a_folder(config: Config) -> Problem | None:
     return None
 
 
-def resting_weights_are_sharded(config: Config) -> Problem | None:
+def check_offload_param_stage(config: Config) -> Problem | None:
     """Only stage 3 has weights that rest."""
     zero = config.settings.zero_optimization
     if zero.offload_param.device == "none" or zero.stage == 3:
@@ -136,7 +136,7 @@ def resting_weights_are_sharded(config: Config) -> Problem | None:
     )
 
 
-def what_stays_begins_with_the_last(config: Config) -> Problem | None:
+def check_keep_last(config: Config) -> Problem | None:
     """The other keys of checkpoint.keep add to the last few; alone they would delete the run's newest work."""
     keep = config.settings.checkpoint.keep
     added = [f"checkpoint.keep.{key}" for key in ("every", "best", "tags") if getattr(keep, key)]
@@ -150,7 +150,7 @@ def what_stays_begins_with_the_last(config: Config) -> Problem | None:
     )
 
 
-def one_piece_of_parts_has_a_size(config: Config) -> Problem | None:
+def check_contiguous_checkpointing(config: Config) -> Problem | None:
     """contiguous_memory_optimization holds parts of activations, a number of them that somebody has to know."""
     section = config.settings.activation_checkpointing
     if not section.contiguous_memory_optimization:
@@ -171,15 +171,15 @@ def one_piece_of_parts_has_a_size(config: Config) -> Problem | None:
 
 RULES: tuple[Rule, ...] = (
     *PRECISION_RULES,
-    prescale_leaves_nothing_to_predivide,
-    a_sum_is_not_divided,
-    stage_2_keeps_no_full_gradient,
-    scale_starts_above_its_floor,
-    stage_0_shards_nothing,
-    files_have_a_folder,
-    resting_weights_are_sharded,
-    what_stays_begins_with_the_last,
-    one_piece_of_parts_has_a_size,
+    check_predivide_factor,
+    check_allreduce_op,
+    check_reduce_at,
+    check_scale_floor,
+    check_shard_group_stage,
+    check_nvme_path,
+    check_offload_param_stage,
+    check_keep_last,
+    check_contiguous_checkpointing,
 )
 
 

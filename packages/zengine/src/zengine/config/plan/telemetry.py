@@ -29,11 +29,11 @@ __all__ = [
     "RatePlan",
     "TelemetryPlan",
     "WindowPlan",
-    "idle_profiling",
-    "idle_rates",
-    "profiler_ranks_exist",
+    "check_profiler_ranks",
     "profiling",
+    "profiling_notices",
     "profiling_rows",
+    "rate_notices",
     "telemetry_plan",
     "telemetry_rows",
 ]
@@ -113,7 +113,7 @@ def profiling_rows(plan: ProfilingPlan) -> Iterator[PlanRow]:
     yield from rows("profiler.", plan.window, Profiler)
 
 
-def idle_rates(config: Config) -> list[str]:
+def rate_notices(config: Config) -> list[str]:
     """Notices of keys about speed that nothing shows."""
     if telemetry_plan(config.settings).is_wanted:
         return []
@@ -125,7 +125,7 @@ def idle_rates(config: Config) -> list[str]:
     ]
 
 
-def profiler_ranks_exist(config: Config, facts: Facts) -> list[Problem]:
+def check_profiler_ranks(config: Config, facts: Facts) -> list[Problem]:
     """A rank that records has to be one of the run's."""
     window, key = config.settings.profiler, "profiler.ranks"
     strangers = [rank for rank in window.ranks if rank >= facts.world_size]
@@ -142,7 +142,7 @@ def profiler_ranks_exist(config: Config, facts: Facts) -> list[Problem]:
     ]
 
 
-def idle_profiling(config: Config, facts: Facts) -> list[str]:
+def profiling_notices(config: Config, facts: Facts) -> list[str]:
     """Notices of keys without effect on this machine, or beside the other keys."""
     settings, notices = config.settings, []
     if settings.profiler.enabled and settings.profiler.memory_snapshot and facts.device_type != "cuda":

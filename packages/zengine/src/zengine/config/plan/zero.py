@@ -25,11 +25,11 @@ from zpartition import Averaging, Offload, ReduceAt, SparseGradients, Speculatio
 from zprecision import Precision
 
 __all__ = [
+    "check_secondary_group_size",
+    "check_shard_group_size",
     "leaf_modules",
     "offload_devices",
     "offload_notices",
-    "secondary_group_fits",
-    "shard_groups_fit",
     "stage_3_keys",
     "zero_policy",
     "zero_rows",
@@ -166,7 +166,7 @@ def _all_names(leaf_modules: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[s
 # -- rules and notices ---------------------------------------------------------------------------
 
 
-def shard_groups_fit(config: Config, parallel: ParallelPlan) -> list[Problem]:
+def check_shard_group_size(config: Config, parallel: ParallelPlan) -> list[Problem]:
     """shard_group_size divides the ranks that share the model."""
     size, key = config.settings.zero_optimization.shard_group_size, "zero_optimization.shard_group_size"
     ranks = parallel.gradient_ranks
@@ -184,7 +184,7 @@ def shard_groups_fit(config: Config, parallel: ParallelPlan) -> list[Problem]:
     ]
 
 
-def secondary_group_fits(config: Config, parallel: ParallelPlan) -> list[Problem]:
+def check_secondary_group_size(config: Config, parallel: ParallelPlan) -> list[Problem]:
     """Nodes are filled; alone, nothing is sharded and nobody looks."""
     zero = config.settings.zero_optimization
     size, total = zero.zero_hpz_partition_size, _copy_size(zero, parallel)

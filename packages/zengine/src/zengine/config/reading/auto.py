@@ -21,7 +21,7 @@ import attrs
 from zengine.config.grammar.errors import Problem, shown
 from zengine.config.grammar.scan import Document, Path, dotted
 
-__all__ = ["AUTO", "Auto", "Settled", "settle"]
+__all__ = ["AUTO", "Auto", "FilledDocument", "fill_autos"]
 
 
 @attrs.frozen
@@ -96,7 +96,7 @@ MICRO_BATCH = 8  # where train and micro are both open
 
 
 @attrs.frozen(kw_only=True)
-class Settled:
+class FilledDocument:
     """A document without open values."""
 
     document: Document
@@ -105,13 +105,13 @@ class Settled:
     problems: tuple[Problem, ...] = ()
 
 
-def settle(document: Document, fill: Mapping[str, Any]) -> Settled:
+def fill_autos(document: Document, fill: Mapping[str, Any]) -> FilledDocument:
     """Replace every "auto" of the table; `fill` (key -> value) goes before it.  Pure."""
     if not isinstance(document.data, Mapping):
-        return Settled(document=document)
+        return FilledDocument(document=document)
     filling = _Filling(document, fill)
     data = filling.completed(filling.section(document.data, ()))
-    return Settled(
+    return FilledDocument(
         document=attrs.evolve(document, data=data),
         autos=filling.autos,
         notices=filling.notices(),
@@ -133,12 +133,12 @@ class _Filling:
         found: dict[str, Any] = {}
         for name, value in data.items():
             here = (*path, name)
-            settled = self.section(value, here) if isinstance(value, Mapping) else self.settled(value, here)
-            if settled is not None or value is None:
-                found[name] = settled
+            new = self.section(value, here) if isinstance(value, Mapping) else self.replacement(value, here)
+            if new is not None or value is None:
+                found[name] = new
         return found
 
-    def settled(self, value: object, path: Path) -> object:
+    def replacement(self, value: object, path: Path) -> object:
         """Replacement of one value; None leaves its key out."""
         key = dotted(path)
         entry = AUTO.get(key)

@@ -49,7 +49,7 @@ def check_choices(settings: Settings, document: Document) -> Choices:
     return Choices(problems=(*faults, *scheduler.problems()), given={**optimizer.places(), **scheduler.places()})
 
 
-def takes(name: str, params: Mapping[str, Any], option: str, value: object) -> bool:
+def accepts_option(name: str, params: Mapping[str, Any], option: str, value: object) -> bool:
     """True if the optimizer `name` with `params` also accepts `option` with this value."""
     failure = _failure(_make_optimizer, name, {**params, option: value})
     return failure is None or _depends_on_groups(failure, params)

@@ -14,7 +14,7 @@ import attrs
 from zengine.config.grammar.errors import NOWHERE, ConfigError, Place, Problem
 from zengine.config.grammar.source import Source, read
 from zengine.config.keys.root import Settings
-from zengine.config.reading.auto import settle
+from zengine.config.reading.auto import fill_autos
 from zengine.config.reading.choices import check_choices
 from zengine.config.reading.structure import structure
 from zengine.config.reading.versions import pin
@@ -57,16 +57,16 @@ def load(source: Source, *, auto: Mapping[str, Any] | None = None) -> Config:
     document = read(source)
     if document.data is None and document.problems:
         raise ConfigError(document.source, document.problems)
-    settled = settle(document, auto or {})
-    pinning = pin(settled.document)
+    filled = fill_autos(document, auto or {})
+    pinning = pin(filled.document)
     reading = structure(pinning.document)
     choices = check_choices(reading.settings, pinning.document)
     problems = (
         *document.problems,
-        *settled.problems,
+        *filled.problems,
         *pinning.problems,
         *reading.problems,
-        *(problem for problem in choices.problems if not _is_repeated(problem, settled.problems)),
+        *(problem for problem in choices.problems if not _is_repeated(problem, filled.problems)),
     )
     if problems:
         raise ConfigError(document.source, problems)
@@ -76,10 +76,10 @@ def load(source: Source, *, auto: Mapping[str, Any] | None = None) -> Config:
         settings=reading.settings,
         document=dict(document.data) if isinstance(document.data, Mapping) else {},
         given={key: place for key, place in given.items() if key not in pinning.pinned},
-        autos=settled.autos,
+        autos=filled.autos,
         filled=dict(auto or {}),
         pinned=pinning.pinned,
-        notices=(*reading.notices, *settled.notices, *pinning.notices),
+        notices=(*reading.notices, *filled.notices, *pinning.notices),
     )
 
 

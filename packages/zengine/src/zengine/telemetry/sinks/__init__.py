@@ -1,9 +1,9 @@
 """Sinks: where telemetry writes its snapshots.  `zengine.telemetry.sinks.table` lists those of the config."""
 
 from zengine.imports import importing
-from zengine.telemetry.sinks.base import Events, MissingPackageError, Sink, Sinks, is_installed, training_goes_on
+from zengine.telemetry.sinks.base import Events, MissingPackageError, Sink, Sinks, is_installed, log_os_errors
 
-__all__ = ["Events", "MissingPackageError", "Sink", "Sinks", "is_installed", "training_goes_on"]
+__all__ = ["Events", "MissingPackageError", "Sink", "Sinks", "is_installed", "log_os_errors"]
 
 RENAMED = {
     "Bench": "zengine.telemetry.sinks.bench.Bench",
