@@ -79,4 +79,4 @@ def test_keys_that_are_to_go_go() -> None:
         {"sparse_attention": {"mode": "fixed"}, "train_batch_size": 4}, drop=frozenset({"sparse_attention"})
     )
     assert converted.data == {"train_batch_size": 4}
-    assert converted.changes == ("sparse_attention is dropped: it is refused here",)
+    assert converted.changes == ("sparse_attention is dropped: it is rejected here",)

@@ -119,7 +119,7 @@ def test_members_with_free_names_are_checked_inside() -> None:
 
 def test_an_old_name_next_to_the_new_one_is_a_conflict() -> None:
     assert problems({"bf16": {}, "bfloat16": {"enabled": True}}) == [
-        'bfloat16: the old name of "bf16", which is given too (dict). Keep the new one.'
+        'bfloat16: the old name of "bf16", which is also given (dict). Keep the new one.'
     ]
 
 

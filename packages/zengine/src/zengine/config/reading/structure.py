@@ -29,10 +29,10 @@ _LISTED = 12  # a section with at most so many keys lists them for an unknown ke
 
 
 class Mode(enum.Enum):
-    """Effect of the keys of a section."""
+    """Treatment of the keys of a section."""
 
-    ACTIVE = "active"  # they act
-    OFF = "off"  # the section is off: a notice says that the given keys have no effect
+    ACTIVE = "active"  # they have an effect
+    OFF = "off"  # the section is off: a notice lists the given keys as without effect
     CHECKED = "checked"  # the section is rejected as a whole: only spelling and types are checked
 
 
@@ -41,13 +41,13 @@ class Reading:
     """Result of one walk."""
 
     settings: Settings
-    given: Mapping[str, Place]  # keys that were written and act, with their places
+    given: Mapping[str, Place]  # keys that were written and have an effect, with their places
     notices: tuple[str, ...]
     problems: tuple[Problem, ...]
 
 
 def structure(document: Document) -> Reading:
-    """Read `document` by the table.  Never raises: the reading carries the problems."""
+    """Read `document` by the table.  Does not raise: the reading carries the problems."""
     walk = _Walk(document)
     settings = walk.section(ROOT, document.data, (), Mode.ACTIVE)
     return Reading(
@@ -59,7 +59,7 @@ def structure(document: Document) -> Reading:
 
 
 class _Walk:
-    """Collects while it reads.  Invariant: every key of the document is met exactly once."""
+    """One walk and its results.  Invariant: every key of the document is visited exactly once."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -71,7 +71,7 @@ class _Walk:
         self.idle: dict[tuple[str, str], list[Path]] = {}  # (top key, reason) -> keys without effect
 
     def section(self, section: Section, data: object, path: Path, outer: Mode) -> Any:
-        """The settings object of a section, with defaults where a key is missing or bad."""
+        """Return the settings object of a section, with defaults for missing and bad keys."""
         if isinstance(data, bool) and data in section.shorthand:
             self.notify(path, f'"{dotted(path)}": {shown(data)} is read as {shown(section.shorthand[data])}')
             data = section.shorthand[data]
@@ -88,7 +88,7 @@ class _Walk:
         return section.factory(**{name: value for name, value in found.items() if value is not NOTHING})
 
     def entry(self, section: Section, name: str, value: object, path: Path, mode: Mode) -> Any:
-        """The value of one key for its section's settings, or NOTHING."""
+        """Return the value of one key for its section's settings, or NOTHING."""
         entry = section.keys.get(name)
         if section.members:
             return self.inner_section(section.members[0], value, path, mode)
@@ -103,7 +103,7 @@ class _Walk:
         return NOTHING
 
     def inner_section(self, section: Section, value: object, path: Path, mode: Mode) -> Any:
-        if value is None:  # the way to write an absent section
+        if value is None:  # null means an absent section
             return NOTHING
         if section.members and isinstance(value, (list, tuple)):
             members = [
@@ -133,10 +133,10 @@ class _Walk:
         return read if entry.support is Support.HONOURED else NOTHING
 
     def act(self, entry: Key, read: object, value: object, path: Path) -> None:
-        """Record what a key does whose section is on."""
+        """Record the effect of a key in a section that is on."""
         matches = _among(read, entry.matching)
         if entry.support is Support.HONOURED or (entry.support is Support.FIXED and matches):
-            if value is not None:  # null is the way to write the default
+            if value is not None:  # null means the default
                 self.given[dotted(path)] = self.place(path)
         elif matches:
             return
@@ -146,7 +146,7 @@ class _Walk:
             self.report(path, entry.why, entry.hint or _accepted(entry), given=value)
 
     def mode(self, section: Section, members: Mapping[str, Any], path: Path) -> Mode:
-        """Mode of a section, by the value of its switch."""
+        """Return the mode of a section, by the value of its switch."""
         entry = section.keys.get(section.switch)
         if not isinstance(entry, Key):
             return Mode.ACTIVE
@@ -160,7 +160,7 @@ class _Walk:
         return Mode.ACTIVE if is_ours else Mode.CHECKED
 
     def translated(self, section: Section, members: dict[str, Any], path: Path) -> dict[str, Any]:
-        """`members` with old names replaced by new ones."""
+        """Return `members` with old names replaced by new ones."""
         for name, value in list(members.items()):
             entry = section.keys.get(name) if isinstance(name, str) else None
             if isinstance(entry, Key) and entry.support is Support.RENAMED:
@@ -183,7 +183,7 @@ class _Walk:
             home = home[part]
         if entry.target[-1] in home:
             other = self.place(new).origin()
-            self.report(old, f'the old name of "{dotted(new)}", which is given too ({other})', "Keep the new one.")
+            self.report(old, f'the old name of "{dotted(new)}", which is also given ({other})', "Keep the new one.")
             return
         home[entry.target[-1]] = converted
         self.moved[new], self.typed[new] = old, value
@@ -191,7 +191,7 @@ class _Walk:
         self.notify(old, f'"{dotted(old)}" is an old name: read as "{dotted(new)}"{text}')
 
     def written(self, path: Path) -> Path:
-        """The path of a key in the words of the person."""
+        """Return the path of a key as the user wrote it."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.moved:
                 return (*self.moved[path[:end]], *path[end:])
@@ -203,7 +203,7 @@ class _Walk:
     def report(self, path: Path, reason: str, suggestion: str = "", given: object = NOTHING) -> None:
         written = self.written(path)
         place = self.document.place(written)
-        if path in self.moved:  # the new name is news: the notice goes down with this error
+        if path in self.moved:  # the message has both names: the notice about the renaming is not shown
             reason, given = f'the old name of "{dotted(path)}": {reason}', self.typed[path]
             suggestion = "Leave it out."
         self.problems.append(
@@ -214,11 +214,11 @@ class _Walk:
         self.notices.append(f"{self.place(path).origin()}: {text}")
 
     def all_notices(self) -> tuple[str, ...]:
-        """Translations, and one line for each reason of having no effect."""
+        """Return the renamings, and one line for each reason why keys have no effect."""
         return (*self.notices, *(self.no_effect(why, paths) for (_, why), paths in self.idle.items()))
 
     def ignore(self, path: Path, why: str) -> None:
-        """A key that is accepted and does nothing."""
+        """Record a key that is accepted and has no effect."""
         self.idle.setdefault((str(path[0]), why), []).append(path)
 
     def no_effect(self, why: str, paths: list[Path]) -> str:
@@ -228,7 +228,7 @@ class _Walk:
 
 
 def _section_hint(section: Section, data: object) -> str:
-    """Hint for a value in place of an object."""
+    """Return the hint for a value in place of an object."""
     if isinstance(data, bool) and section.switch == "enabled":
         return f'Write {{"enabled": {shown(data)}}}.'
     if isinstance(data, str) and section.switch == "device":
@@ -237,7 +237,7 @@ def _section_hint(section: Section, data: object) -> str:
 
 
 def _among(value: object, matching: tuple[object, ...]) -> bool:
-    """Equality that tells true from 1."""
+    """Return True if `value` is in `matching`, with true and 1 distinct."""
     return any(type(value) is type(other) and value == other for other in matching)
 
 
