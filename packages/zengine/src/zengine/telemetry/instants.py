@@ -14,7 +14,7 @@ class Interval(Protocol):
     """Time between two timestamps."""
 
     def ms(self) -> float:
-        """Return milliseconds.  On a device, call `Instants.synchronize` first, or each interval synchronizes alone."""
+        """Return milliseconds.  On a device, call `Instants.synchronize` first, or each interval synchronizes."""
 
 
 class Instants(Protocol):
@@ -26,7 +26,7 @@ class Instants(Protocol):
     def interval(self, begin: Any, end: Any) -> Interval: ...
 
     def synchronize(self) -> None:
-        """Block until every timestamp so far has passed."""
+        """Block until every timestamp so far is readable."""
 
 
 @final

@@ -40,7 +40,7 @@ def test_from_stage_1_on_they_have_masters_and_float16_a_loss_scale(stage: int) 
     plan, notice = adapt_to_model(plan_of(stage), {BF16: "a"})
     assert plan.zero.master_for(BF16) == plan.zero.accumulate_for(BF16) == F32
     assert plan.scaling == Unscaled()
-    assert "they have float32 masters, as in DeepSpeed" in notice
+    assert "they get float32 masters, as in DeepSpeed" in notice
     plan, notice = adapt_to_model(plan_of(stage), {F16: "a", F32: "b"})
     assert plan.zero.master_for(F16) == F32
     assert plan.scaling == DynamicScaling()

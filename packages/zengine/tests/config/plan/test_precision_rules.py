@@ -30,39 +30,38 @@ BREAKING: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "check_autocast_weights": (
         {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "bf16": ON},
-        "torch_autocast.enabled does not go with weights in bfloat16 (bf16.enabled): its dtype, float16, "
+        "torch_autocast.enabled is incompatible with weights in bfloat16 (bf16.enabled): its dtype, float16, "
         "is another half precision. Keep one of the two sections; bf16 may be combined with torch_autocast in bf16.",
     ),
     "check_param_dtype": (
         {"data_types": {"param_dtype": "fp32"}, "bf16": ON},
-        "data_types.param_dtype = float32 and bf16.enabled both say what weights are. Leave param_dtype out.",
+        "data_types.param_dtype = float32 and bf16.enabled both set the dtype of weights. Leave param_dtype out.",
     ),
     "check_bf16_states": (
         {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
-        "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads. Turn that on too; for float32 masters "
-        'with bf16 states write "state_dtype": "bf16" into optimizer.params.',
+        "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads. Set that to true as well; for float32 "
+        'masters with bf16 states add "state_dtype": "bf16" to optimizer.params.',
     ),
     "check_state_dtype": (
         {
             "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
             "optimizer": {"type": "AdamW", "params": {"state_dtype": "8bit"}},
         },
-        'bf16.bf16_optimizer_states keeps states in bf16, and optimizer.params.state_dtype = "8bit". '
-        "Keep one of them.",
+        'bf16.bf16_optimizer_states sets bf16 states, but optimizer.params.state_dtype = "8bit". Keep one of them.',
     ),
     "check_fp16_accumulation": (
         {
             "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
             "data_types": {"grad_accum_dtype": "fp32"},
         },
-        "data_types.grad_accum_dtype = float32 and fp16.fp16_master_weights_and_grads both say what gradients are: "
-        "the optimizer is given them in float16, and what overflows there would not be seen. "
+        "data_types.grad_accum_dtype = float32 and fp16.fp16_master_weights_and_grads both set the dtype of "
+        "gradients: the optimizer gets them in float16, and their overflow would not be detected. "
         "Leave grad_accum_dtype out.",
     ),
     "check_fp16_states": (
         {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}, "optimizer": {"type": "NAdam"}},
-        "fp16.fp16_master_weights_and_grads leaves NAdam no room for its states: it keeps them in the dtype of the "
-        "masters, and in float16 second moments become 0. Use Adam, AdamW, Lion, SGD, Adagrad, Lamb or Muon, whose "
+        "fp16.fp16_master_weights_and_grads does not work with NAdam, which keeps its states in the dtype of the "
+        "masters: second moments in float16 underflow to 0. Use Adam, AdamW, Lion, SGD, Adagrad, Lamb or Muon, whose "
         "states stay float32, or leave the key out.",
     ),
 }

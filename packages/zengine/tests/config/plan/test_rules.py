@@ -13,19 +13,19 @@ from zengine.config.plan.rules import RULES
 BREAKING: dict[str, tuple[dict[str, Any], str]] = {
     "check_predivide_factor": (
         {"prescale_gradients": True, "gradient_predivide_factor": 2},
-        "gradient_predivide_factor = 2 has no part of the division left: prescale_gradients does all of it "
+        "gradient_predivide_factor = 2 cannot split the division: prescale_gradients does all of it "
         "before the sum. Keep one of them.",
     ),
     "check_allreduce_op": (
         {"gradient_allreduce_op": "sum", "gradient_predivide_factor": 2.0},
-        'gradient_allreduce_op = "sum" divides nothing, yet gradient_predivide_factor would divide. Drop them, or '
+        'gradient_allreduce_op = "sum" does not divide, but gradient_predivide_factor would divide. Remove them, or '
         'use "mean".',
     ),
     "check_reduce_at": (
         {"zero_optimization": {"stage": 2, "reduce_at": "boundary"}},
         'zero_optimization.reduce_at = "boundary" keeps a full gradient on every rank, which '
-        "zero_optimization.stage = 2 exists to avoid. "
-        'Use stage 1 for one exchange per step, or "micro_step".',
+        "zero_optimization.stage = 2 avoids. "
+        'Use stage 1 for one reduction per step, or "micro_step".',
     ),
     "check_scale_floor": (
         {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}},
@@ -44,20 +44,20 @@ BREAKING: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "check_offload_param_stage": (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-        'zero_optimization.offload_param.device = "cpu" moves the shards of stage 3, and '
+        'zero_optimization.offload_param.device = "cpu" offloads the weight shards of stage 3, but '
         "zero_optimization.stage = 2. "
         'Use stage 3, or set it to "none".',
     ),
     "check_keep_last": (
         {"checkpoint": {"keep": {"best": "loss"}}},
-        "checkpoint.keep.best says what stays beside the last few, and checkpoint.keep.last is not set. "
+        "checkpoint.keep.best extends checkpoint.keep.last, which is not set. "
         "Set checkpoint.keep.last to 1 or more, or leave the section out to keep all checkpoints.",
     ),
     "check_contiguous_checkpointing": (
         {"activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True}},
-        "activation_checkpointing.contiguous_memory_optimization keeps parts of activations in one piece of memory, "
+        "activation_checkpointing.contiguous_memory_optimization keeps parts of activations in one buffer, "
         'and number_checkpoints is not set. Set "partition_activations" to true and "number_checkpoints" to the '
-        "blocks that a forward passes, or leave it out.",
+        "number of checkpointed blocks, or leave it out.",
     ),
 }
 

@@ -60,7 +60,7 @@ CHECKPOINT: dict[str, Row] = {
     ),
     "checkpoint_serialization": ignored(TRUTH, True, why="the format has one serialization"),
     "writer": Section(
-        rejection='checkpoint writers are not configurable; "checkpoint": {"async_save": true} writes in the background',
+        rejection='checkpoint writers cannot be chosen; "checkpoint": {"async_save": true} writes in the background',
         keys=all_ignored(
             "",
             type=TEXT,

@@ -1,6 +1,6 @@
-"""Resolution of a config: with the facts of a machine it becomes a plan.  Pure, and complete.
+"""Resolution of a config: config and facts -> plan.  Pure.
 
-Values are derived once, here, and `Plan.origins` marks them; no part of the engine derives again.
+Values are derived only here, and `Plan.origins` marks them; no part of the engine derives values again.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 def resolve(config: Config, facts: Facts) -> Plan:
-    """Answer every question that `config` leaves open.
+    """Resolve every value of `config` for the world that `facts` describes.
 
-    Raises ConfigError with all rules that are broken: the degrees of parallelism, the batch equation for the ranks
-    that see different samples, and those between keys.
+    Raises ConfigError with every violated rule: the degrees of parallelism, the batch equation for the data-parallel
+    ranks, and the rules between keys.
     """
     parallel = parallel_plan(config, facts)
-    if isinstance(parallel, list):  # the other rules ask how many ranks do what
+    if isinstance(parallel, list):  # the remaining rules need the degrees
         raise ConfigError(config.source, violations(config) + parallel)
     batch = _batch(config, parallel)
     problems = violations(config) + ([batch] if isinstance(batch, Problem) else [])
@@ -136,10 +136,10 @@ def _check_data_parallel_size(config: Config, parallel: ParallelPlan, facts: Fac
 
 
 def _origins(config: Config, dtypes: Precision) -> dict[str, str]:
-    """Origin of each value of the plan, by the key that sets it."""
+    """Return the origin of each value of the plan, by the key that sets it."""
     settings = config.settings
     keys = [".".join(path) for path, entry in walk(ROOT) if entry.support is Support.HONOURED]
-    keys = [key for key in keys if ".*." not in key]  # members that the user names are listed as they were given
+    keys = [key for key in keys if ".*." not in key]  # members with the user's names are added from `given`
     named = (".params.", ".curriculum_metrics.", ".layer_specs")
     keys += [key for key in config.given if any(name in key for name in named)]
     origins = {key: config.origin(key) for key in keys}
@@ -154,7 +154,7 @@ def _origins(config: Config, dtypes: Precision) -> dict[str, str]:
 
 
 def _notices(config: Config, facts: Facts, parallel: ParallelPlan, dtypes: Precision) -> list[str]:
-    """Notices that need the facts of the machine."""
+    """Return the notices that depend on the facts or on several keys."""
     settings = config.settings
     notices = [*offload_notices(config, facts), *profiling_notices(config, facts), *data_notices(config)]
     notices += [*rate_notices(config), *parallel_notices(config, parallel), *activation_notices(config, parallel)]

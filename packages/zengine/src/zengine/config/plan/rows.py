@@ -25,7 +25,7 @@ PlanRow = tuple[str, Any]  # the key of the config, the value of the plan as the
 
 
 def planned(settings: attrs.AttrsInstance, part: type[attrs.AttrsInstance], **derived: Any) -> dict[str, Any]:
-    """Arguments of `part`: the values of `settings` whose rows name a field of it, then the `derived` ones."""
+    """Return arguments of `part`: the values of `settings` whose rows name a field of it, then the `derived` ones."""
     fields, found = attrs.fields_dict(part), {}
     for field in attrs.fields(type(settings)):
         row = field.metadata["row"]
@@ -38,10 +38,10 @@ def planned(settings: attrs.AttrsInstance, part: type[attrs.AttrsInstance], **de
 def rows(
     prefix: str, part: object, settings: type[attrs.AttrsInstance], *, skip: Container[str] = (), **derived: Any
 ) -> Iterator[PlanRow]:
-    """Rows of the keys of `settings` under `prefix`, with the values of `part`.
+    """Yield the rows of the keys of `settings` under `prefix`, with the values of `part`.
 
     skip: keys without a row; derived: values of keys that no single field of `part` holds.
-    A section that is off has one row, `enabled`.  Inner sections have theirs where `part` holds the section itself.
+    A section that is off has one row, `enabled`.  An inner section has rows if `part` holds the section itself.
     """
     for field in attrs.fields(settings):
         row, name = field.metadata["row"], field.name
@@ -59,7 +59,7 @@ def rows(
 
 
 def value_of(rows: Iterable[PlanRow], key: str) -> Any:
-    """The value that `key` sets.
+    """Return the value that `key` sets.
 
     Raises:
         KeyError: no row has that key; names the nearest.
@@ -73,7 +73,7 @@ def value_of(rows: Iterable[PlanRow], key: str) -> Any:
 
 
 def lookup(rows: Iterable[PlanRow], key: str, default: Any = None) -> Any:
-    """The value that `key` sets; for the name of a section the dict of its values; `default` for anything else."""
+    """Return the value that `key` sets, the values of a section as a dict, or `default` for other keys."""
     found = dict(rows)
     if key in found:
         return found[key]
@@ -89,7 +89,7 @@ def lookup(rows: Iterable[PlanRow], key: str, default: Any = None) -> Any:
 
 
 def table(rows: Iterable[PlanRow], origins: Mapping[str, str], notices: Iterable[str]) -> str:
-    """The rows in columns, each with its origin, then the notices, one a line."""
+    """Format the rows in columns, each with its origin, then the notices, one per line."""
     lines = [(key, text_of(value), origins.get(key, "default")) for key, value in rows]
     key_width = max(len(key) for key, _, _ in lines)
     value_width = max(len(value) for _, value, _ in lines)
@@ -98,7 +98,7 @@ def table(rows: Iterable[PlanRow], origins: Mapping[str, str], notices: Iterable
 
 
 def text_of(value: Any) -> str:
-    """A value of the plan as it would be written."""
+    """Return a value of the plan as it would be written in a config."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value if isinstance(value, str) else shown(value)

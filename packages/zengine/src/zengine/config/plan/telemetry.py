@@ -45,14 +45,14 @@ CommsPlan = CommsLogger
 
 @attrs.frozen(kw_only=True)
 class RatePlan(ThroughputSection):
-    """Computation of speed: the section timers.throughput, with an answer for recomputation."""
+    """Throughput settings: the section timers.throughput, with `recomputation` as a string."""
 
-    recomputation: str = "auto"  # "yes" | "no" | "auto": measured in the first step
+    recomputation: str = "auto"  # "yes" | "no" | "auto": detected in the first step
 
 
 @attrs.frozen(kw_only=True)
 class TelemetryPlan(MonitorKeys):
-    """Measurements and their destinations: the keys that need no resolving, and values derived from others."""
+    """Measurements and sinks: the keys that need no resolution, and derived values."""
 
     throughput: bool = True  # samples per second (timers.throughput)
     rates: RatePlan = RatePlan()
@@ -62,14 +62,14 @@ class TelemetryPlan(MonitorKeys):
 
     @property
     def is_wanted(self) -> bool:
-        """Something is asked for.  ThroughputSection alone does not count: without a monitor nothing shows it."""
+        """True if a monitor, a log or a measurement is enabled; throughput alone does not count: no sink shows it."""
         keys = attrs.asdict(self, recurse=False, filter=lambda field, _: "row" in field.metadata)
         return self.comms_log or any(getattr(value, "enabled", bool(value)) for value in keys.values())
 
 
 @attrs.frozen(kw_only=True)
 class ProfilingPlan:
-    """All three."""
+    """Plan of the FLOPs profiler, the window of traces and the log of collectives."""
 
     flops: FlopsProfilerSection = attrs.field(factory=FlopsProfilerSection)
     window: Profiler = attrs.field(factory=Profiler)
@@ -77,7 +77,7 @@ class ProfilingPlan:
 
 
 def telemetry_plan(settings: Settings) -> TelemetryPlan:
-    """The sections about telemetry, resolved."""
+    """Resolve the telemetry sections."""
     comms, section = settings.comms_logger, settings.timers.throughput
     answers = {"auto": "auto", True: "yes", False: "no"}
     return TelemetryPlan(
@@ -91,7 +91,7 @@ def telemetry_plan(settings: Settings) -> TelemetryPlan:
 
 
 def profiling(settings: Settings) -> ProfilingPlan:
-    """The sections; a log that counts nothing is off."""
+    """Return the profiling sections; a log that counts nothing is off."""
     comms = settings.comms_logger
     return ProfilingPlan(
         flops=settings.flops_profiler,
@@ -101,35 +101,35 @@ def profiling(settings: Settings) -> ProfilingPlan:
 
 
 def telemetry_rows(telemetry: TelemetryPlan) -> Iterator[PlanRow]:
-    """Rows of the keys about telemetry."""
+    """Yield the rows of the telemetry keys."""
     yield from rows("", telemetry, MonitorKeys)
     yield from rows("timers.throughput.", telemetry.rates, ThroughputSection, enabled=telemetry.throughput)
 
 
 def profiling_rows(plan: ProfilingPlan) -> Iterator[PlanRow]:
-    """Rows of the three sections."""
+    """Yield the rows of the profiling sections."""
     yield from rows("comms_logger.", plan.comms, CommsLogger)
     yield from rows("flops_profiler.", plan.flops, FlopsProfilerSection)
     yield from rows("profiler.", plan.window, Profiler)
 
 
 def rate_notices(config: Config) -> list[str]:
-    """Notices of keys about speed that nothing shows."""
+    """Return notices of timers.throughput keys if no sink shows the throughput."""
     if telemetry_plan(config.settings).is_wanted:
         return []
     keys = [key for key in config.given if key.startswith("timers.throughput.") and not key.endswith(".enabled")]
     return [
-        f"{config.origin(key)}: {key} has no effect here: nothing reports the speed (steps_per_print, bench_steps "
-        "and the monitors are off)"
+        f"{config.origin(key)}: {key} has no effect here: no output shows the throughput (steps_per_print, "
+        "bench_steps and the monitors are off)"
         for key in keys
     ]
 
 
 def check_profiler_ranks(config: Config, facts: Facts) -> list[Problem]:
-    """A rank that records has to be one of the run's."""
+    """Require that the recording ranks exist."""
     window, key = config.settings.profiler, "profiler.ranks"
-    strangers = [rank for rank in window.ranks if rank >= facts.world_size]
-    if not window.enabled or not strangers:
+    missing = [rank for rank in window.ranks if rank >= facts.world_size]
+    if not window.enabled or not missing:
         return []
     return [
         Problem(
@@ -143,12 +143,12 @@ def check_profiler_ranks(config: Config, facts: Facts) -> list[Problem]:
 
 
 def profiling_notices(config: Config, facts: Facts) -> list[str]:
-    """Notices of keys without effect on this machine, or beside the other keys."""
+    """Return notices of profiling keys without effect on this machine or in this combination."""
     settings, notices = config.settings, []
     if settings.profiler.enabled and settings.profiler.memory_snapshot and facts.device_type != "cuda":
         key = "profiler.memory_snapshot"
         notices.append(
-            f"{config.origin(key)}: {key} is a record of CUDA's allocator, and this run has none: the trace holds "
+            f"{config.origin(key)}: {key} records CUDA's allocator, which this run does not use: the trace contains "
             "every allocation of the CPU instead, as with profiler.profile_memory"
         )
     comms = settings.comms_logger

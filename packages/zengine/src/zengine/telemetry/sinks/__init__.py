@@ -15,6 +15,7 @@ RENAMED = {
     "WandbSink": "zengine.telemetry.sinks.wandb.WandbSink",
     "folder_of": "zengine.telemetry.sinks.table.folder_of",
     "require_packages": "zengine.telemetry.sinks.table.require_packages",
+    "training_goes_on": "zengine.telemetry.sinks.log_os_errors",
 }
 
 __getattr__ = importing(__name__, {}, RENAMED)
