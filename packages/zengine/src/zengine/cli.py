@@ -106,7 +106,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", default="", metavar="MODULE:FACTORY", help="function from micro-batch size to the model's argument"
     )
-    parser.add_argument("--tokens", type=positive, default=0, metavar="T", help="or token ids of this length")
+    parser.add_argument("--tokens", type=positive, default=0, metavar="T", help="or sequence length of token ids")
     parser.add_argument("--inputs", default="", metavar="3x224x224", help="or samples of this shape")
     parser.add_argument("--measure", action="store_true", help="train a few steps in this process and compare")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -125,7 +125,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exclude", default="", metavar="HOSTS", help="hosts and devices to leave out")
     parser.add_argument("--master-addr", default="", help="rendezvous host; default: the first host")
     parser.add_argument("--master-port", type=positive, default=29500, help="rendezvous port; default: 29500")
-    parser.add_argument("--max-restarts", type=int, default=0, help="restarts after a process died; default: 0")
+    parser.add_argument("--max-restarts", type=int, default=0, help="restarts after a process fails; default: 0")
     parser.add_argument("--module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
     parser.add_argument("script", help="script to run")
@@ -158,9 +158,9 @@ def _add_convert_config(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument("--out", default="", metavar="FILE", help="file to write; default: standard output")
     parser.add_argument("--from", dest="release", default="", metavar="RELEASE", help='add "config_version": RELEASE')
-    parser.add_argument("--drop-refused", action="store_true", help="remove and report rejected keys")
+    parser.add_argument("--drop-rejected", "--drop-refused", action="store_true", help="remove rejected keys")
     parser.add_argument(
-        "--fill-auto", action="store_true", help='replace "auto" by values, for use without the Trainer'
+        "--fill-auto", action="store_true", help='replace "auto" by values, for runs without the Trainer'
     )
     _add_auto(parser)
 
@@ -177,14 +177,14 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 def _add_auto(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--auto", action="append", default=[], metavar="KEY=VALUE", help='value of a key that the file sets to "auto"'
+        "--auto", action="append", default=[], metavar="KEY=VALUE", help='value for a key that is "auto" in the file'
     )
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="", metavar="MODULE:FACTORY", help="your model, made without memory")
+    parser.add_argument("--model", default="", metavar="MODULE:FACTORY", help="your model, built on the meta device")
     parser.add_argument(
-        "--params", type=float, default=0.0, metavar="NUMBER", help="or a transformer of so many parameters: 1.3e9"
+        "--params", type=float, default=0.0, metavar="NUMBER", help="or the size of an example transformer: 1.3e9"
     )
     parser.add_argument("--hidden", type=positive, default=0, metavar="H", help="width of the transformer")
     parser.add_argument("--layers", type=positive, default=0, metavar="L", help="layers of the transformer")

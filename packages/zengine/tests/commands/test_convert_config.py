@@ -48,7 +48,7 @@ def test_what_is_refused_is_said_and_dropped_when_asked_for(capsys: pytest.Captu
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "refused.json:1:78  sparse_attention" in captured.err
-    assert main(["convert-config", "refused.json", "--drop-refused"]) == 0
+    assert main(["convert-config", "refused.json", "--drop-rejected"]) == 0
     captured = capsys.readouterr()
     assert "sparse_attention" not in captured.out
     assert "sparse_attention is dropped: it is rejected here" in captured.err

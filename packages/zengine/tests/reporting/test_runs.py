@@ -138,5 +138,5 @@ def test_a_folder_around_one_run_stands_for_it_and_around_several_names_them(tmp
         if name == "a":
             run = read_run(tmp_path)
             assert (run.name, run.folder, run.remarks) == (tmp_path.name, tmp_path / "a", ())
-    with pytest.raises(NoRunError, match=r"holds 2 runs.*/a .*/b"):
+    with pytest.raises(NoRunError, match=r"contains 2 runs.*/a .*/b"):
         read_run(tmp_path)

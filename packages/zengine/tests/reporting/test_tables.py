@@ -59,10 +59,10 @@ def messages(wait: float) -> list[Messages]:
 
 def test_the_ranks_are_held_against_each_other() -> None:
     text = comms_section(run_of(comms={0: messages(5.0), 3: messages(2.0)}))
-    assert "Rank 3 waits least: others wait for it, 3.00 ms more" in text
+    assert "Rank 3 waits least: other ranks wait for it, up to 3.00 ms longer" in text
     assert words(text)[-6:] == ["0", "5.0", "3.0", "3", "2.0", "0.0"]
     assert '<tr class="warn"><td>3</td>' in text
-    assert "Who waits" not in comms_section(run_of(comms={0: messages(5.0)}))
+    assert "Waits by rank" not in comms_section(run_of(comms={0: messages(5.0)}))
     assert comms_section(run_of(comms={0: []})) == ""
 
 

@@ -54,9 +54,9 @@ def run_convert(arguments: argparse.Namespace) -> int:
     document = read(arguments.config)
     if document.problems or not isinstance(document.data, Mapping):
         raise ConfigError(document.source, document.problems)
-    if not arguments.drop_refused:
+    if not arguments.drop_rejected:
         load(arguments.config, auto=auto)  # reports rejected keys with their lines before anything is written
-    drop = frozenset(_rejected_keys(arguments.config, auto)) if arguments.drop_refused else frozenset()
+    drop = frozenset(_rejected_keys(arguments.config, auto)) if arguments.drop_rejected else frozenset()
     data: Mapping[str, Any] = document.data
     if arguments.fill_auto or auto:
         filled = fill_autos(document, auto).document.data

@@ -55,7 +55,7 @@ def charts(run: RecordedRun) -> Iterator[str]:
     yield curve("Throughput", "tokens per second, all ranks", tokens) or curve(
         "Throughput", "samples per second, all ranks", samples
     )
-    yield stacked_chart("Where a step's time goes", "ms, rank 0", time_layers(run))
+    yield stacked_chart("Step time by phase", "ms, rank 0", time_layers(run))
     yield curve("Gradient norm", "before clipping", run.points(*NORM), skipped)
     yield line_chart("Learning rate", "first group", [Line("learning rate", run.points(*RATE))], events=skipped)
     yield from memory_charts(run)
@@ -155,7 +155,7 @@ def memory_charts(run: RecordedRun) -> Iterator[str]:
     wholes = {name: memory_points(run, word) for word, name in WHOLES.items()}
     factor, unit = bytes_unit(max((peak_of(points) for points in wholes.values()), default=0.0))
     lines = [Line(name, scale_points(points, factor)) for name, points in wholes.items() if points]
-    yield line_chart("Memory in all", f"{unit}, rank 0", lines)
+    yield line_chart("Total memory", f"{unit}, rank 0", lines)
 
 
 def memory_owners(run: RecordedRun) -> dict[str, Points]:
@@ -183,9 +183,7 @@ def memory_owners(run: RecordedRun) -> dict[str, Points]:
 
 
 def _forward_fill(series: Mapping[float, float], steps: Sequence[float]) -> Points:
-    """Return a value at every step: the last known one, since owners are counted only when something may have
-    changed.
-    """
+    """Return the last known value at every step, since owners are not counted at all steps."""
     points, known = [], 0.0
     for step in steps:
         known = series.get(step, known)

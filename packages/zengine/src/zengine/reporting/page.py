@@ -20,7 +20,7 @@ from zengine.reporting.tables import comms_section, config_sections, flops_secti
 
 __all__ = ["compare_page", "figures", "run_page", "write_report"]
 
-PAGE, BESIDE = "report.html", "zengine-report.html"  # the second where somebody else's page has the first
+PAGE, BESIDE = "report.html", "zengine-report.html"  # the second if another program's page has the first name
 _RATES = {"tokens per second": curves.TOKENS, "samples per second": curves.SAMPLES, "ms per step": curves.STEP_MS}
 _OURS = re.compile(rb"<title>[^<]*: run (report|comparison)</title>")
 _HEAD_BYTES = 1 << 16  # of a page, in which the title is
@@ -29,7 +29,7 @@ _HEAD_BYTES = 1 << 16  # of a page, in which the title is
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Read runs, write their page to `out` atomically, and return its path.
 
-    out: defaults to the record folder of the first run, where only an earlier page of ours is overwritten.
+    out: defaults to the record folder of the first run, where only an earlier page of zengine is overwritten.
 
     Raises NoRunError if a folder holds no run, OSError if the page cannot be written.
     """
@@ -44,7 +44,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def default_place(folder: Path) -> Path:
-    """Return the default path of the page of the run in `folder`; other programs write pages of that name, too."""
+    """Return the default path of the page; another program's page of that name is not overwritten."""
     page = folder / PAGE
     if not page.exists():
         return page
@@ -58,7 +58,7 @@ def run_page(run: RecordedRun) -> str:
     environment = dict(run.environment) | ({"started": run.started} if run.started else {})
     traces = {name: "open in chrome://tracing or ui.perfetto.dev" for name in run.traces if name.startswith("trace")}
     sections = [
-        f"<h1>{html.escape(run.name)}</h1><p class='lead'>{html.escape(verdict(run))}</p>{tiles(figures(run))}"
+        f"<h1>{html.escape(run.name)}</h1><p class='lead'>{html.escape(summary(run))}</p>{tiles(figures(run))}"
         f"{median_note(run)}",
         remarks(run),
         f"<section class='charts'>{drawn}</section>" if drawn else "",
@@ -75,10 +75,10 @@ def run_page(run: RecordedRun) -> str:
 def remarks(run: RecordedRun) -> str:
     """List missing and damaged files."""
     lines = "".join(f"<li>{html.escape(remark)}</li>" for remark in run.remarks)
-    return f"<section class='card remarks'><h2>What is missing</h2><ul>{lines}</ul></section>" if lines else ""
+    return f"<section class='card remarks'><h2>Missing data</h2><ul>{lines}</ul></section>" if lines else ""
 
 
-def verdict(run: RecordedRun) -> str:
+def summary(run: RecordedRun) -> str:
     """Summarize the run in one or two sentences."""
     if not run.events:
         return "No step was recorded."
@@ -98,13 +98,11 @@ def _count(number: int) -> str:
 
 
 def median_note(run: RecordedRun) -> str:
-    """Return a note about the steps of the medians; "" if there are none."""
+    """Return a note with the range of steps of the medians; "" if nothing was measured."""
     steps = [step for tags in _RATES.values() for step, value in run.points(*tags) if math.isfinite(value)]
     if not steps:
         return ""
-    return (
-        f"<p class='note'>Medians are those of steps {min(steps):,.0f} to {max(steps):,.0f}, which were measured.</p>"
-    )
+    return f"<p class='note'>Medians are over the measured steps, {min(steps):,.0f} to {max(steps):,.0f}.</p>"
 
 
 def figures(run: RecordedRun) -> dict[str, str]:
@@ -153,10 +151,10 @@ def compare_page(runs: Sequence[RecordedRun]) -> str:
         f"<section class='charts'>{drawn}</section>" if drawn else "",
         section("Figures", _columns(names, [figures(run) for run in runs])),
         section(
-            "Where their configs differ",
+            "Config differences",
             _differences(names, [{row.key: row.value for row in run.plan} for run in runs]),
         ),
-        section("Where their environments differ", _differences(names, [run.environment for run in runs])),
+        section("Environment differences", _differences(names, [run.environment for run in runs])),
     ]
     return document(f"{title}: run comparison", sections)
 

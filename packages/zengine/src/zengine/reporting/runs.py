@@ -11,7 +11,7 @@ samples, the others over steps.  Every boundary writes both, so the n-th samples
 steps, boundaries are counted from one.
 
 Only a folder with none of these is an error.  Other missing, damaged or malformed files are left out and listed in
-`Run.remarks`, because the most interesting runs are those that ended badly.
+`RecordedRun.remarks`, because failed runs are the most interesting ones.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ RECORD, EVENTS, FLOPS, COMMS, TRACES = "run.json", "events.jsonl", "flops.json",
 EVENT_FILES = "events.out.tfevents.*"
 OVER_SAMPLES = "Train/Samples/"  # the family of tags over samples
 
-NAMELESS = ("record", "run", "DeepSpeedJobName")  # folders that a job has inside of its own
+NAMELESS = ("record", "run", "DeepSpeedJobName")  # names of record folders inside a job's folder
 
-MAX_STEP = 2**53  # beyond it a float cannot tell steps apart
+MAX_STEP = 2**53  # larger steps are not distinct as floats
 
 Points = list[tuple[float, float]]  # (step, value), by step
 Series = Mapping[int, tuple[float, float]]  # x -> (wall time in seconds, value); the last one written counts
 
 
 class NoRunError(ValueError):
-    """The folder holds no run."""
+    """Folder without a run."""
 
 
 @attrs.frozen
@@ -67,8 +67,8 @@ class Event:
 
     step: int
     samples: int
-    time_s: float  # since the process began, or began again
-    values: Mapping[str, float]  # by tag; not finite where the run was not
+    time_s: float  # since the start of the process
+    values: Mapping[str, float]  # by tag; may be non-finite
 
 
 @attrs.frozen(kw_only=True)
@@ -77,8 +77,8 @@ class RecordedRun:
 
     name: str
     folder: Path
-    events: tuple[Event, ...] = ()  # by step; a step that was done again is here once, as it was done last
-    seconds: float = 0.0  # that processes spent on these steps, those lost and done again included
+    events: tuple[Event, ...] = ()  # by step; of a repeated step, the last run
+    seconds: float = 0.0  # total time of these steps, including lost and repeated ones
     started: str = ""
     config: Mapping[str, Any] = attrs.field(factory=dict)  # as given
     plan: tuple[PlanRow, ...] = ()
@@ -88,7 +88,7 @@ class RecordedRun:
     traces: tuple[str, ...] = ()  # names of files in profile/
     remarks: tuple[str, ...] = ()  # what is missing or damaged, in sentences
 
-    series: Mapping[str, Points] = attrs.field(init=False, repr=False)  # the events by tag, as tags came up
+    series: Mapping[str, Points] = attrs.field(init=False, repr=False)  # the events by tag, in order of appearance
 
     @series.default
     def _by_tag(self) -> Mapping[str, Points]:
@@ -110,7 +110,7 @@ class RecordedRun:
 def read_run(folder: Path) -> RecordedRun:
     """Read `folder`, or the single run inside it.  Raises NoRunError if there is none, or more than one."""
     if not folder.is_dir():
-        raise NoRunError(f"{folder}: there is no such folder. Give the folder of a run, the one with {EVENTS} in it")
+        raise NoRunError(f"{folder}: no such folder. Give the folder of a run, which contains {EVENTS}")
     name, folder = _name(folder.resolve()), _find_run(folder)
     reader = _Reader(folder)
     events, seconds = reader.events()
@@ -131,8 +131,8 @@ def read_run(folder: Path) -> RecordedRun:
     )
     if not (events or record or run.flops or run.comms):
         raise NoRunError(
-            f"{folder}: no run is recorded here ({'; '.join(run.remarks)}). A run leaves a record where its config "
-            'says "jsonl_monitor": {"enabled": true, "output_path": "runs", "job_name": "name"}'
+            f"{folder}: no record of a run ({'; '.join(run.remarks)}). To record a run, set "
+            '"jsonl_monitor": {"enabled": true, "output_path": "runs", "job_name": "name"}'
         )
     return run
 
@@ -149,7 +149,7 @@ def _find_run(folder: Path) -> Path:
     runs = sorted(path.parent for path in folder.glob(f"*/{EVENTS}"))
     if len(runs) > 1:
         names = " ".join(str(run) for run in runs[:8]) + (" ..." if len(runs) > 8 else "")
-        raise NoRunError(f"{folder} holds {len(runs)} runs. Name one, or those to be compared: {names}")
+        raise NoRunError(f"{folder} contains {len(runs)} runs. Give one of them, or several to compare: {names}")
     return runs[0] if runs else folder
 
 
@@ -182,7 +182,7 @@ class _Reader:
     def events(self) -> tuple[tuple[Event, ...], float]:
         """Return the steps, and the seconds they took."""
         if not (self.folder / EVENTS).exists() and any(self.folder.glob(EVENT_FILES)):
-            self.remarks.append(f"there is no {EVENTS}: the curves are those of TensorBoard's event files")
+            self.remarks.append(f"there is no {EVENTS}: the curves come from TensorBoard's event files")
             return _deduplicate(filter(None, map(_event, read_event_files(self.folder))))
         try:
             lines = self.text(EVENTS).splitlines(keepends=True)
@@ -194,7 +194,7 @@ class _Reader:
         found = [_event(line) for line in lines]
         if found and found[-1] is None and not lines[-1].endswith("\n"):
             found.pop()
-            self.remarks.append(f"the last line of {EVENTS} is cut short: the run was killed while it wrote it")
+            self.remarks.append(f"the last line of {EVENTS} is incomplete: the run was killed while writing it")
         damaged = [str(number) for number, event in enumerate(found, 1) if event is None]
         if damaged:
             those = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
@@ -283,12 +283,12 @@ def read_event_files(folder: Path) -> list[dict[str, Any]]:
 
 
 def _at(family: Mapping[str, Series], x: int) -> Iterable[tuple[str, Series]]:
-    """Return the series that have a point there."""
+    """Return the series that have a point at x."""
     return ((tag, series) for tag, series in family.items() if x in series)
 
 
 def _scalars(folder: Path) -> dict[str, Series]:
-    from tensorboard.backend.event_processing import event_accumulator  # late: it loads half of TensorBoard
+    from tensorboard.backend.event_processing import event_accumulator  # slow to import
 
     reader: Any = event_accumulator.EventAccumulator(str(folder), size_guidance={event_accumulator.SCALARS: 0})
     reader.Reload()

@@ -88,7 +88,7 @@ class DeviceInstants:
     """
 
     make: Callable[[], Any] = _make_event
-    last: list[Any] = attrs.field(factory=list)  # none, or one that nobody has waited for
+    last: list[Any] = attrs.field(factory=list)  # none, or one that has not been waited for
 
     def now(self) -> Any:
         event = self.make()

@@ -58,10 +58,10 @@ class Telemetry:
     meter: Meter  # tokens and FLOPs of a step
     fleet: Fleet  # the devices that train together
     owners: Owners  # memory by owner
-    recent_loss: RecentLoss  # over as many steps as a console line stands for
+    recent_loss: RecentLoss  # over the steps of a console line
     countdown: Countdown  # until the figures of a bench run are complete
     subject: tuple[Subject, ...] = ()  # the engine, from `begin` on
-    layer_norms: dict[str, float] = attrs.field(factory=dict)  # of the boundary under way; mostly empty
+    layer_norms: dict[str, float] = attrs.field(factory=dict)  # of the current boundary; usually empty
     warnings: list[str] = attrs.field(factory=list)  # to log at the first step that has tokens
 
     def begin(self, subject: Subject) -> None:
@@ -85,7 +85,7 @@ class Telemetry:
         try:
             return self.spans[name]
         except KeyError:
-            raise ValueError(f"no phase is called {name!r}; there are {', '.join(self.spans)}") from None
+            raise ValueError(f"unknown phase {name!r}; choose one of {', '.join(self.spans)}") from None
 
     def paused(self) -> AbstractContextManager[None]:
         """Return a context manager around work that is not training (validation, saving): throughput excludes it."""
@@ -240,7 +240,7 @@ def _mean_rate(plan: TelemetryPlan, total: Rate, batch: str) -> str:
 
 
 def scale_norms(whole: float, parts: Mapping[str, float]) -> dict[str, float]:
-    """Scale `parts` so that their squares add up to that of `whole`; unchanged where that is impossible."""
+    """Scale `parts` so that their squares sum to that of `whole`; unchanged if that is impossible."""
     total = math.hypot(*parts.values())
     factor = whole / total if total and math.isfinite(total) and math.isfinite(whole) else 1.0
     return {name: norm * factor for name, norm in parts.items()}

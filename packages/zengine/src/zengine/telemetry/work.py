@@ -28,7 +28,7 @@ from torch import Tensor
 from zengine.telemetry.throughput import Work
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-_FIRST = ("input_ids", "tokens")  # arguments that are what is looked for, if they are there
+_FIRST = ("input_ids", "tokens")  # arguments to look at first
 
 # TFLOPS of one device.  Longer names first where one is part of another: the first that the device's name contains
 # counts.
@@ -72,8 +72,8 @@ class Formula:
     """Transformer dimensions of the FLOPs formula."""
 
     num_parameters: int  # of the whole model
-    num_layers: int = 0  # 0: unknown, and the attention's term is left out
-    hidden_size: int = 0  # the same
+    num_layers: int = 0  # 0: unknown; the attention's term is omitted
+    hidden_size: int = 0  # 0: as for num_layers
 
     def flops(self, tokens: float, squares: float, coefficient: float) -> float:
         """Return FLOPs of sequences with `tokens` tokens in total and `squares` as the sum of squared lengths."""
@@ -86,15 +86,15 @@ class Formula:
 class Meter:
     """Sums the input tokens of one rank between two boundaries."""
 
-    replicas: int  # ranks that do the same with other data, or with other tokens
-    pieces: int = 1  # ranks that share each sequence: it is as many times as long as what forward is given
+    replicas: int  # ranks with other samples or other tokens
+    pieces: int = 1  # ranks that share each sequence; a sequence is this many times as long as forward's input
     tokens_per_sample: int = 0  # 0: counted
     formula: Formula = Formula(num_parameters=0)
-    coefficient: float = 3  # 4 where all activations are computed again
-    flops_per_sample: float = 0.0  # counted once; 0: not
+    coefficient: float = 3  # 4 if all activations are recomputed
+    flops_per_sample: float = 0.0  # counted; 0: not counted
     tokens: int = 0  # of this rank since the boundary
     squares: int = 0  # squares of the lengths of its sequences
-    reported: int = 0  # tokens that the caller knows of, which count in place of those
+    reported: int = 0  # tokens reported by the caller, which replace the counted ones
     last_samples: int = 0  # sample counter at the last boundary
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 A row of the config table names the field of the plan's part that holds its value (`plan=`, by default the key's own
 name).  `planned` carries values from the settings to a part; `rows` carries them from the part to the plan's table,
-which `table` prints with origins.  So a key that means what it says needs its row and its consumer, and nothing here.
+which `table` prints with origins.  So a key that is used as written needs its row and its consumer, and nothing here.
 A derived value is passed by name and overrides the row's.
 """
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO, final
 
 from zengine.telemetry.sinks.base import is_installed
 
-INTERVAL_S = 0.1  # between two drawings: more often, nobody can read it
+INTERVAL_S = 0.1  # between two drawings; faster is unreadable
 
 
 class LiveLine(Protocol):
@@ -83,7 +83,7 @@ class RichLine:
         self._clock = clock
         self._due = 0.0
         self._live.start()
-        self._console.show_cursor(True)  # a program that dies shall not leave a terminal without one
+        self._console.show_cursor(True)  # so that a crash does not leave the terminal without one
 
     def show(self, text: Callable[[], str]) -> None:
         from rich.text import Text
