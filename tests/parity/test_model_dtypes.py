@@ -2,7 +2,7 @@
 
 The oracle is the loop that a person would write in torch.  float64 has the numbers of float64 at every stage.
 Weights of 16 bits are what DeepSpeed makes of them: at stage 0 they are trained as they are, as torch does; from
-stage 1 on they have float32 masters, and float16 gradients carry a dynamic loss scale.
+stage 1 on they get float32 masters, and float16 gradients carry a dynamic loss scale.
 """
 
 from __future__ import annotations

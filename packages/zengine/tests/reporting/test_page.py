@@ -222,7 +222,7 @@ def test_a_run_that_was_killed_anywhere_makes_a_page(tmp_path: Path, length: int
     (folder / "events.jsonl").write_bytes(events[:length])
     text = page_of(folder)
     checked(text)
-    assert ("cut short" in text) is bool(length)
+    assert ("is incomplete: the run was killed" in text) is bool(length)
 
 
 def test_one_step_is_a_run_too(tmp_path: Path) -> None:

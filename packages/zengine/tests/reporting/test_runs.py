@@ -63,7 +63,7 @@ def test_a_whole_run_has_no_remarks(tmp_path: Path) -> None:
 def test_a_line_that_a_kill_cut_short_is_left_out_and_said(tmp_path: Path) -> None:
     run = read_run(write(tmp_path, line(1), line(2), line(3)[:25], run=RECORD))
     assert [event.step for event in run.events] == [1, 2]
-    assert run.remarks == ("the last line of events.jsonl is cut short: the run was killed while it wrote it",)
+    assert run.remarks == ("the last line of events.jsonl is incomplete: the run was killed while writing it",)
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,11 @@ def test_the_wire_is_what_communication_data_type_says_else_the_safe_modules_nar
     ("amp", "notice"),
     [
         ({}, 'dict: "amp" with opt_level O1 is read as "torch_autocast": {"enabled": true, "dtype": "fp16"} with '
-             "dynamic loss scaling, which is what O1 does"),
-        ({"opt_level": "O0"}, 'dict: "amp" with opt_level O0 is read as nothing at all: training in float32'),
+             "dynamic loss scaling, which is equivalent to O1"),
+        ({"opt_level": "O0"}, 'dict: "amp" with opt_level O0 has no effect here: training in float32'),
         ({"opt_level": "O3", "loss_scale": 1.0},
          'dict: "amp" with opt_level O3 is read as "torch_autocast": {"enabled": true, "dtype": "fp16"} with a loss '
-         "scale of 1: weights stay float32, where O3 had float16 weights and no masters. For those write "
+         "scale of 1: weights stay float32, whereas O3 had float16 weights and no masters. For those write "
          '"fp16": {"enabled": true, "fp16_master_weights_and_grads": true} in place of "amp"'),
     ],
 )  # fmt: skip

@@ -97,4 +97,4 @@ def test_a_violation_in_a_file_names_both_lines() -> None:
 
 def test_sum_names_every_key_that_would_divide() -> None:
     source = {"gradient_allreduce_op": "sum", "prescale_gradients": True}
-    assert "yet prescale_gradients would divide" in str(violations(load(source))[0])
+    assert "but prescale_gradients would divide" in str(violations(load(source))[0])

@@ -94,7 +94,7 @@ def test_three_misspelt_keys_give_three_errors_with_the_right_names() -> None:
         ({"torch_autocast": {"enabled": True, "dtype": "fp32"}},
          'torch_autocast.dtype = "fp32": must be "bf16" or "fp16". To train in float32, leave the section out.'),
         ({"zero": {"stage": 2}}, 'zero = {"stage": 2}: a key of the inference config, which '
-         'deepspeed.init_inference() takes. For training write "zero_optimization".'),
+         'is an argument of deepspeed.init_inference(). For training write "zero_optimization".'),
         ({"tensorboard": True},
          'tensorboard = true: needs an object {...}, got true/false. Write {"enabled": true}.'),
         ({"optimizer": "AdamW"}, 'optimizer = "AdamW": needs an object {...}, got text. Write {"type": "AdamW"}.'),
