@@ -16,7 +16,7 @@ from pathlib import Path
 import attrs
 
 from zengine.reporting import RecordedRun
-from zengine.reporting.chart import Line, line_chart, smoothed, stacked_chart
+from zengine.reporting.chart import Line, line_chart, moving_average, stacked_chart
 from zengine.reporting.curves import memory_charts, time_layers
 from zengine.reporting.document import bar, details, document, facts, section
 from zengine.reporting.document import tiles as as_tiles
@@ -57,14 +57,18 @@ def charts(story: Story) -> Iterable[str]:
     yield line_chart(
         "Loss",
         "bits per byte",
-        [Line("each batch", loss, faint=True), Line("training", smoothed(loss, span)), Line("held-out", held_out)],
+        [
+            Line("each batch", loss, faint=True),
+            Line("training", moving_average(loss, span)),
+            Line("held-out", held_out),
+        ],
         marks={"unigram": story.result.unigram, "bigram": story.result.bigram},
     )
     speed = series("bytes_per_s")
     yield line_chart(
         "Throughput",
         "tokens per second, all ranks",
-        [Line("each step", speed, faint=True), Line("smoothed", smoothed(speed, span))],
+        [Line("each step", speed, faint=True), Line("smoothed", moving_average(speed, span))],
     )
     yield stacked_chart("Where a step's time goes", "ms, rank 0", time_layers(story.record))
     yield line_chart("Learning rate", "", [Line("learning rate", series("lr"))])
@@ -72,7 +76,7 @@ def charts(story: Story) -> Iterable[str]:
     yield line_chart(
         "Gradient norm",
         "before clipping",
-        [Line("each step", norm, faint=True), Line("smoothed", smoothed(norm, span))],
+        [Line("each step", norm, faint=True), Line("smoothed", moving_average(norm, span))],
     )
     yield from memory_charts(story.record)
 

@@ -128,4 +128,4 @@ class Console(Sink):
 
     def _print(self, text: str) -> None:
         if text:
-            self._line.above(text)
+            self._line.print_above(text)
